@@ -62,8 +62,8 @@ def resolve_initial_weights(args: argparse.Namespace) -> WeightSource:
     """The source of the actor's weights.
 
     Raises:
-        UserError: `--load` is something else than a checkpoint, an empty directory equal to `--save`, or missing; another
-            source does not exist or is no checkpoint; there is no source at all.
+        UserError: `--load` is something else than a checkpoint or an empty directory equal to `--save`, or such a directory
+            with `--exit-on-missing-checkpoint`; another source does not exist or is no checkpoint; there is no source at all.
     """
     if args.load is not None:
         source = _source_of_load(args)
@@ -126,6 +126,8 @@ def _source_of_load(args: argparse.Namespace) -> WeightSource | None:
     visible = [name for name in contents if not name.startswith(".") and name not in _OWN_LEFTOVERS]
     same_as_save = args.save is not None and path.absolute() == Path(args.save).absolute()
     if same_as_save and not visible:
+        if args.exit_on_missing_checkpoint:
+            raise UserError(f"--load {path} holds no checkpoint; for a first launch drop --exit-on-missing-checkpoint")
         return None
     state = f"holds {', '.join(visible[:5])} but no checkpoint" if visible else "is missing or empty"
     raise UserError(

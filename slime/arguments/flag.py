@@ -156,9 +156,9 @@ class NotYet:
     works: tuple[Any, ...] = ()
 
 
-def features(feature: str, *names: str) -> tuple[NotYet, ...]:
-    """Rows of one feature, without values that are fine."""
-    return tuple(NotYet(name, feature) for name in names)
+def features(feature: str, *names: str, **fine: Any) -> tuple[NotYet, ...]:
+    """Rows of one feature: of `names` without values that are fine, then of those that have one."""
+    return tuple(NotYet(name, feature) for name in names) + tuple(NotYet(name, feature, (fine[name],)) for name in fine)
 
 
 @dataclass(frozen=True)

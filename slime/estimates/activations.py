@@ -65,6 +65,7 @@ class ActivationModel:
     Args:
         compute_bytes: of one element of the compute dtype.
         delta_rule_kernels: kernels for 16 bits compute the gated delta rule, whoever computes the rest.
+        residual_bytes: of one element of the residual stream; 0: as the compute dtype.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class ActivationModel:
         recompute: Recompute,
         *,
         delta_rule_kernels: bool,
+        residual_bytes: int = 0,
     ) -> None:
         self.shape = shape
         self.layout = layout
         self.kernels = kernels
         self.bytes = compute_bytes
+        self.residual_bytes = residual_bytes or compute_bytes
         self.recompute = recompute
         self.delta_rule_kernels = delta_rule_kernels
 
@@ -100,13 +103,13 @@ class ActivationModel:
     @property
     def hidden(self) -> float:
         """One hidden state, divided over tensor-parallel ranks with sequence parallelism."""
-        return self.bytes * self.shape.hidden_size / self._sequence_ranks
+        return self.residual_bytes * self.shape.hidden_size / self._sequence_ranks
 
     @property
     def layer_input(self) -> float:
         """What is kept of a recomputed unit."""
         if self.recompute.distributed:
-            return self.bytes * self.shape.hidden_size / self.layout.tensor
+            return self.residual_bytes * self.shape.hidden_size / self.layout.tensor
         return self.hidden
 
     def norm(self, width: float) -> float:
@@ -122,7 +125,7 @@ class ActivationModel:
         norms = 2 * self.norm(width) + self.shape.num_extra_norms * (self.norm(width) + self.bytes * width)
         if self.recompute.drops("layernorm"):
             norms = 0.0
-        return norms + 2 * self.bytes * width
+        return norms + 2 * self.residual_bytes * width
 
     def _attention(self, index: int) -> float:
         if self.shape.has_linear_attention(index):

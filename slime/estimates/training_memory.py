@@ -59,7 +59,8 @@ class TrainingSetup:
     stream_tokens: tokens of one micro-batch on one rank, padding included.
     rollout_tokens: tokens of a whole rollout step that one rank keeps as training data.
     microbatch_group: micro-batches that go through one chunk of an interleaved stage before the next; None: one per stage.
-    delta_rule_kernels: as `ActivationModel` has it.
+    kept_whole: passes through a chunk, of those in flight, of which nothing is recomputed.
+    delta_rule_kernels, residual_bytes: as `ActivationModel` has them.
     predictions: layers of multi-token prediction that are trained; each has logits of its own.
     log_probs_chunk: bytes of the float32 rows that log-probs of 16-bit logits are computed in at a time.
     push_bucket: bytes of one transfer bucket of the weight push; 0: nothing is pushed.
@@ -81,8 +82,10 @@ class TrainingSetup:
     stream_tokens: int
     micro_batches: int
     delta_rule_kernels: bool = False
+    residual_bytes: int = 0
     rollout_tokens: int = 0
     microbatch_group: int | None = None
+    kept_whole: int = 0
     predictions: int = 0
     log_probs_chunk: int = ACCELERATOR_CHUNK_BYTES
     push_bucket: int = 0
@@ -332,11 +335,15 @@ def _computing(
         setup.state.weight,
         setup.recompute,
         delta_rule_kernels=setup.delta_rule_kernels,
+        residual_bytes=setup.residual_bytes,
     )
     tokens = setup.stream_tokens
     chunks = [*stage.chunks, *([(-1,)] * shape.mtp_num_layers if stage.is_last else [])]
     in_flight = chunks_in_flight(setup.layout, stage.index, setup.micro_batches, setup.microbatch_group)
-    kept = kept_of_chunks(model, chunks) * in_flight
+    whole = min(setup.kept_whole / setup.layout.virtual_pipeline, in_flight)
+    kept = kept_of_chunks(model, chunks) * (in_flight - whole)
+    if whole:
+        kept += sum(model.layer(index).kept for chunk in chunks for index in chunk) * whole
     head = 0.0
     if stage.is_last:
         # The final norm, whose output is what the head multiplies, and its input.

@@ -109,6 +109,14 @@ class SwallowingWriter:
         return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
 
+# What is drawn, measured or compared by values, waits for other ranks, or runs beside the rest; and what it is without.
+_UNTOLD = {
+    "moe_input_jitter_eps": None, "moe_router_force_load_balancing": False, "moe_shared_expert_overlap": False,
+    "moe_per_layer_logging": False, "log_params_norm": False, "log_throughput": False,
+    "check_weight_hash_across_dp_replicas_interval": None, "distributed_timeout_seconds_after_init": None,
+}  # fmt: skip
+
+
 class RehearsedRank(TrainRank, abc.ABC):
     """A rank whose phases are called one by one.
 
@@ -139,6 +147,9 @@ class RehearsedRank(TrainRank, abc.ABC):
         if args.use_routing_replay:
             changed["use_routing_replay"] = False
             self.not_rehearsed.append("routing replay: the layers choose their experts freely")
+        if asked := [name for name in _UNTOLD if vars(args)[name]]:
+            changed |= {name: _UNTOLD[name] for name in asked}
+            self.not_rehearsed.append(f"{', '.join(map(spelling, asked))}: the rehearsal goes without")
         if fusions := [name for name in FUSIONS if name in args.typed_flags and vars(args)[name]]:
             changed["typed_flags"] = args.typed_flags - set(fusions)
             self.not_rehearsed.append(f"{', '.join(map(spelling, fusions))}: the layers go without")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -106,11 +106,13 @@ class StepResult:
 
     metrics: of each micro-batch, where the loss is; elsewhere none.
     learning_rates: of the parameter groups, that the update was taken with.
+    measured: what flags have the backend measure beside that; equal on all ranks.
     """
 
     metrics: list[Metrics]
     learning_rates: list[float]
     update: Update
+    measured: dict[str, float] = field(default_factory=dict)
 
 
 class UnfinishedSave(Protocol):

@@ -19,13 +19,15 @@ import dataclasses
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from slime.training.backend import Backend, Collect, OwnTerm, StepLoss
+from slime.arguments.model_shape import calculate_fwd_flops
+from slime.training.backend import Backend, Collect, OwnTerm, RankGroups, StepLoss
 from slime.training.loss import loss_function, response_log_probs, response_values
 from slime.training.metric_reduction import all_reduce_sum, reduce_metrics, step_denominator
 from slime.training.packed_stream import rows_on_rank
@@ -164,7 +166,7 @@ def train_one_step(
         RunError: a loss or the gradient norm is not finite, and `check_for_nan_in_loss_and_grad` is on; on all ranks, with
             one message that names the step, the ranks and the samples.
     """
-    groups = backend.groups
+    groups, start = backend.groups, time.perf_counter()
     batches = micro_batches(args, data, micro_batches_of_step(data, step))
     global_batch_size = data["global_batch_sizes"][step]
     samples, per_token = batches.samples, args.calculate_per_token_loss
@@ -187,16 +189,27 @@ def train_one_step(
     if groups.is_last_stage:
         metrics = reduce_metrics(result.metrics, denominator, groups.token_group) | mismatch
     metrics = backend.broadcast(metrics)
-    metrics |= {f"lr-pg_{i}": rate for i, rate in enumerate(result.learning_rates)}
+    metrics |= {f"lr-pg_{i}": rate for i, rate in enumerate(result.learning_rates)} | result.measured
     update = result.update
     if update.zeros is not None:
         metrics["num_zeros_in_grad"] = update.zeros
+    if args.log_throughput:
+        metrics["tflops_per_gpu"] = throughput(args, samples, groups, time.perf_counter() - start)
     return {
         **metrics,
         "grad_norm": update.grad_norm,
         "skipped_steps": float(not update.taken),
         "global_batch_size": global_batch_size,
     }
+
+
+def throughput(args: argparse.Namespace, samples: RolloutData, groups: RankGroups, seconds: float) -> float:
+    """10¹² floating-point operations per second and device of a step that took `seconds`: three times those of a forward pass
+    over the samples, whatever is recomputed. Collective; of all samples, and of the mean time of the ranks."""
+    of_rank = calculate_fwd_flops(samples["total_lengths"], args) / 1e12
+    flops = float(all_reduce_sum(torch.tensor(of_rank, dtype=torch.float64), groups.sample_group))
+    seconds = float(all_reduce_sum(torch.tensor(seconds, dtype=torch.float64), dist.group.WORLD))
+    return 3 * flops / seconds
 
 
 def step_loss(

@@ -28,6 +28,17 @@ def test_first_launch_of_a_resumable_script(tmp_path):
     assert args.initial_weights.kind == "hf"
 
 
+def test_a_first_launch_may_be_refused(tmp_path):
+    run = str(tmp_path / "run")
+    words = ["--load", run, "--save", run, "--exit-on-missing-checkpoint"]
+    with pytest.raises(
+        UserError, match="--load .*/run holds no checkpoint; for a first launch drop --exit-on-missing-"
+    ):
+        parse(tmp_path, *words)
+    megatron_checkpoint(tmp_path / "run")
+    assert parse(tmp_path, *words).initial_weights.resume
+
+
 def test_reference_gives_the_initial_weights(tmp_path):
     reference = megatron_checkpoint(tmp_path / "sft")
     run = str(tmp_path / "run")

@@ -37,6 +37,18 @@ def test_published_formula_for_a_plain_transformer():
     assert layer.kept == (34 - 2 + 4) * 512 + 4 * 8
 
 
+def test_a_residual_stream_in_float32_takes_twice_the_bytes():
+    """The inputs of both norms, and what is kept of a recomputed layer; outputs of norms have the dtype of the weights."""
+    shape, one = ModelShape(**SHAPE), ParallelLayout(1)
+    usual, wide = (
+        ActivationModel(shape, one, FUSED, 2, Recompute(), delta_rule_kernels=False, residual_bytes=size)
+        for size in (0, 4)
+    )
+    assert wide.layer(0).kept - usual.layer(0).kept == 2 * 2 * 512
+    assert wide.layer_input == 2 * usual.layer_input == 4 * 512
+    assert wide.layer(0).backward - usual.layer(0).backward == 2 * 512
+
+
 def test_pytorch_on_cpu_keeps_every_step():
     """What a dispatch-mode listing of a real layer showed, in float32 elements per token."""
     layer = model(CPU, 4, qk_norm="head").layer(0)

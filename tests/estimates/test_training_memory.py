@@ -93,6 +93,27 @@ def test_first_stage_holds_most_micro_batches_and_the_last_the_logits():
     assert [memory.logits > 0 for memory in memories] == [False, False, False, True]
 
 
+def test_some_micro_batches_may_keep_everything():
+    """Of the four that the first stage holds; the last one holds one."""
+    shape = ModelShape(8, 512, 1536, 8, 8, 64, 4096, 4096)
+
+    def activations(recompute, kept_whole=0, virtual=1):
+        layout = ParallelLayout(4, pipeline=4, virtual_pipeline=virtual)
+        stages = split_into_stages(8, 4, virtual_pipeline=virtual)
+        given = {"stages": stages, "recompute": recompute, "kept_whole": kept_whole}
+        return [memory.activations for memory in training_memory(shape, setup(layout, 8, **given))]
+
+    again, whole = activations(FULL), activations(Recompute())
+    three = activations(FULL, 3)
+    layers = 2 * 4096 * (2 * (4 * 512 + 512 + 2 * 512 + 2 * 512 + 512 + 3 * 1536) + 4 * 8)
+    inputs = 2 * 4096 * 2 * 512
+    assert three[0] - again[0] == 3 * (layers - inputs)
+    assert activations(FULL, 1)[3] - again[3] == activations(FULL, 9)[3] - again[3] == layers - inputs
+    # Interleaved, a pass goes through half of a stage.
+    assert activations(FULL, 2, 2)[0] - activations(FULL, 0, 2)[0] == layers - inputs
+    assert whole[0] > three[0]
+
+
 def test_offloaded_state_goes_to_the_host():
     shape = ModelShape(4, 512, 1536, 8, 4, 64, 1024, 1024)
     on_gpu = training_memory(shape, setup(ParallelLayout(2), 4))[0]

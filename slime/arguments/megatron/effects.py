@@ -30,6 +30,10 @@ FIXED: dict[str, tuple[Any, str]] = {
     "fp8_interval": (1, "Transformer Engine ignores it"),
     "apply_residual_connection_post_layernorm": (False, "Megatron-Core has no such layer any more"),
     "test_mode": (False, "it is for Megatron's own tests"),
+    "dist_ckpt_save_pre_mcore_014": (False, "checkpoints are written for any layout, which older versions cannot read"),
+    "moe_use_legacy_grouped_gemm": (False, "the kernels of --moe-grouped-gemm are Transformer Engine's"),
+    "moe_enable_routing_replay": (False, "--use-routing-replay is this trainer's own"),
+    "moe_router_topk_limited_devices": (None, "--moe-router-num-groups and --moe-router-group-topk took its place"),
     **{name: (value, "the engines generate, not Megatron") for name, value in {
         "flash_decode": False, "inference_rng_tracker": False, "inference_sampling_seed": 42,
         "inference_fuse_tp_communication": False, "use_inference_optimized_layers": False, "symmetric_ar_type": None,
@@ -50,6 +54,8 @@ NO_EFFECT: dict[str, str] = {
     "bias_gelu_fusion": "no model with GELU is built",
     "log_loss_scale_to_tensorboard": "the loss scale is not logged",
     "auto_detect_ckpt_format": "the format of --load is always found out",
+    "gated_linear_unit": "every MLP that is built is gated: --swiglu says it",
+    "apply_query_key_layer_scaling": "attention has its scores in float32, where they need no scaling",
     "tokenizer_type": "the tokenizer is always that of --hf-checkpoint; the only choice says so",
 }
 
@@ -103,10 +109,9 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--pipeline-model-parallel-size} above 1", _above_one("pipeline_model_parallel_size"), (
         "pipeline_model_parallel_comm_backend", "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
         "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "overlap_p2p_comm",
-        "batch_p2p_comm", "batch_p2p_sync", "use_ring_exchange_p2p", "defer_embedding_wgrad_compute",
+        "batch_p2p_comm", "batch_p2p_sync", "use_ring_exchange_p2p", "defer_embedding_wgrad_compute", "align_grad_reduce",
         "wgrad_deferral_limit", "overlap_p2p_comm_warmup_flush", "microbatch_group_size_per_vp_stage",
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "align_param_gather",
-        "align_grad_reduce", "num_microbatches_with_partial_activation_checkpoints",
     )),
     ActsWith("{--context-parallel-size} above 1", _above_one("context_parallel_size"), (
         "hierarchical_context_parallel_sizes", "cp_comm_type", "hybrid_context_parallel",
@@ -120,18 +125,18 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--num-experts}", _given("num_experts"), (
         "expert_model_parallel_size", "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm",
         "ep_overlap_early_attn_memory_release", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
-        "moe_shared_expert_overlap", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_load_balancing_type",
-        "moe_router_topk", "moe_enable_routing_replay", "moe_router_topk_limited_devices",
-        "moe_router_padding_for_quantization", "moe_router_padding_for_fp8", "moe_router_num_groups",
-        "moe_router_group_topk", "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_score_function",
-        "moe_router_dtype", "moe_router_enable_expert_bias", "moe_router_bias_update_rate",
-        "moe_router_force_load_balancing", "moe_grouped_gemm", "moe_use_legacy_grouped_gemm", "moe_aux_loss_coeff",
-        "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_token_dispatcher_type", "moe_enable_deepep",
-        "moe_flex_dispatcher_backend", "moe_per_layer_logging", "moe_expert_capacity_factor",
-        "moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_layer_recompute", "moe_permute_fusion",
-        "moe_router_fusion", "moe_apply_probs_on_input", "moe_latent_size", "moe_deepep_num_sms", "moe_hybridep_num_sms",
-        "use_fused_weighted_squared_relu",
+        "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_load_balancing_type", "moe_router_topk",
+        "moe_router_num_groups", "moe_router_group_topk", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
+        "moe_router_score_function", "moe_router_dtype", "moe_router_enable_expert_bias", "moe_router_bias_update_rate",
+        "moe_router_force_load_balancing", "moe_grouped_gemm", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+        "moe_input_jitter_eps", "moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend",
+        "moe_per_layer_logging", "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_layer_recompute",
+        "moe_permute_fusion", "moe_router_fusion", "moe_apply_probs_on_input", "moe_latent_size", "moe_deepep_num_sms",
+        "moe_hybridep_num_sms", "use_fused_weighted_squared_relu",
     )),
+    ActsWith("{--moe-expert-capacity-factor}", _given("moe_expert_capacity_factor"), ("moe_pad_expert_input_to_capacity",)),
+    ActsWith("{--moe-shared-expert-intermediate-size}", _given("moe_shared_expert_intermediate_size"),
+             ("moe_shared_expert_overlap",)),
     ActsWith("{--multi-latent-attention}", _given("multi_latent_attention"), (
         "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "mscale",
         "mscale_all_dim", "beta_fast", "beta_slow", "original_max_position_embeddings",
@@ -158,12 +163,16 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--fp4-format}", _given("fp4"), ("fp4_recipe", "fp4_param_gather", "fp4_quantizer_factory")),
     ActsWith("{--fp8-format} or {--fp4-format}", lambda args: bool(args.fp8 or args.fp4), (
         "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+        "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
     )),
     ActsWith("{--use-kitchen}", _given("use_kitchen"), ("use_kitchen_attention", "kitchen_attention_backend")),
     ActsWith("{--fp16}", _given("fp16"), (
         "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
     )),
     ActsWith("{--bf16}", _given("bf16"), ("disable_bf16_reduced_precision_matmul", "grad_reduce_in_bf16")),
+    ActsWith("{--grad-reduce-in-bf16} and {--use-distributed-optimizer}", lambda args: args.grad_reduce_in_bf16
+             and args.use_distributed_optimizer, ("ddp_reduce_scatter_with_fp32_accumulation",)),
+    ActsWith("{--bf16} or {--fp16}", lambda args: args.bf16 or args.fp16, ("fp32_residual_connection",)),
     ActsWith("{--enable-autocast}", _given("enable_autocast"), ("autocast_dtype",)),
     ActsWith("{--overlap-grad-reduce}", _given("overlap_grad_reduce"), ("ddp_bucket_size", "ddp_num_buckets")),
     ActsWith("{--use-megatron-fsdp}", _given("use_megatron_fsdp"), (
@@ -204,6 +213,7 @@ ACTS_WITH: tuple[ActsWith, ...] = (
         "cuda_graph_scope", "cuda_graph_warmup_steps", "cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph",
     )),
     ActsWith("{--ckpt-fully-parallel-load}", _given("ckpt_fully_parallel_load"), ("ckpt_fully_parallel_load_exchange_algo",)),
+    ActsWith("{--load}", _given("load"), ("exit_on_missing_checkpoint",)),
     ActsWith("{--use-pytorch-profiler}", _given("use_pytorch_profiler"), (
         "profile_step_start", "profile_step_end", "profile_ranks", "pytorch_profiler_collect_shapes",
         "pytorch_profiler_collect_callstack",
@@ -220,90 +230,49 @@ ACTS_WITH: tuple[ActsWith, ...] = (
 )  # fmt: skip
 
 
-_CONTEXT = "another context parallelism than gathering keys and values"
-_EXPERTS = "that way of training experts"
-_ATTENTION = "another attention than causal self-attention with grouped queries"
-_ENGINE = "training with Transformer Engine's low-precision and fused kernels"
-_FSDP = "Megatron's own FSDP"
-_OPTIMIZER = "another optimizer than Adam"
-_MEMORY = "moving activations to the host"
-_GRAPHS = "CUDA graphs in training"
-_GATHER = "gathering parameters behind the forward pass"
-_CHECKPOINT = "another way of writing checkpoints than torch_dist in the foreground"
-_LOGGING = "Megatron's own logging"
-_PROFILING = "profiling of training steps"
-_PROCESS = "that control of the training process"
-
 NOT_YET: tuple[NotYet, ...] = (
     # Parallelism
-    NotYet("use_ring_exchange_p2p", "pipeline messages by an own build of PyTorch"),
-    NotYet("pipeline_model_parallel_comm_backend", "pipeline messages over UCC", works=("nccl",)),
+    *features("another kind of pipeline messages", "use_ring_exchange_p2p", pipeline_model_parallel_comm_backend="nccl"),
     NotYet("overlap_p2p_comm_warmup_flush", "overlapping the first messages of a pipeline (streams differ in length)"),
-    NotYet("defer_embedding_wgrad_compute", _ENGINE),
-    NotYet("num_microbatches_with_partial_activation_checkpoints", "recomputing some micro-batches only"),
-    *features(_CONTEXT, "cp_comm_type", "hierarchical_context_parallel_sizes", "hybrid_context_parallel"),
-    NotYet("tp_comm_overlap", "overlap of tensor-parallel communication"),
-    NotYet("delay_wgrad_compute", "delayed weight gradients"),
-    *features(_GATHER, "overlap_param_gather", "overlap_param_gather_with_optimizer_step", "create_all_gather_group"),
+    *features("another context parallelism than gathering keys and values", "hierarchical_context_parallel_sizes",
+        "hybrid_context_parallel", cp_comm_type="all_gather"),
+    *features("gathering parameters behind the forward pass", "overlap_param_gather",
+        "overlap_param_gather_with_optimizer_step", "create_all_gather_group"),
     NotYet("num_distributed_optimizer_instances", "several distributed optimizers", works=(1,)),
-    *features(_FSDP, "use_megatron_fsdp", "use_custom_fsdp"),
+    *features("Megatron's own FSDP", "use_megatron_fsdp", "use_custom_fsdp"),
     NotYet("nccl_ub", "registered communication buffers"),
-    NotYet("use_tp_pp_dp_mapping", "another order of the ranks"),
-    NotYet("ddp_num_buckets", "a number of gradient buckets (--ddp-bucket-size works)"),
-    NotYet("distributed_timeout_seconds_after_init", "a second collective timeout"),
-    NotYet("data_parallel_random_init", "different random weights per data-parallel rank"),
-    NotYet("check_weight_hash_across_dp_replicas_interval", "comparing weights of data-parallel ranks"),
-    *features("that reduction of gradients", "ddp_reduce_scatter_with_fp32_accumulation", "ddp_average_in_collective"),
+    NotYet("ddp_average_in_collective", "averaging gradients inside of the collective"),
     # Shape
     NotYet("transformer_impl", "that layer implementation", works=("transformer_engine", "local")),
     NotYet("position_embedding_type", "another position embedding than RoPE", works=("rope",)),
-    *features("another MLP than gated SiLU (--swiglu)", "gated_linear_unit", "squared_relu", "quick_geglu"),
-    NotYet("glu_linear_offset", "another MLP than gated SiLU (--swiglu)", works=(0.0,)),
-    NotYet("activation_func_clamp_value", "another MLP than gated SiLU (--swiglu)"),
-    NotYet("use_te_activation_func", _ENGINE),
+    *features("another MLP than gated SiLU (--swiglu)", "squared_relu", "quick_geglu", "activation_func_clamp_value",
+        glu_linear_offset=0.0),
     NotYet("attention_dropout", "dropout in attention", works=(0.0,)),
     NotYet("softmax_type", "that softmax by a flag (learnable sinks: --spec slime_plugins.models."
         "learnable_softmax_attention get_learnable_softmax_spec)", works=("vanilla",)),
-    *features(_ATTENTION, "window_size", "qk_l2_norm", "qk_clip"),
-    NotYet("log_max_attention_logit", _LOGGING),
-    *features(_ATTENTION, "no_rope_freq", "apply_query_key_layer_scaling"),
+    *features("another attention than causal self-attention with grouped queries", "window_size", "qk_l2_norm", "qk_clip",
+        "no_rope_freq", "experimental_attention_variant"),
     NotYet("attention_backend", "choosing between attention kernels", works=("auto", "flash")),
-    NotYet("experimental_attention_variant", _ATTENTION),
     *features("a loss that trains an indexer", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
-    *features(_EXPERTS, "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "moe_latent_size",
-        "moe_use_legacy_grouped_gemm", "moe_router_topk_limited_devices", "moe_router_padding_for_quantization",
-        "moe_router_padding_for_fp8", "moe_router_force_load_balancing", "moe_input_jitter_eps", "moe_per_layer_logging",
-        "moe_apply_probs_on_input", "moe_pad_expert_input_to_capacity", "moe_enable_routing_replay"),
-    NotYet("moe_router_load_balancing_type", "that balance of experts", works=("aux_loss", "seq_aux_loss", "none")),
-    NotYet("heterogeneous_block_specs", "layers that differ"),
-    NotYet("is_hybrid_model", "Mamba layers"),
+    *features("training experts so", "overlap_moe_expert_parallel_comm", "moe_latent_size", "moe_apply_probs_on_input"),
+    NotYet("moe_router_load_balancing_type", "that balance of experts", works=("aux_loss", "seq_aux_loss", "none",
+           ["aux_loss", "seq_aux_loss"], ["seq_aux_loss", "aux_loss"])),
+    *features("a model of layers that differ", "heterogeneous_block_specs", "is_hybrid_model"),
     # Precision
-    *features(_ENGINE, "fp8", "fp4", "use_kitchen", "te_precision_config_file", "te_rng_tracker",
-        "fused_single_qkv_rope", "memory_efficient_layer_norm"),
-    NotYet("batch_invariant_mode", "batch-invariant training kernels"),
-    NotYet("fp32_residual_connection", "residuals in float32"),
-    NotYet("enable_autocast", "autocast; parameters have one dtype"),
-    # Optimizer and memory
-    NotYet("optimizer", _OPTIMIZER, works=("adam",)),
-    *features(_MEMORY, "cpu_offloading", "fine_grained_activation_offloading"),
-    NotYet("cuda_graph_impl", _GRAPHS, works=("none",)),
-    *features(_GRAPHS, "enable_cuda_graph", "external_cuda_graph"),
-    NotYet("empty_unused_memory_level", "emptying the allocator's cache", works=(0,)),
-    *features(_PROCESS, "manual_gc", "train_sync_interval"),
-    # Checkpoints
-    NotYet("ckpt_format", _CHECKPOINT, works=("torch_dist",)),
-    NotYet("dist_ckpt_workers", _CHECKPOINT, works=(1,)),
-    *features(_CHECKPOINT, "dist_ckpt_save_pre_mcore_014", "load_main_params_from_ckpt"),
-    NotYet("exit_on_missing_checkpoint", "refusing a first launch"),
+    *features("training with Transformer Engine's low-precision and fused kernels", "fp8", "fp4", "use_kitchen",
+        "te_precision_config_file", "te_rng_tracker", "fused_single_qkv_rope", "memory_efficient_layer_norm",
+        "defer_embedding_wgrad_compute", "delay_wgrad_compute", "tp_comm_overlap", "use_te_activation_func"),
+    *features("autocast, or batch-invariant kernels, in training", "batch_invariant_mode", "enable_autocast"),
+    # Optimizer, memory and checkpoints
+    NotYet("optimizer", "another optimizer than Adam", works=("adam",)),
+    *features("moving activations to the host", "cpu_offloading", "fine_grained_activation_offloading"),
+    *features("CUDA graphs in training", "enable_cuda_graph", "external_cuda_graph", cuda_graph_impl="none"),
+    *features("another format of checkpoints than torch_dist", "load_main_params_from_ckpt", ckpt_format="torch_dist"),
     # Logging and profiling
     NotYet("log_interval", "logging less often than every step", works=(1,)),
-    *features(_LOGGING, "log_throughput", "log_params_norm", "log_progress", "log_timers_to_tensorboard",
-        "log_memory_to_tensorboard", "log_world_size_to_tensorboard", "log_validation_ppl_to_tensorboard",
-        "log_memory_interval"),
-    NotYet("timing_log_level", _LOGGING, works=(0,)),
-    NotYet("tensorboard_log_interval", _LOGGING, works=(1,)),
-    NotYet("tensorboard_queue_size", _LOGGING, works=(1000,)),
+    *features("Megatron's own logging", "log_progress", "log_timers_to_tensorboard", "log_memory_to_tensorboard",
+        "log_world_size_to_tensorboard", "log_validation_ppl_to_tensorboard", "log_memory_interval",
+        "log_max_attention_logit", timing_log_level=0, tensorboard_log_interval=1, tensorboard_queue_size=1000),
     NotYet("logging_level", "log levels as numbers (--log-level takes names)"),
-    *features(_PROFILING, "profile", "use_pytorch_profiler"),
-    NotYet("memory_snapshot_path", _PROFILING, works=("snapshot.pickle",)),
+    *features("profiling of training steps", "profile", "use_pytorch_profiler", memory_snapshot_path="snapshot.pickle"),
 )  # fmt: skip

@@ -132,12 +132,18 @@ MEMORY_AND_PRECISION_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.recompute_activations and args.recompute_granularity == "full",
         "{--recompute-activations} means {--recompute-granularity} selective, not full; drop one of them"),
     full_recomputation,
+    refused(lambda args: args.num_microbatches_with_partial_activation_checkpoints is not None and (args.use_routing_replay
+            or args.recompute_granularity != "full" or args.pipeline_model_parallel_size == 1),
+        "{--num-microbatches-with-partial-activation-checkpoints=} needs {--recompute-granularity} full and "
+        "{--pipeline-model-parallel-size} above 1, and goes without {--use-routing-replay}; drop it"),
     refused(lambda args: args.distribute_saved_activations and args.sequence_parallel,
         "{--distribute-saved-activations} and {--sequence-parallel} exclude each other; drop the first"),
     refused(lambda args: args.bf16 and args.fp16, "{--bf16} and {--fp16} exclude each other; drop one"),
     refused(lambda args: args.fp8 and args.fp4, "{--fp8-format=} and {--fp4-format=} exclude each other; drop one"),
     refused(lambda args: args.grad_reduce_in_bf16 and "accumulate_allreduce_grads_in_fp32" in args.typed_flags,
         "{--grad-reduce-in-bf16} and {--accumulate-allreduce-grads-in-fp32} contradict each other; drop one"),
+    refused(lambda args: args.ddp_num_buckets is not None and args.ddp_bucket_size is not None,
+        "{--ddp-num-buckets=} and {--ddp-bucket-size=} say the same in two ways; drop one"),
     refused(lambda args: args.main_grads_dtype == "bf16" and (args.accumulate_allreduce_grads_in_fp32 or not args.bf16),
         "{--main-grads-dtype=} needs {--bf16}, and {--accumulate-allreduce-grads-in-fp32} contradicts it; give fp32"),
     refused(lambda args: args.main_params_dtype == "fp16" and args.params_dtype_name == "float32",
@@ -162,10 +168,15 @@ def experts(args: argparse.Namespace) -> Iterator[Violation]:
     if groups and args.num_experts % groups:
         fitting = hint("--moe-router-num-groups", divisors(args.num_experts))
         yield broken(args, "{--num-experts=} is no multiple of {--moe-router-num-groups=}{hint}", hint=fitting)
-    types = args.moe_router_load_balancing_type
-    if isinstance(types, list) and not isinstance(args.moe_aux_loss_coeff, list):
+    given = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    types, weights = (value if isinstance(value, list) else [value] for value in given)
+    if len(types) != len(weights):
         template = "{--moe-router-load-balancing-type=} needs as many {--moe-aux-loss-coeff}, {count} numbers"
         yield broken(args, template, count=len(types))
+
+
+def _expert_ranks(args: argparse.Namespace) -> int:
+    return (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
 
 
 EXPERT_RULES: tuple[Rule, ...] = where(lambda args: args.num_experts,
@@ -175,6 +186,28 @@ EXPERT_RULES: tuple[Rule, ...] = where(lambda args: args.num_experts,
     experts,
     refused(lambda args: args.moe_router_group_topk and not args.moe_router_num_groups,
         "{--moe-router-group-topk=} needs {--moe-router-num-groups}"),
+    refused(lambda args: args.moe_input_jitter_eps and args.loss_type == "policy_loss",
+        "{--moe-input-jitter-eps=} with {--loss-type=}: noise of a step would stand in the ratio of its log-probs to those of "
+        "the pass before; drop it, or give {--loss-type} sft_loss"),
+    refused(lambda args: args.moe_router_force_load_balancing and args.use_rollout_routing_replay,
+        "{--moe-router-force-load-balancing} with {--use-rollout-routing-replay}: experts are the engines'; drop one of them"),
+    refused(lambda args: args.moe_pad_expert_input_to_capacity
+            and args.tensor_model_parallel_size * args.context_parallel_size % _expert_ranks(args),
+        "{--moe-pad-expert-input-to-capacity} with {--expert-model-parallel-size=}: data-parallel ranks that share experts "
+        "have streams of other lengths; drop it, or spread experts over tensor- and context-parallel ranks alone"),
+    refused(lambda args: args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is not None
+            and args.moe_expert_capacity_factor * args.moe_router_topk > args.num_experts,
+        "{--moe-pad-expert-input-to-capacity} with {--moe-expert-capacity-factor=} and {--moe-router-topk=} would give an "
+        "expert more places than there are tokens; give at most {--num-experts} / {--moe-router-topk}"),
+    refused(lambda args: args.moe_pad_expert_input_to_capacity and args.moe_router_enable_expert_bias,
+        "{--moe-pad-expert-input-to-capacity} with {--moe-router-enable-expert-bias}: padding would count as load; drop one"),
+    refused(lambda args: args.moe_shared_expert_overlap
+            and (args.moe_token_dispatcher_type == "flex" or "shared_experts" in (args.recompute_modules or ())),
+        "{--moe-shared-expert-overlap} needs {--moe-token-dispatcher-type} alltoall, and {--recompute-modules} without "
+        "shared_experts"),
+    refused(lambda args: args.use_tp_pp_dp_mapping and args.pipeline_model_parallel_size > 1 and _expert_ranks(args)
+            != args.tensor_model_parallel_size * args.context_parallel_size,
+        "{--use-tp-pp-dp-mapping} with {--num-experts=}: experts have other data-parallel ranks than the rest; drop it"),
     refused(lambda args: args.moe_enable_deepep and args.moe_token_dispatcher_type != "flex",
         "{--moe-enable-deepep} needs {--moe-token-dispatcher-type} flex, not {moe_token_dispatcher_type}"),
 )  # fmt: skip

@@ -41,7 +41,9 @@ _FIXED = {
     "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False,
     "start_weight_decay": None, "end_weight_decay": None, "weight_decay_incr_style": "constant", "decoupled_lr": None,
     "only_train_params_name_list": None, "freeze_params_name_list": None, "freeze_indexer": False,
-    "log_num_zeros_in_grad": False, "gradient_checkpointing": False, "context_parallel_size": 1,
+    "log_num_zeros_in_grad": False, "log_params_norm": False, "gradient_checkpointing": False, "context_parallel_size": 1,
+    "manual_gc": False, "train_sync_interval": None, "empty_unused_memory_level": 0,
+    "distributed_timeout_seconds_after_init": None, "check_weight_hash_across_dp_replicas_interval": None,
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from slime.training.model_states import ModelStates
 from slime.training.resident_memory import Residents
 from slime.training.routing_replay import RoutingReplay
 from slime.training.train_step import MicroBatches
+from slime.utils.errors import RunError
 
 
 class MegatronBackend:
@@ -37,6 +38,7 @@ class MegatronBackend:
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.routing_replay = RoutingReplay()
+        self.housekeeping = initialize.Housekeeping(args)
 
     def place(self) -> None:
         """Join Megatron's groups and build the model."""
@@ -57,9 +59,11 @@ class MegatronBackend:
             self.load_weights(source)
         if self.args.num_rollout > 0:
             self.optimizer, self.scheduler = build_optimizer_and_scheduler(self.args, self.model)
-        if not source.resume:
-            return -1
-        return load_checkpoint(self.args, source, self.model, self.optimizer, self.scheduler)
+        iteration = -1
+        if source.resume:
+            iteration = load_checkpoint(self.args, source, self.model, self.optimizer, self.scheduler)
+        self.housekeeping.begin()
+        return iteration
 
     def load_weights(self, source: WeightSource, state: str | None = None) -> bool:
         from slime.backends.megatron_utils.checkpoint import load_checkpoint, load_stored_state
@@ -103,8 +107,9 @@ class MegatronBackend:
         place: tuple[int, int],
     ) -> StepResult:
         from slime.backends.megatron_utils.optimizer import update_weights
-        from slime.backends.megatron_utils.parameter_names import named_expert_biases
+        from slime.backends.megatron_utils.parameter_names import named_expert_biases, norm_of_weights
         from slime.backends.megatron_utils.prediction_layers import PredictionStep, trains_prediction_layers
+        from slime.backends.megatron_utils.routers import take_losses
         from slime.backends.megatron_utils.schedules import forward_backward
 
         prediction = None
@@ -121,6 +126,7 @@ class MegatronBackend:
             denominator,
             before=lambda: self._call_step_hook(*place),
         )
+        self.housekeeping.before_update()
         learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         update = update_weights(self.optimizer, accepts)
         if update.taken:
@@ -128,7 +134,26 @@ class MegatronBackend:
         else:
             for bias, before in biases:
                 bias.copy_(before)
-        return StepResult(metrics, learning_rates, update)
+        self._compare_replicas(self.housekeeping.after_step(), place)
+        measured = take_losses(self.model, len(batches))
+        if self.args.log_params_norm:
+            measured["params_norm"] = norm_of_weights(self.model)
+        return StepResult(metrics, learning_rates, update, measured)
+
+    def _compare_replicas(self, steps: int, place: tuple[int, int]) -> None:
+        from slime.backends.megatron_utils.parameter_names import differing_weights
+
+        interval = self.args.check_weight_hash_across_dp_replicas_interval
+        if not initialize.is_due(interval, steps):
+            return
+        differing = differing_weights(self.model)
+        if differing:
+            name, ranks = next(iter(differing.items()))
+            raise RunError(
+                f"--check-weight-hash-across-dp-replicas-interval {interval}: after rollout {place[0]}, step {place[1]} "
+                f"{len(differing)} weights are not the same on all data-parallel ranks; {name} differs on ranks "
+                f"{', '.join(map(str, ranks))}. Resume from a checkpoint; the machines of these ranks may be broken"
+            )
 
     def _call_step_hook(self, rollout_id: int, step: int) -> None:
         flag, path = (
@@ -198,4 +223,5 @@ class MegatronBackend:
         )
 
     def close(self) -> None:
+        self.housekeeping.close()
         initialize.destroy()

@@ -15,6 +15,7 @@ that a newer wheel no longer needs shows itself. Where the accelerator is not th
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -37,6 +38,13 @@ CONSTANT_LIFTS: dict[str, str] = {
 }
 
 
+class _OneStream:
+    """The only queue of work on a CPU: what was asked for is done."""
+
+    def wait_stream(self, stream: Any) -> None:
+        return
+
+
 def _torch_cuda_lifts() -> dict[str, Any]:
     import torch
 
@@ -49,10 +57,16 @@ def _torch_cuda_lifts() -> dict[str, Any]:
         # (tensor_parallel/random.py). On CPU it is torch's default generator.
         "manual_seed": torch.default_generator.manual_seed,
         "get_rng_state": lambda device="cpu": torch.get_rng_state(),
+        # Assumption: work that may overlap is queued on a stream of its own (transformer/moe/shared_experts.py).
+        "Stream": _OneStream,
+        "current_stream": _OneStream,
+        "stream": contextlib.nullcontext,
     }
 
 
-TORCH_CUDA_LIFTS: tuple[str, ...] = ("current_device", "synchronize", "manual_seed", "get_rng_state")
+TORCH_CUDA_LIFTS: tuple[str, ...] = (
+    "current_device", "synchronize", "manual_seed", "get_rng_state", "Stream", "current_stream", "stream",
+)  # fmt: skip
 
 
 def _disable_jit_fuser(jit: types.ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Process groups and random seeds of one training rank.
+"""Process groups and random seeds of one training rank, and what its process does around optimizer steps.
 
 The caller sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment (as torch.distributed expects) and, on
 a GPU, has chosen the device. `init` must run before anything else of megatron.core is imported in the process.
@@ -7,6 +7,7 @@ a GPU, has chosen the device. `init` must run before anything else of megatron.c
 from __future__ import annotations
 
 import datetime
+import gc
 import inspect
 import math
 import os
@@ -23,6 +24,7 @@ from slime.utils.process_groups import join_world
 
 # What Megatron adds to a seed stays below it: some thousand, and 100 for each expert-parallel rank.
 _SEEDS_OF_A_STAGE = 2**20
+_SEEDS_OF_A_DATA_RANK = 2**16
 
 
 def prepare() -> None:
@@ -50,7 +52,7 @@ def init(args: Any) -> None:
     join_world(process_group_backend(args), timeout)
     _set_process_wide_modes(args)
     _init_model_parallel(args)
-    _seed(args.seed)
+    _seed(args)
     call_hook("--custom-megatron-init-path", args.custom_megatron_init_path, "the start of a rank", args)
 
 
@@ -170,13 +172,65 @@ def _init_model_parallel(args: Any) -> None:
         high_priority_stream_groups=args.high_priority_stream_groups or None,
         use_sharp=args.use_sharp,
         sharp_enabled_group=args.sharp_enabled_group,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=get_accelerator().host_group_backend == "gloo",
     )
 
 
-def _seed(seed: int) -> None:
-    """Seed the generators that draw random weights on a GPU: apart on the stages of a pipeline, which hold other layers."""
+def _seed(args: Any) -> None:
+    """Seed the generators that draw random weights on a GPU, and dropout: apart on the stages of a pipeline, which hold other
+    layers, and with `--data-parallel-random-init` on data-parallel ranks, which have other samples."""
     from megatron.core import parallel_state, tensor_parallel
 
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    tensor_parallel.model_parallel_cuda_manual_seed(seed + stage * _SEEDS_OF_A_STAGE)
+    seed = args.seed + parallel_state.get_pipeline_model_parallel_rank() * _SEEDS_OF_A_STAGE
+    if args.data_parallel_random_init:
+        seed += parallel_state.get_data_parallel_rank() * _SEEDS_OF_A_DATA_RANK
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+class Housekeeping:
+    """What flags have the process of a rank do beside its optimizer steps. All ranks call the same methods.
+
+    Without `--manual-gc` Python collects garbage when it likes, on every rank at another time, while the others wait.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self._steps = 0
+
+    def begin(self) -> None:
+        """When the model is loaded."""
+        if self.args.manual_gc:
+            gc.disable()
+            gc.collect()
+
+    def before_update(self) -> None:
+        """When the gradients of a step are there, and what made them is gone."""
+        if self.args.empty_unused_memory_level >= 1:
+            get_accelerator().release_cached_memory()
+
+    def after_step(self) -> int:
+        """When a step has ended; returns how many have, since this process began."""
+        self._steps += 1
+        if self.args.empty_unused_memory_level >= 2:
+            get_accelerator().release_cached_memory()
+        if is_due(self.args.train_sync_interval, self._steps):
+            get_accelerator().synchronize()
+        if self.args.manual_gc and is_due(self.args.manual_gc_interval, self._steps):
+            gc.collect()
+        seconds = self.args.distributed_timeout_seconds_after_init
+        if seconds is not None and self._steps == 1:
+            from megatron.core import parallel_state
+
+            parallel_state.update_pg_timeout(datetime.timedelta(seconds=seconds))
+        return self._steps
+
+    def close(self) -> None:
+        """Let Python collect garbage by itself again."""
+        if self.args.manual_gc:
+            gc.enable()
+
+
+def is_due(interval: int | None, steps: int) -> bool:
+    """Whether what happens every `interval` steps (None or 0: never) happens after this many."""
+    return bool(interval) and steps % interval == 0

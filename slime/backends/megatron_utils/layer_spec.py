@@ -151,6 +151,8 @@ def _with_own_parts(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     """The local spec of a layer with what it lacks for packed sequences and sequence parallelism, put in in place."""
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.fp32_residual_connection:
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add_to_float32_residual
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     attention.q_layernorm = norm = RMSNorm if config.qk_layernorm else IdentityOp
@@ -171,6 +173,20 @@ def _with_own_attention(layer: ModuleSpec, config: TransformerConfig) -> ModuleS
         column_parallel = attention.submodules.linear_q_proj
         attention.submodules.linear_q_down_proj = attention.submodules.linear_kv_down_proj = column_parallel
     return layer
+
+
+def add_to_float32_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+    """What adds the output of attention or MLP, after dropout, to a residual stream that stays in float32. Megatron's own
+    rounds the stream to the output's dtype first."""
+
+    def add(
+        output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float
+    ) -> torch.Tensor:
+        output, bias = output_and_bias
+        output = output if bias is None else output + bias
+        return residual + F.dropout(output, dropout, training)
+
+    return add
 
 
 class RMSNorm(torch.nn.Module):
@@ -195,14 +211,17 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         self.is_around_zero = config.layernorm_zero_centered_gamma
         start = torch.zeros if self.is_around_zero else torch.ones
+        self.rounds = config.fp32_residual_connection
         self.weight = torch.nn.Parameter(start(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [..., hidden_size], any float dtype; same shape and dtype out."""
+        """hidden: [..., hidden_size], any float dtype; same shape and dtype out, or that of the weights where the residual
+        stream has another."""
+        dtype = self.weight.dtype if self.rounds else hidden.dtype
         if not self.is_around_zero:
-            return self._normed(hidden, self.weight)
-        return self._normed(hidden.float(), 1 + self.weight.float()).to(hidden.dtype)
+            return self._normed(hidden, self.weight).to(dtype)
+        return self._normed(hidden.float(), 1 + self.weight.float()).to(dtype)
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         compiled = fused(norm_of_rows, get_accelerator())

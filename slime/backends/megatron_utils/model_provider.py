@@ -80,7 +80,7 @@ def build_transformer_config(args: Any) -> TransformerConfig:
     dtype = params_dtype(args)
     fields.update(
         params_dtype=dtype,
-        pipeline_dtype=dtype,
+        pipeline_dtype=torch.float32 if args.fp32_residual_connection else dtype,
         # Weights then start the same for every tensor-parallel size; on a GPU that would cost host memory for nothing.
         use_cpu_initialization=get_accelerator().name == "cpu" or args.use_cpu_initialization,
         # Packed streams differ in length from micro-batch to micro-batch; Megatron allows that with this dispatcher
@@ -89,6 +89,8 @@ def build_transformer_config(args: Any) -> TransformerConfig:
         moe_token_dispatcher_type=_dispatcher(args),
         # The loss is normalised by the step's own denominator in both reductions; Megatron's must not come on top.
         calculate_per_token_loss=False,
+        # No kernel here rounds the scores that it is for, and Transformer Engine wants a variable of the environment with it.
+        apply_query_key_layer_scaling=False,
         # The model itself has no such layers; `put_prediction_layers` adds them, and they run in the training step alone.
         mtp_num_layers=None,
     )
@@ -159,6 +161,16 @@ def _layer_implementation_fields(args: Any) -> dict[str, Any]:
         if has_contiguous_context(args) and not args.multi_latent_attention:
             raise UserError(
                 "--allgather-cp: Transformer Engine's attention knows only zigzag chunks; give --transformer-impl local"
+            )
+        if args.cp_comm_type is not None and not args.multi_latent_attention:
+            raise UserError(
+                f"--cp-comm-type {args.cp_comm_type}: Transformer Engine's attention passes the keys of packed samples round; "
+                "give --transformer-impl local, or leave the flag out"
+            )
+        if args.fp32_residual_connection:
+            raise UserError(
+                "--fp32-residual-connection: the norms of Transformer Engine's layers take one dtype; give --transformer-impl "
+                "local, or leave the flag out"
             )
         if args.attention_backend == "flash":
             _require_flash_attention()
@@ -379,12 +391,14 @@ def _mask_vocabulary_padding(output_layer: torch.nn.Module, args: Any) -> None:
     output_layer.register_forward_hook(mask)
 
 
-def build_ddp_config(args: Any) -> DistributedDataParallelConfig:
-    """Megatron's data-parallel configuration for `args`."""
+def build_ddp_config(args: Any, parameters: int) -> DistributedDataParallelConfig:
+    """Megatron's data-parallel configuration for `args`; `parameters` is how many of this rank's weights are trained."""
     fields = fields_from_args(DistributedDataParallelConfig, args)
     fields["use_distributed_optimizer"] = args.use_distributed_optimizer
     # `train_one_step` looks at the loss and at the gradient norm, and can say which samples are to blame.
     fields["check_for_nan_in_grad"] = False
+    if args.ddp_num_buckets is not None:
+        fields["bucket_size"] = -(-parameters // args.ddp_num_buckets)
     return DistributedDataParallelConfig(**fields)
 
 
@@ -399,7 +413,8 @@ def setup_model(args: Any) -> list[DistributedDataParallel]:
         torch.random.default_generator.manual_seed(args.seed)
         models = [_build_chunk(args, stage if count > 1 else None) for stage in range(count)]
     select_trained_parameters(args, models)
-    config, ddp_config = models[0].config, build_ddp_config(args)
+    trained = sum(p.numel() for model in models for p in model.parameters() if p.requires_grad)
+    config, ddp_config = models[0].config, build_ddp_config(args, trained)
     chunks = []
     for index, model in enumerate(models):
         model = model.to(get_accelerator().current_device())
@@ -412,6 +427,8 @@ def setup_model(args: Any) -> list[DistributedDataParallel]:
                 keep_float32(args, model)
         # Buckets let the first chunk's gradients travel during backward; those of later chunks have time in any case.
         wrapped = DistributedDataParallel(config, ddp_config, model, disable_bucketing=index > 0)
+        if args.data_parallel_random_init:
+            wrapped.broadcast_params()
         chunks.append(wrapped)
     round_weights_to_int4(args, chunks)
     return chunks

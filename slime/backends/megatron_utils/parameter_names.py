@@ -7,13 +7,16 @@ of a tied embedding on the last stage has the embedding's name. Tensor-parallel 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from slime.models.family import next_expert
+from slime.training.metric_reduction import all_reduce_sum
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
@@ -69,6 +72,51 @@ def parameters_with_bad_gradient(chunks: Iterable[torch.nn.Module]) -> list[str]
     named = [pair for chunk in chunks for pair in global_named_parameters(chunk)]
     gradients = [(name, getattr(parameter, "main_grad", None)) for name, parameter in named]
     return [name for name, gradient in gradients if gradient is not None and not gradient.isfinite().all()]
+
+
+def differing_weights(chunks: Iterable[torch.nn.Module]) -> dict[str, list[int]]:
+    """Global names of the wrapped chunks' parameters that are not the same on all ranks that should hold the same, with those
+    ranks whose copy is not the first one's. Equal on all ranks; collective over the world. Every weight is copied to the host.
+    """
+    from megatron.core import parallel_state
+
+    digests = {True: {}, False: {}}
+    for name, parameter in (pair for chunk in chunks for pair in global_named_parameters(chunk)):
+        held = parameter.detach().cpu().contiguous().view(torch.uint8).numpy()
+        digests[getattr(parameter, "allreduce", True)][name] = hashlib.blake2b(held).hexdigest()
+    groups = {
+        True: parallel_state.get_data_parallel_group(with_context_parallel=True),
+        False: parallel_state.get_expert_data_parallel_group(),
+    }
+    differing = []
+    for kind, own in digests.items():
+        found = [own] * groups[kind].size()
+        dist.all_gather_object(found, own, group=groups[kind])
+        differing += [name for name, digest in own.items() if digest != found[0][name]]
+    of_ranks = [differing] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, differing)
+    names = sorted({name for names in of_ranks for name in names})
+    return {name: [rank for rank, names in enumerate(of_ranks) if name in names] for name in names}
+
+
+@torch.no_grad()
+def norm_of_weights(chunks: Iterable[torch.nn.Module]) -> float:
+    """√Σ w² over all parameters of the model, each counted once, summed in float64. Collective over the world."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.module import param_is_not_shared
+
+    total = torch.zeros((), dtype=torch.float64)
+    dense = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    expert = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_data_parallel_rank()
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        tensor_rank, replica = dense if getattr(parameter, "allreduce", True) else expert
+        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        if replica == 0 and (is_cut or tensor_rank == 0) and param_is_not_shared(parameter):
+            total += torch.linalg.vector_norm(parameter, dtype=torch.float64).square().cpu()
+    return float(all_reduce_sum(total, dist.group.WORLD).sqrt())
 
 
 def global_name(name: str, layers: Mapping[str, int], first_expert: int, tied: bool) -> str:

@@ -7,6 +7,9 @@ N experts, which sum to one, and K experts with the largest ones. With the coeff
 
 and a step has the mean of it over its samples, however these are packed. Megatron's own takes all of a stream for one sequence.
 
+Noise on what routers see (Fedus et al. 2021, arXiv 2101.03961, section 2.2) is of training steps alone, and experts that are
+chosen by chance, to measure the speed of an even load, are the same in every pass: log-probs of two passes would else differ.
+
 A router sees rows. Which sample each row is of, it is told with the forward pass of a micro-batch; a pass that is repeated
 during backward (activation recomputation) finds that by first in, first out: a model chunk sees the backward passes of its
 micro-batches in the order of their forward passes.
@@ -36,6 +39,8 @@ from slime.utils.errors import UserError
 # Megatron-Core's router asks for this name, which only an import of Transformer Engine defines.
 vars(moe_utils).setdefault("te_general_gemm", None)
 _OF_SAMPLES = "seq_aux_loss"
+# More than there are ranks.
+_SEEDS_OF_A_LAYER = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +93,38 @@ def balancing_loss(
     return (scores * weights).sum()
 
 
-class Router(TopKRouter):
-    """Megatron's router, with losses and counts that are those of samples and their tokens."""
+class _ByChance(torch.autograd.Function):
+    """Logits → ones by chance, that depend on the seed and the number of rows alone; the gradient goes through."""
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, seed: int) -> torch.Tensor:
+        generator = torch.Generator(logits.device).manual_seed(seed)
+        return torch.empty_like(logits).normal_(generator=generator)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class RouterOfPasses(TopKRouter):
+    """Megatron's router; what it leaves to chance keeps the log-probs of two passes equal."""
+
+    def forward(
+        self, input: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.config.moe_router_force_load_balancing:
+            return super().forward(input, padding_mask)
+        self._maintain_float32_expert_bias()
+        seed = self.layer_number * _SEEDS_OF_A_LAYER + dist.get_rank()
+        logits = _ByChance.apply(self.gating(self.apply_input_jitter(input)), seed)
+        return self.routing(logits, padding_mask=padding_mask)
+
+    def apply_input_jitter(self, input: torch.Tensor) -> torch.Tensor:
+        return super().apply_input_jitter(input) if self.training else input
+
+
+class Router(RouterOfPasses):
+    """A router with losses and counts that are those of samples and their tokens."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -97,6 +132,8 @@ class Router(TopKRouter):
         self.rows_under_way: SampleRows | None = None
         self.repeated_rows: deque[SampleRows] = deque()
         self._rows: SampleRows | None = None
+        # Since they were last taken, by their names: this rank's shares of their sums over micro-batches, without coefficients.
+        self.losses: dict[str, torch.Tensor] = {}
 
     def balances_samples(self) -> bool:
         """Whether the loss of each sample has a coefficient."""
@@ -115,8 +152,23 @@ class Router(TopKRouter):
     ) -> torch.Tensor:
         if not self.balances_samples():
             return probs
-        loss = balancing_loss(scores_for_aux_loss, routing_map, self._rows, self.topk, self.tp_cp_group)
-        return MoEAuxLossAutoScaler.apply(probs, self.get_aux_loss_coeff(_OF_SAMPLES) * loss)
+        coefficient = self.get_aux_loss_coeff(_OF_SAMPLES)
+        loss = coefficient * balancing_loss(scores_for_aux_loss, routing_map, self._rows, self.topk, self.tp_cp_group)
+        return self.attach_and_log_load_balancing_loss(probs, coefficient, loss, "seq_load_balancing_loss")
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: torch.Tensor,
+        aux_loss_coeff: float,
+        aux_loss: torch.Tensor,
+        aux_loss_name: str,
+        *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        """`activation`, whose backward pass is that of the loss too; the loss, a share of it, has its coefficient already."""
+        if self.config.moe_per_layer_logging:
+            self.losses[aux_loss_name] = self.losses.get(aux_loss_name, 0) + aux_loss.detach() / aux_loss_coeff
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
@@ -131,10 +183,27 @@ class Router(TopKRouter):
         counted = torch.ones_like(squares) if padding_mask is None else (~padding_mask).to(squares.dtype)
         tokens = counted.sum()
         torch.distributed.all_reduce(tokens, group=self.tp_cp_group)
-        return MoEAuxLossAutoScaler.apply(logits, coefficient * (squares * counted).sum() / tokens.clamp(min=1))
+        loss = coefficient * (squares * counted).sum() / tokens.clamp(min=1)
+        return self.attach_and_log_load_balancing_loss(logits, coefficient, loss, "z_loss")
 
 
-class PredictionRouter(TopKRouter):
+def take_losses(model: Sequence[torch.nn.Module], micro_batches: int) -> dict[str, float]:
+    """The losses of routers since the last call, as means over the micro-batches and samples of all ranks: `moe_…/layer_N` with
+    the number of the layer in the whole model, from 0. Collective over the world; nothing without `--moe-per-layer-logging`."""
+    if not model[0].config.moe_per_layer_logging:
+        return {}
+    own: dict[str, float] = {}
+    for router in (module for chunk in model for module in chunk.modules() if isinstance(module, Router)):
+        own |= {f"moe_{name}/layer_{router.layer_number - 1}": float(loss) for name, loss in router.losses.items()}
+        router.losses = {}
+    of_ranks = [own] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    count = micro_batches * parallel_state.get_data_parallel_world_size()
+    names = sorted({name for found in of_ranks for name in found})
+    return {name: sum(found.get(name, 0.0) for found in of_ranks) / count for name in names}
+
+
+class PredictionRouter(RouterOfPasses):
     """The router of a layer for multi-token prediction, which learns from the loss of its layer and from nothing else: no
     balancing, no z-loss, and the biases by which it chooses stand still."""
 

@@ -104,11 +104,14 @@ def _run_schedule(
     # Routers learn in steps alone.
     balance = None if forward_only else SampleBalance(model, batches)
 
-    def forward_step(iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+    def forward_step(
+        iterator: Iterator[MicroBatch], chunk: torch.nn.Module, recomputes: bool = True
+    ) -> tuple[torch.Tensor, Callable]:
         batch = next(iterator)
         number = model.index(chunk)
         told = balance.forward(number, batch.stream) if balance is not None else contextlib.nullcontext()
-        with replay.forward(number, batch), told:
+        kept = contextlib.nullcontext() if recomputes else _without_recomputation(chunk)
+        with replay.forward(number, batch), told, kept:
             output = _forward(chunk, batch)
         return output, make_logits_function(batch)
 
@@ -125,6 +128,17 @@ def _run_schedule(
         collect_non_loss_data=forward_only,
         **_messages(model, batches.stream_rows),
     )
+
+
+@contextlib.contextmanager
+def _without_recomputation(chunk: torch.nn.Module) -> Iterator[None]:
+    """In the block layers keep all that their backward pass needs."""
+    config = unwrap_model(chunk).decoder.config
+    granularity, config.recompute_granularity = config.recompute_granularity, None
+    try:
+        yield
+    finally:
+        config.recompute_granularity = granularity
 
 
 def _messages(model: list[DistributedDataParallel], stream_rows: Sequence[int]) -> dict[str, Any]:

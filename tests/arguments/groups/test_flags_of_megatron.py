@@ -32,6 +32,7 @@ DEPARTURES: dict[str, tuple[set[str], str]] = {
     "--cp-comm-type": ({"default"}, "Megatron-Core's unset value means p2p"),
     "--lr": ({"default"}, OUR_DEFAULTS["lr"][1]),
     "--attention-dropout": ({"default"}, OUR_DEFAULTS["attention_dropout"][1]),
+    "--dist-ckpt-workers": ({"default"}, "Megatron-Core's own default"),
     "--hidden-dropout": ({"default"}, OUR_DEFAULTS["hidden_dropout"][1]),
     "--log-interval": ({"default"}, "every step is logged"),
     "--micro-batch-size": ({"default"}, "one sample unless more are asked for"),

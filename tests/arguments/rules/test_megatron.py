@@ -218,8 +218,8 @@ VIRTUAL = f"{TWO} --num-virtual-stages-per-pipeline-rank 2"
          "--num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-layout both split the layers; drop one of "
          "them"),
         (f"{TWO} --use-ring-exchange-p2p",
-         "--use-ring-exchange-p2p: pipeline messages by an own build of PyTorch is not built yet; drop the flag (--dry-run "
-         "plans with it)"),
+         "--use-ring-exchange-p2p: another kind of pipeline messages is not built yet; drop the flag (--dry-run plans with "
+         "it)"),
     ],
 )  # fmt: skip
 def test_rule(tmp_path, words, message):

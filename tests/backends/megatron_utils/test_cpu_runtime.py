@@ -23,7 +23,10 @@ TRAINING = {
     "clip_grad": 1.0,
     "log_num_zeros_in_grad": True,
 }
-EXPERTS = {"num_experts": 3, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_router_load_balancing_type": "none"}
+EXPERTS = {
+    "num_experts": 3, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_router_load_balancing_type": "none",
+    "moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True,
+}  # fmt: skip
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 

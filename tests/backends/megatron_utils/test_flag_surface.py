@@ -206,7 +206,7 @@ def _defaults(args: SimpleNamespace) -> dict[str, str]:
     }  # fmt: skip
     differing = {}
     for config, plain in (
-        (build_transformer_config(args), shape), (build_ddp_config(args), {}), (build_optimizer_config(args), {}),
+        (build_transformer_config(args), shape), (build_ddp_config(args, 0), {}), (build_optimizer_config(args), {}),
     ):  # fmt: skip
         own = type(config)(**plain)
         for field in dataclasses.fields(config):

@@ -39,7 +39,7 @@ def _norm_worker(cases, is_compiled):
         generator = torch.Generator().manual_seed(0)
         config = SimpleNamespace(
             normalization="RMSNorm", layernorm_zero_centered_gamma=around_zero, params_dtype=dtype,
-            sequence_parallel=False,
+            sequence_parallel=False, fp32_residual_connection=False,
         )  # fmt: skip
         norm = RMSNorm(config, 24, EPS)
         with torch.no_grad():

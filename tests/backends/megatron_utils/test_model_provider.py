@@ -196,6 +196,26 @@ def _context_in_one_piece_beside_transformer_engine(directory):
     ]
 
 
+def _flags_beside_transformer_engine(directory, flags):
+    """What is said of each of `flags` beside its layers, and beside our own."""
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from slime.backends.megatron_utils import model_provider
+
+    model_provider.transformer_engine_available = lambda: True
+    model_provider.get_accelerator = lambda: SimpleNamespace(name="cuda")
+    return [
+        [
+            _refusal_of(
+                model_provider._layer_implementation_fields, tiny_args(directory, transformer_impl=layers, **flag)
+            )
+            for flag in flags
+        ]
+        for layers in ("transformer_engine", "local")
+    ]
+
+
 def _refusal_of(function, args):
     try:
         function(args)
@@ -229,6 +249,17 @@ def test_flash_attention_is_refused_where_transformer_engine_finds_no_kernel_of_
     ((refusal, *others),) = run_distributed(_flash_attention_beside_transformer_engine, 1, arguments)
     assert "--attention-backend flash: Transformer Engine takes flash-attn 2.1.1 to 2.8.3, or flash-attn-3" in refusal
     assert others == [None, None, None]
+
+
+def test_what_layers_of_transformer_engine_do_otherwise_is_refused(tmp_path):
+    write_tiny_model(tmp_path)
+    flags = [
+        {"cp_comm_type": "all_gather", "context_parallel_size": 2},
+        {"fp32_residual_connection": True, "bf16": True},
+    ]
+    ((beside, alone),) = run_distributed(_flags_beside_transformer_engine, 1, (str(tmp_path), flags))
+    assert beside[0].startswith("--cp-comm-type all_gather: ") and beside[1].startswith("--fp32-residual-connection: ")
+    assert all("give --transformer-impl local" in refusal for refusal in beside) and alone == [None, None]
 
 
 def decoder_without_final_norm(args, config, vp_stage):

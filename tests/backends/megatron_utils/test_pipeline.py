@@ -262,6 +262,48 @@ def _resume_in_layouts(cases):
     return results
 
 
+def _count_passes(cases):
+    """By case what `train_steps` gives, and how often the layers of this rank computed in a step, by their numbers from 1."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    forward, counts = TransformerLayer.forward, {}
+
+    def counted(layer, *given, **options):
+        counts[layer.layer_number] = counts.get(layer.layer_number, 0) + layer.training
+        return forward(layer, *given, **options)
+
+    TransformerLayer.forward = counted
+    found = {}
+    for name, args in cases.items():
+        counts.clear()
+        steps = train_steps({name: args})[name]
+        found[name] = steps, dict(counts)
+    return found
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def test_some_micro_batches_may_be_kept_whole(hf_dirs, one_rank):
+    """The first stage has two micro-batches under way, and recomputes every other one; the last one has one, and none."""
+    alone = {"use_dynamic_batch_size": False, "micro_batch_size": 1, **FULL}
+    partial = {"num_microbatches_with_partial_activation_checkpoints": 1}
+    cases = {
+        "all": layout_args(hf_dirs["untied"], **PIPELINE, **alone),
+        "some": layout_args(hf_dirs["untied"], **PIPELINE, **alone, **partial),
+        "virtual": layout_args(hf_dirs["untied"], **VIRTUAL, **FULL, **partial),
+    }
+    ranks = run_distributed(_count_passes, 2, (cases,), timeout=240)
+    for name in cases:
+        assert_equal_runs([rank[name][0] for rank in ranks], one_rank["untied"])
+    # Three steps of nine micro-batches, each computed once and, where it is recomputed, once more.
+    first, last = (rank["all"][1] for rank in ranks)
+    assert first == {1: 54, 2: 54} and last == {3: 54, 4: 54}
+    first, last = (rank["some"][1] for rank in ranks)
+    assert first == {1: 39, 2: 39} and last == {3: 27, 4: 27}
+    assert all(sum(rank["virtual"][1].values()) > 0 for rank in ranks)
+
+
 @pytest.mark.slow
 def test_checkpoints_go_from_layout_to_layout_with_their_optimizer(hf_dirs, one_rank, tmp_path):
     layouts = {"pipeline": PIPELINE, "tensor": TENSOR, "virtual": VIRTUAL, "data": {"data_parallel_size": 2}}

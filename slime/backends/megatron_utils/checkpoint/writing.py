@@ -317,7 +317,7 @@ def _begin_state(
 
 
 def _save_strategy(args: argparse.Namespace) -> Any:
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=args.dist_ckpt_workers)
     if args.ckpt_fully_parallel_save:
         # What data-parallel ranks hold alike is written by all of them, a share each.
         return FullyParallelSaveStrategyWrapper(strategy, replicas())

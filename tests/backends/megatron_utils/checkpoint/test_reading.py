@@ -124,7 +124,7 @@ def flags_worker(args) -> dict:
         "default": {},
         "alone": {"ckpt_fully_parallel_save": False, "ckpt_fully_parallel_load": False},
         "other": {
-            "no_save_rng": True, "ckpt_fully_parallel_load_exchange_algo": "gather_object",
+            "no_save_rng": True, "dist_ckpt_workers": 3, "ckpt_fully_parallel_load_exchange_algo": "gather_object",
             "dist_ckpt_strictness": "raise_all",
         },
     }  # fmt: skip
@@ -150,3 +150,6 @@ def test_flags_of_writing_and_reading(hf_dir, tmp_path):
     assert max(written["default"]) < 0.7 * sum(written["default"])
     assert max(written["alone"]) > max(written["default"])
     assert not list((tmp_path / "save_other/iter_0000003").glob("rng_*"))
+    for name, workers in (("default", 2), ("other", 3)):
+        files = sorted(path.name for path in (tmp_path / f"save_{name}/iter_0000003").glob("*.distcp"))
+        assert files == [f"__{rank}_{writer}.distcp" for rank in range(2) for writer in range(workers)]
