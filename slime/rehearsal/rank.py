@@ -35,15 +35,29 @@ def main(make: Callable[[Task, Recorder], RehearsedRank] | None = None) -> int:
     """`make`: what makes the rank, in place of one of the task's role."""
     exit_when_parent_dies()
     task: Task = pickle.loads(Path(sys.argv[1]).read_bytes())
-    if task.library is not None:
+    prepare(task.library)
+    answer(task, make)
+    return 0
+
+
+def prepare(library: Path | None) -> None:
+    """Make this process, which has not imported torch yet, one that a rank can be rehearsed in.
+
+    Args:
+        library: the stand-in for CUDA; None: the tensors will be fake CPU tensors.
+    """
+    if library is not None:
         from slime.rehearsal.stand_in import load
 
-        load(task.library)
+        load(library)
     os.environ["SLIME_ACCELERATOR"] = "rehearsal"
     # What is None there cannot be imported.
     sys.modules.update(dict.fromkeys(_KERNELS))
+
+
+def answer(task: Task, make: Callable[[Task, Recorder], RehearsedRank] | None = None) -> None:
+    """Rehearse the rank, once in the life of a process that is prepared, and write down what was found."""
     task.answer.write_text(json.dumps(dataclasses.asdict(_rehearse(task, make))))
-    return 0
 
 
 def _rehearse(task: Task, make: Callable[[Task, Recorder], RehearsedRank] | None) -> Rehearsed:

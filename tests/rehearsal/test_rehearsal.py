@@ -6,6 +6,7 @@ Where no library can be built the tests run on fake CPU tensors, and what only C
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from slime.utils.errors import RunError, UserError
 from tests.support.models.args import command_line, write_config
 from tests.support.models.tiny_families import TINY_FAMILIES
 from tests.support.models.tiny_model import write_predicting, write_tiny_mimo, write_tiny_model
+from tests.support.processes.forked_rehearsal import prepared
 from tests.support.processes.waiting import wait_until
 
 HIDDEN, LAYERS = 192, 2
@@ -80,8 +82,15 @@ def arguments(directory, monkeypatch):
     return parse
 
 
-def rehearsed(args, stand_in, batches=None, rank=0):
-    result = rehearse_rank(args, rank, batches or micro_batches(args, parallel_layout(args)), stand_in)
+@pytest.fixture(scope="module")
+def rehearse(stand_in):
+    """`rehearse_rank` in copies of one process. That ranks have processes of their own is seen by `show_rehearsal`."""
+    with prepared(stand_in.library) as module:
+        yield functools.partial(rehearse_rank, stand_in=stand_in, module=module)
+
+
+def rehearsed(rehearse, args, batches=None, rank=0):
+    result = rehearse(args, rank, batches or micro_batches(args, parallel_layout(args)))
     assert result.failure is None, result.failure.trace
     return result
 
@@ -96,11 +105,11 @@ def waits_of(result, phase="step"):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_of_every_layout_goes_through(arguments, stand_in, tmp_path, layout):
+def test_a_step_of_every_layout_goes_through(arguments, rehearse, stand_in, tmp_path, layout):
     streams = ["--rollout-max-context-len", "512", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"]
     saves = ["--save", str(tmp_path), "--save-interval", "1"]
     args = arguments(*LAYOUTS[layout], *streams, *saves, "--transformer-impl", "local")
-    result = rehearsed(args, stand_in)
+    result = rehearsed(rehearse, args)
     kinds = result.peaks["step"]
     # Float32 gradients of bfloat16 weights; three float32 numbers of each weight in the optimizer, divided over replicas.
     replicas = 2 // args.tensor_model_parallel_size
@@ -131,13 +140,13 @@ def test_a_step_of_every_layout_goes_through(arguments, stand_in, tmp_path, layo
     # The last two both have virtual stages; one of them is enough for the fast tier.
     [pytest.param(name, marks=[pytest.mark.slow] if name == "virtual, tied" else []) for name in STAGES],
 )
-def test_stages_of_a_pipeline_together_are_the_model(arguments, stand_in, directory, tmp_path, layout):
+def test_stages_of_a_pipeline_together_are_the_model(arguments, rehearse, stand_in, directory, tmp_path, layout):
     model = "deep and tied" if "tied" in layout else "model"
     args = arguments(*STAGES[layout], "--save", str(tmp_path), "--save-interval", "1", model=model)
     cut = parallel_layout(args)
     # Samples enough that a wait for each of them would show.
     batches = [[(16, 8)] * 4] * len(micro_batches(args, cut))
-    results = [rehearsed(args, stand_in, batches, rank) for rank in run._ranks(args, cut)]
+    results = [rehearsed(rehearse, args, batches, rank) for rank in run._ranks(args, cut)]
     with safe_open(directory / model / "model.safetensors", framework="pt") as file:
         names = set(file.keys())
     pushed = [name for result in results for name in result.pushed.names]
@@ -182,9 +191,9 @@ def sum_by_what(waits):
 PPO = ("--advantage-estimator", "ppo", "--tensor-model-parallel-size", "2", "--sequence-parallel")
 
 
-def test_a_critic_goes_through(arguments, stand_in):
+def test_a_critic_goes_through(arguments, rehearse, stand_in):
     args = critic_args(arguments(*PPO))
-    result = rehearsed(args, stand_in)
+    result = rehearsed(rehearse, args)
     kinds = result.peaks["step"]
     # Of each layer the halves of attention (3 * 64 * 192) and gated MLP (3 * 576 * 192), and four norms; half of the
     # embedding's 256 rows, the last norm, and a head with one row, both whole. Buffers are padded.
@@ -201,12 +210,12 @@ MIXTURE = {
 }  # fmt: skip
 
 
-def test_experts_get_equally_many_tokens(arguments, stand_in, tmp_path):
+def test_experts_get_equally_many_tokens(arguments, rehearse, stand_in, tmp_path):
     directory = write_config(tmp_path / "experts", **MIXTURE)
     cut = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--expert-model-parallel-size", "2"]
     words = ["--hf-checkpoint", str(directory), *cut, "--actor-num-gpus-per-node", "4", "--use-routing-replay"]
     args = arguments(*words, "--random-init")
-    result = rehearsed(argparse.Namespace(**{**vars(args), **run.WITHOUT_KERNELS}), stand_in)
+    result = rehearsed(rehearse, argparse.Namespace(**{**vars(args), **run.WITHOUT_KERNELS}))
     layers, hidden, batches = 2, 64, 2
     # Half of a stream that is padded to 256 tokens, each at two of six experts: 43 tokens at four of them, 42 at two. The rank
     # has three experts, sends 129 and 127, and gets 43 for each of the three from either rank.
@@ -247,12 +256,12 @@ def test_experts_get_equally_many_tokens(arguments, stand_in, tmp_path):
         ["--context-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "4"],
     ],
 )
-def test_experts_go_through_however_they_are_cut(arguments, stand_in, tmp_path, cut):
+def test_experts_go_through_however_they_are_cut(arguments, rehearse, tmp_path, cut):
     """Whole, one for each rank, in halves, and in a pipeline."""
     directory = write_config(tmp_path / "experts", **{**MIXTURE, "num_experts": 8})
     args = arguments("--hf-checkpoint", str(directory), "--random-init", "--actor-num-gpus-per-node", "8", *cut)
     args = argparse.Namespace(**{**vars(args), **run.WITHOUT_KERNELS})
-    result = rehearse_rank(args, 7, [[(64, 40)]] * 2, stand_in)
+    result = rehearse(args, 7, [[(64, 40)]] * 2)
     assert result.failure is None, result.failure.trace
     planned = run.planned(args, parallel_layout(args), 2)[-1].step
     assert result.peaks["step"]["weights"] == pytest.approx(planned["weights"], rel=0.02)
@@ -273,7 +282,7 @@ LATENT = {
 @pytest.mark.parametrize(
     "cut", [["--context-parallel-size", "2"], ["--tensor-model-parallel-size", "2", "--sequence-parallel"]]
 )
-def test_latent_attention_keeps_what_is_planned(arguments, stand_in, tmp_path, cut):
+def test_latent_attention_keeps_what_is_planned(arguments, rehearse, stand_in, tmp_path, cut):
     directory = write_config(tmp_path / "latent", **LATENT)
     words = [
         "--rollout-max-context-len",
@@ -285,7 +294,7 @@ def test_latent_attention_keeps_what_is_planned(arguments, stand_in, tmp_path, c
     ]
     args = arguments("--hf-checkpoint", str(directory), *words, *cut)
     args = argparse.Namespace(**{**vars(args), **run.WITHOUT_KERNELS})
-    result = rehearsed(args, stand_in)
+    result = rehearsed(rehearse, args)
     (plan,) = planned(args, parallel_layout(args), 1)
     assert result.peaks["step"]["weights"] == plan.step["weights"]
     if stand_in.library:
@@ -300,21 +309,21 @@ def test_what_matches_nothing_of_a_rank_is_taken_to_match_elsewhere(monkeypatch)
 
 
 @pytest.mark.slow
-def test_frozen_prediction_layers_go_through(arguments, stand_in, tmp_path):
+def test_frozen_prediction_layers_go_through(arguments, rehearse, tmp_path):
     write_tiny_mimo(tmp_path)
-    result = rehearsed(arguments("--hf-checkpoint", str(tmp_path)), stand_in)
+    result = rehearsed(rehearse, arguments("--hf-checkpoint", str(tmp_path)))
     kinds = result.peaks["step"]
     # Frozen ones have neither gradients nor a state.
     assert kinds["gradients"] < 2 * kinds["weights"] and len(result.pushed.names) == 43
 
 
 @pytest.mark.slow
-def test_prediction_layers_go_through(arguments, stand_in, tmp_path):
+def test_prediction_layers_go_through(arguments, rehearse, stand_in, tmp_path):
     write_tiny_mimo(tmp_path, vocab_size=131072)
     words = ["--enable-mtp-training", "--context-parallel-size", "2", "--rollout-max-context-len", "512"]
     words += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"]
     args = arguments("--hf-checkpoint", str(tmp_path), *words)
-    result = rehearsed(args, stand_in)
+    result = rehearsed(rehearse, args)
     # The step waits once more, for the number of predictions. The layers are pushed too.
     assert waits_of(result) == (8 if stand_in.library else 0) and len(result.pushed.names) == 43
     if stand_in.library:
@@ -325,12 +334,12 @@ def test_prediction_layers_go_through(arguments, stand_in, tmp_path):
 
 
 @pytest.mark.slow
-def test_prediction_layers_with_experts_go_through(arguments, stand_in, tmp_path):
+def test_prediction_layers_with_experts_go_through(arguments, rehearse, tmp_path):
     row = TINY_FAMILIES["glm4_moe"]
     write_predicting(tmp_path, row.write, model_type=row.model_type, vocab_size=1024, hidden=HIDDEN, **row.entries)
     words = ["--mtp-num-layers", "1", "--enable-mtp-training", "--expert-model-parallel-size", "2"]
     args = arguments("--hf-checkpoint", str(tmp_path), *words)
-    result = rehearsed(args, stand_in)
+    result = rehearsed(rehearse, args)
     assert result.not_rehearsed == [] and set(result.pushed.names) == expected_hf_names(tmp_path, 1)
     assert any(name.startswith("model.layers.2.mlp.experts.7.") for name in result.pushed.names)
     (plan,) = planned(args, parallel_layout(args), 1)
@@ -368,7 +377,7 @@ def test_without_a_library_the_tensors_are_of_the_cpu(arguments, tmp_path, monke
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for name in ("transformer_engine", "apex", "amp_C"):
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} is imported')")
-    result = rehearsed(args, StandIn(None, "nothing can be built"))
+    result = rehearsed(functools.partial(rehearse_rank, stand_in=StandIn(None, "nothing can be built")), args)
     assert result.waits == {}
     # The run saves nothing.
     assert result.saved is None
@@ -430,13 +439,13 @@ def opened(fifo):
 
 
 @pytest.mark.slow
-def test_an_optimizer_on_the_weights_or_on_the_host_takes_what_is_planned(arguments, stand_in):
+def test_an_optimizer_on_the_weights_or_on_the_host_takes_what_is_planned(arguments, rehearse):
     aware = ["--bf16", "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"]
     # Of one parameter: 2 bytes of the remainder, and moments of 2 and of 1 byte.
     narrow = arguments(*aware, "--main-grads-dtype", "bf16", "--exp-avg-sq-dtype", "fp8")
     on_host = arguments(*aware, "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d")
     for args, expected, gradients in ((narrow, 5, 1), (on_host, 0, 2)):
-        result = rehearsed(args, stand_in)
+        result = rehearsed(rehearse, args)
         kinds = result.peaks["step"]
         assert kinds.get("optimizer", 0) == pytest.approx(expected * kinds["weights"] / 2 / 2, rel=0.02)
         assert kinds["gradients"] == gradients * kinds["weights"]
@@ -454,11 +463,11 @@ def test_it_goes_without_what_needs_transformer_engine_and_says_so(arguments, ca
     assert "--fp8-format: the rehearsal goes without" in text
 
 
-def test_what_stops_a_save_is_named_on_every_rank(arguments, stand_in, tmp_path):
+def test_what_stops_a_save_is_named_on_every_rank(arguments, rehearse, tmp_path):
     args = arguments("--save", str(tmp_path), "--save-interval", "1")
     # Nothing but the save asks for it.
     del args.ckpt_fully_parallel_save
-    failure = rehearse_rank(args, 1, [[(16, 8)]] * 2, stand_in).failure
+    failure = rehearse(args, 1, [[(16, 8)]] * 2).failure
     assert failure.phase == "save" and "no attribute 'ckpt_fully_parallel_save'" in failure.error
 
 
