@@ -1,6 +1,7 @@
 """What a run of the tests says about the machine that it ran on, as a number that rounds otherwise there has a place to begin;
 and which files it begins with."""
 
+import gc
 import logging
 import os
 from collections import Counter
@@ -25,6 +26,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         tests_of = Counter(item.path for item in items)
         items.sort(key=lambda item: ("e2e" not in item.path.parts, -tests_of[item.path]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Tests and what their files import are a million objects that stay to the end: no collection of garbage looks through
+    them, neither while they are made nor when a test asks for one."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture

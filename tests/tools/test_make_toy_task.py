@@ -186,7 +186,7 @@ def test_complete_task_is_not_written_over_without_force(task: Path) -> None:
         (("--digits", "0"), "--digits 0"),
         (("--forget-rate", "1.5"), "--forget-rate 1.5"),
         (("--num-attention-heads", "3"), "--num-attention-heads 3"),
-        (("--digits", "1", "--train-size", "60"), "--train-size"),
+        (("--digits", "1", "--train-size", "60", "--eval-size", "4"), "found only 41 of 60"),
     ],
 )
 def test_impossible_arguments_are_refused_by_name(tmp_path: Path, arguments, named) -> None:

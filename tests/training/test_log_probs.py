@@ -3,12 +3,10 @@
 import math
 import re
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +17,7 @@ from slime.training.log_probs import calculate_log_probs_and_entropy, for_row_ch
 from slime.training.packed_stream import Rows
 from slime.utils import device
 from slime.utils.device import Accelerator, CompiledFunction, CudaAccelerator
+from tests.support.processes.distributed import run_distributed
 
 VOCAB_SIZE = 37
 
@@ -381,9 +380,11 @@ def test_wrong_shapes_and_temperatures_are_errors():
         calculate_log_probs_and_entropy(logits, tokens, None, temperature=0.0)
 
 
-def compute_on_rank(rank: int, world_size: int, directory: str) -> None:
+def compute_on_rank() -> dict[str, tuple[torch.Tensor, ...]]:
+    """By case log-probs, entropy and gradient of this rank's part of the vocabulary; and what is at the edges."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo")
+    rank, world_size, found = dist.get_rank(), dist.get_world_size(), {}
     for name, options in PARALLEL_CASES.items():
         logits, tokens, weights = random_case(vocab_size=1000, scale=1.0)
         local_logits = logits.chunk(world_size, dim=1)[rank].clone().requires_grad_()
@@ -391,13 +392,12 @@ def compute_on_rank(rank: int, world_size: int, directory: str) -> None:
             local_logits, tokens, dist.group.WORLD, with_entropy=True, **options
         )
         (log_probs * weights[0] + (entropy * weights[1] if entropy.requires_grad else 0.0)).sum().backward()
-        torch.save([log_probs.detach(), entropy.detach(), local_logits.grad], f"{directory}/{name}-{rank}.pt")
+        found[name] = log_probs.detach(), entropy.detach(), local_logits.grad
     empty, _ = calculate_log_probs_and_entropy(
         torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), dist.group.WORLD, with_entropy=True
     )
     outside, _ = calculate_log_probs_and_entropy(torch.zeros(1, 4), torch.tensor([8]), dist.group.WORLD)
-    torch.save([empty, outside], f"{directory}/edges-{rank}.pt")
-    dist.destroy_process_group()
+    return {**found, "edges": (empty, outside)}
 
 
 PARALLEL_CASES = {
@@ -407,18 +407,18 @@ PARALLEL_CASES = {
 }
 
 
-def test_a_vocabulary_in_two_processes_gives_what_one_gives(tmp_path: Path):
-    mp.start_processes(compute_on_rank, args=(2, str(tmp_path)), nprocs=2, start_method="spawn")
+def test_a_vocabulary_in_two_processes_gives_what_one_gives():
+    of_ranks = run_distributed(compute_on_rank, 2)
     for name, options in PARALLEL_CASES.items():
         expected = fused(*random_case(vocab_size=1000, scale=1.0), **options)
-        ranks = [torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True) for rank in range(2)]
+        ranks = [found[name] for found in of_ranks]
         for position in range(2):
             assert torch.equal(ranks[0][position], ranks[1][position])
             torch.testing.assert_close(ranks[0][position], expected[position], atol=1e-6, rtol=0)
         gradient = torch.cat([rank[2] for rank in ranks], dim=1)
         torch.testing.assert_close(gradient, expected[2], atol=1e-6, rtol=0)
-    for rank in range(2):
-        empty, outside = torch.load(tmp_path / f"edges-{rank}.pt", weights_only=True)
+    for found in of_ranks:
+        empty, outside = found["edges"]
         assert empty.shape == (0,)
         assert outside.item() == -math.inf
 

@@ -1,11 +1,10 @@
 """Megatron-Core's dataclasses as flags: what the describer says of a field, and that typed values arrive in it."""
 
+import contextlib
 import dataclasses
 import enum
+import io
 import json
-import os
-import subprocess
-import sys
 import typing
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ import torch
 
 from slime.backends.megatron_utils import flag_surface
 from tests.support.models.args import TINY_QWEN3_CONFIG, parse
-from tests.support.processes.distributed import REPOSITORY, run_distributed
+from tests.support.processes.distributed import run_distributed
 
 
 class Engine(enum.Enum):
@@ -122,13 +121,16 @@ def test_fields_of_the_installed_version_that_are_no_flags():
     }  # fmt: skip
 
 
+def _printed() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        flag_surface.main()
+    return printed.getvalue()
+
+
 def test_the_description_is_one_line_of_json():
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    answer = subprocess.run(
-        [sys.executable, "-m", "slime.backends.megatron_utils.flag_surface"],
-        capture_output=True, text=True, timeout=120, check=True, env=environment,
-    )  # fmt: skip
-    rows = json.loads(answer.stdout.splitlines()[-1])
+    """That the module runs as a program is seen in `test_megatron_lm_flags.py`."""
+    (printed,) = run_distributed(_printed, 1)
+    rows = json.loads(printed.splitlines()[-1])
     assert len(rows) > 300 and {"flags", "dest", "action", "type", "default", "help"} <= set(rows[0])
 
 
