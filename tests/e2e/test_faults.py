@@ -153,7 +153,11 @@ def test_a_given_router_address_that_is_none(flags, tmp_path):
 
 SMALL_CLUSTER = """
 import ray, sys
-ray.init(address="local", num_gpus=1, num_cpus=4, include_dashboard=False, log_to_driver=False)
+ray.init(
+    address="local", num_gpus=1, num_cpus=4, include_dashboard=False, log_to_driver=False,
+    # Nobody gets as far as to use a process that was started in advance.
+    _system_config={"prestart_worker_first_driver": False},
+)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """

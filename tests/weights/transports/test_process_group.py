@@ -448,7 +448,7 @@ def test_the_host_has_small_buckets():
     [
         ({1: "does not join"}, 300, "the engine does not join"),
         ({1: "refuses"}, 300, "no memory for this bucket"),
-        ({1: "hangs"}, 15, "15 s|15000ms"),
+        ({1: "hangs"}, 8, "8 s|8000ms"),
         # The second engine may have failed because of the first: it gets all of it again.
         (
             {1: "hangs", 2: "refuses once"},
@@ -459,9 +459,11 @@ def test_the_host_has_small_buckets():
     ],
     ids=lambda value: " and ".join(value.values()) if isinstance(value, dict) else None,
 )
-def test_who_broke_a_transfer_is_known_and_the_others_get_all_of_it(receivers, troubles, seconds, reason):
+def test_who_broke_a_transfer_is_known_and_the_others_get_all_of_it(monkeypatch, receivers, troubles, seconds, reason):
     import ray
 
+    # For this long one that hangs is waited for; the others have answered before.
+    monkeypatch.setattr(process_group, "_AFTER_FAILURE_SECONDS", 5.0)
     starts = [of.handle.start.remote(troubles.get(of.id)) for of in receivers]
     ray.get(starts, timeout=60)
     args = SimpleNamespace(**{**vars(ARGS), "distributed_timeout_minutes": seconds / 60})
