@@ -32,6 +32,7 @@ class ParallelLayout:
     """Sizes of all parallel groups of `world_size` ranks.
 
     virtual_pipeline: model chunks per pipeline rank (1: not interleaved).
+    stages_beside: ranks that follow each other are stages of one pipeline, in place of data-parallel ranks of one stage.
 
     Raises:
         UserError: the world cannot be divided into these groups; names the flags.
@@ -45,6 +46,7 @@ class ParallelLayout:
     expert_tensor: int = 1
     virtual_pipeline: int = 1
     sequence_parallel: bool = False
+    stages_beside: bool = False
 
     def __post_init__(self) -> None:
         dense, experts = self.tensor * self.pipeline * self.context, self.expert_tensor * self.expert * self.pipeline
@@ -80,10 +82,17 @@ class ParallelLayout:
         """Coordinates of a rank."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
+        expert_rest, expert = divmod(rank // self.expert_tensor, self.expert)
+        if self.stages_beside:
+            data, pipeline = divmod(rest, self.pipeline)
+            return RankPlace(tensor, context, data, pipeline, expert, expert_rest // self.pipeline)
         pipeline, data = divmod(rest, self.data)
-        expert_rest = rank // self.expert_tensor
-        expert_rest, expert = divmod(expert_rest, self.expert)
         return RankPlace(tensor, context, data, pipeline, expert, expert_rest % self.expert_replicas)
+
+    def stages_among(self, ranks: int) -> int:
+        """How many stages have their first rank among the first `ranks` ones."""
+        block = self.tensor * self.context if self.stages_beside else self.world_size // self.pipeline
+        return min(self.pipeline, -(-ranks // block))
 
 
 _COUNTED = "--account-for-embedding-in-pipeline-split / --account-for-loss-in-pipeline-split"

@@ -134,9 +134,9 @@ class RankMemory:
         """Of the first rank of the stage."""
         return sum(getattr(self, name) for name in HOST_PARTS)
 
-    def host_of_ranks(self, ranks: int, ranks_of_stage: int) -> int:
-        """Of so many ranks beside each other, the first of a stage among them."""
-        return ranks * (self.host - self.host_snapshot) + -(-ranks // ranks_of_stage) * self.host_snapshot
+    def host_of_ranks(self, ranks: int, stages: int) -> int:
+        """Of so many ranks beside each other, among them the first ones of so many stages."""
+        return ranks * (self.host - self.host_snapshot) + stages * self.host_snapshot
 
     @property
     def saving(self) -> int:

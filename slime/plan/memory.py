@@ -125,8 +125,8 @@ def _training(
         tuple(memory.total + critic for memory in memories),
         worst.host,
         _host_parts(args, worst),
-        worst.host_of_ranks(ranks_of_node, ranks_of_stage),
-        tuple(-(-memory.host_of_ranks(ranks_of_stage, ranks_of_stage) // ranks_of_stage) for memory in memories),
+        worst.host_of_ranks(ranks_of_node, setup.layout.stages_among(ranks_of_node)),
+        tuple(-(-memory.host_of_ranks(ranks_of_stage, 1) // ranks_of_stage) for memory in memories),
         worst.saving,
         tuple(
             PartPlan(part.removeprefix("saving_"), getattr(worst, part))

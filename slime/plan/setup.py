@@ -49,6 +49,7 @@ def parallel_layout(args: argparse.Namespace) -> ParallelLayout:
         expert_tensor=(args.expert_tensor_parallel_size or tensor) if args.num_experts else 1,
         virtual_pipeline=args.virtual_pipeline_model_parallel_size or 1,
         sequence_parallel=args.sequence_parallel and tensor > 1,
+        stages_beside=args.use_tp_pp_dp_mapping,
     )
 
 

@@ -37,11 +37,22 @@ def test_megatron_numbers_ranks_like_this():
     """Against the groups that Megatron-Core's own generator makes."""
     from megatron.core.parallel_state import RankGenerator
 
-    layout = ParallelLayout(32, tensor=2, context=2, pipeline=2)
-    generator = RankGenerator(tp=2, ep=1, dp=layout.data, pp=2, cp=2, order="tp-cp-ep-dp-pp")
-    for name, coordinate in {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}.items():
-        for group in generator.get_ranks(name):
-            assert [getattr(layout.place(rank), coordinate) for rank in group] == list(range(len(group)))
+    coordinates = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
+    of_experts = {"tp": None, "ep": "expert", "dp": "expert_data", "pp": "pipeline"}
+    for order, beside in (("tp-cp-ep-dp-pp", False), ("tp-cp-ep-pp-dp", True)):
+        layout = ParallelLayout(32, tensor=2, context=2, pipeline=2, expert=2, expert_tensor=2, stages_beside=beside)
+        dense = RankGenerator(tp=2, ep=1, dp=layout.data, pp=2, cp=2, order=order)
+        experts = RankGenerator(tp=2, ep=2, dp=layout.expert_replicas, pp=2, cp=1, order=order)
+        for generator, names in ((dense, coordinates), (experts, of_experts)):
+            for name, coordinate in names.items():
+                for group in generator.get_ranks(name) if coordinate else ():
+                    assert [getattr(layout.place(rank), coordinate) for rank in group] == list(range(len(group)))
+
+
+def test_first_ranks_of_stages_lie_apart_or_beside_each_other():
+    apart, beside = (ParallelLayout(32, tensor=2, pipeline=4, stages_beside=is_beside) for is_beside in (False, True))
+    assert [apart.stages_among(ranks) for ranks in (1, 8, 9, 16, 32)] == [1, 1, 2, 2, 4]
+    assert [beside.stages_among(ranks) for ranks in (1, 2, 3, 8, 32)] == [1, 1, 2, 4, 4]
 
 
 @pytest.mark.parametrize(

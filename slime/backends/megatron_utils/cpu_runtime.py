@@ -15,7 +15,6 @@ that a newer wheel no longer needs shows itself. Where the accelerator is not th
 
 from __future__ import annotations
 
-import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -60,12 +59,11 @@ def _torch_cuda_lifts() -> dict[str, Any]:
         # Assumption: work that may overlap is queued on a stream of its own (transformer/moe/shared_experts.py).
         "Stream": _OneStream,
         "current_stream": _OneStream,
-        "stream": contextlib.nullcontext,
     }
 
 
 TORCH_CUDA_LIFTS: tuple[str, ...] = (
-    "current_device", "synchronize", "manual_seed", "get_rng_state", "Stream", "current_stream", "stream",
+    "current_device", "synchronize", "manual_seed", "get_rng_state", "Stream", "current_stream",
 )  # fmt: skip
 
 
