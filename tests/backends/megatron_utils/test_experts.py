@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import shutil
 import types
@@ -55,7 +56,9 @@ def test_the_z_loss_counts_in_32_bits(monkeypatch):
 
     counted = []
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tokens, group: counted.append(tokens.item()))
-    router = types.SimpleNamespace(config=types.SimpleNamespace(moe_z_loss_coeff=0.5), training=True, tp_cp_group=None)
+    config = types.SimpleNamespace(moe_z_loss_coeff=0.5, moe_per_layer_logging=False)
+    router = types.SimpleNamespace(config=config, training=True, tp_cp_group=None)
+    router.attach_and_log_load_balancing_loss = functools.partial(Router.attach_and_log_load_balancing_loss, router)
     logits = torch.zeros(1002, 2, dtype=torch.bfloat16, requires_grad=True)
     padding = torch.arange(1002) == 1001
     Router.apply_z_loss(router, logits, padding).backward(torch.zeros_like(logits))
