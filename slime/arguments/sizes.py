@@ -97,10 +97,8 @@ def train_iterations(args: argparse.Namespace) -> int | None:
 
 
 def plans_for_gpus(args: argparse.Namespace) -> bool:
-    """Whether the run would train and serve on GPUs; a plan is often made on a laptop, for GPUs that are elsewhere.
-
-    It would, unless `SLIME_ACCELERATOR=cpu` says that it uses none; `--dry-run-gpu-memory-gib` says that it does.
-    """
+    """Whether the run would use GPUs; a plan is often made on a laptop, for GPUs that are elsewhere. It would, unless
+    `SLIME_ACCELERATOR=cpu` says that it uses none; `--dry-run-gpu-memory-gib` says that it does."""
     return args.dry_run_gpu_memory_gib is not None or env.forced_accelerator() != "cpu"
 
 

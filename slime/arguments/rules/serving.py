@@ -208,10 +208,8 @@ def whole_engines(args: argparse.Namespace) -> Iterator[Violation]:
 
 def engine_around_the_sender(args: argparse.Namespace) -> Iterator[Violation]:
     """With `--colocate` on GPUs: an engine that has those of all training ranks and others, and gets weights from rank 0."""
-    ranks = layout_of(args).actor_gpus
-    if not (
-        args.colocate and ranks and WEIGHT_TRANSPORTS[args.update_weight_transport].colocated and runs_on_gpus(args)
-    ):
+    ranks, way = layout_of(args).actor_gpus, WEIGHT_TRANSPORTS[args.update_weight_transport]
+    if not (args.colocate and ranks and way.colocated and runs_on_gpus(args)):
         return
     for group in served_groups(args)[:1]:
         total, each = group.num_gpus, group.num_gpus_per_engine
