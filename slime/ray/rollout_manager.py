@@ -230,8 +230,10 @@ class RolloutManager:
                 set_engine_supply(router.url, _EnginesOfModel(self._serving, model))
 
     def _is_working(self) -> bool:
-        # A push would wait for engines that are replaced, and then cut off what others have got to do meanwhile.
-        return self._serving.is_serving() or not self._serving.is_settled() or have_requests(self._serving.engines())
+        # A push would wait for engines that are replaced, and then cut off what others have got to do meanwhile. With a bound
+        # for the age of samples there is none: the run ends.
+        replaces = self.args.max_weight_staleness is None and not self._serving.is_settled()
+        return self._serving.is_serving() or replaces or have_requests(self._serving.engines())
 
     def _shutdown(self, *, silent: bool = False) -> None:
         if self._serving is not None:

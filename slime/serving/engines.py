@@ -32,6 +32,8 @@ _SHUTDOWN_SECONDS = 30.0
 _ORDER_SECONDS = 180.0
 # To fetch an outcome that is there.
 _ANSWER_SECONDS = 10.0
+# To fetch what a finished call returned: it is there, but a busy node may be slow.
+_OUTCOME_SECONDS = 60.0
 # For the other parts of an engine to say what they have computed.
 _MEASURE_SECONDS = 5.0
 
@@ -247,7 +249,7 @@ def have_requests(fleet: FleetSnapshot) -> bool:
 def outcome_of(reference: ray.ObjectRef, who: str) -> tuple[Any, RunError | None]:
     """The result of the finished `reference`, or what it failed with."""
     try:
-        return ray.get(reference, timeout=_ANSWER_SECONDS), None
+        return ray.get(reference, timeout=_OUTCOME_SECONDS), None
     except RayTaskError as error:
         return None, error.cause if isinstance(error.cause, RunError) else RunError(f"{who}: {error.cause}")
     except RayError as error:

@@ -45,8 +45,7 @@ _WATCH_END_SECONDS = 5.0
 
 # Requests, engines and the addresses that plug-ins keep all hang on one router.
 _ROUTER_ADVICE = (
-    "\n--use-fault-tolerance replaces engines, and nothing takes the router's place: start the run again, and it goes on from "
-    "its last checkpoint"
+    "\n--use-fault-tolerance replaces engines, not routers: start the run again, it goes on from its last checkpoint"
 )
 
 _Taker = Callable[[EngineName, ray.ObjectRef], None]
@@ -94,8 +93,8 @@ class ServingOwner:
         self.routers: dict[str, RouterHandle] = {}
         self._starting: dict[EngineName, ray.ObjectRef] = {}
         self._urls: dict[EngineName, str] = {}
-        # Engines that the router knows.
-        self._registered: set[EngineName] = set()
+        # Engines that the router knows, or is being told of.
+        self._registered, self._admitting = set[EngineName](), set[EngineName]()
         # Engines that a push is under way to.
         self._receiving: set[EngineName] = set()
         # What the watch waits for, and who takes the outcome for which engine.
@@ -107,8 +106,7 @@ class ServingOwner:
             work_limit=args.engine_start_timeout,
         )
         self._generations = 0
-        # By model.
-        self._deaths: Counter[str] = Counter()
+        self._deaths: Counter[str] = Counter()  # by model
         # While the engines sleep; the dead among them that a new server may follow.
         self._asleep = False
         self._cleared: list[EngineName] = []
@@ -266,10 +264,16 @@ class ServingOwner:
     def _sleeps(self, name: EngineName) -> bool:
         return self._topology.find(name.engine_id)[2].sleeps
 
+    def _rests(self, name: EngineName) -> bool:
+        return self._asleep and self._sleeps(name)  # or goes to sleep, which may take longer than a check
+
     def _admit(self, names: Sequence[EngineName], version: int | None) -> None:
         """Let engines serve that hold `version` whole: the router first has to know those that took another's place."""
         for name in names:
             with self._changed:
+                if name in self._admitting:  # one that starts again while the others wake, by the watch
+                    continue
+                self._admitting.add(name)
                 url = None if name in self._registered else self._urls.get(name)
             error = None
             if url is not None:
@@ -282,9 +286,9 @@ class ServingOwner:
                 if error is None and self._is(name, EngineState.STALE):
                     self._registered.add(name)
                     self._fleet.weights_whole(name, version)
-                # One that starts again while the others wake is let serve by two, and the second one undoes nothing.
-                serves = name in self._registered
+                self._admitting.discard(name)
                 self._changed.notify_all()
+            serves = name in self._registered
             if url is not None and not serves:
                 # Whoever replaces it takes only those out of the router that were admitted.
                 with contextlib.suppress(RunError):
@@ -531,7 +535,7 @@ class ServingOwner:
         if not self._args.use_fault_tolerance:
             return
         states = (EngineState.SERVING, EngineState.SUSPECT) if self._generations else (EngineState.SUSPECT,)
-        now, names = time.monotonic(), [record.name for record in self._fleet.records(*states)]
+        now, names = time.monotonic(), [name for name in self._named(*states) if not self._rests(name)]
         for name in self._health.begin(now, names):
             # Weights that came meanwhile have paused the engine: then the check says nothing.
             version = self._fleet.record(name.engine_id).weight_version
@@ -541,8 +545,8 @@ class ServingOwner:
     def _checked(self, version: int | None, name: EngineName, reference: ray.ObjectRef) -> None:
         answered, error = outcome_of(reference, str(name))
         with self._changed:
-            weights = self._fleet.record(name.engine_id).weight_version
-            if weights != version or not self._is(name, EngineState.SERVING, EngineState.SUSPECT):
+            of_now = version == self._fleet.record(name.engine_id).weight_version and not self._rests(name)
+            if not (of_now and self._is(name, EngineState.SERVING, EngineState.SUSPECT)):
                 self._health.forget(name)
                 return
             if error is None and answered:

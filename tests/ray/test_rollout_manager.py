@@ -98,6 +98,9 @@ def test_requests_that_engines_can_finish_are_work_where_others_find_no_engine(t
     # Until a push would begin at once, more may be begun.
     manager._serving.is_settled = lambda: False
     assert asyncio.run(manager.is_working())
+    # The run ends, and need not wait for that.
+    manager.args.max_weight_staleness = 1
+    assert asyncio.run(manager.is_working()) is working
     manager._serving.is_serving = lambda: True
     assert asyncio.run(manager.is_working())
 

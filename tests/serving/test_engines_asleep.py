@@ -66,6 +66,27 @@ def test_a_request_that_fails_while_engines_go_to_sleep_has_none_of_them_checked
     assert owner.begin_push() == (1, [LEFT, RIGHT])
 
 
+@pytest.mark.parametrize("began_before", [False, True])
+def test_a_check_of_an_engine_that_goes_to_sleep_says_nothing(make_owner, monkeypatch, began_before):
+    """The requests that it still has may take longer than a check, which then fails."""
+    owner = serving(make_owner(use_fault_tolerance=True))
+    order = owner._engines.order
+    if began_before:
+        with owner.generating():
+            wait_until(lambda: ("check", LEFT) in owner._awaited)
+
+    def order_while_a_request_fails(names, method):
+        owner.doubt_all("default", "POST failed")
+        owner.outcomes["check", LEFT] = died("no answer")
+        seen = owner.turns
+        wait_until(lambda: owner.turns >= seen + 10)
+        return order(names, method)
+
+    monkeypatch.setattr(owner._engines, "order", order_while_a_request_fails)
+    owner.hold(Holds.NOTHING)
+    assert states(owner) == [EngineState.ASLEEP] * 2 and owner.deaths("default") == 0
+
+
 def test_engines_are_asleep_before_the_first_push_too(make_owner):
     owner = ready(make_owner())
     owner.hold(Holds.NOTHING)
