@@ -89,10 +89,14 @@ class ParallelLayout:
         pipeline, data = divmod(rest, self.data)
         return RankPlace(tensor, context, data, pipeline, expert, expert_rest % self.expert_replicas)
 
+    @property
+    def ranks_between_stages(self) -> int:
+        """From the first rank of a stage to that of the next."""
+        return self.tensor * self.context if self.stages_beside else self.world_size // self.pipeline
+
     def stages_among(self, ranks: int) -> int:
         """How many stages have their first rank among the first `ranks` ones."""
-        block = self.tensor * self.context if self.stages_beside else self.world_size // self.pipeline
-        return min(self.pipeline, -(-ranks // block))
+        return min(self.pipeline, -(-ranks // self.ranks_between_stages))
 
 
 _COUNTED = "--account-for-embedding-in-pipeline-split / --account-for-loss-in-pipeline-split"

@@ -182,7 +182,7 @@ def _response(args: argparse.Namespace, length: int) -> int:
 def _ranks(args: argparse.Namespace, layout: ParallelLayout) -> list[int]:
     """Those that are asked for; else the first of every pipeline stage."""
     if args.rehearse_ranks is None:
-        return list(range(0, layout.world_size, layout.world_size // layout.pipeline))
+        return [stage * layout.ranks_between_stages for stage in range(layout.pipeline)]
     absent = [rank for rank in args.rehearse_ranks if rank >= layout.world_size]
     if absent:
         raise UserError(

@@ -53,6 +53,9 @@ def test_first_ranks_of_stages_lie_apart_or_beside_each_other():
     apart, beside = (ParallelLayout(32, tensor=2, pipeline=4, stages_beside=is_beside) for is_beside in (False, True))
     assert [apart.stages_among(ranks) for ranks in (1, 8, 9, 16, 32)] == [1, 1, 2, 2, 4]
     assert [beside.stages_among(ranks) for ranks in (1, 2, 3, 8, 32)] == [1, 1, 2, 4, 4]
+    for layout in (apart, beside):
+        firsts = [stage * layout.ranks_between_stages for stage in range(4)]
+        assert [layout.place(rank).pipeline for rank in firsts] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from slime.arguments import parse_args
 from slime.arguments.config_files.role_config import critic_args
 from slime.backends.megatron_utils import parameter_selection
 from slime.backends.megatron_utils.hf_conversion import expected_hf_names
+from slime.estimates.layout import ParallelLayout
 from slime.plan.setup import parallel_layout
 from slime.ray.session import main
 from slime.rehearsal import fake_device, run
@@ -133,6 +134,12 @@ def test_a_step_of_every_layout_goes_through(arguments, rehearse, stand_in, tmp_
     assert saved.written["optimizer"] == saved.sizes["optimizer"]
     assert list(tmp_path.iterdir()) == []
     assert result.not_rehearsed == []
+
+
+@pytest.mark.parametrize("beside, firsts", [(False, [0, 4]), (True, [0, 1])])
+def test_the_first_rank_of_every_stage_is_rehearsed_however_ranks_count(beside, firsts):
+    layout = ParallelLayout(8, pipeline=2, stages_beside=beside)
+    assert run._ranks(argparse.Namespace(rehearse_ranks=None), layout) == firsts
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from slime.utils.process_groups import join_world
 
 # What Megatron adds to a seed stays below it: some thousand, and 100 for each expert-parallel rank.
 _SEEDS_OF_A_STAGE = 2**20
-_SEEDS_OF_A_DATA_RANK = 2**16
+# What 64 stages have. A generator on CPU knows 32 bits of a seed, so 64 data ranks draw apart there.
+_SEEDS_OF_A_DATA_RANK = 2**26
 
 
 def prepare() -> None:

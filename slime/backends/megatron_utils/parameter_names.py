@@ -101,11 +101,14 @@ def differing_weights(chunks: Iterable[torch.nn.Module]) -> dict[str, list[int]]
 
 @torch.no_grad()
 def norm_of_weights(chunks: Iterable[torch.nn.Module]) -> float:
-    """√Σ w² over all parameters of the model, each counted once, summed in float64. Collective over the world."""
+    """√Σ w² over all parameters of the model, each counted once. Collective over the world.
+
+    The norm of a parameter is taken in float32, for which no copy of it is made; their squares are summed in float64.
+    """
     from megatron.core import parallel_state
     from megatron.core.transformer.module import param_is_not_shared
 
-    total = torch.zeros((), dtype=torch.float64)
+    squares = []
     dense = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
@@ -115,7 +118,9 @@ def norm_of_weights(chunks: Iterable[torch.nn.Module]) -> float:
         tensor_rank, replica = dense if getattr(parameter, "allreduce", True) else expert
         is_cut = getattr(parameter, "tensor_model_parallel", False)
         if replica == 0 and (is_cut or tensor_rank == 0) and param_is_not_shared(parameter):
-            total += torch.linalg.vector_norm(parameter, dtype=torch.float64).square().cpu()
+            squares.append(torch.linalg.vector_norm(parameter, dtype=torch.float32).double().square())
+    # The host waits for the device once, and not for every parameter.
+    total = torch.stack(squares).sum().cpu() if squares else torch.zeros((), dtype=torch.float64)
     return float(all_reduce_sum(total, dist.group.WORLD).sqrt())
 
 

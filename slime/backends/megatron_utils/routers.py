@@ -177,7 +177,7 @@ class Router(RouterOfPasses):
         """Add the gradient of the z-loss: the mean over the tokens of a stream of logsumexp² (Zoph et al. 2022, arXiv
         2202.08906, equation 5), in float32: 16 bits cannot count the tokens of a stream."""
         coefficient = self.config.moe_z_loss_coeff
-        if coefficient is None or not (self.training and torch.is_grad_enabled()):
+        if not coefficient or not (self.training and torch.is_grad_enabled()):
             return logits
         squares = logits.float().logsumexp(-1).square()
         counted = torch.ones_like(squares) if padding_mask is None else (~padding_mask).to(squares.dtype)
@@ -192,10 +192,11 @@ def take_losses(model: Sequence[torch.nn.Module], micro_batches: int) -> dict[st
     the number of the layer in the whole model, from 0. Collective over the world; nothing without `--moe-per-layer-logging`."""
     if not model[0].config.moe_per_layer_logging:
         return {}
-    own: dict[str, float] = {}
+    losses: dict[str, torch.Tensor] = {}
     for router in (module for chunk in model for module in chunk.modules() if isinstance(module, Router)):
-        own |= {f"moe_{name}/layer_{router.layer_number - 1}": float(loss) for name, loss in router.losses.items()}
+        losses |= {f"moe_{name}/layer_{router.layer_number - 1}": loss for name, loss in router.losses.items()}
         router.losses = {}
+    own = dict(zip(losses, torch.stack([*losses.values()]).tolist(), strict=True)) if losses else {}
     of_ranks = [own] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
     count = micro_batches * parallel_state.get_data_parallel_world_size()

@@ -50,6 +50,15 @@ def models(tmp_path_factory):
     return root, models
 
 
+def test_a_z_loss_without_weight_is_none():
+    """To be logged it would be divided by its weight."""
+    from slime.backends.megatron_utils.routers import Router
+
+    config = types.SimpleNamespace(moe_z_loss_coeff=0.0, moe_per_layer_logging=True)
+    router, logits = types.SimpleNamespace(config=config, training=True), torch.ones(2, 4)
+    assert Router.apply_z_loss(router, logits) is logits
+
+
 def test_the_z_loss_counts_in_32_bits(monkeypatch):
     """1001 tokens, a number that bfloat16 does not have; two equal logits, whose logsumexp is log 2 and softmax 1/2."""
     from slime.backends.megatron_utils.routers import Router
