@@ -7,6 +7,8 @@ import pytest
 from slime.weights.hf_reader import SafetensorsDirectory
 from tools import write_model_table
 from tools.write_model_table import (
+    BEGIN,
+    END,
     NOT_YET,
     PAGE,
     RECORDS,
@@ -36,7 +38,8 @@ def test_a_row_says_what_is_tested_and_what_was_rehearsed():
         "seconds": 7,
     }  # fmt: skip
     page = with_table(PAGE.read_text(), {"glm4-9B": record})
-    rows = {line.split(" | ")[0].strip("| `"): line for line in page.splitlines() if line.startswith("| `")}
+    table = page.split(BEGIN)[1].split(END)[0]
+    rows = {line.split(" | ")[0].strip("| `"): line for line in table.splitlines() if line.startswith("| `")}
     assert len(rows) == 50
     assert "| `glm4` | yes | none | yes | recomputed, tp2," in rows["glm4-9B"] and rows["glm4-9B"].endswith(
         "| TP 2, DP 4 | 12.3, 12.3 | push | 1,234 of 5,678 | 7 |"

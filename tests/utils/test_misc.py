@@ -34,7 +34,7 @@ def test_ids_are_nobody_elses():
 def test_a_forked_process_has_ids_of_its_own():
     code = (
         "import os; from slime.utils.misc import unique_hex\n"
-        "child = os.fork(); print(unique_hex(), flush=True); os._exit(0) if not child else os.waitpid(child, 0)"
+        "child = os.fork(); os.write(1, f'{unique_hex()} '.encode()); os._exit(0) if not child else os.waitpid(child, 0)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert len(set(told.split())) == 2
