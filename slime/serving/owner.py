@@ -93,7 +93,7 @@ class ServingOwner:
         self.routers: dict[str, RouterHandle] = {}
         self._starting: dict[EngineName, ray.ObjectRef] = {}
         self._urls: dict[EngineName, str] = {}
-        # Engines that the router knows, or is being told of.
+        # Engines that the router knows, and those that it is just being told of.
         self._registered, self._admitting = set[EngineName](), set[EngineName]()
         # Engines that a push is under way to.
         self._receiving: set[EngineName] = set()
@@ -288,12 +288,11 @@ class ServingOwner:
                     self._fleet.weights_whole(name, version)
                 self._admitting.discard(name)
                 self._changed.notify_all()
-            serves = name in self._registered
-            if url is not None and not serves:
+            if url is not None and name not in self._registered:
                 # Whoever replaces it takes only those out of the router that were admitted.
                 with contextlib.suppress(RunError):
                     self._router_of(name).remove_workers([url], _ROUTER_FAREWELL_SECONDS)
-            if error is not None and not serves:
+            if error is not None:
                 self._died(name, error)
 
     # -- sleep ------------------------------------------------------------------------------------------------------
