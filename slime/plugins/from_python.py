@@ -271,6 +271,7 @@ def _questions(accelerator: Any) -> Iterator[_Question]:
     yield "set_generator_state(generator_state())", drawn_again, bool, "the same draws again"
     yield "fused()", fused, bool, "None, or a `CompiledFunction` of what the function computes"
     yield "keep_freed_memory()", accelerator.keep_freed_memory, is_none, "nothing"
+    yield "compute_in_this_thread()", accelerator.compute_in_this_thread, is_none, "nothing"
     yield "release_cached_memory()", accelerator.release_cached_memory, is_none, "nothing"
     yield "collect_shared_memory()", accelerator.collect_shared_memory, is_none, "nothing"
     yield "reset_peak_memory()", accelerator.reset_peak_memory, is_none, "nothing"

@@ -43,7 +43,7 @@ from torch.autograd.function import once_differentiable
 from slime.estimates.training_memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES
 from slime.training.keep_set import KeepSet, KeptTokens
 from slime.training.packed_stream import Rows
-from slime.utils.device import fused, get_accelerator
+from slime.utils.device import fused, get_accelerator, set_threads_of_later_threads
 
 # Stands for −inf where a logit is multiplied by its probability 0: its exponential is 0 and it overflows under no gradient.
 IMPOSSIBLE = -1e20
@@ -479,18 +479,14 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 def _start_pool(threads: int) -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(threads, thread_name_prefix="row-chunks")
     all_started = threading.Barrier(threads)
-    outside = torch.get_num_threads()
 
-    def start() -> None:
-        # PyTorch keeps the number per thread, and once more for threads that begin later: a thread takes that one when it
-        # first asks, also over a number of its own that was set before.
-        torch.get_num_threads()
-        torch.set_num_threads(1)
+    def start() -> int:
+        later = torch.get_num_threads()
         all_started.wait(_START_TIMEOUT_SECONDS)
+        torch.set_num_threads(1)
+        return later
 
-    try:
-        for future in [pool.submit(start) for _ in range(threads)]:
-            future.result()
-    finally:
-        torch.set_num_threads(outside)
+    later, *_ = [future.result() for future in [pool.submit(start) for _ in range(threads)]]
+    # What a thread sets counts for those that begin later, too.
+    set_threads_of_later_threads(later)
     return pool

@@ -14,6 +14,7 @@ import importlib.metadata
 import logging
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,14 @@ class Accelerator:
         if tune is not None and not env.tunes_allocator():
             tune(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
             tune(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+    def compute_in_this_thread(self) -> None:
+        """Have the thread that calls compute on all cores of this process, and those that begin to compute later on one.
+
+        OpenMP's threads wait awake for the next operator only where a process has no more of them than cores. Gloo adds up in
+        threads of its own: with a team for each of these, every operator would wait for the kernel to wake its other threads.
+        """
+        set_threads_of_later_threads(1)
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done."""
@@ -176,6 +185,9 @@ class CudaAccelerator(Accelerator):
 
     def keep_freed_memory(self) -> None:
         """PyTorch's allocator does that."""
+
+    def compute_in_this_thread(self) -> None:
+        """The device computes."""
 
     def synchronize(self) -> None:
         import torch
@@ -363,6 +375,20 @@ def fused(function: Callable[..., Any], accelerator: Accelerator) -> CompiledFun
 
 
 _FACTORIES: dict[str, Callable[[], Accelerator]] = {"cpu": Accelerator, "cuda": CudaAccelerator}
+
+
+def set_threads_of_later_threads(count: int) -> None:
+    """Have threads that compute for the first time from now on do so on `count` cores each. The caller's number stays.
+
+    PyTorch keeps a number per thread, which it takes when the thread first asks, and one for threads to come: setting it sets
+    both, so a thread of its own does that.
+    """
+    import torch
+
+    torch.get_num_threads()
+    setting = threading.Thread(target=torch.set_num_threads, args=(count,), name="number of threads")
+    setting.start()
+    setting.join()
 
 
 def register_accelerator(name: str, factory: Callable[[], Accelerator]) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +42,48 @@ def test_forced_cpu(monkeypatch):
     assert (accelerator.name, accelerator.process_group_backend) == ("cpu", "gloo")
     assert accelerator.device(3).type == "cpu" and accelerator.memory_allocated() > 0
     assert device.gpus_on_this_machine() == 0
+
+
+_TEAMS_OF_GLOO = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from slime.utils.device import Accelerator
+
+def threads():
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+torch.set_num_threads(2)
+if sys.argv[1] == "this thread":
+    Accelerator().compute_in_this_thread()
+ones = torch.ones(2**20).add_(1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+before = threads()
+dist.all_gather_into_tensor(ones, ones.clone())
+print(torch.get_num_threads(), threads() > before)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("computes", "gloo_has_teams"), [("this thread", "False"), ("every thread", "True")])
+def test_one_thread_of_a_rank_has_all_cores(computes, gloo_has_teams):
+    command = [sys.executable, "-W", "ignore", "-c", _TEAMS_OF_GLOO, computes]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["2", gloo_has_teams]
+
+
+def test_later_threads_have_the_number_that_was_set_for_them():
+    outside, of_later_threads = torch.get_num_threads(), None
+    with ThreadPoolExecutor(1) as pool:
+        of_later_threads = pool.submit(torch.get_num_threads).result()
+    try:
+        device.set_threads_of_later_threads(of_later_threads + 1)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == of_later_threads + 1
+        assert torch.get_num_threads() == outside
+    finally:
+        device.set_threads_of_later_threads(of_later_threads)
 
 
 _PAGES_TAKEN_AGAIN = """

@@ -85,6 +85,7 @@ def main() -> None:
 
     torch.set_num_threads(options.threads)
     # As ranks do; so it is for the others too.
+    get_accelerator().compute_in_this_thread()
     get_accelerator().keep_freed_memory()
     for name in options.model:
         with tempfile.TemporaryDirectory() as directory:
