@@ -129,13 +129,16 @@ class PackedAttention(MegatronModule):
             if stream is None
             else stream.sequence_lengths
         )
-        lengths = [length for length in lengths if length]
-        # One split for the whole stream: the gradient of a slice is as long as the stream, so slicing per sequence
-        # would make the backward pass quadratic in the number of sequences.
-        pieces = (tensor.transpose(0, 1).split(lengths, dim=1) for tensor in (query, key, value))
+        # Neighbours of one length are a batch. To the last bit it makes no difference to any of them.
+        runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths) if length]
+        # One split for the whole stream: the gradient of a slice is as long as the stream, so slicing per run would make the
+        # backward pass quadratic in the number of runs.
+        pieces = (tensor.split([length * count for length, count in runs]) for tensor in (query, key, value))
         outputs = [
-            self._causal_attention(*(piece.unsqueeze(0) for piece in sequence)).squeeze(0).transpose(0, 1)
-            for sequence in zip(*pieces, strict=True)
+            self._causal_attention(*(piece.unflatten(0, (count, length)).transpose(1, 2) for piece in sequences))
+            .transpose(1, 2)
+            .flatten(0, 1)
+            for (length, count), *sequences in zip(runs, *pieces, strict=True)
         ]
         return torch.cat(outputs).flatten(1)
 

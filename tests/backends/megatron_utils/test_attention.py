@@ -112,8 +112,11 @@ def _neighbours_worker(lengths, place):
     return among_others, attended(own, [lengths[place]])
 
 
-def test_a_sequence_is_attended_to_the_same_bits_whatever_its_neighbours_are():
-    ((among_others, alone),) = run_distributed(_neighbours_worker, 1, ([40, 23, 1, 700], 1))
+@pytest.mark.parametrize(
+    ("lengths", "place"), [([40, 23, 1, 700], 1), ([40, 23, 23, 23, 1, 700], 2), ([1, 1, 200, 200, 200], 4)]
+)
+def test_a_sequence_is_attended_to_the_same_bits_whatever_its_neighbours_are(lengths, place):
+    ((among_others, alone),) = run_distributed(_neighbours_worker, 1, (lengths, place))
     for found, expected in zip(among_others, alone, strict=True):
         assert torch.equal(found, expected)
 
