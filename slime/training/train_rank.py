@@ -154,8 +154,9 @@ class TrainRank:
         )
         self.device = get_accelerator().device(self.local_rank)
         get_accelerator().set_device(self.local_rank)
-        # Before Gloo has threads.
-        get_accelerator().compute_in_this_thread()
+        # Before Gloo has threads. Engines that generate meanwhile would miss cores on which threads wait awake.
+        if not args.asynchronous:
+            get_accelerator().compute_in_this_thread()
         self.backend.place()
 
     def _load_model(self) -> int:

@@ -13,6 +13,7 @@ from slime.observability.logging_utils import drain_outbox, log
 from slime.scheduling.device_turns import Holds
 from slime.training import actor_rank, train_rank
 from slime.training.train_rank import TrainRank
+from slime.utils.device import Accelerator
 from slime.utils.ports import interface_of
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 from slime.weights.source import WeightSource
@@ -46,20 +47,27 @@ def make_rank() -> TrainRank:
     return rank
 
 
-def test_ranks_meet_on_the_way_to_engines_of_others(monkeypatch):
-    """On the interface of the address that the rank announces, which is that of its node where there are several."""
+@pytest.mark.parametrize("asynchronous, steps", [(False, ["cores", "place"]), (True, ["place"])])
+def test_ranks_meet_on_the_way_to_engines_of_others(monkeypatch, asynchronous, steps):
+    """On the interface of the address that the rank announces, which is that of its node where there are several. Its cores are
+    one thread's before Gloo has any, unless engines need them at the same time."""
     environment = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(train_rank, "load_plug_ins", lambda *arguments: None)
     monkeypatch.setattr(train_rank, "service_host", lambda clients: {("http://a:1",): "127.0.0.7"}[tuple(clients)])
-    rank, met = make_rank(), []
-    rank.args.rollout_external_engine_infos = (SimpleNamespace(url="http://a:1"),)
+    rank, met, done = make_rank(), [], []
+    rank.args.rollout_external_engine_infos, rank.args.asynchronous = (SimpleNamespace(url="http://a:1"),), asynchronous
     rank.world_size, rank.local_rank = 4, 0
-    rank.backend = SimpleNamespace(
-        place=lambda: met.append((environment["MASTER_ADDR"], environment["GLOO_SOCKET_IFNAME"]))
-    )
+
+    def place():
+        done.append("place")
+        met.append((environment["MASTER_ADDR"], environment["GLOO_SOCKET_IFNAME"]))
+
+    monkeypatch.setattr(Accelerator, "compute_in_this_thread", lambda accelerator: done.append("cores"))
+    rank.backend = SimpleNamespace(place=place)
     rank._join(("127.0.0.2", 7))
     assert met == [("127.0.0.2", interface_of("127.0.0.1"))]
+    assert done == steps
 
 
 @pytest.mark.parametrize("failing, expected", [(0, {}), (1, {6: 0.0}), (2, {6: 0.0, 7: 1.0}), (3, {6: 0.0, 7: 1.5})])
