@@ -434,9 +434,8 @@ class ServingOwner:
                     ),
                 )
             for router in self.routers.values():
-                if router.process is not None and router.process.poll() is not None:
-                    words = _ROUTER_ADVICE if self._args.use_fault_tolerance else ""
-                    self._fail(RunError(f"the router died: {router.process.describe_end()}{words}"))
+                if trouble := router.trouble():
+                    self._fail(RunError(trouble + (_ROUTER_ADVICE if self._args.use_fault_tolerance else "")))
             if self.ended.done() or not awaited:
                 self._ending.wait(_WATCH_POLL_SECONDS)
 

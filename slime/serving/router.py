@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 import sys
+import threading
 import time
 import types
 import typing
@@ -37,6 +38,11 @@ _POLL_SECONDS = 0.05
 _ARRIVAL_POLL_SECONDS = 0.5
 _REQUEST_TIMEOUT_SECONDS = 10.0
 _SHUTDOWN_SECONDS = 3.0
+# A router is asked whether it answers this long after its last answer, and may be late so often: beside much other work an
+# answer takes long.
+_WATCH_SECONDS = 10.0
+_WATCH_TIMEOUT_SECONDS = 30.0
+_LATE_ANSWERS = 4
 _ARGUMENTS_FILE = "arguments.json"
 
 # Where our default differs from the router's. Circuit breaker and health checks are off: a slow engine must not be taken
@@ -70,6 +76,29 @@ class Worker:
     bootstrap_port: int | None = None
 
 
+class _Watch:
+    """Asks a router whether it answers, in a thread of its own: who waits for requests that hang would not see it."""
+
+    def __init__(self, url: str):
+        self.late = 0  # how often in a row it did not answer
+        self._url = url
+        self._ending = threading.Event()
+        threading.Thread(target=self._ask, daemon=True, name="router watch").start()
+
+    def end(self) -> None:
+        self._ending.set()
+
+    def _ask(self) -> None:
+        session = _session(None)
+        while not self._ending.wait(_WATCH_SECONDS):
+            try:
+                # Whatever it says, it answers.
+                session.get(f"{self._url}/health", timeout=_WATCH_TIMEOUT_SECONDS)
+                self.late = 0
+            except requests.RequestException:
+                self.late += 1
+
+
 @dataclasses.dataclass
 class RouterHandle:
     """A router at `ip:port`. `process` is None when the router was started by somebody else.
@@ -86,6 +115,7 @@ class RouterHandle:
     _reservations: tuple[PortReservation, ...] = ()
     _scratch: Path | None = None
     _waiting: dict[str, Any] | None = None
+    _watch: _Watch | None = None
 
     @property
     def url(self) -> str:
@@ -111,6 +141,19 @@ class RouterHandle:
                 time.sleep(_POLL_SECONDS)
         finally:
             self._release()
+        if self.process is not None and self._watch is None:
+            self._watch = _Watch(self.url)
+
+    def trouble(self) -> str | None:
+        """Why our router serves no more: its end, or that it lives and does not answer. Returns at once."""
+        if self.process is None:
+            return None
+        if self.process.poll() is not None:
+            return f"the router died: {self.process.describe_end()}"
+        if self._watch is not None and self._watch.late >= _LATE_ANSWERS:
+            late = f"{_LATE_ANSWERS} times in a row, with {_WATCH_TIMEOUT_SECONDS:g} s for each"
+            return f"the router {self.url} lives and did not answer {late}; {self.process.describe_log()}"
+        return None
 
     def workers(self, deadline: float | None = None) -> list[dict[str, Any]]:
         """The registered workers, each with `id`, `url` and `is_healthy`; asked for until `deadline` at most."""
@@ -196,6 +239,8 @@ class RouterHandle:
 
     def shutdown(self) -> None:
         """End the router if it is ours."""
+        if self._watch is not None:
+            self._watch.end()
         if self.process is not None:
             self.process.terminate(_SHUTDOWN_SECONDS)
         self._release()

@@ -2,6 +2,8 @@ import argparse
 import dataclasses
 import http.server
 import json
+import os
+import signal
 import stat
 import threading
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory
 from slime.utils.ports import reserve_port
 from tests.support.processes.fake_generate_server import FakeGenerateServer
+from tests.support.processes.waiting import wait_until
 
 
 def compute(**flags):
@@ -82,6 +85,25 @@ def test_f4_a_router_is_awaited_by_polling_and_ends_with_shutdown(tmp_path):
     assert router.process.poll() is not None
     with pytest.raises(RunError, match="the router is dead"):
         router.workers()
+
+
+def test_a_router_that_hangs_is_told_of_until_it_answers_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(router_module, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(router_module, "_WATCH_TIMEOUT_SECONDS", 0.5)
+    router = start_router(SimpleNamespace(), tmp_path)
+    try:
+        router.wait_ready(120)
+        assert router.trouble() is None
+        os.kill(router.process.pid, signal.SIGSTOP)
+        wait_until(router.trouble, 60)
+        assert f"the router {router.url} lives and did not answer 4 times in a row, with 0.5 s for each; log " in (
+            router.trouble()
+        )
+        os.kill(router.process.pid, signal.SIGCONT)
+        wait_until(lambda: router.trouble() is None, 60)
+    finally:
+        router.shutdown()
+    assert router.trouble().startswith("the router died: ")
 
 
 def test_with_power_of_two_a_router_starts_when_it_is_told_of_its_engines(tmp_path):

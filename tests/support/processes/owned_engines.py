@@ -8,7 +8,7 @@ import ray
 
 from slime.serving import owner as owner_module
 from slime.serving.owner import ServingOwner
-from slime.serving.router import Worker
+from slime.serving.router import RouterHandle, Worker
 from slime.utils.errors import RunError
 
 KILLED = "engine 0 died: ended by SIGKILL"
@@ -30,6 +30,7 @@ class Router:
 
     ip, port, url = "127.0.0.1", 1, "http://127.0.0.1:1"
     found = frozenset()
+    trouble, _watch = RouterHandle.trouble, None
 
     def __init__(self, events, *, process=None, error=None, number=0):
         self.events, self.process, self.error = events, process, error
