@@ -230,8 +230,8 @@ def flatten_rollout_output(groups: list[Any]) -> list[Sample]:
     """All samples in order, with all nesting removed.
 
     Raises:
-        UserError: something that is neither a list nor a Sample, an empty output, or an execution whose samples do not
-            share a `rollout_id`.
+        UserError: something that is neither a list nor a Sample, an empty output, an execution whose samples do not share a
+            `rollout_id`, or one `rollout_id` in two groups.
     """
     if not isinstance(groups, list | tuple):
         raise UserError(
@@ -240,6 +240,17 @@ def flatten_rollout_output(groups: list[Any]) -> list[Sample]:
     samples = list(_flatten(groups, "samples", 0))
     if not samples:
         raise UserError("--rollout-function-path returned no samples")
+    groups: dict[Any, Any] = {}
+    for sample in samples:
+        if (
+            sample.rollout_id is not None
+            and groups.setdefault(sample.rollout_id, sample.group_index) != sample.group_index
+        ):
+            raise UserError(
+                f"--rollout-function-path: groups {groups[sample.rollout_id]} and {sample.group_index} both have an execution "
+                f"with rollout_id {sample.rollout_id}, and would count as one; where samples come from a data source of yours, "
+                "give each an `index` of its own"
+            )
     return samples
 
 

@@ -58,14 +58,14 @@ class GenerateFunction:
         if self.takes_group:
             return (await self.call_group(args, [sample], [sampling_params], evaluation))[0]
         keywords = accepted_keywords(self.function, {"evaluation": evaluation})
-        result = await self._call(args, [sample], sample, dict(sampling_params), keywords=keywords)
+        result = await self._call(args, [sample], sample, _own_parameters(sampling_params), keywords=keywords)
         return await self._checked_entry(args, sample, result)
 
     async def call_group(
         self, args: Any, group: list[Sample], sampling_params: list[dict[str, Any]], evaluation: bool
     ) -> list[Any]:
         """The entries for a group, in its order; a function that takes `sampling_params` gets one private dict per sample."""
-        own = [dict(params) for params in sampling_params]
+        own = [_own_parameters(params) for params in sampling_params]
         keywords = accepted_keywords(self.function, {"evaluation": evaluation, "sampling_params": own})
         result = await self._call(args, group, list(group), keywords=keywords)
         if not isinstance(result, list) or len(result) != len(group):
@@ -87,7 +87,7 @@ class GenerateFunction:
             )
         except CallTimedOut as error:
             reason = f"{GENERATE_FLAG} {self.path} did not return within --http-request-timeout {limit:g} s"
-            raise SampleFailed(reason, retryable=False) from error
+            raise SampleFailed(reason, retryable=False, abandoned=True) from error
         except SampleFailed:
             raise
         except Exception as error:
@@ -106,6 +106,11 @@ class GenerateFunction:
         if isinstance(entry, list):
             share_execution_id(sample, found, f"{GENERATE_FLAG} {self.path}")
         return entry
+
+
+def _own_parameters(sampling_params: dict[str, Any]) -> dict[str, Any]:
+    """A copy whose lists, which are those of flags, a function may add to: `stop` and `stop_token_ids`."""
+    return {name: list(value) if isinstance(value, list) else value for name, value in sampling_params.items()}
 
 
 def resolve_generate_function(args: Any, sample: Sample) -> GenerateFunction | None:

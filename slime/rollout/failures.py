@@ -14,12 +14,16 @@ logger = logging.getLogger(__name__)
 
 
 class SampleFailed(Exception):
-    """Ends the production of one sample. `retryable`: a second attempt from the bare prompt may succeed."""
+    """Ends the production of one sample. `retryable`: a second attempt from the bare prompt may succeed.
 
-    def __init__(self, reason: str, *, retryable: bool = True) -> None:
+    `abandoned`: what was given up may go on, and write into the attempt.
+    """
+
+    def __init__(self, reason: str, *, retryable: bool = True, abandoned: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.retryable = retryable
+        self.abandoned = abandoned
 
 
 @contextlib.contextmanager

@@ -21,8 +21,10 @@ from slime.rollout.base_types import RolloutFnTrainOutput, first_index, leaves
 from slime.rollout.draws import current_draws, draw_groups, drawing_ahead, give_back
 from slime.rollout.failures import FailureTally, failed_samples
 from slime.rollout.filter_hub.base_types import (
+    FILTER_FLAG,
     MetricGatherer,
     call_dynamic_filter,
+    samples_to_judge,
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.generate_state import GenerateState
@@ -41,7 +43,6 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-_FILTER_FLAG = "--dynamic-sampling-filter-path"
 _REPORT_AFTER_S = 30.0
 
 
@@ -84,7 +85,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         self.queue: deque[tuple[list[Any], list[Any]]] = deque()
         self.in_flight: dict[asyncio.Task[Any], list[Any]] = {}
         path = args.dynamic_sampling_filter_path
-        self._filter = load_function(path, flag=_FILTER_FLAG) if path else None
+        self._filter = load_function(path, flag=FILTER_FLAG) if path else None
         self._done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         # Told of everything that rollouts and the worker wait for.
         self._changed = asyncio.Condition()
@@ -268,12 +269,13 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         return group
 
     async def _filter_drops(self, group: list[Any]) -> bool:
-        samples, path = leaves(group), self.args.dynamic_sampling_filter_path
+        samples, path = samples_to_judge(group), self.args.dynamic_sampling_filter_path
         try:
             verdict = await run_in_daemon_thread(call_dynamic_filter, self._filter, self.args, samples)
         except Exception as error:
-            raise user_function_error(_FILTER_FLAG, path, describe_samples(samples), error) from error
-        obtainable = len(self.in_flight) + len(self.queue)
+            raise user_function_error(FILTER_FLAG, path, describe_samples(samples), error) from error
+        # While the source has prompts there are always more.
+        obtainable = len(self.in_flight) + len(self.queue) if self._is_dry else math.inf
         drop = should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=obtainable, target_data_size=self.args.rollout_batch_size
         )

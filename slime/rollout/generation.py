@@ -182,13 +182,20 @@ async def generate_and_rm(
         return await _generate_and_rm_once(args, attempt, sampling_params, evaluation)
     except SampleFailed as failure:
         if not failure.retryable:
-            return mark_failed(args, attempt, failure.reason)
-    attempt = carry_trace(attempt, new_attempt(prompt_of(sample)))
+            return _failed(args, sample, attempt, failure)
+    prompt = prompt_of(sample)
+    attempt = carry_trace(attempt, new_attempt(prompt))
     trace_next_attempt(attempt)
     try:
         return await _generate_and_rm_once(args, attempt, sampling_params, evaluation)
     except SampleFailed as failure:
-        return mark_failed(args, attempt, failure.reason)
+        return _failed(args, prompt, attempt, failure)
+
+
+def _failed(args: Any, origin: Sample, attempt: Sample, failure: SampleFailed) -> Sample:
+    """The attempt on `origin` as one that failed: one that nobody writes into any more."""
+    kept = carry_trace(attempt, new_attempt(origin)) if failure.abandoned else attempt
+    return mark_failed(args, kept, failure.reason)
 
 
 async def _generate_and_rm_once(
@@ -368,7 +375,8 @@ async def _generate_batch(
             with failing_alone(args):
                 entries = await function.call_group(args, attempts, sampling_params, evaluation)
         except SampleFailed as failure:
-            return [mark_failed(args, attempt, failure.reason) for attempt in attempts]
+            pairs = zip(group, attempts, strict=True)
+            return [_failed(args, sample, attempt, failure) for sample, attempt in pairs]
     for entry, before in zip(entries, tokens_before, strict=True):
         mask_tokens_before_resumption(args, entry, before)
     return await run_side_by_side([_hook_and_grade(args, entry, evaluation) for entry in entries])

@@ -125,7 +125,7 @@ def _response_log_probs(answer: Any, sample: Sample, source: str) -> np.ndarray:
     # The first token has nothing before it that could predict it.
     log_probs = _log_probs(entries)[1:]
     response = log_probs[max(len(log_probs) - sample.response_length, 0) :]
-    wrong = response[np.isnan(response)]
+    wrong = response[~np.isfinite(response)]
     if len(wrong) or len(response) != sample.response_length:
         raise RunError(
             f"{source} gave log-probs for sample {sample.index} that are no numbers or too few: {len(response)} of "

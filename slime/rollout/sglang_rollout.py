@@ -30,8 +30,10 @@ from slime.rollout.engine_request import get_model_url, router_urls
 from slime.rollout.evaluation import eval_rollout
 from slime.rollout.failures import FailureTally, failed_samples
 from slime.rollout.filter_hub.base_types import (
+    FILTER_FLAG,
     MetricGatherer,
     call_dynamic_filter,
+    samples_to_judge,
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.generate_state import GenerateState
@@ -63,7 +65,6 @@ logger = logging.getLogger(__name__)
 REPORT_AFTER_S = 30.0
 SLEEP_REPORT_S = 600.0
 MAX_INTERRUPTIONS_OF_A_GROUP = 5
-FILTER_FLAG = "--dynamic-sampling-filter-path"
 ALL_SAMPLES_FLAG = "--rollout-all-samples-process-path"
 
 
@@ -243,11 +244,7 @@ class RolloutStep:
             self.all_finished.append(group)
 
     async def _filter_drops(self, group: list[Any]) -> bool:
-        samples = leaves(group)
-        missing = [sample for sample in samples if sample.reward is None]
-        if missing:
-            raise UserError(f"{FILTER_FLAG}: {describe_samples(missing)} reached the filter without a reward")
-        path = self.args.dynamic_sampling_filter_path
+        samples, path = samples_to_judge(group), self.args.dynamic_sampling_filter_path
         try:
             with self._busy(f"{FILTER_FLAG} {path}"):
                 verdict = await run_in_daemon_thread(call_dynamic_filter, self.filter, self.args, samples)

@@ -27,7 +27,7 @@ from slime.training.routing_replay import ROUTED_EXPERTS, check_routed_experts, 
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
 from slime.utils.plugin_loader import calling_user_code, load_function
-from slime.utils.types import Sample
+from slime.utils.types import Sample, failed_and_masked
 
 logger = logging.getLogger(__name__)
 
@@ -98,18 +98,21 @@ def relative_rewards(args: argparse.Namespace, samples: Sequence[Sample], values
     """`values`, one reward per sample, relative to the prompt group, where the estimator wants them so.
 
     Which estimators centre and scale is told by `slime.algorithms.estimators`; for the others, for SFT and with
-    `--disable-rewards-normalization` rewards stay as they are. Samples that train nothing take part all the same.
+    `--disable-rewards-normalization` rewards stay as they are. Samples that train nothing take part all the same, but for those
+    that failed: their reward is nobody's judgement, and theirs becomes 0.
     """
     row = estimator(args.advantage_estimator)
     if not args.rewards_normalization or args.loss_type == "sft_loss" or not row.centers:
         return values
-    relative = normalize_rewards(
-        values,
-        [sample.group_index for sample in samples],
-        [sample.rollout_id for sample in samples],
+    groups = _complete_group_indices([sample.group_index for sample in samples], args.n_samples_per_prompt)
+    graded = [position for position, sample in enumerate(samples) if not failed_and_masked(sample)]
+    relative = np.zeros(len(samples), dtype=np.float32)
+    relative[graded] = normalize_rewards(
+        [values[position] for position in graded],
+        [groups[position] for position in graded],
+        [samples[position].rollout_id for position in graded],
         center=True,
         scale=args.grpo_std_normalization and row.scales,
-        group_size=args.n_samples_per_prompt,
     )
     steep = int(np.count_nonzero(np.abs(relative) > _STEEP_ADVANTAGE))
     if steep:

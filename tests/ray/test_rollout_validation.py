@@ -31,6 +31,14 @@ def test_executions_must_share_an_id(ids):
         flatten_rollout_output([[sample(0)], [[sample(1, ids[0]), sample(2, ids[1])]]])
 
 
+def test_an_execution_is_of_one_group():
+    groups = [[[Sample(index=i, group_index=group, rollout_id=3) for i in range(2)]] for group in (0, 1)]
+    with pytest.raises(
+        ValueError, match="groups 0 and 1 both have an execution with rollout_id 3, and would count as one"
+    ):
+        flatten_rollout_output(groups)
+
+
 @pytest.mark.parametrize(
     ("output", "message"),
     [

@@ -46,6 +46,7 @@ SINGLE = """
 async def fn(args, sample, sampling_params, evaluation):
     sample.metadata['seen'] = dict(sampling_params), evaluation
     sampling_params['temperature'] = 99
+    sampling_params['stop'].append('mine')
     sample.append_response_tokens(args, tokens=[5, 6], log_probs=[-1.0, -2.0])
     sample.status = Sample.Status.COMPLETED
     return sample
@@ -54,17 +55,17 @@ async def fn(args, sample, sampling_params, evaluation):
 
 def test_single_form_gets_private_sampling_params_and_evaluation(checkpoint, make_plugin):
     args = make_args(checkpoint, custom_generate_function_path=make_plugin(SINGLE))
-    shared = {"temperature": 1.0}
+    shared = {"temperature": 1.0, "stop": ["."]}
     sample = asyncio.run(generate_and_rm(args, Sample(index=0, tokens=[1]), shared, evaluation=True))
-    assert sample.metadata["seen"] == ({"temperature": 1.0}, True)
-    assert shared == {"temperature": 1.0}
+    assert sample.metadata["seen"] == ({"temperature": 1.0, "stop": [".", "mine"]}, True)
+    assert shared == {"temperature": 1.0, "stop": ["."]}
 
 
 def test_the_samples_own_path_beats_the_flag(checkpoint, make_plugin):
     other = make_plugin("def other(args, sample, sampling_params):\n    raise RuntimeError\n", name="other")
     args = make_args(checkpoint, custom_generate_function_path=other)
     sample = Sample(index=0, tokens=[1], generate_function_path=make_plugin(SINGLE))
-    assert asyncio.run(generate_and_rm(args, sample, {})).response_length == 2
+    assert asyncio.run(generate_and_rm(args, sample, {"stop": []})).response_length == 2
 
 
 @pytest.mark.parametrize("prefix", ["def", "async def"])

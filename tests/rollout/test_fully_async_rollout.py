@@ -108,14 +108,16 @@ def test_groups_are_ordered_by_their_index_and_packed(server, checkpoint):
     asyncio.run(main())
 
 
-def test_the_dynamic_filter_drops_and_is_counted(server, checkpoint, tmp_path):
+@pytest.mark.parametrize("stays_when_insufficient", [False, True])
+def test_the_dynamic_filter_drops_and_is_counted(server, checkpoint, tmp_path, stays_when_insufficient):
+    """Where the source has prompts there are enough, however few are in flight."""
     path = plugin(
         tmp_path,
         "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
         "def fn(args, samples):\n"
-        "    return DynamicFilterOutput(samples[0].group_index % 2 == 0, 'odd')\n",
+        f"    return DynamicFilterOutput(samples[0].group_index % 2 == 0, 'odd', {stays_when_insufficient})\n",
     )
-    args = make_args(checkpoint, server.port, dynamic_sampling_filter_path=path)
+    args = make_args(checkpoint, server.port, dynamic_sampling_filter_path=path, sglang_server_concurrency=2)
 
     async def main():
         async with worker_of(args, CountingDataSource(2)) as worker:

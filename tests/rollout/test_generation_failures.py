@@ -5,6 +5,7 @@ import pytest
 from slime.rollout.generation import generate_and_rm, generate_and_rm_group
 from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError
+from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args
 from tests.support.models.rollout_steps import params, plugin, run
@@ -105,6 +106,28 @@ def test_r14_a_generate_function_that_never_returns_fails_the_sample(server, che
     sample = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
     assert sample.status is Status.FAILED
     assert "did not return within --http-request-timeout 0.1 s" in sample.metadata["fail_reason"]
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_what_was_given_up_writes_into_no_sample_of_the_batch(server, checkpoint, tmp_path, group):
+    """A plain function goes on in its thread after its time."""
+    path = plugin(
+        tmp_path,
+        "import threading\n"
+        "go_on, done = threading.Event(), threading.Event()\n"
+        f"def fn(args, {'samples, *, evaluation=False' if group else 'sample, sampling_params'}):\n"
+        f"    sample = {'samples[0]' if group else 'sample'}\n"
+        "    sample.tokens, sample.response_length = [7], 3\n"
+        "    go_on.wait(20)\n"
+        "    sample.tokens, sample.status = [7, 8], type(sample).Status.COMPLETED\n"
+        "    done.set()\n",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path, http_request_timeout=0.1)
+    (sample,) = run(generate_and_rm_group(args, [Sample(index=4, prompt="p")], params(args)))
+    function = load_function(path)
+    function.__globals__["go_on"].set()
+    assert function.__globals__["done"].wait(20)
+    assert (sample.status, sample.tokens, sample.response_length) == (Status.FAILED, [], 0)
 
 
 @pytest.mark.parametrize("kind", ["custom_generate_function_path", "custom_rm_path"])

@@ -1,4 +1,5 @@
 import asyncio
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -107,6 +108,7 @@ def test_an_answer_as_reward_is_taken_apart(checkpoint):
         (None, "answered without meta_info.input_token_logprobs for sample 0"),
         ([[None, 40], [-1.0, 41]], "too few: 1 of 3"),
         ([[None, 40], [-1.0, 41], [None, 42], [-1.0, 43]], r"no numbers or too few: 3 of 3, 1 of them no numbers"),
+        ([[None, 40], [-1.0, 41], [-math.inf, 42], [-1.0, 43]], r"no numbers or too few: 3 of 3, 1 of them no numbers"),
     ],
 )
 def test_an_answer_without_the_tokens_is_an_error(checkpoint, entries, message):

@@ -101,6 +101,22 @@ def test_l2_groups_of_one_have_no_advantage_and_no_nan():
     assert rewards.tolist() == [0.0, 0.0]
 
 
+def test_g5_a_sample_that_failed_is_no_reward_of_zero_to_its_siblings():
+    samples = make([1, 1, 1, 0, 1, 0, 0], [0, 0, 0, 0, 1, 1, 1])
+    for position in (3, 6):
+        samples[position].status, samples[position].remove_sample = Sample.Status.FAILED, True
+    rewards = post_process_rewards(objective(n_samples_per_prompt=4), samples)[1]
+    assert rewards.tolist() == pytest.approx([0, 0, 0, 0, 0.5**0.5, -(0.5**0.5), 0], abs=1e-5)
+    # A grade of its own counts, trained or not, and so does one that a function of the user's gives to what it calls failed.
+    samples[3].status, samples[6].remove_sample = Sample.Status.TRUNCATED, False
+    rewards = post_process_rewards(objective(n_samples_per_prompt=4), samples)[1]
+    third = 3**-0.5
+    assert rewards.tolist() == pytest.approx([0.5, 0.5, 0.5, -1.5, 2 * third, -third, -third], abs=1e-5)
+    for sample in samples:
+        sample.status, sample.remove_sample = Sample.Status.FAILED, True
+    assert not any(post_process_rewards(objective(n_samples_per_prompt=4), samples)[1])
+
+
 def test_l3_siblings_of_a_fan_out_get_the_full_reward_in_the_batch():
     samples = make([1, 1, 0, 0], [0] * 4)
     for sample, execution in zip(samples, [10, 10, 11, 12], strict=True):

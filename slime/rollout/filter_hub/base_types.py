@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from slime.rollout.base_types import leaves
+from slime.rollout.user_functions import describe_samples
 from slime.utils.errors import UserError
-from slime.utils.types import Sample
+from slime.utils.types import Sample, failed_and_masked
 
+FILTER_FLAG = "--dynamic-sampling-filter-path"
 # Rewards such as 0.1, summed and averaged in floating point, have a standard deviation near 1e-17 instead of 0.
 ZERO_STD_THRESHOLD = 1e-6
 
@@ -27,6 +30,18 @@ class DynamicFilterOutput:
     keep: bool
     reason: str | None = None
     keep_when_insufficient: bool = False
+
+
+def samples_to_judge(group: list[Any]) -> list[Sample]:
+    """The samples of a group for its filter.
+
+    Raises:
+        UserError: one has no reward.
+    """
+    samples = leaves(group)
+    if missing := [sample for sample in samples if sample.reward is None]:
+        raise UserError(f"{FILTER_FLAG}: {describe_samples(missing)} reached the filter without a reward")
+    return samples
 
 
 def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
@@ -76,8 +91,14 @@ class MetricGatherer:
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Keep a group iff the unbiased standard deviation of its rewards exceeds 1e-6; one sample alone has none."""
-    rewards = np.asarray([sample.get_reward_value(args) for sample in samples], dtype=np.float64)
+    """Keep a group iff the unbiased standard deviation of its rewards exceeds 1e-6; one sample alone has none.
+
+    Samples that failed and are masked have no reward of their own, and do not count.
+    """
+    graded = [sample for sample in samples if not failed_and_masked(sample)]
+    if not graded:
+        return DynamicFilterOutput(keep=False, reason="all_failed")
+    rewards = np.asarray([sample.get_reward_value(args) for sample in graded], dtype=np.float64)
     if rewards.size > 1 and rewards.std(ddof=1) > ZERO_STD_THRESHOLD:
         return DynamicFilterOutput(keep=True)
     return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(float(rewards[0]), 1)}")

@@ -9,6 +9,7 @@ from slime.rollout.filter_hub.base_types import (
     DynamicFilterOutput,
     MetricGatherer,
     call_dynamic_filter,
+    samples_to_judge,
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.filter_hub.dynamic_sampling_filters import (
@@ -45,6 +46,23 @@ def test_r7_everything_else_is_an_error_that_names_flag_and_value(verdict):
 
 def test_no_filter_keeps():
     assert call_dynamic_filter(None, ARGS, []).keep
+
+
+def test_no_filter_is_asked_about_samples_without_a_reward():
+    samples = group([1.0, 0.0])
+    assert samples_to_judge([samples[0], [samples[1]]]) == samples
+    with pytest.raises(UserError, match="--dynamic-sampling-filter-path: .* reached the filter without a reward"):
+        samples_to_judge([samples, group([None])])
+
+
+def test_g5_what_failed_has_no_reward_that_differs():
+    samples = group([1.0, 1.0, 0.0])
+    assert check_reward_nonzero_std(ARGS, samples).keep
+    samples[2].status, samples[2].remove_sample = Sample.Status.FAILED, True
+    assert check_reward_nonzero_std(ARGS, samples) == DynamicFilterOutput(False, "zero_std_1.0")
+    for sample in samples:
+        sample.status, sample.remove_sample = Sample.Status.FAILED, True
+    assert check_reward_nonzero_std(ARGS, samples) == DynamicFilterOutput(False, "all_failed")
 
 
 def test_r8_equal_rewards_have_no_spread_whatever_the_rounding():
