@@ -97,7 +97,7 @@ class _Rank:
         context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             context.set_forkserver_preload(["tests.support.processes.preloaded"])
-        self._process = context.Process(target=_run, args=(call, self._result, self._log, self._env))
+        self._process = context.Process(target=_run, args=(call, self._result, self._log, self._env, start_method))
         # What is imported before `_run` sets the environment (the server's imports, a spawned interpreter) sees it too.
         with mock.patch.dict(os.environ, self._env):
             self._process.start()
@@ -159,7 +159,7 @@ def _load(file: str, qualname: str) -> Callable[..., Any]:
     return getattr(module, qualname)
 
 
-def _run(call: bytes, result_file: Path, log: Path, env: Mapping[str, str]) -> None:
+def _run(call: bytes, result_file: Path, log: Path, env: Mapping[str, str], start_method: str) -> None:
     with log.open("wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -174,5 +174,6 @@ def _run(call: bytes, result_file: Path, log: Path, env: Mapping[str, str]) -> N
     result = _load(file, qualname)(*args)
     result_file.write_bytes(pickle.dumps(result))
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_initialized():
+    # A forked process ends without its interpreter, in which groups of Gloo would abort it.
+    if start_method != "forkserver" and dist is not None and dist.is_initialized():
         dist.destroy_process_group()

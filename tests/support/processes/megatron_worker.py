@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,29 +12,85 @@ import torch
 
 from slime.utils.device import get_accelerator
 
+# Whose groups are kept at a time.
+_MOST_LAYOUTS = 4
+
 
 def start(args: SimpleNamespace) -> None:
     """Initialise (again): the process group stays, the parallel layout and the seeds are those of `args`."""
     from slime.backends.megatron_utils import initialize
 
-    _leave_layout()
+    _may_start_again()
     initialize.init(args)
 
 
-def _leave_layout() -> None:
-    """Leave all groups but the default one: each has a thread that looks at its connections, and a layout has some twenty."""
+def _may_start_again() -> None:
+    """Have Megatron keep the groups of a layout for the next start that asks for it."""
     from slime.backends.megatron_utils import initialize
 
     initialize.cpu_runtime.install()
+    from megatron.core import parallel_state
+
+    if not isinstance(parallel_state.initialize_model_parallel, _LaysOut):
+        parallel_state.initialize_model_parallel = _LaysOut(parallel_state.initialize_model_parallel)
+
+
+class _LaysOut:
+    """`initialize_model_parallel` again and again. The groups of a layout, some thirty, stay: to leave them takes longer than a
+    step of a tiny model."""
+
+    def __init__(self, lay_out: Callable[..., None]) -> None:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        self._lay_out, self._nothing = lay_out, _state_of_layout()
+        # By layout, what Megatron keeps in its module.
+        self._states: dict[tuple, dict[str, Any]] = {}
+
+    def __call__(self, **layout: Any) -> None:
+        from megatron.core import parallel_state
+
+        key = tuple(map(str, layout.items()))
+        if not _is_there(self._states.get(key)):
+            if len(self._states) == _MOST_LAYOUTS or not all(map(_is_there, self._states.values())):
+                _leave_layouts()
+                self._states.clear()
+            vars(parallel_state).update(self._nothing)
+            self._lay_out(**layout)
+            self._states[key] = _state_of_layout()
+            return
+        vars(parallel_state).update(self._states[key])
+        # What passes left in it belongs to the run before.
+        parallel_state.destroy_global_memory_buffer()
+        parallel_state._set_global_memory_buffer()
+
+
+def _state_of_layout() -> dict[str, Any]:
+    """Megatron's groups, and what it knows of them."""
+    from megatron.core import parallel_state
+
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+
+
+def _is_there(state: dict[str, Any] | None) -> bool:
+    """Whether nobody has left the groups of a layout."""
+    import torch.distributed as dist
+
+    groups = [] if state is None else [value for value in state.values() if isinstance(value, dist.ProcessGroup)]
+    return state is not None and all(group in dist.distributed_c10d._world.pg_map for group in groups)
+
+
+def _leave_layouts() -> None:
+    """Leave all groups but those of all ranks: each has threads that look at its connections."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    from slime.utils.process_groups import get_gloo_group
+
     parallel_state.destroy_model_parallel()
-    if not dist.is_initialized():
-        return
     dist.barrier()  # nobody leaves while another rank still works in a group
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
+        if group not in (dist.group.WORLD, get_gloo_group()):
             dist.destroy_process_group(group)
 
 
@@ -44,7 +100,7 @@ def load_backend(args: SimpleNamespace, *, loads: bool = True) -> Any:
     from slime.training.backend import make_backend
 
     if args.train_backend == "megatron":
-        _leave_layout()
+        _may_start_again()
     backend = make_backend(args)
     backend.place()
     backend.load(WeightSource("hf", args.hf_checkpoint) if loads else WeightSource("random"))
