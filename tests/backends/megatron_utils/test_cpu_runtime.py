@@ -143,8 +143,8 @@ def _error_in_fork(function, *args):
 
 
 def _run_each(hf_dir, left_out):
-    """{lift left out: its error or None}, for this rank's part of `left_out`; "" leaves none out. Forked after torch and
-    before megatron.core is imported: quick and clean."""
+    """{lift left out: its error or None}, for this rank's part of `left_out`. Forked after torch and before megatron.core is
+    imported: quick and clean."""
     import torch  # noqa: F401
 
     mine = left_out[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
@@ -165,8 +165,24 @@ def without_each(hf_dir):
     return {**first, **second}
 
 
-def test_with_all_lifts_the_wheel_trains_saves_and_loads(hf_dir):
-    assert run_distributed(_run_each, 1, (hf_dir, [""]), start_method="spawn") == [{"": None}]
+@pytest.fixture(scope="module")
+def errors(hf_dir):
+    """Of what is tried in a process each, with all lifts: its error or None."""
+    return run_distributed(_try_each, 1, (hf_dir,), start_method="spawn")[0]
+
+
+def _try_each(hf_dir):
+    import torch  # noqa: F401
+
+    return {
+        "scenario": _error_in_fork(_scenario, hf_dir, []),
+        "torch": _error_in_fork(_look_at_torch),
+        "late": _error_in_fork(_install_too_late),
+    }
+
+
+def test_with_all_lifts_the_wheel_trains_saves_and_loads(errors):
+    assert errors["scenario"] is None
 
 
 # What one rank alone does not need.
@@ -225,14 +241,13 @@ def _look_at_torch():
     import megatron.core.tensor_parallel as tensor_parallel
 
     seen = (torch.zeros, torch.compile, torch.Tensor.type, torch.cuda.current_device, torch.cuda.synchronize)
-    return seen == original, idempotent, tensor_parallel.random.torch.cuda.current_device().type
-
-
-def test_only_megatron_sees_the_lifts():
-    ((torch_unchanged, idempotent, device),) = run_distributed(_look_at_torch, 1, start_method="spawn")
-    assert torch_unchanged
+    assert seen == original
     assert idempotent
-    assert device == "cpu"
+    assert tensor_parallel.random.torch.cuda.current_device().type == "cpu"
+
+
+def test_only_megatron_sees_the_lifts(errors):
+    assert errors["torch"] is None
 
 
 def _install_with_cuda():
@@ -255,5 +270,5 @@ def _install_too_late():
         cpu_runtime.install()
 
 
-def test_refuses_to_come_after_megatron():
-    run_distributed(_install_too_late, 1, start_method="spawn")
+def test_refuses_to_come_after_megatron(errors):
+    assert errors["late"] is None

@@ -20,6 +20,7 @@ SPEC = ["slime_plugins.models.hf_attention", "get_hf_attention_spec"]
 FAMILIES = ("qwen3", "llama3", "glm4", "qwen3_next", "qwen3_5", "minimax_m2", "deepseek_v3")
 SOME = ("qwen3", "qwen3_next")
 OTHERS = tuple(name for name in FAMILIES if name not in SOME)
+WITHOUT_CLASS = "without_class"
 TENSOR_PARALLEL = ("tp2", "tp2 whole sequence")
 TRAINED = ("tp2", "tp2 whole sequence", "cp2", "cp2 gathered", "pp2")
 
@@ -50,24 +51,74 @@ def _runs(directories, layouts, spec):
     return found
 
 
+def _one_rank(directories, spec_of_page, refused):
+    """What is asked of one rank, by one start of its process."""
+    return {
+        "runs": _runs(directories, ("one rank", "recomputed"), SPEC),
+        "of page": _runs({"qwen3": directories["qwen3"]}, ("one rank",), spec_of_page),
+        "own attention": train_steps({"one": layout_args(directories["qwen3"])})["one"],
+        "refusals": _refusals(refused),
+    }
+
+
 @pytest.fixture(scope="module")
-def one_rank(models):
+def one_rank(models, tmp_path_factory):
+    root = tmp_path_factory.mktemp("specs")
+    (of_page,) = re.findall(r"^```python\n# my_layers.py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (root / "my_layers.py").write_text(of_page)
+    TINY_FAMILIES["mimo"].save(root / WITHOUT_CLASS)
+    config = json.loads((root / WITHOUT_CLASS / "config.json").read_text())
+    (root / WITHOUT_CLASS / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    refused = [
+        tiny_args(models["qwen3"][0], spec=[__name__, "with_bias_of_its_own"]),
+        tiny_args(models["qwen3_next"][0], spec=SPEC, mtp_num_layers=1),
+        tiny_args(root / WITHOUT_CLASS, spec=SPEC),
+    ]
     directories = {name: str(directory) for name, (directory, _) in models.items()}
-    return run_distributed(_runs, 1, (directories, ("one rank", "recomputed"), SPEC), timeout=300)[0]
+    of_page = [f"{root}/my_layers.py:first_of_transformers"]
+    return run_distributed(_one_rank, 1, (directories, of_page, refused), timeout=300)[0]
+
+
+def _two_ranks(directories, saved):
+    """What is asked of two ranks, by one start of their processes."""
+    plain, mixed = directories["qwen3"], directories["qwen3_next"]
+    layouts = [{}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}]
+    return {
+        "runs": _runs({name: directories[name] for name in SOME}, TENSOR_PARALLEL, SPEC),
+        "trained": train_steps({"cp2": layout_args(plain, spec=SPEC, **LAYOUTS["cp2"])})["cp2"],
+        "bfloat16": _in_bfloat16(mixed),
+        "random": _random_start(plain, layouts),
+        "checkpoint": _checkpoint(mixed, saved),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks(models, tmp_path_factory):
+    directories = {name: str(models[name][0]) for name in SOME}
+    return run_distributed(_two_ranks, 2, (directories, str(tmp_path_factory.mktemp("saved"))), timeout=300)
 
 
 @pytest.mark.parametrize("layout", ["one rank", "recomputed"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_is_that_of_transformers(models, one_rank, name, layout):
     directory, expected = models[name]
-    assert_like_reference(one_rank[name, layout], expected)
-    assert_gives_checkpoint_back([one_rank[name, layout]], directory)
+    assert_like_reference(one_rank["runs"][name, layout], expected)
+    assert_gives_checkpoint_back([one_rank["runs"][name, layout]], directory)
+
+
+@pytest.fixture(scope="module")
+def others_on_two_ranks(models):
+    directories = {name: str(models[name][0]) for name in OTHERS}
+    return run_distributed(_runs, 2, (directories, TENSOR_PARALLEL, SPEC), timeout=300)
 
 
 @pytest.mark.parametrize("names", [SOME, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"])
-def test_tensor_parallel_ranks_have_the_whole_gradients(models, names):
-    directories = {name: str(models[name][0]) for name in names}
-    for rank in run_distributed(_runs, 2, (directories, TENSOR_PARALLEL, SPEC), timeout=300):
+def test_tensor_parallel_ranks_have_the_whole_gradients(request, models, names):
+    if names is SOME:
+        ranks = [rank["runs"] for rank in request.getfixturevalue("two_ranks")]
+    else:
+        ranks = request.getfixturevalue("others_on_two_ranks")
+    for rank in ranks:
         assert {(name, "tp2") for name in names} < rank.keys()
         for (name, _), found in rank.items():
             directory, expected = models[name]
@@ -87,11 +138,8 @@ def test_layouts_train_as_our_own_attention_does_on_one_rank(models, name):
         assert_equal_runs([rank[layout] for rank in ranks], one["one"])
 
 
-def test_context_parallel_ranks_train_as_one_rank_does(models):
-    directory, _ = models["qwen3"]
-    (one,) = run_distributed(train_steps, 1, ({"one": layout_args(directory)},))
-    ranks = run_distributed(train_steps, 2, ({"cp2": layout_args(directory, spec=SPEC, **LAYOUTS["cp2"])},))
-    assert_equal_runs([rank["cp2"] for rank in ranks], one["one"])
+def test_context_parallel_ranks_train_as_one_rank_does(one_rank, two_ranks):
+    assert_equal_runs([rank["trained"] for rank in two_ranks], one_rank["own attention"])
 
 
 def _in_bfloat16(directory):
@@ -116,9 +164,8 @@ def _in_bfloat16(directory):
     return dtypes, rotary.inv_freq, float(weight.main_grad.mean())
 
 
-def test_frequencies_and_decays_are_not_rounded_and_ranks_agree(models):
-    directory, _ = models["qwen3_next"]
-    for dtypes, frequencies, gradient in run_distributed(_in_bfloat16, 2, (str(directory),)):
+def test_frequencies_and_decays_are_not_rounded_and_ranks_agree(two_ranks):
+    for dtypes, frequencies, gradient in (rank["bfloat16"] for rank in two_ranks):
         # A quarter of 16 channels is rotated.
         torch.testing.assert_close(frequencies, 10000.0 ** -(torch.arange(0, 4, 2) / 4), rtol=1e-6, atol=0)
         others = {name: dtype for name, dtype in dtypes.items() if name != "linear_attn.A_log"}
@@ -140,10 +187,8 @@ def _random_start(directory, layouts):
     return weights
 
 
-def test_random_weights_are_those_of_any_layout(models):
-    directory, _ = models["qwen3"]
-    layouts = [{}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}]
-    for one, *others in run_distributed(_random_start, 2, (str(directory), layouts)):
+def test_random_weights_are_those_of_any_layout(two_ranks):
+    for one, *others in (rank["random"] for rank in two_ranks):
         assert (one["model.layers.0.self_attn.q_norm.weight"] == 1).all()
         assert all(torch.equal(one[name], other[name]) for other in others for name in one)
 
@@ -170,20 +215,14 @@ def _checkpoint(directory, saved):
     return before, megatron.whole_weights(args, chunks)
 
 
-def test_a_checkpoint_of_our_own_fits_any_layout(models, tmp_path):
-    directory, _ = models["qwen3_next"]
-    saved = tmp_path / "saved"
-    saved.mkdir()
-    for before, after in run_distributed(_checkpoint, 2, (str(directory), str(saved))):
+def test_a_checkpoint_of_our_own_fits_any_layout(two_ranks):
+    for before, after in (rank["checkpoint"] for rank in two_ranks):
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_the_page_puts_it_into_one_layer(models, tmp_path):
+def test_the_page_puts_it_into_one_layer(models, one_rank):
     directory, expected = models["qwen3"]
-    (of_page,) = re.findall(r"^```python\n# my_layers.py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    (tmp_path / "my_layers.py").write_text(of_page)
-    spec = [f"{tmp_path}/my_layers.py:first_of_transformers"]
-    ((found,),) = (run.values() for run in run_distributed(_runs, 1, ({"qwen3": str(directory)}, ("one rank",), spec)))
+    (found,) = one_rank["of page"].values()
     assert_like_reference(found, expected)
     assert_gives_checkpoint_back([found], directory)
 
@@ -216,22 +255,13 @@ def _refusals(cases):
     return found
 
 
-def test_what_would_be_lost_is_refused(models, tmp_path):
-    plain, mixed = models["qwen3"][0], models["qwen3_next"][0]
-    TINY_FAMILIES["mimo"].save(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
-    cases = [
-        tiny_args(plain, spec=[__name__, "with_bias_of_its_own"]),
-        tiny_args(mixed, spec=SPEC, mtp_num_layers=1),
-        tiny_args(tmp_path, spec=SPEC),
-    ]
-    ((unknown, predicting, without_class),) = run_distributed(_refusals, 1, (cases,))
+def test_what_would_be_lost_is_refused(one_rank):
+    unknown, predicting, without_class = one_rank["refusals"]
     assert unknown.startswith(f"--spec {__name__} with_bias_of_its_own returned layers with ")
     assert "decoder.layers.0.self_attention.scale, which has no tensor in checkpoints of qwen3" in unknown
     assert predicting.startswith("--mtp-num-layers 1: prediction layers of qwen3_next are built with --spec ")
     assert "slime_plugins.models.qwen3_next get_qwen3_next_spec alone" in predicting
-    assert f"has no class for the model of --hf-checkpoint {tmp_path}" in without_class
+    assert re.search(rf"has no class for the model of --hf-checkpoint \S*/{WITHOUT_CLASS}", without_class)
 
 
 def test_a_family_passes_on_the_names_of_transformers():

@@ -97,6 +97,10 @@ class EnginePeer:
     """
 
     def __init__(self, ranks: Sequence[Any], reports: str | None = None) -> None:
+        self.start(ranks, reports)
+
+    def start(self, ranks: Sequence[Any], reports: str | None = None) -> None:
+        """Be another engine, which was told nothing."""
         self.ranks, self.reports, self.told, self.version = ranks, reports, [], "0"
 
     def _ask(self, method: str, arguments: Sequence[Sequence[Any]]) -> None:

@@ -172,6 +172,12 @@ def devices():
     ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def engine_actors(devices):
+    """Two processes that speak for an engine each, of whichever devices."""
+    return [engine_of(devices[:1]) for _ in range(2)]
+
+
 def told(engines):
     import ray
 
@@ -180,17 +186,18 @@ def told(engines):
 
 @pytest.mark.parametrize(("sizes", "ranks"), [((1, 2), 1), ((2, 1), 2), ((1, 2), 2)], ids=["1+2", "2+1", "1+2, half"])
 @pytest.mark.parametrize("wrong", [None, 0, 1], ids=["all right", "by handles", "by the group"])
-def test_engines_inside_and_beside_get_one_version_whole_or_are_left_out(devices, sizes, ranks, wrong):
+def test_engines_inside_and_beside_get_one_version_whole_or_are_left_out(devices, engine_actors, sizes, ranks, wrong):
     """The first engine has devices of ranks, the second one others, or one of each kind. `wrong`: one that says after the push
     that it has other weights."""
     import ray
 
     ray.get([device.start.remote(None) for device in devices], timeout=60)
-    handles = [
-        engine_of(of_engine, "0" if id == wrong else None)
+    starts = [
+        engine_actors[id].start.remote(of_engine, "0" if id == wrong else None)
         for id, of_engine in enumerate((devices[: sizes[0]], devices[sizes[0] :]))
     ]
-    engines = [Receiver(id, handles[id], sizes[id], id * sizes[0]) for id in range(2)]
+    ray.get(starts, timeout=60)
+    engines = [Receiver(id, engine_actors[id], sizes[id], id * sizes[0]) for id in range(2)]
     flags = {"world_size": ranks, "rollout_num_gpus": 3, "update_weight_buffer_size": 400, "update_weight_mode": "full",
              "update_weights_in_flight": False, "http_control_timeout": 60.0, "engine_load_timeout": 60.0,
              "custom_update_weight_post_write_path": None, "distributed_timeout_minutes": 5}  # fmt: skip
