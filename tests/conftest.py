@@ -1,11 +1,12 @@
 """What a run of the tests says about the machine that it ran on, as a number that rounds otherwise there has a place to begin;
-and which files it begins with."""
+which files it begins with; and which cases fixtures of whole modules are for."""
 
 import gc
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,18 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="module")
+def selected(request: pytest.FixtureRequest) -> Callable[[Callable], list[dict[str, Any]]]:
+    """The parameters of those cases of a test that are to run. What a fixture makes for all cases at once it makes for these
+    alone: a slow one costs nothing where slow ones are left out."""
+
+    def cases(test: Callable) -> list[dict[str, Any]]:
+        items = (item for item in request.session.items if getattr(item, "function", None) is test)
+        return [item.callspec.params for item in items]
+
+    return cases
 
 
 @pytest.fixture

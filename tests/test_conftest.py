@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from tests.conftest import pytest_collection_modifyitems
 
 
@@ -17,6 +19,20 @@ def test_a_run_tells_the_vector_instructions_and_threads_that_it_has():
     run = subprocess.run(command, cwd=here.parents[1], env=env, capture_output=True, text=True, timeout=120)
     lines = [line for line in run.stdout.splitlines() if line.startswith("numerics: ")]
     assert lines == ["numerics: CPU capability DEFAULT (ATEN_CPU_CAPABILITY), 2 thread(s) a process (OMP_NUM_THREADS)"]
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_fixture_knows_the_cases_that_are_to_run(selected, request, number):
+    cases = selected(test_a_fixture_knows_the_cases_that_are_to_run)
+    names = [item.name for item in request.session.items]
+    assert {"number": number} in cases
+    assert [f"{request.node.originalname}[{case['number']}]" in names for case in cases] == [True] * len(cases)
+    assert len(cases) == sum(name.startswith(request.node.originalname) for name in names)
+    assert selected(order) == []
+
+
+def order():
+    """No test."""
 
 
 def test_processes_that_share_the_files_begin_with_whole_runs(monkeypatch):

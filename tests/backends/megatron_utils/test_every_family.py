@@ -24,6 +24,22 @@ EVERY = pytest.mark.parametrize("name", TINY_FAMILIES)
 # Of those that every change is tested in.
 TENSOR_PARALLEL = ("tp2", "tp2 whole sequence")
 ONE_RANK = (None, *(layout for layout, sizes in LAYOUTS.items() if ranks_of(sizes) == 1))
+# Of each kind of layers a family. For others it is enough on every change to have the layouts that these layers differ in.
+KINDS = (
+    "qwen3", "glm4", "qwen2_moe", "qwen3_next", "qwen3_5", "glm4_moe", "minimax_m2", "deepseek_v3", "deepseek_v3 dense",
+    "glm_moe_dsa",
+)  # fmt: skip
+OF_KINDS = ("recomputed", "attention recomputed", "tp2 whole sequence")
+
+
+def cases_in(layouts):
+    """Families, and those of the layouts that each has; None: as it is."""
+    return [
+        pytest.param(name, layout, marks=pytest.mark.slow if layout in OF_KINDS and name not in KINDS else ())
+        for name, row in TINY_FAMILIES.items()
+        for layout in layouts
+        if layout in (None, *row.layouts)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -40,22 +56,28 @@ def expected(models, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one_rank(models):
-    directories = {layout: _directories(models, layout) for layout in ONE_RANK}
-    (found,) = run_distributed(run_families, 1, (directories,))
+def one_rank(models, selected):
+    cases = selected(test_logits_and_gradients_are_those_of_the_reference)
+    whole = {None: {name: str(directory) for name, (directory, _) in models.items()}}
+    (found,) = run_distributed(run_families, 1, (whole | _directories(models, cases),))
     return found
 
 
 @pytest.fixture(scope="module")
-def two_ranks(models):
+def two_ranks(models, selected):
     """What each of two ranks finds in the layouts that every change is tested in."""
-    directories = {layout: _directories(models, layout) for layout in (*TENSOR_PARALLEL, "pp2")}
-    return run_distributed(run_families, 2, (directories,))
+    cases = selected(test_tensor_parallel_ranks_give_logits_gradients_and_checkpoint)
+    whole = {"pp2": {name: str(directory) for name, (directory, _) in models.items()}}
+    return run_distributed(run_families, 2, (whole | _directories(models, cases),))
 
 
-def _directories(models, layout):
-    rows = TINY_FAMILIES.items()
-    return {name: str(models[name][0]) for name, row in rows if layout is None or layout in row.layouts}
+def _directories(models, cases):
+    """By layout but the plain one, and by name, the directories of the cases' models."""
+    layouts: dict[str, dict[str, str]] = {}
+    for name, layout in ((case["name"], case["layout"]) for case in cases):
+        if layout is not None:
+            layouts.setdefault(layout, {})[name] = str(models[name][0])
+    return layouts
 
 
 def test_every_family_that_trains_has_a_row():
@@ -73,10 +95,7 @@ def test_a_run_gets_the_flags_of_its_config(models, name, tmp_path):
     assert {flag: tiny[flag] for flag in flags} == flags
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [(name, layout) for name, row in TINY_FAMILIES.items() for layout in ONE_RANK if layout in (None, *row.layouts)],
-)
+@pytest.mark.parametrize(("name", "layout"), cases_in(ONE_RANK))
 def test_logits_and_gradients_are_those_of_the_reference(one_rank, expected, name, layout):
     found = one_rank[layout][name]
     assert not isinstance(found, str), found
@@ -93,10 +112,7 @@ def test_a_checkpoint_is_given_back_with_the_same_bits(models, one_rank, name):
     assert found.not_contiguous == []
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [(name, layout) for name, row in TINY_FAMILIES.items() for layout in TENSOR_PARALLEL if layout in row.layouts],
-)
+@pytest.mark.parametrize(("name", "layout"), cases_in(TENSOR_PARALLEL))
 def test_tensor_parallel_ranks_give_logits_gradients_and_checkpoint(models, two_ranks, expected, name, layout):
     directory, _ = models[name]
     for rank in two_ranks:

@@ -35,6 +35,10 @@ CASES = {
     "only the second stage learns": SECOND_STAGE,
     "only the second stage learns, plain optimizer": {**SECOND_STAGE, **PLAIN},
 }
+# On every change their like runs with the other optimizer, and without moments in `test_optimizer_state.py`.
+SLOW = (
+    "bf16, data, stateless", "fp16, pipeline, stateless, plain optimizer", "only the second stage learns, plain optimizer",
+)  # fmt: skip
 LAYOUTS = {
     "data": DATA, "tensor": TENSOR, "pipeline": PIPELINE, "context": CONTEXT,
     "virtual": {**PIPELINE, "virtual_pipeline_model_parallel_size": 2},
@@ -125,13 +129,14 @@ def assert_uninterrupted(ranks, name) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(hf_dir, tmp_path_factory):
+def two_ranks(hf_dir, tmp_path_factory, selected):
     root = tmp_path_factory.mktemp("runs")
-    cases = {name: resumable_args(hf_dir, root / str(i), **flags) for i, (name, flags) in enumerate(CASES.items())}
+    names = [case["name"] for case in selected(test_a_resumed_run_is_the_uninterrupted_one)]
+    cases = {name: resumable_args(hf_dir, root / str(i), **CASES[name]) for i, name in enumerate(names)}
     return run_distributed(interrupted, 2, (cases,), timeout=300)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_a_resumed_run_is_the_uninterrupted_one(two_ranks, name):
     assert_uninterrupted(two_ranks, name)
 
