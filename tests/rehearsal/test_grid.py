@@ -12,7 +12,7 @@ from slime.rehearsal.run import rehearse_rank
 from slime.rehearsal.stand_in import find_or_build
 from tests.support.models.args import command_line
 from tests.support.models.tiny_model import write_tiny_model
-from tests.support.processes.objective_grid import ROLES
+from tests.support.processes.objective_grid import CRITIC_OBJECTIVES, OBJECTIVES, ROLES, SHARPEST
 
 RANKS = 8
 TENSOR = ["--tensor-model-parallel-size", "2"]
@@ -72,7 +72,7 @@ def rehearse(tmp_path_factory):
     directory = tmp_path_factory.mktemp("grid")
     stand_in = find_or_build()
 
-    def run(role, rank, layout, batches, layers, *, allgather_cp=False):
+    def run(role, objectives, rank, layout, batches, layers, *, allgather_cp=False):
         model = directory / f"{layers} layers"
         if not model.exists():
             write_tiny_model(model, layers=layers)
@@ -89,6 +89,7 @@ def rehearse(tmp_path_factory):
             args = parse_args(argv=words)
         # Flags give it to families alone that are not built yet.
         args.allgather_cp = allgather_cp
+        args.rehearsed_objectives = list(objectives)
         if role == "critic":
             args = critic_args(args)
         result = rehearse_rank(args, rank, batches, stand_in, "tests.support.processes.rehearsed_grid")
@@ -98,10 +99,9 @@ def rehearse(tmp_path_factory):
     return run
 
 
-def assert_waits(result, on_cuda, role):
+def assert_waits(result, on_cuda, role, objectives):
     """In every objective's pass and step, and for the metrics of the rollout, those of the tables."""
     name_of_pass = "log-probs" if role == "actor" else "values"
-    objectives, _ = ROLES[role]
     found = {
         # Stages wait for messages, and for nothing else that others do not.
         phase: sum(count for place, count in waits.items() if "megatron/core/pipeline_parallel/" not in place)
@@ -118,10 +118,17 @@ def assert_waits(result, on_cuda, role):
     assert result.data_dependent == {}
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
-def test_every_objective_goes_through_in_a_layout_of_everything(rehearse, role):
-    result, on_cuda = rehearse(role, 0, ALL, [[(32, 24)] * 2], layers=1)
-    assert_waits(result, on_cuda, role)
+@pytest.mark.parametrize(
+    "role, objectives",
+    [
+        pytest.param("actor", SHARPEST, id="actor, sharpest"),
+        pytest.param("actor", tuple(OBJECTIVES), id="actor", marks=pytest.mark.slow),
+        pytest.param("critic", tuple(CRITIC_OBJECTIVES), id="critic", marks=pytest.mark.slow),
+    ],
+)
+def test_every_objective_goes_through_in_a_layout_of_everything(rehearse, role, objectives):
+    result, on_cuda = rehearse(role, objectives, 0, ALL, [[(32, 24)] * 2], layers=1)
+    assert_waits(result, on_cuda, role, objectives)
 
 
 @pytest.mark.slow
@@ -131,5 +138,6 @@ def test_every_objective_goes_through_in_every_layout(rehearse, role, layout):
     """With more samples, micro-batches and layers than the test above."""
     batches = [[(64, 40), (64, 40), (9, 1)], [(64, 40), (64, 8), (9, 4)]]
     one_piece = layout == ONE_PIECE
-    result, on_cuda = rehearse(role, RANKS - 1, LAYOUTS[layout], batches, layers=2, allgather_cp=one_piece)
-    assert_waits(result, on_cuda, role)
+    objectives, _ = ROLES[role]
+    result, on_cuda = rehearse(role, objectives, RANKS - 1, LAYOUTS[layout], batches, layers=2, allgather_cp=one_piece)
+    assert_waits(result, on_cuda, role, objectives)

@@ -21,6 +21,7 @@ from tests.support.processes.objective_grid import (
     HIDDEN,
     LAYERS,
     OBJECTIVES,
+    SHARPEST,
     STEPS,
     VOCABULARY,
     assert_like_one_rank,
@@ -30,11 +31,18 @@ from tests.support.processes.objective_grid import (
 
 FSDP = {"train_backend": "fsdp"}
 ROLES = ["actor"]
+OTHERS = tuple(name for name in OBJECTIVES if name not in SHARPEST)
+GRID = [*SHARPEST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+
+
+def run_grid(hf_dir, batches, size, objectives):
+    layouts = {"fsdp": {**FSDP, "data_parallel_size": size}}
+    return run_layouts(hf_dir, layouts, batches, ROLES, {"fsdp": objectives})["fsdp"]
 
 
 def worker(hf_dir, other, batches, size):
     layout = {**FSDP, "data_parallel_size": size}
-    results = {"grid": run_layouts(hf_dir, {"fsdp": layout}, batches, ROLES)["fsdp"]}
+    results = {"grid": run_grid(hf_dir, batches, size, SHARPEST)}
     results["states"] = states(grid_args(hf_dir, **layout), other)
     results["push"] = pushed(grid_args(hf_dir, **layout))
     results["trained"] = trained(layout_args(hf_dir, **layout))
@@ -153,24 +161,55 @@ def two_ranks(hf_dir, other, plain):
     return run_distributed(worker, 2, (hf_dir, other, plain.batches, 2), timeout=300)
 
 
-@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "top-p"])
-def test_one_rank_gives_what_loops_give(hf_dir, plain, one_rank, objective):
-    assert_like_loops(hf_dir, plain, objective, one_rank["grid"])
+@pytest.fixture(scope="module")
+def others_on_one_rank(hf_dir, plain):
+    return run_distributed(run_grid, 1, (hf_dir, plain.batches, 1, OTHERS), timeout=300)[0]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_two_ranks_give_what_one_rank_gives(one_rank, two_ranks, objective):
+@pytest.fixture(scope="module")
+def others_on_two_ranks(hf_dir, plain):
+    return run_distributed(run_grid, 2, (hf_dir, plain.batches, 2, OTHERS), timeout=300)
+
+
+@pytest.fixture
+def grid_of_one(request, objective):
+    if objective in SHARPEST:
+        return request.getfixturevalue("one_rank")["grid"]
+    return request.getfixturevalue("others_on_one_rank")
+
+
+@pytest.fixture
+def grid_of_two(request, objective):
+    if objective in SHARPEST:
+        return [rank["grid"] for rank in request.getfixturevalue("two_ranks")]
+    return request.getfixturevalue("others_on_two_ranks")
+
+
+@pytest.mark.parametrize("objective", [case for case in GRID if case != "top-p"])
+def test_one_rank_gives_what_loops_give(hf_dir, plain, grid_of_one, objective):
+    assert_like_loops(hf_dir, plain, objective, grid_of_one)
+
+
+@pytest.mark.parametrize("objective", GRID)
+def test_two_ranks_give_what_one_rank_gives(grid_of_one, grid_of_two, objective):
     for batch in STEPS:
-        ranks = [rank["grid"][objective, batch] for rank in two_ranks]
-        assert_like_one_rank(ranks, one_rank["grid"][objective, batch])
+        ranks = [rank[objective, batch] for rank in grid_of_two]
+        assert_like_one_rank(ranks, grid_of_one[objective, batch])
 
 
-def test_every_rank_logs_the_numbers_of_one_rank(one_rank, two_ranks):
-    for objective in OBJECTIVES:
+@pytest.mark.parametrize(
+    "objective, objectives",
+    [
+        pytest.param(SHARPEST[0], SHARPEST, id="sharpest"),
+        pytest.param(OTHERS[0], OTHERS, id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_every_rank_logs_the_numbers_of_one_rank(grid_of_one, grid_of_two, objectives):
+    for objective in objectives:
         for batch in STEPS:
-            expected = one_rank["grid"][objective, batch]
-            for rank in two_ranks:
-                found = rank["grid"][objective, batch]["rollout"]
+            expected = grid_of_one[objective, batch]
+            for rank in grid_of_two:
+                found = rank[objective, batch]["rollout"]
                 assert_equal_metrics(found, expected["rollout"], expected["bounds"]["rollout"])
 
 

@@ -23,6 +23,7 @@ from tests.support.processes.objective_grid import (
     OBJECTIVES,
     PADDED_VOCABULARY,
     ROLES,
+    SHARPEST,
     STEPS,
     VOCABULARY,
     assert_like_one_rank,
@@ -51,14 +52,24 @@ FOUR_RANKS = {
     "virtual": {"vpp2 cp2": {**VIRTUAL, **ZIGZAG}, "vpp2 tp2": {**VIRTUAL, **TENSOR}},
 }
 ALL = {**OBJECTIVES, **CRITIC_OBJECTIVES}
+# All objectives run on every change where the tokens of a response are divided: there most can go wrong.
+ON_EVERY_CHANGE = {layout: tuple(OBJECTIVES) if layout == "cp2" else SHARPEST for layout in TWO_RANKS}
+OTHERS = {
+    layout: tuple(name for name in OBJECTIVES if name not in SHARPEST)
+    for layout, names in ON_EVERY_CHANGE.items()
+    if names is SHARPEST
+}
 TRAINED = {"calculate_per_token_loss": True, "padded_vocab_size": PADDED_VOCABULARY}
+
+
+def write_model(directory, layers):
+    write_tiny_model(directory, vocab_size=VOCABULARY, layers=layers, hidden=HIDDEN, head_dim=8)
+    return str(directory)
 
 
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    write_tiny_model(directory, vocab_size=VOCABULARY, layers=LAYERS, hidden=HIDDEN, head_dim=8)
-    return str(directory)
+    return write_model(tmp_path_factory.mktemp("model"), LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +77,10 @@ def plain(hf_dir):
     return PlainGrid(hf_dir)
 
 
-def run(hf_dir, batches, layouts, roles, trained=()):
+def run(hf_dir, batches, layouts, roles, trained=(), chosen=None):
     """The grid, and the weights that some steps end at in the layouts `trained`."""
     cases = {name: layout_args(hf_dir, **TRAINED, **layouts[name]) for name in trained}
-    return {"grid": run_layouts(hf_dir, layouts, batches, roles), "trained": train_steps(cases)}
+    return {"grid": run_layouts(hf_dir, layouts, batches, roles, chosen), "trained": train_steps(cases)}
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +92,53 @@ def one_rank(hf_dir, plain):
 @pytest.fixture(scope="module")
 def two_ranks(hf_dir, plain):
     """Of the actor: the layouts of the critic on two ranks stand in its own tests."""
-    return run_distributed(run, 2, (hf_dir, plain.batches, TWO_RANKS, ["actor"], CONTEXT), timeout=500)
+    return run_distributed(run, 2, (hf_dir, plain.batches, TWO_RANKS, ["actor"], CONTEXT, ON_EVERY_CHANGE), timeout=500)
+
+
+@pytest.fixture(scope="module")
+def others_on_two_ranks(hf_dir, plain):
+    layouts = {layout: TWO_RANKS[layout] for layout in OTHERS}
+    return run_distributed(run, 2, (hf_dir, plain.batches, layouts, ["actor"], (), OTHERS), timeout=500)
+
+
+@pytest.fixture
+def on_two_ranks(request, layout, objective):
+    """What two ranks found with the objective, among others, in the layout."""
+    return request.getfixturevalue("two_ranks" if objective in ON_EVERY_CHANGE[layout] else "others_on_two_ranks")
+
+
+def grid(*layouts):
+    """Cases of layout and objective."""
+    return [
+        pytest.param(layout, objective, marks=() if objective in ON_EVERY_CHANGE[layout] else pytest.mark.slow)
+        for layout in layouts
+        for objective in OBJECTIVES
+    ]
+
+
+def rows_of_grid(*layouts):
+    """Cases of a layout, the first of its objectives (by which `on_two_ranks` knows where they ran), and all of them."""
+    rows = [pytest.param(layout, ON_EVERY_CHANGE[layout][0], ON_EVERY_CHANGE[layout], id=layout) for layout in layouts]
+    others = [
+        pytest.param(layout, OTHERS[layout][0], OTHERS[layout], id=f"{layout}, others", marks=pytest.mark.slow)
+        for layout in layouts
+        if layout in OTHERS
+    ]
+    return rows + others
 
 
 @pytest.fixture(scope="module", params=FOUR_RANKS)
-def four_ranks(request, hf_dir, plain):
-    return run_distributed(run, 4, (hf_dir, plain.batches, FOUR_RANKS[request.param], tuple(ROLES)), timeout=600)
+def one_and_four_ranks(request, hf_dir, plain, one_rank, tmp_path_factory):
+    """What one rank found, what four did, and of how many layers the model was."""
+    layers = LAYERS
+    if request.param == "virtual":
+        # Each of two ranks has two stages, and each of these a layer.
+        layers = 2 * LAYERS
+        hf_dir = write_model(tmp_path_factory.mktemp("deep"), layers)
+        (found,) = run_distributed(run, 1, (hf_dir, plain.batches, {"one": {}}, tuple(ROLES)), timeout=300)
+        one_rank = {"grid": found["grid"]["one"]}
+    ranks = run_distributed(run, 4, (hf_dir, plain.batches, FOUR_RANKS[request.param], tuple(ROLES)), timeout=600)
+    return one_rank, ranks, layers
 
 
 def of_layout(ranks, layout, objective, batch="full"):
@@ -118,19 +170,18 @@ def test_the_objectives_reach_every_branch(one_rank):
     assert len({round(metrics[name]["loss"], 6) for name in others}) == len(others), "flags without an effect"
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("layout", TWO_RANKS)
-def test_two_ranks_give_what_one_rank_gives(one_rank, two_ranks, layout, objective):
-    assert_like_one_rank(of_layout(two_ranks, layout, objective), one_rank["grid"][objective, "full"])
+@pytest.mark.parametrize("layout, objective", grid(*TWO_RANKS))
+def test_two_ranks_give_what_one_rank_gives(one_rank, on_two_ranks, layout, objective):
+    assert_like_one_rank(of_layout(on_two_ranks, layout, objective), one_rank["grid"][objective, "full"])
 
 
-@pytest.mark.parametrize("layout", TWO_RANKS)
-def test_m5_every_rank_logs_the_numbers_of_one_rank(one_rank, two_ranks, layout):
-    assert_same_rollout_metrics(one_rank, two_ranks, layout)
+@pytest.mark.parametrize("layout, objective, objectives", rows_of_grid(*TWO_RANKS))
+def test_m5_every_rank_logs_the_numbers_of_one_rank(one_rank, on_two_ranks, layout, objectives):
+    assert_same_rollout_metrics(one_rank, on_two_ranks, layout, objectives)
 
 
-def assert_same_rollout_metrics(one_rank, ranks, layout):
-    for objective in OBJECTIVES:
+def assert_same_rollout_metrics(one_rank, ranks, layout, objectives):
+    for objective in objectives:
         for batch in STEPS:
             expected, bounds = (one_rank["grid"][objective, batch][key] for key in ("rollout", "bounds"))
             bounds = bounds["rollout"]
@@ -143,21 +194,22 @@ def assert_sparse_like_one_rank(one_rank, ranks, layout, objective):
     assert_like_one_rank(of_layout(ranks, layout, objective, "sparse"), one_rank["grid"][objective, "sparse"])
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("layout", [layout for layout in TWO_RANKS if layout != "cp2 gathered"])
-def test_l11_a_rank_without_tokens_joins_every_collective(one_rank, two_ranks, layout, objective):
-    assert_sparse_like_one_rank(one_rank, two_ranks, layout, objective)
+@pytest.mark.parametrize("layout, objective", grid(*(layout for layout in TWO_RANKS if layout != "cp2 gathered")))
+def test_l11_a_rank_without_tokens_joins_every_collective(one_rank, on_two_ranks, layout, objective):
+    assert_sparse_like_one_rank(one_rank, on_two_ranks, layout, objective)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_l12_a_rank_without_loss_tokens_runs_the_backward_pass_of_gathered_rows(one_rank, two_ranks, objective):
-    assert_sparse_like_one_rank(one_rank, two_ranks, "cp2 gathered", objective)
+@pytest.mark.parametrize("layout, objective", grid("cp2 gathered"))
+def test_l12_a_rank_without_loss_tokens_runs_the_backward_pass_of_gathered_rows(
+    one_rank, on_two_ranks, layout, objective
+):
+    assert_sparse_like_one_rank(one_rank, on_two_ranks, layout, objective)
 
 
-@pytest.mark.parametrize("layout", TOKENS_DIVIDED)
-def test_the_sparse_batch_leaves_a_rank_without_tokens(two_ranks, layout):
-    for objective in OBJECTIVES:
-        owned = [rank["owned"] for rank in of_layout(two_ranks, layout, objective, "sparse")]
+@pytest.mark.parametrize("layout, objective, objectives", rows_of_grid(*TOKENS_DIVIDED))
+def test_the_sparse_batch_leaves_a_rank_without_tokens(on_two_ranks, layout, objectives):
+    for objective in objectives:
+        owned = [rank["owned"] for rank in of_layout(on_two_ranks, layout, objective, "sparse")]
         assert sorted(owned) == [0, 2]
 
 
@@ -194,12 +246,12 @@ def test_l19_the_log_prob_pass_sees_what_training_sees(two_ranks, layout):
         assert [of_step(rank["train"], number)["ppo_kl"] for number in range(STEPS["full"])] == [0, 0]
 
 
-@pytest.mark.parametrize("layout", ["tp2", *CONTEXT])
-def test_l21_gradients_are_not_inflated_by_work_that_is_done_twice(one_rank, two_ranks, layout):
-    for objective in OBJECTIVES:
+@pytest.mark.parametrize("layout, objective, objectives", rows_of_grid("tp2", *CONTEXT))
+def test_l21_gradients_are_not_inflated_by_work_that_is_done_twice(one_rank, on_two_ranks, layout, objectives):
+    for objective in objectives:
         for number in range(STEPS["full"]):
             expected = of_step(one_rank["grid"][objective, "full"]["train"], number)["grad_norm"]
-            for rank in of_layout(two_ranks, layout, objective):
+            for rank in of_layout(on_two_ranks, layout, objective):
                 assert of_step(rank["train"], number)["grad_norm"] == pytest.approx(expected, rel=1e-5), objective
 
 
@@ -209,18 +261,20 @@ def test_l21_context_parallel_ranks_train_the_weights_of_one(one_rank, two_ranks
 
 
 @pytest.mark.slow
-def test_four_ranks_give_what_one_rank_gives(one_rank, four_ranks):
+def test_four_ranks_give_what_one_rank_gives(one_and_four_ranks):
+    one_rank, four_ranks, layers = one_and_four_ranks
     for layout in four_ranks[0]["grid"]:
         for objective in ALL:
             for batch in STEPS:
                 try:
                     expected = one_rank["grid"][objective, batch]
-                    assert_like_one_rank(of_layout(four_ranks, layout, objective, batch), expected)
+                    assert_like_one_rank(of_layout(four_ranks, layout, objective, batch), expected, layers)
                 except AssertionError as error:
                     raise AssertionError(f"{layout}, {objective}, {batch}: {error}") from error
 
 
 @pytest.mark.slow
-def test_m5_every_rank_of_a_mixture_logs_the_numbers_of_one_rank(one_rank, four_ranks):
+def test_m5_every_rank_of_a_mixture_logs_the_numbers_of_one_rank(one_and_four_ranks):
+    one_rank, four_ranks, _ = one_and_four_ranks
     for layout in four_ranks[0]["grid"]:
-        assert_same_rollout_metrics(one_rank, four_ranks, layout)
+        assert_same_rollout_metrics(one_rank, four_ranks, layout, OBJECTIVES)

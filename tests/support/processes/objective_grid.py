@@ -8,7 +8,7 @@ found with what one rank did.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 VOCABULARY = 19
 PADDED_VOCABULARY = 32
-HIDDEN, LAYERS = 32, 4
+HIDDEN, LAYERS = 32, 2
 
 # (prompt length, mask of the response, execution) by sample; 4 executions a step.
 FULL = (
@@ -111,6 +111,12 @@ ROLES: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
         {"role": "critic", "untie_embeddings_and_output_weights": True, "value_clip": 0.05},
     ),
 }
+# What every layout runs on every change. Between them they have masks and ratios of whole sequences, discounted sums,
+# statistics of all ranks, custom functions, kept tokens, both reductions, and micro-batches of one sample.
+SHARPEST = (
+    "first step", "grpo, one sample a micro-batch", "grpo whitened", "gspo with sequence mask, per token",
+    "ppo whitened, per token", "reinforce_plus_plus whitened", "masked importance sampling", "top-p", "sft per token",
+)  # fmt: skip
 # Columns of the trainer, which are on the last pipeline stage, and of the rollout.
 TRAINERS = {"log_probs": "old", "ref_log_probs": "ref", "values": "values"}
 CONSTANT_LENGTH = 16.0
@@ -148,8 +154,13 @@ def run_layouts(
     layouts: dict[str, dict[str, Any]],
     batches: dict[str, Sequence[PlainSample]],
     roles: Sequence[str] = tuple(ROLES),
+    chosen: Mapping[str, Collection[str]] | None = None,
 ) -> dict[str, dict[tuple[str, str], dict[str, Any]]]:
-    """Per layout, given by its parallel sizes, what `run_objective` gives by (objective, batch)."""
+    """Per layout, given by its parallel sizes, what `run_objective` gives by (objective, batch).
+
+    Args:
+        chosen: by layout the objectives that run; None: all of the roles.
+    """
     results: dict[str, dict] = {}
     for layout, sizes in layouts.items():
         results[layout] = {}
@@ -157,6 +168,8 @@ def run_layouts(
             objectives, flags = ROLES[role]
             rank = make_rank(grid_args(hf_dir, **sizes, **flags), role)
             for objective, changes in objectives.items():
+                if chosen is not None and objective not in chosen[layout]:
+                    continue
                 for batch, samples in batches.items():
                     rank.args = grid_args(hf_dir, batch, **{**sizes, **flags, **changes})
                     results[layout][objective, batch] = run_objective(rank, samples, objective)
@@ -314,9 +327,9 @@ def of_step(train: dict[tuple[str, int], float], number: int) -> dict[str, float
     return {name.removeprefix("critic-"): value for (name, step), value in train.items() if step == number}
 
 
-def assert_like_one_rank(ranks: Sequence[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Training on all ranks of a layout gave what it gave on one; every rank logs all numbers."""
+def assert_like_one_rank(ranks: Sequence[dict[str, Any]], expected: dict[str, Any], layers: int = LAYERS) -> None:
+    """Training on all ranks of a layout gave what it gave on one, with a model of `layers`; every rank logs all numbers."""
     for rank in ranks:
         bounds, masked = expected["bounds"]["train"], expected["masked"]
         assert_equal_metrics(rank["train"], expected["train"], bounds, masked=masked)
-    assert_equal_rows(columns_of(ranks), expected["columns"], terms_of_value=terms_of_value(HIDDEN, LAYERS))
+    assert_equal_rows(columns_of(ranks), expected["columns"], terms_of_value=terms_of_value(HIDDEN, layers))

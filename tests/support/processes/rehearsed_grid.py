@@ -1,7 +1,7 @@
-"""All objectives of the grid on one rehearsed rank, one after the other: what `rehearse_rank` may start.
+"""Objectives of the grid on one rehearsed rank, one after the other: what `rehearse_rank` may start.
 
-Each has data, a pass and a step of its own, in phases that carry its name; model and optimizer are one. Nothing here may import
-torch before the process has prepared itself.
+`args.rehearsed_objectives` names them. Each has data, a pass and a step of its own, in phases that carry its name; model and
+optimizer are one. Nothing here may import torch before the process has prepared itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def rank_of_grid(task: Task, recorder: Recorder) -> RehearsedRank:
     from slime.training import loss
     from tests.support.processes.objective_grid import ROLES
 
-    objectives, _ = ROLES[task.args.role]
+    of_role, _ = ROLES[task.args.role]
+    objectives = {name: of_role[name] for name in task.args.rehearsed_objectives}
 
     class RankOfGrid(RANKS[task.args.role]):
         def phases(self) -> dict[str, Callable[[], None]]:
