@@ -85,9 +85,17 @@ def arguments(directory, monkeypatch):
 
 @pytest.fixture(scope="module")
 def rehearse(stand_in):
-    """`rehearse_rank` in copies of one process. That ranks have processes of their own is seen by `show_rehearsal`."""
+    """`rehearse_rank` in copies of one process. Ranks have processes of their own in
+    `test_without_a_library_the_tensors_are_of_the_cpu` and `tests/scripts/test_rehearsals.py`."""
     with prepared(stand_in.library) as module:
         yield functools.partial(rehearse_rank, stand_in=stand_in, module=module)
+
+
+@pytest.fixture
+def show(rehearse, monkeypatch):
+    """`show_rehearsal`, whose ranks are such copies."""
+    monkeypatch.setattr(run, "rehearse_rank", lambda args, rank, batches, stand_in: rehearse(args, rank, batches))
+    return show_rehearsal
 
 
 def rehearsed(rehearse, args, batches=None, rank=0):
@@ -144,8 +152,8 @@ def test_the_first_rank_of_every_stage_is_rehearsed_however_ranks_count(beside, 
 
 @pytest.mark.parametrize(
     "layout",
-    # The last two both have virtual stages; one of them is enough for the fast tier.
-    [pytest.param(name, marks=[pytest.mark.slow] if name == "virtual, tied" else []) for name in STAGES],
+    # The last one has virtual stages, which know those of the others, and a copy of the embedding.
+    [pytest.param(name, marks=[pytest.mark.slow] if name != "layout, tied" else []) for name in STAGES],
 )
 def test_stages_of_a_pipeline_together_are_the_model(arguments, rehearse, stand_in, directory, tmp_path, layout):
     model = "deep and tied" if "tied" in layout else "model"
@@ -461,10 +469,10 @@ def test_an_optimizer_on_the_weights_or_on_the_host_takes_what_is_planned(argume
         assert not any("adam.py" in place for place in result.waits["step"])
 
 
-def test_it_goes_without_what_needs_transformer_engine_and_says_so(arguments, capsys):
+def test_it_goes_without_what_needs_transformer_engine_and_says_so(arguments, show, capsys):
     fp8 = ["--fp8-format", "e4m3", "--fp8-param-gather"]
     again = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm"]
-    show_rehearsal(arguments(*fp8, *again))
+    show(arguments(*fp8, *again))
     text = capsys.readouterr().out
     assert "--recompute-modules layernorm: the rehearsal keeps what they made" in text
     assert "--fp8-format: the rehearsal goes without" in text
@@ -478,10 +486,10 @@ def test_what_stops_a_save_is_named_on_every_rank(arguments, rehearse, tmp_path)
     assert failure.phase == "save" and "no attribute 'ckpt_fully_parallel_save'" in failure.error
 
 
-def test_what_does_not_fit_stops_it_and_is_named(arguments, stand_in, capsys):
+def test_what_does_not_fit_stops_it_and_is_named(arguments, show, capsys):
     args = arguments("--custom-pg-loss-reducer-function-path", "tests.rehearsal.test_rehearsal.reducer_on_the_host")
     with pytest.raises(RunError, match="rank 0 stopped in the phase first step"):
-        show_rehearsal(args)
+        show(args)
     text = capsys.readouterr().out
     assert "STOPPED in the phase first step, at slime/" in text and "NOT REHEARSED" in text
 
