@@ -62,6 +62,7 @@ def test_rollouts_alone_start_no_training_rank(rollouts):
     assert "rollout 1 (2/2) | reward" in process.output()
 
 
+@pytest.mark.slow
 def test_training_alone_starts_no_engine(one_rank):
     assert "engines are ready" not in one_rank.output()
     assert not list(one_rank.event_directory.rglob("engine_*.log"))

@@ -14,6 +14,7 @@ from tests.support.models.tiny_task import PLUG_INS, ROLLOUT_BATCH_SIZE, SAMPLES
 from tests.support.processes.train_process import TrainProcess
 from tests.support.processes.waiting import wait_until
 
+pytestmark = pytest.mark.slow
 ROLLOUTS = range(3)
 LOG_PROB_GATE = 1e-5
 # From the death of an engine to the first answer of its successor: it starts, and gets its weights.
@@ -56,17 +57,11 @@ def hang_up_front(process: TrainProcess, go) -> None:
     ("engines", "fault", "cause"),
     [
         pytest.param(1, kill_with_requests_in_flight, r"engine 0 died: its scheduler_0 .* SIGKILL", id="the only engine"),
-        pytest.param(
-            2, kill_with_requests_in_flight, r"engine \d died: its scheduler_0 .* SIGKILL", id="one of two",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            1, kill_before_any_request, r"engine 0 died: its scheduler_0 .* SIGKILL", id="before any request",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(2, hang, r"engine \d hangs: it gave no token within 30 s", id="one hangs", marks=pytest.mark.slow),
-        pytest.param(1, hang, r"engine 0 hangs: it gave no token within 30 s", id="the only one hangs", marks=pytest.mark.slow),
-        pytest.param(1, hang_up_front, r"engine 0 hangs: it gave no token", id="its front end hangs", marks=pytest.mark.slow),
+        pytest.param(2, kill_with_requests_in_flight, r"engine \d died: its scheduler_0 .* SIGKILL", id="one of two"),
+        pytest.param(1, kill_before_any_request, r"engine 0 died: its scheduler_0 .* SIGKILL", id="before any request"),
+        pytest.param(2, hang, r"engine \d hangs: it gave no token within 30 s", id="one hangs"),
+        pytest.param(1, hang, r"engine 0 hangs: it gave no token within 30 s", id="the only one hangs"),
+        pytest.param(1, hang_up_front, r"engine 0 hangs: it gave no token", id="its front end hangs"),
     ],
 )  # fmt: skip
 def test_the_run_goes_on_with_a_new_server_that_has_the_weights(task, tmp_path, engines, fault, cause):

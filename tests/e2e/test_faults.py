@@ -106,6 +106,7 @@ def test_a_broken_row_is_named_by_file_and_line(flags, task, tmp_path):
     assert "Traceback" not in message
 
 
+@pytest.mark.slow
 def test_a_plug_in_that_does_not_import_ends_the_run_before_it_generates(flags, tmp_path):
     plug_in = tmp_path / "reward.py"
     plug_in.write_text("import no_such_package\n\n\ndef reward(args, sample):\n    return 1.0\n")
@@ -135,6 +136,7 @@ def test_a_raising_reward_is_named_with_its_sample(flags, tmp_path):
     assert any("raise KeyError" in line for line in rest)
 
 
+@pytest.mark.slow
 def test_a_given_router_address_that_is_none(flags, tmp_path):
     class WebPage(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -179,6 +181,7 @@ def small_cluster(tmp_path):
         yield {**access, "RAY_ADDRESS": cluster.stdout.readline().strip()}
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_too_small_is_refused_with_both_numbers(flags, tmp_path, small_cluster):
     message = run_to_error(flags, tmp_path / "run", 2, env=small_cluster)
     assert message.startswith("the run needs 2 GPUs (1 for training, 1 for engines) and 3 CPUs, but the cluster at")

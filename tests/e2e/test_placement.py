@@ -26,7 +26,13 @@ with ray_cluster(args) as args:
 """
 
 
-@pytest.mark.parametrize(("colocate", "devices"), [(False, [0, 1, 2]), (True, [0, 0, 1])], ids=["apart", "half shared"])
+@pytest.mark.parametrize(
+    ("colocate", "devices"),
+    [
+        pytest.param(False, [0, 1, 2], id="apart", marks=pytest.mark.slow),
+        pytest.param(True, [0, 0, 1], id="half shared"),
+    ],
+)
 def test_every_device_has_its_own_number(colocate, devices):
     """A rank, and an engine of two devices, of which one may be the rank's."""
     done = subprocess.run(

@@ -182,6 +182,24 @@ def test_what_ranks_write_for_engines_of_other_nodes_needs_a_directory_that_all_
     cluster._require_shared_directory(planned(SMALL, "--check-weight-update-equal", "--save", str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("have", "told"),
+    [({"GPU": 1.0, "CPU": 64.0}, "1 GPUs and 64 CPUs"), ({"GPU": 64.0, "CPU": 1.0}, "64 GPUs and 1 CPUs"), ({}, "0 GPUs and")],
+)  # fmt: skip
+def test_a_cluster_that_is_too_small_is_left_and_both_numbers_are_told(monkeypatch, have, told):
+    monkeypatch.setattr(cluster, "_require_listener", lambda address: None)
+    monkeypatch.setattr(cluster, "_answers_on_loopback_only", lambda address: False)
+    monkeypatch.setattr(cluster.ray, "init", lambda **options: None)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: have)
+    left = []
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: left.append(True))
+    plan = cluster.plan_cluster(planned(SMALL))
+    needs = f"^the run needs {plan.gpus} GPUs .* and {plan.cpus} CPUs, but the cluster at 10.0.0.1:6379 has {told}"
+    with pytest.raises(UserError, match=needs):
+        cluster._join("10.0.0.1:6379", plan)
+    assert left == [True]
+
+
 def test_a_node_with_several_addresses_joins_under_the_one_that_is_given(monkeypatch):
     asked = {}
     monkeypatch.setenv("SLIME_HOST_IP", "10.0.0.7")

@@ -215,6 +215,7 @@ def test_a_program_that_does_not_end_is_a_wrong_answer(checkpoint, monkeypatch):
     assert sample.reward == 0.0
 
 
+@pytest.mark.slow
 def test_over_budget_the_diff_is_graded_as_it_is(checkpoint, plug_ins, monkeypatch):
     monkeypatch.setenv("SWE_AGENT_TIME_BUDGET_SEC", "12")
     (sample,), _ = work_of(checkpoint, "<edit>x*47+38</edit>", "ok", agent_harness=f"{plug_ins[1]}:Slow")
