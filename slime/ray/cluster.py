@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private import ray_constants, services
+from ray._private.node import Node
 
 from slime.arguments.config_files.serving_config import arguments_of_group, served_groups
 from slime.arguments.derivation import settle_precision
@@ -197,7 +198,7 @@ def _start_local(args: argparse.Namespace, plan: ClusterPlan) -> None:
     logger.info("starting Ray on this machine: %d %sGPUs", plan.gpus, "" if real else "logical ")
     try:
         settle_token()
-        with _on_loopback_only(), _patience_with_node():
+        with _on_loopback_only(), _patience_with_node(), _without_dashboard():
             ray.init(
                 address="local",
                 num_gpus=plan.gpus,
@@ -221,12 +222,8 @@ def _on_loopback_only() -> Iterator[None]:
     clusters of several nodes are switched off, which `RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0` does on any system. Ray reads
     that variable when it is imported, which has happened, so the constant that it ends in is set.
     """
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
+    with _replaced(ray_constants, ENABLE_RAY_CLUSTER=False):
         yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextlib.contextmanager
@@ -245,11 +242,50 @@ def _patience_with_node() -> Iterator[None]:
                     raise
                 time.sleep(_NODE_POLL_SECONDS)
 
-    services.get_node = wait_for_node
+    with _replaced(services, get_node=wait_for_node):
+        yield
+
+
+# Of flags that are given twice a raylet takes the last. It wants an agent that lives as long as itself: this one reads the pipe
+# that ends with the raylet. -1 is what an agent says of a port that it does not have.
+_NO_AGENT = (
+    "--dashboard_agent_command=cat", "--metrics-agent-port=-1", "--metrics_export_port=-1",
+    "--dashboard_agent_listen_port=-1",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def _without_dashboard() -> Iterator[None]:
+    """Let a Ray node that starts in the block start nothing for a dashboard or an autoscaler, of which it has neither.
+
+    `ray.init(include_dashboard=False)` of Ray 2.60 starts a server without a page, an agent for it on the node and the monitor
+    of an autoscaler all the same, waits for the first and then for the second, and imports beforehand what they would need.
+    """
+    start_process = services.start_ray_process
+
+    def start_without_agent(command: list[str], process_type: str, **options: Any) -> Any:
+        more = _NO_AGENT if process_type == ray_constants.PROCESS_TYPE_RAYLET else ()
+        return start_process([*command, *more], process_type, **options)
+
+    with (
+        _replaced(Node, start_api_server=lambda self, **options: None, start_monitor=lambda self: None),
+        _replaced(services, start_ray_process=start_without_agent),
+        _replaced(ray._private.utils, get_dashboard_dependency_error=lambda: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of `owner` other values in the block."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        services.get_node = get_node
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def settle_token() -> None:

@@ -56,14 +56,18 @@ def create_placement_groups(args: argparse.Namespace) -> dict[str, Bundles]:
     if plan.gpus == 0:
         return {"actor": Bundles(None, ()), "rollout": Bundles(None, ())}
     group = placement_group([{"GPU": 1, "CPU": 1}] * plan.gpus, strategy="PACK")
-    # `group.ready()` would start a process for nothing else.
     wait_for(
-        _locate(group, 0),
+        group.ready(),
         "placement of the run's devices",
         _PLACEMENT_DEADLINE_SECONDS,
         pending=lambda _: f"{plan.gpus} GPUs; free in the cluster: {ray.available_resources().get('GPU', 0):g}",
     )
-    devices = _locate_devices(group)
+    if env.ray_address() is None:
+        # A Ray of the run's own has its devices and no others, and the run has all of them: whichever Ray counts for a bundle,
+        # none is used twice. The process that would be asked is one that the engines would wait for.
+        devices = [(ray.util.get_node_ip_address(), device) for device in range(plan.gpus)]
+    else:
+        devices = _locate_devices(group)
     StartupClock().mark("placement")
     layout = plan.layout
     order = arrange_bundles(devices, group_sizes(args, layout))

@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[2]
 
 LOCATE = """
 from types import SimpleNamespace
+import psutil
+import ray
 from slime.ray.cluster import ray_cluster
 from slime.ray.placement_group import create_placement_groups
 
@@ -23,6 +25,9 @@ args = SimpleNamespace(
 with ray_cluster(args) as args:
     bundles = create_placement_groups(args)
     print("devices", [device for _, device in bundles["actor"].places + bundles["rollout"].places])
+    node = ray._private.worker._global_node
+    children = psutil.Process(node.all_processes["raylet"][0].process.pid).children()
+    print("processes", sorted([*node.all_processes, *(child.cmdline()[0] for child in children)]))
 """
 
 
@@ -33,8 +38,12 @@ with ray_cluster(args) as args:
         pytest.param(True, [0, 0, 1], id="half shared"),
     ],
 )
-def test_every_device_has_its_own_number(colocate, devices):
-    """A rank, and an engine of two devices, of which one may be the rank's."""
+def test_every_device_has_its_own_number_and_ray_starts_nothing_for_nobody(colocate, devices):
+    """A rank, and an engine of two devices, of which one may be the rank's.
+
+    Of Ray there are its two servers, what brings logs to the driver and what gives processes their environment: no dashboard,
+    no autoscaler, and no process that was asked for devices.
+    """
     done = subprocess.run(
         [sys.executable, "-c", LOCATE.format(colocate=colocate)],
         cwd=ROOT,
@@ -44,3 +53,4 @@ def test_every_device_has_its_own_number(colocate, devices):
         timeout=120,
     )
     assert f"devices {devices}" in done.stdout, done.stdout
+    assert "processes ['cat', 'gcs_server', 'log_monitor', 'ray::RuntimeEnvAgent', 'raylet']" in done.stdout, done.stdout

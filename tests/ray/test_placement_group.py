@@ -183,7 +183,7 @@ FOUR_NODES = [(f"127.0.0.{2 + gpu // 8}", gpu % 8) for gpu in range(32)]
 def test_every_mode_lies_in_the_order_of_nodes_and_devices(monkeypatch, mode, actor, rollout):
     """On four nodes of eight devices, whatever order Ray gives them in."""
     given = random.Random(0).sample(FOUR_NODES, 32)
-    bundles = SimpleNamespace()
+    bundles = SimpleNamespace(ready=lambda: "ready")
     nodes = {index: f"id of {node}" for index, (node, _) in enumerate(given)}
 
     def wait_for_all(refs, *arguments):
@@ -192,6 +192,7 @@ def test_every_mode_lies_in_the_order_of_nodes_and_devices(monkeypatch, mode, ac
         )
         return refs
 
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
     monkeypatch.setattr(placement_group, "placement_group", lambda shape, strategy: bundles)
     monkeypatch.setattr(placement_group, "placement_group_table", lambda group: {"bundles_to_node_id": nodes})
     monkeypatch.setattr(placement_group, "wait_for", lambda *arguments, **options: None)
@@ -208,6 +209,22 @@ def test_every_mode_lies_in_the_order_of_nodes_and_devices(monkeypatch, mode, ac
         assert [given[bundle] for bundle, _ in placed[part].places] == FOUR_NODES[first:last]
         assert [device for _, device in placed[part].places] == [device for _, device in FOUR_NODES[first:last]]
         assert placed[part].group is (bundles if last else None)
+
+
+def test_a_ray_of_the_run_alone_has_its_devices_and_no_process_is_started_to_ask_for_them(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("a process was started")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(
+        placement_group, "placement_group", lambda shape, strategy: SimpleNamespace(ready=lambda: "ready")
+    )
+    monkeypatch.setattr(placement_group, "wait_for", lambda *arguments, **options: None)
+    monkeypatch.setattr(placement_group, "_locate", refuse)
+    monkeypatch.setattr(placement_group.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    args = argparse.Namespace(**{**RUN, "world_size": 2, "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2})
+    parts = placement_group.create_placement_groups(args)
+    assert [parts[name].places for name in ("actor", "rollout")] == [((0, 0), (1, 1)), ((2, 2), (3, 3))]
 
 
 @pytest.mark.parametrize("devices", [[("a", 0), ("a", 2)], [("a", 7), ("b", 0)], [("a", 1), ("a", 0)]])

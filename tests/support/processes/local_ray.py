@@ -4,12 +4,12 @@ from typing import Any
 
 import ray
 
-from slime.ray.cluster import _patience_with_node
+from slime.ray.cluster import _patience_with_node, _without_dashboard
 
 
 def start_ray(**options: Any) -> None:
     """`ray.init` with `options`, however long a busy machine takes for it. `ray.shutdown` ends it."""
-    with _patience_with_node():
+    with _patience_with_node(), _without_dashboard():
         ray.init(
             address="local",
             include_dashboard=False,
