@@ -53,4 +53,6 @@ def test_every_device_has_its_own_number_and_ray_starts_nothing_for_nobody(coloc
         timeout=120,
     )
     assert f"devices {devices}" in done.stdout, done.stdout
-    assert "processes ['cat', 'gcs_server', 'log_monitor', 'ray::RuntimeEnvAgent', 'raylet']" in done.stdout, done.stdout
+    assert "processes ['cat', 'gcs_server', 'log_monitor', 'ray::RuntimeEnvAgent', 'raylet']" in done.stdout, (
+        done.stdout
+    )

@@ -6,8 +6,8 @@ of `megatron.core` is imported, and leaves `torch` as everybody else sees it alo
 * `CONSTANT_LIFTS`: text constants inside megatron.core's code objects ("cuda" as a device, CUDA tensor type names);
 * `TORCH_CUDA_LIFTS`: what `torch.cuda` offers to megatron.core modules, whose global name `torch` is a view of torch;
 * `MODULE_LIFTS`: functions of single modules that are replaced as a whole;
-* `TENSOR_METHOD_LIFTS`: the exception, methods of `torch.Tensor` itself, and only methods that can do nothing but raise
-  where there is no CUDA.
+* `TENSOR_METHOD_LIFTS` and `OPTIMIZER_METHOD_LIFTS`: the exceptions, methods of `torch.Tensor` itself, and only methods that
+  can do nothing but raise where there is no CUDA; and methods of optimizers, which do what they did.
 
 Every lift names the assumption it removes. A test takes each one away and sees the wheel fail without it, so a lift
 that a newer wheel no longer needs shows itself. Where the accelerator is not the CPU, `install()` does nothing.
@@ -138,6 +138,10 @@ TENSOR_METHOD_LIFTS: dict[str, Callable[..., Any]] = {
     "cuda": lambda self, *args, **kwargs: self,
 }
 
+# Assumption: the compiler is there anyway, so that a method that it shall leave alone may import it to tell it so. In a rank
+# on CPU nothing else does, and it takes more than a second.
+OPTIMIZER_METHOD_LIFTS: tuple[str, ...] = ("state_dict", "load_state_dict", "add_param_group")
+
 
 class _View(types.ModuleType):
     """A module seen through: its own attributes first, everything else from the module behind it."""
@@ -204,6 +208,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 def lift_names() -> list[str]:
     """The names of all lifts, as `install(without=...)` takes them."""
     methods = [f"torch.Tensor.{name}" for name in TENSOR_METHOD_LIFTS]
+    methods += [f"torch.optim.Optimizer.{name}" for name in OPTIMIZER_METHOD_LIFTS]
     return [*CONSTANT_LIFTS, *(f"torch.cuda.{name}" for name in TORCH_CUDA_LIFTS), *MODULE_LIFTS, *methods]
 
 
@@ -227,4 +232,7 @@ def install(without: frozenset[str] = frozenset()) -> None:
     for name, method in TENSOR_METHOD_LIFTS.items():
         if f"torch.Tensor.{name}" not in without:
             setattr(torch.Tensor, name, method)
+    for name in OPTIMIZER_METHOD_LIFTS:
+        if f"torch.optim.Optimizer.{name}" not in without:
+            setattr(torch.optim.Optimizer, name, getattr(torch.optim.Optimizer, name).__wrapped__)
     sys.meta_path.insert(0, _Finder(without))

@@ -3,6 +3,7 @@ megatron-core no longer makes that assumption and the lift can go."""
 
 import multiprocessing
 import os
+import sys
 import tempfile
 
 import pytest
@@ -30,14 +31,14 @@ EXPERTS = {
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _check_imports():
-    import sys
-
+def _import_megatron():
     import megatron.core.models.gpt
     import megatron.core.optimizer  # noqa: F401
 
+
+def _check_imports(moment):
     if "torch._dynamo" in sys.modules:
-        raise RuntimeError("importing megatron.core imported the compiler as well")
+        raise RuntimeError(f"{moment} imported the compiler")
 
 
 def _check_seeds(args):
@@ -114,10 +115,14 @@ def _scenario(hf_dir, left_out):
 
     cpu_runtime.install(without=frozenset(left_out))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    _check_imports()
+    _import_megatron()
+    _check_imports("importing megatron.core")
     options = {**TRAINING, **RECOMPUTE, "hidden_dropout": 0.1}
     _check_seeds(tiny_args(hf_dir, **options))
-    _save_and_load(*_train(tiny_args(hf_dir, **options)))
+    trained = _train(tiny_args(hf_dir, **options))
+    _check_imports("training")
+    _save_and_load(*trained)
+    _check_imports("a checkpoint")
     for precision in ({"bf16": True}, {"fp16": True, "initial_loss_scale": 1.0}):
         _train(tiny_args(hf_dir, **options, **precision))
     _train(tiny_args(hf_dir, **options, **EXPERTS))
