@@ -27,6 +27,7 @@ from slime.scheduling.device_turns import Holds
 from slime.utils import env
 from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
+from slime.utils.misc import no_garbage_collection
 from slime.utils.plugin_loader import load_function
 from slime.weights.publication import PushDirectory
 from slime.weights.push import Opening
@@ -61,13 +62,15 @@ class RankProcess:
 
     def __init__(self, environment: dict[str, str], description: bytes) -> None:
         os.environ.update(environment)
-        actor_cls, args, rank, *arguments = ray.cloudpickle.loads(description)
-        self._name = f"{'critic ' if args.role == 'critic' else ''}rank {rank}"
-        self._scratch = make_scratch_directory("rank")
-        # Writers of checkpoints talk over sockets in a directory of the interpreter, which a killed process would leave behind.
-        multiprocessing.current_process()._config["tempdir"] = str(self._scratch)
-        rank_class = load_function(actor_cls) if isinstance(actor_cls, str) else actor_cls
-        self._rank = rank_class(args, rank, *arguments)
+        # Most of what follows are imports.
+        with no_garbage_collection():
+            actor_cls, args, rank, *arguments = ray.cloudpickle.loads(description)
+            self._name = f"{'critic ' if args.role == 'critic' else ''}rank {rank}"
+            self._scratch = make_scratch_directory("rank")
+            # Writers of checkpoints talk over sockets in a directory of the interpreter, which a killed process would leave.
+            multiprocessing.current_process()._config["tempdir"] = str(self._scratch)
+            rank_class = load_function(actor_cls) if isinstance(actor_cls, str) else actor_cls
+            self._rank = rank_class(args, rank, *arguments)
 
     def __repr__(self) -> str:
         return self._name

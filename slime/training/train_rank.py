@@ -31,7 +31,7 @@ from slime.training.rollout_data import RolloutData, refresh_mask_sums
 from slime.training.train_step import forward_values, train_one_step
 from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError
-from slime.utils.misc import Box
+from slime.utils.misc import Box, no_garbage_collection
 from slime.utils.ports import group_environment, service_host
 from slime.utils.process_groups import patient_groups
 
@@ -157,7 +157,9 @@ class TrainRank:
         # Before Gloo has threads. Engines that generate meanwhile would miss cores on which threads wait awake.
         if not args.asynchronous:
             get_accelerator().compute_in_this_thread()
-        self.backend.place()
+        # Most of its time are imports.
+        with no_garbage_collection():
+            self.backend.place()
 
     def _load_model(self) -> int:
         """Load the model's weights and build the optimizer. Returns the last finished rollout, −1 at a new start."""

@@ -7,13 +7,11 @@ Nothing here touches the global random generators.
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +21,7 @@ from slime.utils.data_files import BadRow, bad_row, fingerprint, iterate_rows, p
 from slime.utils.epoch_order import Part, epoch_order, shares
 from slime.utils.errors import UserError
 from slime.utils.image_rows import image_sources, media_keys_problem, messages_with_images
+from slime.utils.misc import no_garbage_collection
 from slime.utils.processing_utils import (
     ANY_KEYS,
     at_row,
@@ -136,7 +135,8 @@ class Dataset:
         self._fingerprint: list[dict[str, Any]] | None = None
         keys = RowKeys(prompt_key, label_key, tool_key, metadata_key, images=(multimodal_keys or {}).get("image"))
         reader = _RowReader(keys, tokenizer if apply_chat_template else None, dict(apply_chat_template_kwargs or {}))
-        with _no_garbage_collection():
+        # Rows make many objects and no cycles: looking for cycles among them takes longer than reading them.
+        with no_garbage_collection():
             samples = [list(self._read_samples(file, reader)) for file in self.paths]
         if self.num_bad_rows:
             logger.warning("%s: skipped %d bad rows", flag, self.num_bad_rows)
@@ -385,18 +385,6 @@ def scan_rows(
     except _EndOfScan:
         return RowScan(tuple(problems), rows, finished=False)
     return RowScan(tuple(problems), rows, finished=True)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Rows make many objects and no cycles: looking for cycles among them takes longer than reading them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def filter_long_prompt(

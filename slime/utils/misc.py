@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import difflib
 import gc
 import os
@@ -30,6 +31,7 @@ __all__ = [
     "group_by",
     "load_function",
     "near_name",
+    "no_garbage_collection",
     "should_run_periodic_action",
     "unique_hex",
 ]
@@ -80,6 +82,18 @@ class Box:
 def collect_garbage_rarely() -> None:
     """For a process that keeps many objects without cycles: to go through them at every 700 new ones takes half of its time."""
     gc.set_threshold(_CONTAINERS_BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """For a block that makes many objects which stay, as imports do: they are not looked through again and again meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def should_run_periodic_action(

@@ -1,6 +1,7 @@
 """How a rank's process gets its environment, and what the driver hears of ranks that fail."""
 
 import argparse
+import gc
 import multiprocessing.util
 import os
 import signal
@@ -30,10 +31,11 @@ SECRET = "value-that-nobody-may-read"
 
 
 class _SeenWhenUnpickled:
-    """Stands for what imports torch: notes the environment at the moment in which it is unpickled."""
+    """Stands for what imports torch: notes the environment at the moment in which it is unpickled, and whether garbage is
+    collected then."""
 
     def __init__(self, found: str | None = None):
-        self.found = found
+        self.found, self.collects = found, gc.isenabled()
 
     def __reduce__(self):
         return _look, ()
@@ -46,6 +48,7 @@ def _look() -> _SeenWhenUnpickled:
 class _Rank:
     def __init__(self, args, rank, world_size, device):
         self.seen = (args.model.found, rank, world_size, device)
+        self.collects = [args.model.collects, gc.isenabled()]
 
     def what_was_seen(self):
         return self.seen
@@ -68,6 +71,7 @@ def test_variables_are_set_before_anything_of_the_rank_is_unpickled(monkeypatch)
     process = RankProcess({"RANK_TEST_TOKEN": SECRET}, ray.cloudpickle.dumps((_Rank, args, 2, 4, 1)))
     assert process.call("what_was_seen") == (SECRET, 2, 4, 1)
     assert repr(process) == "rank 2"
+    assert process._rank.collects == [False, False] and gc.isenabled(), "what is imported is looked through meanwhile"
 
 
 def test_a_rank_whose_class_does_not_load_has_a_name_for_the_error():

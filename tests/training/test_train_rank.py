@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 import os
 import threading
 from datetime import timedelta
@@ -61,12 +62,13 @@ def test_ranks_meet_on_the_way_to_engines_of_others(monkeypatch, asynchronous, s
 
     def place():
         done.append("place")
-        met.append((environment["MASTER_ADDR"], environment["GLOO_SOCKET_IFNAME"]))
+        met.append((environment["MASTER_ADDR"], environment["GLOO_SOCKET_IFNAME"], gc.isenabled()))
 
     monkeypatch.setattr(Accelerator, "compute_in_this_thread", lambda accelerator: done.append("cores"))
     rank.backend = SimpleNamespace(place=place)
     rank._join(("127.0.0.2", 7))
-    assert met == [("127.0.0.2", interface_of("127.0.0.1"))]
+    # Nor does it look through what its backend imports there.
+    assert met == [("127.0.0.2", interface_of("127.0.0.1"), False)] and gc.isenabled()
     assert done == steps
 
 

@@ -1,4 +1,5 @@
 import base64
+import gc
 import random
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from slime.utils.misc import (
     get_current_node_ip,
     get_free_port,
     group_by,
+    no_garbage_collection,
     should_run_periodic_action,
     unique_hex,
 )
@@ -55,6 +57,18 @@ def test_a_forked_process_has_ids_of_its_own():
 )
 def test_should_run_periodic_action(rollout_id, interval, per_epoch, num_rollout, due):
     assert should_run_periodic_action(rollout_id, interval, per_epoch, num_rollout) is due
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_garbage_is_collected_as_before_once_a_block_has_ended(before):
+    (gc.enable if before else gc.disable)()
+    try:
+        with pytest.raises(KeyError), no_garbage_collection():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() is before
+    finally:
+        gc.enable()
 
 
 def test_singletons_until_cleared():
