@@ -26,7 +26,7 @@ from slime.observability.waiting import unwatch, wait_for, watch
 from slime.plan.placement import sleeping_sides
 from slime.ray.driver import RolloutResult, RunLength
 from slime.scheduling.device_turns import Holds
-from slime.serving.engines import have_requests
+from slime.serving.engines import Engines, engines_of_run, have_requests
 from slime.serving.fleet import EngineName, FleetSnapshot
 from slime.serving.owner import ServingOwner, longest_push_wait
 from slime.utils import env
@@ -100,9 +100,9 @@ class RolloutManager:
         return "manager"
 
     @ray.method(concurrency_group="control")
-    async def start(self, group: PlacementGroup | None, places: Sequence[tuple[int, int]]) -> RunLength:
-        """Start router and engines, and load the data meanwhile, which say how long the run is."""
-        return await asyncio.to_thread(self._start, group, places)
+    async def start(self, engines: Engines | None) -> RunLength:
+        """Start router and engines, which may start already, and load the data meanwhile, which say how long the run is."""
+        return await asyncio.to_thread(self._start, engines)
 
     @ray.method(concurrency_group="control")
     async def load(self, rollout_id: int) -> None:
@@ -193,10 +193,10 @@ class RolloutManager:
 
     # What follows runs in threads and may block.
 
-    def _start(self, group: PlacementGroup | None, places: Sequence[tuple[int, int]]) -> RunLength:
+    def _start(self, engines: Engines | None) -> RunLength:
         try:
-            if self.args.has_engines:
-                self._start_serving(group, places)
+            if engines is not None:
+                self._start_serving(engines)
             load_plug_ins(self.args, MANAGER_PLUG_INS)
             # It needs torch, for which the driver, which knows this class, has no use.
             from slime.ray.rollout_pipeline import RolloutPipeline
@@ -212,8 +212,8 @@ class RolloutManager:
             raise
         return self._pipeline.length
 
-    def _start_serving(self, group: PlacementGroup | None, places: Sequence[tuple[int, int]]) -> None:
-        self._serving = ServingOwner(self.args, group, places, self.args.log_dir)
+    def _start_serving(self, engines: Engines) -> None:
+        self._serving = ServingOwner(self.args, engines, self.args.log_dir)
         routers = self._serving.start()
         addresses = {model: (host_for_url(router.ip), router.port) for model, router in routers.items()}
         first_host, first_port = next(iter(addresses.values()))
@@ -359,11 +359,17 @@ class RolloutClient:
         # Rollouts wait for their turn in the manager, and a pause between two of them is asked for beside them.
         groups = {"generate": args.async_buffer_size + 3, "evaluate": 1, "control": 8}
         remote_class = ray.remote(concurrency_groups=groups)(RolloutManager)
-        # The engines, which it starts, inherit this.
         environment = {**env.actor_environment(), **env.library_environment(), **communicator_environment(args)}
         options = {"num_cpus": 1, "num_gpus": 0, "runtime_env": {"env_vars": environment}}
         self._manager = remote_class.options(**options).remote(args)
-        self.starting = self._manager.start.remote(group, list(places))
+        self._engines: Engines | None = None
+        if args.has_engines:
+            self._engines = engines_of_run(args, group, places, args.log_dir, environment)
+        if args.has_engines and not args.rollout_external:
+            # What a start waits for are their servers, which need not wait for the manager's process. Those of others have
+            # to be in reach from there.
+            self._engines.start_all()
+        self.starting = self._manager.start.remote(self._engines)
         self._length: RunLength | None = None
         # The last one that was asked for.
         self._last_rollout: int | None = None

@@ -1,13 +1,15 @@
 """The engines' processes: Ray actors in placement-group bundles. The only holder of their handles.
 
 It carries out what `owner.py` decides: it starts the server of a new life, ends one, and hands out references to what it asked.
+Only the first lives begin before there is an owner: a start waits longest for their servers.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,10 @@ from slime.observability.logging_utils import configure_logger
 from slime.observability.waiting import wait_for, wait_for_all, wait_for_each
 from slime.serving.fleet import EngineName, EngineRecord, EngineSnapshot, EngineState, FleetSnapshot
 from slime.serving.router import Worker
-from slime.serving.topology import Topology
-from slime.utils.env import actor_environment
+from slime.serving.topology import Topology, topology_of
 from slime.utils.errors import RunError
 from slime.utils.ports import host_for_url, service_host
+from slime.utils.run_values import with_run_values
 
 _SHUTDOWN_SECONDS = 30.0
 _ORDER_SECONDS = 180.0
@@ -120,18 +122,44 @@ class ExternalEngineActor(ExternalEngine):
 class Engines:
     """The actors of a topology. An engine has one at a time; `start` of a new life forgets that of the last one.
 
+    May be handed to another process, which goes on with it. Actors live no longer than the process that started them.
+
     Args:
         args: `router_api_key` is the key that the servers ask for.
+        environment: the variables of their processes.
+
+    Attributes:
+        starting: by engine, what `start` gave for the first life of each; empty before `start_all`.
     """
 
-    def __init__(self, args: argparse.Namespace, placement_group: Any, topology: Topology, log_dir: str | Path) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        placement_group: Any,
+        topology: Topology,
+        log_dir: str | Path,
+        environment: Mapping[str, str],
+    ) -> None:
         self._args = args
         self._placement_group = placement_group
-        self._topology = topology
+        self.topology = topology
+        self.starting: dict[EngineName, ray.ObjectRef] = {}
         self._log_dir = Path(log_dir)
+        self._environment = dict(environment)
         self._handles: dict[EngineName, Any] = {}
         # Of engines over several nodes, the actors that only compute.
         self._helpers: dict[EngineName, list[Any]] = {}
+
+    @property
+    def api_key(self) -> str:
+        """What the servers ask for."""
+        return self._args.router_api_key
+
+    def start_all(self) -> None:
+        """Tell all engines to start, if they were not told yet; does not wait."""
+        if not self.starting:
+            names = [EngineName(engine.engine_id) for engine in self.topology.engines]
+            self.starting = {name: self.start(name) for name in names}
 
     def start(self, name: EngineName) -> ray.ObjectRef:
         """Create the actor of a life and tell it to start its server; does not wait.
@@ -140,13 +168,12 @@ class Engines:
             A reference to the server's URL, ready when it is healthy; an error when it is not within
             `--engine-start-timeout`.
         """
-        _, group, engine = self._topology.find(name.engine_id)
+        _, group, engine = self.topology.find(name.engine_id)
         # Others of these may be stopped, or started, by other threads meanwhile.
         for last in [life for life in list(self._handles) if life.engine_id == name.engine_id]:
             self._handles.pop(last, None)
         common = {
-            # Ray joins them with those of the process that starts the actor, which has them from the driver.
-            "runtime_env": {"env_vars": actor_environment()},
+            "runtime_env": {"env_vars": self._environment},
             # One watches the server for the whole run; a reader of the log can be served while others wait for it.
             "max_concurrency": 5,
         }
@@ -182,7 +209,7 @@ class Engines:
         Raises:
             RunError: its process is gone.
         """
-        role = self._topology.find(name.engine_id)[1].role
+        role = self.topology.find(name.engine_id)[1].role
         if role != "prefill":
             return Worker(url, role)
         handle = self._handles.get(name)
@@ -192,7 +219,7 @@ class Engines:
 
     def why_none_follows(self, name: EngineName) -> str:
         """Why no other server can be started in the place of a dead engine; empty: one can."""
-        external = self._topology.find(name.engine_id)[2].external
+        external = self.topology.find(name.engine_id)[2].external
         return f"this run did not start {external.url}, and starts none in its place" if external else ""
 
     def end_of(self, name: EngineName) -> ray.ObjectRef:
@@ -218,7 +245,7 @@ class Engines:
         """The engines of `records` with their handles and devices, under the `version` of the last push."""
         engines = []
         for record in records:
-            _, group, spec = self._topology.find(record.name.engine_id)
+            _, group, spec = self.topology.find(record.name.engine_id)
             place = (self._handles[record.name], spec.num_gpus, spec.gpu_offset)
             alike = spec.engine_id if spec.external else group.engines[0].engine_id
             engines.append(EngineSnapshot(record.name, record.state, record.weight_version, *place, alike, group.role))
@@ -236,6 +263,24 @@ class Engines:
         ray.wait(ended, num_returns=len(ended), timeout=_SHUTDOWN_SECONDS)
         for handle in handles:
             ray.kill(handle, no_restart=True)
+
+
+def engines_of_run(
+    args: argparse.Namespace,
+    placement_group: Any,
+    places: Sequence[tuple[int, int]],
+    log_dir: str | Path,
+    environment: Mapping[str, str],
+) -> Engines:
+    """The engines that the flags ask for, none of which was told to start.
+
+    Args:
+        placement_group, places: where they may live: (bundle index, device id) of every GPU for them, in order.
+        environment: as of `Engines`.
+    """
+    # One key per run keeps other users of the machine out.
+    args = with_run_values(args, router_api_key=args.router_api_key or secrets.token_urlsafe(32))
+    return Engines(args, placement_group, topology_of(args, places), log_dir, environment)
 
 
 def have_requests(fleet: FleetSnapshot) -> bool:

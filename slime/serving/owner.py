@@ -14,14 +14,12 @@ import argparse
 import contextlib
 import functools
 import logging
-import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -30,7 +28,7 @@ from slime.scheduling.device_turns import Holds
 from slime.serving.engines import Engines, outcome_of
 from slime.serving.fleet import REPLACEMENTS, EngineName, EngineRecord, EngineState, Fleet, FleetSnapshot, HealthChecks
 from slime.serving.router import RouterHandle, start_router
-from slime.serving.topology import ServedModel, topology_of
+from slime.serving.topology import ServedModel
 from slime.utils.errors import RunError
 from slime.utils.run_values import with_run_values
 
@@ -69,7 +67,7 @@ class ServingOwner:
     """Routers and engines of a run. Methods may be called from any thread.
 
     Args:
-        placement_group, places: where engines may live: (bundle index, device id) of every GPU for them, in order.
+        engines: those of the run; they may start already.
 
     Attributes:
         routers: by the name of the model, under which functions of the user's own find it; the first is that of the model
@@ -77,21 +75,16 @@ class ServingOwner:
         ended: its result is None when `shutdown` was called, and a RunError when something died that nobody replaces.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, placement_group: Any, places: Sequence[tuple[int, int]], log_dir: str | Path
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, engines: Engines, log_dir: str | Path) -> None:
         self._args = args
         self._log_dir = log_dir
-        # One key per run keeps other users of the machine out.
-        self.api_key: str = args.router_api_key or secrets.token_urlsafe(32)
+        self.api_key = engines.api_key
         self.ended: Future[None] = Future()
-        topology = topology_of(args, places)
         self._start_limit = _start_limit(args)
-        self._fleet = Fleet((engine.engine_id for engine in topology.engines), self._start_limit)
-        self._engines = Engines(self._with_key(), placement_group, topology, log_dir)
-        self._topology = topology
+        self._fleet = Fleet((engine.engine_id for engine in engines.topology.engines), self._start_limit)
+        self._engines = engines
+        self._topology = engines.topology
         self.routers: dict[str, RouterHandle] = {}
-        self._starting: dict[EngineName, ray.ObjectRef] = {}
         self._urls: dict[EngineName, str] = {}
         # Engines that the router knows, and those that it is just being told of.
         self._registered, self._admitting = set[EngineName](), set[EngineName]()
@@ -126,7 +119,7 @@ class ServingOwner:
         for number, model in enumerate(self._topology.models):
             args = self._args if given and number == 0 else self._with_key()
             self.routers[model.name] = start_router(args, self._log_dir, ours, number, [g.role for g in model.groups])
-        self._starting = {record.name: self._engines.start(record.name) for record in self._fleet.records()}
+        self._engines.start_all()
         return self.routers
 
     def wait_ready(self) -> None:
@@ -152,10 +145,10 @@ class ServingOwner:
                 "%d engines have registered at the router %s; all together they get --sglang-server-concurrency %d requests "
                 "at a time", count, router.url, self._args.sglang_server_concurrency,
             )  # fmt: skip
-        names = list(self._starting)
+        names = list(self._engines.starting)
         try:
             urls = wait_for_all(
-                list(self._starting.values()),
+                list(self._engines.starting.values()),
                 "start of the engines",
                 self._start_limit,
                 pending=lambda positions: "engine " + ", ".join(str(names[p].engine_id) for p in positions),

@@ -111,7 +111,7 @@ def test_user_functions_find_address_and_key_of_the_router(tmp_path, monkeypatch
     monkeypatch.setattr("slime.ray.rollout_manager.ServingOwner", lambda *arguments: owner)
     parsed = with_run_values(parse(tmp_path), log_dir=str(tmp_path))
     manager = RolloutManager(parsed)
-    manager._start_serving(None, [])
+    manager._start_serving(None)
     args = manager.args
     assert args.sglang_model_routers == {"actor": ("[::1]", 3000), "judge": ("[::1]", 3001)}
     assert parsed.sglang_router_ip is None, "what was parsed stays"
@@ -135,11 +135,11 @@ def test_a_manager_without_engines_generates_saves_and_goes_on(tmp_path, monkeyp
 
     async def main():
         first, second = RolloutManager(args), RolloutManager(args)
-        started = await first.start(None, [])
+        started = await first.start(None)
         rollout = await first.generate(0)
         assert await first.progress("generation of rollout 0") is None
         await first.save(0)
-        await second.start(None, [])
+        await second.start(None)
         await second.load(0)
         return started, rollout, await second.generate(1), await first.generate(1)
 
@@ -193,8 +193,10 @@ def test_rollouts_take_turns_in_their_order_and_none_begins_in_a_pause():
 @pytest.fixture
 def make_client(monkeypatch):
     """A client whose manager is no process: its start is a reference that never has a result."""
+    events = []
     manager = SimpleNamespace(
-        start=SimpleNamespace(remote=lambda *arguments: STARTING), wait_for_death=SimpleNamespace(remote=lambda: DEATH)
+        start=SimpleNamespace(remote=lambda engines: events.append(("manager", engines)) or STARTING),
+        wait_for_death=SimpleNamespace(remote=lambda: DEATH),
     )
     asked = {}
     actor_class = SimpleNamespace(
@@ -202,15 +204,20 @@ def make_client(monkeypatch):
     )
     monkeypatch.setattr(rollout_manager.ray, "remote", lambda **options: lambda of: actor_class)
     monkeypatch.setattr(waiting.ray, "wait", lambda refs, **options: ([], refs))
+    engines = SimpleNamespace(start_all=lambda: events.append("engines"))
+    monkeypatch.setattr(
+        rollout_manager, "engines_of_run", lambda *arguments: asked.update(of_engines=arguments) or engines
+    )
 
     def make(places=(), **flags):
         values = {
             "async_buffer_size": 1, "engine_start_timeout": 600.0, "http_request_timeout": 60.0, "has_trainer": True,
-            "has_engines": True, "train_env_vars": {}, "rollout_external_engine_infos": None,
+            "has_engines": True, "train_env_vars": {}, "rollout_external_engine_infos": None, "rollout_external": False,
+            "log_dir": "/logs",
         }  # fmt: skip
         args = SimpleNamespace(**{**values, **flags})
         client = rollout_manager.RolloutClient(args, None, places)
-        client.options = asked
+        client.options, client.events = asked, events
         return client
 
     return make
@@ -228,6 +235,20 @@ def test_manager_and_engines_get_what_the_training_ranks_get(make_client, monkey
     names = {name for name in of_manager if name.startswith(("NCCL_", "SLIME_", "RAY_"))}
     assert {name: of_manager[name] for name in names} == {name: of_ranks.get(name) for name in names}
     assert names >= {"NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "RAY_USE_UVLOOP"}
+
+
+@pytest.mark.parametrize(
+    "flags, starts", [({}, ["engines"]), ({"rollout_external": True}, []), ({"has_engines": False}, None)]
+)
+def test_engines_of_the_run_start_before_the_manager_does(make_client, flags, starts):
+    """And with its environment; those of others are asked by it, and a run without engines has none."""
+    client = make_client([(0, 0)], **flags)
+    *before, (_, engines) = client.events
+    assert (before, engines is None) == (starts or [], starts is None)
+    if engines is not None:
+        assert client.options["of_engines"][1:] == (
+            None, [(0, 0)], "/logs", client.options["runtime_env"]["env_vars"],
+        )  # fmt: skip
 
 
 def test_a_start_that_takes_too_long_ends_the_wait(make_client, monkeypatch):

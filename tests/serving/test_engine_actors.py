@@ -1,5 +1,6 @@
 """Which actors an engine has, without processes: one on each of its nodes, or one beside the router for an engine of others."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -58,7 +59,7 @@ def actors(monkeypatch):
 def make_engines(tmp_path, **spec):
     engine = EngineSpec(0, **{"nodes": NODES, "gpu_offset": 0, **spec})
     topology = Topology((ServedModel("default", True, (EngineGroup("regular", (engine,)),)),))
-    return Engines(SimpleNamespace(), None, topology, tmp_path)
+    return Engines(SimpleNamespace(), None, topology, tmp_path, {})
 
 
 def test_an_engine_on_one_node_is_one_actor(actors, tmp_path):
@@ -67,6 +68,15 @@ def test_an_engine_on_one_node_is_one_actor(actors, tmp_path):
     ((kind, options),) = actors.made
     assert kind == "EngineActor" and options["scheduling_strategy"].placement_group_bundle_index == 8
     assert actors.asked == [(0, "init", (), {"base_gpu_id": 6})]
+
+
+def test_engines_that_were_told_to_start_are_not_told_by_who_goes_on_with_them(actors, tmp_path):
+    """As the driver starts those of a run, and the owner in the manager has them."""
+    engines = make_engines(tmp_path, nodes=NODES[1:])
+    engines.start_all()
+    handed_over = copy.copy(engines)
+    handed_over.start_all()
+    assert handed_over.starting == {EngineName(0): (0, "init")} and len(actors.made) == 1
 
 
 def test_an_engine_over_nodes_is_an_actor_on_each_and_all_of_them_end(actors, tmp_path):
@@ -111,7 +121,7 @@ def test_an_engine_is_started_with_the_settings_of_its_group(actors, tmp_path):
         sglang_config="/serving.yaml", rollout_num_gpus_per_engine=8, sglang_mem_fraction_static=0.8, hf_checkpoint="/actor",
         offload_rollout=True, use_rollout_routing_replay=False,
     )  # fmt: skip
-    engines = Engines(args, None, Topology(models), tmp_path)
+    engines = Engines(args, None, Topology(models), tmp_path, {})
     for name in (EngineName(0), EngineName(1), EngineName(0, 1)):
         engines.start(name)
     given = [words[0] for words in actors.given]
@@ -132,7 +142,7 @@ def test_a_snapshot_tells_which_engines_are_started_alike(actors, tmp_path):
     external = SimpleNamespace(num_gpus=2, url="http://a:1")
     outside = EngineGroup("regular", (EngineSpec(4, (), 8, external), EngineSpec(5, (), 10, external)))
     args = SimpleNamespace()
-    engines = Engines(args, None, Topology((ServedModel("actor", True, (*groups, outside)),)), tmp_path)
+    engines = Engines(args, None, Topology((ServedModel("actor", True, (*groups, outside)),)), tmp_path, {})
     records = [EngineRecord(EngineName(id), EngineState.SERVING, 3) for id in range(6)]
     for record in records:
         engines.start(record.name)

@@ -26,6 +26,7 @@ from slime.serving.router import Worker, start_router
 from slime.serving.topology import topology_of
 from slime.utils import http_utils
 from slime.utils.engine_answers import num_requests
+from slime.utils.env import actor_environment
 from slime.utils.errors import RunError, UserError
 from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
 from tests.support.oracles.log_probs import ReferenceModel, generation_request, response_of
@@ -114,7 +115,9 @@ def test_engines_have_what_their_manager_was_given_by_the_driver(serving):
 
         def environment_of_engine(self, args, placement_group, log_dir):
             engines.EngineActor = Actor
-            started = engines.Engines(args, placement_group, topology_of(args, [(0, 0), (1, 1)]), log_dir)
+            started = engines.Engines(
+                args, placement_group, topology_of(args, [(0, 0), (1, 1)]), log_dir, actor_environment()
+            )
             try:
                 return ray.get(started.start(EngineName(0)), timeout=120)
             finally:

@@ -96,7 +96,7 @@ def test_an_engine_that_two_stop_at_once_is_stopped_once(monkeypatch, tmp_path):
     killed = []
     monkeypatch.setattr(ray, "wait", lambda refs, **options: (refs, []))
     monkeypatch.setattr(ray, "kill", lambda handle, **options: killed.append(handle))
-    engines = Engines(SimpleNamespace(), None, None, tmp_path)
+    engines = Engines(SimpleNamespace(), None, None, tmp_path, {})
     handle = SimpleNamespace(shutdown=SimpleNamespace(remote=lambda: "its end"))
     engines._handles = {EngineName(0): handle}
 

@@ -26,6 +26,7 @@ from slime.serving import engines as engines_module
 from slime.serving.engines import Engines
 from slime.serving.fleet import EngineName
 from slime.serving.topology import topology_of
+from slime.utils.env import actor_environment
 from slime.utils.ports import reserve_port, service_host
 from slime.utils.run_values import with_run_values
 from tests.support.tables.plans import SMALL, planned
@@ -96,7 +97,7 @@ def place(args: argparse.Namespace) -> dict[str, Any]:
     parts = create_placement_groups(args)
     group = _train_group(args, parts["actor"], LightRank)
     topology = topology_of(args, parts["rollout"].places)
-    engines = Engines(args, parts["rollout"].group, topology, Path("/nowhere"))
+    engines = Engines(args, parts["rollout"].group, topology, Path("/nowhere"), actor_environment())
     starting = [engines.start(EngineName(engine.engine_id)) for engine in topology.engines]
     group.start()
     ranks = ray.get(group.starting, timeout=_SECONDS)

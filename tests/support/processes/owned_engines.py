@@ -7,6 +7,7 @@ import pytest
 import ray
 
 from slime.serving import owner as owner_module
+from slime.serving.engines import engines_of_run
 from slime.serving.owner import ServingOwner
 from slime.serving.router import RouterHandle, Worker
 from slime.utils.errors import RunError
@@ -95,7 +96,8 @@ def make_owner(monkeypatch, tmp_path):
             "rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 600.0,
             "rollout_health_check_first_wait": 0.0,
         }  # fmt: skip
-        owner = ServingOwner(SimpleNamespace(**{**values, **flags}), None, [(i, i) for i in range(engines)], tmp_path)
+        args = SimpleNamespace(**{**values, **flags})
+        owner = ServingOwner(args, engines_of_run(args, None, [(i, i) for i in range(engines)], tmp_path, {}), tmp_path)
 
         def start(name):
             outcomes.setdefault(("start", name), f"http://{name.engine_id}.{name.generation}")

@@ -11,7 +11,9 @@ import requests
 
 from slime.arguments import build_parser
 from slime.observability.waiting import wait_for_all
+from slime.serving.engines import engines_of_run
 from slime.serving.owner import ServingOwner
+from slime.utils.env import actor_environment
 from tests.support.oracles.log_probs import response_of
 from tests.support.processes.waiting import wait_until
 
@@ -84,7 +86,9 @@ class Serving:
 
     def __init__(self, args, log_dir, placement_group) -> None:
         self.args, self.log_dir, self.placement_group = args, log_dir, placement_group
-        self.owner = ServingOwner(args, placement_group, [(0, 0), (1, 1)], log_dir)
+        self.owner = ServingOwner(
+            args, engines_of_run(args, placement_group, [(0, 0), (1, 1)], log_dir, actor_environment()), log_dir
+        )
         self.router = self.owner.start()["default"]
         self.engines: list[Any] = []
         self.urls: list[str] = []
