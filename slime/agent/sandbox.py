@@ -161,7 +161,7 @@ class _OwnProcesses:
 
     def _argv(self, cmd: str, user: str, env: Mapping[str, str], name: str) -> tuple[list[str], dict[str, str] | None]:
         """The program, and its environment (None: ours)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not say which program runs a command")
 
     async def _end(self, name: str) -> None:
         """End the command `name`, where that takes more than the end of the program that runs it."""

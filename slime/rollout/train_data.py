@@ -168,7 +168,7 @@ def normalize_rewards(
 
 def _reward_of(args: argparse.Namespace, sample: Sample) -> float:
     if sample.reward is None and sample.remove_sample:
-        # Nothing of the sample is trained; it takes part in its group's statistics as a failure.
+        # Nothing of the sample is trained; in its group's statistics it earned nothing, unless it failed and is left out.
         return 0.0
     value = sample.get_reward_value(args)
     number = finite_number(value)

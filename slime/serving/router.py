@@ -151,7 +151,7 @@ class RouterHandle:
         if self.process.poll() is not None:
             return f"the router died: {self.process.describe_end()}"
         if self._watch is not None and self._watch.late >= _LATE_ANSWERS:
-            late = f"{_LATE_ANSWERS} times in a row, with {_WATCH_TIMEOUT_SECONDS:g} s for each"
+            late = f"{_LATE_ANSWERS} times in a row, with up to {_WATCH_TIMEOUT_SECONDS:g} s for each"
             return f"the router {self.url} lives and did not answer {late}; {self.process.describe_log()}"
         return None
 

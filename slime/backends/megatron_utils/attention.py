@@ -129,7 +129,7 @@ class PackedAttention(MegatronModule):
             if stream is None
             else stream.sequence_lengths
         )
-        # Neighbours of one length are a batch. To the last bit it makes no difference to any of them.
+        # Neighbours of one length are a batch. On a CPU it makes no difference to any of them, to the last bit.
         runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths) if length]
         # One split for the whole stream: the gradient of a slice is as long as the stream, so slicing per run would make the
         # backward pass quadratic in the number of runs.
