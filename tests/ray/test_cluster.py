@@ -1,9 +1,11 @@
 """Our own Ray: who can read its token, who can reach it, and how large its object store is."""
 
 import contextlib
+import itertools
 import os
 import stat
 from collections import namedtuple
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -60,26 +62,38 @@ def test_a_token_from_elsewhere_makes_no_file(home, monkeypatch, name, value):
     assert list(home.iterdir()) == []
 
 
-def test_a_node_that_is_slow_to_start_is_waited_for(monkeypatch):
-    answers = iter([RuntimeError("not there yet")] * 3)
+@pytest.fixture
+def starting_node(monkeypatch):
+    """A node of the id 7 that is there when it has been looked for as often as the test says."""
 
-    def get_node(address, node_id):
-        for error in answers:
-            raise error
-        return {"node_id": node_id}
+    def start_after(looks):
+        tables = itertools.chain([[]] * looks, itertools.repeat([{"NodeID": "7"}]))
+        state = SimpleNamespace(_initialize_global_state=lambda options: None, node_table=lambda: next(tables))
 
-    monkeypatch.setattr(cluster.services, "get_node", get_node)
+        def get_node(address, node_id):
+            if any(node["NodeID"] == node_id for node in next(tables)):
+                return {"node_id": node_id}
+            raise RuntimeError("not there")
+
+        monkeypatch.setattr(cluster, "GlobalState", lambda: state)
+        monkeypatch.setattr(cluster.services, "_get_gcs_client_options", lambda address: None)
+        monkeypatch.setattr(cluster.services, "get_node", get_node)
+        monkeypatch.setattr(cluster, "_NODE_POLL_SECONDS", 0.001)
+
+    return start_after
+
+
+def test_a_node_that_is_slow_to_start_is_waited_for(starting_node):
+    starting_node(looks=3)
+    plain = cluster.services.get_node
     with cluster._patience_with_node():
         assert cluster.services.get_node("address", "7") == {"node_id": "7"}
-    assert cluster.services.get_node is get_node
+    assert cluster.services.get_node is plain
 
 
-def test_a_node_that_never_starts_is_given_up(monkeypatch):
-    def get_node(address, node_id):
-        raise RuntimeError("not there")
-
-    monkeypatch.setattr(cluster.services, "get_node", get_node)
-    monkeypatch.setattr(cluster, "_NODE_SECONDS", 0.3)
+def test_a_node_that_never_starts_is_given_up(starting_node, monkeypatch):
+    starting_node(looks=10**6)
+    monkeypatch.setattr(cluster, "_NODE_SECONDS", 0.05)
     with cluster._patience_with_node(), pytest.raises(RuntimeError, match="not there"):
         cluster.services.get_node("address", "7")
 
