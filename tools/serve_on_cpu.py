@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.backends.sglang_utils.server_arguments import CPU_DEFAULTS, environment_on_cpu
+from slime.utils import env
 from slime.utils.child_process import environment_for_python
 from slime.utils.device import gpus_on_this_machine
 
@@ -44,7 +45,7 @@ def main() -> None:
             "this machine has GPUs: start `python -m sglang.launch_server` there, or set SLIME_ACCELERATOR=cpu"
         )
     words = command_line(["--model-path", options.model_path, "--tp-size", str(options.tp_size), *words])
-    environment = environment_on_cpu(environment_for_python(), options.tp_size)
+    environment = environment_on_cpu(environment_for_python(), options.tp_size, env.threads_of_user() or 1)
     os.execve(sys.executable, [sys.executable, "-c", SERVE, *words], environment)
 
 

@@ -26,6 +26,7 @@ from slime.observability.waiting import wait_for, wait_for_all, wait_for_each
 from slime.serving.fleet import EngineName, EngineRecord, EngineSnapshot, EngineState, FleetSnapshot
 from slime.serving.router import Worker
 from slime.serving.topology import Topology, topology_of
+from slime.utils import env
 from slime.utils.errors import RunError
 from slime.utils.ports import host_for_url, service_host
 from slime.utils.run_values import with_run_values
@@ -43,9 +44,9 @@ _MEASURE_SECONDS = 5.0
 class EngineActor(SGLangEngine):
     """An engine in a process of its own, whose log lines have the level of the run; of one over several nodes, each part."""
 
-    def __init__(self, args: Any, rank: int, log_dir: str | Path, role: str = "regular"):
+    def __init__(self, args: Any, rank: int, log_dir: str | Path, role: str = "regular", threads: int | None = None):
         configure_logger(args.log_level)
-        super().__init__(args, rank, log_dir, role)
+        super().__init__(args, rank, log_dir, role, threads)
         # Of the part that serves: the others, and what it hears of first when one of them fails.
         self._helpers: list[Any] = []
         self._of_helpers: list[ray.ObjectRef] = []
@@ -146,6 +147,8 @@ class Engines:
         self.starting: dict[EngineName, ray.ObjectRef] = {}
         self._log_dir = Path(log_dir)
         self._environment = dict(environment)
+        # Asked of the driver: Ray sets the variable in the processes that it starts, where the user did not.
+        self._threads = env.threads_of_user()
         self._handles: dict[EngineName, Any] = {}
         # Of engines over several nodes, the actors that only compute.
         self._helpers: dict[EngineName, list[Any]] = {}
@@ -195,7 +198,7 @@ class Engines:
             )
             options = {"num_cpus": 0.2, "num_gpus": 0.2, "scheduling_strategy": strategy, **common}
             actor_class = ray.remote(EngineActor).options(**options)
-            parts.append(actor_class.remote(args, name.engine_id, str(self._log_dir), group.role))
+            parts.append(actor_class.remote(args, name.engine_id, str(self._log_dir), group.role, self._threads))
         self._handles[name], *helpers = parts
         first_gpus = [devices[0].device_id for devices in engine.nodes]
         if not helpers:

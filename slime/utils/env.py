@@ -35,6 +35,16 @@ def tunes_allocator() -> bool:
     return any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"))
 
 
+def threads_of_user() -> int | None:
+    """`OMP_NUM_THREADS`: with how many threads a process computes, where the user says so; of a list the first.
+
+    Raises:
+        UserError: it is no such number.
+    """
+    name = "OMP_NUM_THREADS"
+    return _as_whole_number(name, os.environ.get(name, "").partition(",")[0].strip(), 0, 1) or None
+
+
 _AGENT, _OLDER_AGENT = "SLIME_AGENT_", "SWE_"
 # Of the example of coding agents, and of adapters.
 _OF_CODING_AGENTS = ("ADAPTER_PORT", "ADAPTER_BIND_HOST", "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS")

@@ -70,6 +70,17 @@ def test_an_engine_on_one_node_is_one_actor(actors, tmp_path):
     assert actors.asked == [(0, "init", (), {"base_gpu_id": 6})]
 
 
+@pytest.mark.parametrize(("variable", "threads"), [("3", 3), ("", None)])
+def test_engines_have_as_many_threads_as_the_user_of_the_driver_says(actors, tmp_path, monkeypatch, variable, threads):
+    """Also one that the manager starts later, in whose process Ray has set the variable."""
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    engines = make_engines(tmp_path, nodes=NODES[1:])
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    engines.start(EngineName(0))
+    (words,) = actors.given
+    assert words[-1] == threads
+
+
 def test_engines_that_were_told_to_start_are_not_told_by_who_goes_on_with_them(actors, tmp_path):
     """As the driver starts those of a run, and the owner in the manager has them."""
     engines = make_engines(tmp_path, nodes=NODES[1:])

@@ -26,6 +26,21 @@ def test_variables_of_libraries_are_handed_on_and_secrets_are_not(monkeypatch):
     assert env.library_environment() == handed_on
 
 
+@pytest.mark.parametrize(("value", "threads"), [(None, None), ("", None), ("3", 3), ("4,2", 4)])
+def test_how_many_threads_compute_is_the_users_to_say(monkeypatch, value, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert env.threads_of_user() == threads
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-2"])
+def test_threads_that_are_no_number_are_refused(monkeypatch, value):
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    with pytest.raises(UserError, match=f"OMP_NUM_THREADS={value}: give a whole number, 1 or more"):
+        env.threads_of_user()
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [

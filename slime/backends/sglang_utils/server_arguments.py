@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -254,16 +255,35 @@ def require_cache_transfer(args: Any, on_cpu: bool) -> None:
     )
 
 
-def compute_server_environment(arguments: ServerArguments, on_cpu: bool, cache: Path | None = None) -> dict[str, str]:
+# In which a thread waits awake for the next operator; OpenMP has 300,000. Between two steps there is none, and the router, the
+# detokenizer and the manager would wait for these cores: a small model took a quarter longer.
+_ROUNDS_AWAKE = "20000"
+
+
+def share_of_cores(args: Any) -> int:
+    """The threads of each rank of an engine where there is no GPU: its share of the cores of this node.
+
+    Training ranks have a share too where they compute at the same time.
+    """
+    ranks = min(args.rollout_num_gpus, args.num_gpus_per_node)
+    if args.asynchronous and args.has_trainer:
+        ranks += min(args.world_size, args.actor_num_gpus_per_node)
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def compute_server_environment(
+    arguments: ServerArguments, on_cpu: bool, cache: Path | None = None, threads: int = 1
+) -> dict[str, str]:
     """The whole environment of the server process: ours, SGLang's settings where the user did not set them himself.
 
     The trainer's allocator settings are removed; internal traffic ignores proxies, and ranks meet on the server's host; on CPU
-    every server process computes with one thread (more oversubscribe the cores and cost a factor of 20) and tensor-parallel
-    ranks get a core each. A SGLANG_HOST_IP of the driver counts for nothing: it may be of another node. SLIME_HOST_IP, of each
-    node, is what the server's host follows.
+    every rank computes with `threads`, and tensor-parallel ones on cores of their own: ranks with more threads than there are
+    cores for them take turns at every operator, which costs a factor of 20. A SGLANG_HOST_IP of the driver counts for nothing:
+    it may be of another node. SLIME_HOST_IP, of each node, is what the server's host follows.
 
     Args:
         cache: where the server keeps compiled kernels; None: where SGLang does.
+        threads: of a rank; with a GPU they are left alone.
     """
     environment = {**_ENVIRONMENT, **environment_for_python()}
     if cache is not None:
@@ -276,21 +296,23 @@ def compute_server_environment(arguments: ServerArguments, on_cpu: bool, cache: 
     # Of the addresses of a machine SGLang itself takes the one on the way to the internet.
     host = arguments.values["host"]
     environment.update(group_environment(host), SGLANG_HOST_IP=host)
-    return environment_on_cpu(environment, arguments.values["tp_size"]) if on_cpu else environment
+    return environment_on_cpu(environment, arguments.values["tp_size"], threads) if on_cpu else environment
 
 
-def environment_on_cpu(environment: dict[str, str], ranks: int) -> dict[str, str]:
-    """`environment` with what a server of `ranks` tensor-parallel ranks needs without a GPU."""
+def environment_on_cpu(environment: dict[str, str], ranks: int, threads: int = 1) -> dict[str, str]:
+    """`environment` with what a server of `ranks` tensor-parallel ranks, of `threads` each, needs without a GPU."""
     # Also where there are GPUs that the user chose not to use: torch must see what we decided.
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment["OMP_NUM_THREADS"] = "1"
+    environment["OMP_NUM_THREADS"] = str(threads)
+    if threads > 1 and "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", _ROUNDS_AWAKE)
     environment["SGLANG_USE_CPU_ENGINE"] = "1"
     # torch.compile needs a C++ compiler on CPU and half a minute at the first seeded request.
     environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     if ranks > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        binding = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-        environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
+        cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+        of_ranks = [",".join(str(next(cores)) for _ in range(threads)) for _ in range(ranks)]
+        environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(of_ranks))
     return environment
 
 

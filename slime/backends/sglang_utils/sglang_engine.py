@@ -26,6 +26,7 @@ from slime.backends.sglang_utils.server_arguments import (
     EnginePart,
     compute_server_arguments,
     compute_server_environment,
+    share_of_cores,
 )
 from slime.backends.sglang_utils.server_process import CAUSE_FILE, write_arguments_file
 from slime.backends.sglang_utils.worker_watch import computing_seconds
@@ -82,10 +83,14 @@ def kernel_cache() -> Path | None:
 
 
 class SGLangEngine:
-    """Engine `rank` of a run, in a group of that `role`. Its server's log is `{log_dir}/engine_{rank}.log`."""
+    """Engine `rank` of a run, in a group of that `role`. Its server's log is `{log_dir}/engine_{rank}.log`.
 
-    def __init__(self, args: Any, rank: int, log_dir: str | Path, role: str = "regular"):
+    Without a GPU each of its ranks computes with `threads`; None: with its share of the node's cores.
+    """
+
+    def __init__(self, args: Any, rank: int, log_dir: str | Path, role: str = "regular", threads: int | None = None):
         self._args = args
+        self._threads = threads
         self.rank = rank
         self._role = role
         # Of one that prefills: where those that decode ask for its caches.
@@ -503,7 +508,9 @@ class SGLangEngine:
             [sys.executable, "-m", module, "--arguments-file", str(arguments_file)],
             self._log_dir / f"{name}.log",
             {
-                **compute_server_environment(arguments, on_cpu, kernel_cache()),
+                **compute_server_environment(
+                    arguments, on_cpu, kernel_cache(), self._threads or share_of_cores(self._args)
+                ),
                 "TMPDIR": str(self._scratch_dir),
                 "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": meeting,
                 # Nobody among the ranks opens the store: it is there.

@@ -18,6 +18,7 @@ from slime.backends.sglang_utils.server_arguments import (
     EnginePart,
     compute_server_arguments,
     compute_server_environment,
+    share_of_cores,
 )
 from slime.backends.sglang_utils.server_process import hide_from_logs, write_arguments_file
 from slime.utils.errors import UserError
@@ -211,6 +212,51 @@ def test_still_so_sglang_leaves_what_nccl_reads_as_it_was_given():
         '"NCCL_NVLS_ENABLE" not in os.environ\n        or cfg.enable_nccl_nvls\n        or cfg.enable_symm_mem'
         in source
     )
+
+
+@pytest.mark.parametrize(
+    ("cores", "flags", "threads"),
+    [
+        (2, {"rollout_num_gpus": 1}, 2),
+        (2, {"rollout_num_gpus": 2}, 1),
+        (2, {"rollout_num_gpus": 5}, 1),
+        # Of engines over several nodes, those of one.
+        (16, {"rollout_num_gpus": 16}, 2),
+        # The trainer waits while engines generate, unless it is asynchronous.
+        (16, {"rollout_num_gpus": 2, "world_size": 2}, 8),
+        (16, {"rollout_num_gpus": 2, "world_size": 2, "asynchronous": True}, 4),
+        (16, {"rollout_num_gpus": 2, "world_size": 32, "asynchronous": True}, 1),
+        (16, {"rollout_num_gpus": 2, "world_size": 2, "asynchronous": True, "has_trainer": False}, 8),
+    ],
+)
+def test_ranks_of_engines_share_the_cores_of_a_node(monkeypatch, cores, flags, threads):
+    monkeypatch.setattr(server_arguments.os, "sched_getaffinity", lambda process: set(range(cores)))
+    args = make_args(**{"asynchronous": False, "world_size": 1, "actor_num_gpus_per_node": 16, **flags})
+    assert share_of_cores(args) == threads
+
+
+def test_tensor_parallel_ranks_have_cores_of_their_own(monkeypatch):
+    monkeypatch.setattr(server_arguments.os, "sched_getaffinity", lambda process: {1, 3, 5, 7, 9})
+    environment = compute_server_environment(compute(make_args()), on_cpu=True, threads=2)
+    assert (environment["OMP_NUM_THREADS"], environment["SGLANG_CPU_OMP_THREADS_BIND"]) == ("2", "1,3|5,7")
+
+
+@pytest.mark.parametrize(
+    ("threads", "given", "rounds"),
+    [
+        (1, {}, None),
+        (2, {}, "20000"),
+        (2, {"GOMP_SPINCOUNT": "7"}, "7"),
+        (2, {"OMP_WAIT_POLICY": "passive"}, None),
+    ],
+)
+def test_threads_wait_awake_for_a_short_time_unless_the_user_says_how_long(monkeypatch, threads, given, rounds):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    environment = compute_server_environment(compute(make_args()), on_cpu=True, threads=threads)
+    assert environment.get("GOMP_SPINCOUNT") == rounds
 
 
 def test_threads_are_left_alone_with_a_gpu(monkeypatch):

@@ -9,9 +9,10 @@ import pytest
 import urllib3
 
 from slime.backends.sglang_utils import sglang_engine
-from slime.backends.sglang_utils.server_arguments import EnginePart
+from slime.backends.sglang_utils.server_arguments import EnginePart, ServerArguments
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine, kernel_cache
 from slime.utils.errors import RunError
+from slime.utils.filesystem import remove_scratch_directory
 from slime.utils.ports import reserve_port
 
 
@@ -94,6 +95,27 @@ def test_an_engine_that_prefills_holds_a_port_for_those_that_decode(tmp_path, mo
     assert held == [engine.bootstrap_port()] and (held[0] is not None) == reserved
     if reserved:
         reserve_port("127.0.0.1", held[0], attempts=1).release()
+
+
+@pytest.mark.parametrize(("given", "threads"), [(3, "3"), (None, "5")])
+def test_a_server_computes_with_the_threads_of_its_user_or_its_share_of_the_cores(
+    tmp_path, monkeypatch, given, threads
+):
+    engine, started = SGLangEngine(SimpleNamespace(), 3, tmp_path, threads=given), []
+    arguments = ServerArguments({"tp_size": 1, "host": "127.0.0.1"}, frozenset())
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setattr(sglang_engine, "gpus_on_this_machine", lambda: 0)
+    monkeypatch.setattr(sglang_engine, "share_of_cores", lambda args: 5)
+    monkeypatch.setattr(sglang_engine, "compute_server_arguments", lambda *words, **named: arguments)
+    monkeypatch.setattr(
+        sglang_engine,
+        "ChildProcess",
+        lambda name, command, log, environment: started.append(environment) or SimpleNamespace(start=lambda: None),
+    )
+    port = SimpleNamespace(host="127.0.0.1", port=15000)
+    engine._launch(port, port, 0, None)
+    remove_scratch_directory(engine._scratch_dir)
+    assert [environment["OMP_NUM_THREADS"] for environment in started] == [threads]
 
 
 def test_an_engine_that_prefills_can_be_asked_alone(tmp_path, monkeypatch):

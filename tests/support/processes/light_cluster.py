@@ -60,7 +60,7 @@ class LightRank:
 class LightEngine:
     """Stands for an engine, or for a part of one."""
 
-    def __init__(self, args: Any, rank: int, log_dir: str, role: str = "regular") -> None:
+    def __init__(self, args: Any, rank: int, log_dir: str, role: str = "regular", threads: int | None = None) -> None:
         self._rank = rank
 
     def init(self, base_gpu_id: int) -> list[dict[str, Any]]:

@@ -46,6 +46,7 @@ def make_args(checkpoint: str | Path, **overrides: Any) -> SimpleNamespace:
         "sglang_router_ip": None,
         # Nobody pushes by the owner's order here: what the engines loaded counts.
         "has_trainer": False,
+        "asynchronous": False,
         "use_fault_tolerance": False,
         "rollout_health_check_interval": 30.0,
         "rollout_health_check_timeout": 30.0,
