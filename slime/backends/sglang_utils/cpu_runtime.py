@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,8 @@ def install() -> None:
     if any(name == "sglang" or name.startswith("sglang.") for name in sys.modules):
         raise RuntimeError("the CPU adapter must be installed before sglang is imported")
     _define_seeded_sampling_hash()
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        _leave_compiler_out()
     _settle_feature_detection()
     missing = tuple(name for name in _INERT_PACKAGES if importlib.util.find_spec(name) is None)
     sys.meta_path.append(_InertPackageFinder(missing))
@@ -101,13 +104,102 @@ class _InertPackageFinder:
 
 def _settle_feature_detection() -> None:
     """torch 2.13.0 and transformers 5.12.1 look for triton and torchvision by import; let them find out, and cache,
-    that both are absent before the inert modules become visible."""
-    import torch._inductor.runtime.triton_compat
+    that both are absent before the inert modules become visible. scipy, which transformers takes for the losses of models
+    that find objects in images, is not looked for either."""
     import torch.utils._triton
+    import transformers.utils
     from transformers.utils import import_utils
 
     torch.utils._triton.has_triton_package()
+    if not _compiler_is_left_out():
+        _let_compiler_miss_triton()
     import_utils.is_torchvision_available()
+    transformers.utils.is_scipy_available = import_utils.is_scipy_available = lambda: False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The compiler of torch 2.13.0, a fifth of the imports of a server that compiles nothing (`TORCHDYNAMO_DISABLE=1`, the
+# default without a GPU). sglang 0.5.21 and transformers 5.12.1 import it to mark functions for it, and for one class of a
+# module that needs nothing of it. Whoever asks for more of it imports it.
+
+
+_COMPILER = "torch._dynamo"
+_ALONE = f"{_COMPILER}._trace_wrapped_higher_order_op"
+
+
+class _IdleCompiler(types.ModuleType):
+    """In the place of `torch._dynamo`: leaves functions as they are, and imports the package for everything else."""
+
+    allow_in_graph = assume_constant_result = staticmethod(lambda function: function)
+
+    @staticmethod
+    def disable(fn: Any = None, *args: Any, **options: Any) -> Any:
+        return _leave_function_alone if fn is None else fn
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_import_compiler(), name)
+
+
+def _leave_compiler_out() -> None:
+    import torch
+
+    if _COMPILER in sys.modules:
+        return
+    compiler = _IdleCompiler(_COMPILER)
+    compiler.__path__ = [os.path.join(path, "_dynamo") for path in torch.__path__]
+    sys.modules[_COMPILER] = torch._dynamo = compiler
+    sys.meta_path.insert(0, _CompilerFinder())
+    torch.compile = lambda model=None, **options: _leave_function_alone if model is None else model
+
+
+def _compiler_is_left_out() -> bool:
+    return isinstance(sys.modules.get(_COMPILER), _IdleCompiler)
+
+
+def _import_compiler() -> types.ModuleType:
+    if _compiler_is_left_out():
+        del sys.modules[_COMPILER]
+        _let_compiler_miss_triton()
+    return importlib.import_module(_COMPILER)
+
+
+def _let_compiler_miss_triton() -> None:
+    """Import the compiler, part of which looks for triton by import, while there is none, not even an inert one."""
+    inert = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "triton"}
+    sys.modules["triton"] = None  # type: ignore[assignment]
+    try:
+        importlib.import_module("torch._inductor.runtime.triton_compat")
+    finally:
+        del sys.modules["triton"]
+        sys.modules.update(inert)
+
+
+class _CompilerFinder:
+    """Imports the package before any module of it but the one that needs nothing of it; most of them are there then."""
+
+    def find_spec(self, fullname: str, path=None, target=None):
+        if not fullname.startswith(f"{_COMPILER}.") or fullname == _ALONE:
+            return None
+        if not _compiler_is_left_out():
+            return None
+        _import_compiler()
+        found = sys.modules.get(fullname)
+        return None if found is None else importlib.machinery.ModuleSpec(fullname, _Imported(found))
+
+
+class _Imported:
+    """Loads a module that was imported meanwhile."""
+
+    def __init__(self, module: types.ModuleType):
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec):
+        return self._module
+
+    def exec_module(self, module) -> None:
+        module.__spec__ = self._spec
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -123,6 +123,76 @@ def test_an_engine_imports_the_model_that_it_serves_and_others_when_they_are_ask
     ]
 
 
+def source_in(package: str, file: str) -> str:
+    (directory,) = importlib.util.find_spec(package).submodule_search_locations
+    return Path(directory, file).read_text()
+
+
+def test_still_needed_without_a_compiler():
+    """What of a server's imports asks for torch's compiler."""
+    alone = "from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex"
+    assert alone in source_in("transformers", "masking_utils.py")
+    assert "@torch.compiler.allow_in_graph\n" in source_in("transformers", "modeling_utils.py")
+    assert "torch._dynamo.assume_constant_result(" in source_in("transformers", "integrations/moe.py")
+    assert "@torch.compile(" in source_of("sglang.srt.layers.moe.moe_runner.deep_gemm")
+    assert "if is_scipy_available():" in source_in("transformers", "loss/loss_for_object_detection.py")
+
+
+@on_cpu
+def test_a_server_that_compiles_nothing_imports_the_compiler_when_it_is_asked_for():
+    printed = run_python(
+        "import os, sys\n"
+        "os.environ['TORCHDYNAMO_DISABLE'] = '1'\n"
+        "from types import SimpleNamespace\n"
+        "from slime.backends.sglang_utils import cpu_runtime, server_process\n"
+        "cpu_runtime.install()\n"
+        "import sglang.launch_server, sglang.srt.entrypoints.engine\n"
+        "server_process._import_for_workers(SimpleNamespace(model_path='/nowhere'))\n"
+        "def imported():\n"
+        "    names = ('torch._dynamo.utils', 'torch._inductor', 'sympy', 'scipy')\n"
+        "    return [name for name in names if name in sys.modules]\n"
+        "print(imported())\n"
+        "import torch\n"
+        "double = torch.compile(dynamic=True)(lambda x: 2 * x)\n"
+        "print(torch.compile(double)(3), torch.compiler.disable(double)(4), imported())\n"
+        "import torch._dynamo.config as config\n"
+        "print(torch._dynamo is sys.modules['torch._dynamo'], torch._dynamo.config is config, config.__spec__.loader is "
+        "config.__loader__, imported())\n"
+        "from transformers import masking_utils\n"
+        "from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex\n"
+        "print(masking_utils.TransformGetItemToIndex is TransformGetItemToIndex)\n"
+        "import triton\n"
+        "from torch._inductor.runtime import triton_compat\n"
+        "print(triton_compat.triton is triton, type(triton).__name__)"
+    )
+    everything = "['torch._dynamo.utils', 'torch._inductor', 'sympy']"
+    assert printed.splitlines() == [
+        "[]",
+        "6 8 []",
+        f"True True True {everything}",
+        "True",
+        "False _InertModule",
+    ]
+
+
+@on_cpu
+@pytest.mark.parametrize("disabled", ["0", "1"])
+def test_the_compiler_finds_no_triton(disabled):
+    """Whether it is imported at once, as for a server that compiles, or later."""
+    printed = run_python(
+        "import os\n"
+        f"os.environ['TORCHDYNAMO_DISABLE'] = '{disabled}'\n"
+        "from slime.backends.sglang_utils import cpu_runtime\n"
+        "cpu_runtime.install()\n"
+        "import torch, triton\n"
+        "compiled = torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(1))\n"
+        "from torch._inductor.runtime.hints import DeviceProperties\n"
+        "from torch._inductor.runtime import triton_compat\n"
+        "print(compiled.item(), triton_compat.HAS_WARP_SPEC, triton_compat.triton is triton)"
+    )
+    assert printed == "2.0 False False"
+
+
 def murmur3_32(data: bytes) -> int:
     """MurmurHash3 x86_32 with seed 0 for lengths divisible by 4, from its published description."""
     mask, state = 0xFFFFFFFF, 0
