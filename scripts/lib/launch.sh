@@ -211,7 +211,9 @@ end_run() {
 # Arguments: those of the user.
 submit() {
   # `env -C`: paths relative to the directory of the call stay what the caller meant.
-  local job=(env -C "$PWD" "SLIME_START_COMMAND=$(start_command "$@")" "${COMMAND[@]}")
+  # Ray sets OMP_NUM_THREADS to 1 for a job; the run looks there for what the user wants.
+  local job=(env -C "$PWD" -u OMP_NUM_THREADS ${OMP_NUM_THREADS:+"OMP_NUM_THREADS=$OMP_NUM_THREADS"}
+    "SLIME_START_COMMAND=$(start_command "$@")" "${COMMAND[@]}")
   if cluster_is_here; then
     # Ray writes the words of a job into its logs, and they may hold secrets: here it gets the name of a file that only its
     # owner reads, and that the job removes. Where the job does not come to that, `end_run` does.

@@ -48,8 +48,7 @@ def job(stub: dict[str, str]) -> list[str]:
 
 
 def start_command(stub: dict[str, str]) -> list[str]:
-    name, _, value = job(stub)[3].partition("=")
-    assert name == "SLIME_START_COMMAND"
+    (value,) = [word.partition("=")[2] for word in job(stub) if word.startswith("SLIME_START_COMMAND=")]
     return shlex.split(value)
 
 
@@ -61,6 +60,19 @@ def test_joins_the_cluster_of_ray_address(stub, tmp_path: Path) -> None:
     assert words[words.index("--") + 1 :][:3] == ["env", "-C", str(tmp_path)]
     assert words[-2:] == ["--seed", "7"]
     assert [line.split()[0] for line in calls(stub)] == ["job"]  # nothing started, nothing stopped
+
+
+@pytest.mark.parametrize("given", ["", "3"])
+def test_a_job_has_the_threads_that_the_user_gave_and_not_those_that_ray_gives_it(stub, tmp_path, given: str) -> None:
+    python = tmp_path / "python-of-the-run"
+    python.write_text('#!/usr/bin/env bash\nprintf %s "${OMP_NUM_THREADS-unset}" >"$STUB_LOG.threads"\n')
+    python.chmod(0o755)
+    variables = {**stub, "OMP_NUM_THREADS": given, "PYTHON": str(python)}
+    result = bash(f"bash {ONE_NODE}", RAY_ADDRESS="http://127.0.0.1:8265", **variables)
+    assert result.returncode == 0, result.stderr
+    ran = bash(f"bash {stub['STUB_LOG']}.job", **{**stub, "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr
+    assert Path(stub["STUB_LOG"] + ".threads").read_text() == (given or "unset")
 
 
 def test_joins_the_head_of_cluster_sh_and_leaves_it_running(stub) -> None:
@@ -300,12 +312,12 @@ def test_what_stands_in_the_place_of_the_toy_task_is_refused_and_drafts_of_kille
     assert sorted(path.name for path in (tmp_path / "tasks").iterdir()) == ["toy", "toy.draft-new"]
 
 
-# Of one start: questions to it, programs and ports of this machine, what scripts set themselves, and a key.
+# Of one start: questions to it, programs, ports and cores of this machine, what scripts set themselves, and a key.
 NOT_SAID_AGAIN = {
     "DRY_RUN", "PRINT_COMMAND", "START_SECONDS", "PYTHON", "RAY", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
     "RAY_PORT", "RAY_TMPDIR", "DASHBOARD_PORT", "CLUSTER_DIR", "TMPDIR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "WANDB_API_KEY",
     "CHECK_MESSAGES", "SUBMIT_MESSAGES", "JOB_FILE", "OWN_DIR", "SUBMISSION_ID", "CLUSTER_ADDRESS", "SAY_AS",
-    "RAY_JOB_CONFIG_JSON_ENV_VAR",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR", "OMP_NUM_THREADS",
 }  # fmt: skip
 
 
