@@ -45,6 +45,8 @@ __all__ = ["ACTOR", "OLD_ACTOR", "REFERENCE", "ROLLOUT_ACTOR", "TEACHER", "Model
 
 # Where a copy begins in its buffer: on a cache line of the host, which any dtype can start at.
 _ALIGNMENT = 64
+# What the live model holds while weights are loaded into it, which have no name yet.
+_ANY = "weights that are being loaded"
 
 
 class HostCopy:
@@ -127,6 +129,17 @@ class ModelStates:
             self._takes_turns = False
             self._switch(ACTOR)
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Put the actor aside for a block that writes any weights into the live model, and have it back when the block ends."""
+        self.require_active(ACTOR)
+        self._put_aside = self._snapshot(self._put_aside)
+        self.active = _ANY
+        try:
+            yield
+        finally:
+            self._switch(ACTOR)
+
     def buffers(self) -> list[torch.Tensor]:
         """The host memory that the copies lie in."""
         copies = [*self._copies.values(), *([self._put_aside] if self._put_aside is not None else [])]
@@ -173,23 +186,28 @@ class StateSchedule:
         self._pushed = False
 
     def load(self, load_source: Callable[[WeightSource], None], load_stored: Callable[[str], bool]) -> None:
-        """Load what does not come from the actor. The live model then holds any of it: load the actor's weights next.
+        """Load what does not come from the actor. The live model then holds what it held before: parameters that the actor's
+        own checkpoint lacks, all of them where it starts with random weights, stay as they were drawn.
 
         Args:
             load_source: puts the weights of a checkpoint into the live model.
             load_stored: puts the state of that name into the live model, out of the checkpoint that the run resumes from;
                 False, and nothing done, where there is none.
         """
-        if REFERENCE in self._wanted:
-            self._load_reference(load_source, load_stored)
-            self._states.capture(REFERENCE)
-        if TEACHER in self._wanted:
-            source = source_of_teacher(self._args)
-            load_source(source)
-            self._tell(f"teacher weights: {source}")
-            self._states.capture(TEACHER)
-        if ROLLOUT_ACTOR in self._wanted and load_stored(ROLLOUT_ACTOR):
-            self._states.capture(ROLLOUT_ACTOR)
+        loaded = {REFERENCE, TEACHER, ROLLOUT_ACTOR}.intersection(self._wanted)
+        if not loaded:
+            return
+        with self._states.aside():
+            if REFERENCE in loaded:
+                self._load_reference(load_source, load_stored)
+                self._states.capture(REFERENCE)
+            if TEACHER in loaded:
+                source = source_of_teacher(self._args)
+                load_source(source)
+                self._tell(f"teacher weights: {source}")
+                self._states.capture(TEACHER)
+            if ROLLOUT_ACTOR in loaded and load_stored(ROLLOUT_ACTOR):
+                self._states.capture(ROLLOUT_ACTOR)
 
     def start(self) -> None:
         """The live model holds the actor's weights: copy what is made of them."""

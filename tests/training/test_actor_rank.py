@@ -249,6 +249,45 @@ def test_each_state_gives_its_own_log_probs_at_the_rollouts_temperature(director
                 assert columns[column][row][position] == pytest.approx(expected, abs=2e-5), (column, sample.index)
 
 
+def start_worker(directory: Path) -> list[dict[str, bool]]:
+    """By weight whether it is as without another state beside the actor, as it was drawn, and whether it is that state's."""
+
+    def start(*words: str) -> tuple[dict, Rank]:
+        run = Rank(command_line(directory, *words))
+        return {name: tensor.clone() for name, tensor in run.actor.backend.live_tensors()}, run
+
+    def compare(state: str, alone: list[str], beside: list[str]) -> list[dict[str, bool]]:
+        expected, run = start(*alone)
+        run.end()
+        weights, run = start(*alone, *beside)
+        with run.actor.states(state):
+            of_state = same(weights, dict(run.actor.backend.live_tensors()))
+        run.end()
+        return [same(expected, weights), of_state]
+
+    own, distils = str(directory / "own"), ["--use-opd", "--opd-type", "megatron"]
+    found = compare(
+        "teacher",
+        ["--random-init", "--load", own, "--save", own],
+        [*distils, "--opd-teacher-load", str(directory / "other")],
+    )
+    predicts, other = ["--mtp-num-layers", "1"], str(directory / "predicting")
+    _, run = start(*predicts, "--random-init", "--seed", "7", "--save", other)
+    run.save(0)
+    run.end()
+    from_files = ["--load", str(directory / "actor"), *predicts]
+    return [*found, *compare("ref", from_files, ["--use-kl-loss", "--ref-load", other])]
+
+
+def test_an_actor_starts_as_without_the_states_beside_it(directory):
+    """With random weights, and with a layer for multi-token prediction that its files lack and its reference has."""
+    for random, as_teacher, from_files, as_reference in run_distributed(start_worker, 2, (directory,), timeout=300):
+        for as_alone, as_other in ((random, as_teacher), (from_files, as_reference)):
+            assert all(as_alone.values()) and not all(as_other.values())
+        of_layer = [name for name in as_reference if ".mtp." in name]
+        assert of_layer and not all(as_reference[name] for name in of_layer)
+
+
 NOTED = """
 import json
 from pathlib import Path

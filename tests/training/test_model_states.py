@@ -185,11 +185,11 @@ def make_args(**overrides) -> SimpleNamespace:
 
 
 class Run:
-    """A model of one number, which each rollout trains to `rollout id + 1`; it starts at 0."""
+    """A model of one number, which each rollout trains to `rollout id + 1`; it starts at 0, and nobody loads the actor."""
 
     def __init__(self, monkeypatch, stored=None, start=0, **overrides) -> None:
         self.args = make_args(**overrides)
-        self.weight = torch.zeros(1)
+        self.weight = torch.full((1,), float(start))
         self.lines = []
         self.states = ModelStates(lambda: [("w", self.weight)])
         self.schedule = StateSchedule(self.args, self.states, self.lines.append)
@@ -203,10 +203,12 @@ class Run:
             lambda args: WeightSource("megatron", args.opd_teacher_load, args.opd_teacher_ckpt_step),
         )
         self.schedule.load(self._load_source, self._load_stored)
-        self.weight.fill_(float(start))
+        assert self.weight == start, "a parameter that the actor's checkpoint lacks stays as it was drawn"
         self.schedule.start()
 
     def _load_source(self, source) -> None:
+        with pytest.raises(RunError, match="'weights that are being loaded', not 'actor'"):
+            self.states.require_active("actor")
         self.weight.fill_({"ref": REFERENCE_LOADED, "teacher": TEACHER_LOADED}[source.path])
 
     def _load_stored(self, name) -> bool:
@@ -277,6 +279,33 @@ def test_the_teacher_stays(monkeypatch):
     assert "teacher" not in Run(monkeypatch, use_opd=True, opd_type="sglang").states
 
 
+def test_loading_all_other_states_leaves_the_actor_as_it_was(monkeypatch):
+    stored = {"ref": 5.0, "rollout_actor": 6.0}
+    flags = {"use_kl_loss": True, "use_opd": True, "opd_type": "megatron", "keep_old_actor": True}
+    run = Run(monkeypatch, stored=stored, start=3, **flags)
+    expected = {"actor": 3, "ref": 5, "teacher": TEACHER_LOADED, "rollout_actor": 6, "old_actor": 3}
+    assert {name: run.held(name) for name in expected} == expected
+
+
+def test_the_actor_is_back_where_loading_fails(monkeypatch):
+    run = Run(monkeypatch, use_kl_loss=True)
+
+    def fail(source):
+        run.weight.fill_(7)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run.schedule.load(fail, lambda name: False)
+    assert (run.weight.item(), run.states.active) == (0, "actor")
+
+
+@pytest.mark.parametrize("flags", [{"update_weights_interval": 2}, {}])
+def test_the_actor_is_put_aside_only_where_something_is_loaded(monkeypatch, buffers, flags):
+    run = Run(monkeypatch, keep_old_actor=True, **flags)
+    copies = sum(name in run.states for name in ("old_actor", "rollout_actor"))
+    assert len(buffers) == copies + (not flags)
+
+
 def test_with_a_push_after_every_rollout_the_old_actor_lags_one_push(monkeypatch):
     run = Run(monkeypatch, keep_old_actor=True)
     run.push()
@@ -306,7 +335,8 @@ def test_with_rarer_pushes_the_old_actor_is_what_was_pushed(monkeypatch):
 @pytest.mark.parametrize("has_engines", [True, False])
 def test_the_old_actor_survives_a_resume(monkeypatch, has_engines):
     """Also without engines, where nothing is pushed: training on dumps gives the numbers of the run that made them."""
-    whole = Run(monkeypatch, keep_old_actor=True, has_engines=has_engines)
+    kind = {"keep_old_actor": True, "has_engines": has_engines}
+    whole = Run(monkeypatch, **kind)
     whole.push()
     seen = []
     for rollout_id in range(5):
@@ -316,7 +346,7 @@ def test_the_old_actor_survives_a_resume(monkeypatch, has_engines):
             stored = whole.checkpoint()  # the driver saves before it pushes
         whole.push()
     assert seen == [0, 0, 1, 2, 3] and stored == {"rollout_actor": 2}
-    resumed = Run(monkeypatch, stored=stored, start=3, keep_old_actor=True, has_engines=has_engines)
+    resumed = Run(monkeypatch, stored=stored, start=3, **kind)
     resumed.push()  # before the first rollout is generated
     again = []
     for rollout_id in (3, 4):
