@@ -178,7 +178,7 @@ REFERENCE_LOADED, TEACHER_LOADED = 100.0, 200.0
 def make_args(**overrides) -> SimpleNamespace:
     values = {
         "use_kl_loss": False, "kl_coef": 0.0, "use_opd": False, "opd_type": None, "keep_old_actor": False,
-        "ref_update_interval": None, "update_weights_interval": 1, "has_engines": True,
+        "ref_update_interval": None, "update_weights_interval": 1, "has_engines": True, "asynchronous": False,
         "ref_load": "ref", "ref_ckpt_step": None, "opd_teacher_load": "teacher", "opd_teacher_ckpt_step": 7,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **overrides})
@@ -299,11 +299,10 @@ def test_the_actor_is_back_where_loading_fails(monkeypatch):
     assert (run.weight.item(), run.states.active) == (0, "actor")
 
 
-@pytest.mark.parametrize("flags", [{"update_weights_interval": 2}, {}])
+@pytest.mark.parametrize("flags", [{"asynchronous": True}, {"update_weights_interval": 2}])
 def test_the_actor_is_put_aside_only_where_something_is_loaded(monkeypatch, buffers, flags):
     run = Run(monkeypatch, keep_old_actor=True, **flags)
-    copies = sum(name in run.states for name in ("old_actor", "rollout_actor"))
-    assert len(buffers) == copies + (not flags)
+    assert len(buffers) == sum(name in run.states for name in ("old_actor", "rollout_actor"))
 
 
 def test_with_a_push_after_every_rollout_the_old_actor_lags_one_push(monkeypatch):
@@ -332,10 +331,10 @@ def test_with_rarer_pushes_the_old_actor_is_what_was_pushed(monkeypatch):
     assert "rollout_actor" not in run.states and run.checkpoint() == {}
 
 
-@pytest.mark.parametrize("has_engines", [True, False])
-def test_the_old_actor_survives_a_resume(monkeypatch, has_engines):
+@pytest.mark.parametrize("asynchronous, has_engines", [(False, True), (False, False), (True, False)])
+def test_the_old_actor_survives_a_resume(monkeypatch, asynchronous, has_engines):
     """Also without engines, where nothing is pushed: training on dumps gives the numbers of the run that made them."""
-    kind = {"keep_old_actor": True, "has_engines": has_engines}
+    kind = {"keep_old_actor": True, "asynchronous": asynchronous, "has_engines": has_engines}
     whole = Run(monkeypatch, **kind)
     whole.push()
     seen = []
@@ -354,6 +353,24 @@ def test_the_old_actor_survives_a_resume(monkeypatch, has_engines):
         again.append(resumed.trained_with["old_actor"])
         resumed.push()
     assert again == seen[3:]
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_one_rollout_ahead_the_old_actor_is_what_generated_it(monkeypatch, start):
+    """Also in a resumed run, which generates anew what was ahead: engines have the weights of the first push by then."""
+    stored = {"rollout_actor": start - 1.0} if start else {}
+    run = Run(monkeypatch, stored=stored, start=start, keep_old_actor=True, asynchronous=True)
+    run.push()
+    engines = run.weight.item()
+    generated_by = {start: engines, start + 1: engines}
+    for rollout_id in range(start, start + 4):
+        # Beside the training of the one before it.
+        generated_by.setdefault(rollout_id + 1, engines)
+        run.train(rollout_id)
+        assert run.trained_with["old_actor"] == generated_by[rollout_id], rollout_id
+        run.push()
+        engines = run.weight.item()
+    assert generated_by == {start: start, **{start + 1 + ahead: start + ahead for ahead in range(4)}}
 
 
 def test_s12_copies_are_made_of_nothing_but_the_actor(monkeypatch):
