@@ -190,12 +190,18 @@ def _write_to_disk(path: Path, bucket: NamedTensors) -> None:
         os.fsync(file.fileno())
 
 
-def write_shard(path: Path, bucket: NamedTensors, metadata: Mapping[str, str] | None = None) -> Callable[[], None]:
-    """A function that writes the tensors to `path`, with `metadata`; what it writes lies on the CPU when it is returned."""
+def write_shard(path: Path, bucket: NamedTensors, metadata: Mapping[str, str] | None = None) -> Callable[[], Path]:
+    """A function that writes the tensors to `path`, with `metadata`, and returns it; what it writes lies on the CPU when the
+    function is made."""
     from safetensors.torch import save_file
 
     shard = {name: own_storage(tensor) for name, tensor in bucket}
-    return lambda: save_file(shard, path, metadata={"format": "pt", **(metadata or {})})
+
+    def write() -> Path:
+        save_file(shard, path, metadata={"format": "pt", **(metadata or {})})
+        return path
+
+    return write
 
 
 def number_shards(directory: Path, shards: Sequence[str], metadata: Mapping[str, Any] | None = None) -> None:

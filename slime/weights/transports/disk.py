@@ -1,6 +1,7 @@
 """Weights from training ranks to the engines as a Hugging Face checkpoint in `--update-weight-disk-dir`, which they share.
 
-Every source writes its buckets as shards into a hidden directory; the last one publishes it as `weight_v{version}`, whole.
+Every source writes its buckets as shards into a hidden directory, and a list of their names; the last one, which asks for all
+of them by name, publishes it as `weight_v{version}`, whole.
 Engines load it in one go, from there or from a copy on their host. One that cannot may have new tensors beside old ones; it is
 left out of the push.
 
@@ -16,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.utils.errors import RunError
 from slime.utils.filesystem import fsync_tree, replace_directory
 from slime.weights.hf_writer import copy_auxiliary_files, number_shards, write_shard
 from slime.weights.publication import PushDirectory, chain_of, directory_of, index_metadata
@@ -32,13 +34,14 @@ class DiskTransport(Transport):
 
     def __init__(self, args: Any, source: int, num_sources: int) -> None:
         self._args = args
-        self._source, self._is_last = source, source == num_sources - 1
+        self._source, self._num_sources, self._is_last = source, num_sources, source == num_sources - 1
         self._timeout = 60.0 * args.distributed_timeout_minutes
         # Tells the pushes of this trainer's life from those of others.
         self._chain = secrets.token_hex(8)
         self._directory = PushDirectory(args.update_weight_disk_dir)
         self._draft: Path | None = None  # until a push begins
         self._shards = 0
+        self._written: list[str] = []
         self._writing: Background | None = None
 
     @classmethod
@@ -74,6 +77,7 @@ class DiskTransport(Transport):
             self._directory.claim()
         self._version, self._final = version, self.directory(self._args, version)
         self._draft, self._shards, self._writing = self._final.with_name(f".{self._final.name}"), 0, None
+        self._written = []
         if self._source == 0:
             for left_by_a_failed_push in self._draft.parent.glob(".weight_v*"):
                 shutil.rmtree(left_by_a_failed_push)
@@ -86,13 +90,29 @@ class DiskTransport(Transport):
         self._writing, self._shards = Background(write, f"writing {path}"), self._shards + 1
 
     def finish(self) -> None:
+        """As of every transport.
+
+        Raises:
+            RunError: what another source has made cannot be seen from here.
+        """
         self._wait()
-        if self._is_last:
-            copy_auxiliary_files(self._args.hf_checkpoint, self._draft)
-            shards = sorted(path.name for path in self._draft.glob("shard-*"))
+        lists = [self._draft / f"shards-{source:05d}" for source in range(self._num_sources)]
+        try:
+            lists[self._source].write_text("".join(f"{name}\n" for name in self._written))
+            if not self._is_last:
+                return
+            # A listing of a network disk may lack what another node has just written.
+            shards = [name for path in lists for name in path.read_text().splitlines()]
             number_shards(self._draft, shards, self._index_metadata())
-            fsync_tree(self._draft)
-            replace_directory(self._draft, self._final)
+        except FileNotFoundError as error:
+            raise RunError(
+                f"{error.filename} is not there on every node: --update-weight-disk-dir has to be on a disk that all share"
+            ) from error
+        for path in lists:
+            path.unlink()
+        copy_auxiliary_files(self._args.hf_checkpoint, self._draft)
+        fsync_tree(self._draft)
+        replace_directory(self._draft, self._final)
 
     def discard(self) -> None:
         # Before a push has begun the draft may be another run's.
@@ -120,8 +140,9 @@ class DiskTransport(Transport):
         self._directory.require(version, chain)
         self._chain = chain
 
-    def _writer(self, path: Path, bucket: NamedTensors) -> Callable[[], Any]:
-        """A function that writes a shard; what it needs of the bucket lies on the CPU when it is returned."""
+    def _writer(self, path: Path, bucket: NamedTensors) -> Callable[[], Path | None]:
+        """A function that writes a shard and returns its path, or None if it needs none; what it needs of the bucket
+        lies on the CPU when it is made."""
         return write_shard(path, bucket)
 
     def _index_metadata(self) -> Mapping[str, Any]:
@@ -140,3 +161,5 @@ class DiskTransport(Transport):
         if writing is not None:
             limit = f"{self._timeout:.0f} s (--distributed-timeout-minutes)"
             writing.wait(self._timeout, f"a shard of weights is not written to {self._draft} within {limit}")
+            if writing.result is not None:
+                self._written.append(writing.result.name)

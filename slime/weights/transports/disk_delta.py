@@ -103,10 +103,10 @@ class DiskDeltaTransport(DiskTransport):
         super().close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _writer(self, path: Path, bucket: NamedTensors) -> Callable[[], None]:
+    def _writer(self, path: Path, bucket: NamedTensors) -> Callable[[], Path | None]:
         on_host = [(name, own_storage(tensor)) for name, tensor in bucket]
 
-        def write() -> None:
+        def write() -> Path | None:
             changes = [change for change in self._pool.map(lambda named: self._change(*named), on_host) if change]
             if changes:
                 patches = {change.name: change.patch for change in changes if change.patch is not None}
@@ -117,6 +117,7 @@ class DiskDeltaTransport(DiskTransport):
                 self._delta.wire_bytes + sum(change.tensor.nbytes for change in changes),
                 is_whole=self._whole,
             )
+            return path if changes else None
 
         return write
 

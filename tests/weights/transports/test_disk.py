@@ -1,6 +1,7 @@
 """The checkpoint that sources leave for the engines."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +71,34 @@ def test_all_sources_make_one_checkpoint(args, tmp_path):
     for transport in transports:
         transport.settle()
     assert contents(tmp_path / "pushes") == []
+
+
+def test_a_listing_that_lacks_what_another_node_has_written_leaves_nothing_out(args, tmp_path, monkeypatch):
+    glob = Path.glob
+    monkeypatch.setattr(
+        Path, "glob", lambda path, pattern: (found for found in glob(path, pattern) if "shard-00000" not in found.name)
+    )
+    send(args, 1)
+    index = json.loads((tmp_path / "pushes" / "weight_v000001" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == TENSORS.keys()
+
+
+@pytest.mark.parametrize("lost", ["shard-00000-00001", "shards-00000"])
+def test_what_another_source_has_written_and_is_not_there_is_named(args, tmp_path, lost):
+    first, last = (DiskTransport(args, index, 2) for index in range(2))
+    for transport, buckets in zip((first, last), BUCKETS, strict=True):
+        transport.begin(1)
+        for bucket in buckets:
+            transport.send(bucket)
+        if transport is first:
+            first.finish()
+    (tmp_path / "pushes" / ".weight_v000001" / lost).unlink()
+    message = (
+        rf"^/.*\.weight_v000001/{lost} is not there on every node: --update-weight-disk-dir has to be on a disk that"
+    )
+    with pytest.raises(RunError, match=message):
+        last.finish()
+    assert contents(tmp_path / "pushes") == [".weight_v000001"], "nothing is published"
 
 
 def test_where_the_trainer_ends_the_last_files_stay_and_the_next_one_goes_on_with_its_chain(args, tmp_path):
