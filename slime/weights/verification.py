@@ -37,7 +37,8 @@ class PushedNames:
         if repeated:
             raise NamesDiffer(f"weight push: sent twice: {_shorten(repeated)}")
         self._pushed.update(counts)
-        surplus = sorted(self._pushed - self._expected) if self._expected is not None else []
+        # Those of earlier buckets were looked up then.
+        surplus = [] if self._expected is None else sorted(name for name in counts if name not in self._expected)
         if surplus:
             raise NamesDiffer(
                 f"weight push: {len(surplus)} tensors that the checkpoint of the engines does not have: "

@@ -14,6 +14,27 @@ def test_s11_a_name_that_the_engine_does_not_know_is_refused():
         names.check_bucket(["c"])
 
 
+class Counted(set):
+    """Counts the names that are looked up in it."""
+
+    looked_up = 0
+
+    def __contains__(self, name):
+        self.looked_up += 1
+        return super().__contains__(name)
+
+    def __rsub__(self, names):
+        return {name for name in names if name not in self}
+
+
+def test_a_name_is_looked_up_with_its_bucket_alone():
+    expected = Counted({"a", "b", "c", "d"})
+    names = PushedNames(expected)
+    for bucket in (["a", "b"], ["c"], ["d"]):
+        names.check_bucket(bucket)
+    assert expected.looked_up == 4
+
+
 def test_s11_a_name_that_was_not_sent_is_reported():
     names = PushedNames({"a", "b"})
     names.check_bucket(["a"])
