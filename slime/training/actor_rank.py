@@ -281,14 +281,16 @@ class ActorRank(TrainRank):
                 state = OLD_ACTOR if args.keep_old_actor else ACTOR
                 with timer("log_probs"), self.states(state), self.backend.routing_replay.log_prob_pass():
                     data.update(forward_log_probs(args, self.backend, data, with_entropy=args.use_rollout_entropy))
-        if args.compute_advantages_and_returns:
+        is_imitation = args.loss_type == "sft_loss"
+        # Nothing is rewarded there, but a critic may learn beside it.
+        if args.compute_advantages_and_returns and (args.use_critic or not is_imitation):
             self._compute_advantages(rollout_id, data, logged)
         if args.rollout_data_postprocess_path is not None:
             path, flag = args.rollout_data_postprocess_path, "--rollout-data-postprocess-path"
             with calling_user_code(flag, path, f"rollout {rollout_id}"):
                 load_function(path, flag=flag)(args, rollout_id, data)
             refresh_mask_sums(data, self.groups.sample_group)
-        if args.get_mismatch_metrics and self.groups.is_last_stage:
+        if args.get_mismatch_metrics and self.groups.is_last_stage and not is_imitation:
             self._tell_worst_tokens(rollout_id, data)
 
     def _compute_advantages(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> None:

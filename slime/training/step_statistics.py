@@ -131,13 +131,13 @@ def needs_log_prob_pass(args: argparse.Namespace, steps: int) -> bool:
     With one optimizer step per rollout the policy that trains still is the policy that is asked for, so the training forward
     gives the old log-probs too. Several steps, other weights (`--keep-old-actor`), or anything that reads the log-probs before
     or beside the loss need the pass. Whether a function of the user's reads them cannot be known: all that may, count.
-    Supervised fine-tuning has no old policy. The steps are those of the data: an own rollout function or a dump may bring more
-    rollouts than the flags announce.
+    Supervised fine-tuning has no old policy, and advantages only where a critic learns beside it. The steps are those of the
+    data: an own rollout function or a dump may bring more rollouts than the flags announce.
     """
     if args.use_rollout_entropy:
         return True
     if args.loss_type == "sft_loss":
-        return False
+        return args.use_critic
     path = args.custom_tis_function_path
     return (
         args.loss_type != "policy_loss"

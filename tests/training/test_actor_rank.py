@@ -288,6 +288,53 @@ def test_an_actor_starts_as_without_the_states_beside_it(directory):
         assert of_layer and not all(as_reference[name] for name in of_layer)
 
 
+def nobodys_advantages(args, rollout_data):
+    raise AssertionError("imitation has no advantages")
+
+
+def imitation_worker(directory: Path) -> dict:
+    """By flag that says that it has no effect there, what a rollout of imitation logs, or the error that ends it."""
+    import torch
+
+    def fetch(run: Rank) -> dict:
+        data = run._data()
+        data["values"] = [torch.zeros(length) for length in data["response_lengths"]]
+        return data
+
+    kl = ["--kl-coef", "0.1", "--ref-load", str(directory / "actor"), "--load", str(directory / "actor")]
+    beside = {
+        "nothing": [],
+        "mismatch": ["--get-mismatch-metrics"],
+        "distillation": ["--use-opd", "--opd-type", "megatron", "--opd-teacher-load", str(directory / "other")],
+        "kl": kl,
+        "advantages": ["--custom-advantage-function-path", f"{__file__}:nobodys_advantages"],
+        "critic": ["--advantage-estimator", "ppo", *kl],
+    }
+    found = {}
+    for name, words in beside.items():
+        run = Rank(command_line(directory, "--loss-type", "sft_loss", *words))
+        run.actor._fetch = lambda shards, run=run: fetch(run)
+        try:
+            logged = run.actor.train(0, [])
+            found[name] = {name: value for metrics, _ in logged for name, value in metrics.items()}
+            found[name]["columns"] = sorted(run.data)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        run.end()
+    return found
+
+
+def test_imitation_has_no_advantages_whatever_flags_of_theirs_there_are(directory):
+    for found in run_distributed(imitation_worker, 2, (directory,), timeout=300):
+        expected = found["nothing"]
+        for name, metrics in found.items():
+            assert isinstance(metrics, dict), (name, metrics)
+            for metric in ("train/loss", "train/grad_norm"):
+                assert metrics[metric] == expected[metric], name
+            read = {"advantages", "returns", "kl", "log_probs"} & set(metrics["columns"])
+            assert len(read) == (4 if name == "critic" else 0), name
+
+
 NOTED = """
 import json
 from pathlib import Path

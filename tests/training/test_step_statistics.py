@@ -162,6 +162,12 @@ def test_several_steps_force_the_pass_whatever_the_flags_announced():
     assert not needs_log_prob_pass(skipping(loss_type="sft_loss"), steps=2)
 
 
+def test_imitation_needs_the_pass_for_the_returns_of_a_critic_alone():
+    reads = {"get_mismatch_metrics": True, "use_opd": True, "kl_coef": 0.1, "custom_advantage_function_path": "m.f"}
+    assert not needs_log_prob_pass(skipping(loss_type="sft_loss", **reads), steps=1)
+    assert needs_log_prob_pass(skipping(loss_type="sft_loss", use_critic=True), steps=1)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

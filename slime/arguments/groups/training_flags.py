@@ -74,7 +74,7 @@ _NO_KL_LOSS = Idle(lambda args: not args.use_kl_loss, "without --use-kl-loss")
 _NO_KL = Idle(_no_kl, "without --use-kl-loss or --kl-coef")
 _NO_KL_BY_OVERSIGHT = Idle(_no_kl_by_oversight, "without --use-kl-loss or --kl-coef")
 _KL_ONLY_LOGGED = Idle(
-    _rewards_of_groups,
+    lambda args: _rewards_of_groups(args) and args.loss_type != "sft_loss",
     f"on the advantages of {names_of_estimators('counts_kl', without=True, joined_by='and')}: the KL is only logged",
 )
 _IMITATION = Idle(lambda args: args.loss_type == "sft_loss", "on the loss of --loss-type sft_loss")
@@ -227,7 +227,7 @@ ALGORITHM = Group("algorithm", (
         "reinforce_plus_plus* need --normalize-advantages", *ESTIMATORS, idle=_IMITATION),
     off("--disable-compute-advantages-and-returns", "compute_advantages_and_returns",
         "skip advantages (supervised fine-tuning, own losses)"),
-    plug_in("--custom-advantage-function-path", RANKS, "replaces the advantage estimator"),
+    plug_in("--custom-advantage-function-path", RANKS, "replaces the advantage estimator", idle=_IMITATION),
     plug_in("--custom-pg-loss-reducer-function-path", RANKS, "own reduction of the policy-gradient term, and of no other"),
     # Clipping
     flag("--eps-clip", float, 0.2, "the probability ratio may fall by this", bounds=AT_LEAST_ZERO),
@@ -237,7 +237,7 @@ ALGORITHM = Group("algorithm", (
         idle=_NO_CRITIC),
     # KL and entropy
     flag("--kl-coef", float, 0.0, "weight of the KL against --ref-load inside the reward; not together with --kl-loss-coef",
-        bounds=weight(1, "0 to 0.1"), idle=_KL_ONLY_LOGGED),
+        bounds=weight(1, "0 to 0.1"), idle=(_IMITATION, _KL_ONLY_LOGGED)),
     switch("--use-kl-loss", "KL against the reference model (--ref-load) as a loss term", idle=_IMITATION),
     flag("--kl-loss-coef", float, 0.0, "weight of that term; 0: only logged", bounds=weight(1, "0 to 0.1"), idle=_NO_KL_LOSS),
     flag("--kl-loss-type", str, "k1", "estimator of the KL, in reward and loss", "k1", "k2", "k3", "low_var_kl",
@@ -271,7 +271,7 @@ ALGORITHM = Group("algorithm", (
 OFF_POLICY = Group("off-policy corrections", (
     # Importance sampling
     switch("--use-rollout-logprobs", "the engine's log-probs act as old log-probs; not with --use-tis", idle=_IMITATION),
-    switch("--get-mismatch-metrics", "compare the log-probs of engine and trainer without changing the loss"),
+    switch("--get-mismatch-metrics", "compare the log-probs of engine and trainer without changing the loss", idle=_IMITATION),
     switch("--use-tis", "weight tokens by their trainer-to-engine probability ratio, truncated by --tis-clip and "
         "--tis-clip-low", idle=_IMITATION),
     flag("--tis-clip", float, 2.0, "upper bound of those weights", bounds=ABOVE_ZERO, idle=_NO_TIS),
