@@ -80,6 +80,8 @@ def custom_correction(
         return vanilla_tis_function(**arguments)
     # An edit of these in place is a rejection like new masks.
     arguments["loss_masks"] = copied_masks(batch["loss_masks"])
+    # These may be those that the KL and the metrics are made of after it.
+    arguments["train_log_probs"] = stream.split(train_log_probs.detach().clone())
     result = _call(flag, path, batch, load_function(path, flag=flag), **arguments)
     return _checked_correction(f"{flag} {path}", result, pg_loss, batch)
 

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from slime.algorithms.estimators import estimator
 from slime.algorithms.reduction import zero_masked_tokens
+from slime.training.custom_functions import copied_masks
 from slime.training.metric_reduction import all_reduce_sum, joined
 from slime.training.rollout_data import RolloutData
 from slime.utils.errors import RunError, UserError
@@ -80,7 +81,8 @@ def compute_step_statistics(
         "rollout_log_probs": step_data.column("rollout_log_probs", FLAG),
     }
     columns = zero_masked_tokens(sides, step_data.local_masks)
-    columns |= {name: step_data[name] for name in ("loss_masks", "total_lengths", "response_lengths")}
+    columns |= {name: step_data[name] for name in ("total_lengths", "response_lengths")}
+    columns["loss_masks"] = copied_masks(step_data["loss_masks"])
     shares: dict[str, torch.Tensor] = {}
     failure: Exception | None = None
     try:

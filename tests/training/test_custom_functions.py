@@ -91,6 +91,32 @@ def loss_that_replaces_a_mask(args, batch, logits, reduce):
     return reduce(logits.new_full((sum(batch.local_lengths),), -2.0)), {}
 
 
+def edit_log_probs(*, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs):
+    for own, engine in zip(train_log_probs, rollout_log_probs, strict=True):
+        own.sub_(engine).exp_()
+    return pg_loss, loss_masks, {}
+
+
+def leave_log_probs(*, pg_loss, loss_masks, **kwargs):
+    return pg_loss, loss_masks, {}
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_log_probs_that_a_correction_edits_are_its_own(stored):
+    """Without stored ones they are those of the policy that trains."""
+    data, results = rollout_data(make_samples()), []
+    compute_advantages_and_returns(case_args(), data)
+    if not stored:
+        del data["log_probs"]
+    for function in (leave_log_probs, edit_log_probs):
+        path = f"{__file__}:{function.__name__}"
+        args = case_args(use_tis=True, custom_tis_function_path=path, kl_loss_type="k3", use_unbiased_kl=True)
+        results.append(run_step(args, data, make_logits(make_samples()), [range(6)]))
+    (loss, metrics, gradients), edited = results
+    assert edited[0] == loss and edited[1] == metrics
+    assert all(one.equal(other) for one, other in zip(gradients, edited[2], strict=True))
+
+
 def losses_of_ranks(args, size):
     """Loss and metrics of a sample with five trained tokens of advantage 2, added up over `size` context-parallel ranks."""
     whole, total = rollout_data(make_samples()[:1]), {}

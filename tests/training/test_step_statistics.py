@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.training.context_parallel import ContextParallel, slice_responses
+from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, slice_responses
 from slime.training.rollout_data import RolloutData
 from slime.training.step_statistics import compute_step_statistics, needs_log_prob_pass, wants_step_statistics
 from slime.utils.errors import RunError, UserError
@@ -97,6 +97,21 @@ def test_shares_of_data_and_context_ranks_are_added_up():
         assert "same names and shapes on every rank" in errors[1]
         assert "rank 3 returned {'total': (2,)}" in errors[1]
         assert "step_statistics returned 5; expected {name: tensor}" in errors[2]
+
+
+def test_masks_that_a_statistic_edits_are_its_own(alone):
+    """Through memory that torch does not watch, too."""
+
+    def edits(*, loss_masks, **_):
+        loss_masks[0].numpy()[:] = False
+        loss_masks[1].zero_()
+        return {"trained": torch.stack([mask.sum() for mask in loss_masks]).sum()}
+
+    data = make_data([0, 1, 2], NO_CONTEXT_PARALLEL)
+    before = [mask.tolist() for mask in data["loss_masks"]]
+    found = compute_step_statistics(make_function(edits), ARGS, data, None)
+    assert found["trained"] == sum(before[2])
+    assert [mask.tolist() for mask in data["loss_masks"]] == before
 
 
 @pytest.mark.parametrize(
