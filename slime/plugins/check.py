@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.arguments import parse_args
 from slime.arguments.flag import attribute_of
+from slime.arguments.paths import MANAGER_PLUG_INS, load_plug_ins
 from slime.plugins.from_python import (
     ACCELERATOR,
     ACTOR_CLS,
@@ -44,7 +45,7 @@ from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client
 from slime.utils.misc import SingletonMeta, get_free_port
-from slime.utils.plugin_loader import calling_user_code, load_function, observing_plug_ins
+from slime.utils.plugin_loader import call_plug_in, calling_user_code, observing_plug_ins
 from slime.utils.ports import host_for_url
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.run_values import with_run_values
@@ -245,6 +246,7 @@ def _step(
     SingletonMeta.clear_instances()
     clear_reward_instances()
     try:
+        load_plug_ins(args, MANAGER_PLUG_INS)
         pipeline = RolloutPipeline(args)
         if "--buffer-filter-path" in named:
             pipeline.data_source.add_samples(pipeline.data_source.get_samples(1))
@@ -295,10 +297,8 @@ def _train(args: argparse.Namespace, batch: dict[str, Any], named: Sequence[str]
     if any(POINTS[flag].in_megatron for flag in named):
         _train_in_megatron(args, data)
     compute_advantages_and_returns(args, data)
-    path, flag = args.rollout_data_postprocess_path, "--rollout-data-postprocess-path"
-    if path is not None:
-        with calling_user_code(flag, path, "rollout 0"):
-            load_function(path, flag=flag)(args, 0, data)
+    flag = "--rollout-data-postprocess-path"
+    call_plug_in(flag, args.rollout_data_postprocess_path, "rollout 0", args, 0, data)
     micro_batch = data.micro_batch(range(len(data["total_lengths"])), pad_multiple=4)
     generator = torch.Generator().manual_seed(0)
     shape = (len(micro_batch.stream.tokens), args.padded_vocab_size or args.vocab_size or _CONFIG["vocab_size"])
@@ -313,9 +313,7 @@ def _train(args: argparse.Namespace, batch: dict[str, Any], named: Sequence[str]
         ),
         (_PRE_READ_FLAG, args.sglang_custom_pull_weights_pre_read_hook, (args.hf_checkpoint, 1)),
     ):
-        if path is not None:
-            with calling_user_code(flag, path, "weights 1"):
-                load_function(path, flag=flag)(*given)
+        call_plug_in(flag, path, "weights 1", *given)
 
 
 def _train_in_megatron(args: argparse.Namespace, data: RolloutData) -> None:

@@ -1,7 +1,7 @@
 """Every plug-in point, and how the calls of a plug-in are watched: what goes in, what comes out, what it costs.
 
 A watched function is called as it is; its result goes on to the framework unchanged, which judges it. Only what the framework
-cannot see is found here: arguments that are shared and were changed, and coroutines where nobody awaits.
+cannot see is found here: arguments that are shared and were changed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.rollout.base_types import leaves
-from slime.rollout.user_functions import is_coroutine_function
-from slime.utils.errors import UserError
+from slime.utils.plugin_loader import is_coroutine_function
 from slime.utils.types import Sample
 
 
@@ -29,7 +28,6 @@ class Point:
 
     Attributes:
         call: how, and what has to come back.
-        may_await: whether it may be a coroutine function.
         keeps_samples: whether samples are not its to change.
         words: further flags, without which a run has no use for it.
         in_megatron: whether it is called by a real training rank, which takes some seconds to start.
@@ -37,7 +35,6 @@ class Point:
     """
 
     call: str
-    may_await: bool = False
     keeps_samples: bool = False
     words: tuple[str, ...] = ()
     # A run goes on where it raises.
@@ -58,13 +55,10 @@ POINTS = {
         "fn(args, rollout_id, data_source, evaluation=True) → RolloutFnEvalOutput, or {set: {rewards, truncated, samples}}"
     ),
     "--custom-generate-function-path": Point(
-        "async fn(args, sample, sampling_params[, evaluation]) → Sample or list of them; fn(args, samples, evaluation) → list",
-        may_await=True,
+        "async fn(args, sample, sampling_params[, evaluation]) → Sample or list of them; fn(args, samples, evaluation) → list"
     ),
-    "--rollout-sample-hook-path": Point(
-        "fn(args, sample, *, rollout_id=None, evaluation=False) → Sample or None", may_await=True
-    ),
-    "--custom-rm-path": Point(_REWARD, may_await=True),
+    "--rollout-sample-hook-path": Point("fn(args, sample, *, rollout_id=None, evaluation=False) → Sample or None"),
+    "--custom-rm-path": Point(_REWARD),
     "--dynamic-sampling-filter-path": Point(
         "fn(args, samples, **kw) → DynamicFilterOutput(keep, reason) or bool", keeps_samples=True
     ),
@@ -191,11 +185,6 @@ class Recorder:
     def watched_function(self, function: Callable[..., Any], skipped: int = 0) -> Callable[..., Any]:
         """`function` with its calls recorded; of its arguments the first `skipped` are none of the user's."""
         if is_coroutine_function(function):
-            if not POINTS[self.flag].may_await:
-                raise UserError(
-                    f"{self.flag} {self.path} is async, and nobody awaits it here; write `def`, and run coroutines with "
-                    f"slime.utils.async_utils.run. It is called as {POINTS[self.flag].call}"
-                )
 
             @functools.wraps(function)
             async def awaited(*args: Any, **kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ from slime.training.schedule import schedule_from_args, train_parallel_config
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
 from slime.utils.misc import Box
-from slime.utils.plugin_loader import calling_user_code, load_function
+from slime.utils.plugin_loader import call_plug_in, calling_user_code, load_function
 from slime.utils.run_values import SharedArguments, add_run_values
 from slime.utils.types import Sample
 
@@ -141,11 +141,8 @@ class RolloutPipeline:
         function = load_function(path, flag=flag)
         with _calling(flag, path, f"rollout {rollout_id}"):
             output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=False)
-        if args.rollout_sample_filter_path is not None:
-            flag, path = "--rollout-sample-filter-path", args.rollout_sample_filter_path
-            sample_filter = load_function(path, flag=flag)
-            with _calling(flag, path, f"rollout {rollout_id}"):
-                sample_filter(args, output.samples)
+        flag, path = "--rollout-sample-filter-path", args.rollout_sample_filter_path
+        call_plug_in(flag, path, f"rollout {rollout_id}", args, output.samples)
         return flatten_rollout_output(output.samples), output.metrics
 
     def _build_shards(self, samples: list[Any]) -> tuple[list[Box], list[Box], int]:
@@ -164,10 +161,7 @@ class RolloutPipeline:
 
     def logged_by_user(self, rollout_id: int, samples: list[Any], metrics: dict[str, Any], seconds: float) -> bool:
         """Whether a user's function logged the rollout in the place of the usual metrics."""
-        path = self.args.custom_rollout_log_function_path
-        if path is None:
-            return False
-        flag = "--custom-rollout-log-function-path"
+        flag, path = "--custom-rollout-log-function-path", self.args.custom_rollout_log_function_path
         return _call_log_function(flag, path, rollout_id, self.args, samples, metrics, seconds)
 
     def evaluate(self, rollout_id: int, *, before: bool = False) -> list[LoggedMetrics]:
@@ -185,7 +179,7 @@ class RolloutPipeline:
                 dump = f"eval_before_{rollout_id}" if before else f"eval_{rollout_id}"
                 save_rollout(args.save_debug_rollout_data, dump, samples)
             flag, path = "--custom-eval-rollout-log-function-path", args.custom_eval_rollout_log_function_path
-            if path is None or not _call_log_function(flag, path, rollout_id, args, output.data, output.metrics):
+            if not _call_log_function(flag, path, rollout_id, args, output.data, output.metrics):
                 metrics = merge_extra_metrics(compute_eval_metrics(args, output.data), output.metrics, "eval/")
                 # An evaluation stands at the number of rollouts that its weights were trained on: at the step of the
                 # rollout that is generated with the same weights.
@@ -211,10 +205,10 @@ def _calling(flag: str, path: str, subject: str) -> contextlib.AbstractContextMa
     return calling_user_code(flag, path, subject)
 
 
-def _call_log_function(flag: str, path: str, *arguments: Any) -> bool:
-    """Call a user's log function; its failure is reported and never ends the run."""
+def _call_log_function(flag: str, path: str | None, rollout_id: int, *arguments: Any) -> bool:
+    """Call a user's log function, if there is one; its failure is reported and never ends the run."""
     try:
-        return bool(load_function(path, flag=flag)(*arguments))
+        return bool(call_plug_in(flag, path, f"rollout {rollout_id}", rollout_id, *arguments))
     except Exception:
         logger.exception("%s %s failed; default logging is used", flag, path)
         return False

@@ -23,7 +23,7 @@ import numpy as np
 from slime.utils.dataset import Dataset, StreamedDataset
 from slime.utils.errors import UserError
 from slime.utils.filesystem import publishing_directory
-from slime.utils.plugin_loader import calling_user_code
+from slime.utils.plugin_loader import calling_user_code, is_coroutine_function, nobody_awaits
 from slime.utils.processing_utils import encode_image_for_rollout_engine, is_image
 from slime.utils.sample_fields import exactly_as, hold_arrays
 from slime.utils.types import Sample
@@ -246,6 +246,8 @@ def _decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 FLAG = "--data-source-path"
 
+# All that is called of a source, by us or by our own sources.
+_METHODS = ("get_samples", "add_samples", "state_dict", "load_state_dict", "save", "load", "buffer_filter")
 _DEFAULT_LOOP = "slime.rollout.sglang_rollout.generate_rollout"
 
 
@@ -266,7 +268,10 @@ def has_method(source: Any, name: str) -> bool:
 
 
 def check_methods(args: Any, source: Any) -> None:
-    """Raise UserError, naming flag, class and methods, when `source` lacks what this run will call."""
+    """Raise UserError, naming flag, class and methods, when `source` lacks what this run will call, or it would not run."""
+    for name in _METHODS:
+        if is_coroutine_function(getattr(source, name, None)):
+            raise UserError(nobody_awaits(f"{FLAG} {args.data_source_path}: {type(source).__name__}.{name}"))
     missing = [] if has_method(source, "get_samples") else ["get_samples(num_samples)"]
     if _groups_come_back(args) and not has_method(source, "add_samples"):
         missing.append("add_samples(groups), which the default rollout function gives unused prompts back by")

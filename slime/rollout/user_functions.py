@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from slime.utils.errors import RunError, UserError
-from slime.utils.plugin_loader import parameters_of
+from slime.utils.plugin_loader import is_coroutine_function, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -107,11 +107,6 @@ def parameter_names(fn: Callable[..., Any]) -> list[str]:
 def is_batch_form(fn: Callable[..., Any]) -> bool:
     """Whether `fn` takes a list of samples: its second parameter is named `samples`."""
     return parameter_names(fn)[1:2] == ["samples"]
-
-
-def is_coroutine_function(fn: Callable[..., Any]) -> bool:
-    """Whether calling `fn` gives an awaitable, also for objects with an async `__call__`."""
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
 
 
 class CallTimedOut(Exception):

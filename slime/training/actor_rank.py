@@ -29,7 +29,7 @@ from slime.training.train_rank import TrainRank
 from slime.training.train_step import forward_log_probs
 from slime.utils.device import get_accelerator
 from slime.utils.misc import Box
-from slime.utils.plugin_loader import calling_user_code, load_function
+from slime.utils.plugin_loader import call_plug_in
 from slime.utils.process_groups import get_gloo_group, patient_groups
 from slime.utils.processing_utils import load_tokenizer
 from slime.weights.buckets import split_into_buckets
@@ -182,8 +182,7 @@ class ActorRank(TrainRank):
         """The files of weights `version` are on the disk, and no engine (`engines`: their handles) reads them yet."""
         path, flag = self.args.custom_update_weight_post_write_path, "--custom-update-weight-post-write-path"
         directory = transport_of(self.args).directory(self.args, version)
-        with calling_user_code(flag, path, f"weights {version}"):
-            load_function(path, flag=flag)(self.args, str(directory), list(engines))
+        call_plug_in(flag, path, f"weights {version}", self.args, str(directory), list(engines))
 
     def weights_pushed(self, version: int) -> str | None:
         """Engines serve the live weights as `version`. Returns the chain of the files, if this rank publishes them."""
@@ -287,8 +286,7 @@ class ActorRank(TrainRank):
             self._compute_advantages(rollout_id, data, logged)
         if args.rollout_data_postprocess_path is not None:
             path, flag = args.rollout_data_postprocess_path, "--rollout-data-postprocess-path"
-            with calling_user_code(flag, path, f"rollout {rollout_id}"):
-                load_function(path, flag=flag)(args, rollout_id, data)
+            call_plug_in(flag, path, f"rollout {rollout_id}", args, rollout_id, data)
             refresh_mask_sums(data, self.groups.sample_group)
         if args.get_mismatch_metrics and self.groups.is_last_stage and not is_imitation:
             self._tell_worst_tokens(rollout_id, data)

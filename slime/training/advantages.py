@@ -23,7 +23,7 @@ from slime.algorithms.reduction import zero_masked_tokens
 from slime.training.metric_reduction import whiten
 from slime.training.rollout_data import RolloutData, Tensors
 from slime.utils.errors import UserError
-from slime.utils.plugin_loader import calling_user_code, load_function
+from slime.utils.plugin_loader import call_plug_in
 
 
 def compute_advantages_and_returns(
@@ -145,8 +145,7 @@ def _estimate(args: argparse.Namespace, rollout_data: RolloutData) -> tuple[Tens
 def _call_custom_function(args: argparse.Namespace, rollout_data: RolloutData) -> None:
     path, flag = args.custom_advantage_function_path, "--custom-advantage-function-path"
     lengths = rollout_data.local_lengths
-    with calling_user_code(flag, path, f"{len(lengths)} samples"):
-        load_function(path, flag=flag)(args, rollout_data)
+    call_plug_in(flag, path, f"{len(lengths)} samples", args, rollout_data)
     for name in ("advantages", "returns"):
         found = _lengths_of(rollout_data.get(name))
         if found != lengths:

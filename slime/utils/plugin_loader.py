@@ -43,6 +43,10 @@ _CONVENTIONAL_NAMES = {
     "eval_function": ("generate_rollout",),
     "dynamic_sampling_filter": ("dynamic_filter", "filter_fn"),
 }
+# Whose functions may be `async`: at no other point does anybody await what comes back, and a coroutine never runs.
+_AWAITED = frozenset({
+    "--custom-generate-function-path", "--rollout-sample-hook-path", _REWARD_FLAG, "--rollout-all-samples-process-path",
+})  # fmt: skip
 
 
 def load_function(path: str, flag: str | None = None, *, batched: bool = False) -> Any:
@@ -52,7 +56,8 @@ def load_function(path: str, flag: str | None = None, *, batched: bool = False) 
     `batched` says that a reward function for lists is looked for first there (`batched_custom_rm`).
 
     Raises:
-        UserError: malformed path, failing import, missing or ambiguous name, or something that is not callable.
+        UserError: malformed path, failing import, missing or ambiguous name, something that is not callable, or a coroutine
+            function for a flag whose functions nobody awaits.
     """
     if not isinstance(path, str) or not path.strip():
         raise UserError(
@@ -60,7 +65,22 @@ def load_function(path: str, flag: str | None = None, *, batched: bool = False) 
         )
     path = path.strip()
     found = _load_cached(_key_of(path, "" if os.path.isabs(path) else os.getcwd()), path, flag, batched)
-    return found if _observer is None else _observer(flag, path, found)
+    if _observer is not None:
+        found = _observer(flag, path, found)
+    if flag is not None and flag not in _AWAITED and is_coroutine_function(found):
+        raise UserError(nobody_awaits(subject_of(flag, path)))
+    return found
+
+
+def is_coroutine_function(fn: Callable[..., Any]) -> bool:
+    """Whether calling `fn` gives an awaitable, also for objects with an async `__call__`."""
+    called = getattr(fn, "__call__", None)  # noqa: B004
+    return not inspect.isclass(fn) and any(map(inspect.iscoroutinefunction, (fn, called)))
+
+
+def nobody_awaits(subject: str) -> str:
+    """The message about a coroutine function, or a coroutine, of `subject` at a point where none is awaited."""
+    return f"{subject} is async, and nobody awaits it here; write `def`, and run coroutines with slime.utils.async_utils.run"
 
 
 @functools.cache
@@ -299,6 +319,27 @@ def calling_user_code(flag: str, path: str, subject: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise user_function_error(flag, path, subject, error) from error
+
+
+def call_plug_in(flag: str, path: str | None, subject: str, *given: Any) -> Any:
+    """What the user's function at `path` returns, at a point where nobody awaits; None without a path.
+
+    Args:
+        subject: see `calling_user_code`.
+
+    Raises:
+        UserError: it cannot be loaded, raised, or returned a coroutine; names flag, path and, if it was called, the subject.
+    """
+    if path is None:
+        return None
+    function = load_function(path, flag=flag)
+    with calling_user_code(flag, path, subject):
+        result = function(*given)
+        if inspect.iscoroutine(result):
+            # What a plain function around an async one gives.
+            result.close()
+            raise UserError(nobody_awaits(f"{flag} {path}, called for {subject},"))
+    return result
 
 
 def user_function_error(flag: str, path: str, subject: str, error: Exception) -> Exception:

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import write_json_atomically
-from slime.utils.plugin_loader import calling_user_code, load_function
+from slime.utils.plugin_loader import call_plug_in
 from slime.weights import delta_encoding
 from slime.weights.hf_reader import Place, places_of_checkpoint, places_of_tensors, read_bytes
 from slime.weights.hf_writer import copy_auxiliary_files
@@ -90,8 +90,7 @@ class LocalCheckpoint:
     def _call_before_read(self, published: Path) -> None:
         if self._before_read is not None:
             version = version_in(published)
-            with calling_user_code(_HOOK_FLAG, self._before_read, f"weights {version}"):
-                load_function(self._before_read, flag=_HOOK_FLAG)(str(published), version)
+            call_plug_in(_HOOK_FLAG, self._before_read, f"weights {version}", str(published), version)
 
     def close(self) -> None:
         """Leave the directory to other runs, once all engines of the host have."""

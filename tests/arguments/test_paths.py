@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.arguments import build_parser
+from slime.arguments.flag import flag_of
 from slime.arguments.paths import MANAGER_PLUG_INS, RANK_PLUG_INS, load_plug_ins, make_paths_absolute
 from slime.utils.errors import UserError
 from tests.support.models.args import parse
@@ -63,6 +64,20 @@ def test_typed_paths_are_imported(tmp_path):
         load_plug_ins(
             args_with(rollout_sample_hook_path=hooks, typed_flags={"rollout_sample_hook_path"}), MANAGER_PLUG_INS
         )
+
+
+def test_a_coroutine_function_is_refused_at_the_start_wherever_nobody_would_await_it(tmp_path):
+    (tmp_path / "late.py").write_text("async def late(*given, **named): ...\n")
+    path, refused = f"{tmp_path}/late.py:late", set()
+    for name in (*MANAGER_PLUG_INS, *RANK_PLUG_INS):
+        value = [path] if name == "rollout_sample_hook_path" else path
+        try:
+            load_plug_ins(args_with(**{name: value}, typed_flags={name}), (name,))
+        except UserError as error:
+            assert str(error).startswith(f"{flag_of(name)} {path} is async, and nobody awaits it here; write `def`")
+            refused.add(name)
+    awaited = {"custom_generate_function_path", "rollout_sample_hook_path", "custom_rm_path"}
+    assert {*MANAGER_PLUG_INS, *RANK_PLUG_INS} - refused == awaited | {"rollout_all_samples_process_path"}
 
 
 def test_defaults_and_the_plug_ins_of_other_processes_are_left_alone():

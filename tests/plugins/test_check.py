@@ -144,6 +144,11 @@ async def writes_args(args, sample):
     args.rollout_temperature = 0.5
     return 1.0
 async def awaited_filter(args, samples): return True
+async def awaited_log(rollout_id, args, samples, metrics, seconds): return True
+class AwaitedSource:
+    def __init__(self, args): ...
+    def get_samples(self, num_samples): return []
+    async def add_samples(self, groups): ...
 def greedy_filter(args, samples):
     samples[0].reward = 7.0
     return True
@@ -390,7 +395,7 @@ def test_an_endpoint_for_agents_has_two_turns_that_become_a_sample(file, name):
         ("Deaf", "answered 503: "),
         ("Mute", "answered 500: "),
         ("Foreign", "inherits from neither OpenAIAdapter nor AnthropicAdapter"),
-        ("reward", "inherits from neither"),
+        ("hook", "inherits from neither"),
     ],
 )
 def test_an_endpoint_that_agents_could_not_talk_to(file, name, problem):
@@ -455,6 +460,12 @@ def test_several_functions_work_together_and_a_class(file):
         ("--custom-rm-path", "writes_around_args", "it changed args.rollout_temperature: args are shared"),
         ("--custom-rm-path", "text_reward", "is 'good' (str); expected a finite number"),
         ("--dynamic-sampling-filter-path", "awaited_filter", "is async, and nobody awaits it here; write `def`"),
+        ("--custom-rollout-log-function-path", "awaited_log", "is async, and nobody awaits it here; write `def`"),
+        (
+            "--data-source-path",
+            "AwaitedSource",
+            ":AwaitedSource: AwaitedSource.add_samples is async, and nobody awaits",
+        ),
         ("--dynamic-sampling-filter-path", "greedy_filter", "it changed reward of samples, not its own"),
         ("--custom-advantage-function-path", "long_advantages", "38"),
         ("--custom-rollout-log-function-path", "broken_log", "it raised RuntimeError: disk is full"),

@@ -71,6 +71,11 @@ class KnowsTheRun:
         found = [self.args.num_rollout, self.args.rollouts_per_epoch, self.args.level]
         return [[Sample(index=0, tokens=[1, 2], response_length=1, metadata={"found": found})]]
 
+async def late(*given): ...
+
+def gives_a_coroutine(*given):
+    return late(*given)
+
 class NoConstructor:
     def __init__(self, args):
         raise KeyError("lost")
@@ -140,6 +145,19 @@ def test_a_log_function_is_loaded_by_its_flag_and_its_failure_is_only_reported(t
     args.custom_rollout_log_function_path = f"{plug_ins}:fails"
     assert RolloutPipeline(args).logged_by_user(3, [], {}, 1.0) is False
     assert "--custom-rollout-log-function-path" in caplog.text
+
+
+def test_a_coroutine_that_nobody_awaits_ends_a_filter_and_logs_nothing(tmp_path, plug_ins, caplog):
+    """A plain function around an async one: only its result shows it."""
+    words = ["--rollout-function-path", f"{plug_ins}:groups", "--debug-rollout-only"]
+    args = parse(tmp_path, *words, "--custom-rollout-log-function-path", f"{plug_ins}:gives_a_coroutine")
+    result = RolloutPipeline(args).generate(3)
+    assert "rollout/response_len/mean" in result.logged[-1][0], "the usual metrics are not lost"
+    told = f"{plug_ins}:gives_a_coroutine, called for rollout 3, is async, and nobody awaits it here"
+    assert f"--custom-rollout-log-function-path {told}" in caplog.text
+    args.rollout_sample_filter_path = f"{plug_ins}:gives_a_coroutine"
+    with pytest.raises(UserError, match=f"--rollout-sample-filter-path {told}"):
+        RolloutPipeline(args).samples_of(3)
 
 
 def test_what_a_thread_of_the_users_own_logs_leaves_with_the_call(tmp_path, plug_ins):

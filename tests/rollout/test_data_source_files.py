@@ -24,6 +24,17 @@ def test_missing_methods_are_reported_at_the_start():
     check_methods(make_args(save="out"), flat)
 
 
+@pytest.mark.parametrize(
+    "name", ["get_samples", "add_samples", "state_dict", "load_state_dict", "save", "load", "buffer_filter"]
+)
+def test_a_method_that_nobody_would_await_is_reported_at_the_start(name):
+    async def late(self, *given): ...
+
+    source = type("Late", (Flat,), {name: late})([])
+    with pytest.raises(UserError, match=f"--data-source-path my.Source: Late.{name} is async, and nobody awaits it"):
+        check_methods(make_args(), source)
+
+
 def test_a_source_without_length_needs_a_number_of_rollouts():
     assert prompts_per_epoch(make_args(), Flat([])) is None
     with pytest.raises(UserError, match="Flat has no __len__; give --num-rollout"):

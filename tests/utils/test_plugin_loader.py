@@ -107,6 +107,17 @@ def test_wrong_paths_are_user_errors_that_name_the_flag(path, message):
     assert "--data-source-path" in str(caught.value)
 
 
+def test_a_coroutine_function_is_loaded_only_where_it_is_awaited(write_plugin):
+    path = write_plugin(
+        "async def late(*given): ...\nclass Late:\n    async def __call__(self, *given): ...\nlate_object = Late()\n"
+    )
+    for name in ("late", "late_object"):
+        assert load_function(f"{path}:{name}", flag="--custom-rm-path") is load_function(f"{path}:{name}")
+        with pytest.raises(UserError, match=f"--buffer-filter-path {path}:{name} is async, and nobody awaits it here"):
+            load_function(f"{path}:{name}", flag="--buffer-filter-path")
+    assert load_function(f"{path}:Late", flag="--data-source-path").__name__ == "Late"
+
+
 def test_threads_that_ask_for_a_file_while_it_runs_wait_for_it(write_plugin):
     path = write_plugin("import time\ntime.sleep(0.3)\ndef f(): return 1\n")
     with ThreadPoolExecutor(4) as threads:

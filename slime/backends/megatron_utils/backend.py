@@ -20,6 +20,7 @@ from slime.training.resident_memory import Residents
 from slime.training.routing_replay import RoutingReplay
 from slime.training.train_step import MicroBatches
 from slime.utils.errors import RunError
+from slime.utils.plugin_loader import call_plug_in
 
 
 class MegatronBackend:
@@ -93,7 +94,7 @@ class MegatronBackend:
         from slime.backends.megatron_utils.schedules import forward_only
 
         flag, path = "--custom-megatron-before-log-prob-hook-path", self.args.custom_megatron_before_log_prob_hook_path
-        initialize.call_hook(flag, path, f"the pass for {prefix}log_probs", self.args, self.model, prefix)
+        call_plug_in(flag, path, f"the pass for {prefix}log_probs", self.args, self.model, prefix)
         return forward_only(self.args, self.model, batches, collect)
 
     def step(
@@ -161,7 +162,7 @@ class MegatronBackend:
             self.args.custom_megatron_before_train_step_hook_path,
         )
         given = self.args, rollout_id, step, self.model, self.optimizer, self.scheduler
-        initialize.call_hook(flag, path, f"rollout {rollout_id}, step {step}", *given)
+        call_plug_in(flag, path, f"rollout {rollout_id}, step {step}", *given)
 
     def bad_gradients(self) -> list[str]:
         from slime.backends.megatron_utils.parameter_names import parameters_with_bad_gradient

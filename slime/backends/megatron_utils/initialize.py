@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import gc
-import inspect
 import math
 import os
 import warnings
@@ -19,7 +18,7 @@ from slime.training.backend import RankGroups
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
-from slime.utils.plugin_loader import calling_user_code, load_function
+from slime.utils.plugin_loader import call_plug_in
 from slime.utils.process_groups import join_world
 
 # What Megatron adds to a seed stays below it: some thousand, and 100 for each expert-parallel rank.
@@ -54,22 +53,7 @@ def init(args: Any) -> None:
     _set_process_wide_modes(args)
     _init_model_parallel(args)
     _seed(args)
-    call_hook("--custom-megatron-init-path", args.custom_megatron_init_path, "the start of a rank", args)
-
-
-def call_hook(flag: str, path: str | None, moment: str, *given: Any) -> None:
-    """Call the user's function at `path`, if there is one, with what it is given; what it returns is left alone.
-
-    Raises:
-        UserError: it raised; names the flag, the path and the moment. Or it is a coroutine function, which nobody awaits.
-    """
-    if path is None:
-        return
-    function = load_function(path, flag=flag)
-    if inspect.iscoroutinefunction(function):
-        raise UserError(f"{flag} {path} is async, and training ranks await nothing; write a plain function")
-    with calling_user_code(flag, path, moment):
-        function(*given)
+    call_plug_in("--custom-megatron-init-path", args.custom_megatron_init_path, "the start of a rank", args)
 
 
 def destroy() -> None:

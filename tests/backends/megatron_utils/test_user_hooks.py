@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from slime.backends.megatron_utils.initialize import call_hook
 from slime.utils.errors import UserError
+from slime.utils.plugin_loader import call_plug_in
 from tests.support.models.tiny_model import write_tiny_model
 from tests.support.models.train_steps import make_args, shard_of
 from tests.support.processes.distributed import run_distributed
@@ -78,5 +78,5 @@ def test_a_hook_that_raises_or_that_nobody_awaits_is_named(tmp_path):
     (tmp_path / "hooks.py").write_text("def wrong(args): raise KeyError('x')\nasync def late(args): pass\n")
     for name, told in (("wrong", "rollout 1, step 2"), ("late", "async")):
         with pytest.raises(UserError, match=f"--custom-megatron-init-path .*hooks.py:{name}.*") as caught:
-            call_hook("--custom-megatron-init-path", f"{tmp_path}/hooks.py:{name}", "rollout 1, step 2", None)
+            call_plug_in("--custom-megatron-init-path", f"{tmp_path}/hooks.py:{name}", "rollout 1, step 2", None)
         assert told in str(caught.value)
