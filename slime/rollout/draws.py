@@ -9,7 +9,8 @@ such an earlier rollout, and a run that resumes draws it first. Which of its met
 
 * `state_dict()` and `save(rollout_id, state)`, as our own sources have them;
 * `state_dict()` and `load_state_dict(state)` alone: the state is written and read here, as `data_source_files` does;
-* `save(rollout_id)` and `load(rollout_id)` alone: the state is the one of the moment of saving.
+* `save(rollout_id)` and `load(rollout_id)` alone, or written anew in a class that inherits its `state_dict`: the state is the
+  one of the moment of saving.
 """
 
 from __future__ import annotations
@@ -408,6 +409,19 @@ def _as_group(args: Any, entry: Any, number: int) -> list[Any]:
     return group
 
 
+def _saves_more_than_state(source: Any) -> bool:
+    """Whether `save` or `load` of `source` are of a class that inherits `state_dict`, and so may save what that leaves out."""
+
+    def place(*names: str) -> int:
+        """Of the first class that has one of the methods; behind all classes where they are found another way."""
+        places = [i for i, cls in enumerate(type(source).__mro__) for name in names if name in vars(cls)]
+        return min(places, default=sys.maxsize)
+
+    if not (has_method(source, "save") and has_method(source, "load")):
+        return False
+    return place("save", "load") < place("state_dict", "load_state_dict")
+
+
 class DataSourceSnapshots:
     """Remembers, saves and loads the states of `source`."""
 
@@ -418,6 +432,7 @@ class DataSourceSnapshots:
         self._kept: dict[int, tuple[Any, DrawnAhead]] = {}
         self._saves_given_state = has_method(source, "save") and "state" in inspect.signature(source.save).parameters
         has_state = has_method(source, "state_dict")
+        has_state = has_state and (self._saves_given_state or not _saves_more_than_state(source))
         self._written_here = has_state and has_method(source, "load_state_dict") and not self._saves_given_state
         self._has_snapshots = self._written_here or (has_state and self._saves_given_state)
         self._draws = Draws(source, saves=args.save is not None)

@@ -119,6 +119,25 @@ class Doubled(RolloutDataSourceWithBuffer):
         return groups
 
 
+class Graded(RolloutDataSourceWithBuffer):
+    """Saves more than the state, of which it knows nothing."""
+
+    level = 0
+
+    def save(self, rollout_id):
+        super().save(rollout_id)
+        with open(f"{self.args.save}/level_{rollout_id}.json", "w") as file:
+            json.dump(self.level, file)
+
+    def load(self, rollout_id):
+        super().load(rollout_id)
+        with open(f"{self.args.load}/level_{rollout_id}.json") as file:
+            self.level = json.load(file)
+
+
+SOURCES = [RolloutDataSourceWithBuffer, Prompts, OwnPlace, Doubled, Graded]
+
+
 @pytest.fixture
 def data_args(tmp_path):
     rows = tmp_path / "prompts.jsonl"
@@ -161,7 +180,7 @@ def resumed(args, source_class, rollout_id):
     return source, states
 
 
-@pytest.mark.parametrize("source_class", [RolloutDataSource, RolloutDataSourceWithBuffer, Prompts, OwnPlace, Doubled])
+@pytest.mark.parametrize("source_class", [RolloutDataSource, *SOURCES])
 @pytest.mark.parametrize("direct", [False, True], ids=["through the framework", "by a function of the user's"])
 def test_a_resume_draws_again_what_rollouts_behind_the_saved_one_have(data_args, source_class, direct):
     source = source_class(data_args)
@@ -191,7 +210,18 @@ def test_a_resume_draws_again_what_rollouts_behind_the_saved_one_have(data_args,
     assert prompts(again.get_samples(5)) == nine[4:], "what is still to be drawn again is saved again"
 
 
-@pytest.mark.parametrize("source_class", [RolloutDataSourceWithBuffer, Prompts, OwnPlace, Doubled])
+def test_a_subclass_of_ours_that_saves_more_has_all_of_it_again(data_args):
+    source = Graded(data_args)
+    states = DataSourceSnapshots(data_args, source)
+    draw_groups(data_args, source, 3, 0)
+    source.level = 7
+    states.remember(0)
+    states.save(0)
+    again, _ = resumed(data_args, Graded, 0)
+    assert again.level == 7 and prompts(again.get_samples(1)) == ["p3"]
+
+
+@pytest.mark.parametrize("source_class", SOURCES)
 def test_what_went_back_is_drawn_again_once(data_args, source_class):
     source = source_class(data_args)
     states = DataSourceSnapshots(data_args, source)

@@ -104,6 +104,21 @@ def test_both_kinds_prefer_the_state(args):
     assert source.calls == [] and source.state["position"] == [0]
 
 
+def test_a_source_that_stands_before_another_is_asked_for_its_own_state(args):
+    class Before(Cursor):
+        inner = OnlySaves()
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    source = Before()
+    states = DataSourceSnapshots(args, source)
+    states.remember(0)
+    states.save(0)
+    states.load(0)
+    assert source.inner.calls == [] and source.state["position"] == [0]
+
+
 def test_a_source_that_cannot_be_restored_is_named(args):
     with pytest.raises(UserError, match=r"--data-source-path my.Source: object has no load\(rollout_id\)"):
         DataSourceSnapshots(args, object()).load(4)
