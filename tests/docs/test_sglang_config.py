@@ -24,8 +24,11 @@ def reward(tmp_path):
     SingletonMeta.clear_instances()
 
 
-@pytest.mark.parametrize(("said", "grade"), [(" 7", 1.0), ("3", 0.0), ("good", 0.0)])
-def test_the_judge_is_asked_and_its_first_token_is_the_grade(tmp_path, reward, said, grade):
+@pytest.mark.parametrize(
+    ("said", "grade"),
+    [("7", 1.0), (" 7", 1.0), ("\n8\n", 1.0), ("3", 0.0), ("good", 0.0), ("\n", 0.0), ("", 0.0), ("45", 0.0)],
+)
+def test_the_judge_is_asked_and_its_first_digit_is_the_grade(tmp_path, reward, said, grade):
     tokenizer = build_tokenizer()
     with FakeGenerateServer(lambda payload: tokenizer.encode(said)) as judge, FakeGenerateServer() as policy:
         judge.text_of = tokenizer.decode
@@ -41,6 +44,6 @@ def test_the_judge_is_asked_and_its_first_token_is_the_grade(tmp_path, reward, s
 
         assert asyncio.run(main()) == grade
         [request] = judge.requests
-        assert request["text"] == "Grade from 0 to 9: It is 85\nGrade:"
-        assert request["sampling_params"] == {"max_new_tokens": 1, "temperature": 0}
+        assert "It is 85" in request["text"] and request["text"].endswith("\n")
+        assert request["sampling_params"] == {"max_new_tokens": 4, "temperature": 0}
         assert policy.requests == []
