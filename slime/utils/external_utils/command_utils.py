@@ -77,7 +77,7 @@ def convert_checkpoint(
 ) -> str:
     """Write the Hugging Face directory as a Megatron checkpoint, unless `save` is there; returns `save`.
 
-    `num_gpus_per_node`: processes among which the stages of a pipeline are divided.
+    `num_gpus_per_node`: processes that convert, on this machine alone; `--max-workers` among `extra_args` names another number.
 
     Raises:
         UserError: there is no such script of a model.
@@ -85,17 +85,9 @@ def convert_checkpoint(
     """
     if Path(save).exists():
         return save
-    start = [sys.executable]
-    if num_gpus_per_node > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus_per_node)]
-    words = [
-        *start,
-        str(_REPOSITORY / "tools/convert_hf_to_torch_dist.py"),
-        "--hf-checkpoint",
-        hf_checkpoint,
-        "--save",
-        save,
-    ]
+    program = str(_REPOSITORY / "tools/convert_hf_to_torch_dist.py")
+    words = [sys.executable, program, "--hf-checkpoint", hf_checkpoint, "--save", save]
+    words += ["--max-workers", str(num_gpus_per_node)]
     of_model = [] if megatron_model_type is None else model_args(megatron_model_type)
     exec_command([*words, *of_model, *extra_args])
     return save

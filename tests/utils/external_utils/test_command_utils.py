@@ -1,6 +1,7 @@
 """Runs and conversions from Python: which program is called with which words."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,13 +52,25 @@ def test_flags_of_the_model_come_before_those_that_are_given(monkeypatch, called
     assert called[0][0][4:] == ["--num-layers", "some-model", "--num-layers", "2"]
 
 
-def test_a_checkpoint_is_converted_once_by_as_many_processes(tmp_path, called):
+def test_a_checkpoint_is_converted_once(tmp_path, called):
     save = str(tmp_path / "megatron")
-    assert convert_checkpoint("hf", save, num_gpus_per_node=2, extra_args=["--x"]) == save
+    assert convert_checkpoint("hf", save, extra_args=["--x"]) == save
     words = called[0][0]
-    assert words[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert words[7:] == ["--hf-checkpoint", "hf", "--save", save, "--x"] and words[6].endswith(
-        "convert_hf_to_torch_dist.py"
-    )
+    assert words[1].endswith("convert_hf_to_torch_dist.py")
+    assert words[2:] == ["--hf-checkpoint", "hf", "--save", save, "--max-workers", "1", "--x"]
     (tmp_path / "megatron").mkdir()
     assert convert_checkpoint("hf", save) == save and len(called) == 1
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_converted_by_several_processes(tmp_path):
+    from tests.support.models.tiny_model import write_tiny_model
+    from tools.conversion.hugging_face import differences
+    from tools.conversion.torch_dist import convert_torch_dist_to_hf
+
+    hf, back = tmp_path / "hf", tmp_path / "back"
+    write_tiny_model(hf, layers=4)
+    save = convert_checkpoint(str(hf), str(tmp_path / "megatron"), num_gpus_per_node=2)
+    options = {"workers": 1, "force": False, "largest": 2**30, "model_name": None, "vocab_size": None}
+    convert_torch_dist_to_hf(Path(save), back, hf, adds_missing=False, **options)
+    assert list(differences(back, hf)) == []
