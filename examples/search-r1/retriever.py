@@ -65,14 +65,16 @@ def read_corpus(path: Path) -> list[dict[str, Any]]:
         ValueError: a line is no object with `contents`; names the line.
     """
     documents = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            document = json.loads(line)
-            if not isinstance(document["contents"], str):
-                raise TypeError
-        except (ValueError, TypeError, KeyError):
-            raise ValueError(f'{path}:{number}: expected an object with "contents", a text') from None
-        documents.append(document)
+    # As bytes: a text has more characters that end a line, and JSON has them within its own texts.
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                document = json.loads(line)
+                if not isinstance(document["contents"], str):
+                    raise TypeError
+            except (ValueError, TypeError, KeyError):
+                raise ValueError(f'{path}:{number}: expected an object with "contents", a text') from None
+            documents.append(document)
     return documents
 
 

@@ -1,6 +1,7 @@
 """The search example: what a turn asks for, what is found, what is trained, and what an answer is worth."""
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,6 +107,14 @@ def test_a_broken_line_of_the_corpus_is_named(tmp_path):
     file.write_text('{"contents": "x"}\n{"text": "y"}\n')
     with pytest.raises(ValueError, match="corpus.jsonl:2"):
         read_corpus(file)
+
+
+def test_only_the_end_of_a_line_ends_a_document(tmp_path):
+    """JSON has other characters as they are, at which a text would be cut."""
+    documents = [{"contents": f"a{mark}b"} for mark in "\u2028\u2029\x85"]
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in documents), encoding="utf-8")
+    assert read_corpus(file) == documents
 
 
 def asked_retriever(function, **settings):
