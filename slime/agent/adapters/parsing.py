@@ -15,7 +15,7 @@ import re
 import runpy
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 THINK, END_OF_THINK = "<think>", "</think>"
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+# What opens an element: its name, and the mark behind that, or what there is in its place. Only the name of one that is
+# opened well is not empty and ends with the mark. Whatever a model writes, each character is read once.
+_FUNCTION, _PARAMETER = (re.compile(rf"<{kind}=([^>\n]*)(>|\n|\Z)") for kind in ("function", "parameter"))
+_END_OF_FUNCTION, _END_OF_PARAMETER = "</function>", "</parameter>"
 # A model may well open more brackets than Python follows.
 _UNREADABLE = (ValueError, RecursionError)
 # What opens a call, by the attribute in which a parser of SGLang's has it.
@@ -165,8 +167,9 @@ def _call(body: str, end: str, schemas: dict[str, dict[str, Any]]) -> tuple[str,
     """(name, arguments) of what stands in `<tool_call>`; None where it cannot be read. `schemas`: properties by tool."""
     if not end:
         return None
-    function = _FUNCTION.search(body)
-    if function is None:
+    end_of_function = body.rfind(_END_OF_FUNCTION)
+    function = _opened(_FUNCTION, body, 0)
+    if function is None or function.end() > end_of_function:
         try:
             called = json.loads(body)
         except _UNREADABLE:
@@ -174,7 +177,24 @@ def _call(body: str, end: str, schemas: dict[str, dict[str, Any]]) -> tuple[str,
         return _with_arguments(called.get("name"), called.get("arguments", {})) if isinstance(called, dict) else None
     name = function[1].strip()
     types = schemas.get(name, {})
-    return name, {key.strip(): _value(text, types.get(key.strip())) for key, text in _PARAMETER.findall(function[2])}
+    parameters = _parameters(body[function.end() : end_of_function])
+    return name, {key.strip(): _value(text, types.get(key.strip())) for key, text in parameters}
+
+
+def _opened(element: re.Pattern[str], text: str, start: int) -> re.Match[str] | None:
+    """The first element in `text[start:]` that is opened well."""
+    return next((found for found in element.finditer(text, start) if found[1] and found[2] == ">"), None)
+
+
+def _parameters(text: str) -> Iterator[tuple[str, str]]:
+    """(name, value) of each, without the line breaks that only set a value apart."""
+    end = 0
+    while (found := _opened(_PARAMETER, text, end)) is not None:
+        close = text.find(_END_OF_PARAMETER, found.end())
+        if close < 0:
+            return
+        yield found[1], text[found.end() : close].removeprefix("\n").removesuffix("\n")
+        end = close + len(_END_OF_PARAMETER)
 
 
 def _with_arguments(name: Any, arguments: Any) -> tuple[str, dict[str, Any]] | None:

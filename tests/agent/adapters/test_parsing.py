@@ -2,8 +2,11 @@
 
 import functools
 import json
+import random
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -95,6 +98,57 @@ def test_parameters_as_elements_have_the_types_of_the_schema():
     text, reasoning, uses, ill_formed = parse_model_output(f"<think>hm</think>{XML_CALL}", TOOLS)
     assert uses == [ToolUse("add", {"a": 1, "b": 2, "unit": "7"})] and not ill_formed
     assert (text, reasoning) == ("", "hm")
+
+
+# The format of calls with elements, as it is defined, in the time that it may take.
+FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+PIECES = ["<function=", "<function=add>", "</function>", "<parameter=", "<parameter=a>", "</parameter>", ">", "\n", "x"]
+
+
+def test_elements_are_read_as_the_format_is_defined():
+    chosen, read = random.Random(0), 0
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "x", "xx", "<function=")]
+    for _ in range(20_000):
+        body = "".join(chosen.choices(PIECES, k=chosen.randrange(2, 14)))
+        uses = parse_model_output(f"<tool_call>{body}</tool_call>", tools).tool_uses
+        function = FUNCTION.search(body)
+        expected = function and {name.strip(): text for name, text in PARAMETER.findall(function[2])}
+        if function is not None and function[1].strip() in ("add", "x", "xx", "<function="):
+            assert uses == [ToolUse(function[1].strip(), expected)], body
+            read += bool(expected)
+        else:
+            assert uses == [], body
+    assert read > 300
+
+
+def least_seconds(text):
+    """Of the processor, for reading `text`; others of the machine have the least part in the shortest of several times."""
+    seconds = []
+    for _ in range(5):
+        started = time.thread_time()
+        parse_model_output(text, TOOLS)
+        seconds.append(time.thread_time() - started)
+    return min(seconds)
+
+
+@pytest.mark.parametrize(
+    ("before", "repeated", "after"),
+    [
+        ("", "<function=a>", ""),
+        ("", "<function=", ""),
+        ("", "<function=\n", ">"),
+        ("<function=add>", "<parameter=a>", "</function>"),
+        ("<function=add>", "<parameter=", "</function>"),
+        ("<function=add>", "<parameter=a>\n1\n</parameter>", "</function>"),
+        ("", "</function>", "<function=add>"),
+        ("", "<tool_call>", ""),
+    ],
+)
+def test_the_time_that_a_text_takes_grows_as_its_length(before, repeated, after):
+    """Eight times as long: not 64 times the seconds, for which an agent's endpoint would serve nobody else."""
+    short, long = (f"<tool_call>{before}{repeated * count}{after}</tool_call>" for count in (2_000, 16_000))
+    assert least_seconds(long) < 24 * least_seconds(short)
 
 
 def test_without_tools_nothing_is_a_call():
