@@ -1,19 +1,25 @@
 """The page on agents: its generate function makes samples of a conversation, and its adapter passes the check."""
 
+import copy
 import shlex
+import subprocess
 import sys
 
 import pytest
 
+from slime.arguments import parse_args
 from slime.plugins.__main__ import main as try_functions
+from slime.rollout.data_source import create_data_source
 from slime.utils.misc import SingletonMeta
 from slime.utils.plugin_loader import load_function
+from slime.utils.processing_utils import render_chat
 from slime.utils.types import Sample
 from tests.support.models.args import parse
 from tests.support.models.rollout_args import make_checkpoint
+from tests.support.models.tokenizer import build_tokenizer
 from tests.support.processes.spoken import spoken
 from tests.support.tables.page import blocks
-from tests.support.tables.shell_arrays import ROOT
+from tests.support.tables.shell_arrays import ROOT, bash
 
 BLOCKS = blocks(ROOT / "docs/en/advanced/agents.md")
 AGENT, ADAPTER = (text for kind, text in BLOCKS if kind == "python")
@@ -30,9 +36,22 @@ def here(tmp_path, monkeypatch):
     SingletonMeta.clear_instances()
 
 
-def conversation(tmp_path, *turns):
+@pytest.fixture(scope="module")
+def sample_of_a_run(tmp_path_factory):
+    """The first sample that a run by the command of the page gives the function."""
+    home = tmp_path_factory.mktemp("home")
+    printed = bash(RUN, HOME=str(home), PRINT_COMMAND="1")
+    assert printed.returncode == 0, printed.stderr
+    words = shlex.split(printed.stdout)[2:]
+    assert words[-2:] == ["--custom-generate-function-path", "my_agent.py:generate"]
+    make = [sys.executable, str(ROOT / "tools/make_toy_task.py"), str(home / "slime/toy"), "--sft-size", "64"]
+    subprocess.run(make, check=True, capture_output=True, timeout=120)
+    args = parse_args(argv=[*words[:-2], "--dry-run"])
+    return create_data_source(args).get_samples(1)[0][0]
+
+
+def conversation(tmp_path, sample, *turns):
     generate = load_function("my_agent.py:generate", flag="--custom-generate-function-path")
-    sample = Sample(index=3, group_index=1, prompt="47+38?", label="85")
     try:
         return spoken(make_checkpoint(tmp_path / "checkpoint"), generate, sample, turns)
     finally:
@@ -40,18 +59,23 @@ def conversation(tmp_path, *turns):
             endpoint.served.stop()
 
 
-def test_an_agents_conversation_is_one_sample(tmp_path):
+def test_an_agents_conversation_is_one_sample(tmp_path, sample_of_a_run):
     (tmp_path / "checkpoint").mkdir()
-    (sample,), requests = conversation(tmp_path, "It is 85<|im_end|>", "Yes, 85<|im_end|>")
+    given, label = copy.deepcopy(sample_of_a_run), sample_of_a_run.label
+    (sample,), requests = conversation(tmp_path, given, f"It is {label}<|im_end|>", f"Yes, {label}<|im_end|>")
+    tokenizer = build_tokenizer()
+    asked = tokenizer.decode(requests[0]["input_ids"])
+    assert asked == render_chat(tokenizer, sample_of_a_run.prompt) and asked.count("<|im_start|>") == 2
     assert len(requests) == 2 and requests[1]["input_ids"] == sample.tokens[: len(requests[1]["input_ids"])]
-    assert sample.response.startswith("It is 85<|im_end|>\n") and sample.response.endswith("Yes, 85<|im_end|>")
-    assert (sample.reward, sample.rollout_id, sample.metadata["round_number"]) == (1.0, 3, 2)
+    assert sample.response.startswith(f"It is {label}<|im_end|>\n")
+    assert sample.response.endswith(f"Yes, {label}<|im_end|>")
+    assert (sample.reward, sample.rollout_id, sample.metadata["round_number"]) == (1.0, sample_of_a_run.index, 2)
     assert sample.status is Sample.Status.COMPLETED and len(sample.rollout_log_probs) == sample.response_length
 
 
 def test_the_command_is_accepted(tmp_path):
-    args = parse(tmp_path, *shlex.split(RUN)[2:])
-    assert args.custom_generate_function_path.endswith("my_agent.py:generate")
+    args = parse(tmp_path, *shlex.split(RUN)[-2:])
+    assert args.custom_generate_function_path == f"{tmp_path}/my_agent.py:generate"
 
 
 def test_the_adapter_passes_the_check(monkeypatch, capsys):
