@@ -38,8 +38,9 @@ def compute_rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, f
     """`rollout/` metrics of the samples of one step, `passrate/` with `--log-passrate`, `multi_turn/` with `--log-multi-turn`.
 
     Rewards are `get_reward_value(args)`. One that is no number (a user's post-processing may take anything) counts as neither
-    correct nor equal to another.
+    correct nor equal to another. Samples that failed and are masked are left out: their answers are none of the model's.
     """
+    samples = [sample for sample in samples if not failed_and_masked(sample)]
     metrics = {f"rollout/{name}": value for name, value in _sample_metrics(args, samples).items()}
     rewards = [_number(sample.get_reward_value(args)) for sample in samples]
     if not args.use_critic:

@@ -32,16 +32,15 @@ from slime.rollout.draws import DataSourceSnapshots
 from slime.rollout.generation_call import GenerationCall
 from slime.rollout.rollout_dump import load_rollout, save_rollout
 from slime.rollout.staleness import hold_to_bound
-from slime.rollout.train_data import convert_samples_to_train_batch
+from slime.rollout.train_data import convert_samples_to_train_batch, post_process_rewards
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.rollout_batch import split_for_data_parallel
 from slime.training.schedule import schedule_from_args, train_parallel_config
 from slime.utils.errors import UserError
-from slime.utils.finite_number import finite_number
 from slime.utils.misc import Box
 from slime.utils.plugin_loader import call_plug_in, calling_user_code, load_function
 from slime.utils.run_values import SharedArguments, add_run_values
-from slime.utils.types import Sample
+from slime.utils.types import Sample, failed_and_masked
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ class RolloutPipeline:
             if not self.logged_by_user(rollout_id, samples, metrics, seconds):
                 metrics.update(compute_rollout_metrics(self.args, samples))
                 if not self.args.has_trainer:
-                    metrics["rollout/raw_reward"] = _mean_reward(self.args, samples)
+                    metrics.update(_raw_reward(self.args, samples))
                 metrics.update(compute_rollout_perf_metrics(self.args, samples, seconds))
                 logged.append(({**metrics, "rollout/step": rollout_id}, "rollout/step"))
         return RolloutResult(shards, logged, critic_shards)
@@ -214,10 +213,15 @@ def _call_log_function(flag: str, path: str | None, rollout_id: int, *arguments:
         return False
 
 
-def _mean_reward(args: argparse.Namespace, samples: Sequence[Any]) -> float:
-    values = [finite_number(sample.get_reward_value(args)) for sample in samples]
-    rewards = [value for value in values if value is not None]
-    return sum(rewards) / len(rewards) if rewards else 0.0
+def _raw_reward(args: argparse.Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+    """`rollout/raw_reward` as training ranks would report it; nothing where they would get no rewards, which is told."""
+    try:
+        raw, _ = post_process_rewards(args, samples)
+    except UserError as error:
+        logger.warning("no rollout/raw_reward: a run that trains would end here: %s", error)
+        return {}
+    graded = [reward for reward, sample in zip(raw, samples, strict=True) if not failed_and_masked(sample)]
+    return {"rollout/raw_reward": sum(graded) / len(graded)} if graded else {}
 
 
 def flatten_rollout_output(groups: list[Any]) -> list[Sample]:

@@ -69,6 +69,8 @@ COLUMNS: dict[str, Column] = {
     "total_lengths": Column(Kind.SAMPLE, np.int64, sent_whole=True, reported=True),
     "rewards": Column(Kind.SAMPLE, np.float32, required=True, reported=True),
     "raw_reward": Column(Kind.ROLLOUT, np.float64, required=True, sent_whole=True),
+    # Where a sample failed and trains nothing: its reward was given by nobody. Missing where none did.
+    "failed": Column(Kind.ROLLOUT, np.bool_, sent_whole=True),
     "local_raw_reward": Column(Kind.SAMPLE),
     "truncated": Column(Kind.SAMPLE, required=True, reported=True),
     "round_number": Column(Kind.SAMPLE, np.int64, reported=True),

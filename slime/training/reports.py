@@ -35,7 +35,7 @@ def rollout_data_metrics(
     args: argparse.Namespace, rollout_data: RolloutData, data_group: dist.ProcessGroup
 ) -> dict[str, float]:
     """Means over the data of all ranks: per-token columns reduced like the loss, others averaged over samples. There is no
-    `kl` where nobody computed one.
+    `kl` where nobody computed one, and no `raw_reward` where all samples failed: it is the mean of those that did not.
 
     Collective over `data_group`, which spans data- and context-parallel ranks; all of them must hold the same columns.
     """
@@ -63,7 +63,9 @@ def rollout_data_metrics(
     if not ranks_with_kl:
         metrics.pop("kl", None)
     raw = rollout_data["raw_reward"]
-    metrics["raw_reward"] = sum(raw) / max(len(raw), 1)
+    failed = rollout_data.get("failed") or [False] * len(raw)
+    if graded := [reward for reward, is_failed in zip(raw, failed, strict=True) if not is_failed]:
+        metrics["raw_reward"] = sum(graded) / len(graded)
     return metrics
 
 

@@ -22,7 +22,7 @@ from slime.utils.misc import Box
 from slime.utils.packed_sample import PackedSample, RaggedArray, as_loss_mask, get_source, pack_sample
 from slime.utils.processing_utils import images_of
 from slime.utils.sample_fields import held
-from slime.utils.types import Sample, turns_of
+from slime.utils.types import Sample, failed_and_masked, turns_of
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +76,8 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
         batch["metadata"] = [s.train_metadata or {} for s in samples]
     if any("round_number" in s.metadata for s in samples):
         batch["round_number"] = np.array([turns_of(s) for s in samples], dtype=np.int64)
+    if any(map(failed_and_masked, samples)):
+        batch["failed"] = np.array([failed_and_masked(s) for s in samples])
     sources = [get_source(s) for s in samples]
     if any(source is not None for source in sources):
         batch["source_names"] = sources

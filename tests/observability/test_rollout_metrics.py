@@ -113,6 +113,22 @@ def test_evaluation_counts_failed_samples_and_leaves_them_out():
     )
 
 
+def test_a_rollout_leaves_failed_samples_out():
+    """Neither wrong answers nor short ones; a group of which one is left is none of equal rewards."""
+    lost = [
+        Sample(group_index=g, reward=0.0, status=Sample.Status.FAILED, remove_sample=True, loss_mask=[])
+        for g in (0, 1, 2)
+    ]
+    samples = [*groups([1, 1], [0], [1, 0]), *lost]
+    for sample in samples[:5]:
+        sample.response_length = 7
+    metrics = compute_rollout_metrics(with_args(log_passrate=True, log_multi_turn=True), samples)
+    assert {name: value for name, value in metrics.items() if "zero_std" in name} == {"rollout/zero_std/count_1.0": 1}
+    assert metrics["passrate/pass@1"] == pytest.approx((1 + 0 + 0.5) / 3)
+    assert metrics["rollout/response_len/min"] == metrics["multi_turn/raw_response_length/response_length_min"] == 7
+    assert compute_rollout_metrics(with_args(log_passrate=True, log_multi_turn=True), lost) == {}
+
+
 def test_zero_std_groups_are_counted_by_reward_and_groups_of_one_are_not():
     samples = groups([0.1] * 8, [0, 0], [0.0, 1e-9], [1, 0], [1, 1], [1])
     assert zero_std_counts(samples, [s.reward for s in samples]) == {0.0: 2, 0.1: 1, 1.0: 1}

@@ -5,12 +5,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 from slime.observability.console import evaluation_name, generation_name
 from slime.ray.driver import RunLength
 from slime.ray.rollout_pipeline import RolloutPipeline
 from slime.rollout.draws import DataSourceSnapshots, draw_groups, give_back
 from slime.rollout.train_data import convert_samples_to_train_batch
+from slime.scheduling.dp_schedule import DPSchedule
+from slime.training.reports import rollout_data_metrics
+from slime.training.rollout_batch import split_for_data_parallel, to_tensors
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 from tests.support.models.args import parse
@@ -71,6 +75,18 @@ class KnowsTheRun:
         found = [self.args.num_rollout, self.args.rollouts_per_epoch, self.args.level]
         return [[Sample(index=0, tokens=[1, 2], response_length=1, metadata={"found": found})]]
 
+def graded(args, rollout_id, data_source, evaluation=False):
+    common = {"group_index": 0, "tokens": [1, 2], "response_length": 1}
+    failed = Sample(index=2, reward=0.0, status=Sample.Status.FAILED, remove_sample=True, **common)
+    told = Sample(index=0, reward=1.0, metadata={"raw_reward": 3.0}, **common)
+    return [[told, Sample(index=1, reward=2.0, **common), failed]]
+
+def ungraded(args, rollout_id, data_source, evaluation=False):
+    return [[Sample(index=0, group_index=0, tokens=[1, 2], response_length=1)]]
+
+def doubled(args, samples):
+    return [2 * sample.reward for sample in samples], [0.0 for _ in samples]
+
 async def late(*given): ...
 
 def gives_a_coroutine(*given):
@@ -89,6 +105,13 @@ class FailingState(Failing):
     state_dict = fails
     def load_state_dict(self, state): ...
 """
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -145,6 +168,25 @@ def test_a_log_function_is_loaded_by_its_flag_and_its_failure_is_only_reported(t
     args.custom_rollout_log_function_path = f"{plug_ins}:fails"
     assert RolloutPipeline(args).logged_by_user(3, [], {}, 1.0) is False
     assert "--custom-rollout-log-function-path" in caplog.text
+
+
+@pytest.mark.parametrize(("post_process", "mean"), [(None, 2.5), ("doubled", 3.0)])
+def test_a_run_that_only_generates_reports_the_reward_of_one_that_trains(tmp_path, plug_ins, world, post_process, mean):
+    words = ["--rollout-function-path", f"{plug_ins}:graded"]
+    if post_process:
+        words += ["--custom-reward-post-process-path", f"{plug_ins}:{post_process}"]
+    result = RolloutPipeline(parse(tmp_path, *words, "--debug-rollout-only")).generate(3)
+    assert result.logged[-1][0]["rollout/raw_reward"] == mean
+    trains = parse(tmp_path, *words)
+    batch = convert_samples_to_train_batch(trains, RolloutPipeline(trains).samples_of(3)[0])
+    [shard] = split_for_data_parallel(batch, DPSchedule([[0, 1, 2]], [[[0, 1, 2]]], [1], [3], 0))
+    assert rollout_data_metrics(trains, to_tensors(shard, "cpu"), world)["raw_reward"] == mean
+
+
+def test_rewards_that_a_run_that_trains_would_refuse_are_told_and_not_reported(tmp_path, plug_ins, caplog):
+    args = parse(tmp_path, "--rollout-function-path", f"{plug_ins}:ungraded", "--debug-rollout-only")
+    metrics, _ = RolloutPipeline(args).generate(3).logged[-1]
+    assert "rollout/raw_reward" not in metrics and "the reward of sample 0 is None" in caplog.text
 
 
 def test_a_coroutine_that_nobody_awaits_ends_a_filter_and_logs_nothing(tmp_path, plug_ins, caplog):

@@ -30,7 +30,7 @@ def no_kl(args, data):
     data["advantages"] = data["returns"] = [0 * data["kl"][0]]
 
 
-def worker(reference=None, function=None, mask=(1, 0), **flags):
+def worker(reference=None, function=None, mask=(1, 0), failed=None, **flags):
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     student, teacher = [torch.tensor([-1.0, -3.0])], [torch.tensor([-0.5, 0.0])]
@@ -42,6 +42,8 @@ def worker(reference=None, function=None, mask=(1, 0), **flags):
     })  # fmt: skip
     if reference is not None:
         data["ref_log_probs"] = [torch.tensor(reference)]
+    if failed is not None:
+        data["raw_reward"], data["failed"] = [0.5, 0.0, 1.0], failed
     path = None if function is None else f"{__name__}.{function}"
     args = objective_args(use_opd=True, kl_loss_type="k1", custom_advantage_function_path=path, **flags)
     compute_advantages_and_returns(args, data)
@@ -69,7 +71,8 @@ def waits(samples):
 def both():
     by_function = {name: worker(function=name).get("kl") for name in ("new_kl", "changed_kl", "no_kl")}
     masked = worker(mask=(0, 0), calculate_per_token_loss=True)
-    return worker(), worker([-1.5, 0.0]), by_function, (waits(2), waits(40)), masked
+    failed = [worker(failed=each).get("raw_reward") for each in ([False, True, False], [True] * 3)]
+    return worker(), worker([-1.5, 0.0]), by_function, (waits(2), waits(40)), masked, failed
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +99,10 @@ def test_without_a_trained_token_the_means_over_tokens_are_0(both_metrics):
     masked = both_metrics[4]
     assert {masked[name] for name in ("log_probs", "teacher_log_probs", "values", "advantages", "returns")} == {0.0}
     assert masked["rewards"] == 0.5
+
+
+def test_the_reward_of_a_sample_that_failed_is_not_reported(both_metrics):
+    assert both_metrics[5] == [0.75, None]
 
 
 def test_the_device_is_waited_for_once_however_many_samples_there_are(both_metrics):

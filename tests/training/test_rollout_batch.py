@@ -234,6 +234,14 @@ def test_execution_ids_are_fresh_where_missing():
     assert execution_ids([None, 4, None, 4]).tolist() == [5, 4, 6, 4]
 
 
+def test_every_rank_knows_which_samples_failed_and_train_nothing():
+    failed = {"status": Sample.Status.FAILED}
+    batch = build([sample(0), sample(1, remove_sample=True, **failed), sample(2, **failed)])
+    for shard in split_for_data_parallel(batch, DPSchedule([[0], [2, 1]], [[[0]], [[0, 1]]], [1], [3], 0)):
+        assert to_tensors(shard, "cpu")["failed"] == [False, True, False]
+    assert "failed" not in build([sample(0), sample(1, **failed)])
+
+
 def test_shards_hold_their_rows_and_the_global_lengths():
     batch = build([sample(i, response=i + 1) for i in range(4)])
     schedule = DPSchedule([[0, 3], [2, 1]], [[[0], [1]], [[0], [1]]], [2], [4], 0)

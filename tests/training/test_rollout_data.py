@@ -117,7 +117,7 @@ def test_a_copy_is_a_dict_alone(tmp_path):
 def test_every_column_has_a_kind():
     assert column_of("of_a_plug_in").kind is Kind.SAMPLE
     assert {name for name, known in COLUMNS.items() if not known.is_per_sample} == {
-        "raw_reward", "partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes", "stream",
+        "raw_reward", "failed", "partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes", "stream",
         "step_statistics",
     }  # fmt: skip
     assert {name for name, known in COLUMNS.items() if known.on_host} == {
