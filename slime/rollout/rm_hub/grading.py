@@ -20,6 +20,7 @@ import functools
 import inspect
 import logging
 import random
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,12 +43,14 @@ from slime.rollout.user_functions import (
     call_user_function,
     describe_samples,
     is_batch_form,
+    is_coroutine_function,
     parameter_names,
     wrong_result_error,
 )
+from slime.utils.async_utils import SingleFlight
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
-from slime.utils.plugin_loader import accepted_keywords, load_function, user_function_error
+from slime.utils.plugin_loader import accepted_keywords, calling_user_code, load_function, user_function_error
 from slime.utils.reward_types import BOXED, REMOTE, bare_reward_type, known_reward_types
 from slime.utils.types import Sample
 
@@ -267,6 +270,8 @@ _IN_WORKERS = frozenset({"deepscaler", "ifbench", "math"})
 FLAG = "--custom-rm-path"
 
 _instances: dict[type, Any] = {}
+# Of those that are constructed in threads: concurrent first calls wait for one constructor, or for its failure.
+_first_calls: defaultdict[type, SingleFlight] = defaultdict(SingleFlight)
 
 
 def clear_reward_instances() -> None:
@@ -317,22 +322,31 @@ class CustomReward:
         return list(rewards)
 
     async def _grade_with_class(self, samples: list[Sample], timeout: float | None) -> Any:
-        if self._loaded not in _instances:
-            model_path = self.args.rm_model_path or self.args.hf_checkpoint
-            offered = {"args": self.args, "model_path": model_path}
-            # Constructed on the event loop, once, so that concurrent first calls cannot construct it twice.
-            _instances[self._loaded] = self._construct(offered, samples)
-        compute_reward = _instances[self._loaded].compute_reward
+        compute_reward = (await self._instance(samples)).compute_reward
         offered = {"labels": [sample.label for sample in samples], "samples": samples}
         keywords = accepted_keywords(compute_reward, offered)
         prompts, responses = [sample.prompt for sample in samples], [sample.response for sample in samples]
         return await self._call(compute_reward, samples, timeout, keywords, prompts, responses)
 
-    def _construct(self, offered: dict[str, Any], samples: list[Sample]) -> Any:
-        try:
-            return self._loaded(**accepted_keywords(self._loaded, offered))
-        except Exception as error:
-            raise user_function_error(FLAG, self.path, f"{describe_samples(samples)} (constructor)", error) from error
+    async def _instance(self, samples: list[Sample]) -> Any:
+        """The object of the class, made at the first call: in a thread, because it may load for long, while requests go on.
+
+        One whose `compute_reward` is a coroutine function is made on the event loop, which its constructor may ask for: a
+        session of a client does.
+        """
+        if self._loaded in _instances:
+            return _instances[self._loaded]
+        if is_coroutine_function(self._loaded.compute_reward):
+            return self._construct(samples)
+        options = {"source": self.source, "at_a_time": self.args.rm_concurrency}
+        construct = functools.partial(call_user_function, self._construct, samples, **options)
+        return await _first_calls[self._loaded].join(construct)
+
+    def _construct(self, samples: list[Sample]) -> Any:
+        offered = {"args": self.args, "model_path": self.args.rm_model_path or self.args.hf_checkpoint}
+        with calling_user_code(FLAG, self.path, f"{describe_samples(samples)} (constructor)"):
+            instance = self._loaded(**accepted_keywords(self._loaded, offered))
+        return _instances.setdefault(self._loaded, instance)
 
     async def _call(
         self,

@@ -53,6 +53,23 @@ class Model:
         calls.append((self.model_path, prompts, responses, labels))
         return [len(r) for r in responses]
 
+class Loads:
+    made = []
+    def __init__(self, args):
+        self.made.append(self)
+        args.loads.set()
+        assert args.goes_on.wait(5), "nothing else runs meanwhile"
+        if args.fails:
+            raise OSError("no such weights")
+    def compute_reward(self, prompts, responses):
+        return [7 for _ in prompts]
+
+class AsksTheLoop:
+    def __init__(self):
+        self.loop = asyncio.get_running_loop()
+    async def compute_reward(self, prompts, responses):
+        return [7 for _ in prompts]
+
 class Misnamed:
     def compute_rewards(self, prompts, responses):
         return [7 for _ in prompts]
@@ -153,6 +170,32 @@ def test_classes_are_constructed_once_with_what_they_accept(rewards):
     clear_reward_instances()
     args = make_args("/model", custom_rm_path=rewards("Bare"), rm_model_path="/other")
     assert grade_all(args, samples(1, 2)) == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_constructor_that_loads_holds_up_nothing_and_runs_once(rewards, fails):
+    args = make_args("", custom_rm_path=rewards("Loads"))
+    args.loads, args.goes_on, args.fails = threading.Event(), threading.Event(), fails
+
+    async def main():
+        calls = asyncio.gather(*[async_rm(args, sample) for sample in samples(1, 2, 3)], return_exceptions=True)
+        assert await asyncio.to_thread(args.loads.wait, 60)
+        # The event loop is free for others, and a further call waits for the same constructor.
+        later = asyncio.ensure_future(async_rm(args, samples(4)[0]))
+        await asyncio.sleep(0)
+        args.goes_on.set()
+        return [*(await calls), *(await asyncio.gather(later, return_exceptions=True))]
+
+    found = asyncio.run(main())
+    assert len(module_of(rewards)["Loads"].made) == 1
+    if fails:
+        assert all("(constructor): no such weights" in str(error) for error in found)
+    else:
+        assert found == [7.0] * 4
+
+
+def test_a_constructor_of_a_class_with_coroutines_may_ask_for_the_loop(rewards):
+    assert grade_one(make_args("", custom_rm_path=rewards("AsksTheLoop")), samples(1)[0]) == 7.0
 
 
 def test_a_class_without_compute_reward_is_refused_in_one_line(rewards):
