@@ -50,7 +50,7 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
         convert = load_function(path, flag=flag)
         with calling_user_code(flag, path, f"{len(samples)} samples"):
             columns = convert(args, samples)
-        batch = train_batch_from_columns(columns)
+        batch = train_batch_from_columns(columns, f"{flag} {path}")
     else:
         raw_rewards, rewards = post_process_rewards(args, samples)
         batch = build_train_batch(samples, raw_rewards, rewards)

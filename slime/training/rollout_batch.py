@@ -18,10 +18,11 @@ from slime.algorithms.reduction import rollout_mask_sums
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.columns import COLUMNS, IMAGES, column_of
 from slime.utils.errors import UserError
+from slime.utils.finite_number import finite_number
 from slime.utils.misc import Box
 from slime.utils.packed_sample import PackedSample, RaggedArray, as_loss_mask, get_source, pack_sample
 from slime.utils.processing_utils import images_of
-from slime.utils.sample_fields import held
+from slime.utils.sample_fields import first_not_finite, held
 from slime.utils.types import Sample, failed_and_masked, turns_of
 
 if TYPE_CHECKING:
@@ -84,37 +85,94 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
     return _complete(batch)
 
 
-def train_batch_from_columns(columns: dict[str, Any]) -> TrainBatch:
+def train_batch_from_columns(columns: dict[str, Any], source: str) -> TrainBatch:
     """A batch from a plug-in's dict of per-sample lists.
 
+    Args:
+        source: flag and path of the plug-in, for messages.
+
     Raises:
-        UserError: a required column is missing or has another number of rows, or a mask holds something else than 1 and 0.
+        UserError: it is no dict, a required column is missing or has another number of rows, a mask holds something else than 1
+            and 0, a reward or the log-prob of a trained token is no finite number, or the rows of a sample do not fit together.
     """
+    if not isinstance(columns, dict):
+        raise UserError(f"{source} returned {type(columns).__name__}; expected a dict of columns")
     required = [name for name, known in COLUMNS.items() if known.required]
     missing = [name for name in required if name not in columns]
     if missing:
-        raise UserError(
-            f"--custom-convert-samples-to-train-data-path: the returned dict lacks {', '.join(missing)}; "
-            f"required are {', '.join(required)}"
-        )
+        raise UserError(f"{source}: the returned dict lacks {', '.join(missing)}; required are {', '.join(required)}")
     rows = len(columns["tokens"])
     wrong = {name: len(column) for name, column in columns.items() if len(column) != rows}
     if wrong:
         raise UserError(
-            f"--custom-convert-samples-to-train-data-path: `tokens` has {rows} rows, but "
+            f"{source}: `tokens` has {rows} rows, but "
             + ", ".join(f"`{name}` has {count}" for name, count in wrong.items())
         )
     batch = dict(columns)
-    names = [f"--custom-convert-samples-to-train-data-path: sample {i}: `loss_masks`" for i in batch["sample_indices"]]
-    batch["loss_masks"] = [as_loss_mask(mask, name) for mask, name in zip(batch["loss_masks"], names, strict=True)]
+    of_samples = [f"{source}: sample {index}:" for index in batch["sample_indices"]]
+    for name in filter(columns.__contains__, _OF_NUMBERS):
+        for value, where in zip(columns[name], of_samples, strict=True):
+            if finite_number(value) is None:
+                raise UserError(f"{where} `{name}` is {value!r}; expected a finite number")
+    masks = [(mask, f"{where} `loss_masks`") for mask, where in zip(batch["loss_masks"], of_samples, strict=True)]
+    batch["loss_masks"] = [as_loss_mask(_as_row(mask, None, name), name) for mask, name in masks]
     batch["rollout_ids"] = execution_ids(list(batch.get("rollout_ids", [None] * rows)))
     for name in columns:
         known = column_of(name)
         if known.is_ragged:
-            batch[name] = [np.asarray(row, known.dtype) for row in batch[name]]
+            pairs = zip(batch[name], of_samples, strict=True)
+            batch[name] = [_as_row(row, known.dtype, f"{where} `{name}`") for row, where in pairs]
         elif known.dtype is not None:
             batch[name] = np.asarray(batch[name], known.dtype)
+    for position, where in enumerate(of_samples):
+        _require_fitting_rows({name: batch[name][position] for name in columns}, where)
     return _complete(batch)
+
+
+# Columns of a plug-in with one number per sample, of which each counts in a mean or in a length.
+_OF_NUMBERS = ("rewards", "raw_reward", "response_lengths", "rollout_mask_sums")
+
+
+def _as_row(row: Any, dtype: Any, name: str) -> np.ndarray:
+    try:
+        array = np.asarray(row, dtype)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} is no row of numbers: {error}") from None
+    if not array.ndim:
+        raise UserError(f"{name} is {row!r}; expected a row of numbers")
+    return array
+
+
+def _require_fitting_rows(sample: dict[str, Any], where: str) -> None:
+    """Raise UserError, with column and both numbers, where rows of a sample do not fit together; `where` tells which it is.
+
+    Log-probs of trained tokens have to be finite numbers; what stands at others is read by nobody.
+    """
+    total, response = len(sample["tokens"]), int(sample["response_lengths"])
+    if not 0 <= response < total:
+        raise UserError(
+            f"{where} `response_lengths` is {response} of {total} `tokens`; the first token cannot be predicted, so a sample "
+            "needs at least one prompt token"
+        )
+    expected = dict.fromkeys(("loss_masks", "rollout_log_probs", "teacher_log_probs"), response)
+    expected["rollout_top_p_token_offsets"] = response + 1
+    for name, length in expected.items():
+        if name in sample and len(sample[name]) != length:
+            raise UserError(
+                f"{where} `{name}` has {len(sample[name])} entries, expected {length}: `response_lengths` is {response}"
+            )
+        if name.endswith("_log_probs") and name in sample:
+            wrong = first_not_finite(np.where(sample["loss_masks"] != 0, sample[name], 0.0))
+            if wrong is not None:
+                raise UserError(
+                    f"{where} `{name}` is {sample[name][wrong]} at response token {wrong}, which is trained"
+                )
+    offsets = sample.get("rollout_top_p_token_offsets")
+    kept = len(sample.get("rollout_top_p_token_ids", ()))
+    if offsets is not None and offsets[-1] != kept:
+        raise UserError(
+            f"{where} `rollout_top_p_token_offsets` ends at {offsets[-1]}, and `rollout_top_p_token_ids` has {kept} entries"
+        )
 
 
 def takes_images(args: argparse.Namespace) -> bool:

@@ -1,4 +1,5 @@
 import argparse
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -259,6 +260,16 @@ def test_w5_what_custom_post_processing_returns_is_checked(function, message):
     args = objective(custom_reward_post_process_path=f"{__file__}:{function}")
     with pytest.raises(UserError, match=message):
         post_process_rewards(args, make([1, 0], [0, 0]))
+
+
+def test_the_content_of_a_custom_batch_is_checked(tmp_path):
+    path = f"{__file__}:columns"
+    args = parse(tmp_path, "--custom-convert-samples-to-train-data-path", path)
+    samples = make([1, 0], [0, 0])
+    samples[1].tokens = [1, 2]
+    wrong = f"--custom-convert-samples-to-train-data-path {path}: sample 1: `response_lengths` is 2 of 2 `tokens`"
+    with pytest.raises(UserError, match="^" + re.escape(wrong)):
+        convert_samples_to_train_batch(args, samples)
 
 
 def test_custom_conversion(tmp_path):

@@ -287,7 +287,9 @@ def test_l25_a_rank_takes_the_rewards_of_its_own_samples():
         num_microbatches=[1],
         global_batch_sizes=[4],
     )
-    shards = [to_tensors(s, CPU) for s in split_for_data_parallel(train_batch_from_columns(columns), schedule)]
+    shards = [
+        to_tensors(s, CPU) for s in split_for_data_parallel(train_batch_from_columns(columns, "columns"), schedule)
+    ]
     for shard, expected in zip(shards, ([3.0, 0.0], [2.0, 1.0]), strict=True):
         compute_advantages_and_returns(objective_args(), shard)
         assert [a.tolist() for a in shard["advantages"]] == [[value] * 2 for value in expected]

@@ -1,3 +1,4 @@
+import re
 import sys
 from types import SimpleNamespace
 
@@ -21,6 +22,8 @@ from slime.utils.errors import UserError
 from slime.utils.misc import Box
 from slime.utils.types import Sample
 from tests.support.models.seen_batch import PROVIDER
+
+PLUG_IN = "--custom-convert-samples-to-train-data-path my.convert"
 
 
 def sample(index, prompt=2, response=3, **fields):
@@ -99,6 +102,43 @@ def test_columns_have_the_documented_types():
     assert shard["rollout_log_probs"].values.dtype == np.float32
 
 
+WRONG_CONTENT = {
+    "`rewards` is nan; expected a finite number": {"rewards": [0.5, float("nan")]},
+    "`rewards` is None; expected a finite number": {"rewards": [0.5, None]},
+    "`raw_reward` is inf; expected a finite number": {"raw_reward": [0.5, float("inf")]},
+    "`response_lengths` is 2 of 2 `tokens`; the first token": {"response_lengths": [2, 2], "loss_masks": [[1, 0], [1, 1]]},
+    "`loss_masks` has 2 entries, expected 1: `response_lengths` is 1": {"loss_masks": [[1, 0], [1, 1]]},
+    "`loss_masks` is None; expected a row of numbers": {"loss_masks": [[1, 0], None]},
+    "`tokens` is no row of numbers": {"tokens": [[1, 2, 3], ["a", "b"]]},
+    "`rollout_log_probs` has 3 entries, expected 1": {"rollout_log_probs": [[-1.0, -1.0], [-1.0, -1.0, -1.0]]},
+    "`rollout_log_probs` is nan at response token 0": {"rollout_log_probs": [[-1.0, -1.0], [float("nan")]]},
+    "`teacher_log_probs` has 0 entries, expected 1": {"teacher_log_probs": [[-1.0, -1.0], []]},
+    "`rollout_top_p_token_offsets` has 1 entries, expected 2": {
+        "rollout_top_p_token_offsets": [[0, 1, 2], [0]], "rollout_top_p_token_ids": [[7, 8], []]
+    },
+    "`rollout_top_p_token_offsets` ends at 2, and `rollout_top_p_token_ids` has 1 entries": {
+        "rollout_top_p_token_offsets": [[0, 1, 2], [0, 2]], "rollout_top_p_token_ids": [[7, 8], [7]]
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG_CONTENT)
+def test_what_a_plug_in_wrote_into_columns_is_checked_before_ranks_get_it(message):
+    columns = {
+        "tokens": [[1, 2, 3], [1, 2]], "response_lengths": [2, 1], "rewards": [0.5, 0.5], "raw_reward": [1.0, 1.0],
+        "truncated": [0, 0], "sample_indices": [4, 9], "loss_masks": [[1, 0], [1]],
+        "rollout_log_probs": [[-1.0, float("nan")], [-1.0]],
+    }  # fmt: skip
+    train_batch_from_columns(columns, PLUG_IN)
+    with pytest.raises(UserError, match="^" + re.escape(f"{PLUG_IN}: sample 9: {message}")):
+        train_batch_from_columns({**columns, **WRONG_CONTENT[message]}, PLUG_IN)
+
+
+def test_a_plug_in_that_returns_no_columns_is_named():
+    with pytest.raises(UserError, match=f"^{PLUG_IN} returned NoneType; expected a dict of columns"):
+        train_batch_from_columns(None, PLUG_IN)
+
+
 def test_teacher_and_kept_sets_are_columns_of_tensors():
     kept = {"rollout_top_p_token_ids": [5, 6, 7, 8], "rollout_top_p_token_offsets": [0, 1, 3, 4]}
     failed = Sample(index=2, group_index=0, remove_sample=True, status=Sample.Status.FAILED)
@@ -130,7 +170,7 @@ def test_every_column_that_a_rollout_brings_is_declared():
     shard = split_for_data_parallel(batch, DPSchedule([[0, 1]], [[[0, 1]]], [1], [2], 0))[0]
     data = to_tensors(shard, "cpu")
     assert {"rollout_ids", "rollout_mask_sums", "local_raw_reward", "metadata"} <= data.keys() <= COLUMNS.keys()
-    own = train_batch_from_columns({**batch, "rollout_ids": [7, None], "rollout_mask_sums": [2.0, 4.0]})
+    own = train_batch_from_columns({**batch, "rollout_ids": [7, None], "rollout_mask_sums": [2.0, 4.0]}, PLUG_IN)
     assert own["rollout_ids"].tolist() == [7, 8] and own["rollout_mask_sums"].tolist() == [2.0, 4.0]
 
 
@@ -257,13 +297,13 @@ def test_plug_in_columns_are_completed():
         "tokens": [[1, 2, 3], [4, 5]], "response_lengths": [2, 1], "rewards": [1, 0], "raw_reward": [1, 0],
         "truncated": [0, 0], "sample_indices": [0, 1], "loss_masks": [[1, 0], [1]],
     }  # fmt: skip
-    batch = train_batch_from_columns(columns)
+    batch = train_batch_from_columns(columns, PLUG_IN)
     assert batch["rollout_ids"].tolist() == [0, 1] and batch["rollout_mask_sums"].tolist() == [1, 1]
     assert batch["total_lengths"].tolist() == [3, 2]
     with pytest.raises(UserError, match="lacks loss_masks"):
-        train_batch_from_columns({name: column for name, column in columns.items() if name != "loss_masks"})
+        train_batch_from_columns({name: column for name, column in columns.items() if name != "loss_masks"}, PLUG_IN)
     with pytest.raises(UserError, match="`tokens` has 2 rows, but `rewards` has 1"):
-        train_batch_from_columns({**columns, "rewards": [1]})
+        train_batch_from_columns({**columns, "rewards": [1]}, PLUG_IN)
 
 
 def test_a_mask_that_weighs_tokens_is_refused_from_a_function_of_the_users_too():
@@ -271,9 +311,9 @@ def test_a_mask_that_weighs_tokens_is_refused_from_a_function_of_the_users_too()
         "tokens": [[1, 2, 3], [1, 2]], "response_lengths": [2, 1], "rewards": [0.5, 0.5], "raw_reward": [1.0, 1.0],
         "truncated": [0, 0], "sample_indices": [4, 9], "loss_masks": [[1.0, 0.0], [True]],
     }  # fmt: skip
-    batch = train_batch_from_columns(columns)
+    batch = train_batch_from_columns(columns, PLUG_IN)
     assert [mask.tolist() for mask in batch["loss_masks"]] == [[1, 0], [1]]
     assert {mask.dtype for mask in batch["loss_masks"]} == {np.dtype(np.int32)}
     columns["loss_masks"][1] = [0.25]
     with pytest.raises(UserError, match="sample 9: `loss_masks` is 0.25 at response token 0"):
-        train_batch_from_columns(columns)
+        train_batch_from_columns(columns, PLUG_IN)

@@ -300,7 +300,7 @@ def _data_of(
         kept = [[(token + step) % VOCABULARY for token in s.tokens[s.prompt :] for step in (0, 1, 5)] for s in samples]
         columns["rollout_top_p_token_ids"] = kept
         columns["rollout_top_p_token_offsets"] = [list(range(0, len(ids) + 1, 3)) for ids in kept]
-    batch = train_batch_from_columns(columns)
+    batch = train_batch_from_columns(columns, "columns")
     schedule = schedule_from_args(
         args, train_parallel_config(args), batch["total_lengths"].tolist(), global_batch_size=args.global_batch_size,
         execution_ids=batch["rollout_ids"].tolist(),
