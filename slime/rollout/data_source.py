@@ -220,26 +220,28 @@ class RolloutDataSource(DataSource):
             raise UserError("--save is missing: there is no directory for the data-source state")
         write_state(state_directory(self.args.save, rollout_id), self.state_dict() if state is None else state)
 
-    def load(self, rollout_id: int | None = None) -> None:
+    def load(self, rollout_id: int | None = None) -> bool:
         """Restore the state after rollout `rollout_id` from below `args.load`; nothing to do for None or a negative id.
+
+        Returns:
+            False where the data start from zero.
 
         Raises:
             UserError: the state is missing or belongs to other data, unless `args.fresh_data_state` is set.
         """
-        if rollout_id is None or rollout_id < 0:
-            return
-        directory = find_state(self.args, rollout_id)
+        directory = None if rollout_id is None or rollout_id < 0 else find_state(self.args, rollout_id)
         if directory is None:
-            return
+            return False
         state = self._completed(read_state(directory), directory)
         difference = describe_difference(state["fingerprint"], self._fingerprint)
         if difference and self.args.fresh_data_state:
             logger.warning("%s: %s\nThe data starts from zero.", directory, difference)
-            return
+            return False
         try:
             self.load_state_dict(state)
         except UserError as error:
             raise UserError(f"{directory}: {error}") from error
+        return True
 
     def _completed(self, state: dict[str, Any], place: Path) -> dict[str, Any]:
         """`state` with what that of another program lacks: which data it was, in which order, and what came back."""

@@ -506,17 +506,20 @@ class DataSourceSnapshots:
         """
         ahead = DrawnAhead()
         if rollout_id >= 0:
-            if self._written_here:
-                self._load_here(rollout_id)
-            else:
-                self._load_by_source(rollout_id)
+            restored = self._load_here(rollout_id) if self._written_here else self._load_by_source(rollout_id)
+            if restored and self._args.fresh_data_state:
+                logger.warning(
+                    "--fresh-data-state: the data state after rollout %d is there, and is gone on with",
+                    rollout_id,
+                )
             if self._args.load:
-                ahead = self._drawn_ahead(rollout_id)
+                ahead = self._drawn_ahead(rollout_id, restored)
         self._draws.resume_after(rollout_id, ahead)
 
-    def _drawn_ahead(self, rollout_id: int) -> DrawnAhead:
-        ahead = read_drawn_ahead(state_directory(self._args.load, rollout_id))
-        if ahead.entries and self._args.fresh_data_state:
+    def _drawn_ahead(self, rollout_id: int, restored: bool) -> DrawnAhead:
+        """What is drawn again: nothing where the source was not `restored`, which gives it anyway, or never had it."""
+        ahead, fresh = read_drawn_ahead(state_directory(self._args.load, rollout_id)), self._args.fresh_data_state
+        if ahead.entries and not restored:
             logger.warning(
                 "--fresh-data-state: %d prompts that rollouts behind %d had drawn are not drawn again",
                 len(ahead.entries),
@@ -525,31 +528,38 @@ class DataSourceSnapshots:
             return dataclasses.replace(ahead, entries=[])
         size = self._args.n_samples_per_prompt
         groups = [one for one in ahead.entries if isinstance(one.get("samples"), list)]
-        if groups and ahead.group_size not in (None, size):
+        if not groups or ahead.group_size in (None, size):
+            return ahead
+        drawn = f"rollouts behind {rollout_id} had drawn {len(groups)} groups of {ahead.group_size}"
+        if not fresh:
             raise UserError(
-                f"--n-samples-per-prompt {size}: rollouts behind {rollout_id} had drawn {len(groups)} groups of "
-                f"{ahead.group_size}, which are drawn again; resume with the value of the first start, or give "
-                "--fresh-data-state to leave them out"
+                f"--n-samples-per-prompt {size}: {drawn}, which are drawn again; resume with the value of the first start, or "
+                "give --fresh-data-state to leave them out"
             )
-        return ahead
+        logger.warning("--fresh-data-state: %s, which --n-samples-per-prompt %d leaves out", drawn, size)
+        prompts = [one for one in ahead.entries if not isinstance(one.get("samples"), list)]
+        return dataclasses.replace(ahead, entries=prompts)
 
-    def _load_here(self, rollout_id: int) -> None:
+    def _load_here(self, rollout_id: int) -> bool:
+        """False: there is no state, and the data start from zero."""
         directory = find_state(self._args, rollout_id)
         if directory is None:
-            return
+            return False
         state = read_state(directory)
         with calling_source(self._args, self._source, "load_state_dict", str(directory)):
             self._source.load_state_dict(state)
+        return True
 
-    def _load_by_source(self, rollout_id: int) -> None:
+    def _load_by_source(self, rollout_id: int) -> bool:
+        """False: the source has none, or said so; the data start from zero."""
         if not has_method(self._source, "load"):
             if self._args.fresh_data_state:
                 logger.warning("the data source cannot be restored: the data starts from zero")
-                return
+                return False
             raise UserError(
                 f"{FLAG} {self._args.data_source_path}: {type(self._source).__name__} has no load(rollout_id) and no "
                 f"load_state_dict(state), so the run cannot go on after rollout {rollout_id}; give "
                 "--fresh-data-state to start the data from zero"
             )
         with calling_source(self._args, self._source, "load", f"rollout {rollout_id}"):
-            self._source.load(rollout_id)
+            return self._source.load(rollout_id) is not False

@@ -6,6 +6,7 @@ import json
 import pickle
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -373,7 +374,7 @@ def test_groups_that_went_back_to_the_source_keep_numbers_that_a_resumed_run_giv
             states.save(0)
 
 
-def test_groups_of_another_size_are_not_drawn_again(data_args):
+def test_groups_of_another_size_are_not_drawn_again(data_args, caplog):
     """Whoever is asked for groups of the new size would be blamed for them."""
     data_args.n_samples_per_prompt = 2
     source = RolloutDataSource(data_args)
@@ -389,7 +390,8 @@ def test_groups_of_another_size_are_not_drawn_again(data_args):
         resumed(data_args, RolloutDataSource, 0)
     data_args.fresh_data_state = True
     source, _ = resumed(data_args, RolloutDataSource, 0)
-    assert [len(group) for group in source.get_samples(1)] == [4]
+    assert "had drawn 3 groups of 2, which --n-samples-per-prompt 4 leaves out" in caplog.text
+    assert [(len(group), group[0].prompt) for group in source.get_samples(1)] == [(4, "p5")]
 
 
 def test_a_state_waits_for_what_rollouts_before_it_still_give_back(data_args):
@@ -441,18 +443,41 @@ def test_a_rollout_that_begins_before_the_one_that_it_follows_is_noted(data_args
     second.end()
 
 
-def test_data_that_start_anew_lack_what_was_drawn_ahead_and_say_so(data_args, caplog):
-    source = Prompts(data_args)
-    states, (first, second) = observed(data_args, source)
-    second(draw_groups, data_args, source, 3, 1)
+@pytest.mark.parametrize("source_class", [RolloutDataSource, OwnPlace])
+def test_data_that_start_anew_lack_what_was_drawn_ahead_and_say_so(data_args, source_class, monkeypatch, caplog):
+    with_three_drawn_ahead(data_args, source_class)
+    data_args.fresh_data_state = True
+    if source_class is OwnPlace:
+        monkeypatch.setattr(OwnPlace, "load", None)
+    else:
+        rows = Path(data_args.prompt_data)
+        rows.write_text(rows.read_text().replace("p", "q").replace("qromqt", "prompt"))
+    again, _ = resumed(data_args, source_class, 0)
+    assert "3 prompts that rollouts behind 0 had drawn are not drawn again" in caplog.text
+    assert "is gone on with" not in caplog.text
+    assert prompts(again.get_samples(1)) == ["p0" if source_class is OwnPlace else "q0"]
+
+
+@pytest.mark.parametrize("source_class", [RolloutDataSource, Prompts, OwnPlace])
+@pytest.mark.parametrize("left_in_the_script", [False, True])
+def test_a_flag_for_missing_states_changes_nothing_where_they_are(data_args, source_class, left_in_the_script, caplog):
+    with_three_drawn_ahead(data_args, source_class)
+    data_args.fresh_data_state = left_in_the_script
+    again, _ = resumed(data_args, source_class, 0)
+    assert prompts(again.get_samples(4)) == ["p0", "p1", "p2", "p3"]
+    told = "--fresh-data-state: the data state after rollout 0 is there, and is gone on with"
+    assert caplog.messages == [told] * left_in_the_script
+
+
+def with_three_drawn_ahead(args, source_class):
+    """A state after rollout 0, which has drawn nothing yet."""
+    source = source_class(args)
+    states, (first, second) = observed(args, source)
+    second(draw_groups, args, source, 3, 1)
     states.remember(0)
     first.end()
     states.save(0)
     second.end()
-    data_args.fresh_data_state = True
-    again, _ = resumed(data_args, Prompts, 0)
-    assert "3 prompts that rollouts behind 0 had drawn are not drawn again" in caplog.text
-    assert again.get_samples(1) == ["p3"]
 
 
 def test_a_save_leaves_nothing_of_an_earlier_save_of_that_rollout(data_args):
