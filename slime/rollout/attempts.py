@@ -2,12 +2,15 @@
 
 Generation works on attempts, which are copies, and so do the functions of users that it calls: the prompt stays what it is.
 An attempt that failed leaves nothing to the next one, which starts from the prompt. One that was interrupted may be gone on
-with in a later step: it returns to the data source with what it has, and with its prompt beside it.
+with in a later step: it returns to the data source with what it has, and with its prompt beside it. A run that is started
+again with another distribution to sample from begins it anew: log-probs of one answer are those of one distribution.
 
 Invariants: no prompt is lost; a returned group has as many entries as it was given; finished siblings stay finished.
 """
 
 import copy
+import logging
+import operator
 from typing import Any
 
 import numpy as np
@@ -17,10 +20,14 @@ from slime.utils.misc import unique_hex
 from slime.utils.sample_fields import read_only, token_array
 from slime.utils.types import PrefixCacheInfo, Sample, SpecInfo
 
+logger = logging.getLogger(__name__)
+
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
-# Attribute of an attempt that returned to the data source: its prompt, in plain values, because both may be saved.
+# Attributes of an attempt that returned to the data source, in plain values, because both may be saved with it: its prompt,
+# and the flags that its tokens were sampled under.
 PROMPT_BESIDE = "prompt_beside"
+SAMPLED_UNDER = "sampled_under"
 
 
 def new_attempt(entry: Any) -> Any:
@@ -31,7 +38,8 @@ def new_attempt(entry: Any) -> Any:
     if not isinstance(entry, Sample):
         return [new_attempt(inner) for inner in entry]
     attempt = own_copy(entry)
-    attempt.__dict__.pop(PROMPT_BESIDE, None)
+    for name in (PROMPT_BESIDE, SAMPLED_UNDER):
+        attempt.__dict__.pop(name, None)
     attempt.session_id = attempt.session_id or unique_hex()
     return attempt
 
@@ -112,23 +120,61 @@ def can_be_continued(entry: Any) -> bool:
     return bool(entry.response_length or entry.response)
 
 
-def as_continuable_group(original: list[Any], group: list[Any]) -> list[Any]:
+def as_continuable_group(args: Any, original: list[Any], group: list[Any]) -> list[Any]:
     """The attempts `group` on `original`, to be gone on with: each with its prompt beside it, or the prompt instead of it."""
     prompts = as_prompts(original)
     for prompt, entry in zip(prompts, group, strict=True):
         if can_be_continued(entry):
-            setattr(leaves(entry)[0], PROMPT_BESIDE, prompt.to_dict())
+            first = leaves(entry)[0]
+            setattr(first, PROMPT_BESIDE, prompt.to_dict())
+            setattr(first, SAMPLED_UNDER, _sampling_flags(args))
     return [entry if can_be_continued(entry) else prompt for prompt, entry in zip(prompts, group, strict=True)]
 
 
-def as_partial_group(original: list[Any], group: list[Any], rollout_id: int) -> list[Any]:
+def begin_anew_where_sampled_otherwise(args: Any, groups: list[list[Any]], rollout_id: int) -> list[list[Any]]:
+    """`groups` with prompts in the place of attempts that an earlier start sampled from another distribution; tells of them.
+
+    What is here without the flags that it was sampled under, from a user's function say, stays as it is.
+    """
+    if not any(SAMPLED_UNDER in sample.__dict__ for sample in leaves(groups)):
+        return groups
+    flags, others = _sampling_flags(args), []
+
+    def usable(entry: Any) -> Any:
+        under = [sample.__dict__.get(SAMPLED_UNDER, flags) for sample in leaves(entry)[:1]]
+        if under in ([flags], []):
+            return entry
+        others.extend(under)
+        return prompt_of(entry)
+
+    pairs = [(group, [usable(entry) for entry in group]) for group in groups]
+    if others:
+        changed = [f"{flag} {others[0].get(flag)} → {now}" for flag, now in flags.items() if others[0].get(flag) != now]
+        logger.warning(
+            "rollout %d: %d attempts of an earlier start begin anew, from their prompts: they were sampled under other flags "
+            "(%s)", rollout_id, len(others), ", ".join(changed),
+        )  # fmt: skip
+    # A group that stays as it is stays the same object: whoever drew it is known by it.
+    return [group if all(map(operator.is_, group, own)) else own for group, own in pairs]
+
+
+def _sampling_flags(args: Any) -> dict[str, Any]:
+    """What tells the distribution that training rollouts sample from."""
+    return {
+        "--rollout-temperature": args.rollout_temperature,
+        "--rollout-top-p": args.rollout_top_p,
+        "--rollout-top-k": args.rollout_top_k,
+    }
+
+
+def as_partial_group(args: Any, original: list[Any], group: list[Any], rollout_id: int) -> list[Any]:
     """The unfinished `group` with what its samples have so far, to be continued in a later step.
 
     `metadata["start_rollout_id"]` of an attempt keeps the rollout in which it was returned first.
     """
     for sample in leaves([entry for entry in group if can_be_continued(entry)]):
         sample.metadata.setdefault("start_rollout_id", rollout_id)
-    return as_continuable_group(original, group)
+    return as_continuable_group(args, original, group)
 
 
 def mask_finished_earlier(args: Any, sample: Sample) -> None:

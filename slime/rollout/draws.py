@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from slime.rollout.attempts import begin_anew_where_sampled_otherwise
 from slime.rollout.base_types import leaves
 from slime.rollout.data_source_files import (
     FLAG,
@@ -335,6 +336,8 @@ def _as_plain(entry: Any) -> dict[str, Any]:
 def draw_groups(args: Any, source: Any, num_samples: int, rollout_id: int, drawn: int = 0) -> list[list[Any]]:
     """The next groups of `source`; what it gives as single prompts is copied `n_samples_per_prompt` times.
 
+    Attempts that an earlier start sampled under other flags are prompts again.
+
     `drawn`: how many entries were drawn for this rollout before; numbers the groups that are made here.
 
     Raises:
@@ -353,8 +356,9 @@ def draw_groups(args: Any, source: Any, num_samples: int, rollout_id: int, drawn
         first = rollout_id * _NUMBERS_PER_ROLLOUT if draws is None else draws.first_number(rollout_id)
         first += drawn
         groups = [_as_group(args, entry, first + position) for position, entry in enumerate(entries)]
+        made = [group for entry, group in zip(entries, groups, strict=True) if group is not entry]
+        groups = begin_anew_where_sampled_otherwise(args, groups, rollout_id)
         if draws is not None:
-            made = [group for entry, group in zip(entries, groups, strict=True) if group is not entry]
             if made:
                 draws.numbered(rollout_id, made[-1][0].group_index)
             for entry, group in zip(entries, groups, strict=True):

@@ -159,7 +159,7 @@ async def _finished_entries(args: Any, config: EvalDatasetConfig, group: list[Sa
         attempts = await generate_and_rm_group(args, attempts, config.sampling_params(), evaluation=True)
         if not is_aborted(attempts):
             return attempts
-        attempts = as_continuable_group(group, attempts)
+        attempts = as_continuable_group(args, group, attempts)
     name = group[0].group_index
     raise RunError(f"evaluation set {config.name}: prompt {name} was aborted {MAX_INTERRUPTIONS} times")
 

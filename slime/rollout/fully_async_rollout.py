@@ -245,7 +245,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         if is_aborted(group):
             self._counts["aborted_samples"] += sum(s.status is Sample.Status.ABORTED for s in leaves(group))
             partial = self.args.partial_rollout
-            left = as_partial_group(origin, group, self._rollout_id) if partial else as_prompts(origin)
+            left = as_partial_group(self.args, origin, group, self._rollout_id) if partial else as_prompts(origin)
             await self._return_to_source(origin, left)
             self._interruptions[name] += 1
             if self._interruptions[name] > MAX_INTERRUPTIONS_OF_A_GROUP:
@@ -265,7 +265,9 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
             return None
         if self._draws is not None:
             # As it goes into a state: attempts with their prompts beside them, which are gone on with, or done.
-            self._draws.finished(origin, lambda: as_continuable_group(origin, [new_attempt(entry) for entry in group]))
+            self._draws.finished(
+                origin, lambda: as_continuable_group(self.args, origin, [new_attempt(entry) for entry in group])
+            )
         return group
 
     async def _filter_drops(self, group: list[Any]) -> bool:

@@ -274,7 +274,7 @@ class RolloutStep:
         aborted = [sample for sample in leaves(group) if sample.status is Sample.Status.ABORTED]
         self.counts["aborted_samples"] += len(aborted)
         if self.args.partial_rollout:
-            return as_partial_group(origin, group, self.rollout_id)
+            return as_partial_group(self.args, origin, group, self.rollout_id)
         return as_prompts(origin)
 
     async def _wind_down(self) -> None:
@@ -301,7 +301,7 @@ class RolloutStep:
         self.counts["surplus_groups"] += 1
         if not self.args.keep_surplus_groups or (self.args.group_rm and failed_samples(group)):
             return as_prompts(origin)
-        return as_continuable_group(origin, group)
+        return as_continuable_group(self.args, origin, group)
 
     def _after_failed_task(self, task: asyncio.Task[Any], origin: list[Any]) -> list[Any]:
         """The prompts of a group whose task failed or was cancelled while the step was being wound down."""

@@ -9,16 +9,19 @@ from slime.rollout.attempts import (
     as_continuable_group,
     as_partial_group,
     as_prompts,
+    begin_anew_where_sampled_otherwise,
     mask_finished_earlier,
     mask_tokens_before_resumption,
     own_copy,
 )
 from slime.rollout.data_source_files import groups_from_plain, groups_to_plain, read_state, write_state
+from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import CountingDataSource, make_args
-from tests.support.models.rollout_steps import plugin, run_step
+from tests.support.models.rollout_steps import plugin, prompt_number, run_step
 
 Status = Sample.Status
+ARGS = SimpleNamespace(rollout_temperature=1.0, rollout_top_p=1.0, rollout_top_k=-1)
 MASKING = SimpleNamespace(partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
 
 
@@ -53,7 +56,7 @@ def test_prompts_of_ids_without_text_survive():
     origin = [Sample(index=0, tokens=[5, 6, 7]), [Sample(index=1, tokens=[8, 9], response_length=1)]]
     assert [(prompt.tokens, prompt.response_length) for prompt in as_prompts(origin)] == [([5, 6, 7], 0), ([8], 0)]
     failed = Sample(index=0, tokens=[5, 6, 7, 1], response_length=1, status=Status.FAILED)
-    assert as_partial_group(origin[:1], [failed], 0)[0].tokens == [5, 6, 7]
+    assert as_partial_group(ARGS, origin[:1], [failed], 0)[0].tokens == [5, 6, 7]
 
 
 def test_partial_groups_keep_the_first_rollout_and_restart_unfinished_fan_outs():
@@ -62,7 +65,7 @@ def test_partial_groups_keep_the_first_rollout_and_restart_unfinished_fan_outs()
     finished_pair = [Sample(index=2, status=Status.COMPLETED), Sample(index=2, status=Status.TRUNCATED)]
     broken_pair = [Sample(index=3, status=Status.COMPLETED), Sample(index=3, status=Status.ABORTED)]
     group = [partial_sample(2, 3, index=0, metadata={"start_rollout_id": 1}), finished, finished_pair, broken_pair]
-    returned = as_partial_group(origin, group, rollout_id=6)
+    returned = as_partial_group(ARGS, origin, group, rollout_id=6)
     assert returned[0] is group[0] and returned[0].metadata["start_rollout_id"] == 1
     assert returned[1] is finished and finished.metadata["start_rollout_id"] == 6
     assert returned[2] == finished_pair
@@ -76,8 +79,8 @@ def test_failed_entries_of_a_returned_group_are_the_prompts_that_were_handed_out
     pair = [Sample(index=2, status=Status.COMPLETED), Sample(index=2, status=Status.FAILED)]
     aborted = partial_sample(2, 3, index=1)
     for returned in (
-        as_partial_group(origin, [stranger, aborted, pair], 3),
-        as_continuable_group(origin, [stranger, aborted, pair]),
+        as_partial_group(ARGS, origin, [stranger, aborted, pair], 3),
+        as_continuable_group(ARGS, origin, [stranger, aborted, pair]),
     ):
         assert [(entry.prompt, entry.status) for entry in returned] == [
             ("p0", Status.PENDING), ("", Status.ABORTED), ("p2", Status.PENDING)
@@ -161,17 +164,59 @@ def test_an_interrupted_attempt_goes_on_with_what_it_has_and_one_that_fails_then
     assert [attempt["metadata"]["nested"]["list"][2:] for attempt in found] == [[], ["mine"], ["mine"] * 2, []]
     assert found[3] == found[0]
     assert (finished.tokens, finished.response_length) == ([9, 9, 1, 2, 3, 5, 6], 2)
-    assert "prompt_beside" not in finished.__dict__ and "start_rollout_id" not in finished.metadata
+    assert (
+        not {"prompt_beside", "sampled_under"} & finished.__dict__.keys()
+        and "start_rollout_id" not in finished.metadata
+    )
     assert source.prompt.metadata["nested"] == {"list": [1, "a"], "set": {1}}
 
 
 def test_a_saved_attempt_still_knows_its_prompt(tmp_path):
     origin = [Sample(index=0, prompt="p", label="l"), Sample(index=1, prompt="q", metadata={"pair": (1, [2])})]
     group = [partial_sample(2, 3, index=0, prompt="changed"), partial_sample(2, 3, index=1, prompt="changed")]
-    write_state(tmp_path / "state", {"buffer": groups_to_plain([as_partial_group(origin, group, 4)])})
+    write_state(tmp_path / "state", {"buffer": groups_to_plain([as_partial_group(ARGS, origin, group, 4)])})
     (returned,) = groups_from_plain(read_state(tmp_path / "state")["buffer"])
     assert [(sample.prompt, sample.response_length) for sample in returned] == [("changed", 3)] * 2
     assert as_prompts(returned) == origin
+
+
+@pytest.mark.parametrize("flag", ["rollout_temperature", "rollout_top_p", "rollout_top_k"])
+def test_attempts_that_were_sampled_under_other_flags_are_prompts_again(tmp_path, flag, caplog):
+    origin = [Sample(index=0, prompt="p"), Sample(index=1, prompt="q"), Sample(index=2, prompt="r")]
+    pair = [Sample(index=2, status=Status.COMPLETED), Sample(index=2, status=Status.TRUNCATED)]
+    group = as_partial_group(ARGS, origin, [partial_sample(2, 3, index=0), Sample(index=1), pair], 4)
+    write_state(tmp_path / "state", {"buffer": groups_to_plain([group])})
+    saved = groups_from_plain(read_state(tmp_path / "state")["buffer"])
+    of_a_user = [partial_sample(2, 3), Sample(), Sample()]
+    same = begin_anew_where_sampled_otherwise(ARGS, [*saved, of_a_user], 5)
+    assert same[0] is saved[0] and same[1] is of_a_user and not caplog.records
+    begun = begin_anew_where_sampled_otherwise(SimpleNamespace(**{**vars(ARGS), flag: 0.5}), [*saved, of_a_user], 5)
+    assert begun[0] == origin and begun[1] is of_a_user
+    (warning,) = caplog.messages
+    assert warning.startswith("rollout 5: 2 attempts of an earlier start begin anew")
+    assert f"(--{flag.replace('_', '-')} {getattr(ARGS, flag)} → 0.5)" in warning
+
+
+def test_partial_answers_begin_anew_where_the_run_starts_again_at_another_temperature(server, checkpoint, caplog):
+    """Their log-probs would come from two distributions."""
+    args = make_args(checkpoint, server.port, partial_rollout=True, over_sampling_batch_size=3)
+    source = CountingDataSource(2)
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    run_step(args, source)
+    source.returned = groups_from_plain(groups_to_plain(source.returned))
+    assert {len(sample.rollout_log_probs) for sample in source.returned[0]} == {1}
+    SingletonMeta.clear_instances()
+    server.hold = lambda payload: False
+    server.requests.clear()
+    args.rollout_temperature = 0.5
+    output = run_step(args, source, rollout_id=1)
+    group = next(g for g in output.samples if g[0].group_index == 0)
+    assert [(s.prompt, s.response, len(s.rollout_log_probs)) for s in group] == [("question 0", "FGH", 3)] * 2
+    assert {request["sampling_params"]["temperature"] for request in server.requests} == {0.5}
+    assert [message for message in caplog.messages if "begin anew" in message] == [
+        "rollout 1: 2 attempts of an earlier start begin anew, from their prompts: they were sampled under other flags "
+        "(--rollout-temperature 1.0 → 0.5)"
+    ]
 
 
 def test_an_attempt_that_was_saved_without_its_prompt_gives_up_what_generation_wrote():

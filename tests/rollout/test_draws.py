@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.rollout.attempts import as_partial_group
 from slime.rollout.base_types import leaves
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.draws import DataSourceSnapshots, draw_groups, give_back
@@ -478,6 +479,26 @@ def with_three_drawn_ahead(args, source_class):
     first.end()
     states.save(0)
     second.end()
+
+
+def test_an_attempt_that_begins_anew_goes_back_as_what_was_drawn(data_args):
+    data_args.n_samples_per_prompt = 1
+    data_args.rollout_temperature, data_args.rollout_top_p, data_args.rollout_top_k = 1.0, 1.0, -1
+    origin = [Sample(index=70, prompt="waited")]
+    attempt = Sample(index=70, tokens=[1, 2], response_length=1, status=Sample.Status.ABORTED)
+    source = RolloutDataSourceWithBuffer(data_args)
+    source.add_samples([as_partial_group(data_args, origin, [attempt], 0)])
+    states, (first, second) = observed(data_args, source)
+    data_args.rollout_temperature = 0.5
+    [group] = second(draw_groups, data_args, source, 1, 1)
+    assert group == origin
+    second(give_back, data_args, source, [group], 1, [group])
+    states.remember(0)
+    first.end()
+    second.end()
+    states.save(0)
+    again, _ = resumed(data_args, RolloutDataSourceWithBuffer, 0)
+    assert prompts(again.get_samples(2)) == ["waited", "p0"]
 
 
 def test_a_save_leaves_nothing_of_an_earlier_save_of_that_rollout(data_args):
