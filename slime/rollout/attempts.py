@@ -107,6 +107,12 @@ def as_prompts(original: list[Any]) -> list[Sample]:
     return [prompt_of(entry) for entry in original]
 
 
+def group_name(group: list[Any]) -> str:
+    """What tells `group`, as it was drawn, from others, however often it comes back: its number, or all of its first prompt."""
+    number = leaves(group)[0].group_index
+    return f"the group of {prompt_of(group[0])!r}" if number is None else f"group {number}"
+
+
 def can_be_continued(entry: Any) -> bool:
     """Whether `entry` is an attempt that is finished, or that has something to go on from.
 

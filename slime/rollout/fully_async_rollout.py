@@ -16,7 +16,7 @@ import math
 from collections import Counter, deque
 from typing import Any
 
-from slime.rollout.attempts import as_continuable_group, as_partial_group, as_prompts, new_attempt
+from slime.rollout.attempts import as_continuable_group, as_partial_group, as_prompts, group_name, new_attempt
 from slime.rollout.base_types import RolloutFnTrainOutput, first_index, leaves
 from slime.rollout.draws import current_draws, draw_groups, drawing_ahead, give_back
 from slime.rollout.failures import FailureTally, failed_samples
@@ -241,20 +241,22 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
             # Before it ends the run, so that no prompt is lost.
             await self._return_to_source(origin, as_prompts(origin))
             raise error
-        group, name = task.result(), task.get_name()
+        group = task.result()
         if is_aborted(group):
             self._counts["aborted_samples"] += sum(s.status is Sample.Status.ABORTED for s in leaves(group))
             partial = self.args.partial_rollout
             left = as_partial_group(self.args, origin, group, self._rollout_id) if partial else as_prompts(origin)
             await self._return_to_source(origin, left)
+            name = group_name(origin)
             self._interruptions[name] += 1
             if self._interruptions[name] > MAX_INTERRUPTIONS_OF_A_GROUP:
                 raise RunError(
-                    f"{name} was aborted {self._interruptions[name]} times; does something abort the engines, or does a custom "
-                    "function always return ABORTED?"
+                    f"{name:.200} was aborted {self._interruptions[name]} times; does something abort the engines, or does a "
+                    "custom function always return ABORTED?"
                 )
             return None
-        del self._interruptions[name]
+        if self._interruptions:
+            del self._interruptions[group_name(origin)]
         self._failures.add(group)
         if self._filter is not None and await self._filter_drops(group):
             if self._draws is not None:

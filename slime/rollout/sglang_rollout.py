@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from slime.rollout.abort import CANCEL_TIMEOUT_S, abort, cancel_tasks
-from slime.rollout.attempts import as_continuable_group, as_partial_group, as_prompts
+from slime.rollout.attempts import as_continuable_group, as_partial_group, as_prompts, group_name
 from slime.rollout.base_types import (
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
@@ -260,11 +260,11 @@ class RolloutStep:
     async def _give_back_interrupted(self, task: asyncio.Task[Any], group: list[Any]) -> None:
         """An engine or a custom function interrupted the group although the step goes on: it takes its turn again."""
         origin = self.origins[task]
-        name = leaves(origin)[0].group_index
+        name = group_name(origin)
         self.interruptions[name] += 1
         if self.interruptions[name] > MAX_INTERRUPTIONS_OF_A_GROUP:
             raise RunError(
-                f"group {name} was aborted {self.interruptions[name]} times in rollout {self.rollout_id} while the step "
+                f"{name:.200} was aborted {self.interruptions[name]} times in rollout {self.rollout_id} while the step "
                 "was running; does something abort the engines, or does a custom function always return ABORTED?"
             )
         self.call.remaining_batch_size -= 1

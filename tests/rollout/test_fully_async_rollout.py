@@ -268,6 +268,37 @@ def test_a_group_that_is_aborted_again_and_again_is_an_error(server, checkpoint,
     asyncio.run(main())
 
 
+def test_interruptions_of_groups_without_numbers_are_those_of_each(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "from collections import Counter\n"
+        "calls = Counter()\n"
+        "async def fn(args, sample, sampling_params):\n"
+        "    calls[sample.prompt] += 1\n"
+        "    sample.tokens, sample.response_length = [1, 2], 1\n"
+        "    ends = calls[sample.prompt] > 2 * args.n_samples_per_prompt\n"
+        "    sample.status = Sample.Status.COMPLETED if ends else Sample.Status.ABORTED\n"
+        "    return sample\n",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path, rollout_batch_size=4)
+    source = CountingDataSource(2, limit=4)
+    numbered = source._new_group
+
+    def unnumbered():
+        group = numbered()
+        for sample in group:
+            sample.group_index = None
+        return group
+
+    source._new_group = unnumbered
+
+    async def main():
+        async with worker_of(args, source) as worker:
+            assert len((await rollout(worker, 0)).samples) == 4
+
+    asyncio.run(main())
+
+
 def test_a_source_that_runs_dry_is_an_error_when_nothing_is_left(server, checkpoint):
     args = make_args(checkpoint, server.port, rollout_batch_size=2)
 

@@ -192,6 +192,39 @@ def test_a_group_that_is_always_aborted_ends_the_step_instead_of_looping(server,
         run_step(args, CountingDataSource(2, limit=3))
 
 
+class Unnumbered(CountingDataSource):
+    """Its groups have no numbers."""
+
+    def _new_group(self):
+        group = super()._new_group()
+        for sample in group:
+            sample.group_index = sample.index = None
+        return group
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("times", [2, 99])
+def test_interruptions_of_groups_without_numbers_are_those_of_each(server, checkpoint, tmp_path, partial, times):
+    path = plugin(
+        tmp_path,
+        "from collections import Counter\n"
+        "calls = Counter()\n"
+        "async def fn(args, sample, sampling_params):\n"
+        "    calls[sample.prompt] += 1\n"
+        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0], text='no')\n"
+        f"    ends = calls[sample.prompt] > {times} * args.n_samples_per_prompt\n"
+        "    sample.status = Sample.Status.COMPLETED if ends else Sample.Status.ABORTED\n"
+        "    return sample\n",
+    )
+    sizes = {"rollout_batch_size": 4, "over_sampling_batch_size": 4}
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path, partial_rollout=partial, **sizes)
+    if times < 6:
+        assert len(run_step(args, Unnumbered(2)).samples) == 4
+    else:
+        with pytest.raises(RunError, match="the group of Sample.*prompt='question [0-3]'.* was aborted 6 times"):
+            run_step(args, Unnumbered(2))
+
+
 def test_r5_a_raising_task_stops_the_step_and_its_prompts_return(server, checkpoint, tmp_path):
     path = plugin(
         tmp_path,
