@@ -33,9 +33,11 @@ from slime.rollout.generation_call import GenerationCall
 from slime.rollout.rollout_dump import load_rollout, save_rollout
 from slime.rollout.staleness import hold_to_bound
 from slime.rollout.train_data import convert_samples_to_train_batch, post_process_rewards
+from slime.rollout.user_functions import call_within_request_time
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.rollout_batch import split_for_data_parallel
 from slime.training.schedule import schedule_from_args, train_parallel_config
+from slime.utils.async_utils import run
 from slime.utils.errors import UserError
 from slime.utils.misc import Box
 from slime.utils.plugin_loader import call_plug_in, calling_user_code, load_function
@@ -140,8 +142,11 @@ class RolloutPipeline:
         function = load_function(path, flag=flag)
         with _calling(flag, path, f"rollout {rollout_id}"):
             output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=False)
-        flag, path = "--rollout-sample-filter-path", args.rollout_sample_filter_path
-        call_plug_in(flag, path, f"rollout {rollout_id}", args, output.samples)
+        if args.rollout_sample_filter_path is not None:
+            flag, path = "--rollout-sample-filter-path", args.rollout_sample_filter_path
+            sample_filter = load_function(path, flag=flag)
+            called = flag, path, f"rollout {rollout_id}"
+            run(call_within_request_time(args, *called, sample_filter, args, output.samples))
         return flatten_rollout_output(output.samples), output.metrics
 
     def _build_shards(self, samples: list[Any]) -> tuple[list[Box], list[Box], int]:

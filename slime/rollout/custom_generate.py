@@ -24,6 +24,7 @@ from slime.rollout.user_functions import (
     CallTimedOut,
     call_slots,
     call_user_function,
+    call_within_request_time,
     describe_samples,
     is_batch_form,
     wrong_result_error,
@@ -236,12 +237,11 @@ async def _apply_hook(args: Any, path: str, sample: Sample, rollout_id: int | No
     keywords = accepted_keywords(hook, {"rollout_id": rollout_id, "evaluation": evaluation})
     # A hook follows each generation, so that as many as generations are enough.
     slots = call_slots(CallKind.HOOK, generation_concurrency(args))
-    options = {"source": f"{HOOK_FLAG} {path}", "at_a_time": slots.size, "timeout": args.http_request_timeout}
-    try:
-        async with slots:
-            result = await call_user_function(hook, args, sample, **options, keywords=keywords)
-    except Exception as error:
-        raise user_function_error(HOOK_FLAG, path, f"sample {sample.index}", error) from error
+    options = {"at_a_time": slots.size, "keywords": keywords}
+    async with slots:
+        result = await call_within_request_time(
+            args, HOOK_FLAG, path, f"sample {sample.index}", hook, args, sample, **options
+        )
     result = sample if result is None else result
     if not isinstance(result, Sample):
         raise TypeError(

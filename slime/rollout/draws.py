@@ -15,6 +15,7 @@ such an earlier rollout, and a run that resumes draws it first. Which of its met
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import copy
@@ -364,6 +365,22 @@ def draw_groups(args: Any, source: Any, num_samples: int, rollout_id: int, drawn
             for entry, group in zip(entries, groups, strict=True):
                 draws.hold(drawn_for, entry, group)
         return groups
+
+
+async def wait_for_source(args: Any, call: asyncio.Future[Any], method: str) -> Any:
+    """The result of `call`, which asks `method` of the source. It goes on where this wait is cancelled, or has been too long.
+
+    Raises:
+        UserError: it did not return within `--http-request-timeout`.
+    """
+    limit = args.http_request_timeout
+    await asyncio.wait([call], timeout=limit)
+    if call.done():
+        return call.result()
+    asked = f", which asks --buffer-filter-path {args.buffer_filter_path}," if args.buffer_filter_path else ""
+    raise UserError(
+        f"{FLAG} {args.data_source_path}: {method}{asked} did not return within --http-request-timeout {limit:g} s"
+    )
 
 
 def give_back(

@@ -18,7 +18,7 @@ from typing import Any
 
 from slime.rollout.attempts import as_continuable_group, as_partial_group, as_prompts, group_name, new_attempt
 from slime.rollout.base_types import RolloutFnTrainOutput, first_index, leaves
-from slime.rollout.draws import current_draws, draw_groups, drawing_ahead, give_back
+from slime.rollout.draws import current_draws, draw_groups, drawing_ahead, give_back, wait_for_source
 from slime.rollout.failures import FailureTally, failed_samples
 from slime.rollout.filter_hub.base_types import (
     FILTER_FLAG,
@@ -32,13 +32,13 @@ from slime.rollout.generation import is_aborted, start_group
 from slime.rollout.generation_call import GenerationCall, current_call
 from slime.rollout.sglang_rollout import MAX_INTERRUPTIONS_OF_A_GROUP
 from slime.rollout.staleness import is_too_old
-from slime.rollout.user_functions import describe_samples, run_in_daemon_thread
+from slime.rollout.user_functions import call_within_request_time, describe_samples, run_in_daemon_thread
 from slime.utils.async_utils import run
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import generation_concurrency
 from slime.utils.misc import SingletonMeta
 from slime.utils.packed_sample import pack_sample
-from slime.utils.plugin_loader import load_function, user_function_error
+from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -203,9 +203,10 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         if self._error is not None:
             return
         self._call.rollout_id = self._rollout_id
-        groups = await run_in_daemon_thread(
+        drawing = run_in_daemon_thread(
             draw_groups, self.args, self.data_source, self._room(), self._rollout_id, self._drawn_for_rollout
         )
+        groups = await wait_for_source(self.args, drawing, "get_samples")
         self._drawn_for_rollout += len(groups)
         async with self._changed:
             self._is_dry = not groups
@@ -274,10 +275,10 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
 
     async def _filter_drops(self, group: list[Any]) -> bool:
         samples, path = samples_to_judge(group), self.args.dynamic_sampling_filter_path
-        try:
-            verdict = await run_in_daemon_thread(call_dynamic_filter, self._filter, self.args, samples)
-        except Exception as error:
-            raise user_function_error(FILTER_FLAG, path, describe_samples(samples), error) from error
+        called = FILTER_FLAG, path, describe_samples(samples)
+        verdict = await call_within_request_time(
+            self.args, *called, call_dynamic_filter, self._filter, self.args, samples
+        )
         # While the source has prompts there are always more.
         obtainable = len(self.in_flight) + len(self.queue) if self._is_dry else math.inf
         drop = should_drop_dynamic_filter_output(
@@ -297,7 +298,8 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
             raise
 
     async def _return_to_source(self, origin: list[Any], group: list[Any]) -> None:
-        await run_in_daemon_thread(give_back, self.args, self.data_source, [group], self._rollout_id, [origin])
+        giving = run_in_daemon_thread(give_back, self.args, self.data_source, [group], self._rollout_id, [origin])
+        await wait_for_source(self.args, giving, "add_samples")
         async with self._changed:
             self._is_dry = False
             self._changed.notify_all()

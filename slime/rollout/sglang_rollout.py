@@ -25,7 +25,7 @@ from slime.rollout.base_types import (
     leaves,
     sample_line,
 )
-from slime.rollout.draws import draw_groups, give_back
+from slime.rollout.draws import draw_groups, give_back, wait_for_source
 from slime.rollout.engine_request import get_model_url, router_urls
 from slime.rollout.evaluation import eval_rollout
 from slime.rollout.failures import FailureTally, failed_samples
@@ -40,11 +40,11 @@ from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group, is_aborted, start_group
 from slime.rollout.generation_call import GenerationCall
 from slime.rollout.staleness import is_too_old
-from slime.rollout.user_functions import call_user_function, describe_samples, run_in_daemon_thread
+from slime.rollout.user_functions import call_within_request_time, describe_samples, run_in_daemon_thread
 from slime.utils.async_utils import run
 from slime.utils.errors import RunError, UserError
 from slime.utils.packed_sample import pack_sample
-from slime.utils.plugin_loader import load_function, user_function_error
+from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
 
 __all__ = [
@@ -150,12 +150,12 @@ class RolloutStep:
         while (missing := self.target - self.call.remaining_batch_size) > 0:
             first_draw = self.counts["started"] == 0
             size = self.args.over_sampling_batch_size if first_draw else missing
-            await self._exchange(self._draw(size))
+            await self._exchange("get_samples", self._draw(size))
 
-    async def _exchange(self, with_source: Coroutine[Any, Any, None]) -> None:
+    async def _exchange(self, method: str, with_source: Coroutine[Any, Any, None]) -> None:
         """Await it. Where the step is cancelled meanwhile it goes on: what the source gave or took must be known at the end."""
         self.exchange = asyncio.ensure_future(with_source)
-        await asyncio.shield(self.exchange)
+        await wait_for_source(self.args, self.exchange, method)
 
     async def _draw(self, size: int) -> None:
         with self._busy(f"get_samples of {self.args.data_source_path}"):
@@ -245,11 +245,11 @@ class RolloutStep:
 
     async def _filter_drops(self, group: list[Any]) -> bool:
         samples, path = samples_to_judge(group), self.args.dynamic_sampling_filter_path
-        try:
-            with self._busy(f"{FILTER_FLAG} {path}"):
-                verdict = await run_in_daemon_thread(call_dynamic_filter, self.filter, self.args, samples)
-        except Exception as error:
-            raise user_function_error(FILTER_FLAG, path, describe_samples(samples), error) from error
+        called = FILTER_FLAG, path, describe_samples(samples)
+        with self._busy(f"{FILTER_FLAG} {path}"):
+            verdict = await call_within_request_time(
+                self.args, *called, call_dynamic_filter, self.filter, self.args, samples
+            )
         drop = should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=self.call.remaining_batch_size, target_data_size=self.target
         )
@@ -313,7 +313,8 @@ class RolloutStep:
     async def _return_to_source(self, groups: dict[asyncio.Task[Any], list[Any]]) -> None:
         """Give back what is left of the groups of these tasks; the step has their origins until the source has taken them."""
         if groups:
-            await self._exchange(self._give_back(sorted(groups.items(), key=lambda item: first_index(item[1]))))
+            in_order = sorted(groups.items(), key=lambda item: first_index(item[1]))
+            await self._exchange("add_samples", self._give_back(in_order))
 
     async def _give_back(self, groups: list[tuple[asyncio.Task[Any], list[Any]]]) -> None:
         origins = [self.origins[task] for task, _ in groups]
@@ -376,14 +377,9 @@ class RolloutStep:
         if self.all_finished is None:
             return
         self.all_finished.sort(key=first_index)
-        try:
-            await call_user_function(
-                load_function(path, flag=ALL_SAMPLES_FLAG),
-                self.args, self.all_finished, self.data_source,
-                source=f"{ALL_SAMPLES_FLAG} {path}", at_a_time=1, timeout=self.args.http_request_timeout,
-            )  # fmt: skip
-        except Exception as error:
-            raise user_function_error(ALL_SAMPLES_FLAG, path, f"rollout {self.rollout_id}", error) from error
+        called = ALL_SAMPLES_FLAG, path, f"rollout {self.rollout_id}"
+        process = load_function(path, flag=ALL_SAMPLES_FLAG)
+        await call_within_request_time(self.args, *called, process, self.args, self.all_finished, self.data_source)
 
 
 def _pack_group(group: list[Any]) -> None:

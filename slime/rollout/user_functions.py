@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from slime.utils.errors import RunError, UserError
-from slime.utils.plugin_loader import is_coroutine_function, parameters_of
+from slime.utils.plugin_loader import is_coroutine_function, parameters_of, user_function_error
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +152,37 @@ async def call_user_function(
         call.leave_behind(source, overdue_at)
     # A plain function may still hand out an awaitable (functools.partial, decorators).
     return await _within(timeout, result) if inspect.isawaitable(result) else result
+
+
+async def call_within_request_time(
+    args: Any,
+    flag: str,
+    path: str,
+    subject: str,
+    fn: Callable[..., Any],
+    *arguments: Any,
+    at_a_time: int = 1,
+    keywords: dict[str, Any] | None = None,
+) -> Any:
+    """The result of `fn(*arguments, **keywords)`, a function by `path` that looks at what was generated; it has as long as a
+    request.
+
+    Args:
+        subject: what it is called for, for messages: `rollout 3`.
+
+    Raises:
+        UserError: it raised, or did not return within `--http-request-timeout`.
+        RunError: as `call_user_function`.
+    """
+    limit = args.http_request_timeout
+    options = {"source": f"{flag} {path}", "at_a_time": at_a_time, "timeout": limit, "keywords": keywords}
+    try:
+        return await call_user_function(fn, *arguments, **options)
+    except CallTimedOut as error:
+        late = f"{flag} {path} did not return within --http-request-timeout {limit:g} s; it was called for {subject}"
+        raise UserError(late) from error
+    except Exception as error:
+        raise user_function_error(flag, path, subject, error) from error
 
 
 async def _within(timeout: float | None, awaitable: Awaitable[Any]) -> Any:

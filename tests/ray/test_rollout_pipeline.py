@@ -1,6 +1,7 @@
 """What a rollout and an evaluation consist of, without Ray: plug-ins that fail, states, shards, and two calls at once."""
 
 import asyncio
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,6 +30,9 @@ from slime.utils.types import Sample
 
 def fails(*arguments, **keywords):
     raise KeyError("lost")
+
+def never_returns(args, data):
+    args.goes_on.wait(60)
 
 def logs_from_a_thread_of_its_own(args, rollout_id, data_source, evaluation=False):
     thread = threading.Thread(target=log, args=(args, {"own/x": 1, "own/step": rollout_id}, "own/step"))
@@ -159,6 +163,18 @@ def test_a_plug_in_that_raises_ends_the_run_with_flag_path_and_its_own_traceback
     assert message.startswith(f"{flag} {plug_ins}:{name} raised KeyError for ")
     assert ("for evaluation after rollout 3: " in message) == (flag == "--eval-function-path")
     assert 'raise KeyError("lost")' in message and "rollout_pipeline.py" not in message
+
+
+def test_a_sample_filter_that_never_returns_ends_the_run_by_its_name(tmp_path, plug_ins):
+    words = ["--rollout-sample-filter-path", f"{plug_ins}:never_returns", "--http-request-timeout", "0.2"]
+    args = parse(tmp_path, *words, "--rollout-function-path", f"{plug_ins}:groups")
+    args.goes_on = threading.Event()
+    late = f"{' '.join(words[:2])} did not return within --http-request-timeout 0.2 s; it was called for rollout 3"
+    try:
+        with pytest.raises(UserError, match="^" + re.escape(late)):
+            RolloutPipeline(args).samples_of(3)
+    finally:
+        args.goes_on.set()
 
 
 def test_a_log_function_is_loaded_by_its_flag_and_its_failure_is_only_reported(tmp_path, plug_ins, caplog):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import threading
 
 import numpy as np
@@ -296,6 +297,14 @@ def test_a_hook_that_breaks_lengths_is_named_at_once(tmp_path, name, field):
     sample = Sample(index=3, tokens=[1, 2, 3], response_length=2)
     with pytest.raises(UserError, match=f"^--rollout-sample-hook-path .*:{name} left a sample .*sample 3: {field}"):
         asyncio.run(apply_rollout_sample_hooks(args, sample))
+
+
+def test_a_hook_that_never_returns_is_named_with_its_limit(make_plugin):
+    path = make_plugin("async def fn(args, sample):\n    await asyncio.Event().wait()\n")
+    args = make_args("", rollout_sample_hook_path=[path], http_request_timeout=0.1)
+    late = f"--rollout-sample-hook-path {path} did not return within --http-request-timeout 0.1 s; it was called for sample 3"
+    with pytest.raises(UserError, match="^" + re.escape(late)):
+        asyncio.run(apply_rollout_sample_hooks(args, Sample(index=3)))
 
 
 def test_as_many_hooks_run_at_once_as_generations_and_rewards_pass_them(tmp_path):

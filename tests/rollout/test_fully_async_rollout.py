@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import threading
 from types import SimpleNamespace
 
@@ -126,6 +127,29 @@ def test_the_dynamic_filter_drops_and_is_counted(server, checkpoint, tmp_path, s
             assert output.metrics["rollout/dynamic_filter/drop_odd"] >= 1
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("which", ["get_samples", "filter"])
+def test_what_never_returns_ends_the_rollout_that_waits_by_its_name(server, checkpoint, tmp_path, which):
+    path = plugin(tmp_path, "def fn(args, samples):\n    args.goes_on.wait(60)\n")
+    source, late = CountingDataSource(2), f"--dynamic-sampling-filter-path {path}"
+    args = make_args(checkpoint, server.port, http_request_timeout=2.0, dynamic_sampling_filter_path=path)
+    args.goes_on = threading.Event()
+    if which == "get_samples":
+        late = f"--data-source-path {args.data_source_path}: get_samples"
+        source.get_samples = lambda size: args.goes_on.wait(60)
+
+    async def main():
+        async with worker_of(args, source) as worker:
+            with pytest.raises(
+                UserError, match="^" + re.escape(f"{late} did not return within --http-request-timeout 2 s")
+            ):
+                await rollout(worker, 0)
+
+    try:
+        asyncio.run(main())
+    finally:
+        args.goes_on.set()
 
 
 def test_groups_that_grew_too_old_in_the_queue_are_generated_again(server, checkpoint):

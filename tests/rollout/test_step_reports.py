@@ -1,5 +1,6 @@
 """What a step of the default loop tells while it runs and when it fails: waits, samples, errors."""
 
+import re
 import threading
 
 import pytest
@@ -50,6 +51,47 @@ def test_a_data_source_or_a_filter_that_hangs_is_told_of(server, checkpoint, mon
     if which == "data source":
         source.get_samples = lambda size: hang() or draw(size)
     assert len(run_step(args, source).samples) == 2
+
+
+GENERATES_AT_ONCE = """
+async def fn(args, sample, sampling_params):
+    sample.tokens, sample.response_length, sample.status = [1, 2], 1, Sample.Status.COMPLETED
+    return sample
+"""
+
+
+@pytest.mark.parametrize("which", ["get_samples", "add_samples", "buffer filter", "filter", "all samples"])
+def test_what_never_returns_ends_the_step_by_its_name(server, checkpoint, monkeypatch, caplog, tmp_path, which):
+    monkeypatch.setattr(sglang_rollout, "CANCEL_TIMEOUT_S", 0.1)
+    generate = plugin(tmp_path, GENERATES_AT_ONCE)
+    hangs = plugin(tmp_path, "def hangs(args, *arguments):\n    args.goes_on.wait(60)\n", "hangs")
+    sizes = {"http_request_timeout": 0.5, "over_sampling_batch_size": 3}
+    args, source = (
+        make_args(checkpoint, server.port, custom_generate_function_path=generate, **sizes),
+        CountingDataSource(2),
+    )
+    args.goes_on, late = threading.Event(), hangs
+    if which == "filter":
+        args.dynamic_sampling_filter_path = hangs
+        late = f"--dynamic-sampling-filter-path {hangs}"
+    elif which == "all samples":
+        args.rollout_all_samples_process_path = hangs
+        late = f"--rollout-all-samples-process-path {hangs}"
+    else:
+        method = "add_samples" if which == "add_samples" else "get_samples"
+        late = f"--data-source-path {args.data_source_path}: {method}"
+        if which == "buffer filter":
+            args.buffer_filter_path = hangs
+            late += f", which asks --buffer-filter-path {hangs},"
+        setattr(source, method, lambda *arguments: args.goes_on.wait(60))
+    try:
+        with pytest.raises(
+            UserError, match="^" + re.escape(f"{late} did not return within --http-request-timeout 0.5 s")
+        ):
+            run_step(args, source, limit_s=20)
+        assert ("the prompts of rollout 0 are lost" in caplog.text) == (which not in ("filter", "all samples"))
+    finally:
+        args.goes_on.set()
 
 
 def test_a_filter_that_drops_everything_is_reported_while_groups_finish(

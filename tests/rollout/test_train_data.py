@@ -1,5 +1,6 @@
 import argparse
 import re
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +28,7 @@ def objective(**changes):
         "custom_reward_post_process_path": None, "custom_convert_samples_to_train_data_path": None, "reward_key": None,
         "advantage_estimator": "grpo", "loss_type": "policy_loss", "use_rollout_routing_replay": False,
         "rewards_normalization": True, "grpo_std_normalization": True, "n_samples_per_prompt": 2,
-        "rollout_top_p": 1.0, "rollout_top_k": -1, **changes,
+        "rollout_top_p": 1.0, "rollout_top_k": -1, "http_request_timeout": 60.0, **changes,
     }  # fmt: skip
     return SimpleNamespace(**values)
 
@@ -229,6 +230,10 @@ def words(args, samples):
     return ["1", "0"], [1.0, 0.0]
 
 
+def never(args, samples):
+    args.goes_on.wait(60)
+
+
 def columns(args, samples):
     return {
         "tokens": [s.tokens for s in samples], "response_lengths": [2] * len(samples), "rewards": [3.0] * len(samples),
@@ -260,6 +265,18 @@ def test_w5_what_custom_post_processing_returns_is_checked(function, message):
     args = objective(custom_reward_post_process_path=f"{__file__}:{function}")
     with pytest.raises(UserError, match=message):
         post_process_rewards(args, make([1, 0], [0, 0]))
+
+
+@pytest.mark.parametrize("flag", ["--custom-reward-post-process-path", "--custom-convert-samples-to-train-data-path"])
+def test_a_function_that_never_returns_ends_the_run_by_its_name(flag):
+    path = f"{__file__}:never"
+    args = objective(goes_on=threading.Event(), http_request_timeout=0.1, **{flag[2:].replace("-", "_"): path})
+    late = f"{flag} {path} did not return within --http-request-timeout 0.1 s; it was called for 2 samples"
+    try:
+        with pytest.raises(UserError, match="^" + re.escape(late)):
+            convert_samples_to_train_batch(args, make([1, 0], [0, 0]))
+    finally:
+        args.goes_on.set()
 
 
 def test_the_content_of_a_custom_batch_is_checked(tmp_path):

@@ -112,7 +112,7 @@ FAULT_TOLERANCE = Group("fault tolerance", (
 
 NETWORK = Group("network and buffer service", (
     # Requests
-    flag("--http-request-timeout", float, 14400.0, "one generation request, seconds", bounds=ABOVE_ZERO),
+    flag("--http-request-timeout", float, 14400.0, "one generation, filter or data-source call, seconds", bounds=ABOVE_ZERO),
     flag("--http-control-timeout", float, 300.0, "one control request, seconds", bounds=ABOVE_ZERO),
     flag("--http-max-retries", int, 60, "attempts, 1 s apart; connection errors, 429 and 5xx only", bounds=AT_LEAST_ONE),
     flag("--abort-timeout", float, 300.0, "limit for bringing engines and tasks of a step to their end, in seconds; who has "

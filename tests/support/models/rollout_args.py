@@ -66,6 +66,7 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
         "custom_generate_function_path": None,
         "rollout_sample_hook_path": [],
         "dynamic_sampling_filter_path": None,
+        "buffer_filter_path": None,
         "rollout_all_samples_process_path": None,
         "partial_rollout": False,
         "mask_offpolicy_in_partial_rollout": False,
