@@ -6,14 +6,14 @@ The score-correction bias of a router counts as a parameter: checkpoints hold it
 
 A rank holds the layers of its pipeline stage, cut by tensor and expert parallelism. The embedding lies on the first stage, the
 output head on the last; with tied embeddings the last stage holds a copy of its own, unless it is the first one too. Layers of
-multi-token prediction lie on the last stage, which then needs the embedding.
+multi-token prediction lie on the last stage, which borrows the embedding for the steps that train them, and holds none.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from slime.estimates.layout import ParallelLayout, PipelineStage
-from slime.estimates.shape import IndexerShape, LinearAttentionShape, MlaShape, ModelShape
+from slime.estimates.shape import LinearAttentionShape, MlaShape, ModelShape
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,7 @@ class LayerParameters:
     """One transformer layer.
 
     attention: shared by tensor-parallel ranks.
-    attention_replicated: whole on every tensor-parallel rank (norms of queries, keys, latent vectors and linear attention, the
-        indexer).
+    attention_replicated: whole on every tensor-parallel rank (norms of queries, keys, latent vectors and linear attention).
     dense_mlp: shared by tensor-parallel ranks.
     routed_experts: all experts of the layer; shared by expert-parallel and expert-tensor-parallel ranks.
     shared_experts: shared by tensor-parallel ranks.
@@ -31,6 +30,7 @@ class LayerParameters:
     linear_attention: shared by tensor-parallel ranks.
     latent_projections: down to the latent vectors; shared by tensor-parallel ranks of the trainer, whole on every rank of an
         engine.
+    indexer: whole on every tensor-parallel rank. Nothing trains it.
     """
 
     attention: int
@@ -42,6 +42,7 @@ class LayerParameters:
     norms: int
     linear_attention: int = 0
     latent_projections: int = 0
+    indexer: int = 0
 
     @property
     def total(self) -> int:
@@ -63,7 +64,8 @@ class MtpLayerParameters:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """A whole model. `layers[i]` is decoder layer i; `output_head` is 0 when it is tied to the embedding."""
+    """A whole model. `layers[i]` is decoder layer i; `output_head` is 0 when it is tied to the embedding, and that of a critic
+    has one row."""
 
     embedding: int
     output_head: int
@@ -79,6 +81,12 @@ class ParameterCounts:
     @property
     def total_with_mtp(self) -> int:
         return self.total + sum(layer.total for layer in self.mtp)
+
+    def trained(self, *, predictions: bool) -> "ParameterCounts":
+        """Those that a run trains: without indexers, and of multi-token prediction only where `predictions` says so."""
+        layers = tuple(replace(layer, indexer=0) for layer in self.layers)
+        mtp = tuple(replace(layer, layer=replace(layer.layer, indexer=0)) for layer in self.mtp)
+        return replace(self, layers=layers, mtp=mtp if predictions else ())
 
 
 def count_parameters(shape: ModelShape, *, padded_vocabulary: bool = False) -> ParameterCounts:
@@ -96,7 +104,7 @@ def count_parameters(shape: ModelShape, *, padded_vocabulary: bool = False) -> P
     )
     return ParameterCounts(
         embedding=embedding,
-        output_head=0 if shape.tied_embeddings else embedding,
+        output_head=shape.hidden_size if shape.value_head else 0 if shape.tied_embeddings else embedding,
         layers=tuple(_decoder_layer(shape, layer) for layer in range(shape.num_layers)),
         final_norm=_norm(shape, shape.hidden_size),
         mtp=(mtp_layer,) * shape.mtp_num_layers,
@@ -124,7 +132,7 @@ def _layer(shape: ModelShape, *, experts: bool, linear_attention: bool, indexer:
     if linear_attention:
         attention, replicated = 0, shape.linear_attention.value_head_dim
     elif shape.mla is not None:
-        attention, replicated = _latent_attention(shape, shape.mla, shape.mla.indexer if indexer else None)
+        attention, replicated = _latent_attention(shape, shape.mla)
         down = shape.hidden_size * shape.mla.latent_width
     else:
         attention, replicated = _grouped_query_attention(shape)
@@ -140,6 +148,7 @@ def _layer(shape: ModelShape, *, experts: bool, linear_attention: bool, indexer:
         norms=(2 + shape.num_extra_norms) * _norm(shape, shape.hidden_size) + row_biases,
         linear_attention=_linear_attention(shape.linear_attention, shape.hidden_size) if linear_attention else 0,
         latent_projections=down,
+        indexer=_indexer(shape.mla, shape.hidden_size) if indexer else 0,
     )
 
 
@@ -172,8 +181,8 @@ def _grouped_query_attention(shape: ModelShape) -> tuple[int, int]:
     return weights + bias, _norm(shape, norm_width)
 
 
-def _latent_attention(shape: ModelShape, mla: MlaShape, indexer: IndexerShape | None) -> tuple[int, int]:
-    """Shared and whole, without the projections down. Latent projections have no biases, whatever the flags say."""
+def _latent_attention(shape: ModelShape, mla: MlaShape) -> tuple[int, int]:
+    """Shared and whole, without the projections down and the indexer. They have no biases, whatever the flags say."""
     keys_and_values = shape.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim)
     attention = mla.kv_lora_rank * keys_and_values + shape.value_width * shape.hidden_size
     replicated, norm_width = 0, mla.kv_lora_rank
@@ -184,13 +193,12 @@ def _latent_attention(shape: ModelShape, mla: MlaShape, indexer: IndexerShape | 
         norm_width += mla.q_lora_rank
     if shape.qk_norm is not None:
         replicated += _norm(shape, norm_width)
-    if indexer is not None:
-        replicated += _indexer(indexer, shape.hidden_size, mla.q_lora_rank or shape.hidden_size)
     return attention, replicated
 
 
-def _indexer(indexer: IndexerShape, hidden_size: int, query_input: int) -> int:
-    queries = query_input * indexer.num_heads * indexer.head_dim
+def _indexer(mla: MlaShape, hidden_size: int) -> int:
+    indexer = mla.indexer
+    queries = (mla.q_lora_rank or hidden_size) * indexer.num_heads * indexer.head_dim
     keys = hidden_size * indexer.head_dim
     key_norm = 2 * indexer.head_dim  # a LayerNorm with bias in every model
     return queries + keys + key_norm + hidden_size * indexer.num_heads
@@ -230,19 +238,27 @@ class RankParameters:
 def rank_parameters(
     shape: ModelShape, counts: ParameterCounts, layout: ParallelLayout, stage: PipelineStage
 ) -> RankParameters:
-    """Parameters of a rank of `stage`; `counts` are those of the padded vocabulary."""
+    """Parameters of a rank of `stage`.
+
+    Args:
+        counts: of the padded vocabulary; of the whole model, or what is trained of it.
+    """
     layers = [counts.layers[index] for index in stage.layers]
     mtp = counts.mtp if stage.is_last else ()
     layers += [prediction.layer for prediction in mtp]
     per_layer = [_of_layer(layer, layout) for layer in layers]
     vocabulary = counts.embedding // layout.tensor
-    holds_embedding = stage.is_first or bool(mtp)
-    output = vocabulary if stage.is_last and not (shape.tied_embeddings and holds_embedding) else 0
+    if shape.value_head:
+        output = counts.output_head
+    else:
+        output = 0 if shape.tied_embeddings and stage.is_first else vocabulary
     sums = _sum(per_layer)
     return RankParameters(
-        embedding=vocabulary if holds_embedding else 0,
-        output_head=output,
-        attention=sums.attention + sums.attention_replicated + sums.linear_attention + sums.latent_projections,
+        embedding=vocabulary if stage.is_first else 0,
+        output_head=output if stage.is_last else 0,
+        attention=(
+            sums.attention + sums.attention_replicated + sums.linear_attention + sums.latent_projections + sums.indexer
+        ),
         dense_mlp=sums.dense_mlp + sum(prediction.projection // layout.tensor for prediction in mtp),
         shared_experts=sums.shared_experts,
         routed_experts=sums.routed_experts,
@@ -262,6 +278,7 @@ def _of_layer(layer: LayerParameters, layout: ParallelLayout) -> LayerParameters
         norms=layer.norms,
         linear_attention=layer.linear_attention // layout.tensor,
         latent_projections=layer.latent_projections // layout.tensor,
+        indexer=layer.indexer,
     )
 
 

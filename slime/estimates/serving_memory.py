@@ -144,7 +144,7 @@ def _weights(shape: ModelShape, setup: ServingSetup) -> int:
 
 
 def _layer_bytes(layer: LayerParameters, size: WeightBytes, ranks: int, attention_ranks: int) -> float:
-    whole = layer.attention_replicated + layer.latent_projections
+    whole = layer.attention_replicated + layer.latent_projections + layer.indexer
     attention = (layer.attention / attention_ranks + whole) * size.attention
     linear = layer.linear_attention / attention_ranks * size.linear_attention
     experts = layer.shared_experts * size.shared_experts + layer.routed_experts * size.routed_experts

@@ -87,6 +87,7 @@ class ModelShape:
     norm_bias: norms have a bias (LayerNorm).
     attention_output_gate: queries are projected together with a gate of the same width.
     mtp_num_layers: layers that predict further tokens; they are no decoder layers.
+    value_head: in place of the vocabulary projection there is one row, whole on every tensor-parallel rank (a critic).
     """
 
     num_layers: int
@@ -109,6 +110,7 @@ class ModelShape:
     moe: MoeShape | None = None
     linear_attention: LinearAttentionShape | None = None
     mtp_num_layers: int = 0
+    value_head: bool = False
 
     def has_experts(self, layer: int) -> bool:
         """Whether decoder layer `layer`, counted from 0, has experts instead of one MLP."""

@@ -13,7 +13,7 @@ the peak is the largest of the moments below, and `RankMemory` shows the parts a
 from dataclasses import dataclass, fields, replace
 
 from slime.estimates.activations import ActivationModel, Kernels, Recompute, backward_working_set, kept_of_chunks
-from slime.estimates.layout import ParallelLayout, PipelineStage, chunks_in_flight
+from slime.estimates.layout import ParallelLayout, PipelineStage, RankPlace, chunks_in_flight
 from slime.estimates.parameters import ParameterCounts, RankParameters, count_parameters, rank_parameters
 from slime.estimates.shape import ModelShape
 
@@ -61,7 +61,8 @@ class TrainingSetup:
     microbatch_group: micro-batches that go through one chunk of an interleaved stage before the next; None: one per stage.
     kept_whole: passes through a chunk, of those in flight, of which nothing is recomputed.
     delta_rule_kernels, residual_bytes: as `ActivationModel` has them.
-    predictions: layers of multi-token prediction that are trained; each has logits of its own.
+    predictions: layers of multi-token prediction that are trained; each has logits of its own. Others are never run, and have
+        neither gradients nor optimizer state.
     log_probs_chunk: bytes of the float32 rows that log-probs of 16-bit logits are computed in at a time.
     push_bucket: bytes of one transfer bucket of the weight push; 0: nothing is pushed.
     push_snapshot: the ranks that send keep the weights that engines have, to push what changed.
@@ -230,39 +231,51 @@ def _mlp_gather(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup
 
 def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> RankMemory:
     held = rank_parameters(shape, counts, setup.layout, stage)
-    base = _persistent(held, setup, stage, _sent(shape, counts, setup, stage) if setup.push_snapshot else 0)
+    trained = rank_parameters(shape, counts.trained(predictions=setup.predictions > 0), setup.layout, stage)
+    base = _persistent(held, trained, setup, stage, _sent(shape, counts, setup, stage) if setup.push_snapshot else 0)
     # Experts and all else have an optimizer each, which step one after the other. What lives in host memory is updated there.
-    update = round(max(_optimizer_shards(held, setup)) * setup.state.step * (1 - setup.state.offloaded))
+    update = round(max(_optimizer_shards(trained, setup)) * setup.state.step * (1 - setup.state.offloaded))
+    borrowed = _borrowed_embedding(shape, counts, setup, stage)
     moments = [
-        *_computing(shape, setup, stage, base),
-        replace(base, moment="optimizer step", buffers=update),
+        *_computing(shape, setup, stage, replace(base, buffers=borrowed)),
+        replace(base, moment="optimizer step", buffers=update + borrowed),
         replace(base, moment="weight push", buffers=push_buffers(shape, setup, stage)),
     ]
     if setup.gloo:
         copied = setup.state.gradient if setup.state.distributed else 0
-        moments.append(replace(base, moment="gradient reduction", buffers=held.total * copied))
+        moments.append(replace(base, moment="gradient reduction", buffers=trained.total * copied + borrowed))
     return max(moments, key=lambda memory: memory.total)
+
+
+def _borrowed_embedding(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> int:
+    """Bytes of the first stage's embedding, of which the last one gets a copy for a step that trains layers of multi-token
+    prediction. Where weights are tied it has one."""
+    if not setup.predictions or not stage.is_last or stage.is_first or shape.tied_embeddings:
+        return 0
+    return counts.embedding // setup.layout.tensor * setup.state.weight
 
 
 def _sent(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> int:
     """Bytes of a push from `stage`: its parameters, whole. Tied embeddings are sent by the first stage only."""
     whole = rank_parameters(shape, counts, replace(setup.layout, tensor=1, expert=1, expert_tensor=1), stage)
     vocabulary = whole.embedding + whole.output_head
-    # With tied embeddings or prediction layers the last stage holds a copy of the first one's embedding.
+    # With tied embeddings the last stage holds a copy of the first one's.
     if not stage.is_first:
         vocabulary = counts.output_head if stage.is_last else 0
     return (whole.total - whole.embedding - whole.output_head + vocabulary) * setup.state.weight
 
 
-def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage, snapshot: int) -> RankMemory:
+def _persistent(
+    held: RankParameters, trained: RankParameters, setup: TrainingSetup, stage: PipelineStage, snapshot: int
+) -> RankMemory:
     state = setup.state
-    shard, optimizer = _optimizer_shard(held, setup), _optimizer_bytes(held, setup)
+    shard, optimizer = _optimizer_shard(trained, setup), _optimizer_bytes(trained, setup)
     on_device = optimizer * (1 - state.offloaded)
     weights = held.total * state.weight
-    savings = _savings(held, setup, stage) if setup.saves else [(0, 0)]
+    savings = _savings(held, trained, setup, stage) if setup.saves else [(0, 0)]
     return RankMemory(
         weights=weights,
-        gradients=held.total * state.gradient,
+        gradients=trained.total * state.gradient,
         optimizer=round(on_device),
         activations=0,
         logits=0,
@@ -285,49 +298,59 @@ def _persistent(held: RankParameters, setup: TrainingSetup, stage: PipelineStage
     )
 
 
-def _savings(held: RankParameters, setup: TrainingSetup, stage: PipelineStage) -> list[tuple[int, int]]:
+def _savings(
+    held: RankParameters, trained: RankParameters, setup: TrainingSetup, stage: PipelineStage
+) -> list[tuple[int, int]]:
     """What every rank of a stage has in host memory of optimizer and weights while it saves."""
     layout, state = setup.layout, setup.state
-    shard, share = _optimizer_shard(held, setup), sum(_shares_of_replica(held, setup))
     of_stage = layout.world_size // layout.pipeline
     savings = []
     for place in map(layout.place, range(stage.index * of_stage, (stage.index + 1) * of_stage)):
-        written = share
-        if not setup.shares_saves:
-            written = held.dense * (place.context == place.data == 0) + held.routed_experts * (place.expert_data == 0)
         # A distributed optimizer is divided in any case.
-        optimizer = shard if state.distributed else written
-        savings.append((round(optimizer * state.saved), round(written * state.weight)))
+        optimizer = _optimizer_shard(trained, setup) if state.distributed else _written(trained, setup, place)
+        savings.append((round(optimizer * state.saved), round(_written(held, setup, place) * state.weight)))
     return savings
 
 
-def _optimizer_shard(held: RankParameters, setup: TrainingSetup) -> float:
+def _written(parameters: RankParameters, setup: TrainingSetup, place: RankPlace) -> float:
+    """What of its parameters the rank at `place` writes, where replicas hold them alike."""
+    if setup.shares_saves:
+        return sum(_shares_of_replica(parameters, setup))
+    is_first, has_first_experts = place.context == place.data == 0, place.expert_data == 0
+    return parameters.dense * is_first + parameters.routed_experts * has_first_experts
+
+
+def _optimizer_shard(trained: RankParameters, setup: TrainingSetup) -> float:
     """Parameters whose optimizer state this rank keeps."""
-    return sum(_optimizer_shards(held, setup))
+    return sum(_optimizer_shards(trained, setup))
 
 
-def _optimizer_shards(held: RankParameters, setup: TrainingSetup) -> tuple[float, float]:
+def _optimizer_shards(trained: RankParameters, setup: TrainingSetup) -> tuple[float, float]:
     """The same of all but the experts, and of the experts."""
-    return _shares_of_replica(held, setup) if setup.state.distributed else (held.dense, held.routed_experts)
+    return _shares_of_replica(trained, setup) if setup.state.distributed else (trained.dense, trained.routed_experts)
 
 
-def _shares_of_replica(held: RankParameters, setup: TrainingSetup) -> tuple[float, float]:
+def _shares_of_replica(parameters: RankParameters, setup: TrainingSetup) -> tuple[float, float]:
     """Parameters of an even share, where ranks that hold the same ones divide them: all but the experts, and the experts."""
     layout = setup.layout
-    return held.dense / layout.dense_replicas, held.routed_experts / layout.expert_replicas
+    return parameters.dense / layout.dense_replicas, parameters.routed_experts / layout.expert_replicas
 
 
-def _optimizer_bytes(held: RankParameters, setup: TrainingSetup) -> float:
+def _optimizer_bytes(trained: RankParameters, setup: TrainingSetup) -> float:
     """The optimizer's state, wherever it lives."""
     replicas = setup.layout.dense_replicas if setup.state.distributed else 1
-    vocabulary = (held.embedding + held.output_head + held.norms) / replicas
-    return _optimizer_shard(held, setup) * setup.state.optimizer + vocabulary * setup.state.vocabulary_moments
+    vocabulary = (trained.embedding + trained.output_head + trained.norms) / replicas
+    return _optimizer_shard(trained, setup) * setup.state.optimizer + vocabulary * setup.state.vocabulary_moments
 
 
 def _computing(
     shape: ModelShape, setup: TrainingSetup, stage: PipelineStage, base: RankMemory
 ) -> tuple[RankMemory, RankMemory]:
-    """The moments "loss" (on other stages than the last: the end of the forward pass) and "backward"."""
+    """The moments "loss" (on other stages than the last: the end of the forward pass) and "backward".
+
+    Args:
+        base: with what is in its buffers in both.
+    """
     model = ActivationModel(
         shape,
         setup.layout,
@@ -338,7 +361,7 @@ def _computing(
         residual_bytes=setup.residual_bytes,
     )
     tokens = setup.stream_tokens
-    chunks = [*stage.chunks, *([(-1,)] * shape.mtp_num_layers if stage.is_last else [])]
+    chunks = [*stage.chunks, *([(-1,)] * setup.predictions if stage.is_last else [])]
     in_flight = chunks_in_flight(setup.layout, stage.index, setup.micro_batches, setup.microbatch_group)
     whole = min(setup.kept_whole / setup.layout.virtual_pipeline, in_flight)
     kept = kept_of_chunks(model, chunks) * (in_flight - whole)
@@ -346,20 +369,16 @@ def _computing(
         kept += sum(model.layer(index).kept for chunk in chunks for index in chunk) * whole
     head = 0.0
     if stage.is_last:
-        # The final norm, whose output is what the head multiplies, and its input.
-        head = model.norm(shape.hidden_size / (setup.layout.tensor if setup.layout.sequence_parallel else 1))
-        head += model.hidden
+        # The final norm, whose output is what the head multiplies, and its input. A value head multiplies in float32.
+        width = shape.hidden_size / (setup.layout.tensor if setup.layout.sequence_parallel else 1)
+        head = (4 * width if shape.value_head else model.norm(width)) + model.hidden
     # Sequence parallelism gathers into one buffer that stays.
     gathered = model.bytes * shape.hidden_size if setup.layout.sequence_parallel and setup.layout.tensor > 1 else 0
-    logits = _logits(shape, setup) if stage.is_last else 0
-    loss = replace(
-        base, moment="loss", activations=round(tokens * (kept + head)), logits=logits, buffers=round(tokens * gathered)
-    )
+    base = replace(base, buffers=base.buffers + round(tokens * gathered))
+    logits = _logits(shape, setup) if stage.is_last and not shape.value_head else 0
+    loss = replace(base, moment="loss", activations=round(tokens * (kept + head)), logits=logits)
     working = backward_working_set(model, chunks)
-    backward = replace(
-        base, moment="backward", activations=round(tokens * (kept + working)), buffers=round(tokens * gathered)
-    )
-    return loss, backward
+    return loss, replace(base, moment="backward", activations=round(tokens * (kept + working)))
 
 
 def _logits(shape: ModelShape, setup: TrainingSetup) -> int:

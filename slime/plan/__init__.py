@@ -229,8 +229,10 @@ def _notes(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> Iterat
             f"the format of the quantised checkpoint, {form}, is not known: engine weights and the weight sync are planned as "
             "if it were not quantised"
         )
-    if args.only_train_params_name_list or args.freeze_params_name_list or args.freeze_indexer:
-        yield "all parameters are planned as trained: gradients and optimizer state of the frozen ones are not taken off"
+    if args.only_train_params_name_list or args.freeze_params_name_list:
+        yield (
+            "all parameters that the flags freeze are planned as trained: their gradients and optimizer state are not taken off"
+        )
     typed = {"bf16", "fp16"} & args.typed_flags
     if plans_for_gpus(args) and not typed and gpus_on_this_machine() == 0:
         yield "no dtype was typed: planned for bfloat16, as on GPUs; on this machine, without one, a run would use float32"

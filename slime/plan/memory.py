@@ -338,13 +338,13 @@ def critic_bytes(args: argparse.Namespace, actor: RankMemory, micro_batches: int
     layout = parallel_layout(critic)
     setup = training_setup(critic, layout, tokens_of_stream(critic, layout), micro_batches)
     worst = worst_rank(training_memory(shape_of(critic), setup))
-    return max(worst.persistent, worst.total - worst.logits + actor.persistent - actor.total)
+    return max(worst.persistent, worst.total + actor.persistent - actor.total)
 
 
 def planned_critic(critic: argparse.Namespace) -> argparse.Namespace:
-    """What `critic_args` gave, as memory is planned with it; the logits that are planned then are none."""
-    # In place of a vocabulary projection it has one row. It never pushes, and keeps no other set of weights.
-    changed = {"untie_embeddings_and_output_weights": False, "has_engines": False, "offload_train": False}
+    """What `critic_args` gave, as memory is planned with it."""
+    # It never pushes, keeps no other set of weights, and has no layers that predict further tokens.
+    changed = {"has_engines": False, "offload_train": False, "mtp_num_layers": None}
     return argparse.Namespace(**{**vars(critic), **changed})
 
 

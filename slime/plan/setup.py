@@ -2,8 +2,10 @@
 
 import argparse
 import importlib.util
+from dataclasses import replace
 
 from slime.arguments.checkpoints import OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER, other_model_states
+from slime.arguments.config_files.role_config import CRITIC
 from slime.arguments.megatron.values import pipeline_stages
 from slime.arguments.model_shape import SHAPE_FLAGS, model_shape_from_args, padded_vocabulary
 from slime.arguments.sizes import longest_sample, plans_for_gpus
@@ -29,7 +31,8 @@ def shape_of(args: argparse.Namespace) -> ModelShape | None:
     """The model's shape, its vocabulary padded as the trainer pads it; None while flags are missing."""
     if missing_shape_flags(args):
         return None
-    return model_shape_from_args(argparse.Namespace(**{**vars(args), "padded_vocab_size": padded_vocabulary(args)}))
+    padded = argparse.Namespace(**{**vars(args), "padded_vocab_size": padded_vocabulary(args)})
+    return replace(model_shape_from_args(padded), value_head=args.role == CRITIC)
 
 
 def parallel_layout(args: argparse.Namespace) -> ParallelLayout:

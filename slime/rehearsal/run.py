@@ -218,8 +218,7 @@ def _require_layout(args: argparse.Namespace) -> None:
 
 def planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tuple[Planned, ...]:
     """What the plan says of a rank of every pipeline stage that has `count` micro-batches: its step, and its push."""
-    is_critic = args.role == CRITIC
-    if is_critic:
+    if args.role == CRITIC:
         args = planned_critic(args)
     shape = shape_of(args)
     setup = training_setup(args, layout, tokens_of_stream(args, layout), count)
@@ -227,8 +226,7 @@ def planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tup
     step = replace(setup, push_bucket=0, overhead=0, rollout_tokens=0)
     memories = training_memory(shape, step)
     return tuple(
-        _parts(replace(memory, logits=0) if is_critic else memory, push_buffers(shape, setup, stage))
-        for memory, stage in zip(memories, setup.stages, strict=True)
+        _parts(memory, push_buffers(shape, setup, stage)) for memory, stage in zip(memories, setup.stages, strict=True)
     )
 
 

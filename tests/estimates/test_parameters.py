@@ -8,7 +8,7 @@ import pytest
 from slime.arguments.model_shape import model_shape_from_args
 from slime.estimates.layout import ParallelLayout, split_into_stages
 from slime.estimates.parameters import LayerParameters, count_parameters, rank_parameters
-from slime.estimates.shape import LinearAttentionShape, MlaShape, ModelShape, MoeShape
+from slime.estimates.shape import IndexerShape, LinearAttentionShape, MlaShape, ModelShape, MoeShape
 from tests.support.tables.model_scripts import PARAMETER_COUNTS
 from tools.published_models import PUBLISHED_MODELS
 
@@ -225,6 +225,28 @@ def test_training_ranks_share_linear_attention_but_for_its_norm():
     assert held.attention == 3 * (counts.layers[0].linear_attention // 2 + 4) + counts.layers[3].attention // 2
 
 
-def test_layers_of_multi_token_prediction_lie_last_and_bring_the_embedding():
-    held = per_stage(ModelShape(**SIZES, mtp_num_layers=1), ParallelLayout(2, pipeline=2))
-    assert held[1].embedding == 256 and held[1].dense_mlp - held[0].dense_mlp == 3 * 8 * 16 + 2 * 8 * 8
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_of_multi_token_prediction_lie_last_and_bring_no_embedding(tied):
+    held = per_stage(ModelShape(**SIZES, mtp_num_layers=1, tied_embeddings=tied), ParallelLayout(2, pipeline=2))
+    assert (held[1].embedding, held[1].output_head) == (0, 256)
+    assert held[1].dense_mlp - held[0].dense_mlp == 3 * 8 * 16 + 2 * 8 * 8
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_has_one_row_in_place_of_the_head_on_the_last_stage_alone(tied):
+    layout = ParallelLayout(4, tensor=2, pipeline=2)
+    held = per_stage(ModelShape(**SIZES, tied_embeddings=tied, value_head=True), layout)
+    assert [rank.embedding for rank in held] == [128, 0]
+    # Whole on every tensor-parallel rank.
+    assert [rank.output_head for rank in held] == [0, 8]
+
+
+def test_what_is_trained_has_no_indexer_and_prediction_layers_only_where_they_learn():
+    indexer = IndexerShape(num_heads=2, head_dim=4, topk=3, layers=(True, False, True, False))
+    mla = MlaShape(5, kv_lora_rank=6, qk_head_dim=3, qk_pos_emb_head_dim=2, v_head_dim=5, indexer=indexer)
+    counts = count_parameters(ModelShape(**SIZES, mla=mla, mtp_num_layers=1))
+    # Queries from 5 latent channels, keys, their norm, a weight for each head; in two decoder layers and one that predicts.
+    one = 5 * 2 * 4 + 8 * 4 + 2 * 4 + 8 * 2
+    both, layers_alone = counts.trained(predictions=True), counts.trained(predictions=False)
+    assert counts.total_with_mtp - both.total_with_mtp == 3 * one
+    assert counts.total - layers_alone.total == 2 * one and layers_alone.total_with_mtp == layers_alone.total

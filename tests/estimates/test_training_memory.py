@@ -8,7 +8,7 @@ import pytest
 from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout, split_into_stages
 from slime.estimates.parameters import count_parameters
-from slime.estimates.shape import ModelShape, MoeShape
+from slime.estimates.shape import IndexerShape, MlaShape, ModelShape, MoeShape
 from slime.estimates.training_memory import (
     StateBytes,
     TrainingSetup,
@@ -198,6 +198,57 @@ def test_a_prediction_layer_that_is_trained_has_logits_of_its_own():
         )[0].logits
 
     assert [logits(count) - logits(0) for count in (1, 2)] == [2**20 * 1024 * 2, 2 * 2**20 * 1024 * 2]
+
+
+def test_prediction_layers_that_are_not_trained_have_weights_alone():
+    """Neither gradients nor a state in the optimizer, nor activations, for they never run; they are saved as they are."""
+    shape = ModelShape(4, 512, 1536, 8, 4, 64, 1024, 1024)
+    frozen = dataclasses.replace(shape, mtp_num_layers=1)
+    layer = count_parameters(frozen).mtp[0].total
+    state = dataclasses.replace(BF16, saved=12)
+
+    def memory(of, predictions=0):
+        given = setup(ParallelLayout(2), 4, state, recompute=Recompute(), predictions=predictions, saves=True)
+        return training_memory(of, given)[0]
+
+    without, still, trained = memory(shape), memory(frozen), memory(frozen, 1)
+    assert still.weights - without.weights == 2 * layer
+    assert (still.gradients, still.optimizer, still.activations, still.logits) == (
+        without.gradients, without.optimizer, without.activations, without.logits
+    )  # fmt: skip
+    assert (still.saving_weights, still.saving_optimizer) == (without.saving_weights + layer, without.saving_optimizer)
+    assert (trained.gradients - still.gradients, trained.optimizer - still.optimizer) == (4 * layer, 12 * layer / 2)
+    assert trained.activations > still.activations and trained.saving_optimizer - still.saving_optimizer == 6 * layer
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_last_stage_that_trains_prediction_layers_gets_a_copy_of_the_embedding(tied):
+    """Half of its rows with two tensor-parallel ranks. A tied one is there already."""
+    shape = ModelShape(4, 512, 1536, 8, 4, 64, 1024, 1024, mtp_num_layers=1, tied_embeddings=tied)
+    layout = ParallelLayout(4, tensor=2, pipeline=2)
+    first, last = training_memory(shape, setup(layout, 4, predictions=1))
+    assert (first.buffers, last.buffers) == (0, 0 if tied else 1024 // 2 * 512 * 2)
+    assert [memory.buffers for memory in training_memory(shape, setup(layout, 4))] == [0, 0]
+
+
+def test_an_indexer_has_weights_alone():
+    indexer = IndexerShape(num_heads=2, head_dim=64, topk=16, layers=(True, False, True, False))
+    mla = MlaShape(96, kv_lora_rank=64, qk_head_dim=64, qk_pos_emb_head_dim=32, v_head_dim=64)
+    dense = ModelShape(4, 512, 1536, 8, 8, 64, 1024, 1024, mla=mla)
+    sparse = dataclasses.replace(dense, mla=dataclasses.replace(mla, indexer=indexer))
+    one = count_parameters(sparse).layers[0].indexer
+    without, beside = (training_memory(shape, setup(ParallelLayout(2, tensor=2), 4))[0] for shape in (dense, sparse))
+    # Whole on each of both ranks, in two layers.
+    assert beside.weights - without.weights == 2 * 2 * one
+    assert (beside.gradients, beside.optimizer) == (without.gradients, without.optimizer)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_has_no_logits_and_one_row_on_its_last_stage(tied):
+    shape = ModelShape(4, 512, 1536, 8, 4, 64, 64_000, 64_000, tied_embeddings=tied, value_head=True)
+    first, last = training_memory(shape, setup(ParallelLayout(2, pipeline=2), 4))
+    assert (first.weights - last.weights) == 2 * (64_000 * 512 - 2 * 512), "an embedding; a final norm and the row"
+    assert (first.logits, last.logits) == (0, 0)
 
 
 def test_moments_between_steps():

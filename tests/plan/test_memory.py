@@ -5,6 +5,8 @@ import argparse
 import psutil
 import pytest
 
+from slime.arguments.config_files.role_config import critic_args
+from slime.estimates.training_memory import training_memory
 from slime.plan import make_plan, render, require_memory_of_machine
 from slime.plan import memory as host_memory
 from slime.plan.memory import (
@@ -18,8 +20,10 @@ from slime.plan.memory import (
     host_memory_problem,
     host_shares,
     machine_memory,
+    planned_critic,
 )
 from slime.plan.placement import EnginePart
+from slime.plan.setup import parallel_layout, shape_of, tokens_of_stream, training_setup
 from slime.utils.errors import UserError
 from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
@@ -38,8 +42,9 @@ def part(plan, name):
 def test_a_critic_adds_what_it_has_while_the_actor_works():
     alone, both = training(), training(*PPO)
     assert part(alone, "critic") == 0
-    # The model ties its embeddings: a critic has all of it but an output layer of its own.
-    assert part(both, "critic") == sum(part(alone, name) for name in AT_REST)
+    # The model ties its embeddings: a critic has all of it, and a row of 2560 in place of an output layer, whole on both
+    # tensor-parallel ranks; two data-parallel ones divide its state.
+    assert part(both, "critic") == sum(part(alone, name) for name in AT_REST) + 2560 * (2 + 4 + 12 // 2)
     assert both.total == alone.total + part(both, "critic") == sum(part.bytes for part in both.parts)
     assert both.host_parts == alone.host_parts == ()
 
@@ -48,6 +53,20 @@ def test_a_critic_has_no_vocabulary_projection():
     actor = training(*PPO, "--untie-embeddings-and-output-weights")
     assert part(actor, "critic") == part(training(*PPO), "critic")
     assert part(actor, "critic") < sum(part(actor, name) for name in AT_REST)
+
+
+@pytest.mark.parametrize("words", [(), ("--untie-embeddings-and-output-weights",)])
+def test_a_critic_has_no_vocabulary_projection_on_its_last_stage(words):
+    """Nor layers that predict further tokens, which are the actor's alone."""
+    stages = ("--pipeline-model-parallel-size", "2", *words)
+    args = planned(SMALL, *PPO, *stages, "--mtp-num-layers", "1", "--enable-mtp-training")
+    critic = planned_critic(critic_args(args))
+    layout = parallel_layout(critic)
+    setup = training_setup(critic, layout, tokens_of_stream(critic, layout), 2)
+    first, last = training_memory(shape_of(critic), setup)
+    # 18 layers each, the embedding's 151,936 rows and 128 that pad them, and a final norm beside the row.
+    assert (first.weights - last.weights) / 2 == 152_064 // 2 * 2560 - 2 * 2560
+    assert last.logits == 0 and setup.predictions == 0
 
 
 def test_a_critic_that_needs_more_at_work_sets_the_peak(tmp_path):
