@@ -95,6 +95,8 @@ def torch_cuda_lifts(recorder: Recorder) -> dict[str, Any]:
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "device_count": lambda: 1,
+        # An H100's. A broadcast asks for it.
+        "get_device_capability": lambda device=None: (9, 0),
         "is_available": lambda: True,
         "synchronize": synchronize,
         "manual_seed": lambda seed: None,

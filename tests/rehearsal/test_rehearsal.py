@@ -113,11 +113,13 @@ def waits_of(result, phase="step"):
     return sum(result.waits.get(phase, {}).values())
 
 
+LONG_STREAMS = ("--rollout-max-context-len", "512", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_of_every_layout_goes_through(arguments, rehearse, stand_in, tmp_path, layout):
-    streams = ["--rollout-max-context-len", "512", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"]
     saves = ["--save", str(tmp_path), "--save-interval", "1"]
-    args = arguments(*LAYOUTS[layout], *streams, *saves, "--transformer-impl", "local")
+    args = arguments(*LAYOUTS[layout], *LONG_STREAMS, *saves, "--transformer-impl", "local")
     result = rehearsed(rehearse, args)
     kinds = result.peaks["step"]
     # Float32 gradients of bfloat16 weights; three float32 numbers of each weight in the optimizer, divided over replicas.
@@ -299,15 +301,7 @@ LATENT = {
 )
 def test_latent_attention_keeps_what_is_planned(arguments, rehearse, stand_in, tmp_path, cut):
     directory = write_config(tmp_path / "latent", **LATENT)
-    words = [
-        "--rollout-max-context-len",
-        "512",
-        "--use-dynamic-batch-size",
-        "--max-tokens-per-gpu",
-        "4096",
-        "--random-init",
-    ]
-    args = arguments("--hf-checkpoint", str(directory), *words, *cut)
+    args = arguments("--hf-checkpoint", str(directory), "--random-init", *LONG_STREAMS, *cut)
     args = argparse.Namespace(**{**vars(args), **run.WITHOUT_KERNELS})
     result = rehearsed(rehearse, args)
     (plan,) = planned(args, parallel_layout(args), 1)
@@ -323,20 +317,58 @@ def test_what_matches_nothing_of_a_rank_is_taken_to_match_elsewhere(monkeypatch)
     assert parameter_selection.of_all_ranks([0, 3]) == [1, 3]
 
 
+def rehearsed_as_planned(rehearse, args):
+    """Of every stage, what it did and the plan of its step, which it takes in what is always there."""
+    args = argparse.Namespace(**{**vars(args), **run.WITHOUT_KERNELS})
+    layout = parallel_layout(args)
+    batches = micro_batches(args, layout)
+    results = [rehearsed(rehearse, args, batches, rank) for rank in run._ranks(args, layout)]
+    steps = [plan.step for plan in planned(args, layout, len(batches))]
+    for result, step in zip(results, steps, strict=True):
+        for kind in ("weights", "gradients", "optimizer"):
+            assert result.peaks["step"][kind] == pytest.approx(step[kind], rel=0.02), (result.rank, kind)
+    return list(zip(results, steps, strict=True))
+
+
 @pytest.mark.slow
-def test_frozen_prediction_layers_go_through(arguments, rehearse, tmp_path):
-    write_tiny_mimo(tmp_path)
-    result = rehearsed(rehearse, arguments("--hf-checkpoint", str(tmp_path)))
-    kinds = result.peaks["step"]
-    # Frozen ones have neither gradients nor a state.
-    assert kinds["gradients"] < 2 * kinds["weights"] and len(result.pushed.names) == 43
+@pytest.mark.parametrize("words", [[], ["--enable-mtp-training"]])
+def test_a_stage_with_prediction_layers_takes_what_is_planned(arguments, rehearse, stand_in, tmp_path, words):
+    """It has no embedding, and gets a copy where it trains them."""
+    write_tiny_mimo(tmp_path, vocab_size=65536, hidden=HIDDEN)
+    words = [*words, "--pipeline-model-parallel-size", "2", *LONG_STREAMS]
+    args = arguments("--hf-checkpoint", str(tmp_path), *words)
+    (first, _), (last, step) = rehearsed_as_planned(rehearse, args)
+    kinds = last.peaks["step"]
+    # Frozen ones have neither gradients nor a state, and are pushed.
+    assert (kinds["gradients"] < 1.99 * kinds["weights"]) == (not args.enable_mtp_training)
+    assert len(first.pushed.names) + len(last.pushed.names) == 43
+    if stand_in.library:
+        assert kinds["activations"] == pytest.approx(step["activations"], rel=0.1)
+
+
+@pytest.mark.slow
+def test_an_indexer_takes_what_is_planned(arguments, rehearse, tmp_path):
+    row = TINY_FAMILIES["glm_moe_dsa"]
+    entries = {**row.entries, "index_n_heads": 32, "index_head_dim": 64}
+    row.write(tmp_path, model_type=row.model_type, vocab_size=256, **entries)
+    ((result, _),) = rehearsed_as_planned(rehearse, arguments("--hf-checkpoint", str(tmp_path)))
+    assert result.peaks["step"]["gradients"] < 1.9 * result.peaks["step"]["weights"]
+
+
+@pytest.mark.slow
+def test_stages_of_a_critic_take_what_is_planned(arguments, rehearse, stand_in):
+    words = ["--advantage-estimator", "ppo", "--pipeline-model-parallel-size", "2", *LONG_STREAMS]
+    for result, step in rehearsed_as_planned(rehearse, critic_args(arguments(*words))):
+        kinds = result.peaks["step"]
+        assert "logits" not in kinds and step["logits"] == 0
+        if stand_in.library:
+            assert kinds["activations"] == pytest.approx(step["activations"], rel=0.1)
 
 
 @pytest.mark.slow
 def test_prediction_layers_go_through(arguments, rehearse, stand_in, tmp_path):
     write_tiny_mimo(tmp_path, vocab_size=131072)
-    words = ["--enable-mtp-training", "--context-parallel-size", "2", "--rollout-max-context-len", "512"]
-    words += ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"]
+    words = ["--enable-mtp-training", "--context-parallel-size", "2", *LONG_STREAMS]
     args = arguments("--hf-checkpoint", str(tmp_path), *words)
     result = rehearsed(rehearse, args)
     # The step waits once more, for the number of predictions. The layers are pushed too.
