@@ -147,6 +147,8 @@ def training_limits(config: Config, derived: ModelArgs) -> Iterator[str]:
     rope, scaling = rope_type(config), rope_scaling(config)
     attention_bias = bool(config.get("attention_bias", False))
     has_biases = derived["add_qkv_bias"] and not derived["multi_latent_attention"]
+    scores = derived.get("moe_router_score_function")
+    normalised = (True,) if scores == "sigmoid" else (True, False)
     found = (
         ("hidden_act", config.get("hidden_act", "silu"), ("silu",)),
         ("rope_type", rope, family_of(config).rope_types),
@@ -154,6 +156,8 @@ def training_limits(config: Config, derived: ModelArgs) -> Iterator[str]:
         ("attention_bias", attention_bias, (True, False) if has_biases else (False,)),
         ("rope_interleave", config.get("rope_interleave", True), (True,)),
         ("mlp_bias", bool(config.get("mlp_bias", False)), (False,)),
+        ("scoring_func", scores and config.get("scoring_func") or scores, (scores,)),
+        ("norm_topk_prob", config.get("norm_topk_prob") is not False, normalised),
         *((name, scaling.get(name, only), (only,)) for name, only in FIXED_BY_SCALING.get(rope, {}).items()),
     )
     for name, value, supported in found:
@@ -162,10 +166,6 @@ def training_limits(config: Config, derived: ModelArgs) -> Iterator[str]:
                 f"config.json of --hf-checkpoint: {name} {value!r} cannot be trained; only "
                 f"{' or '.join(repr(option) for option in supported)} is built"
             )
-    if derived.get("moe_router_score_function") == "sigmoid" and config.get("norm_topk_prob") is False:
-        yield (
-            "config.json of --hf-checkpoint: norm_topk_prob False cannot be trained with a sigmoid router; only True is built"
-        )
     groups, of_groups = derived.get("moe_router_num_groups") or 1, derived.get("moe_router_group_topk") or 1
     if groups > 1 and derived["moe_router_topk"] // of_groups != 2:
         # The engines take two, Megatron as many as each group that is chosen gives.

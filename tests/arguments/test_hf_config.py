@@ -351,7 +351,19 @@ def test_limits_of_families(name, changes, expected):
 @pytest.mark.parametrize(
     ("name", "changes", "expected"),
     [
-        ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob False cannot be trained with a sigmoid router"),
+        ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob False cannot be trained; only True is built"),
+        (
+            "deepseek-v3",
+            {"scoring_func": "softmax"},
+            "scoring_func 'softmax' cannot be trained; only 'sigmoid' is built",
+        ),
+        ("kimi-k2", {"scoring_func": "softmax"}, "scoring_func 'softmax' cannot be trained; only 'sigmoid' is built"),
+        ("glm4.5-355B-A32B", {"scoring_func": "softmax"}, "scoring_func 'softmax' cannot be trained"),
+        (
+            "qwen3-30B-A3B",
+            {"scoring_func": "sigmoid"},
+            "scoring_func 'sigmoid' cannot be trained; only 'softmax' is built",
+        ),
         ("deepseek-v3", {"num_experts_per_tok": 6}, "num_experts_per_tok 6 of topk_group 4 groups cannot be trained"),
         ("deepseek-v3", {"rope_interleave": False}, "rope_interleave False cannot be trained"),
         ("deepseek-v3", {"rope_scaling": {**YARN, "attention_factor": 2.0}}, "attention_factor 2.0 cannot be trained"),
@@ -363,7 +375,7 @@ def test_limits_of_families(name, changes, expected):
         ("glm4.7-30B-A3B", {"attention_bias": True}, "attention_bias True cannot be trained"),
     ],
 )
-def test_limits_of_families_with_latent_attention(name, changes, expected):
+def test_limits_of_routers_and_latent_attention(name, changes, expected):
     assert list(limits_of(PUBLISHED_MODELS[name])) == []
     (limit,) = limits_of({**PUBLISHED_MODELS[name], **changes})
     assert expected in limit
