@@ -37,6 +37,8 @@ _LINEAR = re.compile(
     r"|in_proj_qkv|in_proj_qkvz|in_proj_z|out_proj)|\.experts\.\d+\.w[123])\.weight$"
 )
 _EMBEDDING = re.compile(r"embed")
+# Types of numbers that are not quantised.
+_PLAIN_TYPES = ("BF16", "F16", "F32")
 # Numbers that a processor's cache holds in float32.
 _STRIP_NUMBERS = 2**17
 DEFAULT_SHARD_BYTES = 5 * 1024**3
@@ -88,7 +90,7 @@ def quantised_matrices(
             continue
         module = name.removesuffix(".weight")
         fits = _LINEAR.search(name) and not is_ignored(module) and place.shape[1] % columns == 0
-        (chosen if fits and place.dtype in ("BF16", "F16", "F32") else left).append(name if fits else module)
+        (chosen if fits and place.dtype in _PLAIN_TYPES else left).append(name if fits else module)
     if not chosen:
         raise UserError(
             "no weight is left that could be quantised: the checkpoint has none of the known names, or all are ignored"
@@ -179,11 +181,11 @@ def dequantise_checkpoint(
         config_file: the config of the new checkpoint, in place of that of `source`.
 
     Raises:
-        UserError: it is not quantised, or has no such file.
+        UserError: it is not quantised, or has no such file; experts are quantised several in one tensor.
     """
     if quantisation_settings(source) is None:
         raise UserError(f"{source} is not quantised: its config.json has no quantization_config")
-    places, names = places_of(source), open_checkpoint(source).names()
+    places = places_of(source)
     absent = sorted(set(files) - {place.path.name for place in places.values()})
     if absent:
         raise UserError(f"--files {absent[0]}: {source} has no such weight file")
@@ -191,9 +193,25 @@ def dequantise_checkpoint(
     for part in (config, config.get("text_config", {})):
         part.pop("quantization_config", None)
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    stored = {name: places.get(name) or places[name.removesuffix("weight") + "weight_packed"] for name in names}
+    stored = _places_of_weights(source, places)
     wanted = {name: place for name, place in stored.items() if not files or place.path.name in files}
     _convert(source, target, config, functools.partial(_plain, source, dtype), wanted, options)
+
+
+def _places_of_weights(source: Path, places: Mapping[str, Place]) -> dict[str, Place]:
+    """Where the weights of a quantised checkpoint lie, by name: a packed one where its integers are."""
+    opened = open_checkpoint(source)
+    names = opened.names()
+    found = {name: place for name in names if (place := places.get(name) or places.get(f"{name}_packed"))}
+    # Experts of one tensor have names that nothing is stored under, and the tensor is part of no weight: it stays as it is.
+    for name in places.keys() - {part for weight in names for part in opened.parts(weight)}:
+        if places[name].dtype not in _PLAIN_TYPES:
+            raise UserError(
+                f"{name} has all experts of a layer in one tensor of {places[name].dtype}, which is not taken apart here; give "
+                "a checkpoint with a tensor for each expert"
+            )
+        found[name] = places[name]
+    return found
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -186,6 +186,39 @@ def test_packed_weights_become_those_of_16_bits_in_all_files_or_some(checkpoint,
         convert([*words, "--overwrite", "--files", "nothing"])
 
 
+FUSED = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize("convert", [convert_hf_to_fp8.main, convert_hf_to_int4_direct.main])
+def test_plain_experts_in_one_tensor_stay_so_beside_quantised_weights(checkpoint, tmp_path, convert):
+    source, tensors = checkpoint
+    quantised, back = tmp_path / "quantised", tmp_path / "back"
+    convert(["--model-dir", str(source), "--save-dir", str(quantised)])
+    fused = torch.arange(2 * 32 * 8).view(2, 32, 8).bfloat16()
+    _add(quantised, FUSED, fused)
+    fp8_cast_bf16.main(["--input-fp8-hf-path", str(quantised), "--output-bf16-hf-path", str(back)])
+    plain = read(back)
+    assert plain.keys() == {*tensors, FUSED} and plain[FUSED].equal(fused)
+
+
+def test_quantised_experts_in_one_tensor_are_refused(checkpoint, tmp_path):
+    source, _ = checkpoint
+    convert_hf_to_fp8.main(["--model-dir", str(source), "--save-dir", str(tmp_path / "fp8")])
+    _add(tmp_path / "fp8", FUSED, torch.zeros(2, 32, 8, dtype=torch.float8_e4m3fn))
+    words = ["--input-fp8-hf-path", str(tmp_path / "fp8"), "--output-bf16-hf-path", str(tmp_path / "back")]
+    with pytest.raises(SystemExit, match=f"{FUSED} has all experts of a layer in one tensor of F8_E4M3"):
+        fp8_cast_bf16.main(words)
+
+
+def _add(directory, name, tensor):
+    """Put a further tensor into a checkpoint."""
+    save_file({name: tensor}, directory / "more.safetensors")
+    index = directory / "model.safetensors.index.json"
+    entries = json.loads(index.read_text())
+    entries["weight_map"][name] = "more.safetensors"
+    index.write_text(json.dumps(entries))
+
+
 def test_without_a_directory_the_target_stands_beside_the_source(checkpoint, tmp_path, monkeypatch):
     source, tensors = checkpoint
     packed = tmp_path / "packed"
