@@ -5,16 +5,19 @@
     python tools/convert_to_hf.py --hf-checkpoint MODEL --load RUN/checkpoints --output-dir EXPORTED ${MODEL_ARGS[@]}
 
 The model is built, given its weights as a run is, and exported. It has to fit into memory: tools/convert_torch_dist_to_hf.py
-needs none. --check-same compares the result with --hf-checkpoint, bit by bit, so it says of a model, before anything is
-trained, whether it goes there and back. The exit status is 1 where something differs.
+needs none. Where neither --bf16 nor --fp16 is given, weights have the 16 bits that the config.json of --hf-checkpoint names.
+--check-same compares the result with --hf-checkpoint, bit by bit, so it says of a model, before anything is trained, whether it
+goes there and back. The exit status is 1 where something differs.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.arguments.hf_config import read_hf_config
 from slime.utils.errors import RunError, UserError
 
 
@@ -35,6 +38,7 @@ def main(words: list[str] | None = None) -> None:
         from tools.conversion.hugging_face import differences
         from tools.conversion.torch_dist import is_left_out, parse_model_flags
 
+        flags += flag_of_dtype(args.hf_checkpoint, flags)
         rank = ActorRank(parse_model_flags(args.hf_checkpoint, flags), 0, 1, 0)
         rank.init(rank.rendezvous_address())
         rank.export_hf(str(args.output_dir))
@@ -47,6 +51,17 @@ def main(words: list[str] | None = None) -> None:
     except (UserError, RunError) as error:
         sys.exit(f"error: {error}")
     sys.exit(1 if wrong else 0)
+
+
+_FLAGS_OF_DTYPES = {"bfloat16": "--bf16", "float16": "--fp16"}
+
+
+def flag_of_dtype(hf_checkpoint: Path, flags: Sequence[str]) -> list[str]:
+    """The flag of the dtype of a checkpoint's config.json, where `flags` have none: else the machine would choose one."""
+    config = read_hf_config(hf_checkpoint)
+    name = config.get("dtype") or config.get("torch_dtype")
+    typed = not set(flags).isdisjoint(_FLAGS_OF_DTYPES.values())
+    return [] if typed or name not in _FLAGS_OF_DTYPES else [_FLAGS_OF_DTYPES[name]]
 
 
 if __name__ == "__main__":

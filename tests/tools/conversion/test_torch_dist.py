@@ -16,7 +16,7 @@ from tests.support.models.tiny_model import tiny_args, write_tiny_mimo, write_ti
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.family_checks import of_trained_parts
 from tests.support.tables.shell_arrays import ROOT
-from tools import convert_hf_to_fp8, convert_torch_dist_to_hf_parallel, inspect_checkpoint
+from tools import convert_hf_to_fp8, convert_to_hf, convert_torch_dist_to_hf_parallel, inspect_checkpoint
 from tools.conversion.hugging_face import differences
 from tools.conversion.inspection import check_checksums, describe, misfits, write_checksums
 from tools.conversion.torch_dist import (
@@ -389,7 +389,9 @@ def test_the_parallel_name_is_the_same_tool(directories, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_export_of_training_has_the_tensors_it_came_from(directories, tmp_path):
     command = [sys.executable, "-W", "ignore", "tools/convert_to_hf.py", "--check-same"]
-    for name, source, same in (("tied", "tied", True), ("tied", "other", False)):
+    in_16_bits = write_tiny_model(directories / "bf16").bfloat16()
+    in_16_bits.save_pretrained(directories / "bf16")
+    for name, source, same in (("tied", "tied", True), ("tied", "other", False), ("bf16", "bf16", True)):
         flags = ["--hf-checkpoint", directories / name, "--output-dir", tmp_path / source]
         if not same:
             write_tiny_model(tmp_path / "model", tied=True, seed=1)
@@ -401,6 +403,22 @@ def test_the_export_of_training_has_the_tensors_it_came_from(directories, tmp_pa
         assert result.returncode == (not same), result.stdout + result.stderr
         assert ("has other numbers" in result.stdout) == (not same)
         assert list(differences(tmp_path / source, directories / name)) == [] or not same
+
+
+@pytest.mark.parametrize(
+    ("entries", "typed", "expected"),
+    [
+        ({"dtype": "bfloat16"}, [], ["--bf16"]),
+        ({"torch_dtype": "float16"}, ["--load", "elsewhere"], ["--fp16"]),
+        ({"text_config": {"dtype": "bfloat16"}}, [], ["--bf16"]),
+        ({"dtype": "bfloat16"}, ["--fp16"], []),
+        ({"dtype": "float32"}, [], []),
+        ({}, [], []),
+    ],
+)
+def test_an_export_has_the_dtype_of_the_config_unless_one_is_typed(tmp_path, entries, typed, expected):
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    assert convert_to_hf.flag_of_dtype(tmp_path, typed) == expected
 
 
 @pytest.mark.slow
