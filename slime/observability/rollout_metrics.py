@@ -6,19 +6,27 @@ Samples of one execution share a `rollout_id`; a sample without one is an execut
 
 import math
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from slime.observability.trace_utils import spans_of
 from slime.utils.finite_number import finite_number
+from slime.utils.sample_fields import held
 from slime.utils.types import Sample, failed_and_masked, turns_of
 
 _REPETITION_CHARACTERS = 10000
 _REPETITION_RATIO = 10
 # Rewards that differ by less carry no signal; 0.1 averaged eight times is off by 1e-17.
 _ZERO_STD_THRESHOLD = 1e-6
+# What engines say of a request, in the attributes of its span.
+_OF_REQUESTS = {
+    "e2e_latency": "request/e2e_latency", "queue_time": "request/queue_time", "decode_throughput": "decode/throughput",
+}  # fmt: skip
+# Where two engines shared it, by what the names of the attributes begin with.
+_OF_PARTS = {"pd_prefill_": "prefill/", "pd_decode_": "decode/", "pd_transfer_": "prefill/transfer_"}
 
 
 def compute_statistics(values: Iterable[float]) -> dict[str, float]:
@@ -86,20 +94,51 @@ def compute_eval_metrics(args: Any, data: Mapping[str, Mapping[str, Sequence[Any
 
 def compute_rollout_perf_metrics(args: Any, samples: Sequence[Sample], rollout_time: float) -> dict[str, float]:
     """`perf/` metrics of generation. `rollout_time` in seconds; tokens are response tokens, effective ones are trained."""
-    metrics = {"perf/rollout_time": rollout_time}
+    metrics = {"perf/rollout_time": rollout_time, **request_metrics(samples)}
     if rollout_time <= 0 or not samples:
         return metrics
+    outside = [sample.non_generation_time for sample in samples]
     for prefix, lengths in (
         ("", [sample.response_length for sample in samples]),
         ("effective_", [sample.effective_response_length for sample in samples]),
     ):
         if args.rollout_num_gpus:
             metrics[f"perf/{prefix}tokens_per_gpu_per_sec"] = sum(lengths) / rollout_time / args.rollout_num_gpus
-        metrics[f"perf/longest_{prefix}sample_tokens_per_sec"] = max(lengths) / rollout_time
-    outside = [sample.non_generation_time for sample in samples]
+        longest = max(lengths)
+        metrics[f"perf/longest_{prefix}sample_tokens_per_sec"] = longest / rollout_time
+        if not any(outside):
+            continue
+        # Several samples may be the longest.
+        own = float(np.mean([spent for spent, length in zip(outside, lengths, strict=True) if length == longest]))
+        metrics[f"perf/longest_{prefix}sample_non_generation_time"] = own
+        # One that was begun in an earlier step has spent more time than this step took.
+        if own < rollout_time:
+            without = longest / (rollout_time - own)
+            metrics[f"perf/longest_{prefix}sample_tokens_per_sec_without_non_generation"] = without
     if any(outside):
         metrics |= _prefixed("perf/non_generation_time/", compute_statistics(outside))
     return metrics
+
+
+def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """`perf/` statistics of what engines said of the samples' requests, which the traces have: `request/`, `prefill/` and
+    `decode/`, in seconds; `decode/throughput` in tokens per second."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for span in spans_of(samples):
+        if span["name"] == "sglang_generate":
+            for name, metric in _OF_REQUESTS.items():
+                if name in span["attrs"]:
+                    values[metric].append(span["attrs"][name])
+        elif span["name"] == "sglang_pd_summary":
+            for name, value in span["attrs"].items():
+                for prefix, metric in _OF_PARTS.items():
+                    if name.startswith(prefix):
+                        values[metric + name.removeprefix(prefix)].append(value)
+    return {
+        f"perf/{metric}/{name}": value
+        for metric, told in values.items()
+        for name, value in compute_statistics(told).items()
+    }
 
 
 def merge_extra_metrics(metrics: dict[str, Any], extra: Mapping[str, Any] | None, prefix: str) -> dict[str, Any]:
@@ -158,7 +197,7 @@ def _sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
     metrics = _prefixed("response_len/", compute_statistics(s.effective_response_length for s in samples))
     metrics["truncated_ratio"] = float(np.mean([sample.truncated for sample in samples]))
     metrics["repetition_frac"] = float(np.mean([has_repetition(sample.response) for sample in samples]))
-    metrics |= _prefix_cache_metrics(samples) | _speculative_metrics(samples)
+    metrics |= _prefix_cache_metrics(samples) | _speculative_metrics(samples) | _kept_vocabulary(samples)
     category = args.log_reward_category
     if category:
         values = Counter(s.reward[category] for s in samples if isinstance(s.reward, dict) and category in s.reward)
@@ -197,6 +236,19 @@ def _speculative_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if verified:
         metrics["spec_accept_length"] = sum(i.completion_token_num for i in infos) / verified
     return metrics
+
+
+def _kept_vocabulary(samples: Sequence[Sample]) -> dict[str, float]:
+    """Among how many tokens a trained token was sampled, on average; nothing where engines do not tell that."""
+    kept = trained = 0
+    for sample in samples:
+        if sample.rollout_top_p_token_offsets is None:
+            continue
+        sizes, mask = np.diff(sample.rollout_top_p_token_offsets), held(sample, "loss_mask")
+        mask = np.ones(len(sizes)) if mask is None else np.asarray(mask)[: len(sizes)]
+        kept += int((sizes * mask).sum())
+        trained += int(mask.sum())
+    return {"top_p_kept_vocab_per_token": kept / trained} if trained else {}
 
 
 def _executions_correct(samples: Sequence[Sample], rewards: Sequence[float], positions: Sequence[int]) -> list[bool]:

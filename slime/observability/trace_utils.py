@@ -19,7 +19,7 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -260,6 +260,16 @@ def carry_trace(origin: Any, result: Any) -> Any:
         for sample in _samples_of(result) if trace is not None else ():
             sample.__dict__.setdefault("trace", trace)
     return result
+
+
+def spans_of(samples: Iterable[Sample]) -> Iterator[dict[str, Any]]:
+    """The spans in the traces of `samples`, each once: one may be in several traces, and a trace of several samples."""
+    seen: set[str] = set()
+    for sample in samples:
+        for record in (sample.__dict__.get("trace") or {}).get("events", ()):
+            if record["kind"] == "span" and record["span_id"] not in seen:
+                seen.add(record["span_id"])
+                yield record
 
 
 def trace_next_attempt(target: Any) -> None:

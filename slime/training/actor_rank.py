@@ -5,23 +5,26 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from slime.arguments.checkpoints import OLD_ACTOR, TEACHER, iteration_directory
 from slime.arguments.hf_config import read_hf_config
+from slime.arguments.model_shape import SHAPE_FLAGS, calculate_fwd_flops
 from slime.models.families import FAMILIES
 from slime.observability.logging_utils import LoggedMetrics
-from slime.observability.timer import timer
+from slime.observability.timer import Timer, timer
 from slime.scheduling.device_turns import Holds
 from slime.training.advantages import compute_advantages_and_returns
 from slime.training.checkpoint_publication import publish_checkpoint
 from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.training.model_states import ACTOR, REFERENCE, ModelStates, StateSchedule
-from slime.training.reports import rollout_data_metrics, save_train_data, worst_token_lines
+from slime.training.reports import phase_speeds, rollout_data_metrics, save_train_data, worst_token_lines
 from slime.training.resident_memory import Residents
 from slime.training.rollout_data import RolloutData, refresh_mask_sums
 from slime.training.step_statistics import needs_log_prob_pass
@@ -66,6 +69,7 @@ class ActorRank(TrainRank):
         source = self.args.initial_weights
         self.weight_version = read_weight_version(iteration_directory(source.path, iteration)) if source.resume else 0
         self.state_schedule.start()
+        self._idle_since = time.perf_counter()
         return iteration + 1
 
     def train(self, rollout_id: int, shards: list[Box]) -> list[LoggedMetrics]:
@@ -251,6 +255,7 @@ class ActorRank(TrainRank):
     ) -> RolloutData:
         """Returns the data with everything that was computed for it; `logged` gets the metrics as they come."""
         self.require(Holds.ALL, "it trains")
+        Timer().add("train_wait", time.perf_counter() - self._idle_since)
         self.state_schedule.before_rollout(rollout_id)
         with timer("train"):
             with timer("data_preprocess"):
@@ -265,8 +270,19 @@ class ActorRank(TrainRank):
             else:
                 self.backend.routing_replay.clear()
         self.state_schedule.after_rollout(rollout_id)
-        logged += [self._of_rollout(rollout_id, data), self._seconds(rollout_id)]
+        of_rollout, (seconds, axis) = self._of_rollout(rollout_id, data), self._seconds(rollout_id)
+        tokens = of_rollout[0]["rollout/total_lengths"] * len(data["raw_reward"])
+        logged += [of_rollout, ({**phase_speeds(seconds, tokens, self._tflops(data)), **seconds}, axis)]
+        self._idle_since = time.perf_counter()
         return data
+
+    def _tflops(self, data: RolloutData) -> float | None:
+        """10¹² floating-point operations of this rank in a pass forward; None where flags do not tell the model's shape."""
+        if not all(vars(self.args)[name] for name in SHAPE_FLAGS):
+            return None
+        # So many ranks share the samples.
+        ranks = self.world_size // dist.get_world_size(self.groups.sample_group)
+        return calculate_fwd_flops(data["total_lengths"], self.args) / ranks / 1e12
 
     def _prepare(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> None:
         """Log-probs, advantages (both on the last pipeline stage) and the user's last word on the data (on every rank)."""
@@ -328,6 +344,6 @@ class ActorRank(TrainRank):
 def _of_all_ranks(value: Any) -> list[Any]:
     """What each rank has; told on the host, where a rank that was killed is missed at once."""
     group = get_gloo_group()
-    gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(gathered, value, group=group)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
     return gathered

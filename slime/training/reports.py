@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.mismatch import merge_worst_tokens, mismatch_metrics, mismatch_sums, worst_tokens
-from slime.algorithms.reduction import masked_sum, token_weights
+from slime.algorithms.reduction import masked_sum, per_token, token_weights
 from slime.training.advantages import is_kl_known
 from slime.training.columns import COLUMNS, Kind, column_of, names_of
 from slime.training.metric_reduction import all_reduce_max, all_reduce_sum, trained_tokens
@@ -36,37 +36,69 @@ def rollout_data_metrics(
 ) -> dict[str, float]:
     """Means over the data of all ranks: per-token columns reduced like the loss, others averaged over samples. There is no
     `kl` where nobody computed one, and no `raw_reward` where all samples failed: it is the mean of those that did not.
+    `correct_entropy` is the entropy of samples whose reward is 1, if there are any, over their tokens by the weights that these have
+    in the loss.
 
     Collective over `data_group`, which spans data- and context-parallel ranks; all of them must hold the same columns.
     """
     # Every token is counted by the one rank that owns it; a sample by each rank of its context-parallel group.
     masks = rollout_data.local_masks
+    has_entropy = args.log_correct_samples and "entropy" in rollout_data
     tokens_seen = [name for name in names_of(Kind.RESPONSE_PART) if name in rollout_data]
     samples_seen = [name for name, known in COLUMNS.items() if known.reported and name in rollout_data]
     token_count = trained_tokens(masks)
     has_kl = is_kl_known(rollout_data) if "kl" in rollout_data else torch.zeros_like(token_count)
     weights = token_weights(masks, None if args.calculate_per_token_loss else rollout_data["rollout_mask_sums"])
     of_tokens = [masked_sum(rollout_data[name], weights) for name in tokens_seen]
+    of_correct = _entropy_of_correct(rollout_data, weights) if has_entropy else ()
     # One wait for the device, however many columns and samples there are.
     on_device = torch.stack(
-        [value.to(token_count.device, torch.float64) for value in (*of_tokens, token_count, has_kl)]
+        [value.to(token_count.device, torch.float64) for value in (*of_correct, *of_tokens, token_count, has_kl)]
     ).tolist()
     of_samples = [float(sum(rollout_data[name])) for name in samples_seen]
     local = torch.tensor([*on_device, *of_samples, len(masks)], dtype=torch.float64)
     total = all_reduce_sum(local, data_group).tolist()
-    *of_tokens, token_count, ranks_with_kl = total[: len(on_device)]
+    *of_tokens, token_count, ranks_with_kl = total[len(of_correct) : len(on_device)]
     *of_samples, sample_count = total[len(on_device) :]
     rollouts = float(sum(rollout_data["global_batch_sizes"]))
-    per_token = max(token_count if args.calculate_per_token_loss else rollouts, 1.0)
-    metrics = {name: value / per_token for name, value in zip(tokens_seen, of_tokens, strict=True)}
+    counted = max(token_count if args.calculate_per_token_loss else rollouts, 1.0)
+    metrics = {name: value / counted for name, value in zip(tokens_seen, of_tokens, strict=True)}
     metrics |= {name: value / max(sample_count, 1.0) for name, value in zip(samples_seen, of_samples, strict=True)}
     if not ranks_with_kl:
         metrics.pop("kl", None)
+    if has_entropy and total[1]:
+        metrics["correct_entropy"] = total[0] / total[1]
     raw = rollout_data["raw_reward"]
     failed = rollout_data.get("failed") or [False] * len(raw)
     if graded := [reward for reward, is_failed in zip(raw, failed, strict=True) if not is_failed]:
         metrics["raw_reward"] = sum(graded) / len(graded)
     return metrics
+
+
+def _entropy_of_correct(data: RolloutData, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of samples whose reward is 1, the sum of their tokens' entropies by these weights, and the sum of the weights."""
+    correct = torch.tensor([float(reward == 1) for reward in data["local_raw_reward"]])
+    weights = weights * per_token(correct.to(weights.device, non_blocking=True), list(map(len, data["entropy"])))
+    return masked_sum(data["entropy"], weights), weights.sum()
+
+
+def phase_speeds(seconds: Mapping[str, float], tokens: float, tflops: float | None) -> dict[str, float]:
+    """`perf/` metrics of how fast a rollout's phases were, and of the share of its time in which the rank waited for them.
+
+    Args:
+        seconds: `perf/{phase}_time` by phase. `train` is all that a rank does with a rollout, `train_wait` the time before it.
+        tokens: of all samples, prompts included.
+        tflops: 10¹² floating-point operations of this rank in one pass forward over the samples; None: not known.
+    """
+    found = {}
+    passes = {"log_probs": 1, "ref_log_probs": 1, "actor_train": 3}
+    for phase, count in passes.items():
+        if tflops is not None and seconds.get(f"perf/{phase}_time"):
+            found[f"perf/{phase}_tflops"] = count * tflops / seconds[f"perf/{phase}_time"]
+    if seconds.get("perf/actor_train_time"):
+        found["perf/actor_train_tok_per_s"] = tokens / seconds["perf/actor_train_time"]
+    wait, work = seconds["perf/train_wait_time"], seconds["perf/train_time"]
+    return {**found, "perf/wait_time_ratio": wait / (wait + work)}
 
 
 def mismatch_of_step(step_data: RolloutData, data_group: dist.ProcessGroup) -> dict[str, float]:

@@ -192,7 +192,8 @@ def test_tensorboard_has_the_metrics_of_every_rollout(finished_run):
     for tag in (
         "rollout/raw_reward", "rollout/response_len/mean", "train/loss", "train/pg_loss", "train/kl_loss",
         "train/entropy_loss", "train/grad_norm", "train/lr-pg_0", "perf/rollout_time", "perf/train_time",
-        "perf/update_weights_time", "perf/step_time",
+        "perf/update_weights_time", "perf/step_time", "perf/train_wait_time", "perf/wait_time_ratio",
+        "perf/actor_train_tok_per_s", "perf/actor_train_tflops", "perf/request/e2e_latency/mean",
     ):  # fmt: skip
         scalars = finished_run.process.scalars(tag)
         assert sorted(scalars) == list(ROLLOUTS), tag

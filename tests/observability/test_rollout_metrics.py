@@ -14,8 +14,10 @@ from slime.observability.rollout_metrics import (
     merge_extra_metrics,
     pass_at_k,
     pass_rates,
+    request_metrics,
     zero_std_counts,
 )
+from slime.observability.trace_utils import trace_engine_answer, trace_span
 from slime.utils.types import Sample
 
 ARGS = SimpleNamespace(
@@ -191,6 +193,73 @@ def test_perf_metrics():
     assert metrics["perf/effective_tokens_per_gpu_per_sec"] == 5.0
     assert metrics["perf/longest_sample_tokens_per_sec"] == 15.0
     assert metrics["perf/non_generation_time/mean"] == 0.5
+    # Both are the longest of what is trained.
+    assert [metrics[f"perf/longest_{prefix}sample_non_generation_time"] for prefix in ("", "effective_")] == [1.0, 0.5]
+    ending = "sample_tokens_per_sec_without_non_generation"
+    assert metrics[f"perf/longest_{ending}"] == 30.0
+    assert metrics[f"perf/longest_effective_{ending}"] == pytest.approx(10 / 1.5)
+    assert not any("request/" in name for name in metrics)
+
+
+def test_without_tools_nothing_is_told_of_them():
+    metrics = compute_rollout_perf_metrics(ARGS, [Sample(response_length=30)], rollout_time=2.0)
+    assert metrics["perf/longest_sample_tokens_per_sec"] == 15.0
+    assert not any("non_generation" in name for name in metrics)
+
+
+def test_a_sample_that_was_begun_earlier_has_no_speed_without_its_tools():
+    """It spent more time with them than this step took."""
+    samples = [Sample(response_length=30, non_generation_time=5.0)]
+    metrics = compute_rollout_perf_metrics(ARGS, samples, rollout_time=2.0)
+    assert metrics["perf/longest_sample_non_generation_time"] == 5.0
+    assert not any("without_non_generation" in name for name in metrics)
+
+
+def answered(samples, **meta_info):
+    with trace_span(samples, "sglang_generate") as span:
+        trace_engine_answer(span, {"meta_info": meta_info})
+
+
+def test_what_engines_say_of_requests_is_told_once_for_each():
+    first, second = Sample(index=0), Sample(index=1)
+    # Two turns; a request that both samples came of; and one of which nothing was said.
+    answered(first, e2e_latency=1.0, queue_time=0.25, decode_throughput=40.0)
+    answered(first, e2e_latency=2.0)
+    answered([first, second], e2e_latency=6.0, queue_time=0.75)
+    answered(second)
+    metrics = request_metrics([first, second, Sample(index=2)])
+    assert {name: value for name, value in metrics.items() if name.endswith(("mean", "max"))} == {
+        "perf/request/e2e_latency/mean": 3.0, "perf/request/e2e_latency/max": 6.0,
+        "perf/request/queue_time/mean": 0.5, "perf/request/queue_time/max": 0.75,
+        "perf/decode/throughput/mean": 40.0, "perf/decode/throughput/max": 40.0,
+    }  # fmt: skip
+    told = compute_rollout_perf_metrics(ARGS, [first, second], rollout_time=2.0)
+    assert metrics.items() <= told.items()
+
+
+def test_what_two_engines_say_of_a_request_is_told_by_its_parts():
+    sample = Sample(index=0)
+    answered(
+        sample, pd_prefill_forward_duration=0.5, pd_prefill_retry_count=1, pd_transfer_total_mb=12.0,
+        pd_decode_prealloc_duration=0.125, pd_decode_forward_duration=2.0,
+    )  # fmt: skip
+    metrics = request_metrics([sample])
+    assert {name.removesuffix("/median"): value for name, value in metrics.items() if name.endswith("/median")} == {
+        "perf/prefill/forward_duration": 0.5, "perf/prefill/retry_count": 1.0, "perf/prefill/transfer_total_mb": 12.0,
+        "perf/decode/prealloc_duration": 0.125, "perf/decode/forward_duration": 2.0,
+    }  # fmt: skip
+
+
+def test_the_kept_vocabulary_is_that_of_trained_tokens():
+    kept = [
+        Sample(response_length=4, rollout_top_p_token_offsets=[0, 3, 8, 10, 20], loss_mask=[1, 0, 1, 0]),
+        Sample(response_length=2, rollout_top_p_token_offsets=[0, 4, 9]),
+    ]
+    unknown = Sample(response_length=3)
+    assert compute_rollout_metrics(ARGS, [*kept, unknown])["rollout/top_p_kept_vocab_per_token"] == 3.5
+    masked = Sample(response_length=1, rollout_top_p_token_offsets=[0, 3], loss_mask=[0])
+    for samples in ([unknown], [masked]):
+        assert "rollout/top_p_kept_vocab_per_token" not in compute_rollout_metrics(ARGS, samples)
 
 
 def test_extra_metrics_get_their_prefix_once():

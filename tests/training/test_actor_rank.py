@@ -166,7 +166,8 @@ def teacher_worker(directory: Path) -> dict:
     data = run.train(0)
     run.end()
     columns = {name: [tensor.tolist() for tensor in tensors] for name, tensors in data.items()}
-    return {**columns, "sample_indices": run.data["sample_indices"], "copies": copies}
+    told = {name: value for metrics, _ in run.logged for name, value in metrics.items()}
+    return {**columns, "sample_indices": run.data["sample_indices"], "copies": copies, "told": told}
 
 
 def worker(directory: Path) -> tuple[dict, dict]:
@@ -228,6 +229,19 @@ def test_reference_and_teacher_share_the_snapshot_of_the_actor(ranks):
     for _, columns in ranks:
         # Actor aside; reference, teacher and actor into the model.
         assert columns["copies"] == ["fill", *["put_into"] * 3]
+
+
+def test_a_rank_tells_how_fast_its_phases_were_and_how_long_it_waited(ranks):
+    for _, columns in ranks:
+        told = columns["told"]
+        tokens = sum(len(sample.tokens) for sample in make_samples(131))
+        assert told["perf/actor_train_tok_per_s"] == pytest.approx(tokens / told["perf/actor_train_time"])
+        # Reference and actor go over the same samples once, training is three times as much.
+        work = {name: told[f"perf/{name}_tflops"] * told[f"perf/{name}_time"] for name in PHASES}
+        assert work["log_probs"] > 0 and work["ref_log_probs"] == pytest.approx(work["log_probs"])
+        assert work["actor_train"] == pytest.approx(3 * work["log_probs"])
+        wait, busy = told["perf/train_wait_time"], told["perf/train_time"]
+        assert told["perf/wait_time_ratio"] == pytest.approx(wait / (wait + busy)) and wait > 0
 
 
 def test_each_state_gives_its_own_log_probs_at_the_rollouts_temperature(directory, ranks):
@@ -335,6 +349,7 @@ def test_imitation_has_no_advantages_whatever_flags_of_theirs_there_are(director
             assert len(read) == (4 if name == "critic" else 0), name
 
 
+PHASES = ("log_probs", "ref_log_probs", "actor_train")
 NOTED = """
 import json
 from pathlib import Path

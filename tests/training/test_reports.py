@@ -9,7 +9,13 @@ import torch.distributed as dist
 
 from slime.training.advantages import compute_advantages_and_returns
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
-from slime.training.reports import mismatch_of_step, rollout_data_metrics, save_train_data, worst_token_lines
+from slime.training.reports import (
+    mismatch_of_step,
+    phase_speeds,
+    rollout_data_metrics,
+    save_train_data,
+    worst_token_lines,
+)
 from slime.training.rollout_data import RolloutData
 from slime.utils.errors import UserError
 from tests.support.models.grpo_batch import objective_args
@@ -187,6 +193,56 @@ def test_mismatch_of_all_layouts():
         "sample 40, response token 1, '<8>': trainer -1.2000, engine -1.0000, difference 2.0e-01",
     ]
     assert len(lines) == 7, "masked tokens have no part in it"
+
+
+ENTROPIES = ([0.5, 1.0, 1.5], [2.0, 9.0, 4.0], [0.25, 0.75])
+
+
+def entropies():
+    """By whether tokens are counted, the entropy of correct samples: where two of three are, and where none is."""
+    dist.init_process_group("gloo")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    cp, positions = NO_CONTEXT_PARALLEL, [0, 1, 2]
+    if world > 1:
+        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        cp, positions = ContextParallel(2, rank % 2, groups[rank // 2]), [[1], [2, 0]][rank // 2]
+    data = data_of(positions, cp)
+    data["entropy"] = data.cut([torch.tensor(ENTROPIES[i]) for i in positions])
+    data |= {"rollout_mask_sums": [[3.0, 2.0, 2.0][i] for i in positions], "global_batch_sizes": [3]}
+
+    def told(rewards, **flags):
+        columns = {"raw_reward": rewards, "local_raw_reward": [rewards[i] for i in positions]}
+        of_rewards = RolloutData({**data, **columns}, cp)
+        metrics = rollout_data_metrics(objective_args(**flags), of_rewards, dist.group.WORLD)
+        return metrics.get("correct_entropy")
+
+    asked = [
+        (told([1.0, 0.0, 1.0], **flags), told([0.0, 0.5, 0.0], **flags))
+        for flags in ({"log_correct_samples": True}, {"log_correct_samples": True, "calculate_per_token_loss": True})
+    ]
+    return [*asked, told([1.0, 0.0, 1.0])]
+
+
+def test_m3_the_entropy_of_correct_samples_is_that_of_their_tokens_in_all_layouts():
+    expected = [(pytest.approx((1.0 + 0.5) / 2), None), (pytest.approx((3.0 + 1.0) / 5), None), None]
+    for found in (*run_distributed(entropies, 1), *run_distributed(entropies, 4)):
+        assert found == expected
+
+
+def test_speeds_of_a_rollouts_phases():
+    seconds = {
+        "perf/train_wait_time": 3.0,
+        "perf/train_time": 5.0,
+        "perf/log_probs_time": 0.5,
+        "perf/actor_train_time": 4.0,
+    }
+    assert phase_speeds(seconds, 800.0, 2.0) == {
+        "perf/log_probs_tflops": 4.0, "perf/actor_train_tflops": 1.5, "perf/actor_train_tok_per_s": 200.0,
+        "perf/wait_time_ratio": 0.375,
+    }  # fmt: skip
+    # Nothing was trained, and the model is not known.
+    waited = {"perf/train_wait_time": 1.0, "perf/train_time": 1.0, "perf/log_probs_time": 0.5}
+    assert phase_speeds(waited, 800.0, None) == {"perf/wait_time_ratio": 0.5}
 
 
 def test_the_engines_log_probs_must_be_there():

@@ -132,7 +132,7 @@ LOGGING = Group("logging and tracking", (
     switch("--log-passrate", "log pass@{1,2,4,...}"),
     switch("--log-multi-turn", "log the number of turns and response lengths without the text of tools"),
     flag("--log-reward-category", str, None, "entry of reward dictionaries whose values are counted"),
-    switch("--log-correct-samples", "log the response lengths (and entropy, where it is computed) of correct samples apart"),
+    switch("--log-correct-samples", "log lengths, and with --use-rollout-entropy the entropy, of correct responses apart"),
     either("--use-tensorboard", "write event files; unset: yes, unless another tracker is chosen or the package is missing"),
     flag("--tb-project-name", str, None, "first directory below outputs/; unset: slime. TENSORBOARD_DIR wins",
         idle=_NO_TENSORBOARD),

@@ -46,7 +46,7 @@ class Rank:
 
     def train(self, rollout_id) -> dict:
         """The log-probs that the rollout was trained with, by column."""
-        self.actor.train(rollout_id, [])
+        self.logged = self.actor.train(rollout_id, [])
         computed = ("log_probs", "ref_log_probs", "teacher_log_probs")
         return {name: self.data[name] for name in computed if name in self.data}
 
