@@ -149,12 +149,23 @@ class Family:
     def may_be_left_out(self, hf_name: str, num_layers: int, predictions: int = 0) -> bool:
         """Whether an HF tensor is none of the trained weights: a buffer, of another part, or of a layer behind the model's
         `num_layers` and its `predictions` layers for multi-token prediction; or what those have a copy of."""
-        number = _LAYER_NUMBER.search(hf_name) if self.predictions_follow else None
-        behind = -1 if number is None else int(number.group()) - num_layers
-        is_copy = behind >= 0 and hf_name.endswith(_COPIES)
+        is_copy = self._behind(hf_name, num_layers) >= 0 and hf_name.endswith(_COPIES)
+        is_of_model = not is_copy and self.ignored.search(hf_name) is None
+        return not is_of_model or self.is_exported_as_stored(hf_name, num_layers, predictions)
+
+    def is_exported_as_stored(self, hf_name: str, num_layers: int, predictions: int = 0) -> bool:
+        """Whether an HF tensor is none of the trained weights, and exports have it as the checkpoint has: one of another part,
+        or of a layer behind the model's `num_layers` and its `predictions` layers for multi-token prediction."""
         if self.leaves_alone(hf_name, predictions):
             return True
-        return self.ignored.search(hf_name) is not None or behind >= predictions or is_copy
+        if hf_name.endswith(_COPIES) or self.ignored.search(hf_name) is not None:
+            return False
+        return self._behind(hf_name, num_layers) >= predictions
+
+    def _behind(self, hf_name: str, num_layers: int) -> int:
+        """Which of the layers behind the model's `num_layers` an HF tensor is of, from 0 on; a negative number: of none."""
+        number = _LAYER_NUMBER.search(hf_name) if self.predictions_follow else None
+        return -1 if number is None else int(number.group()) - num_layers
 
     def _rule(self, name: str) -> Rule | None:
         generic = _EXPERT_NUMBER.sub(EXPERT, _LAYER_NUMBER.sub(LAYER, name, count=1))

@@ -235,15 +235,18 @@ class ActorRank(TrainRank):
         return tensors if quantiser is None else lambda: quantiser(tensors())
 
     def _tensors_of_other_parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What `--hf-checkpoint` has of parts of the model that are not trained, as it is stored there."""
+        """What `--hf-checkpoint` has of parts of the model that are not trained, and of layers for multi-token prediction that
+        the run has not, as it is stored there."""
         directory = Path(self.args.hf_checkpoint)
-        family = FAMILIES.get(read_hf_config(directory).get("model_type"))
-        if family is None or family.not_trained is None or not any(directory.glob("*.safetensors")):
+        config = read_hf_config(directory)
+        family, num_layers = FAMILIES.get(config.get("model_type")), config.get("num_hidden_layers")
+        if family is None or num_layers is None or not any(directory.glob("*.safetensors")):
             return
         source = SafetensorsDirectory(directory)
         predictions = self.args.mtp_num_layers or 0
-        for name in sorted(name for name in source.names() if family.leaves_alone(name, predictions)):
-            yield name, source.tensor(name)[...]
+        for name in sorted(source.names()):
+            if family.is_exported_as_stored(name, num_layers, predictions):
+                yield name, source.tensor(name)[...]
 
     def _load_stored(self, name: str) -> bool:
         """Load the state `name` out of the checkpoint that the run resumes from; False where there is none."""

@@ -248,6 +248,27 @@ def test_parts_that_are_not_trained_are_left_out():
 
 
 @pytest.mark.parametrize(
+    ("tensor", "exported", "with_predictions"),
+    [
+        ("model.layers.4.eh_proj.weight", True, False),
+        ("model.layers.4.mlp.experts.0.gate_proj.weight_scale_inv", True, False),
+        ("model.layers.5.eh_proj.weight", True, True),
+        ("model.layers.4.embed_tokens.weight", False, False),
+        ("model.layers.5.shared_head.head.weight", False, False),
+        ("model.layers.4.self_attn.rotary_emb.inv_freq", False, False),
+        ("model.layers.3.input_layernorm.weight", False, False),
+        ("model.embed_tokens.weight", False, False),
+    ],
+)
+def test_exports_have_layers_behind_the_models_last_one_that_a_run_has_not(tensor, exported, with_predictions):
+    """But no copies of its embedding and head, which are trained."""
+    for name in ("glm4_moe", "deepseek_v3", "kimi_k2", "glm_moe_dsa", "minimax_m2"):
+        found = [FAMILIES[name].is_exported_as_stored(tensor, 4, predictions) for predictions in (0, 1)]
+        assert found == [exported, with_predictions], name
+    assert not FAMILIES["qwen3_moe"].is_exported_as_stored(tensor, 4)
+
+
+@pytest.mark.parametrize(
     ("name", "first"),
     [("mimo", "model.mtp_layers.0."), ("glm4_moe", "model.layers.36."), ("deepseek_v3", "model.layers.36.")],
 )

@@ -71,6 +71,28 @@ def test_an_export_has_a_prediction_layer_of_the_model_where_a_run_asks_for_it(t
 
 
 @pytest.mark.slow
+def test_an_export_has_a_layer_behind_the_models_last_one_whether_or_not_a_run_asks_for_it(tmp_path):
+    """As of GLM-4.5 and DeepSeek V3; without the copies of embedding and head, which would be old ones."""
+    from safetensors.torch import load_file
+
+    family = TINY_FAMILIES["glm4_moe"]
+    write_predicting(tmp_path / "actor", family.write, model_type=family.model_type, vocab_size=131, **family.entries)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "unused"}) + "\n")
+    layout = ["--sequence-parallel"]
+    layouts = {"with": [*layout, "--mtp-num-layers", "1"], "without": layout}
+    found = run_distributed(export_worker, 2, (tmp_path, layouts))[0]
+    stored = load_file(tmp_path / "actor" / "model.safetensors")
+    copies = {f"model.layers.2.{name}.weight" for name in ("embed_tokens", "shared_head.head")}
+    of_layer = {name for name in stored if name.startswith("model.layers.2.")} - copies
+    assert copies < stored.keys() and len(of_layer) > 10
+    assert of_layer <= set(found["with"]) and not of_layer & set(found["without"])
+    for name in layouts:
+        exported = load_file(next((tmp_path / name).glob("*.safetensors")))
+        assert exported.keys() == stored.keys() - copies, name
+        assert all(tensor.equal(stored[key]) for key, tensor in exported.items()), name
+
+
+@pytest.mark.slow
 def test_an_export_is_made_by_one_copy_of_the_weights_and_written_by_its_stages(tmp_path):
     from safetensors.torch import load_file
 

@@ -210,11 +210,12 @@ def _is_not_trained(family: Family, hf_name: str) -> bool:
 
 
 def is_left_out(hf_dir: Path, hf_name: str) -> bool:
-    """Whether no export has a tensor of a directory: one that follows from others, is another under a second name, or belongs
-    to a layer behind the model's last one. Parts that are not trained are exported."""
-    family = _family(hf_dir, None)
-    behind = family.may_be_left_out(hf_name, _num_layers(hf_dir)) and not family.leaves_alone(hf_name)
-    return behind or not _of_the_model(hf_dir, {hf_name}, family)
+    """Whether no export has a tensor of a directory: one that follows from others, or is another under a second name. Parts
+    that are not trained are exported, and layers behind the model's last one."""
+    family, num_layers = _family(hf_dir, None), _num_layers(hf_dir)
+    if family.is_exported_as_stored(hf_name, num_layers):
+        return False
+    return family.may_be_left_out(hf_name, num_layers) or not _of_the_model(hf_dir, {hf_name}, family)
 
 
 def _num_layers(hf_dir: Path) -> int:

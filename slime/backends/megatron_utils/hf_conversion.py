@@ -68,7 +68,7 @@ def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: 
     plan = _plan(family, model_chunks)
     needed = set().union(*_gather_from_parts({hf_name for *_, hf_names in plan for hf_name in hf_names}))
     _check_names(needed, source, family, hf_dir, args.role == CRITIC)
-    untouched = [name for name in source.names() - needed if family.leaves_alone(name)]
+    untouched = [name for name in source.names() - needed if family.is_exported_as_stored(name, family.num_layers)]
     if untouched and dist.get_rank() == 0:
         logger.info(
             "%s: %d tensors (%s, …) are of parts that are not trained here; no push has them, exports carry them as they are",
