@@ -40,7 +40,7 @@ def require_same_model(
     """Compare the sizes of a checkpoint with those of the config of `origin`.
 
     Args:
-        noted: sizes of the model that the checkpoint has noted, by flag.
+        noted: sizes of the model that the checkpoint has noted, by flag; that of the vocabulary in any case.
         sizes: numbers of heads as `origin` has them, and the rows that the vocabulary is to have.
         flags: what the config of `origin` says about the model.
 
@@ -70,6 +70,7 @@ def _comparisons(
     """(what, size in the checkpoint, size by the config)."""
     layers = {int(match[1]) for name in shapes if (match := _LAYER.match(name))}
     yield "number of layers", max(layers, default=-1) + 1, flags["num_layers"]
+    yield "vocab_size", noted["vocab_size"], flags["vocab_size"]
     if _EMBEDDING in shapes:
         yield "hidden size", shapes[_EMBEDDING][1], flags["hidden_size"]
     heads, groups = sizes.num_attention_heads, sizes.num_query_groups

@@ -15,7 +15,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,14 @@ def parse_model_flags(hf_checkpoint: Path, words: Sequence[str]) -> argparse.Nam
     return parse_args(argv=[*given, *words, "--transformer-impl", "local"])
 
 
-def describe_model(args: argparse.Namespace) -> tuple[list[Parameter], list[str]]:
-    """(parameters, keys of objects) of the whole model that `args` describe, as torch_dist has them. No weights are made."""
+def describe_model(
+    args: argparse.Namespace, shapes: Mapping[str, Sequence[int]] | None = None
+) -> tuple[list[Parameter], list[str]]:
+    """(parameters, keys of objects) of the whole model that `args` describe, as torch_dist has them. No weights are made.
+
+    Args:
+        shapes: of the tensors of a checkpoint, under whose names the parameters are to be, as far as it has them.
+    """
     import torch.distributed as dist
 
     from slime.backends.megatron_utils import initialize
@@ -98,13 +104,17 @@ def describe_model(args: argparse.Namespace) -> tuple[list[Parameter], list[str]
         initialize.init(args)
         from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+        from slime.backends.megatron_utils.checkpoint.stored import Stored, ask_by_stored_names, keeps_layers_apart
         from slime.backends.megatron_utils.model_provider import build_model
 
         with torch.device("meta"):
             model = build_model(args, pre_process=True, post_process=True, vp_stage=None)
         own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-        parameters, objects = [], []
-        for name, entry in model.sharded_state_dict().items():
+        parameters, objects, stored = [], [], Stored(shapes or {})
+        described = model.sharded_state_dict(metadata={"non_homogeneous_layers": keeps_layers_apart(stored.weights)})
+        if shapes is not None:
+            ask_by_stored_names(described, stored.weights, ())
+        for name, entry in described.items():
             if isinstance(entry, ShardedObject):
                 objects.append(entry.unique_key)
                 continue
@@ -169,9 +179,9 @@ def convert_hf_to_torch_dist(
         source, target, {"flags": list(words), "format": "torch_dist", "chunk_size": largest}, workers, force
     )
     units = split_into_units(sizes, workers, largest)
-    from slime.backends.megatron_utils.checkpoint.writing import attention_heads
+    from slime.backends.megatron_utils.checkpoint.stored import model_sizes
 
-    conversion.run(units, write, functools.partial(_finish_torch_dist, objects, attention_heads(args)))
+    conversion.run(units, write, functools.partial(_finish_torch_dist, objects, model_sizes(args)))
 
 
 def _sizes(args: argparse.Namespace) -> TensorSizes:
@@ -282,7 +292,7 @@ def _iteration(draft: Path) -> Path:
     return iteration_directory(draft, 0)
 
 
-def _finish_torch_dist(objects: Sequence[str], heads: dict[str, int], draft: Path, results: list[Any]) -> None:
+def _finish_torch_dist(objects: Sequence[str], sizes: dict[str, Any], draft: Path, results: list[Any]) -> None:
     """Metadata, the common part and the pointer: as Megatron-Core 0.16 and torch write them."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from torch.distributed.checkpoint.filesystem import FileSystemWriter, WriteResult, _StorageInfo
@@ -319,9 +329,7 @@ def _finish_torch_dist(objects: Sequence[str], heads: dict[str, int], draft: Pat
                 )
             )
     FileSystemWriter(directory).finish(Metadata(state_dict_metadata=described), [places])
-    torch.save(
-        {"format_version": 1, "iteration": 0, "has_optimizer": False, "attention_heads": heads}, directory / COMMON
-    )
+    torch.save({"format_version": 1, "iteration": 0, "has_optimizer": False, **sizes}, directory / COMMON)
     save_config(CheckpointingConfig("torch_dist"), str(directory))
     write_text_atomically(draft / POINTER, "0")
 
@@ -381,7 +389,8 @@ def convert_torch_dist_to_hf(
                 ) from error
             shapes[name] = tuple(entry.size[len(numbers) :])
             places[name] = (key, numbers, entry.size[len(numbers) :].numel() * dtype_of(entry).itemsize)
-    noted = read_common(directory).get("attention_heads", {}) if (directory / COMMON).is_file() else {}
+    common = read_common(directory) if (directory / COMMON).is_file() else {}
+    noted = {**common.get("attention_heads", {}), "vocab_size": common.get("vocab_size", flags["vocab_size"])}
     require_same_model(directory, origin, shapes, noted, family, sizes, flags)
     made = require_same_tensors(directory, origin, shapes, family, sizes, ignores_rows=vocab_size is not None)
     lacking = _lacking(origin, made, family)

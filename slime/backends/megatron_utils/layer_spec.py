@@ -153,6 +153,7 @@ def _with_own_parts(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.fp32_residual_connection:
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add_to_float32_residual
+    layer.submodules.sharded_state_dict_keys_map = _names_on_disk(layer, config)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     attention.q_layernorm = norm = RMSNorm if config.qk_layernorm else IdentityOp
@@ -161,6 +162,21 @@ def _with_own_parts(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     else:
         attention.k_layernorm = norm
     return _with_own_attention(layer, config)
+
+
+def _names_on_disk(layer: ModuleSpec, config: TransformerConfig) -> dict[str, str]:
+    """What names of norms of a local layer begin with, and what in checkpoints: as Transformer Engine calls them, which keeps a
+    norm in the linear layer behind it. Megatron's own names for local layers are those in layers without experts and without
+    latent attention alone."""
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if config.multi_latent_attention:
+        names = {
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+        }
+    if layer.submodules.mlp.module is not MoELayer:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names
 
 
 def _with_own_attention(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:

@@ -117,6 +117,9 @@ def _model_fields(args: Any) -> dict[str, Any]:
         **_pipeline_fields(args),
         **_initialization_fields(args),
     }
+    if isinstance(args.moe_layer_freq, list) and all(args.moe_layer_freq):
+        # Megatron keeps layers apart in checkpoints where it is given a pattern, and stacks them else.
+        fields["moe_layer_freq"] = 1
     if args.multi_latent_attention:
         # Unset it means that queries have no latent vector; Megatron would take a number of its own.
         fields["q_lora_rank"] = args.q_lora_rank

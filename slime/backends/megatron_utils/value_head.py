@@ -8,12 +8,11 @@ values of a standard deviation of √h times theirs. The first step moves the he
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Container
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
@@ -75,14 +74,14 @@ def is_value_head(parameter: torch.nn.Parameter) -> bool:
     return getattr(parameter, "is_value_head", False)
 
 
-def leave_out_missing_head(state: dict[str, Any], directory: Path) -> bool:
-    """Take the value head out of the sharded state `state` of a model chunk if the checkpoint in `directory` has none.
+def leave_out_missing_head(state: dict[str, Any], stored: Container[str]) -> bool:
+    """Take the value head out of the sharded state `state` of a model chunk if a checkpoint with the names `stored` has none.
 
     Returns:
         Whether it was taken out; it then keeps the weights that it has.
     """
     heads = [name for name in state if name.startswith(_PLACE) and state[name].key.startswith(_STORED_PREFIX)]
-    if not heads or state[heads[0]].key in dist_checkpointing.load_tensors_metadata(str(directory)):
+    if not heads or state[heads[0]].key in stored:
         return False
     for name in heads:
         del state[name]

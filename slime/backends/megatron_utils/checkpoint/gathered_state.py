@@ -15,12 +15,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
@@ -47,12 +45,12 @@ def has_float32_copies(optimizer: MegatronOptimizer) -> bool:
     return bool(optimizer.config.bf16 or optimizer.config.fp16)
 
 
-def prefix_in(directory: Path) -> str | None:
-    """What the copies' names begin with in the checkpoint in `directory`; None where it holds none.
+def prefix_in(stored: Iterable[str]) -> str | None:
+    """What the copies' names begin with among the names of a checkpoint; None where it holds none.
 
     A run in float32 may have saved its weights themselves under such names.
     """
-    names = dist_checkpointing.load_tensors_metadata(str(directory))
+    names = list(stored)
     return next((prefix for prefix in PREFIXES if any(name.startswith(f"{prefix}.") for name in names)), None)
 
 

@@ -29,11 +29,12 @@ from slime.backends.megatron_utils.checkpoint.optimizer_state import (
     restore_schedule,
     trained_parts,
 )
+from slime.backends.megatron_utils.checkpoint.stored import Stored, other_sizes, read_stored
 from slime.backends.megatron_utils.checkpoint.writing import (
     chunks_by_key,
     describe,
     directory_of_state,
-    layout_of,
+    has_layout,
     replicas,
     sharded_state,
 )
@@ -66,17 +67,18 @@ def load_checkpoint(
     With a scheduler the run goes on where it was, random generators included, even if the optimizer starts fresh.
 
     Raises:
-        UserError: the directory is no loadable checkpoint, or it lacks what is asked for.
+        UserError: the directory is no loadable checkpoint, is of another model, or lacks what is asked for.
     """
     iteration = latest_iteration(source.path) if source.step is None else source.step
     directory = iteration_directory(source.path, iteration)
     if not (directory / "metadata.json").is_file():
         raise UserError(f"{directory} is no torch_dist checkpoint, although {source.path} names iteration {iteration}")
-    common = dist_checkpointing.load_common_state_dict(str(directory))
+    common, stored = dist_checkpointing.load_common_state_dict(str(directory)), read_stored(directory)
+    _require_same_sizes(args, directory, common, stored)
     if optimizer is None:
-        _load_state(args, directory, model, None)
+        _load_state(args, directory, stored, model, None)
     else:
-        _load_with_optimizer(args, directory, common, model, optimizer)
+        _load_with_optimizer(args, directory, common, stored, model, optimizer)
         if args.use_checkpoint_opt_param_scheduler:
             put_settings(optimizer, _settings_of(common))
     if scheduler is not None:
@@ -85,7 +87,7 @@ def load_checkpoint(
             for line in changed_curves(args, scheduler, common["scheduler"]):
                 _tell(logging.WARNING, line)
         if not args.no_load_rng:
-            if common.get("layout") == layout_of(args):
+            if has_layout(args, common.get("layout")):
                 load_generators(directory)
             else:
                 logger.warning("another parallel layout saved %s: random generators start from --seed", directory)
@@ -102,19 +104,37 @@ def load_stored_state(args: argparse.Namespace, source: WeightSource, name: str,
     directory = directory_of_state(iteration_directory(source.path, iteration), name)
     if not (directory / "metadata.json").is_file():
         return False
-    _load_state(args, directory, model, None)
+    stored = read_stored(directory)
+    _require_same_sizes(args, directory, {}, stored)
+    _load_state(args, directory, stored, model, None)
     return True
 
 
+def _require_same_sizes(args: argparse.Namespace, directory: Path, common: dict[str, Any], stored: Stored) -> None:
+    """Refuse a checkpoint of another model where all shapes fit: rows would have another meaning, or be missing."""
+    differences = other_sizes(args, common, stored)
+    if differences:
+        raise UserError(
+            f"{directory} is of another model than the flags describe: {'; '.join(differences)}; give the flags that it was "
+            "saved with, or a checkpoint of this model"
+        )
+
+
 def _load_with_optimizer(
-    args: argparse.Namespace, directory: Path, common: dict[str, Any], model: list[torch.nn.Module], optimizer: Any
+    args: argparse.Namespace,
+    directory: Path,
+    common: dict[str, Any],
+    stored: Stored,
+    model: list[torch.nn.Module],
+    optimizer: Any,
 ) -> None:
     """Load the weights, and of the optimizer's state what there is and this run wants."""
     has_copies, wants = has_float32_copies(optimizer), not args.no_load_optim
     loads_all = wants and bool(common.get("has_optimizer")) and not is_stateless(optimizer)
-    prefix = prefix_in(directory) if wants and has_copies and not loads_all else None
+    prefix = prefix_in(stored.shapes) if wants and has_copies and not loads_all else None
     advice = _advice(args, common)
-    _load_state(args, directory, model, optimizer if loads_all or prefix else None, advice, float32_prefix=prefix)
+    of_optimizer = optimizer if loads_all or prefix else None
+    _load_state(args, directory, stored, model, of_optimizer, advice, float32_prefix=prefix)
     if wants:
         put_loss_scales(optimizer, common.get("loss_scales", ()))
     if loads_all:
@@ -159,20 +179,21 @@ def _settings_of(common: dict[str, Any]) -> list[dict[str, Any]]:
 def _load_state(
     args: argparse.Namespace,
     directory: Path,
+    stored: Stored,
     model: list[torch.nn.Module],
     optimizer: Any | None,
     advice: str = "",
     *,
     float32_prefix: str | None = None,
 ) -> None:
-    state = sharded_state(args, model, optimizer, is_loading=True, float32_prefix=float32_prefix)
+    state = sharded_state(args, model, optimizer, stored=stored, float32_prefix=float32_prefix)
     if "optimizer" in state:
         leave_out_groups(state["optimizer"])
     strict = args.dist_ckpt_strictness
     try:
         with torch.no_grad():
             chunks = chunks_by_key(model)
-            headless = [key for key in chunks if leave_out_missing_head(state[key], directory)]
+            headless = [key for key in chunks if leave_out_missing_head(state[key], stored.weights)]
             loaded = dist_checkpointing.load(state, str(directory), _load_strategy(args, directory), strict=strict)
             for key, chunk in chunks.items():
                 unwrap_model(chunk).load_state_dict(loaded[key], strict=key not in headless)

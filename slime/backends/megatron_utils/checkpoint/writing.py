@@ -15,7 +15,7 @@ import multiprocessing.connection
 import queue
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,13 @@ from slime.backends.megatron_utils.checkpoint.optimizer_state import (
     schedule_state,
     trained_parts,
 )
+from slime.backends.megatron_utils.checkpoint.stored import (
+    Stored,
+    ask_by_stored_names,
+    keeps_layers_apart,
+    model_sizes,
+)
 from slime.backends.megatron_utils.generator_states import save_generators
-from slime.backends.megatron_utils.hf_conversion import tensor_sizes
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.parameter_selection import selection_of
 from slime.training.checkpoint_publication import unpublished
@@ -280,7 +285,6 @@ def _begin(
             args,
             model,
             optimizer if has_optimizer or has_copies else None,
-            is_loading=False,
             float32_prefix=None if has_optimizer else PREFIXES[0],
         )
         if has_optimizer:
@@ -308,7 +312,7 @@ def _begin_state(
     directory, error = directory_of_state(unfinished.directory, name), None
     try:
         with states(name):
-            state = sharded_state(args, model, None, is_loading=False)
+            state = sharded_state(args, model, None)
             unfinished.add(state, directory, _save_strategy(args))
     except (Exception, CheckpointException) as cause:
         logger.debug("writing %s failed", directory, exc_info=True)
@@ -332,7 +336,7 @@ def _common_state(args: argparse.Namespace, iteration: int, optimizer: Any, sche
         "parameter_groups": group_settings(optimizer),
         "loss_scales": loss_scales(optimizer),
         "layout": layout_of(args),
-        "attention_heads": attention_heads(args),
+        **model_sizes(args),
         "parameter_selection": selection_of(args),
     }
 
@@ -379,7 +383,7 @@ def _exchange(value: Any, error: str | None) -> tuple[list[Any], str | None]:
 
 _LAYOUT = (
     "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "use_tp_pp_dp_mapping",
 )  # fmt: skip
 
 
@@ -388,7 +392,7 @@ def sharded_state(
     model: list[torch.nn.Module],
     optimizer: Any | None,
     *,
-    is_loading: bool,
+    stored: Stored | None = None,
     float32_prefix: str | None = None,
 ) -> dict[str, Any]:
     """This rank's share, as Megatron describes it for torch_dist: its chunks of the model, and the optimizer if it is given.
@@ -397,6 +401,7 @@ def sharded_state(
     Weights stay where they are until they are written; what is gathered of a distributed optimizer is in host memory already.
 
     Args:
+        stored: what the checkpoint holds that is to be read, and is asked for by the names there; None: one is to be written.
         float32_prefix: what the names of the optimizer's float32 copies begin with, if they are all that is wanted of it.
     """
     metadata = {
@@ -404,23 +409,30 @@ def sharded_state(
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": replicas(),
     }
-    state: dict[str, Any] = {
-        key: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for key, chunk in chunks_by_key(model).items()
-    }
+    is_loading = stored is not None
+    stored = stored or Stored({})
+
+    def described(names: Collection[str]) -> dict[str, Any]:
+        chunks = {
+            key: unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+            for key, chunk in chunks_by_key(model).items()
+        }
+        for chunk in chunks.values() if is_loading else ():
+            ask_by_stored_names(chunk, names, stored.objects)
+        return chunks
+
+    if keeps_layers_apart(stored.weights):
+        metadata["non_homogeneous_layers"] = True
+    state = described(stored.weights)
     if optimizer is not None:
-        described = dict(state)
-        if selection_of(args):
-            # Megatron stacks the layers into one tensor, in which those that are not trained would be missing.
-            metadata["non_homogeneous_layers"] = True
-            described = {
-                key: unwrap_model(chunk).sharded_state_dict(metadata=metadata)
-                for key, chunk in chunks_by_key(model).items()
-            }
+        # Of stacked layers those that are not trained would be missing.
+        metadata["non_homogeneous_layers"] = bool(selection_of(args)) or keeps_layers_apart(stored.optimized)
+        of_optimizer = described(stored.optimized)
         if float32_prefix is None:
-            state["optimizer"] = optimizer_state(optimizer, described, is_loading=is_loading, metadata=metadata)
+            state["optimizer"] = optimizer_state(optimizer, of_optimizer, is_loading=is_loading, metadata=metadata)
         else:
             parts = trained_parts(optimizer)
-            state["float32_copies"] = describe_copies(parts, described, float32_prefix, is_loading=is_loading)
+            state["float32_copies"] = describe_copies(parts, of_optimizer, float32_prefix, is_loading=is_loading)
     return state
 
 
@@ -441,13 +453,15 @@ def replicas() -> dist.ProcessGroup:
 
 def layout_of(args: argparse.Namespace) -> dict[str, int]:
     """The parallel sizes with which the states of generators can be used again."""
-    return {name: getattr(args, name) for name in _LAYOUT}
+    sizes = {name: getattr(args, name) for name in _LAYOUT}
+    # Unset, experts are cut as all else is.
+    return {**sizes, "expert_tensor_parallel_size": args.expert_tensor_parallel_size or args.tensor_model_parallel_size}
 
 
-def attention_heads(args: argparse.Namespace) -> dict[str, int]:
-    """How the rows of fused queries, keys and values are divided, which their number does not tell."""
-    sizes = tensor_sizes(args)
-    return {"num_attention_heads": sizes.num_attention_heads, "num_query_groups": sizes.num_query_groups}
+def has_layout(args: argparse.Namespace, noted: Mapping[str, Any] | None) -> bool:
+    """Whether a checkpoint that notes this layout was saved by that of `args`. Older ones do not tell how experts are cut."""
+    own = layout_of(args)
+    return noted is not None and {**own, **noted} == own
 
 
 def describe(cause: BaseException) -> str:

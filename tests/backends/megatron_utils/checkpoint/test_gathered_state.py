@@ -44,12 +44,13 @@ def bytes_of(state, prefix) -> int:
 
 def held(run) -> dict[str, int]:
     """Bytes of optimizer state that this rank holds for a save and for a load; its parameters, and its largest one's."""
+    from slime.backends.megatron_utils.checkpoint.stored import Stored
     from slime.backends.megatron_utils.checkpoint.writing import sharded_state
 
     sizes = [parameter.numel() for chunk in run.model for parameter in chunk.parameters()]
     found = {
-        way: bytes_of(sharded_state(run.args, run.model, run.optimizer, is_loading=loads), "optimizer.state.")
-        for way, loads in {"save": False, "load": True}.items()
+        way: bytes_of(sharded_state(run.args, run.model, run.optimizer, stored=stored), "optimizer.state.")
+        for way, stored in {"save": None, "load": Stored({})}.items()
     }
     return {**found, "parameters": sum(sizes), "largest": max(sizes)}
 

@@ -1,0 +1,270 @@
+"""Names on disk: the same whatever layers are made of; and checkpoints that have others, or lack something, are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from slime.arguments.checkpoints import WeightSource
+from slime.utils.errors import UserError
+from tests.support.models.tiny_families import TINY_FAMILIES
+from tests.support.models.tiny_model import tiny_args
+from tests.support.processes.checkpoint_trainer import Trainer, assert_same, make_args, resume, train_and_save
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.megatron_worker import start
+
+ONES = {"moe_layer_freq": [1, 1]}
+# Of every kind of layer, and of layers for multi-token prediction.
+FAMILIES: dict[str, dict] = {
+    "qwen3": {"mtp_num_layers": 1}, "qwen3_moe": {}, "glm4": {}, "glm4_moe": {"mtp_num_layers": 1}, "minimax_m2": {},
+    "qwen3_next": {}, "deepseek_v3": {"mtp_num_layers": 1}, "deepseek_v3 dense": {"mtp_num_layers": 1}, "moonlight": {},
+    "glm_moe_dsa": {},
+}  # fmt: skip
+
+
+def stand_in_for_transformer_engine() -> None:
+    """Have Megatron's layer specs for Transformer Engine give local layers that keep a norm as its layers do."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import multi_token_prediction
+
+    from slime.backends.megatron_utils import model_provider
+    from slime.backends.megatron_utils.attention import PackedAttention
+    from slime.backends.megatron_utils.layer_spec import RMSNorm
+
+    class NormAndLinear(ColumnParallelLinear):
+        def __init__(self, input_size, *args, **options):
+            super().__init__(input_size, *args, **options)
+            self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
+
+    class Provider(LocalSpecProvider):
+        def linear(self):
+            return ColumnParallelLinear
+
+        def fuse_layernorm_and_linear(self):
+            return True
+
+        def column_parallel_layer_norm_linear(self):
+            return NormAndLinear
+
+        def layer_norm(self, rms_norm=False, for_qk=False):
+            return RMSNorm
+
+        def core_attention(self):
+            return PackedAttention
+
+    gpt_layer_specs.TESpecProvider = multi_token_prediction.TESpecProvider = Provider
+    gpt_layer_specs.TENorm = transformer_engine.TENorm = RMSNorm
+    transformer_engine.TEColumnParallelLinear = ColumnParallelLinear
+    transformer_engine.TERowParallelLinear = RowParallelLinear
+    fields = dict.fromkeys((*model_provider.FUSIONS, "moe_grouped_gemm", "moe_permute_fusion"), False)
+    model_provider._layer_implementation_fields = lambda args: {"transformer_impl": "transformer_engine", **fields}
+
+
+def names_worker(directories) -> list[dict[str, set[str]]]:
+    """Per implementation of layers, the names on disk of each family's tensors."""
+    start(tiny_args(next(iter(directories.values()))))
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    from slime.backends.megatron_utils.model_provider import build_model
+
+    def names() -> dict[str, set[str]]:
+        found = {}
+        for name, directory in directories.items():
+            with torch.device("meta"):
+                model = build_model(tiny_args(directory, **FAMILIES[name]), True, True, None)
+            entries = model.sharded_state_dict().values()
+            found[name] = {entry.key for entry in entries if not isinstance(entry, ShardedObject)}
+        return found
+
+    local = names()
+    stand_in_for_transformer_engine()
+    return [local, names()]
+
+
+def test_tensors_have_the_same_names_whatever_layers_are_made_of(tmp_path):
+    directories = {name: str(tmp_path / str(number)) for number, name in enumerate(FAMILIES)}
+    for name, directory in directories.items():
+        TINY_FAMILIES[name].save(Path(directory))
+    ((local, engine),) = run_distributed(names_worker, 1, (directories,), timeout=120)
+    for name in FAMILIES:
+        assert local[name] == engine[name], (name, local[name] ^ engine[name])
+    # It does fuse norms, but with nothing that is in front of a router.
+    assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in local["qwen3"]
+    assert "decoder.layers.pre_mlp_layernorm.weight" in local["qwen3_moe"]
+    fused = {"self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj", "mlp.linear_fc1"}
+    assert {f"decoder.layers.0.{layer}.layer_norm_weight" for layer in fused} <= local["deepseek_v3"]
+
+
+def as_older_versions_did() -> None:
+    """Have local layers the names on disk that Megatron gives them, and patterns of ones kept apart."""
+    from slime.backends.megatron_utils import layer_spec, model_provider
+
+    fields = model_provider._model_fields
+    model_provider._model_fields = lambda args: {**fields(args), "moe_layer_freq": args.moe_layer_freq}
+    layer_spec._names_on_disk = lambda layer, config: (
+        {}
+        if config.multi_latent_attention
+        else {
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        }
+    )
+
+
+def older_worker(cases) -> dict[str, tuple]:
+    """Per case, given as flags of the run that saves and of the one that resumes: the names that the first has written, and
+    what both found. All have saved before anything is read."""
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from slime.backends.megatron_utils import layer_spec, model_provider
+    from slime.backends.megatron_utils.checkpoint.stored import read_stored
+
+    now = model_provider._model_fields, layer_spec._names_on_disk
+    as_older_versions_did()
+    saved = {name: train_and_save(saving) for name, (saving, _) in cases.items()}
+    model_provider._model_fields, layer_spec._names_on_disk = now
+    found = {}
+    for name, (saving, resuming) in cases.items():
+        stored = read_stored(Path(saving.save) / "iter_0000003")
+        again = resume(resuming, WeightSource("megatron", saving.save, resume=True))
+        found[name] = sorted(stored.shapes), saved[name], again
+    return found
+
+
+def test_checkpoints_of_older_versions_are_resumed_bitwise(tmp_path):
+    """Weights, and what the optimizer keeps of them."""
+    for name in ("qwen3_moe", "deepseek_v3"):
+        TINY_FAMILIES[name].save(tmp_path / name)
+
+    def case(family, saving=None, resuming=None) -> tuple:
+        save = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        save.mkdir()
+        return tuple(make_args(tmp_path / family, save, **(flags or {})) for flags in (saving, resuming))
+
+    cases = {
+        "stacked": case("qwen3_moe"),
+        "stacked, read by a pattern": case("qwen3_moe", resuming=ONES),
+        "apart": case("qwen3_moe", saving=ONES),
+        "apart, read by a pattern": case("qwen3_moe", ONES, ONES),
+        "apart, distributed": case("qwen3_moe", *[{"use_distributed_optimizer": True, **ONES}] * 2),
+        "latent": case("deepseek_v3"),
+    }
+    (found,) = run_distributed(older_worker, 1, (cases,), timeout=120)
+    norm = "mlp.linear_fc1.layer_norm_weight"
+    for name, written in (
+        ("stacked", f"decoder.layers.{norm}"),
+        ("apart", f"decoder.layers.0.{norm}"),
+        ("apart", f"optimizer.state.exp_avg.decoder.layers.1.{norm}"),
+        ("latent", "decoder.layers.0.pre_mlp_layernorm.weight"),
+        ("latent", "decoder.layers.1.self_attention.kv_layernorm.weight"),
+    ):
+        assert written in found[name][0], (name, written, found[name][0])
+    for _, (at_checkpoint, after), (iteration, loaded, stepped) in found.values():
+        assert iteration == 3
+        assert_same(loaded, at_checkpoint)
+        assert_same(stepped, after)
+
+
+def extra_state_worker(args) -> tuple:
+    """Saves; resumes with norms that keep something beside weights, as those of Transformer Engine do. What they were given."""
+    saved = train_and_save(args)
+    from slime.backends.megatron_utils.layer_spec import RMSNorm
+
+    given: list = []
+    RMSNorm.get_extra_state = lambda norm: torch.empty(0, dtype=torch.uint8)
+    RMSNorm.set_extra_state = lambda norm, state: given.append(state)
+    return saved, resume(args, WeightSource("megatron", args.save, resume=True)), given
+
+
+def test_what_layers_keep_beside_weights_may_be_missing(hf_dir, tmp_path):
+    ((saved, (iteration, loaded, stepped), given),) = run_distributed(
+        extra_state_worker, 1, (make_args(hf_dir, tmp_path / "save"),)
+    )
+    assert iteration == 3 and len(given) == 1 + 4 * 2 and all(state.numel() == 0 for state in given)
+    assert_same(loaded, saved[0])
+    assert_same(stepped, saved[1])
+
+
+def sizes_worker(args, cases) -> dict[str, str | None]:
+    """Per case what is said of a checkpoint of `args` by a run with other flags, or None where it is loaded."""
+    Trainer(args).save(3)
+    from slime.backends.megatron_utils.checkpoint import load_checkpoint
+    from slime.backends.megatron_utils.model_provider import setup_model
+
+    common, found = Path(args.save) / "iter_0000003/common.pt", {}
+    for is_old in (False, True):
+        if is_old:
+            state = torch.load(common, weights_only=True)
+            assert state.pop("vocab_size") == args.vocab_size
+            torch.save(state, common)
+        for name, flags in cases.items():
+            case = SimpleNamespace(**{**vars(args), "seed": 99, **flags})
+            start(case)
+            try:
+                load_checkpoint(case, WeightSource("megatron", args.save), setup_model(case))
+                found[f"old, {name}" if is_old else name] = None
+            except UserError as error:
+                found[f"old, {name}" if is_old else name] = str(error)
+    return found
+
+
+def test_a_checkpoint_of_another_vocabulary_or_other_heads_is_refused(hf_dir, tmp_path):
+    """All of it has shapes that are loaded: rows of the vocabulary may be padding, and heads are told by no shape."""
+    args = make_args(hf_dir, tmp_path / "save")
+    assert (args.vocab_size, args.padded_vocab_size) == (131, 136)
+    cases = {
+        "same": {},
+        "more padding": {"padded_vocab_size": 256},
+        "less padding": {"padded_vocab_size": 131},
+        "more": {"vocab_size": 150, "padded_vocab_size": 152},
+        "fewer": {"vocab_size": 100, "padded_vocab_size": 104},
+        "heads": {"num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 8, "qk_layernorm": False},
+    }
+    (found,) = run_distributed(sizes_worker, 1, (args, cases))
+    for name in ("same", "more padding", "less padding"):
+        assert found[name] is None and found[f"old, {name}"] is None, name
+    assert "iter_0000003 is of another model" in found["more"]
+    assert "--vocab-size 131 in the checkpoint, and 150 by the flags" in found["more"]
+    assert "--vocab-size 131 in the checkpoint, and 100 by the flags" in found["fewer"]
+    assert "embedding.word_embeddings.weight has 136 rows in the checkpoint, and --vocab-size 150" in found["old, more"]
+    for name in ("heads", "old, heads"):
+        assert "--num-attention-heads 4 in the checkpoint, and 8 by the flags" in found[name]
+        assert "--num-query-groups 2 in the checkpoint, and 4 by the flags" in found[name]
+
+
+def layout_worker(args, cases) -> list[bool]:
+    """Per case whether generators go on where a checkpoint of `args` left them."""
+    trainer = Trainer(args)
+    trainer.save(3)
+    expected, found = torch.rand(4).tolist(), []
+    common = Path(args.save) / "iter_0000003/common.pt"
+    for changed, older in cases:
+        if older:
+            state = torch.load(common, weights_only=True)
+            for name in ("expert_tensor_parallel_size", "use_tp_pp_dp_mapping"):
+                state["layout"].pop(name, None)
+            torch.save(state, common)
+        trainer.args = SimpleNamespace(**{**vars(args), **changed})
+        trainer.load(WeightSource("megatron", args.save, resume=True))
+        found.append(torch.rand(4).tolist() == expected)
+    return found
+
+
+def test_generators_go_on_in_the_layout_of_experts_that_saved_them(hf_dir, tmp_path):
+    cases = [
+        ({}, False),
+        ({"expert_tensor_parallel_size": 1}, False),
+        ({"expert_tensor_parallel_size": 2}, False),
+        ({"use_tp_pp_dp_mapping": True}, False),
+        ({}, True),
+        ({"expert_tensor_parallel_size": 2}, True),
+    ]
+    (found,) = run_distributed(layout_worker, 1, (make_args(hf_dir, tmp_path / "save"), cases))
+    # Unset, experts are cut as all else is; and older checkpoints do not tell how they are.
+    assert found == [True, True, False, False, True, True]
