@@ -7,16 +7,17 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_json_atomically
-from slime.weights.hf_reader import Place, places_of_checkpoint
+from slime.weights.hf_reader import Place, places_of_checkpoint, places_of_tensors
 from slime.weights.hf_writer import CHECKSUMS
 from slime.weights.quantisers import quantisation_settings
 from tools.conversion.hugging_face import read_config
 from tools.conversion.torch_dist import describe_model, missing_and_surplus, parse_model_flags
-from tools.conversion.torch_dist_files import TorchDistDirectory, dtype_of, read_common
+from tools.conversion.torch_dist_files import TorchDistDirectory, dtype_of, read_common, require_format
 
 _READ_BYTES = 16 * 1024**2
 
@@ -41,19 +42,29 @@ def describe(directory: Path) -> Iterator[str]:
 
 
 def _describe_torch_dist(directory: Path) -> Iterator[str]:
-    stored = TorchDistDirectory(directory)
-    stored.require_files()
-    common = read_common(directory)
+    stored, common = _whole(directory)
     layout = ", ".join(f"{name} {size}" for name, size in common.get("layout", {}).items())
     yield f"iteration {common.get('iteration', '?')}, saved by {layout or 'a converter'}"
     yield f"optimizer state: {'yes' if common.get('has_optimizer') else 'no'}"
-    states = sorted(path.name for path in (directory / "states").glob("*"))
+    states = sorted((directory / "states").glob("*"))
+    for state in states:
+        _whole(state)
     if states:
-        yield f"further sets of weights: {', '.join(states)}"
+        yield f"further sets of weights: {', '.join(state.name for state in states)}"
     numel: collections.Counter[str] = collections.Counter()
     for entry in stored.tensors.values():
         numel[str(dtype_of(entry)).removeprefix("torch.")] += math.prod(entry.size)
     yield _sizes_line(len(stored.tensors), numel)
+
+
+def _whole(directory: Path) -> tuple[TorchDistDirectory, dict[str, Any]]:
+    """A torch_dist directory, none of whose files is missing or cut off, and what it says beside its tensors."""
+    stored = TorchDistDirectory(directory)
+    stored.require_files()
+    require_format(directory)
+    for path in directory.glob("rng_*.safetensors"):
+        places_of_tensors(path)
+    return stored, read_common(directory)
 
 
 def _describe_hf(directory: Path) -> Iterator[str]:
@@ -87,19 +98,23 @@ def misfits(directory: Path, hf_checkpoint: Path, words: Sequence[str]) -> list[
         args = parse_model_flags(hf_checkpoint, words)
         missing, surplus = missing_and_surplus(directory, describe_model(args)[0], args.model_name)
         return [*(f"lacks {name}" for name in missing), *(f"has {name}, which the model has not" for name in surplus)]
-    parameters, _ = describe_model(parse_model_flags(hf_checkpoint, words))
-    wanted = {piece.key: piece.shape for parameter in parameters for piece in parameter.pieces}
+    from slime.backends.megatron_utils.checkpoint.stored import VOCABULARY, Stored, other_sizes
+
     root = (
         directory
         if not is_megatron_checkpoint(directory)
         else iteration_directory(directory, latest_iteration(directory))
     )
     found = {key: tuple(entry.size) for key, entry in TorchDistDirectory(root).tensors.items()}
-    lines = [f"lacks {key}" for key in sorted(wanted.keys() - found.keys())]
+    args = parse_model_flags(hf_checkpoint, words)
+    parameters, _ = describe_model(args, found)
+    wanted = {piece.key: piece.shape for parameter in parameters for piece in parameter.pieces}
+    lines = other_sizes(args, read_common(root), Stored(found))
+    lines += [f"lacks {key}" for key in sorted(wanted.keys() - found.keys())]
     lines += [f"has {key}, which the model has not" for key in sorted(found.keys() - wanted.keys())]
     for key in sorted(wanted.keys() & found.keys()):
         # Padding of the vocabulary depends on the layout.
-        is_vocabulary = key in ("embedding.word_embeddings.weight", "output_layer.weight")
+        is_vocabulary = key in VOCABULARY
         if wanted[key][is_vocabulary:] != found[key][is_vocabulary:]:
             lines.append(f"{key} is {list(found[key])}, and {list(wanted[key])} in the model")
     return lines

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import mmap
 import os
 import pickle
@@ -21,6 +22,7 @@ from slime.utils.errors import UserError
 
 _OPTIMIZER = "optimizer."
 COMMON = "common.pt"
+FORMAT = "metadata.json"
 
 
 class TorchDistDirectory:
@@ -198,6 +200,19 @@ def read_common(directory: Path) -> dict[str, Any]:
         return torch.load(path, weights_only=True, map_location="cpu")
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"{path} cannot be read: {error or 'it is cut off'}") from error
+
+
+def require_format(directory: Path) -> None:
+    """Raise UserError where nothing says that a directory is of the format torch_dist: no run would load it."""
+    path = directory / FORMAT
+    try:
+        settings = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(settings, dict) or settings.get("sharded_backend") != "torch_dist":
+        raise UserError(f"{path} says of another format than torch_dist: {str(settings)[:100]}")
 
 
 def save_in_parts(file: BinaryIO, shape: Sequence[int], parts: Sequence[torch.Tensor]) -> None:

@@ -1,0 +1,104 @@
+"""What an inspection says of a checkpoint: whether it is whole, and whether it fits a model."""
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slime.utils.errors import UserError
+from tests.support.models.tiny_model import write_tiny_mixture, write_tiny_model
+from tests.support.processes.distributed import run_distributed
+from tools.conversion.inspection import describe, misfits
+from tools.conversion.torch_dist import convert_hf_to_torch_dist
+
+CONVERTED = ("plain", "experts")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Models, and checkpoints of two of them."""
+    root = tmp_path_factory.mktemp("inspected")
+    write_tiny_model(root / "plain", layers=4)
+    write_tiny_model(root / "tied", tied=True)
+    write_tiny_model(root / "larger", layers=4, vocab_size=300)
+    write_tiny_mixture(root / "experts", "qwen3_moe")
+    run_distributed(_convert, 1, (str(root),))
+    return root
+
+
+def _convert(root):
+    for name in CONVERTED:
+        source, target = Path(root) / name, Path(root) / f"{name}-dist"
+        convert_hf_to_torch_dist(source, target, [], workers=1, force=False, largest=2**20)
+
+
+def test_further_sets_of_weights_and_the_format_are_looked_at_too(root, tmp_path):
+    run = tmp_path / "run" / "iter_0000000"
+    state = run / "states" / "ref"
+    shutil.copytree(root / "plain-dist", tmp_path / "run")
+    shutil.copytree(root / "plain-dist" / "iter_0000000", state)
+    save_file({"torch": torch.zeros(64, dtype=torch.uint8)}, run / "rng_00000.safetensors")
+    assert "further sets of weights: ref" in list(describe(tmp_path / "run"))
+    for path, cut_off, lost in (
+        (state / "__0_0.distcp", "is cut off", "is missing"),
+        (state / ".metadata", "cannot be read", "it has no .metadata"),
+        (state / "common.pt", "cannot be read", "cannot be read"),
+        (state / "metadata.json", "cannot be read", "is missing"),
+        (run / "metadata.json", "cannot be read", "is missing"),
+        (run / "rng_00000.safetensors", "cannot be read", None),
+    ):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-20])
+        with pytest.raises(UserError, match=f"{path} {cut_off}"):
+            list(describe(tmp_path / "run"))
+        path.unlink()
+        if lost is not None:
+            with pytest.raises(UserError, match=lost) as error:
+                list(describe(tmp_path / "run"))
+            assert str(path.parent) in str(error.value)
+        path.write_bytes(whole)
+    (run / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+    with pytest.raises(UserError, match=r"metadata.json says of another format than torch_dist: .*zarr"):
+        list(describe(tmp_path / "run"))
+
+
+def _misfits(root):
+    root = Path(root)
+    found = {name: misfits(root / "plain-dist", root / name, []) for name in ("plain", "tied", "larger")}
+    found |= {f"hf, {name}": misfits(root / "plain", root / name, []) for name in ("plain", "tied")}
+    for frequency in ("1", "[1]*2"):
+        found[frequency] = misfits(root / "experts-dist", root / "experts", ["--moe-layer-freq", frequency])
+    _rename(root / "experts-dist", ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+    found["older"] = misfits(root / "experts-dist", root / "experts", [])
+    common = root / "plain-dist" / "iter_0000000" / "common.pt"
+    torch.save({"format_version": 1, "iteration": 0, "has_optimizer": False}, common)
+    return found | {f"older, {name}": misfits(root / "plain-dist", root / name, []) for name in ("plain", "larger")}
+
+
+def _rename(checkpoint, old, new):
+    """Give tensors in a checkpoint's metadata the names that older versions gave them."""
+    path = checkpoint / "iter_0000000" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    entries = metadata.state_dict_metadata
+    assert any(old in key for key in entries)
+    metadata.state_dict_metadata = {key.replace(old, new): entry for key, entry in entries.items()}
+    path.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_compared_with_a_model(root, tmp_path):
+    for name in ("plain", "tied", "larger", "experts", *(f"{name}-dist" for name in CONVERTED)):
+        shutil.copytree(root / name, tmp_path / name)
+    (found,) = run_distributed(_misfits, 1, (str(tmp_path),))
+    for name in ("plain", "hf, plain", "1", "[1]*2", "older", "older, plain"):
+        assert found[name] == [], name
+    assert "has output_layer.weight, which the model has not" in found["tied"]
+    assert "decoder.layers.mlp.linear_fc2.weight is [4, 32, 96], and [2, 32, 96] in the model" in found["tied"]
+    assert "has model.layers.2.mlp.up_proj.weight, which the model has not" in found["hf, tied"]
+    assert found["larger"] == ["--vocab-size 131 in the checkpoint, and 300 by the flags"]
+    rows = [line.partition(" in the checkpoint")[0] for line in found["older, larger"]]
+    assert all(name in row for name, row in zip(("embedding", "output_layer"), rows, strict=True))
