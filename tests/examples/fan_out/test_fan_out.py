@@ -6,7 +6,7 @@ from examples.fan_out import toy_task
 from examples.fan_out.fan_out import generate, second_question
 from slime.rollout.custom_generate import share_execution_id
 from slime.utils.types import Sample
-from tests.support.models.toy_rows import toy_rows
+from tests.support.models.toy_rows import operands, toy_rows
 from tests.support.processes.spoken import spoken
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -53,10 +53,6 @@ def test_half_of_the_demonstrations_are_shown_an_answer_and_held_out_sums_are_no
     task = toy_rows(tmp_path, toy_task)
     shown = ["First answer" in row["messages"][0]["content"] for row in task["sft"]]
     assert 0.4 < sum(shown) / len(shown) < 0.6
-
-    def operands(row):
-        question = (row.get("prompt") or row["messages"])[0]["content"].partition("?")[0]
-        return tuple(sorted(map(int, question.removeprefix("What is ").split("+"))))
 
     held_out = {operands(row) for row in task["eval"]}
     assert len(held_out) == 64

@@ -17,3 +17,9 @@ def toy_rows(directory: Path, toy_task: ModuleType, **changes: Any) -> dict[str,
     return {
         path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in directory.glob("*.jsonl")
     }
+
+
+def operands(row: dict[str, Any]) -> tuple[int, ...]:
+    """The numbers that a problem or a demonstration asks to add, smaller ones first."""
+    question = (row.get("prompt") or row["messages"])[0]["content"].partition("?")[0]
+    return tuple(sorted(map(int, question.removeprefix("What is ").split("+"))))
