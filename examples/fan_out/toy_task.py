@@ -34,9 +34,11 @@ def problem(sum_: Problem, generator: numpy.random.Generator) -> dict:
     return {"prompt": sum_.prompt, "label": str(sum_.left + sum_.right)}
 
 
-def answer(sum_: Problem, generator: numpy.random.Generator, repeated: str | None = None) -> str:
+def answer(
+    sum_: Problem, generator: numpy.random.Generator, repeated: str | None = None, worked_out: float = WORKED_OUT
+) -> str:
     """The sum worked out, or a box at once: with a number of about the right size, or with what is `repeated`."""
-    if generator.random() < WORKED_OUT:
+    if generator.random() < worked_out:
         return sum_.working()
     guess = int((sum_.left + sum_.right) * generator.uniform(0.9, 1.1))
     return f"\\boxed{{{repeated or guess}}}"

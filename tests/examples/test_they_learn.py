@@ -15,6 +15,7 @@ ACCURACIES = {
     "eval_multi_task": (0.6, 0.8, 30),
     "fan_out": (0.35, 0.5, 15),
     "fully_async": (0.6, 0.7, 30),
+    "multi_agent": (0.4, 0.6, 15),
     "on_policy_distillation": (0.6, 0.8, 30),
     "retool": (0.4, 0.7, 15),
     "reward_server": (0.6, 0.8, 30),

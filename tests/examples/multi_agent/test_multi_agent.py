@@ -1,17 +1,20 @@
-"""Three roles of one model: what each is shown, what each is worth, and that corrections find the log-probs they need."""
+"""Three roles of one model: what each is shown, what each is worth, and that corrections find the log-probs they need; and the
+task with demonstrations of all three."""
 
 import copy
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from examples.multi_agent import multi_agent
+from examples.multi_agent import multi_agent, toy_task
 from examples.multi_agent.multi_agent import chosen, generate, listed, log_roles, to_rewrite, to_select
 from slime.rollout.custom_generate import complete_sample
 from slime.rollout.dialogue import ask_all
 from slime.utils.types import Sample
 from tests.support.models.args import parse
+from tests.support.models.toy_rows import operands, toy_rows
 from tests.support.processes.spoken import spoken
 
 EXAMPLE = Path(__file__).parents[3] / "examples/multi_agent"
@@ -23,6 +26,13 @@ SETTINGS = {
     "reward_key": None,
 }
 QUESTION = [{"role": "user", "content": "2+3?"}]
+# Of the answers of an execution with two solvers.
+SHARES = {"solver": 0.4, "rewriter": 0.4, "selector": 0.2}
+
+
+def role_of(context):
+    """Who is asked, by the request at the end."""
+    return "selector" if "Box the" in context else "rewriter" if "Write your" in context else "solver"
 
 
 def played(checkpoint, solutions, rewritten, choice, evaluation=False, **changes):
@@ -30,8 +40,7 @@ def played(checkpoint, solutions, rewritten, choice, evaluation=False, **changes
     left = {"solver": list(solutions), "rewriter": list(rewritten), "selector": [choice]}
 
     def say(context):
-        role = "selector" if "Box the" in context else "rewriter" if "Write your" in context else "solver"
-        return left[role].pop(0)
+        return left[role_of(context)].pop(0)
 
     sample = Sample(index=4, group_index=2, prompt=QUESTION, label="5")
     return spoken(checkpoint, generate, sample, say, arguments=(evaluation,), **{**SETTINGS, **changes})
@@ -136,6 +145,36 @@ def test_the_mean_reward_of_each_role_is_logged(monkeypatch):
     assert logged == [{"rollout/reward/a": 0.5, "rollout/reward/b": 1.0, "rollout/step": 3}]
 
 
-def test_a_run_takes_the_settings(tmp_path):
-    args = parse(tmp_path, "--custom-config-path", str(EXAMPLE / "agents.yaml"))
-    assert (args.num_parallel, args.correct_reward_weight, args.incorrect_reward_weight) == (5, 1.2, 0.8)
+@pytest.mark.parametrize(("name", "agents"), [("agents.yaml", 5), ("toy.yaml", toy_task.SOLUTIONS)])
+def test_a_run_takes_the_settings(tmp_path, name, agents):
+    args = parse(tmp_path, "--custom-config-path", str(EXAMPLE / name))
+    assert (args.num_parallel, args.correct_reward_weight, args.incorrect_reward_weight) == (agents, 1.2, 0.8)
+
+
+def test_each_role_is_demonstrated_as_often_as_it_plays_in_the_context_that_it_plays_in(tmp_path):
+    roles = Counter()
+    for row in toy_rows(tmp_path, toy_task)["sft"]:
+        [asked, answer] = row["messages"]
+        question, *solutions = asked["content"].split("\n")
+        said, role = answer["content"], role_of(asked["content"])
+        roles[role] += 1
+        if role == "solver":
+            assert not solutions
+            continue
+        *solutions, _ = solutions
+        shown = [solution.partition(": ")[2] for solution in solutions]
+        listing = listed([Sample(response=solution) for solution in shown])
+        as_asked = to_rewrite if role == "rewriter" else to_select
+        assert len(shown) == toy_task.SOLUTIONS
+        assert [asked] == as_asked([{"role": "user", "content": question}], listing)
+        if role == "selector":
+            assert chosen(said, len(shown)) is not None
+    assert all(abs(roles[role] / roles.total() - share) < 0.06 for role, share in SHARES.items())
+
+
+def test_held_out_sums_are_nowhere_else(tmp_path):
+    task = toy_rows(tmp_path, toy_task)
+    held_out = {operands(row) for row in task["eval"]}
+    assert len(held_out) == 64
+    assert not held_out & {operands(row) for row in task["train"] + task["sft"]}
+    assert all(row["label"] == str(sum(operands(row))) for row in task["train"] + task["eval"])
