@@ -36,8 +36,8 @@ def rollout_data_metrics(
 ) -> dict[str, float]:
     """Means over the data of all ranks: per-token columns reduced like the loss, others averaged over samples. There is no
     `kl` where nobody computed one, and no `raw_reward` where all samples failed: it is the mean of those that did not.
-    `correct_entropy` is the entropy of samples whose reward is 1, if there are any, over their tokens by the weights that these have
-    in the loss.
+    `correct_entropy` is the entropy of samples whose reward is 1, if there are any, over their tokens by the weights that these
+    have in the loss.
 
     Collective over `data_group`, which spans data- and context-parallel ranks; all of them must hold the same columns.
     """
