@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from slime.arguments.checkpoints import WeightSource
@@ -236,6 +238,33 @@ def test_a_checkpoint_of_another_vocabulary_or_other_heads_is_refused(hf_dir, tm
     for name in ("heads", "old, heads"):
         assert "--num-attention-heads 4 in the checkpoint, and 8 by the flags" in found[name]
         assert "--num-query-groups 2 in the checkpoint, and 4 by the flags" in found[name]
+
+
+def test_metadata_that_are_damaged_or_missing_are_told_by_file(tmp_path):
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    from slime.backends.megatron_utils.checkpoint.stored import read_stored
+
+    path = tmp_path / ".metadata"
+    with pytest.raises(UserError, match=rf"{path} cannot be read: .*; give a checkpoint that is whole"):
+        read_stored(tmp_path)
+    described = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((2, 3)), [])
+    names = {"a.weight": described, "optimizer.state.exp_avg.a.weight": described}
+    names |= {"a._extra_state/shard_0_1": BytesStorageMetadata()}
+    whole = pickle.dumps(Metadata(names, storage_data={}))
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        with pytest.raises(UserError, match=rf"{path} cannot be read: "):
+            read_stored(tmp_path)
+    path.write_bytes(whole)
+    found = read_stored(tmp_path)
+    assert found.shapes == {"a.weight": (2, 3), "optimizer.state.exp_avg.a.weight": (2, 3)}
+    assert (found.weights, found.optimized, found.objects) == ({"a.weight"}, {"a.weight"}, {"a._extra_state/shard_0_1"})
 
 
 def layout_worker(args, cases) -> list[bool]:
