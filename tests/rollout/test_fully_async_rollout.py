@@ -132,8 +132,16 @@ def test_the_dynamic_filter_drops_and_is_counted(server, checkpoint, tmp_path, s
 @pytest.mark.parametrize("which", ["get_samples", "filter"])
 def test_what_never_returns_ends_the_rollout_that_waits_by_its_name(server, checkpoint, tmp_path, which):
     path = plugin(tmp_path, "def fn(args, samples):\n    args.goes_on.wait(60)\n")
+    generate = plugin(
+        tmp_path,
+        "async def generate(args, sample, sampling_params):\n"
+        "    sample.tokens, sample.response_length, sample.status = [1, 2], 1, Sample.Status.COMPLETED\n"
+        "    return sample\n",
+        "generate",
+    )
     source, late = CountingDataSource(2), f"--dynamic-sampling-filter-path {path}"
-    args = make_args(checkpoint, server.port, http_request_timeout=2.0, dynamic_sampling_filter_path=path)
+    plug_ins = {"dynamic_sampling_filter_path": path, "custom_generate_function_path": generate}
+    args = make_args(checkpoint, server.port, http_request_timeout=0.5, **plug_ins)
     args.goes_on = threading.Event()
     if which == "get_samples":
         late = f"--data-source-path {args.data_source_path}: get_samples"
@@ -142,7 +150,7 @@ def test_what_never_returns_ends_the_rollout_that_waits_by_its_name(server, chec
     async def main():
         async with worker_of(args, source) as worker:
             with pytest.raises(
-                UserError, match="^" + re.escape(f"{late} did not return within --http-request-timeout 2 s")
+                UserError, match="^" + re.escape(f"{late} did not return within --http-request-timeout 0.5 s")
             ):
                 await rollout(worker, 0)
 
