@@ -73,13 +73,15 @@ def plan_memory(
         gpu_memory = round(gib * GIB)
     reason = _not_estimated(args, layout)
     setup = worst = training = None
+    memories: tuple[RankMemory, ...] = ()
     critic = 0
     if layout is not None and reason is None:
         setup = training_setup(args, layout, tokens_of_stream(args, layout), micro_batches)
         memories = training_memory(shape, setup)
-        worst = worst_rank(memories)
-        critic = critic_bytes(args, worst, micro_batches) if args.use_critic else 0
-        training = _training(args, setup, memories, worst, critic, gpu_memory)
+        critics = critic_bytes(args, layout, memories, micro_batches) if args.use_critic else (0,) * len(memories)
+        worst = max(memories, key=lambda memory: memory.total + critics[memory.stage])
+        critic = critics[worst.stage]
+        training = _training(args, setup, memories, worst, critics, gpu_memory)
     served, serving = _serving(args, shape, hf_config, gpu_memory)
     buffers = 0
     if setup is not None:
@@ -92,8 +94,8 @@ def plan_memory(
         of_engines = _cache_warnings(of_group, served_by_group, gpu_memory)
         name = "num_gpus_per_engine" if where else "--rollout-num-gpus-per-engine"
         warnings += [where + warning.replace("--rollout-num-gpus-per-engine", name) for warning in of_engines]
-    if setup is not None and worst is not None:
-        warnings += _over_long(args, shape, setup, worst)
+    if setup is not None:
+        warnings += _over_long(args, shape, setup, worst_rank(memories))
     notes = (reason,) if reason is not None else tuple(_training_notes(args) if training is not None else ())
     return MemoryPlan(gpu_memory, source, training, serving, phases), tuple(warnings), notes
 
@@ -103,9 +105,10 @@ def _training(
     setup: TrainingSetup,
     memories: tuple[RankMemory, ...],
     worst: RankMemory,
-    critic: int,
+    critics: tuple[int, ...],
     gpu_memory: int | None,
 ) -> TrainingMemoryPlan:
+    critic = critics[worst.stage]
     total = worst.total + critic
     limit = min(total, gpu_memory or total)
     parts = tuple(
@@ -122,7 +125,7 @@ def _training(
         total,
         worst.stage,
         worst.moment,
-        tuple(memory.total + critic for memory in memories),
+        tuple(memory.total + critics[memory.stage] for memory in memories),
         worst.host,
         _host_parts(args, worst),
         worst.host_of_ranks(ranks_of_node, setup.layout.stages_among(ranks_of_node)),
@@ -323,22 +326,30 @@ NOTE = (
 )
 
 
-def critic_bytes(args: argparse.Namespace, actor: RankMemory, micro_batches: int | None) -> int:
-    """What a rank needs for the critic on top of the peak of the actor.
+def critic_bytes(
+    args: argparse.Namespace, layout: ParallelLayout, actors: tuple[RankMemory, ...], micro_batches: int | None
+) -> tuple[int, ...]:
+    """What a rank of each stage of the actor needs for the critic on top of the actor's peak.
 
-    Either the critic rests at that moment, or it works and needs so much that the peak is its own.
+    Either the critic rests at that moment, or it works and needs so much that the peak is its own. Its stages may be others
+    than the actor's: of the ranks of a stage the one counts whose part of the critic is the largest.
 
     Args:
-        actor: the actor's memory on the rank with the highest peak.
+        actors: the actor's memory on a rank of every stage of `layout`.
 
     Raises:
         UserError: the critic's sizes do not divide the number of ranks, or its layers cannot be split.
     """
     critic = planned_critic(critic_args(args))
-    layout = parallel_layout(critic)
-    setup = training_setup(critic, layout, tokens_of_stream(critic, layout), micro_batches)
-    worst = worst_rank(training_memory(shape_of(critic), setup))
-    return max(worst.persistent, worst.total + actor.persistent - actor.total)
+    own = parallel_layout(critic)
+    setup = training_setup(critic, own, tokens_of_stream(critic, own), micro_batches)
+    memories = training_memory(shape_of(critic), setup)
+    needed = [0] * len(actors)
+    for rank in range(layout.world_size):
+        stage, memory = layout.place(rank).pipeline, memories[own.place(rank).pipeline]
+        beside = max(memory.persistent, memory.total + actors[stage].persistent - actors[stage].total)
+        needed[stage] = max(needed[stage], beside)
+    return tuple(needed)
 
 
 def planned_critic(critic: argparse.Namespace) -> argparse.Namespace:

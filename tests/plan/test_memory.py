@@ -55,18 +55,41 @@ def test_a_critic_has_no_vocabulary_projection():
     assert part(actor, "critic") < sum(part(actor, name) for name in AT_REST)
 
 
+def of_critic(args):
+    """Its memory on a rank of each of its stages."""
+    critic = planned_critic(critic_args(args))
+    layout = parallel_layout(critic)
+    return training_memory(
+        shape_of(critic), training_setup(critic, layout, tokens_of_stream(critic, layout), layout.pipeline)
+    )
+
+
 @pytest.mark.parametrize("words", [(), ("--untie-embeddings-and-output-weights",)])
 def test_a_critic_has_no_vocabulary_projection_on_its_last_stage(words):
     """Nor layers that predict further tokens, which are the actor's alone."""
     stages = ("--pipeline-model-parallel-size", "2", *words)
-    args = planned(SMALL, *PPO, *stages, "--mtp-num-layers", "1", "--enable-mtp-training")
-    critic = planned_critic(critic_args(args))
-    layout = parallel_layout(critic)
-    setup = training_setup(critic, layout, tokens_of_stream(critic, layout), 2)
-    first, last = training_memory(shape_of(critic), setup)
+    first, last = of_critic(planned(SMALL, *PPO, *stages, "--mtp-num-layers", "1", "--enable-mtp-training"))
     # 18 layers each, the embedding's 151,936 rows and 128 that pad them, and a final norm beside the row.
     assert (first.weights - last.weights) / 2 == 152_064 // 2 * 2560 - 2 * 2560
-    assert last.logits == 0 and setup.predictions == 0
+    assert last.logits == 0
+
+
+def test_every_stage_has_the_same_stage_of_the_critic_beside_it():
+    """The one with the actor's head and logits not that with the critic's embedding."""
+    stages = ("--pipeline-model-parallel-size", "2")
+    alone, both = training(*stages).stage_totals, training(*stages, *PPO).stage_totals
+    first, last = (with_critic - without for with_critic, without in zip(both, alone, strict=True))
+    # One rank has each of the four parts: 18 bytes for a parameter.
+    assert first - last == 18 * (152_064 // 2 * 2560 - 2 * 2560)
+
+
+def test_a_critic_of_another_layout_has_its_largest_stage_beside_each_of_the_actors(tmp_path):
+    path = tmp_path / "roles.yaml"
+    path.write_text("megatron: [{role: critic, overrides: {pipeline_model_parallel_size: 2}}]\n")
+    words = (*PPO, "--megatron-config-path", str(path))
+    # Ranks 0 and 1 have the first stage of the critic, 2 and 3 the last, and all of them the one stage of the actor.
+    first, last = of_critic(planned(SMALL, *words))
+    assert part(training(*words), "critic") == first.persistent > last.persistent
 
 
 def test_a_critic_that_needs_more_at_work_sets_the_peak(tmp_path):
