@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib
 import io
 import json
 import os
+import sys
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -29,7 +32,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, *, flag: str = "-
     """
     if not os.path.isdir(path):
         raise UserError(f"{flag} {path}: there is no such directory; give a local Hugging Face checkpoint")
-    from transformers import AutoTokenizer
+    with _compiler_left_out():
+        from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code, **kwargs)
@@ -38,6 +42,29 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, *, flag: str = "-
             f"{flag} {path}: no tokenizer could be loaded from this directory ({type(error).__name__}: {error}); "
             "it needs tokenizer.json and tokenizer_config.json (and --trust-remote-code where its code is its own)"
         ) from error
+
+
+_COMPILER = "torch._dynamo"
+
+
+@contextlib.contextmanager
+def _compiler_left_out() -> Iterator[None]:
+    """Import transformers' tokenizers in the block without torch's compiler, a third of what they take.
+
+    transformers 5.12.1 imports what makes attention masks along with them, and that one class of torch 2.13.0's compiler, from
+    a module which needs nothing of it. Here that module is imported alone; whoever asks for the compiler gets it as ever.
+    """
+    if _COMPILER not in sys.modules:
+        import torch
+
+        package = types.ModuleType(_COMPILER)
+        package.__path__ = [os.path.join(path, "_dynamo") for path in torch.__path__]
+        sys.modules[_COMPILER] = package
+        try:
+            importlib.import_module(f"{_COMPILER}._trace_wrapped_higher_order_op")
+        finally:
+            del sys.modules[_COMPILER]
+    yield
 
 
 def require_chat_template(tokenizer: Any, reason: str) -> None:

@@ -1,11 +1,14 @@
 import base64
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image, PngImagePlugin
 
+from slime.utils.child_process import environment_for_python
 from slime.utils.errors import UserError
 from slime.utils.processing_utils import (
     build_processor_kwargs,
@@ -31,6 +34,26 @@ def test_a_tokenizer_directory_gives_the_same_ids_also_beside_a_model_config(tmp
     assert render_chat(loaded, [{"role": "user", "content": "x"}], add_generation_prompt=False) == (
         "<|im_start|>user\nx<|im_end|>\n"
     )
+
+
+def test_a_tokenizer_brings_no_compiler_along(tmp_path):
+    """Until somebody asks for it; what it then has is what transformers has. The import that makes it necessary is checked by
+    the tests of the servers' CPU adapter."""
+    program = (
+        "import sys\n"
+        "from slime.utils.processing_utils import load_tokenizer\n"
+        f"tokenizer = load_tokenizer({str(save_tokenizer(tmp_path))!r})\n"
+        "print([name for name in ('torch._dynamo', 'torch._inductor', 'sympy') if name in sys.modules])\n"
+        "import torch\n"
+        "print(torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(1)).item(), 'sympy' in sys.modules)\n"
+        "from transformers import masking_utils\n"
+        "from torch._dynamo import _trace_wrapped_higher_order_op as alone\n"
+        "print(masking_utils.TransformGetItemToIndex is alone.TransformGetItemToIndex)\n"
+    )
+    command = [sys.executable, "-c", program]
+    printed = subprocess.run(command, env=environment_for_python(), capture_output=True, text=True, timeout=300)
+    assert printed.returncode == 0, printed.stderr[-2000:]
+    assert printed.stdout.split("\n")[:3] == ["[]", "2.0 True", "True"]
 
 
 def test_missing_and_empty_directories_name_the_flag(tmp_path):
