@@ -118,7 +118,7 @@ def _settle_feature_detection() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The compiler of torch 2.13.0, a fifth of the imports of a server that compiles nothing (`TORCHDYNAMO_DISABLE=1`, the
+# The compiler of torch 2.13.0, a quarter of the imports of a server that compiles nothing (`TORCHDYNAMO_DISABLE=1`, the
 # default without a GPU). sglang 0.5.21 and transformers 5.12.1 import it to mark functions for it, and for one class of a
 # module that needs nothing of it. Whoever asks for more of it imports it.
 
