@@ -154,15 +154,19 @@ def data_of(positions, cp):
     return RolloutData.of_rank(columns, cp)
 
 
+def place_of_rank():
+    """Which of the three samples a rank has, and its part of them: of four ranks two share samples, one alone has all."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if dist.get_world_size() == 1:
+        return [0, 1, 2], NO_CONTEXT_PARALLEL
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    return [[1], [2, 0]][rank // 2], ContextParallel(2, rank % 2, groups[rank // 2])
+
+
 def report():
     """(metrics, lines) of this rank: two data-parallel ranks with two context-parallel ones each."""
-    dist.init_process_group("gloo")
-    world, rank = dist.get_world_size(), dist.get_rank()
-    cp, positions = NO_CONTEXT_PARALLEL, [0, 1, 2]
-    if world > 1:
-        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-        cp, positions = ContextParallel(2, rank % 2, groups[rank // 2]), [[1], [2, 0]][rank // 2]
-    data = data_of(positions, cp)
+    data = data_of(*place_of_rank())
     metrics = mismatch_of_step(data, dist.group.WORLD)
     nothing = mismatch_of_step(data.take([]), dist.group.WORLD)
     lines = worst_token_lines(data, lambda ids: "".join(f"<{i}>" for i in ids), dist.group.WORLD)
@@ -200,12 +204,7 @@ ENTROPIES = ([0.5, 1.0, 1.5], [2.0, 9.0, 4.0], [0.25, 0.75])
 
 def entropies():
     """By whether tokens are counted, the entropy of correct samples: where two of three are, and where none is."""
-    dist.init_process_group("gloo")
-    world, rank = dist.get_world_size(), dist.get_rank()
-    cp, positions = NO_CONTEXT_PARALLEL, [0, 1, 2]
-    if world > 1:
-        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-        cp, positions = ContextParallel(2, rank % 2, groups[rank // 2]), [[1], [2, 0]][rank // 2]
+    positions, cp = place_of_rank()
     data = data_of(positions, cp)
     data["entropy"] = data.cut([torch.tensor(ENTROPIES[i]) for i in positions])
     data |= {"rollout_mask_sums": [[3.0, 2.0, 2.0][i] for i in positions], "global_batch_sizes": [3]}
