@@ -57,6 +57,7 @@ class RankGroups:
         data_rank: which shard of a rollout this rank has.
         sample_group: ranks that have all samples together, once: data parallelism alone.
         token_group: ranks that have all tokens together, once: data and context parallelism.
+        host_token_group: the same ranks, for collectives on objects and on tensors of the host.
         replica: which copy of the weights this rank holds a part of; the ranks of one copy have all of them together.
         tensor_group: ranks that share the vocabulary of the logits; None where a rank has all of it.
         tensor_rank: place in it.
@@ -67,6 +68,7 @@ class RankGroups:
     data_rank: int
     sample_group: dist.ProcessGroup
     token_group: dist.ProcessGroup
+    host_token_group: dist.ProcessGroup
     replica: int
     tensor_group: dist.ProcessGroup | None
     tensor_rank: int

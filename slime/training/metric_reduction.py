@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import collections
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,21 +44,24 @@ def trained_tokens(loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def reduce_metrics(
-    sums: Sequence[dict[str, torch.Tensor]], denominator: float, data_group: dist.ProcessGroup
+    sums: Sequence[dict[str, torch.Tensor]], denominator: float, host_group: dist.ProcessGroup
 ) -> dict[str, float]:
     """Sum `sums` (one dict per micro-batch) over micro-batches and ranks, and divide.
 
     What a micro-batch does not name adds nothing: a function of the user's may report a metric for some of them only.
-    Collective over `data_group`.
+
+    Args:
+        host_group: data- and context-parallel ranks, on the host: a device is waited for once, whatever there is to say.
+            Collective.
     """
-    named: list[Any] = [None] * dist.get_world_size(data_group)
-    dist.all_gather_object(named, {name for metrics in sums for name in metrics}, group=data_group)
-    names = sorted(set().union(*named))
+    local: collections.Counter[str] = collections.Counter()
     numbers = iter(joined([value for metrics in sums for value in metrics.values()]).tolist())
-    on_host = [{name: next(numbers) for name in metrics} for metrics in sums]
-    local = [sum(metrics[name] for metrics in on_host if name in metrics) for name in names]
-    total = all_reduce_sum(torch.tensor(local, dtype=torch.float64), data_group) / denominator
-    return dict(zip(names, total.tolist(), strict=True))
+    for metrics in sums:
+        local.update({name: next(numbers) for name in metrics})
+    of_ranks: list[Any] = [None] * dist.get_world_size(host_group)
+    dist.all_gather_object(of_ranks, dict(local), group=host_group)
+    names = sorted(set().union(*of_ranks))
+    return {name: sum(of_rank.get(name, 0.0) for of_rank in of_ranks) / denominator for name in names}
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -187,7 +187,7 @@ def train_one_step(
     )
     metrics = None
     if groups.is_last_stage:
-        metrics = reduce_metrics(result.metrics, denominator, groups.token_group) | mismatch
+        metrics = reduce_metrics(result.metrics, denominator, groups.host_token_group) | mismatch
     metrics = backend.broadcast(metrics)
     metrics |= {f"lr-pg_{i}": rate for i, rate in enumerate(result.learning_rates)} | result.measured
     update = result.update

@@ -30,7 +30,7 @@ from slime.training.routing_replay import RoutingReplay
 from slime.training.train_step import MicroBatches
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
-from slime.utils.process_groups import join_world
+from slime.utils.process_groups import get_gloo_group, join_world
 from slime.weights.hf_reader import SafetensorsDirectory
 from slime.weights.quantisers import open_checkpoint
 
@@ -69,6 +69,7 @@ class FSDPBackend:
             data_rank=dist.get_rank(),
             sample_group=world,
             token_group=world,
+            host_token_group=get_gloo_group(),
             replica=0,
             tensor_group=None,
             tensor_rank=0,

@@ -68,12 +68,16 @@ def destroy() -> None:
 
 def rank_groups(args: Any) -> RankGroups:
     """This rank's place in Megatron's groups."""
+    import torch.distributed as dist
     from megatron.core import parallel_state
 
+    token_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    is_of_host = dist.get_backend(token_group) == get_accelerator().host_group_backend
     return RankGroups(
         data_rank=parallel_state.get_data_parallel_rank(),
         sample_group=parallel_state.get_data_parallel_group(),
-        token_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        token_group=token_group,
+        host_token_group=token_group if is_of_host else parallel_state.get_data_parallel_group_gloo(True),
         replica=_replica(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),

@@ -7,6 +7,7 @@ All times are of forward and backward. Log-probs: the contenders of `tools/bench
 micro-batch; `F.cross_entropy` has no entropy. Attention: `PackedAttention`, which the local layers have, beside one call of
 `F.scaled_dot_product_attention` for each sample, with the heads of Qwen3 0.6B and 1.7B; and how far apart their results are,
 beside how far torch's own is from float32. Its TFLOP/s count the causal half of forward and backward, without recomputation.
+The same beside float32 for heads of other families: wide ones, keys that are wider than values, and learnable sinks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -24,7 +27,7 @@ import torch.nn.functional as F
 from slime.estimates.flops import gqa_attention_flops
 from slime.utils.device import get_accelerator
 from tools.bench import bench_log_probs
-from tools.bench.gpu.common import TERA, Report, best_seconds, make_parser, run
+from tools.bench.gpu.common import TERA, Report, alone, best_seconds, make_parser, run
 from tools.published_models import DENSE
 
 LOG_PROBS_TARGET = 1.0
@@ -33,8 +36,33 @@ HEADS, GROUPS, HEAD_DIM = _CONFIG["num_attention_heads"], _CONFIG["num_key_value
 _TINY_TOKENS, _TINY_VOCABULARY = 64, 1024
 # Of the packed stream; the samples of one are of one length.
 _SAMPLES = (1, 4, 32)
+# Of samples whose lengths fit no block of a kernel.
+_UNEVEN, _TINY_UNEVEN = (1, 63, 700, 1285), (1, 5, 20)
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# Queries, keys and values of a packed stream, and of heads with sinks these, to what every query makes of them.
+Attend = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of a rank's attention: how many share how many groups of keys, and the channels of a key and of a value. With `sinks`
+    every head has a logit that takes part in its softmax."""
+
+    heads: int
+    groups: int
+    key: int
+    value: int
+    sinks: bool = False
+
+
+QWEN3 = Heads(HEADS, GROUPS, HEAD_DIM, HEAD_DIM)
+# What families' published models have, of 16 heads at most.
+OTHERS = {
+    "qwen3_next": Heads(16, 2, 256, 256),
+    "deepseek_v3": Heads(16, 16, 192, 128),
+    "glm4_moe": Heads(12, 1, 128, 128),
+    "gpt_oss": Heads(16, 2, 64, 64, sinks=True),
+}
 
 
 def main() -> int:
@@ -50,6 +78,8 @@ def measure(options: argparse.Namespace) -> Report:
     repeats = 1 if options.tiny else options.repeats
     log_probs = _log_probs(options, tokens, repeats)
     attention = [row for samples in _SAMPLES for row in _attention(tokens, samples, repeats)]
+    uneven = _TINY_UNEVEN if options.tiny else _UNEVEN
+    attention += [row for family, heads in OTHERS.items() for row in _of_heads(family, heads, uneven)]
     fused = next(row for row in log_probs if row["contender"] == "fused_log_probs_and_entropy")
     return Report(
         "kernels",
@@ -83,21 +113,43 @@ def _log_probs(options: argparse.Namespace, tokens: int, repeats: int) -> list[d
 
 def _attention(tokens: int, samples: int, repeats: int) -> list[dict[str, Any]]:
     lengths = [tokens // samples] * samples
-    inputs = _inputs(lengths, torch.bfloat16)
-    reference = _results(with_all_heads(per_sample(lengths)), _inputs(lengths, torch.float32))
-    contenders: dict[str, Attend] = {
-        "scaled_dot_product_attention": per_sample(lengths),
-        "PackedAttention": ours(lengths),
+    kernel = f"attention, {samples} x {lengths[0]}"
+    rows, calls = _beside_float32(kernel, QWEN3, lengths)
+    best = best_seconds(calls, repeats)
+    flops = attention_flops(lengths)
+    first = best.get("scaled_dot_product_attention")
+    for name, seconds in best.items():
+        rows[name] |= {
+            "ms": 1e3 * seconds,
+            "ratio": None if first is None else seconds / first,
+            "TFLOP/s": flops / seconds / TERA,
+        }
+    return list(rows.values())
+
+
+def _of_heads(family: str, heads: Heads, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    with alone():
+        rows, calls = _beside_float32(f"attention, {family}", heads, lengths)
+        for name, seconds in best_seconds(calls, 1).items():
+            rows[name]["ms"] = 1e3 * seconds
+    return list(rows.values())
+
+
+def _beside_float32(
+    kernel: str, heads: Heads, lengths: Sequence[int]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Callable[[], Any]]]:
+    """How far torch's attention and ours are from float32, by contender, and calls of those that run."""
+    inputs = _inputs(lengths, torch.bfloat16, heads)
+    reference = _results(with_all_heads(per_sample(lengths)), _inputs(lengths, torch.float32, heads))
+    contenders: dict[str, Callable[[], Attend]] = {
+        "scaled_dot_product_attention": lambda: per_sample(lengths),
+        "PackedAttention": lambda: ours(lengths, heads),
     }
     rows, calls = {}, {}
-    for name, attend in contenders.items():
-        row: dict[str, Any] = {
-            "kernel": f"attention, {samples} x {lengths[0]}",
-            "contender": name,
-            "ms": None,
-            "ratio": None,
-        }
+    for name, made in contenders.items():
+        row: dict[str, Any] = {"kernel": kernel, "contender": name, "ms": None, "ratio": None}
         try:
+            attend = made()
             row["furthest from float32"] = furthest(_results(attend, inputs), reference)
             row["remark"] = None
         except (RuntimeError, TypeError) as error:
@@ -106,21 +158,12 @@ def _attention(tokens: int, samples: int, repeats: int) -> list[dict[str, Any]]:
         else:
             calls[name] = lambda attend=attend: _results(attend, inputs)
         rows[name] = row
-    best = best_seconds(calls, repeats)
-    flops = attention_flops(lengths)
-    for name, seconds in best.items():
-        first = best.get("scaled_dot_product_attention")
-        rows[name] |= {
-            "ms": 1e3 * seconds,
-            "ratio": None if first is None else seconds / first,
-            "TFLOP/s": flops / seconds / TERA,
-        }
     own, torchs = (
         rows[name].get("furthest from float32") for name in ("PackedAttention", "scaled_dot_product_attention")
     )
     if own is not None and torchs is not None and not own <= 2 * torchs:
         rows["PackedAttention"]["remark"] = "its results are far apart from torch's"
-    return list(rows.values())
+    return rows, calls
 
 
 def attention_flops(lengths: Sequence[int]) -> int:
@@ -130,33 +173,41 @@ def attention_flops(lengths: Sequence[int]) -> int:
 
 
 def per_sample(lengths: Sequence[int]) -> Attend:
-    """A call of torch's own attention for every sample."""
+    """A call of torch's own attention for every sample. A sink is a key of zeros before the others, whose score is a bias."""
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None):
         pieces = zip(
             *(tensor.transpose(0, 1).split(list(lengths), dim=1) for tensor in (query, key, value)), strict=True
         )
-        outputs = [
-            F.scaled_dot_product_attention(*(piece[None] for piece in sample), is_causal=True, enable_gqa=True)[0]
-            for sample in pieces
-        ]
+        outputs = [_of_sample(*(piece[None] for piece in sample), sinks) for sample in pieces]
         return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1)
 
     return attend
+
+
+def _of_sample(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    if sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)[0]
+    length = query.shape[2]
+    hidden = torch.full((length, length), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
+    bias = torch.cat([sinks[:, None, None].expand(-1, length, 1), hidden.expand(len(sinks), -1, -1)], dim=-1)
+    key, value = (F.pad(tensor, (0, 0, 1, 0)) for tensor in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias[None], enable_gqa=True)[0]
 
 
 def with_all_heads(attend: Attend) -> Attend:
     """`attend` with a key and a value for every head: for float32 a GPU has no kernel that shares them and makes no score
     matrix."""
 
-    def attend_all(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return attend(query, *(tensor.repeat_interleave(HEADS // GROUPS, dim=1) for tensor in (key, value)))
+    def attend_all(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
+        shares = query.shape[1] // key.shape[1]
+        return attend(query, *(tensor.repeat_interleave(shares, dim=1) for tensor in (key, value)), *sinks)
 
     return attend_all
 
 
-def ours(lengths: Sequence[int]) -> Attend:
-    """The attention of the local layers, as the trainer describes a packed stream to it."""
+def ours(lengths: Sequence[int], heads: Heads = QWEN3) -> Attend:
+    """The attention of the local layers, as the trainer describes a packed stream to it; with sinks within `alone`."""
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
@@ -167,26 +218,43 @@ def ours(lengths: Sequence[int]) -> Attend:
     from slime.training.packed_stream import pack_stream
 
     config = TransformerConfig(
-        num_layers=1, hidden_size=HEADS * HEAD_DIM, num_attention_heads=HEADS, num_query_groups=GROUPS,
-        kv_channels=HEAD_DIM, attention_dropout=0.0,
+        num_layers=1, hidden_size=heads.heads * heads.key, num_attention_heads=heads.heads,
+        num_query_groups=heads.groups, kv_channels=heads.key, attention_dropout=0.0, params_dtype=torch.bfloat16,
     )  # fmt: skip
-    attention = PackedAttention(config, 1, AttnMaskType.causal, "self")
     device = get_accelerator().current_device()
     samples = [torch.zeros(length, dtype=torch.int64, device=device) for length in lengths]
-    stream = packed_seq_params(pack_stream(samples, [1] * len(samples), 1), by_position=True)
-    return lambda query, key, value: attention(query, key, value, None, packed_seq_params=stream)
+    stream = pack_stream(samples, [min(1, length - 1) for length in lengths], 1)
+    # Attention asks a micro-batch for its stream alone.
+    packed = packed_seq_params(SimpleNamespace(stream=stream), by_position=True)
+    own = (config, 1, AttnMaskType.causal, "self")
+    if not heads.sinks:
+        attention = PackedAttention(*own)
+        return lambda query, key, value: attention(query, key, value, None, packed_seq_params=packed)
+    from megatron.core import parallel_state
+
+    from slime_plugins.models.learnable_softmax_attention import LearnableSoftmaxAttention
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(get_accelerator().process_group_backend)
+        parallel_state.initialize_model_parallel()
+    attention = LearnableSoftmaxAttention(*own).to(device)
+    return lambda query, key, value, sinks: torch.func.functional_call(
+        attention, {"softmax_offset": sinks}, (query, key, value, None), {"packed_seq_params": packed}
+    )
 
 
-def _inputs(lengths: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Query, key and value, and the gradient of the output: the same numbers, which bfloat16 has, in either dtype."""
+def _inputs(lengths: Sequence[int], dtype: torch.dtype, heads: Heads) -> list[torch.Tensor]:
+    """Query, key, value and sinks, and the gradient of the output: the same numbers, which bfloat16 has, in either dtype."""
     device, generator = get_accelerator().current_device(), torch.Generator().manual_seed(0)
-    shapes = [(HEADS, HEAD_DIM), (GROUPS, HEAD_DIM), (GROUPS, HEAD_DIM), (HEADS * HEAD_DIM,)]
-    made = [torch.randn(sum(lengths), *shape, generator=generator).bfloat16().to(device, dtype) for shape in shapes]
-    return [tensor.requires_grad_(number < 3) for number, tensor in enumerate(made)]
+    rows = sum(lengths)
+    shapes = [(rows, heads.heads, heads.key), (rows, heads.groups, heads.key), (rows, heads.groups, heads.value)]
+    shapes += [(heads.heads,)] * heads.sinks + [(rows, heads.heads * heads.value)]
+    made = [torch.randn(shape, generator=generator).bfloat16().to(device, dtype) for shape in shapes]
+    return [*(tensor.requires_grad_() for tensor in made[:-1]), made[-1]]
 
 
 def _results(attend: Attend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The output, and the gradients of query, key and value."""
+    """The output, and the gradients of what it is made of."""
     *inputs, gradient = inputs
     output = attend(*inputs)
     return [output.detach(), *torch.autograd.grad(output, inputs, gradient)]
