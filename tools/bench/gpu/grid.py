@@ -4,8 +4,9 @@
     python tools/bench/gpu/grid.py --device cpu --tiny
 
 The objectives and batches are those of the tests (`tests/support/processes/objective_grid.py`): a tiny model in float32 and
-awkward samples, with a rank that is alone. Loss, metrics, gradient norm, advantages and returns have to agree within the
-rounding that `tests/support/oracles/rounding.py` derives. It needs transformers and pytest beside what the others need.
+awkward samples, with a rank that is alone, over Megatron and over FSDP, which has no critic. Loss, metrics, gradient norm,
+advantages and returns have to agree within the rounding that `tests/support/oracles/rounding.py` derives. It needs transformers
+and pytest beside what the others need.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tests.support.processes.objective_grid import (
 from tools.bench.gpu.common import Report, alone, make_parser, run
 
 _TINY = ("grpo", "gspo", "value")
+_BACKENDS = {"megatron": tuple(ROLES), "fsdp": ("actor",)}
 
 
 def main() -> int:
@@ -49,10 +51,11 @@ def measure(options: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(prefix="slime-grid-") as directory:
         write_tiny_model(Path(directory), vocab_size=VOCABULARY, layers=LAYERS, hidden=HIDDEN, head_dim=8)
         plain = PlainGrid(directory)
-        for role in ROLES:
-            names = [name for name in ROLES[role][0] if name in chosen]
-            if names:
-                rows += _of_role(role, names, directory, plain)
+        for backend, roles in _BACKENDS.items():
+            for role in roles:
+                names = [name for name in ROLES[role][0] if name in chosen]
+                if names:
+                    rows += _of_role(backend, role, names, directory, plain)
     compared = [row["agrees"] for row in rows if row["agrees"] is not None]
     notes = [f"{sum(compared)} of {len(compared)} objectives agree"]
     if len(compared) < len(rows):
@@ -60,11 +63,13 @@ def measure(options: argparse.Namespace) -> Report:
     return Report("grid", rows, notes, "all agree", all(compared), failed=not all(compared))
 
 
-def _of_role(role: str, names: list[str], hf_dir: str, plain: Any) -> list[dict[str, Any]]:
+def _of_role(backend: str, role: str, names: list[str], hf_dir: str, plain: Any) -> list[dict[str, Any]]:
     objectives, flags = ROLES[role]
+    flags = {**flags, "train_backend": backend}
     with alone():
         rank = make_rank(grid_args(hf_dir, **flags), role)
-        return [row_of(rank, name, {**flags, **objectives[name]}, hf_dir, plain) for name in names]
+        rows = [row_of(rank, name, {**flags, **objectives[name]}, hf_dir, plain) for name in names]
+    return [{"backend": backend, **row} for row in rows]
 
 
 def row_of(rank: Any, objective: str, changes: dict[str, Any], hf_dir: str, plain: Any) -> dict[str, Any]:
