@@ -69,14 +69,21 @@ def _fp8_strip(
         numbers = torch.nn.functional.pad(numbers, (0, -columns % width, 0, -rows % height))
     blocks = numbers.view(numbers.shape[0] // height, height, numbers.shape[1] // width, width)
     amax = torch.maximum(blocks.amax(dim=(1, 3), keepdim=True), -blocks.amin(dim=(1, 3), keepdim=True))
-    scale = amax / _FP8_LARGEST
+    scale = _of_largest(amax)
     if scale_format == "ue8m0":
-        mantissa, exponent = torch.frexp(amax.clamp(min=_LEAST_AMAX_OF_POWERS) / _FP8_LARGEST)
+        mantissa, exponent = torch.frexp(_of_largest(amax.clamp(min=_LEAST_AMAX_OF_POWERS)))
         # A power of two has the mantissa 1/2 and stays what it is.
         scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
     scale = torch.where(amax == 0, 1.0, scale)
     blocks.div_(scale).clamp_(-_FP8_LARGEST, _FP8_LARGEST)
     return numbers[:rows, :columns].to(torch.float8_e4m3fn).contiguous(), scale[:, 0, :, 0].contiguous()
+
+
+def _of_largest(amax: torch.Tensor) -> torch.Tensor:
+    """The same bits on every device: by a number CUDA would divide in two roundings, as a product with its inverse."""
+    import torch
+
+    return amax / torch.full_like(amax, _FP8_LARGEST)
 
 
 def quantise_fp8_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +92,7 @@ def quantise_fp8_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
     flat = weight.reshape(-1, 1)
     amax = torch.stack([torch.stack(torch.aminmax(strip.float())).abs().amax() for strip in _strips(flat)]).amax()
-    scale = amax.clamp(min=_LEAST_AMAX) / _FP8_LARGEST
+    scale = _of_largest(amax.clamp(min=_LEAST_AMAX))
     quantised = torch.empty_like(flat, dtype=torch.float8_e4m3fn)
     for strip, into in zip(_strips(flat), _strips(quantised), strict=True):
         numbers = strip.to(torch.float32, copy=True)
