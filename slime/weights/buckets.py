@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Engines make one layer of the first two, and a number of a part of the third and its scale; and only out of one bucket: what
 # comes without the other is lost without a word.
-_LOADED_TOGETHER = re.compile(r"(?<=\.self_attn\.)(?:q_a_proj|kv_a_proj_with_mqa|indexer\.wk)\..*")
+_LOADED_TOGETHER = re.compile(r"\.self_attn\.(?:(q_a_proj|kv_a_proj_with_mqa)|indexer\.wk)\.")
 
 
 class RankBucket(list[tuple[str, "torch.Tensor"]]):
@@ -58,9 +58,12 @@ def split_into_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_by
     """
     bucket, size = [], 0
     for name, tensor in named_tensors:
-        layer = _layer_loaded_together(name)
+        part = _part_loaded_together(name)
         if bucket and size + tensor.nbytes > max_bytes:
-            kept = [item for item in bucket if layer is not None and _layer_loaded_together(item[0]) == layer]
+            # All from the first tensor of the part on goes along.
+            whole = part is not None
+            first = next((n for n, (one, _) in enumerate(bucket) if whole and _part_loaded_together(one) == part), None)
+            kept = [] if first is None else bucket[first:]
             if len(kept) < len(bucket):
                 yield bucket[: len(bucket) - len(kept)]
             bucket, size = kept, sum(tensor.nbytes for _, tensor in kept)
@@ -68,7 +71,7 @@ def split_into_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_by
         bucket.append((name, tensor))
         size += tensor.nbytes
         del tensor
-        if size >= max_bytes and layer is None:
+        if size >= max_bytes and part is None:
             yield bucket
             bucket, size = [], 0
     if bucket:
@@ -83,9 +86,10 @@ def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().reshape(-1).view(sizes[tensor.element_size()])
 
 
-def _layer_loaded_together(name: str) -> str | None:
+def _part_loaded_together(name: str) -> tuple[str, bool] | None:
+    """The layer, and whether it is the projections down or the indexer's keys; None for what is loaded by itself."""
     found = _LOADED_TOGETHER.search(name)
-    return None if found is None else name[: found.start()]
+    return None if found is None else (name[: found.start()], found[1] is not None)
 
 
 @dataclasses.dataclass(frozen=True)

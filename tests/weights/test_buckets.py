@@ -1,5 +1,7 @@
+import random
 import weakref
 
+import pytest
 import torch
 
 from slime.weights.buckets import BucketFlattener, split_into_buckets
@@ -34,6 +36,31 @@ def test_what_engines_load_together_is_in_one_bucket():
     names = list(sizes)
     buckets = split_into_buckets([(name, torch.zeros(size, dtype=torch.uint8)) for name, size in sizes.items()], 100)
     assert names_of(buckets) == [names[:1], names[1:3], names[3:7], names[7:9], names[9:]]
+
+
+# In the order of the modules, with scales as an FP8 checkpoint has them.
+SPARSE_ATTENTION = [
+    "q_a_proj.weight", "q_a_proj.weight_scale_inv", "kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.weight_scale_inv",
+    "kv_b_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight", "indexer.wq_b.weight", "indexer.wk.weight",
+    "indexer.wk.weight_scale_inv", "indexer.k_norm.weight", "indexer.weights_proj.weight", "o_proj.weight",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("max_bytes", [60, 100, 130, 250, 400])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_tensor_is_lost_or_sent_twice_where_engines_load_some_together(max_bytes, seed):
+    generator = random.Random(seed)
+    named = [
+        (f"model.layers.{layer}.self_attn.{name}", torch.zeros(generator.randint(1, 60), dtype=torch.uint8))
+        for layer in range(4)
+        for name in SPARSE_ATTENTION
+    ]
+    buckets = names_of(split_into_buckets(named, max_bytes))
+    assert sum(buckets, []) == [name for name, _ in named]
+    for layer in range(4):
+        for parts in (SPARSE_ATTENTION[:4], SPARSE_ATTENTION[8:10]):
+            wanted = {f"model.layers.{layer}.self_attn.{name}" for name in parts}
+            assert sum(not wanted.isdisjoint(bucket) for bucket in buckets) == 1
 
 
 def test_no_tensors_no_buckets():

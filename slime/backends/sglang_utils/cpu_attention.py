@@ -99,6 +99,11 @@ def _call(pieces: list[Piece], queries: int, tokens: int, slots_of_requests: tor
     )
 
 
+def _slots(table: torch.Tensor, requests: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """The rows of `requests`, as far as the longest of them reaches: the table is as wide as the model's context."""
+    return table[:, : max(lengths, default=0)][requests]
+
+
 class BatchedAttention(TorchNativeAttnBackend):
     """What serves `torch_native` without a GPU. Sliding windows, cross-attention and encoders go the old way."""
 
@@ -119,9 +124,8 @@ class BatchedAttention(TorchNativeAttnBackend):
             return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *tables, **options)
         if self._calls is None:
             lengths = seq_lens.tolist()
-            self._calls = plan_calls(
-                pieces_of([1] * len(lengths), lengths), req_to_token[req_pool_indices], query.dtype
-            )
+            slots = _slots(req_to_token, req_pool_indices, lengths)
+            self._calls = plan_calls(pieces_of([1] * len(lengths), lengths), slots, query.dtype)
         return self._attend(query, output, k_cache, v_cache, options["scaling"])
 
     def _run_sdpa_forward_extend(
@@ -142,8 +146,9 @@ class BatchedAttention(TorchNativeAttnBackend):
             tables = (req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens, encoder_lens)
             return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *tables, **options)
         if self._calls is None:
-            pieces = pieces_of(extend_seq_lens.tolist(), seq_lens.tolist())
-            self._calls = plan_calls(pieces, req_to_token[req_pool_indices], query.dtype)
+            lengths = seq_lens.tolist()
+            slots = _slots(req_to_token, req_pool_indices, lengths)
+            self._calls = plan_calls(pieces_of(extend_seq_lens.tolist(), lengths), slots, query.dtype)
         return self._attend(query, output, k_cache, v_cache, options["scaling"])
 
     def _attend(self, query, output, k_cache, v_cache, scaling: float | None) -> torch.Tensor:
