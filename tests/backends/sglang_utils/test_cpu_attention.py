@@ -61,3 +61,8 @@ def test_long_prompts_are_cut_into_pieces_that_end_at_their_own_position(figures
         [1, 515, 88, 700],
         [2, 603, 1, 9],
     ]
+
+
+def test_of_the_table_of_places_no_more_is_read_than_the_longest_request_has(figures):
+    # It is 900 wide.
+    assert [3, 70] in figures["slots"] and max(width for _, width in figures["slots"]) == 899

@@ -24,6 +24,10 @@ def main() -> None:
     kinds = {"ours": cpu_attention.BatchedAttention, "native": TorchNativeAttnBackend}
     figures = {"sizes": [cpu_attention.size_class(n, 32) for n in (1, 32, 33, 256, 512, 513, 1024, 1025, 5000)]}
     figures["pieces"] = list(cpu_attention.pieces_of([3, 600, 1], [3, 700, 9]))
+    asked, plan_calls = [], cpu_attention.plan_calls
+    cpu_attention.plan_calls = lambda pieces, slots, dtype: (
+        asked.append(list(slots.shape)) or plan_calls(pieces, slots, dtype)
+    )
     cases = {
         "decode": case(lengths=[1, 31, 32, 33, 200, 700, 64, 899], extended=None),
         "extend": case(lengths=[1, 40, 40, 300, 700, 899, 33], extended=[1, 40, 7, 300, 600, 1, 32]),
@@ -51,6 +55,7 @@ def main() -> None:
     window = {**OPTIONS, "sliding_window_size": 8}
     both = [answer(of, cases["decode"], options=window) for of in kinds.values()]
     figures["window"] = torch.equal(*both)
+    figures["slots"] = asked
     print(json.dumps(figures))
 
 
