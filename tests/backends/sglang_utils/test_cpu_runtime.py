@@ -270,6 +270,14 @@ def test_the_last_two_buckets_of_weights_stay_mapped_and_no_larger_one(monkeypat
     assert [of_one() is not None for of_one in seen] == [False, True, False, True]
 
 
+def test_a_model_is_looked_through_once():
+    asked = []
+    module = SimpleNamespace(_unsupported_derived_weight_cache_error=lambda model: asked.append(model) or f"no: {model}")
+    cpu_runtime._look_through_a_model_once(module)
+    answers = [module._unsupported_derived_weight_cache_error(model) for model in ("policy", "draft", "policy")]
+    assert answers == ["no: policy", "no: draft", "no: policy"] and asked == ["policy", "draft"]
+
+
 def test_a_tensor_is_loaded_when_it_has_arrived_and_others_have_not(monkeypatch):
     class WeightUpdater:
         device, _model_update_group = "cpu", {"of the source": "group"}
