@@ -100,6 +100,18 @@ class ActivationModel:
             backward=hidden_gradient + self.hidden,
         )
 
+    def shared(self, layers: Sequence[int]) -> float:
+        """What these layers of one pass keep together: cosines and sines, for the queries and keys of all. Layers of
+        multi-token prediction (-1) have those of the decoder."""
+        if self.shape.mla is not None or self.kernels is Kernels.TRANSFORMER_ENGINE:
+            return 0.0
+        rotate = any(index >= 0 and not self.shape.has_linear_attention(index) for index in layers)
+        return self.bytes * 2 * self.shape.head_dim * rotate
+
+    def kept(self, layers: Sequence[int]) -> float:
+        """What these layers of one pass keep between forward and backward, if nothing is recomputed."""
+        return sum(self.layer(index).kept for index in layers) + self.shared(layers)
+
     @property
     def hidden(self) -> float:
         """One hidden state, divided over tensor-parallel ranks with sequence parallelism."""
@@ -145,8 +157,6 @@ class ActivationModel:
         if shape.qk_norm is not None:
             kept += self._query_key_norm(query, key)
         elements += query + key  # rotated
-        if self.kernels is not Kernels.TRANSFORMER_ENGINE:
-            elements += 4 * shape.head_dim  # cosines and sines, for queries and for keys
         elements += 2 * gate  # its sigmoid, and the product
         return kept + self.bytes * elements + self._core_attention(query, key, shape.num_attention_heads / tensor)
 
@@ -274,9 +284,8 @@ def kept_of_chunks(model: ActivationModel, chunks: Iterable[Sequence[int]]) -> f
     for chunk in chunks:
         units = _recomputed_units(model.recompute, chunk)
         again = {index for unit in units for index in unit}
-        kept += len(units) * model.layer_input + sum(
-            model.shared_choice(index) if index in again else model.layer(index).kept for index in chunk
-        )
+        kept += len(units) * model.layer_input + model.kept([index for index in chunk if index not in again])
+        kept += sum(model.shared_choice(index) for index in chunk if index in again)
     return kept
 
 
@@ -291,7 +300,7 @@ def backward_working_set(model: ActivationModel, chunks: Iterable[Sequence[int]]
     if not units:
         # Among what the layer has freed by then is one hidden state.
         return gradients - model.hidden
-    return max(sum(model.layer(index).kept for index in unit) for unit in units) + gradients
+    return max(model.kept(unit) for unit in units) + gradients
 
 
 def _recomputed_units(recompute: Recompute, chunk: Sequence[int]) -> list[Sequence[int]]:

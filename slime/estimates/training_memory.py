@@ -366,7 +366,7 @@ def _computing(
     whole = min(setup.kept_whole / setup.layout.virtual_pipeline, in_flight)
     kept = kept_of_chunks(model, chunks) * (in_flight - whole)
     if whole:
-        kept += sum(model.layer(index).kept for chunk in chunks for index in chunk) * whole
+        kept += sum(model.kept(chunk) for chunk in chunks) * whole
     head = 0.0
     if stage.is_last:
         # The final norm, whose output is what the head multiplies, and its input. A value head multiplies in float32.

@@ -57,17 +57,31 @@ def test_pytorch_on_cpu_keeps_every_step():
     residual = 2 * hidden
     projection = query + 2 * key
     query_key_norm = query  # copy of the queries
-    rotated = query + key + 4 * 64
+    rotated = query + key
     attention = 2 * query + 8
     assert layer.kept == 4 * (norms + residual + projection + query_key_norm + rotated + attention + 5 * ffn)
+
+
+def test_queries_and_keys_of_all_layers_of_a_chunk_keep_the_same_cosines_and_sines():
+    plain, kept, angles = model(CPU, 4), model(CPU, 4).layer(0).kept, 4 * 2 * 64
+    assert kept_of_chunks(plain, [range(4)]) == plain.kept(range(4)) == 4 * kept + angles
+    assert kept_of_chunks(plain, [range(2), range(2, 4), (-1,)]) == 5 * kept + 2 * angles
+    # Each unit that is recomputed makes its own; what is kept of it is its input.
+    full = model(CPU, 4, recompute=Recompute("full", "uniform", 2))
+    assert kept_of_chunks(full, [range(4)]) == 2 * full.layer_input
+    assert backward_working_set(full, [range(4)]) == 2 * kept + angles + plain.layer(0).backward
+    block = model(CPU, 4, recompute=Recompute("full", "block", 1))
+    assert kept_of_chunks(block, [range(4)]) == block.layer_input + 3 * kept + angles
+    # The rotation of Transformer Engine keeps the angles of the pass.
+    assert kept_of_chunks(model(), [range(4)]) == 4 * model().layer(0).kept
 
 
 def test_pytorch_on_cuda_keeps_what_its_kernels_need():
     """What a dispatch-mode listing of a real layer showed, in elements of 2 bytes; sums of the kernel are float32 per head."""
     query, key, hidden, ffn = 512, 256, 512, 1536
-    norms_and_residual, mlp, frequencies, sums = 4 * hidden, 5 * ffn, 4 * 64, 4 * 8 / 2
+    norms_and_residual, mlp, sums = 4 * hidden, 5 * ffn, 4 * 8 / 2
     values, output = key, query
-    rest = norms_and_residual + mlp + frequencies + sums + query + key + output
+    rest = norms_and_residual + mlp + sums + query + key + output
     projection = query + 2 * key
     assert model(CUDA).layer(0).kept == 2 * (rest + values)
     # Norms keep their inputs: keys as part of the projection, queries of several groups as a copy.
@@ -219,9 +233,9 @@ def test_values_that_attention_is_called_with_once_more_keep_the_projection():
         layers = ActivationModel(shape, ParallelLayout(1), CUDA, 2, recompute, delta_rule_kernels=False)
         return layers.layer(0).attention
 
-    rotated, angles, output = 64 + 32, 4 * 16, 64
-    assert attention(Recompute()) == 2 * (rotated + angles + output + 32) + 4 * 4
-    assert attention(Recompute("selective")) == 2 * (64 + 2 * 32 + rotated + angles + output)
+    rotated, output = 64 + 32, 64
+    assert attention(Recompute()) == 2 * (rotated + output + 32) + 4 * 4
+    assert attention(Recompute("selective")) == 2 * (64 + 2 * 32 + rotated + output)
 
 
 def test_every_rank_of_a_context_computes_the_whole_stream_of_linear_attention():

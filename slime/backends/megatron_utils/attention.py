@@ -31,6 +31,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from slime.training.context_parallel import gather_rows
 from slime.training.packed_stream import PackedStream
@@ -423,6 +424,8 @@ def rotation(channels: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
 
 
 _megatrons_rotation = rope_utils._apply_rotary_pos_emb_bshd
+# Cosines and sines of frequencies that are there still, by dtype and factor: queries and keys of all layers keep the same ones.
+_ANGLES = WeakTensorKeyDictionary()
 
 
 def rotate(
@@ -444,9 +447,11 @@ def rotate(
     """
     if rotary_interleaved or multi_latent_attention:
         return _megatrons_rotation(channels, frequencies, rotary_interleaved, multi_latent_attention, mscale)
-    return _Rotation.apply(
-        channels, *((part * mscale).to(channels.dtype) for part in (frequencies.cos(), frequencies.sin()))
-    )
+    of_frequencies = _ANGLES.setdefault(frequencies, {})
+    kind = channels.dtype, mscale
+    if kind not in of_frequencies:
+        of_frequencies[kind] = [(part * mscale).to(channels.dtype) for part in (frequencies.cos(), frequencies.sin())]
+    return _Rotation.apply(channels, *of_frequencies[kind])
 
 
 rope_utils._apply_rotary_pos_emb_bshd = rotate

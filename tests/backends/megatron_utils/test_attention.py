@@ -153,11 +153,36 @@ def _rotation_worker():
     parts = torch.randn(7, 1, HEADS, DIM), *torch.cat([half, half], -1)
     pairs.append(((rotation(*parts),), (attention._rotated(*parts, 1),)))
     pairs.append(((rotation(*parts[:2], -parts[2]),), (attention._rotated(*parts, -1),)))
-    return pairs, kept, by_hand
+    return pairs, kept, by_hand, _kept_of_layers(rotate)
+
+
+def _kept_of_layers(rotate):
+    """How many tensors are kept of rotations by the same and by other frequencies, and whether two of them are one."""
+    kept = []
+
+    def remember(tensor):
+        kept.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    outputs = []
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        for angle in (0.5, 0.25):
+            frequencies = torch.full((3, 1, 4), angle)
+            for heads, dtype, scale in ((4, torch.float32, 1.0), (2, torch.float32, 1.0), (2, torch.bfloat16, 1.0),
+                                        (2, torch.float32, 2.0)):  # fmt: skip
+                channels = torch.ones(3, heads, 4, dtype=dtype, requires_grad=True)
+                outputs.append(rotate(channels, frequencies, mscale=scale))
+            del frequencies
+    return len(kept), len(set(kept)), [float(output[0, 0, 0]) for output in outputs]
 
 
 def test_rotation_is_megatrons_and_keeps_cosines_and_sines_alone():
-    ((pairs, kept, by_hand),) = run_distributed(_rotation_worker, 1)
+    ((pairs, kept, by_hand, of_layers),) = run_distributed(_rotation_worker, 1)
+    # Queries and keys of a dtype and factor keep the same two, those of other frequencies have their own.
+    assert of_layers[:2] == (2 * 8, 2 * 6)
+    first, second = (math.cos(angle) - math.sin(angle) for angle in (0.5, 0.25))
+    expected = [first, first, first, 2 * first, second, second, second, 2 * second]
+    assert of_layers[2] == pytest.approx(expected, abs=4e-3)
     for ours, megatrons in pairs:
         for found, expected in zip(ours, megatrons, strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)

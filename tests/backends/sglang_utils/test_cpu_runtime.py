@@ -272,7 +272,9 @@ def test_the_last_two_buckets_of_weights_stay_mapped_and_no_larger_one(monkeypat
 
 def test_a_model_is_looked_through_once():
     asked = []
-    module = SimpleNamespace(_unsupported_derived_weight_cache_error=lambda model: asked.append(model) or f"no: {model}")
+    module = SimpleNamespace(
+        _unsupported_derived_weight_cache_error=lambda model: asked.append(model) or f"no: {model}"
+    )
     cpu_runtime._look_through_a_model_once(module)
     answers = [module._unsupported_derived_weight_cache_error(model) for model in ("policy", "draft", "policy")]
     assert answers == ["no: policy", "no: draft", "no: policy"] and asked == ["policy", "draft"]
