@@ -140,6 +140,8 @@ def keep_float32(args: Any, model: torch.nn.Module) -> None:
     from slime.backends.megatron_utils.parameter_names import global_named_parameters
     from slime.backends.megatron_utils.value_head import is_value_head
 
+    if args.hf_checkpoint is None:
+        return
     family = family_of_run(args)
     # A rehearsal, and a run that goes on from a checkpoint of its own, need no weights there.
     if not any(rule.keeps_float32 for rule in family.rules) or not any(Path(args.hf_checkpoint).glob("*.safetensors")):

@@ -41,6 +41,14 @@ def test_small_model_on_two_ranks(monkeypatch):
         check(words, max(ranks), tolerance=0.05)
 
 
+def test_small_model_of_16_bits_without_a_checkpoint(monkeypatch):
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    monkeypatch.setitem(MODELS, "small", SMALL)
+    words = case_words("small", "1 rank, bfloat16")
+    ((measured,),) = run_distributed(peaks_of, 1, ([words],), env={"SLIME_ACCELERATOR": "cpu"})
+    check(words, measured, tolerance=0.05)
+
+
 def peaks_and_steps(commands):
     """Of each: peak bytes of a step, its gradient norm, and all weights after it."""
     from slime.arguments import parse_args
