@@ -3,9 +3,10 @@
 Invariants:
 - A child runs in a process group of its own. `terminate` signals that group only, so helpers that the child started go
   with it and nothing else does.
-- A child's standard input is a pipe whose other end only the parent holds. When the parent ends, in whatever way
-  (`kill -9` included), the pipe closes and a child that called `exit_when_parent_dies` ends its whole group. The
-  kernel's parent-death signal is not used: it fires when the *thread* that started the child ends.
+- A child's standard input is a pipe whose other end only the parent holds: copies of it, as a plug-in's pool of processes is,
+  close theirs. When the parent ends, in whatever way (`kill -9` included), the pipe closes and a child that called
+  `exit_when_parent_dies` ends its whole group. The kernel's parent-death signal is not used: it fires when the *thread* that
+  started the child ends.
 - What a child writes goes to one log file, so a failure can be shown with its last lines.
 
 `ForkedCall` is another kind of child: a copy of this process, for one call. It follows its parent by a pipe of its own.
@@ -38,6 +39,30 @@ _EXIT_POLL_SECONDS = 0.02
 _EXIT_SECONDS = 5.0
 _TAIL_BYTES = 64 * 1024
 
+# The ends of pipes by which children see that this process lives.
+_lifelines: set[int] = set()
+
+
+def _open_lifeline() -> tuple[int, int]:
+    """A pipe: what a child watches, and our end, which `_close_lifeline` closes."""
+    watched, ours = os.pipe()
+    _lifelines.add(ours)
+    return watched, ours
+
+
+def _close_lifeline(ours: int) -> None:
+    _lifelines.discard(ours)
+    os.close(ours)
+
+
+def _leave_lifelines() -> None:
+    """In a copy of this process: those who follow its parent do not wait for its end too."""
+    while _lifelines:
+        os.close(_lifelines.pop())
+
+
+os.register_at_fork(after_in_child=_leave_lifelines)
+
 
 class ChildProcess:
     """One process that this process starts, watches and ends.
@@ -65,14 +90,14 @@ class ChildProcess:
         if self._process is not None:
             raise RuntimeError(f"{self.name} was already started")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        read_end, write_end = os.pipe()
+        read_end, write_end = _open_lifeline()
         try:
             with open(self.log_path, "ab") as log:
                 self._process = subprocess.Popen(
                     self.argv, stdin=read_end, stdout=log, stderr=log, env=self._env, start_new_session=True
                 )
         except BaseException:
-            os.close(write_end)
+            _close_lifeline(write_end)
             raise
         finally:
             os.close(read_end)
@@ -145,7 +170,7 @@ class ChildProcess:
         # The ended leader is still a zombie here, so its id cannot belong to anybody else's group yet.
         self._signal_group(signal.SIGKILL)
         self._process.wait()
-        os.close(self._lifeline)
+        _close_lifeline(self._lifeline)
         self._lifeline = None
 
 
@@ -347,18 +372,15 @@ class ForkedCall:
     def __init__(self, function: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("fork")
         self._result, sender = context.Pipe(duplex=False)
-        lifeline, self._lifeline = os.pipe()
+        lifeline, self._lifeline = _open_lifeline()
         try:
-            self._process = context.Process(
-                target=_call_and_send, args=(function, sender, lifeline, self._lifeline), daemon=True
-            )
+            self._process = context.Process(target=_call_and_send, args=(function, sender, lifeline), daemon=True)
             self._process.start()
         except BaseException:
-            os.close(self._lifeline)
+            _close_lifeline(self._lifeline)
             raise
         finally:
-            # So that its end is the end of the pipe. A copy that is made later holds our ends of the pipes of those before it;
-            # when we are killed it ends first, and they follow.
+            # So that its end is the end of the pipe.
             os.close(lifeline)
             sender.close()
         self.pid = self._process.pid
@@ -401,13 +423,12 @@ class ForkedCall:
             return
         self._process.kill()
         self._process.join(_EXIT_SECONDS)
-        os.close(self._lifeline)
+        _close_lifeline(self._lifeline)
         self._lifeline = None
         self._result.close()
 
 
-def _call_and_send(function: Callable[[], Any], sender: Any, lifeline: int, others_end: int) -> None:
-    os.close(others_end)
+def _call_and_send(function: Callable[[], Any], sender: Any, lifeline: int) -> None:
     _end_with(lifeline, os.getpid())
     # Garbage of our parent's is its own to collect: what it ends may need threads that the copy has not.
     gc.freeze()

@@ -52,6 +52,19 @@ open(sys.argv[1], "w").write(" ".join(str(call.pid) for call in calls) + "\\n")
 time.sleep(60)
 """
 
+# A plug-in has a pool of processes; they do not follow their parent.
+PARENT_WITH_COPY = """
+import os, sys, time
+from slime.utils.child_process import ChildProcess, ForkedCall, environment_for_python
+child = ChildProcess("child", [sys.executable, "-c", sys.argv[1], sys.argv[2]], sys.argv[2] + ".log", environment_for_python())
+child.start()
+call = ForkedCall(lambda: time.sleep(60))
+copy = os.fork()
+if copy:
+    open(sys.argv[2] + ".others", "w").write(f"{copy} {call.pid}\\n")
+time.sleep(60)
+"""
+
 
 def runs(pid: int) -> bool:
     """Whether `pid` is a process that is no zombie (who collects orphans is the machine's business)."""
@@ -91,6 +104,27 @@ def test_a_child_and_its_helper_follow_a_parent_that_is_killed(tmp_path):
         parent.kill()
         parent.wait()
     wait_until(lambda: not any(runs(pid) for pid in pids), 5)
+
+
+def test_a_child_follows_a_parent_that_is_killed_and_had_a_copy_made_of_itself(tmp_path):
+    marker = tmp_path / "pids"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT_WITH_COPY, FOLLOWER, str(marker)], env=environment_for_python()
+    )
+    copy = None
+    try:
+        copy, call = wait_until(lambda: pids_in(tmp_path / "pids.others"))
+        followers = [*wait_until(lambda: pids_in(marker)), call]
+        wait_until(lambda: [psutil.Process(pid).status() for pid in followers] == [psutil.STATUS_SLEEPING] * 3)
+        parent.kill()
+        parent.wait()
+        wait_until(lambda: not any(runs(pid) for pid in followers), 5)
+        assert runs(copy)
+    finally:
+        parent.kill()
+        parent.wait()
+        if copy is not None:
+            os.kill(copy, signal.SIGKILL)
 
 
 def test_the_helper_of_a_killed_child_is_ended_when_the_parent_looks(tmp_path, started):
