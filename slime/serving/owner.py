@@ -566,9 +566,11 @@ class ServingOwner:
     def leave_given_router(self) -> None:
         """Take our engines out of a router that goes on without us; before they end, or it would send them requests."""
         router = next((router for router in self.routers.values() if router.process is None), None)
-        if router is None or not self._urls:
+        with self._changed:
+            urls = list(self._urls.items())
+        if router is None or not urls:
             return
-        ours = [url for name, url in self._urls.items() if self._router_of(name) is router and url not in router.found]
+        ours = [url for name, url in urls if self._router_of(name) is router and url not in router.found]
         try:
             router.remove_workers(ours, _ROUTER_FAREWELL_SECONDS)
         except RunError as error:

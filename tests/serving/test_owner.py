@@ -63,6 +63,20 @@ def test_our_engines_leave_a_given_router_before_they_end(make_owner, error, cap
     assert ("our engines may still be registered" in caplog.text) == (error is not None)
 
 
+def test_our_engines_leave_a_given_router_also_while_one_is_being_replaced(make_owner, monkeypatch):
+    owner = ready(make_owner())
+    router_of = owner._router_of
+
+    def meanwhile(name):
+        # What the thread of a replacement does.
+        owner._urls.pop(EngineName(1), None)
+        return router_of(name)
+
+    monkeypatch.setattr(owner, "_router_of", meanwhile)
+    owner.leave_given_router()
+    assert owner.events[-1] == ("remove", ["http://0.0", "http://1.0"])
+
+
 def test_our_own_router_just_ends(make_owner):
     owner = ready(make_owner(process=Process()))
     owner.events.clear()
