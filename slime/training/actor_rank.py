@@ -23,6 +23,7 @@ from slime.scheduling.device_turns import Holds
 from slime.training.advantages import compute_advantages_and_returns
 from slime.training.checkpoint_publication import publish_checkpoint
 from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
+from slime.training.metric_reduction import all_reduce_sum
 from slime.training.model_states import ACTOR, REFERENCE, ModelStates, StateSchedule
 from slime.training.reports import phase_speeds, rollout_data_metrics, save_train_data, worst_token_lines
 from slime.training.resident_memory import Residents
@@ -274,7 +275,9 @@ class ActorRank(TrainRank):
                 self.backend.routing_replay.clear()
         self.state_schedule.after_rollout(rollout_id)
         of_rollout, (seconds, axis) = self._of_rollout(rollout_id, data), self._seconds(rollout_id)
-        tokens = of_rollout[0]["rollout/total_lengths"] * len(data["raw_reward"])
+        # Of samples that are trained: a rollout's last ones may fit no whole step. Context-parallel ranks have the same ones.
+        own = torch.tensor(sum(data["total_lengths"]), dtype=torch.float64)
+        tokens = float(all_reduce_sum(own, self.groups.host_token_group)) / self.groups.cp.size
         logged += [of_rollout, ({**phase_speeds(seconds, tokens, self._tflops(data)), **seconds}, axis)]
         self._idle_since = time.perf_counter()
         return data

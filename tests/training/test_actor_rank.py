@@ -186,10 +186,13 @@ def teacher_worker(directory: Path) -> dict:
         original = getattr(HostCopy, way)
         setattr(HostCopy, way, lambda copy, tensors, way=way, do=original: copies.append(way) or do(copy, tensors))
     data = run.train(0)
-    run.end()
     columns = {name: [tensor.tolist() for tensor in tensors] for name, tensors in data.items()}
-    told = {name: value for metrics, _ in run.logged for name, value in metrics.items()}
-    return {**columns, "sample_indices": run.data["sample_indices"], "copies": copies, "told": told}
+    found = {"sample_indices": run.data["sample_indices"], "copies": copies[:], "told": run.told()}
+    vars(run.args)["global_batch_size"] = 3
+    run.train(1)
+    found["told of whole steps"] = run.told()
+    run.end()
+    return {**columns, **found}
 
 
 def worker(directory: Path) -> tuple[dict, dict]:
@@ -256,8 +259,11 @@ def test_reference_and_teacher_share_the_snapshot_of_the_actor(ranks):
 def test_a_rank_tells_how_fast_its_phases_were_and_how_long_it_waited(ranks):
     for _, columns in ranks:
         told = columns["told"]
-        tokens = sum(len(sample.tokens) for sample in make_samples(131))
-        assert told["perf/actor_train_tok_per_s"] == pytest.approx(tokens / told["perf/actor_train_time"])
+        lengths = [len(sample.tokens) for sample in make_samples(131)]
+        assert told["perf/actor_train_tok_per_s"] == pytest.approx(sum(lengths) / told["perf/actor_train_time"])
+        # Two steps of three executions, of which one has two samples; the others are dropped.
+        steps = columns["told of whole steps"]
+        assert steps["perf/actor_train_tok_per_s"] == pytest.approx(sum(lengths[:7]) / steps["perf/actor_train_time"])
         # Reference and actor go over the same samples once, training is three times as much.
         work = {name: told[f"perf/{name}_tflops"] * told[f"perf/{name}_time"] for name in PHASES}
         assert work["log_probs"] > 0 and work["ref_log_probs"] == pytest.approx(work["log_probs"])

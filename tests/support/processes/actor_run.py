@@ -50,6 +50,10 @@ class Rank:
         computed = ("log_probs", "ref_log_probs", "teacher_log_probs")
         return {name: self.data[name] for name in computed if name in self.data}
 
+    def told(self) -> dict[str, float]:
+        """All metrics of the last rollout."""
+        return {name: value for metrics, _ in self.logged for name, value in metrics.items()}
+
     def save(self, rollout_id) -> None:
         import torch.distributed as dist
 
