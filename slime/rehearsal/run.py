@@ -53,7 +53,7 @@ def show_rehearsal(args: argparse.Namespace) -> None:
     """
     _require_rehearsable(args)
     stand_in = find_or_build()
-    reports = []
+    reports, lost = [], None
     left_out = {f"{spelling(name)}: the rehearsal goes without": None for name in _NEED_KERNELS if vars(args)[name]}
     if modules := _recomputed_by_kernels(args):
         left_out[f"--recompute-modules {' '.join(modules)}: the rehearsal keeps what they made"] = None
@@ -62,13 +62,19 @@ def show_rehearsal(args: argparse.Namespace) -> None:
         ranks = _ranks(of_role, layout)
         batches = micro_batches(of_role, layout)
         memory = planned(of_role, layout, len(batches))
-        for rank in ranks:
-            place = layout.place(rank)
-            result = rehearse_rank(of_role, rank, batches, stand_in)
-            reports.append(RankReport(of_role.role, place, batches, result, memory[place.pipeline]))
         left_out |= dict.fromkeys(_left_out(of_role, layout, batches, stand_in))
+        try:
+            for rank in ranks:
+                place = layout.place(rank)
+                result = rehearse_rank(of_role, rank, batches, stand_in)
+                reports.append(RankReport(of_role.role, place, batches, result, memory[place.pipeline]))
+        except RunError as error:
+            lost = error
+            break
     push, names_differ = _pushed_together(reports, parallel_layout(args).pipeline)
     print(render(reports, push, tuple(left_out)))
+    if lost is not None:
+        raise lost
     stopped = [report for report in reports if report.result.failure is not None]
     if stopped:
         failure: Failure = stopped[0].result.failure

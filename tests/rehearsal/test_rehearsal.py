@@ -414,6 +414,23 @@ def test_the_same_ranks_of_actor_and_critic_are_rehearsed(arguments, monkeypatch
     assert "CRITIC RANK 1: tensor 0, context 0, data 1" in text and "actor and critic beside each other" in text
 
 
+def test_what_was_found_is_printed_where_the_process_of_another_rank_ends(arguments, monkeypatch, tmp_path, capsys):
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit('no memory left')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def answer(args, rank, batches, stand_in):
+        if rank:
+            return rehearse_rank(args, rank, batches, stand_in, "leaving")
+        return Rehearsed(rank, {}, {"step": {}}, {}, {}, {}, {}, None, [], None)
+
+    monkeypatch.setattr(run, "rehearse_rank", answer)
+    monkeypatch.setattr(run, "find_or_build", lambda: StandIn(None, "nothing is built"))
+    with pytest.raises(RunError, match="^the rehearsal of rank 1 failed: no memory left$"):
+        show_rehearsal(arguments("--rehearse-ranks", "0,1"))
+    text = capsys.readouterr().out
+    assert "\nRANK 0: tensor 0" in text and "RANK 1" not in text and "values: no loss, no overflow" in text
+
+
 def test_without_a_library_the_tensors_are_of_the_cpu(arguments, tmp_path, monkeypatch):
     """The process of a rank finds this package from anywhere, and no kernels where they are installed."""
     words = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--apply-rope-fusion", "--num-epoch", "1"]
