@@ -2,13 +2,28 @@
 
 The rollout functions are called synchronously and run for minutes with thousands of requests in flight; they all share
 this loop, so that one HTTP session and one semaphore serve every call.
+
+Coroutines of users run on it too. One that blocks holds up all others, with their time limits and what is reported: a thread
+beside the loop tells where it stands then. One that calls `sys.exit` does not end the loop.
 """
 
 import asyncio
+import logging
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 from weakref import WeakKeyDictionary
+
+logger = logging.getLogger(__name__)
+
+# A loop that does nothing else for so long is told of; and how often it is asked, seconds.
+STALL_S = 30.0
+ASK_EVERY_S = 5.0
+# A process that was halted finds its time over before its loop could answer: the wait is made of so many.
+_WAITS = 10
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -21,9 +36,42 @@ def get_async_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None or _loop.is_closed() or not _thread.is_alive():
             _loop = asyncio.new_event_loop()
-            _thread = threading.Thread(target=_loop.run_forever, name="slime-async-loop", daemon=True)
+            _thread = threading.Thread(target=_run_for_ever, args=(_loop,), name="slime-async-loop", daemon=True)
             _thread.start()
+            watching = threading.Thread(target=_watch, args=(_loop, _thread), name="slime-loop-watch", daemon=True)
+            watching.start()
         return _loop
+
+
+def _run_for_ever(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            return loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            # Of a task that some function has started, whose result it is, too. Others depend on the loop.
+            logger.exception("a task wanted to end the process; its event loop goes on")
+
+
+def _watch(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """While the thread of the loop lives, tell where it stands when the loop does not answer, once each time."""
+    thread.join(ASK_EVERY_S)
+    while thread.is_alive():
+        answered, asked_at = threading.Event(), time.monotonic()
+        try:
+            loop.call_soon_threadsafe(answered.set)
+        except RuntimeError:  # it was closed meanwhile
+            return
+        if not any(answered.wait(STALL_S / _WAITS) for _ in range(_WAITS)) and thread.is_alive():
+            stack = traceback.format_stack(sys._current_frames().get(thread.ident))
+            logger.warning(
+                "the event loop has been held up for %.0f s: generation, rewards and their time limits wait for what blocks "
+                "here; await it, or make its function a plain `def`, which gets a thread of its own\n%s",
+                time.monotonic() - asked_at, "".join(stack).rstrip(),
+            )  # fmt: skip
+            while not answered.wait(ASK_EVERY_S) and thread.is_alive():
+                pass
+            logger.warning("the event loop goes on after %.0f s", time.monotonic() - asked_at)
+        thread.join(ASK_EVERY_S)
 
 
 def run(coro: Coroutine[Any, Any, Any]) -> Any:

@@ -1,11 +1,13 @@
 """The shared background loop."""
 
 import asyncio
+import sys
 import threading
 
 import pytest
 
 from slime.utils import async_utils
+from tests.support.processes.waiting import until, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +58,60 @@ def test_a_stopped_loop_is_replaced():
     async_utils.stop_async_loop()
     assert first.is_closed()
     assert async_utils.get_async_loop() is not first
+
+
+def test_a_task_that_wants_to_end_the_process_does_not_end_the_loop(caplog):
+    async def leave():
+        sys.exit("x")
+
+    async def main():
+        task = asyncio.ensure_future(leave())
+        await asyncio.wait([task])
+        return task.exception()
+
+    loop = async_utils.get_async_loop()
+    left = asyncio.run_coroutine_threadsafe(main(), loop).result(60)
+    assert isinstance(left, SystemExit) and left.code == "x"
+    assert async_utils.get_async_loop() is loop and async_utils.run(asyncio.sleep(0, "goes on")) == "goes on"
+    assert "a task wanted to end the process" in caplog.text and "in leave" in caplog.text
+
+
+def test_what_holds_up_the_loop_is_told_with_its_place_once_and_that_it_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr(async_utils, "STALL_S", 0.2)
+    monkeypatch.setattr(async_utils, "ASK_EVERY_S", 0.02)
+    release = threading.Event()
+
+    async def blocks():
+        return release.wait(60)
+
+    for stalls in (1, 2):
+        blocked = asyncio.run_coroutine_threadsafe(blocks(), async_utils.get_async_loop())
+        try:
+            wait_until(lambda stalls=stalls: len(told(caplog, "has been held up for")) == stalls)
+            assert f'{__file__}", line ' in told(caplog, "has been held up for")[-1] and "in blocks" in caplog.text
+        finally:
+            release.set()
+        assert blocked.result(60)
+        wait_until(lambda stalls=stalls: len(told(caplog, "the event loop goes on after")) == stalls)
+        release.clear()
+
+
+def test_a_loop_that_answers_is_not_told_of(monkeypatch, caplog):
+    monkeypatch.setattr(async_utils, "STALL_S", 5.0)
+    monkeypatch.setattr(async_utils, "ASK_EVERY_S", 0.01)
+
+    async def main():
+        asked, loop = [], asyncio.get_running_loop()
+        ask = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *call: asked.append(call) or ask(*call))
+        await until(lambda: len(asked) > 10)
+
+    async_utils.run(main())
+    assert not caplog.messages
+
+
+def told(caplog, text):
+    return [message for message in caplog.messages if text in message]
 
 
 def test_an_answer_under_way_is_everybodys_and_goes_on_without_who_asked_first():
