@@ -32,6 +32,7 @@ from slime.serving.owner import ServingOwner, longest_push_wait
 from slime.utils import env
 from slime.utils.http_utils import set_engine_supply
 from slime.utils.misc import collect_garbage_rarely
+from slime.utils.plugin_loader import containing_endings
 from slime.utils.ports import host_for_url
 from slime.utils.run_values import with_run_values
 from slime.weights.transports.process_group import communicator_environment
@@ -47,6 +48,12 @@ _ANSWER_SECONDS = 5.0
 
 
 Result = TypeVar("Result")
+
+
+async def _in_thread(work: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
+    """`work(*arguments, **keywords)` in a thread. Nothing that it raises ends the event loop of this actor's other calls."""
+    with containing_endings():
+        return await asyncio.to_thread(work, *arguments, **keywords)
 
 
 class RolloutTurns:
@@ -102,19 +109,19 @@ class RolloutManager:
     @ray.method(concurrency_group="control")
     async def start(self, engines: Engines | None) -> RunLength:
         """Start router and engines, which may start already, and load the data meanwhile, which say how long the run is."""
-        return await asyncio.to_thread(self._start, engines)
+        return await _in_thread(self._start, engines)
 
     @ray.method(concurrency_group="control")
     async def load(self, rollout_id: int) -> None:
         """Restore the data state saved after rollout `rollout_id`; nothing for −1."""
         if self._pipeline.states is not None:
-            await asyncio.to_thread(self._pipeline.states.load, rollout_id)
+            await _in_thread(self._pipeline.states.load, rollout_id)
 
     @ray.method(concurrency_group="control")
     async def save(self, rollout_id: int) -> None:
         """Write the data state as it was after rollout `rollout_id` had drawn its prompts."""
         if self._pipeline.states is not None:
-            await asyncio.to_thread(self._pipeline.states.save, rollout_id)
+            await _in_thread(self._pipeline.states.save, rollout_id)
 
     @ray.method(concurrency_group="control")
     async def progress(self, name: str) -> tuple[str, int, int] | None:
@@ -129,7 +136,7 @@ class RolloutManager:
         """
         async with self._turns.of(rollout_id, after):
             with self._checked_engines():
-                return await asyncio.to_thread(self._pipeline.generate, rollout_id, trained_as)
+                return await _in_thread(self._pipeline.generate, rollout_id, trained_as)
 
     @ray.method(concurrency_group="generate")
     async def pause_between_rollouts(self) -> None:
@@ -145,7 +152,7 @@ class RolloutManager:
     async def evaluate(self, rollout_id: int, *, before: bool = False) -> list[LoggedMetrics]:
         """Evaluate all data sets, `before` training on `rollout_id` or after it, and return what was logged."""
         with self._checked_engines():
-            return await asyncio.to_thread(self._pipeline.evaluate, rollout_id, before=before)
+            return await _in_thread(self._pipeline.evaluate, rollout_id, before=before)
 
     @ray.method(concurrency_group="control")
     async def wait_for_death(self) -> None:
@@ -156,12 +163,12 @@ class RolloutManager:
     @ray.method(concurrency_group="control")
     async def hold(self, holds: Holds) -> None:
         """Have the engines hold that much of their memory; see `ServingOwner`."""
-        await asyncio.to_thread(self._serving.hold, holds)
+        await _in_thread(self._serving.hold, holds)
 
     @ray.method(concurrency_group="control")
     async def begin_push(self) -> FleetSnapshot:
         """The engines that a push goes to; see `ServingOwner`."""
-        return await asyncio.to_thread(self._serving.begin_push)
+        return await _in_thread(self._serving.begin_push)
 
     @ray.method(concurrency_group="control")
     async def begin_push_to_stale(self) -> FleetSnapshot:
@@ -176,17 +183,17 @@ class RolloutManager:
     @ray.method(concurrency_group="control")
     async def is_working(self) -> bool:
         """Whether requests find an engine of each kind, or an engine has some that it will finish, or one is being replaced."""
-        return self._serving is not None and await asyncio.to_thread(self._is_working)
+        return self._serving is not None and await _in_thread(self._is_working)
 
     @ray.method(concurrency_group="control")
     async def end_push(self, names: Sequence[EngineName], version: int, failed: Mapping[int, str]) -> None:
         """The push to `names` is over; see `ServingOwner`."""
-        await asyncio.to_thread(self._serving.end_push, names, version, failed)
+        await _in_thread(self._serving.end_push, names, version, failed)
 
     @ray.method(concurrency_group="control")
     async def shutdown(self) -> None:
         """Stop the engines and the router that this run started."""
-        await asyncio.to_thread(self._shutdown, silent=True)
+        await _in_thread(self._shutdown, silent=True)
 
     def _checked_engines(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._serving is None else self._serving.generating()

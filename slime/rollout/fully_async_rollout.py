@@ -30,7 +30,7 @@ from slime.rollout.filter_hub.base_types import (
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import is_aborted, start_group
 from slime.rollout.generation_call import GenerationCall, current_call
-from slime.rollout.sglang_rollout import MAX_INTERRUPTIONS_OF_A_GROUP
+from slime.rollout.sglang_rollout import MAX_INTERRUPTIONS_OF_A_GROUP, cancelled_error
 from slime.rollout.staleness import is_too_old
 from slime.rollout.user_functions import call_within_request_time, describe_samples, run_in_daemon_thread
 from slime.utils.async_utils import run
@@ -237,7 +237,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
 
     async def _settle(self, task: asyncio.Task[Any], origin: list[Any]) -> list[Any] | None:
         """The group, if it is finished and stays."""
-        error = RunError(f"{task.get_name()} was cancelled") if task.cancelled() else task.exception()
+        error = cancelled_error(task) if task.cancelled() else task.exception()
         if error is not None:
             # Before it ends the run, so that no prompt is lost.
             await self._return_to_source(origin, as_prompts(origin))

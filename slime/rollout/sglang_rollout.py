@@ -100,6 +100,11 @@ def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
         time.sleep(SLEEP_REPORT_S)
 
 
+def cancelled_error(task: asyncio.Task[Any]) -> RunError:
+    """What ends a run that has not cancelled the group `task` itself."""
+    return RunError(f"{task.get_name()} was cancelled; does a function of yours cancel tasks that are not its own?")
+
+
 class RolloutStep:
     """State of one step; `run` is called once."""
 
@@ -217,6 +222,8 @@ class RolloutStep:
 
     async def _judge(self, task: asyncio.Task[Any]) -> None:
         """Keep, drop or give back the group of a finished task; its exception is raised."""
+        if task.cancelled():
+            raise cancelled_error(task)
         group = task.result()
         n = self.args.n_samples_per_prompt
         if len(group) != n:

@@ -1,9 +1,12 @@
 """Calling functions that users supply: without blocking the event loop, without losing their tracebacks.
 
 A coroutine function is awaited, a plain one runs in a daemon thread of its own, so that one that never returns neither
-fills a pool nor keeps the process from ending. Both obey a time limit. A thread cannot be ended: it is left behind, its
-slot goes to others, and a function that leaves too many behind ends the run. What was cancelled within its time limit,
-at the end of a step say, may yet return: where too many do so, the next call waits for them.
+fills a pool nor keeps the process from ending. A thread cannot be ended: beyond its time limit it is left behind, its slot
+goes to others, and a function that leaves too many behind ends the run. What was cancelled within its time limit, at the end
+of a step say, may yet return: where too many do so, the next call waits for them. A coroutine is cancelled at its time limit
+where it awaits something; one that blocks holds up the event loop with all its limits, which `async_utils` tells.
+
+A call may raise errors only: what would end more than itself, `sys.exit` say, is turned into one.
 
 How many calls run at a time is told by `CallSlots`, one for each kind of call and sized by its flag.
 """
@@ -24,7 +27,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from slime.utils.errors import RunError, UserError
-from slime.utils.plugin_loader import is_coroutine_function, parameters_of, user_function_error
+from slime.utils.plugin_loader import containing_endings, is_coroutine_function, parameters_of, user_function_error
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +137,7 @@ async def call_user_function(
     Raises:
         CallTimedOut: no result within `timeout` seconds, counted from when the call starts to run.
         TooManyLeftBehind: too many earlier calls are beyond their time limit and still occupy their threads.
+        EndingRaised: it raised SystemExit, KeyboardInterrupt, or a CancelledError although nobody cancels this call.
         RunError: the machine gives us no further thread.
     """
     keywords = keywords or {}
@@ -189,7 +193,8 @@ async def _within(timeout: float | None, awaitable: Awaitable[Any]) -> Any:
     scope = asyncio.timeout(timeout)
     try:
         async with scope:
-            return await awaitable
+            with containing_endings():
+                return await awaitable
     except TimeoutError as error:
         if scope.expired():
             raise CallTimedOut(f"no result within {timeout:g} s") from error
@@ -269,9 +274,15 @@ class _ThreadCall:
 
     def _run(self, work: Callable[[], Any]) -> None:
         try:
-            outcome = (self.future.set_result, work())
+            with containing_endings():
+                outcome = (self.future.set_result, work())
+        except StopIteration as error:
+            # Which a future does not take.
+            wrapped = RuntimeError("the function raised StopIteration")
+            wrapped.__cause__ = error
+            outcome = (self.future.set_exception, wrapped)
         except BaseException as error:
-            outcome = (self.future.set_exception, _as_exception(error))
+            outcome = (self.future.set_exception, error)
         with _left_behind_lock:
             self._ended = True
             if self._left_by is not None:
@@ -322,15 +333,6 @@ async def _wait_for_room(source: str, at_a_time: int) -> None:
         finally:
             with _left_behind_lock:
                 _left_behind[source].watchers.remove((loop, changed))
-
-
-def _as_exception(error: BaseException) -> BaseException:
-    """Futures refuse StopIteration, and SystemExit in a thread must not end the event loop."""
-    if isinstance(error, StopIteration | SystemExit | KeyboardInterrupt):
-        wrapped = RuntimeError(f"the function raised {type(error).__name__}")
-        wrapped.__cause__ = error
-        return wrapped
-    return error
 
 
 def wrong_result_error(flag: str, path: str, subject: str, result: Any, expected: str) -> UserError:

@@ -35,7 +35,7 @@ from slime.training.custom_functions import copied_masks
 from slime.training.metric_reduction import all_reduce_sum, joined
 from slime.training.rollout_data import RolloutData
 from slime.utils.errors import RunError, UserError
-from slime.utils.plugin_loader import load_function, user_function_error
+from slime.utils.plugin_loader import containing_endings, load_function, user_function_error
 
 FLAG = "--custom-tis-function-path"
 
@@ -86,7 +86,8 @@ def compute_step_statistics(
     shares: dict[str, torch.Tensor] = {}
     failure: Exception | None = None
     try:
-        shares = _checked(path, function.step_statistics(args=args, cp=step_data.cp, **columns))
+        with containing_endings():
+            shares = _checked(path, function.step_statistics(args=args, cp=step_data.cp, **columns))
     except Exception as error:
         failure = user_function_error(FLAG, path, "the statistics of a step", error)
     _agree(path, shares, failure, data_group)

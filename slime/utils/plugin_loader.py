@@ -5,11 +5,13 @@ the flag's conventional names decide. The same path gives the same object for th
 can be wrong is a `UserError` that names the flag, the path and, for a failing import, the original traceback and search
 path.
 
-Errors of functions that users supply: flag, path and what they were called for, with the user's part of the traceback.
+Errors of functions that users supply: flag, path and what they were called for, with the user's part of the traceback. One
+that would end more than its call, such as `sys.exit`, is an error too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import difflib
 import functools
@@ -162,10 +164,8 @@ def split_path(path: str) -> tuple[str | None, str, str]:
 
 
 def _import_module(name: str, subject: str) -> ModuleType:
-    try:
+    with _importing(subject):
         return importlib.import_module(name)
-    except Exception as error:
-        raise UserError(_import_failure(subject)) from error
 
 
 def _load_file(file: str, subject: str) -> ModuleType:
@@ -180,13 +180,25 @@ def _load_file(file: str, subject: str) -> ModuleType:
         module_spec = importlib.util.spec_from_file_location(name, real_path)
         module = importlib.util.module_from_spec(module_spec)
         sys.modules[name] = module
-        try:
-            with _importable(os.path.dirname(real_path)):
-                module_spec.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[name]
-            raise UserError(_import_failure(subject)) from error
+        with _importing(subject):
+            try:
+                with _importable(os.path.dirname(real_path)):
+                    module_spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[name]
+                raise
         return module
+
+
+@contextmanager
+def _importing(subject: str) -> Iterator[None]:
+    try:
+        with containing_endings():
+            yield
+    except Exception as error:
+        search_path = "\n  ".join(sys.path)
+        text = f"{subject}: the import failed\n{traceback.format_exc()}module search path:\n  {search_path}"
+        raise UserError(text) from error
 
 
 @contextmanager
@@ -197,11 +209,6 @@ def _importable(directory: str) -> Iterator[None]:
     finally:
         if directory in sys.path:
             sys.path.remove(directory)
-
-
-def _import_failure(subject: str) -> str:
-    search_path = "\n  ".join(sys.path)
-    return f"{subject}: the import failed\n{traceback.format_exc()}module search path:\n  {search_path}"
 
 
 def _resolve(module: ModuleType, attribute: str, subject: str) -> Any:
@@ -308,6 +315,34 @@ def accepted_keywords(fn: Callable[..., Any], candidates: dict[str, Any]) -> dic
 _PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
 
 
+class EndingRaised(RuntimeError):
+    """The user's code raised what would end more than its call; that is the cause."""
+
+
+@contextlib.contextmanager
+def containing_endings() -> Iterator[None]:
+    """Raise EndingRaised for what the block, code of the user's, raises beside errors: SystemExit and KeyboardInterrupt, which
+    would end the event loop or the actor that it runs in, and a CancelledError, for which its caller would count as cancelled.
+
+    A cancellation of the task that the block runs in, and the interruption of the main thread, by Ctrl-C, pass as they are.
+    """
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        interrupted = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+        if interrupted or (isinstance(error, asyncio.CancelledError) and _is_being_cancelled()):
+            raise
+        raise EndingRaised(f"the function raised {error!r}") from error
+
+
+def _is_being_cancelled() -> bool:
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return False
+    return task is not None and task.cancelling() > 0
+
+
 @contextlib.contextmanager
 def calling_user_code(flag: str, path: str, subject: str) -> Iterator[None]:
     """Turn an exception that the block raises into the error of `user_function_error`.
@@ -316,7 +351,8 @@ def calling_user_code(flag: str, path: str, subject: str) -> Iterator[None]:
         subject: what the function was called for, for example `rollout 3`.
     """
     try:
-        yield
+        with containing_endings():
+            yield
     except Exception as error:
         raise user_function_error(flag, path, subject, error) from error
 
@@ -349,6 +385,7 @@ def user_function_error(flag: str, path: str, subject: str, error: Exception) ->
     """
     if isinstance(error, UserError | RunError):
         return error
+    error = error.__cause__ if isinstance(error, EndingRaised) else error
     text = "".join(traceback.format_exception(type(error), error, _users_part(error.__traceback__))).rstrip()
     return UserError(f"{flag} {path} raised {type(error).__name__} for {subject}: {error}\n{text}")
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from slime.ray.rollout_manager import RolloutManager, RolloutTurns
 from slime.ray.train_group import TrainGroup
 from slime.serving.fleet import EngineName, EngineSnapshot, EngineState, FleetSnapshot
 from slime.utils.errors import RunError
+from slime.utils.plugin_loader import EndingRaised
 from slime.utils.run_values import with_run_values
 from tests.support.models.args import parse
 
@@ -148,6 +150,22 @@ def test_a_manager_without_engines_generates_saves_and_goes_on(tmp_path, monkeyp
     assert [metrics["rollout/step"] for metrics, _ in rollout.logged] == [0]
     indices = [result.shards[0].inner["sample_indices"].tolist() for result in (rollout, resumed, following)]
     assert indices == [list(range(8)), list(range(8, 16)), list(range(8, 16))]
+
+
+@pytest.mark.parametrize("method, arguments", [("load", [3]), ("save", [3]), ("generate", [3]), ("evaluate", [3])])
+def test_a_call_that_wants_to_end_the_process_is_one_that_fails(tmp_path, method, arguments):
+    """The event loop of its group, which has other calls, goes on."""
+    manager, leave = RolloutManager(parse(tmp_path)), lambda *arguments, **keywords: sys.exit("x")
+    manager._pipeline = SimpleNamespace(
+        states=SimpleNamespace(load=leave, save=leave), generate=leave, evaluate=leave, progress=lambda name: name
+    )
+
+    async def main():
+        with pytest.raises(EndingRaised, match=r"SystemExit\('x'\)"):
+            await getattr(manager, method)(*arguments)
+        return await manager.progress("goes on")
+
+    assert asyncio.run(main()) == "goes on"
 
 
 async def settled():

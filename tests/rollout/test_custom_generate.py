@@ -307,6 +307,13 @@ def test_a_hook_that_never_returns_is_named_with_its_limit(make_plugin):
         asyncio.run(apply_rollout_sample_hooks(args, Sample(index=3)))
 
 
+def test_a_hook_that_wants_to_end_the_process_is_named(make_plugin):
+    path = make_plugin("async def fn(args, sample):\n    raise SystemExit('x')\n")
+    args = make_args("", rollout_sample_hook_path=[path])
+    with pytest.raises(UserError, match=f"^--rollout-sample-hook-path {path} raised SystemExit for sample 3: x\n"):
+        asyncio.run(apply_rollout_sample_hooks(args, Sample(index=3)))
+
+
 def test_as_many_hooks_run_at_once_as_generations_and_rewards_pass_them(tmp_path):
     file = tmp_path / "hooks.py"
     file.write_text(

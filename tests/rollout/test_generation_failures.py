@@ -30,26 +30,39 @@ def test_r14_a_reward_that_never_returns_fails_the_sample_after_a_second_attempt
 
 RAISING = "def fn(args, sample, *arguments):\n    raise KeyError('no entry')\n"
 RAISING_FOR_GROUPS = "def fn(args, samples, evaluation):\n    raise KeyError('no entry')\n"
+LEAVING = "def fn(args, sample, *arguments):\n    raise SystemExit('no entry')\n"
+CANCELLING = (
+    "async def fn(args, sample, *arguments):\n"
+    "    task = asyncio.ensure_future(asyncio.Event().wait())\n    await asyncio.sleep(0)\n"
+    "    task.cancel('no entry')\n    await task\n"
+)
 FAULTS = {
-    "a generate function": ("custom_generate_function_path", RAISING),
-    "one for groups": ("custom_generate_function_path", RAISING_FOR_GROUPS),
-    "a reward": ("custom_rm_path", RAISING),
-}
+    "a generate function": ("custom_generate_function_path", RAISING, "KeyError"),
+    "one for groups": ("custom_generate_function_path", RAISING_FOR_GROUPS, "KeyError"),
+    "a reward": ("custom_rm_path", RAISING, "KeyError"),
+    "a generate function that leaves": ("custom_generate_function_path", f"async {LEAVING}", "SystemExit"),
+    "a reward that leaves": ("custom_rm_path", f"async {LEAVING}", "SystemExit"),
+    "a plain reward that leaves": ("custom_rm_path", LEAVING, "SystemExit"),
+    "a generate function that cancels a task of its own": (
+        "custom_generate_function_path", CANCELLING, "CancelledError",
+    ),
+    "a reward that cancels a task of its own": ("custom_rm_path", CANCELLING, "CancelledError"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_with_fault_tolerance_a_function_that_raises_fails_its_samples_and_not_the_run(
     server, checkpoint, tmp_path, fault
 ):
-    flag, program = FAULTS[fault]
+    flag, program, raised = FAULTS[fault]
     args = make_args(checkpoint, server.port, **{flag: plugin(tmp_path, program)})
     prompts = [Sample(index=index, prompt="p") for index in (4, 5)]
-    with pytest.raises(UserError, match="raised KeyError for sample"):
+    with pytest.raises(UserError, match=rf"^--[a-z-]*path .*:fn raised {raised} for sample.*no entry"):
         run(generate_and_rm_group(args, prompts, params(args)))
     args.use_fault_tolerance = True
     for sample in run(generate_and_rm_group(args, prompts, params(args))):
         assert (sample.status, sample.remove_sample, sample.reward) == (Status.FAILED, True, 0.0)
-        assert "raised KeyError for sample" in sample.metadata["fail_reason"]
+        assert f"raised {raised} for sample" in sample.metadata["fail_reason"]
 
 
 def test_with_fault_tolerance_a_request_that_is_refused_fails_its_sample(server, checkpoint):

@@ -510,6 +510,17 @@ def test_samples_that_failed_and_were_dropped_by_the_filter_stop_the_run(server,
         run_step(args, CountingDataSource(2))
 
 
+def test_a_function_that_cancels_groups_ends_the_step_with_their_names(server, checkpoint, tmp_path):
+    reward = (
+        "async def fn(args, sample):\n"
+        "    for task in asyncio.all_tasks():\n        task.cancel() if task.get_name().startswith('group ') else None\n"
+        "    await asyncio.Event().wait()\n"
+    )
+    args = make_args(checkpoint, server.port, custom_rm_path=plugin(tmp_path, reward))
+    with pytest.raises(RunError, match=r"^group \d was cancelled; does a function of yours cancel tasks"):
+        run_step(args, CountingDataSource(2))
+
+
 def test_the_state_is_reset_after_success_and_failure(server, checkpoint):
     args = make_args(checkpoint, server.port)
     run_step(args, CountingDataSource(2))

@@ -1,6 +1,7 @@
 """How many calls of user functions run at a time, how they nest, and what becomes of those that never return."""
 
 import asyncio
+import sys
 import threading
 
 import pytest
@@ -16,6 +17,7 @@ from slime.rollout.user_functions import (
 )
 from slime.utils import async_utils
 from slime.utils.errors import RunError
+from slime.utils.plugin_loader import EndingRaised
 from tests.support.processes.waiting import until
 
 # Only ever reached by a test that fails.
@@ -296,6 +298,67 @@ def test_one_that_waits_for_room_may_be_cancelled(monkeypatch):
 
     try:
         run(main())
+    finally:
+        release.set()
+
+
+def leave():
+    sys.exit("x")
+
+
+def interrupt():
+    raise KeyboardInterrupt("x")
+
+
+async def cancel_a_task_of_ones_own():
+    task = asyncio.ensure_future(asyncio.Event().wait())
+    await asyncio.sleep(0)
+    task.cancel("x")
+    await task
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    "what, raised",
+    [(leave, SystemExit), (interrupt, KeyboardInterrupt), (cancel_a_task_of_ones_own, asyncio.CancelledError)],
+)
+def test_what_would_end_more_than_its_call_is_an_error_of_the_call(plain, what, raised):
+    async def function():
+        result = what()
+        if result is not None:
+            await result
+
+    fn = (lambda: asyncio.run(function())) if plain else function
+    try:
+        with pytest.raises(EndingRaised, match=f"^the function raised {raised.__name__}\\('x'\\)$") as caught:
+            on_the_loop(call_user_function(fn, source="f", at_a_time=1, timeout=LIMIT_S))
+        assert type(caught.value.__cause__) is raised
+        assert on_the_loop(call_user_function(lambda: "goes on", source="f", at_a_time=1)) == "goes on"
+    finally:
+        async_utils.stop_async_loop()
+
+
+def on_the_loop(coroutine):
+    return asyncio.run_coroutine_threadsafe(coroutine, async_utils.get_async_loop()).result(LIMIT_S)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_call_that_is_cancelled_counts_as_cancelled(plain):
+    release = threading.Event()
+
+    async def function():
+        await asyncio.Event().wait()
+
+    async def main():
+        fn = release.wait if plain else function
+        call = asyncio.ensure_future(call_user_function(fn, source="f", at_a_time=1, timeout=LIMIT_S))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+        return call.cancelled()
+
+    try:
+        assert run(main())
     finally:
         release.set()
 

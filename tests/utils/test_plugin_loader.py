@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from slime.utils.errors import UserError
-from slime.utils.plugin_loader import load_function
+from slime.utils.plugin_loader import calling_user_code, load_function
 
 
 @pytest.fixture
@@ -87,6 +87,29 @@ def test_a_file_can_be_mended_and_loaded_again(write_plugin):
         load_function(f"{path}:f")
     write_plugin("def f(): return 1  # longer")
     assert load_function(f"{path}:f")() == 1
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_an_import_that_wants_to_end_the_process_is_a_failing_one_every_time(write_plugin, monkeypatch, as_module):
+    path = write_plugin("import sys\nsys.exit('no license')\ndef f(): ...\n", "leaves_at_import.py")
+    monkeypatch.syspath_prepend(os.path.dirname(path))
+    named = "leaves_at_import.f" if as_module else f"{path}:f"
+    for _ in range(2):
+        with pytest.raises(UserError) as caught:
+            load_function(named, flag="--custom-rm-path")
+        message = str(caught.value)
+        assert message.startswith(f"--custom-rm-path {named}: the import failed")
+        assert 'leaves_at_import.py", line 2' in message and "SystemExit: no license" in message
+
+
+def test_ctrl_c_ends_what_the_main_thread_does():
+    for raised in (KeyboardInterrupt, SystemExit):
+        try:
+            with calling_user_code("--custom-rm-path", "f.py:f", "sample 1"):
+                raise raised("x")
+        except BaseException as error:
+            found = error
+        assert isinstance(found, KeyboardInterrupt if raised is KeyboardInterrupt else UserError), raised
 
 
 @pytest.mark.parametrize(
