@@ -36,7 +36,7 @@ from slime.plugins.from_python import (
     try_rank,
     try_sandbox,
 )
-from slime.plugins.recorder import POINTS, Recorder
+from slime.plugins.recorder import FORGIVEN, LATE, POINTS, Recorder
 from slime.ray.rollout_pipeline import RolloutPipeline, batch_schedule, flatten_rollout_output
 from slime.rollout.draws import draw_groups
 from slime.rollout.rm_hub.grading import clear_reward_instances
@@ -358,7 +358,7 @@ def _run(step: Callable[[], None], records: dict[Any, Recorder], time_limit: flo
             step()
         except (UserError, RunError, TypeError, ValueError) as error:
             failures.append(str(error))
-        except Exception:
+        except BaseException:
             failures.append(traceback.format_exc())
 
     thread = threading.Thread(target=work, name="slime-plugins-step", daemon=True)
@@ -389,6 +389,8 @@ def _findings(paths: dict[str, str], records: dict[tuple[str, str], Recorder], f
     findings = []
     for record in records.values():
         problems = list(record.problems)
+        if record.running and POINTS[record.flag].is_forgiven and record not in blamed:
+            problems.append(f"{LATE}; {FORGIVEN}")
         if record in blamed:
             problems.append(failure)
         elif failure and not record.calls:

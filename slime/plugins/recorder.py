@@ -7,6 +7,7 @@ cannot see is found here: arguments that are shared and were changed.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import functools
 import inspect
@@ -146,6 +147,7 @@ POINTS = {
         in_python=True,
     ),
 }
+LATE, FORGIVEN = "it did not return in time", "a run reports that and logs its usual metrics"
 # Of what is printed of a call: Megatron's objects describe themselves at length.
 _MOST_CHARACTERS = 400
 # Of classes, which are constructed once: what of them is called.
@@ -218,9 +220,11 @@ class Recorder:
 
         try:
             yield done
-        except Exception as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             if POINTS[self.flag].is_forgiven:
-                self._note(f"it raised {type(error).__name__}: {error}; a run reports that and logs its usual metrics")
+                # Nobody cancels it before its time is over.
+                late = isinstance(error, asyncio.CancelledError)
+                self._note(f"{LATE if late else f'it raised {type(error).__name__}: {error}'}; {FORGIVEN}")
             raise
         finally:
             del self.running[number]

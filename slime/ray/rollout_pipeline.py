@@ -40,7 +40,7 @@ from slime.training.schedule import schedule_from_args, train_parallel_config
 from slime.utils.async_utils import run
 from slime.utils.errors import UserError
 from slime.utils.misc import Box
-from slime.utils.plugin_loader import call_plug_in, calling_user_code, load_function
+from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.utils.run_values import SharedArguments, add_run_values
 from slime.utils.types import Sample, failed_and_masked
 
@@ -209,10 +209,13 @@ def _calling(flag: str, path: str, subject: str) -> contextlib.AbstractContextMa
     return calling_user_code(flag, path, subject)
 
 
-def _call_log_function(flag: str, path: str | None, rollout_id: int, *arguments: Any) -> bool:
-    """Call a user's log function, if there is one; its failure is reported and never ends the run."""
+def _call_log_function(flag: str, path: str | None, rollout_id: int, args: argparse.Namespace, *arguments: Any) -> bool:
+    """Call a user's log function, if there is one. That it fails, or does not return, is reported and never ends the run."""
+    if path is None:
+        return False
     try:
-        return bool(call_plug_in(flag, path, f"rollout {rollout_id}", rollout_id, *arguments))
+        called = flag, path, f"rollout {rollout_id}", load_function(path, flag=flag)
+        return bool(run(call_within_request_time(args, *called, rollout_id, args, *arguments)))
     except Exception:
         logger.exception("%s %s failed; default logging is used", flag, path)
         return False

@@ -45,9 +45,12 @@ _CONVENTIONAL_NAMES = {
     "eval_function": ("generate_rollout",),
     "dynamic_sampling_filter": ("dynamic_filter", "filter_fn"),
 }
-# Whose functions may be `async`: at no other point does anybody await what comes back, and a coroutine never runs.
+# Whose functions may be `async`: `call_user_function` calls them. At no other point does anybody await what comes back, and a
+# coroutine never runs.
 _AWAITED = frozenset({
     "--custom-generate-function-path", "--rollout-sample-hook-path", _REWARD_FLAG, "--rollout-all-samples-process-path",
+    "--rollout-sample-filter-path", "--custom-reward-post-process-path", "--custom-convert-samples-to-train-data-path",
+    "--custom-rollout-log-function-path", "--custom-eval-rollout-log-function-path",
 })  # fmt: skip
 
 

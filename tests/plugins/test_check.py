@@ -144,7 +144,10 @@ async def writes_args(args, sample):
     args.rollout_temperature = 0.5
     return 1.0
 async def awaited_filter(args, samples): return True
-async def awaited_log(rollout_id, args, samples, metrics, seconds): return True
+async def awaited(args, rollout_id, rollout_data): ...
+async def endless_log(rollout_id, args, samples, metrics, seconds): await asyncio.Event().wait()
+def endless_plain_log(rollout_id, args, samples, metrics, seconds): forever.wait()
+def leaving_log(rollout_id, args, samples, metrics, seconds): raise SystemExit("x")
 class AwaitedSource:
     def __init__(self, args): ...
     def get_samples(self, num_samples): return []
@@ -460,7 +463,7 @@ def test_several_functions_work_together_and_a_class(file):
         ("--custom-rm-path", "writes_around_args", "it changed args.rollout_temperature: args are shared"),
         ("--custom-rm-path", "text_reward", "is 'good' (str); expected a finite number"),
         ("--dynamic-sampling-filter-path", "awaited_filter", "is async, and nobody awaits it here; write `def`"),
-        ("--custom-rollout-log-function-path", "awaited_log", "is async, and nobody awaits it here; write `def`"),
+        ("--rollout-data-postprocess-path", "awaited", "is async, and nobody awaits it here; write `def`"),
         (
             "--data-source-path",
             "AwaitedSource",
@@ -469,6 +472,7 @@ def test_several_functions_work_together_and_a_class(file):
         ("--dynamic-sampling-filter-path", "greedy_filter", "it changed reward of samples, not its own"),
         ("--custom-advantage-function-path", "long_advantages", "38"),
         ("--custom-rollout-log-function-path", "broken_log", "it raised RuntimeError: disk is full"),
+        ("--custom-rollout-log-function-path", "leaving_log", "it raised SystemExit: x; a run reports that"),
     ],
 )
 def test_what_a_run_would_stumble_over(file, flag, name, problem):
@@ -482,6 +486,8 @@ def test_what_a_run_would_stumble_over(file, flag, name, problem):
     [
         ("--custom-generate-function-path", "hangs", "did not return within --http-request-timeout 0.3 s"),
         ("--rollout-function-path", "hangs_plainly", "did not return within 0.3 s; it is here:"),
+        ("--custom-rollout-log-function-path", "endless_log", "it did not return in time; a run reports that"),
+        ("--custom-rollout-log-function-path", "endless_plain_log", "it did not return in time; a run reports that"),
         ("--accelerator", "Asleep", "did not return within 0.3 s; it is here:"),
     ],
 )

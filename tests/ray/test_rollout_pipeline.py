@@ -34,6 +34,12 @@ def fails(*arguments, **keywords):
 def never_returns(args, data):
     args.goes_on.wait(60)
 
+def never_returns_a_log(rollout_id, args, *given):
+    args.goes_on.wait(60)
+
+def leaves(*arguments):
+    raise SystemExit("x")
+
 def logs_from_a_thread_of_its_own(args, rollout_id, data_source, evaluation=False):
     thread = threading.Thread(target=log, args=(args, {"own/x": 1, "own/step": rollout_id}, "own/step"))
     thread.start()
@@ -91,10 +97,26 @@ def ungraded(args, rollout_id, data_source, evaluation=False):
 def doubled(args, samples):
     return [2 * sample.reward for sample in samples], [0.0 for _ in samples]
 
-async def late(*given): ...
+async def logs_later(rollout_id, args, *given):
+    log(args, {"own/x": 1, "own/step": rollout_id}, "own/step")
+    return True
 
 def gives_a_coroutine(*given):
-    return late(*given)
+    return logs_later(*given)
+
+async def drops_all(args, data):
+    for group in data:
+        for sample in group:
+            sample.remove_sample = True
+
+async def doubled_later(args, samples):
+    return doubled(args, samples)
+
+async def converted_later(args, samples):
+    return {
+        "tokens": [[1, 2]], "response_lengths": [1], "rewards": [7.0], "raw_reward": [7.0], "truncated": [0],
+        "sample_indices": [0], "loss_masks": [[1]],
+    }
 
 class NoConstructor:
     def __init__(self, args):
@@ -151,18 +173,24 @@ FAILURES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("kind", "statement"), [("KeyError", 'raise KeyError("lost")'), ("SystemExit", 'raise SystemExit("lost")')]
+)
 @pytest.mark.parametrize("case", FAILURES)
-def test_a_plug_in_that_raises_ends_the_run_with_flag_path_and_its_own_traceback(case, tmp_path, plug_ins):
+def test_a_plug_in_that_raises_ends_the_run_with_flag_path_and_its_own_traceback(
+    case, kind, statement, tmp_path, plug_ins
+):
     flag, name = case.split()[:2]
+    plug_ins.write_text(PLUG_INS.replace('raise KeyError("lost")', statement))
     args = parse(tmp_path, flag, f"{plug_ins}:{name}", "--save", str(tmp_path / "out"))
     if flag == "--rollout-sample-filter-path":
         args.rollout_function_path = f"{plug_ins}:groups"
     with pytest.raises(UserError) as caught:
         FAILURES[case](args)
     message = str(caught.value)
-    assert message.startswith(f"{flag} {plug_ins}:{name} raised KeyError for ")
+    assert message.startswith(f"{flag} {plug_ins}:{name} raised {kind} for ") and "lost" in message.splitlines()[0]
     assert ("for evaluation after rollout 3: " in message) == (flag == "--eval-function-path")
-    assert 'raise KeyError("lost")' in message and "rollout_pipeline.py" not in message
+    assert statement in message and "rollout_pipeline.py" not in message
 
 
 def test_a_sample_filter_that_never_returns_ends_the_run_by_its_name(tmp_path, plug_ins):
@@ -175,6 +203,27 @@ def test_a_sample_filter_that_never_returns_ends_the_run_by_its_name(tmp_path, p
             RolloutPipeline(args).samples_of(3)
     finally:
         args.goes_on.set()
+
+
+@pytest.mark.parametrize("name", ["fails", "leaves", "never_returns_a_log"])
+def test_a_log_function_that_fails_or_never_returns_is_only_reported(tmp_path, plug_ins, caplog, name):
+    words = ["--debug-rollout-only", "--http-request-timeout", "0.2"]
+    flags = ["--custom-rollout-log-function-path", "--custom-eval-rollout-log-function-path"]
+    for flag in flags:
+        words += [flag, f"{plug_ins}:{name}"]
+    words += ["--rollout-function-path", f"{plug_ins}:groups", "--eval-function-path", f"{plug_ins}:groups"]
+    args = parse(tmp_path, *words)
+    args.goes_on = threading.Event()
+    try:
+        pipeline = RolloutPipeline(args)
+        assert "rollout/response_len/mean" in pipeline.generate(3).logged[-1][0], "the usual metrics"
+        assert "eval/held_out" in pipeline.evaluate(3)[-1][0]
+    finally:
+        args.goes_on.set()
+    for flag in flags:
+        assert f"{flag} {plug_ins}:{name} failed; default logging is used" in caplog.text
+    if name == "never_returns_a_log":
+        assert f"{plug_ins}:{name} did not return within --http-request-timeout 0.2 s" in caplog.text
 
 
 def test_a_log_function_is_loaded_by_its_flag_and_its_failure_is_only_reported(tmp_path, plug_ins, caplog):
@@ -205,14 +254,26 @@ def test_rewards_that_a_run_that_trains_would_refuse_are_told_and_not_reported(t
     assert "rollout/raw_reward" not in metrics and "the reward of sample 0 is None" in caplog.text
 
 
-def test_a_coroutine_that_nobody_awaits_logs_nothing(tmp_path, plug_ins, caplog):
-    """A plain function around an async one: only its result shows it."""
-    words = ["--rollout-function-path", f"{plug_ins}:groups", "--debug-rollout-only"]
-    args = parse(tmp_path, *words, "--custom-rollout-log-function-path", f"{plug_ins}:gives_a_coroutine")
-    result = RolloutPipeline(args).generate(3)
-    assert "rollout/response_len/mean" in result.logged[-1][0], "the usual metrics are not lost"
-    told = f"{plug_ins}:gives_a_coroutine, called for rollout 3, is async, and nobody awaits it here"
-    assert f"--custom-rollout-log-function-path {told}" in caplog.text
+@pytest.mark.parametrize("name", ["logs_later", "gives_a_coroutine"])
+def test_coroutines_that_log_are_awaited(tmp_path, plug_ins, name):
+    """Also those of a plain function around an async one: only its result shows it."""
+    words = ["--debug-rollout-only"]
+    for flag in ("--custom-rollout-log-function-path", "--custom-eval-rollout-log-function-path"):
+        words += [flag, f"{plug_ins}:{name}"]
+    words += ["--rollout-function-path", f"{plug_ins}:groups", "--eval-function-path", f"{plug_ins}:groups"]
+    pipeline = RolloutPipeline(parse(tmp_path, *words))
+    own = [({"own/x": 1, "own/step": 3}, "own/step")]
+    assert pipeline.generate(3).logged == pipeline.evaluate(3) == own, "they take the place of the usual metrics"
+
+
+def test_coroutines_that_look_at_a_whole_step_are_awaited(tmp_path, plug_ins):
+    words = ["--rollout-function-path", f"{plug_ins}:graded", "--rollout-sample-filter-path", f"{plug_ins}:drops_all"]
+    args = parse(tmp_path, *words, "--custom-reward-post-process-path", f"{plug_ins}:doubled_later")
+    samples, _ = RolloutPipeline(args).samples_of(3)
+    assert all(sample.remove_sample for sample in samples)
+    assert convert_samples_to_train_batch(args, samples)["raw_reward"].tolist() == [2.0, 4.0, 0.0]
+    args.custom_convert_samples_to_train_data_path = f"{plug_ins}:converted_later"
+    assert convert_samples_to_train_batch(args, samples)["rewards"].tolist() == [7.0]
 
 
 def test_what_a_thread_of_the_users_own_logs_leaves_with_the_call(tmp_path, plug_ins):

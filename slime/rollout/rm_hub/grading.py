@@ -41,6 +41,7 @@ from slime.rollout.user_functions import (
     CallTimedOut,
     call_slots,
     call_user_function,
+    call_within_request_time,
     describe_samples,
     is_batch_form,
     is_coroutine_function,
@@ -329,23 +330,27 @@ class CustomReward:
         return await self._call(compute_reward, samples, timeout, keywords, prompts, responses)
 
     async def _instance(self, samples: list[Sample]) -> Any:
-        """The object of the class, made at the first call: in a thread, because it may load for long, while requests go on.
+        """The object of the class, made at the first call: in a thread, because it may load for long, while requests go on. It
+        has as long as a request.
 
         One whose `compute_reward` is a coroutine function is made on the event loop, which its constructor may ask for: a
         session of a client does.
         """
         if self._loaded in _instances:
             return _instances[self._loaded]
+        subject = f"{describe_samples(samples)} (constructor)"
         if is_coroutine_function(self._loaded.compute_reward):
-            return self._construct(samples)
-        options = {"source": self.source, "at_a_time": self.args.rm_concurrency}
-        construct = functools.partial(call_user_function, self._construct, samples, **options)
+            with calling_user_code(FLAG, self.path, subject):
+                return self._construct()
+        construct = functools.partial(
+            call_within_request_time, self.args, FLAG, self.path, subject, self._construct,
+            at_a_time=self.args.rm_concurrency,
+        )  # fmt: skip
         return await _first_calls[self._loaded].join(construct)
 
-    def _construct(self, samples: list[Sample]) -> Any:
+    def _construct(self) -> Any:
         offered = {"args": self.args, "model_path": self.args.rm_model_path or self.args.hf_checkpoint}
-        with calling_user_code(FLAG, self.path, f"{describe_samples(samples)} (constructor)"):
-            instance = self._loaded(**accepted_keywords(self._loaded, offered))
+        instance = self._loaded(**accepted_keywords(self._loaded, offered))
         return _instances.setdefault(self._loaded, instance)
 
     async def _call(

@@ -1,6 +1,7 @@
 """Which function grades, in which form, within which limits, and what it may return."""
 
 import asyncio
+import re
 import threading
 from collections import Counter
 
@@ -15,6 +16,7 @@ from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args
+from tests.support.processes.waiting import wait_until
 
 
 @pytest.fixture
@@ -64,6 +66,9 @@ class Loads:
     def compute_reward(self, prompts, responses):
         return [7 for _ in prompts]
 
+class NeverReady(Loads):
+    made = []
+
 class AsksTheLoop:
     def __init__(self):
         self.loop = asyncio.get_running_loop()
@@ -80,6 +85,10 @@ class Bare:
 
 def value(args, sample):
     return args.value
+
+async def blocks(args, sample):
+    args.release.wait(60)
+    return 1.0
 
 async def counting(args, sample):
     global running, peak
@@ -192,6 +201,35 @@ def test_a_constructor_that_loads_holds_up_nothing_and_runs_once(rewards, fails)
         assert all("(constructor): no such weights" in str(error) for error in found)
     else:
         assert found == [7.0] * 4
+
+
+def test_a_constructor_that_never_returns_is_named_with_its_limit(rewards):
+    path = rewards("NeverReady")
+    args = make_args("", custom_rm_path=path, http_request_timeout=0.1)
+    args.loads, args.goes_on, args.fails = threading.Event(), threading.Event(), False
+    late = f"{path} did not return within --http-request-timeout 0.1 s; it was called for sample 1 (constructor)"
+    try:
+        with pytest.raises(UserError, match="^" + re.escape(f"--custom-rm-path {late}")):
+            grade_one(args, samples(1)[0])
+    finally:
+        args.goes_on.set()
+
+
+def test_an_async_reward_that_blocks_is_told_with_its_place(rewards, monkeypatch, caplog):
+    monkeypatch.setattr(async_utils, "STALL_S", 0.2)
+    monkeypatch.setattr(async_utils, "ASK_EVERY_S", 0.02)
+    args = make_args("", custom_rm_path=rewards("blocks"))
+    args.release = threading.Event()
+    grading_it = asyncio.run_coroutine_threadsafe(async_rm(args, samples(1)[0]), async_utils.get_async_loop())
+    try:
+        wait_until(lambda: "the event loop has been held up" in caplog.text)
+        args.release.set()
+        assert grading_it.result(60) == 1.0
+    finally:
+        args.release.set()
+        async_utils.stop_async_loop()
+    file = rewards("blocks").removesuffix(":blocks")
+    assert f'File "{file}", line ' in caplog.text and "in blocks" in caplog.text
 
 
 def test_a_constructor_of_a_class_with_coroutines_may_ask_for_the_loop(rewards):
