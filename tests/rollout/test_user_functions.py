@@ -310,6 +310,13 @@ def interrupt():
     raise KeyboardInterrupt("x")
 
 
+async def leave_in_a_task_of_ones_own():
+    async def left():
+        leave()
+
+    await asyncio.gather(left())
+
+
 async def cancel_a_task_of_ones_own():
     task = asyncio.ensure_future(asyncio.Event().wait())
     await asyncio.sleep(0)
@@ -320,7 +327,12 @@ async def cancel_a_task_of_ones_own():
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize(
     "what, raised",
-    [(leave, SystemExit), (interrupt, KeyboardInterrupt), (cancel_a_task_of_ones_own, asyncio.CancelledError)],
+    [
+        (leave, SystemExit),
+        (interrupt, KeyboardInterrupt),
+        (leave_in_a_task_of_ones_own, SystemExit),
+        (cancel_a_task_of_ones_own, asyncio.CancelledError),
+    ],
 )
 def test_what_would_end_more_than_its_call_is_an_error_of_the_call(plain, what, raised):
     async def function():
