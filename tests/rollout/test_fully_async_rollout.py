@@ -264,17 +264,39 @@ def test_a_bound_on_staleness_holds_while_a_rollout_is_packed_and_frees_all_of_i
     assert while_packing == [(0, [0, 1, 2, 3])]
 
 
-def test_a_function_that_raises_ends_the_rollout_that_waits_and_its_prompts_return(server, checkpoint, tmp_path):
+CANCELLING_GROUPS = """
+        for task in asyncio.all_tasks():
+            task.cancel() if task.get_name() == 'group 3' else None
+        await asyncio.Event().wait()
+"""
+CANCELLING_ITS_OWN = """
+        task = asyncio.ensure_future(asyncio.Event().wait())
+        task.cancel('made to fail')
+        await task
+"""
+
+
+@pytest.mark.parametrize(
+    "statement, message",
+    [
+        ("raise KeyError('made to fail')", "raised KeyError for sample .*made to fail"),
+        ("raise SystemExit('made to fail')", "raised SystemExit for sample .*: made to fail"),
+        (CANCELLING_ITS_OWN, "raised CancelledError for sample "),
+        (CANCELLING_GROUPS, "^group 3 was cancelled; does a function of yours cancel tasks"),
+    ],
+)
+def test_a_function_that_fails_ends_the_rollout_that_waits_and_its_prompts_return(
+    server, checkpoint, tmp_path, statement, message
+):
     path = plugin(
-        tmp_path,
-        "async def fn(args, sample):\n    if sample.group_index == 3: raise KeyError('made to fail')\n    return 1.0\n",
+        tmp_path, f"async def fn(args, sample):\n    if sample.group_index == 3:\n        {statement}\n    return 1.0\n"
     )
     args = make_args(checkpoint, server.port, custom_rm_path=path)
     source = CountingDataSource(2, limit=4)
 
     async def main():
         async with worker_of(args, source) as worker:
-            with pytest.raises(UserError, match="made to fail"):
+            with pytest.raises((UserError, RunError), match=message):
                 for number in range(3):
                     await rollout(worker, number)
             assert 3 in group_numbers(source.returned)
