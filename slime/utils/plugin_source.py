@@ -85,10 +85,17 @@ def _problem_of_convention(names: _Names, flag: str | None, batched: bool, subje
     own = [
         name for name, node in public.items() if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     ]
+    found = next((name for name in tried if name in names.nodes), None)
+    if own and found is not None and isinstance(names.nodes[found], ast.alias):
+        # Which one is meant nobody can tell, and the wrong one runs as well.
+        return (
+            f"{subject}: the file imports {found}, a conventional name, and defines {', '.join(sorted(own))}; name the one "
+            "that you mean after a colon (file.py:name)"
+        )
     assigned = any(isinstance(node, ast.Name) for node in public.values())
     # Which class is a reward shows only when it is loaded: the method may be inherited.
     classes = "compute_reward" in tried and any(isinstance(public[name], ast.ClassDef) for name in own)
-    if names.open or assigned or classes or len(own) == 1 or any(name in names.nodes for name in tried):
+    if names.open or assigned or classes or len(own) == 1 or found is not None:
         return None
     return no_conventional_name(subject, own, tried)
 

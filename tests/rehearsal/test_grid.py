@@ -30,8 +30,8 @@ LAYOUTS = {
     "all": ALL,
 }  # fmt: skip
 
-# At the end of a step: its metrics, which ranks bring together on the host (1), the norm of the gradient (1), whether all losses
-# are finite (1), and on all ranks (2).
+# At the end of a step: its metrics, which ranks bring together on the host (1), the norm of the gradient (1), whether all
+# losses are finite (1), and on all ranks (2).
 USUAL = 5
 # How many tokens are trained on all ranks.
 PER_TOKEN = USUAL + 1

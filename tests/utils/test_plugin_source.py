@@ -116,6 +116,20 @@ def test_a_bare_file_is_resolved_as_the_loader_does(module):
     assert problem_of_path(f"{module}/reward.py", "--custom-rm-path") is None
 
 
+def test_a_name_that_is_imported_is_not_taken_for_what_the_file_defines(module):
+    """The loader would take it: only the source tells what was imported from what was defined and decorated."""
+    flag, file = "--custom-generate-function-path", module / "own.py"
+    imported = "from slime.rollout.sglang_rollout import generate\n"
+    file.write_text(f"{imported}async def tool_generate(args, sample, sampling_params): ...\n")
+    said = problem_of_path(str(file), flag)
+    assert said.startswith(f"{flag} {file}: the file imports generate, a conventional name, and defines tool_generate;")
+    assert problem_of_path(f"{file}:tool_generate", flag) is problem_of_path(f"{file}:generate", flag) is None
+    file.write_text(imported)
+    assert problem_of_path(str(file), flag) is None
+    file.write_text("from functools import cache\ndef helper(): ...\n@cache\ndef generate(): ...\n")
+    assert problem_of_path(str(file), flag) is None
+
+
 def test_nothing_is_imported(module):
     problem_of_path("plugged_package.sub.deep.f")
     assert not [name for name in sys.modules if name.startswith("plugged_package")]
