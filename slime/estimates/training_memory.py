@@ -70,6 +70,7 @@ class TrainingSetup:
     host_copies: sets of weights kept in host memory (reference and what its swap puts aside).
     sleeps: weights and optimizer state move to host memory while engines work.
     saves: checkpoints are written.
+    trains: steps are taken; else the rank only pushes its weights, and `state` has no optimizer.
     saves_in_background: the rank trains, or sleeps, while its checkpoint is written.
     shares_saves: replicas write a share each of what they hold alike; else the first of them writes all of it.
     overhead: bytes of the process's context and libraries.
@@ -94,6 +95,7 @@ class TrainingSetup:
     gloo: bool = False
     host_copies: int = 0
     sleeps: bool = False
+    trains: bool = True
     saves: bool = False
     saves_in_background: bool = False
     shares_saves: bool = True
@@ -233,13 +235,16 @@ def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSet
     held = rank_parameters(shape, counts, setup.layout, stage)
     trained = rank_parameters(shape, counts.trained(predictions=setup.predictions > 0), setup.layout, stage)
     base = _persistent(held, trained, setup, stage, _sent(shape, counts, setup, stage) if setup.push_snapshot else 0)
+    push = replace(base, moment="weight push", buffers=push_buffers(shape, setup, stage))
+    if not setup.trains:
+        return push
     # Experts and all else have an optimizer each, which step one after the other. What lives in host memory is updated there.
     update = round(max(_optimizer_shards(trained, setup)) * setup.state.step * (1 - setup.state.offloaded))
     borrowed = _borrowed_embedding(shape, counts, setup, stage)
     moments = [
         *_computing(shape, setup, stage, replace(base, buffers=borrowed)),
         replace(base, moment="optimizer step", buffers=update + borrowed),
-        replace(base, moment="weight push", buffers=push_buffers(shape, setup, stage)),
+        push,
     ]
     if setup.gloo:
         copied = setup.state.gradient if setup.state.distributed else 0

@@ -8,6 +8,7 @@ from slime.arguments.sizes import longest_sample
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.parameters import count_parameters, rank_parameters
 from slime.estimates.shape import ModelShape
+from slime.plan.placement import trains
 from slime.plan.setup import planned_sample, prompt_is_limited
 from slime.plan.structure import BatchPlan, ParameterPlan
 
@@ -45,11 +46,11 @@ def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> Batch
 
 
 def train_batch_bytes(args: argparse.Namespace) -> int:
-    """Bytes of one rollout step's train batch in Ray's object store, all samples at their longest; 0 without a trainer.
+    """Bytes of one rollout step's train batch in Ray's object store, all samples at their longest; 0 where none is trained on.
 
     A lower bound where no flag limits the prompt. The driver lets a batch go before it asks for the next.
     """
-    if not args.has_trainer:
+    if not (args.has_trainer and trains(args)):
         return 0
     per_token = sum(_COLUMN_BYTES.values())
     if args.use_opd:

@@ -38,7 +38,15 @@ from slime.estimates.training_memory import (
     worst_rank,
 )
 from slime.models.families import model_args_from_hf
-from slime.plan.placement import EnginePart, gpus_per_node, placement_mode, serving_setup, starts_engines
+from slime.plan.placement import (
+    EnginePart,
+    gpus_per_node,
+    has_critic,
+    placement_mode,
+    serving_setup,
+    starts_engines,
+    trains,
+)
 from slime.plan.setup import (
     CUDA_OVERHEAD_BYTES,
     host_copies,
@@ -78,7 +86,7 @@ def plan_memory(
     if layout is not None and reason is None:
         setup = training_setup(args, layout, tokens_of_stream(args, layout), micro_batches)
         memories = training_memory(shape, setup)
-        critics = critic_bytes(args, layout, memories, micro_batches) if args.use_critic else (0,) * len(memories)
+        critics = critic_bytes(args, layout, memories, micro_batches) if has_critic(args) else (0,) * len(memories)
         worst = max(memories, key=lambda memory: memory.total + critics[memory.stage])
         critic = critics[worst.stage]
         training = _training(args, setup, memories, worst, critics, gpu_memory)
@@ -94,7 +102,7 @@ def plan_memory(
         of_engines = _cache_warnings(of_group, served_by_group, gpu_memory)
         name = "num_gpus_per_engine" if where else "--rollout-num-gpus-per-engine"
         warnings += [where + warning.replace("--rollout-num-gpus-per-engine", name) for warning in of_engines]
-    if setup is not None:
+    if setup is not None and setup.trains:
         warnings += _over_long(args, shape, setup, worst_rank(memories))
     notes = (reason,) if reason is not None else tuple(_training_notes(args) if training is not None else ())
     return MemoryPlan(gpu_memory, source, training, serving, phases), tuple(warnings), notes
@@ -142,7 +150,7 @@ def _training(
 
 
 def _training_notes(args: argparse.Namespace) -> Iterator[str]:
-    if args.use_critic:
+    if has_critic(args):
         yield NOTE
     if longest_sample(args) is not None and not prompt_is_limited(args):
         yield (
@@ -225,7 +233,7 @@ def _phases(
     sending = left_behind + worst.weights if args.offload_train or args.release_train else asleep
     receiving = left_behind + served.weights if args.offload_rollout else idle
     return (
-        _phase("training", worst.total + critic, idle, gpu_memory),
+        *((_phase("training", worst.total + critic, idle, gpu_memory),) if trains(args) else ()),
         _phase("weight sync", sending + buffers, receiving, gpu_memory),
         _phase("generation", asleep, engine, gpu_memory),
     )
@@ -238,7 +246,7 @@ def _phases_apart(
     phases = []
     unknown = args.has_trainer and trainer is None
     if args.has_trainer:
-        phases.append(_phase("training", trainer, 0, gpu_memory))
+        phases.append(_phase("training" if trains(args) else "weight sync", trainer, 0, gpu_memory))
     if engine is not None:
         beside = None if unknown and placement_mode(args) == "colocated" else 0
         phases.append(_phase("generation", beside, engine, gpu_memory))
@@ -494,7 +502,7 @@ def host_shares(
     shares = [HostShare("Ray, driver, manager and router", 1, RUN_BYTES)]
     if ranks:
         # Actor and critic are processes of their own; the estimate holds the tensors of both.
-        processes = RANK_BYTES * (2 if args.use_critic else 1)
+        processes = RANK_BYTES * (2 if has_critic(args) else 1)
         # Pipeline stages differ, and each has as many ranks as another.
         tensors = _mean(training.stage_totals) + host if training is not None else 0
         shares.append(HostShare("training rank", ranks, processes + tensors))

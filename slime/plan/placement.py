@@ -96,6 +96,17 @@ def placement_mode(args: argparse.Namespace) -> str:
     return "colocated" if args.colocate else "disaggregated"
 
 
+def trains(args: argparse.Namespace) -> bool:
+    """Whether training ranks take steps. With `--num-rollout 0` they push their weights, and an evaluation ends the run: there
+    is no optimizer, and no critic."""
+    return args.num_rollout != 0
+
+
+def has_critic(args: argparse.Namespace) -> bool:
+    """Whether a critic is built."""
+    return args.use_critic and trains(args)
+
+
 def sleeping_sides(args: argparse.Namespace) -> Sides:
     """Whether trainer and engines give their memory back while the other works.
 

@@ -14,7 +14,7 @@ from slime.estimates.layout import ParallelLayout
 from slime.estimates.shape import ModelShape
 from slime.estimates.training_memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES, StateBytes, TrainingSetup
 from slime.models.qwen import DELTA_RULE_PACKAGES
-from slime.plan.placement import sleeping_sides
+from slime.plan.placement import sleeping_sides, trains
 
 # Context of the CUDA driver, workspaces of cuBLAS, buffers of NCCL: what a rank takes before its first tensor.
 CUDA_OVERHEAD_BYTES = 2 * 2**30
@@ -60,6 +60,9 @@ def state_bytes(args: argparse.Namespace, kernels: Kernels) -> StateBytes:
     """Bytes per parameter of weights, gradients and optimizer state."""
     weight = 4 if args.params_dtype_name == "float32" else 2
     gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else weight
+    if not trains(args):
+        # The buffer for gradients belongs to the model, which is built all the same.
+        return StateBytes(weight=weight, gradient=gradient, main_parameter=0, moments=0)
     moments, vocabulary_moments = _moments(args)
     step = 0
     # On the weights themselves a step goes by small parts.
@@ -187,12 +190,13 @@ def training_setup(
     """
     kernels = kernels_of(args)
     on_gpus = kernels is not Kernels.TORCH_CPU
-    rollouts = args.rollout_batch_size * args.n_samples_per_prompt
+    rollouts = args.rollout_batch_size * args.n_samples_per_prompt if trains(args) else 0
     per_rank = -(-rollouts // layout.data)
     return TrainingSetup(
         layout=layout,
         stages=pipeline_stages(args),
         state=state_bytes(args, kernels),
+        trains=trains(args),
         kernels=kernels,
         delta_rule_kernels=delta_rule_has_kernels(args),
         residual_bytes=4 if args.fp32_residual_connection else 0,
@@ -209,7 +213,7 @@ def training_setup(
         gloo=not on_gpus,
         host_copies=len(host_copies(args)),
         sleeps=sleeping_sides(args).trainer and not args.release_train,
-        saves=args.save is not None,
+        saves=args.save is not None and trains(args),
         saves_in_background=args.async_save,
         shares_saves=args.ckpt_fully_parallel_save,
         overhead=CUDA_OVERHEAD_BYTES if on_gpus else 0,

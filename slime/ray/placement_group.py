@@ -27,7 +27,7 @@ from slime.arguments.config_files.serving_config import served_groups
 from slime.arguments.sizes import GpuRanges
 from slime.observability.console import StartupClock
 from slime.observability.waiting import wait_for, wait_for_all
-from slime.plan.placement import sleeping_sides
+from slime.plan.placement import has_critic, sleeping_sides
 from slime.ray.cluster import plan_cluster
 from slime.ray.driver import RolloutResult, StartedRun
 from slime.ray.rollout_manager import RolloutClient
@@ -118,8 +118,7 @@ def create_training_models(
 
 
 def _train_group(args: argparse.Namespace, bundles: Bundles, actor_cls: type | None) -> TrainGroup:
-    # An evaluation alone needs no values.
-    if args.use_critic and args.num_rollout != 0:
+    if has_critic(args):
         return ActorCritic(args, bundles.group, bundles.places, actor_cls)
     group = EndingTrainGroup if args.release_train else TrainGroup
     return group(args, bundles.group, bundles.places, actor_cls)

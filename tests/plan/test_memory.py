@@ -137,7 +137,7 @@ def test_processes_count_where_the_model_is_not_known():
     assert [(share.count, share.each) for share in shares] == [
         (1, RUN_BYTES), (3, RANK_BYTES), (2, ENGINE_BYTES + FURTHER_SCHEDULER_BYTES),
     ]  # fmt: skip
-    critic = host_shares(argparse.Namespace(use_critic=True), None, 3, [], on_gpus=False)
+    critic = host_shares(argparse.Namespace(use_critic=True, num_rollout=1), None, 3, [], on_gpus=False)
     assert critic[1].each == 2 * RANK_BYTES
 
 
@@ -191,6 +191,37 @@ def test_a_run_that_is_too_large_is_refused_with_both_numbers_and_a_way_out(on_c
     assert "of memory (64 engines of " in str(error.value) and "this machine has 16.0 GiB" in str(error.value)
     memory_is(monkeypatch, 1e6)
     require_memory_of_machine(cpu_arguments(64))
+
+
+def test_an_evaluation_alone_needs_no_memory_for_training(on_cpu, monkeypatch):
+    """Neither optimizer nor steps, no critic, no train batch and no checkpoint: weights, and the model's gradient buffer."""
+    trained, evaluated = (cpu_arguments(2, *PPO, "--save", "s", "--num-rollout", count) for count in ("10", "0"))
+    memory_is(monkeypatch, 1e6)
+    plans = [make_plan(args) for args in (trained, evaluated)]
+    training, alone = (plan.memory.training for plan in plans)
+    assert {part.name for part in alone.parts} == {"weights", "gradients", "buffers"} and alone.moment == "weight push"
+    assert [part(alone, name) for name in ("weights", "gradients")] == [
+        part(training, name) for name in ("weights", "gradients")
+    ]
+    assert alone.saving == 0 < training.saving
+    assert plans[1].batch.object_store == 0 < plans[0].batch.object_store
+    assert not any("critic" in note for note in plans[1].notes)
+    shares = [
+        host_shares(args, plan.memory, 4, [EnginePart(0, 2, 1)], on_gpus=False)
+        for args, plan in zip((trained, evaluated), plans, strict=True)
+    ]
+    needs, enough = (sum(share.total for share in of_run) / GIB for of_run in shares)
+    memory_is(monkeypatch, (needs + enough) / 2)
+    require_memory_of_machine(evaluated)
+    with pytest.raises(UserError, match="of memory"):
+        require_memory_of_machine(trained)
+
+
+def test_the_phases_of_an_evaluation_alone_have_no_training():
+    def phases(command):
+        return [phase.name for phase in make_plan(planned(command, "--num-rollout", "0")).memory.phases]
+
+    assert phases(TWO_NODES) == phases(SMALL) == ["weight sync", "generation"]
 
 
 def test_the_plan_warns_in_the_same_words(on_cpu, monkeypatch):
