@@ -9,10 +9,12 @@ at one step (a resumed run repeats what its predecessor lost) the one written la
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 REWARD_TAG = "rollout/raw_reward"
 CHECKPOINT_POINTER = "latest_checkpointed_iteration.txt"
@@ -61,6 +63,8 @@ def read_event_directory(directory: Path) -> dict[str, Curve]:
 def read_run(directory: Path) -> RunRecord:
     """Read what `directory` holds.
 
+    With `--wandb-always-use-train-step` event files count rollouts in optimizer steps; here they are rollouts again.
+
     Raises:
         ValueError: no such directory, or no event file in it.
     """
@@ -73,12 +77,25 @@ def read_run(directory: Path) -> RunRecord:
         )
     record = RunRecord(directory)
     record.event_directories = list(dict.fromkeys(path.parent for path in event_files))
+    arguments = read_arguments(directory)[1]
+    factor = arguments["num_steps_per_rollout"] if arguments.get("wandb_always_use_train_step") else 1
     for event_directory in record.event_directories:
         for tag, curve in read_event_directory(event_directory).items():
+            if not tag.startswith("train/"):
+                curve = {step // factor: value for step, value in curve.items()}
             record.curves.setdefault(tag, {}).update(curve)
     for pointer in sorted(directory.rglob(CHECKPOINT_POINTER)):
         record.checkpoints[pointer.parent] = int(pointer.read_text())
     return record
+
+
+def read_arguments(directory: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The `args.json` of a run and its values; None and none where there is no such file."""
+    records = sorted(directory.rglob("args.json"))
+    if not records:
+        return None, {}
+    arguments = json.loads(records[-1].read_text())["arguments"]
+    return records[-1], {name: entry["value"] for name, entry in arguments.items()}
 
 
 def draw(record: RunRecord, path: Path) -> None:

@@ -1,5 +1,6 @@
 """The report reads event files of either kind, takes the value written last, and says what is missing."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,21 @@ def test_report_shows_before_and_after_and_where_everything_lies(run_directory: 
     assert f"checkpoint: {run_directory / 'checkpoints'} (rollout 2)" in text
     assert "train.sh --num-rollout 13" in text
     assert "response_len" not in text and "truncated" not in text
+
+
+def test_steps_of_optimizers_are_told_as_rollouts(run_directory: Path, capsys) -> None:
+    """With --wandb-always-use-train-step a run of 3 rollouts of 4 steps."""
+    directory = run_directory.parent / "counted"
+    rewards = [("rollout/raw_reward", value, 4 * rollout_id) for rollout_id, value in enumerate((0.5, 0.75, 0.9))]
+    evaluations = [("eval/held_out", 0.41, 0), ("eval/held_out", 0.93, 12)]
+    write_events(directory / "tensorboard", [*evaluations, *rewards, ("train/loss", 1.0, 11)])
+    values = {"wandb_always_use_train_step": {"value": True}, "num_steps_per_rollout": {"value": 4}}
+    (directory / "tensorboard" / "args.json").write_text(json.dumps({"arguments": values}))
+    assert main([str(directory)]) == 0
+    text = capsys.readouterr().out
+    assert "0.410 → 0.930 (before rollout 0 to after rollout 2)" in text
+    assert "0.500 → 0.900 (rollout 0 to rollout 2)" in text
+    assert read_run(directory).curves["train/loss"] == {11: 1.0}
 
 
 def test_picture_is_a_png(run_directory: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.report import read_run
 from tools.simulate import resample
 from tools.simulation.arrangements import ARRANGEMENTS, Split, Work, replay
-from tools.simulation.measured import measured
+from tools.simulation.measured import measured, step_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 # Earlier steps pay for imports and compilations.
@@ -123,12 +123,9 @@ def compare(name: str, directory: Path, measured_by: Path, arrangement: str, run
     """
     found = measured([measured_by], lambda step: step >= _FIRST and step % 2, running)
     own = directory == measured_by
-    curves = read_run(directory).curves
-    saves = curves.get("perf/save_model_time", {})
-    # Checkpoints are not replayed.
     steps = [
-        seconds - saves.get(step, 0.0)
-        for step, seconds in curves["perf/step_time"].items()
+        seconds
+        for step, seconds in step_seconds(read_run(directory).curves).items()
         if step >= _FIRST and not (own and step % 2)
     ]
     draw = resample(found.lengths)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from slime.arguments.derivation import FULLY_ASYNC
 from slime.utils.errors import UserError
-from tools.report import read_run
+from tools.report import Curve, read_arguments, read_run
 from tools.simulation.arrangements import Speeds
 from tools.simulation.engines import EngineSpeed, Fleet, Group
 
@@ -196,13 +196,12 @@ def read_steps(directory: Path, keep: Callable[[int], bool], max_running_request
         ValueError: the directory holds no run, or not what is needed of it.
     """
     curves = read_run(directory).curves
-    records = sorted(directory.rglob("args.json"))
-    if not records:
+    record, values = read_arguments(directory)
+    if record is None:
         raise ValueError(
             f"--from-run {directory}: no args.json in it; give the directory that has the run's checkpoints and event files"
         )
-    values = {name: entry["value"] for name, entry in json.loads(records[-1].read_text())["arguments"].items()}
-    shape = run_shape(values, records[-1])
+    shape = run_shape(values, record)
     if max_running_requests is not None and values["sglang_max_running_requests"] is None:
         shape = dataclasses.replace(shape, max_running_requests=max_running_requests)
 
@@ -213,15 +212,13 @@ def read_steps(directory: Path, keep: Callable[[int], bool], max_running_request
         return found
 
     steps = []
-    # The last metric of a step: one that a run did not finish has none.
-    finished = sorted(curves.get("perf/step_time", {}))
-    for rollout_id in filter(keep, finished):
+    finished = step_seconds(curves)
+    for rollout_id in filter(keep, sorted(finished)):
         seconds = {
             "rollout": value("perf/rollout_time", rollout_id),
             "log_probs": sum(value(f"perf/{name}_time", rollout_id, 0.0) for name in _LOG_PROB_PHASES),
             "train": value("perf/actor_train_time", rollout_id),
-            # Checkpoints are not replayed.
-            "step": value("perf/step_time", rollout_id) - value("perf/save_model_time", rollout_id, 0.0),
+            "step": finished[rollout_id],
         }
         push = value("perf/update_weights_time", rollout_id, 0.0)
         seconds["rest"] = seconds["step"] - sum(seconds[name] for name in ("rollout", "log_probs", "train")) - push
@@ -240,6 +237,20 @@ def read_steps(directory: Path, keep: Callable[[int], bool], max_running_request
             f"--from-run {directory}: {len(finished)} finished steps in its event files, none to read beside the first"
         )
     return steps
+
+
+def step_seconds(curves: dict[str, Curve]) -> dict[int, float]:
+    """Of every finished step, by rollout id, without those of checkpoints, which are not replayed.
+
+    The last checkpoint of `--async-save` is waited for when the loop has ended, under the id of the last step: what that step
+    waited for itself is then unknown, and it is left out.
+    """
+    # The last metric of a step: one that a run did not finish has none.
+    steps, waits = dict(curves.get("perf/step_time", {})), curves.get("perf/finish_save_time", {})
+    if steps and max(steps) in waits:
+        del steps[max(steps)]
+    saves = curves.get("perf/save_model_time", {})
+    return {step: seconds - saves.get(step, 0.0) - waits.get(step, 0.0) for step, seconds in steps.items()}
 
 
 def run_shape(values: dict[str, Any], path: Path) -> RunShape:
@@ -270,12 +281,34 @@ def run_shape(values: dict[str, Any], path: Path) -> RunShape:
                 f"--from-run: {path} has --over-sampling-batch-size {values['over_sampling_batch_size']}, so part of what its "
                 "engines wrote is in no record; give a run that generates what it trains"
             )
+        if values["use_critic"]:
+            raise ValueError(
+                f"--from-run: {path} is of a run with a critic (--advantage-estimator ppo), whose phases are not replayed; "
+                "give a run without one"
+            )
+        if values["rollout_function_path"].startswith(f"{FULLY_ASYNC}."):
+            raise ValueError(
+                f"--from-run: {path} has --rollout-function-path {values['rollout_function_path']}: generation never stops, so "
+                "perf/rollout_time is what a step waited for its queue, and tells no speed of engines; give a run with "
+                "another rollout function"
+            )
+        if values["prefill_num_servers"]:
+            raise ValueError(
+                f"--from-run: {path} has --prefill-num-servers {values['prefill_num_servers']}, and engines that only prefill "
+                "or decode are not replayed; give a run whose engines are alike"
+            )
+        engines = values["rollout_num_engines"]
+        if not engines:
+            raise ValueError(
+                f"--from-run: {path} is of a run with 0 engines (--rollout-num-gpus {values['rollout_num_gpus']}); give one "
+                "that has engines"
+            )
         return RunShape(
             rollout_batch_size=values["rollout_batch_size"],
             n_samples_per_prompt=values["n_samples_per_prompt"],
             trainer_devices=trainer,
-            engines=values["rollout_num_gpus"] // values["rollout_num_gpus_per_engine"],
-            engine_devices=values["rollout_num_gpus_per_engine"],
+            engines=engines,
+            engine_devices=_engine_devices(values, path),
             replica_devices=math.prod(values[name] for name in parallel),
             # What an engine decides for itself is in no record; it never has more than these.
             max_running_requests=values["sglang_max_running_requests"] or values["sglang_server_concurrency"],
@@ -286,6 +319,24 @@ def run_shape(values: dict[str, Any], path: Path) -> RunShape:
         )
     except KeyError as error:
         raise ValueError(f"--from-run: {path} has no argument {error}; it was written by another version") from None
+
+
+def _engine_devices(values: dict[str, Any], path: Path) -> int:
+    """GPUs of each engine: engines that somebody else started say it themselves.
+
+    Raises:
+        ValueError: they are not alike.
+    """
+    infos = values["rollout_external_engine_infos"]
+    if not infos:
+        return values["rollout_num_gpus_per_engine"]
+    kinds = {(info["num_gpus"], info["worker_type"]) for info in infos}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"--from-run: {path} has engines of several kinds in --rollout-external-engine-addrs, and those are not replayed; "
+            "give a run whose engines are alike"
+        )
+    return infos[0]["num_gpus"]
 
 
 def lengths_of_dump(path: Path, n_samples_per_prompt: int | None = None) -> np.ndarray:

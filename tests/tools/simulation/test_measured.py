@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slime.arguments.derivation import FULLY_ASYNC
 from slime.rollout.rollout_dump import save_rollout
 from slime.utils.types import Sample
 from tests.tools.test_report import write_events
@@ -25,8 +26,15 @@ ARGUMENTS = {
     "rollout_batch_size": 4, "n_samples_per_prompt": 2, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2,
     "sglang_max_running_requests": None, "sglang_server_concurrency": 7, "asynchronous": False,
     "save_debug_rollout_data": None, "colocate": False, "async_buffer_size": 1, "update_weights_interval": 1,
-    "max_weight_staleness": None,
+    "max_weight_staleness": None, "use_critic": False, "prefill_num_servers": None, "rollout_num_engines": 2,
+    "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout", "rollout_external_engine_infos": None,
 }  # fmt: skip
+
+
+def external(gpus: int, worker_type: str = "regular") -> dict:
+    return {"num_gpus": gpus, "worker_type": worker_type}
+
+
 STEP, REQUEST, FIXED = 0.5, 0.125, 2.0
 PASS_TOKEN, TRAIN_TOKEN, PUSH, REST = 0.01, 0.04, 3.0, 1.5
 
@@ -34,8 +42,9 @@ PASS_TOKEN, TRAIN_TOKEN, PUSH, REST = 0.01, 0.04, 3.0, 1.5
 def write_run(directory: Path, arguments: dict, lengths: list[list[list[int]]], prompt: int = 10) -> Path:
     """A run whose phases take exactly what the parts say. `lengths`: of every step, one list for each prompt.
 
-    With an interval the last step of each has a push.
+    With an interval the last step of each has a push. Event files count in optimizer steps where the arguments say so.
     """
+    unit = arguments["num_steps_per_rollout"] if arguments.get("wandb_always_use_train_step") else 1
     scalars = []
     for step, of_step in enumerate(lengths):
         flat = np.asarray(of_step).ravel()
@@ -55,10 +64,20 @@ def write_run(directory: Path, arguments: dict, lengths: list[list[list[int]]], 
         statistics = {"mean": flat.mean(), "median": np.median(flat), "max": flat.max()}
         scalars += [(f"rollout/response_len/{name}", float(value), step) for name, value in statistics.items()]
         scalars.append(("rollout/total_lengths", total, step))
-    write_events(directory / "tensorboard", scalars)
+    write_events(directory / "tensorboard", [(tag, value, step * unit) for tag, value, step in scalars])
     record = {"arguments": {name: {"value": value, "origin": "default"} for name, value in arguments.items()}}
     (directory / "tensorboard" / "args.json").write_text(json.dumps(record))
     return directory
+
+
+def write_dumps(template: str, lengths: list[list[list[int]]]) -> None:
+    for step, of_step in enumerate(lengths):
+        samples = [
+            Sample(index=2 * group + i, group_index=group, tokens=[1] * (length + 10), response_length=length)
+            for group, of_group in enumerate(of_step)
+            for i, length in enumerate(of_group)
+        ]
+        save_rollout(template, step, samples)
 
 
 @pytest.fixture
@@ -71,13 +90,7 @@ def runs(tmp_path: Path) -> list[Path]:
         arguments["save_debug_rollout_data"] = str(tmp_path / name / "rollout_{rollout_id}.pt")
         arguments["sglang_max_running_requests"] = 64
         lengths = generator.integers(5, 60, (6, prompts, 2)).tolist()
-        for step, of_step in enumerate(lengths):
-            samples = [
-                Sample(index=2 * group + i, group_index=group, tokens=[1] * (length + 10), response_length=length)
-                for group, of_group in enumerate(of_step)
-                for i, length in enumerate(of_group)
-            ]
-            save_rollout(arguments["save_debug_rollout_data"], step, samples)
+        write_dumps(arguments["save_debug_rollout_data"], lengths)
         found.append(write_run(tmp_path / name, arguments, lengths))
     return found
 
@@ -170,12 +183,54 @@ def test_a_run_without_dumps_is_read_from_its_statistics(tmp_path):
         ({"over_sampling_batch_size": 8}, "--over-sampling-batch-size 8"),
         ({"colocate": True}, "--colocate"),
         ({"asynchronous": ...}, "no argument 'asynchronous'"),
+        ({"use_critic": True}, "--advantage-estimator ppo"),
+        (
+            {"rollout_function_path": f"{FULLY_ASYNC}.generate_rollout_fully_async"},
+            "--rollout-function-path .*fully_async",
+        ),
+        ({"prefill_num_servers": 1}, "--prefill-num-servers 1"),
+        ({"rollout_num_engines": 0, "rollout_num_gpus": 0}, "--rollout-num-gpus 0"),
+        (
+            {"rollout_external_engine_infos": [external(4), external(2)]},
+            "several kinds in --rollout-external-engine-addrs",
+        ),
+        (
+            {"rollout_external_engine_infos": [external(2, "prefill"), external(2, "decode")]},
+            "several kinds in --rollout-external-engine-addrs",
+        ),
     ],
 )
 def test_a_run_that_does_not_tell_is_refused_by_name(changed, expected):
     values = {name: value for name, value in {**ARGUMENTS, **changed}.items() if value is not ...}
     with pytest.raises(ValueError, match=expected):
         run_shape(values, Path("args.json"))
+
+
+def test_engines_of_somebody_else_are_as_large_as_they_say():
+    """The flag for engines of the run's own has its default then."""
+    found = {"rollout_external_engine_infos": [external(4)] * 3, "rollout_num_engines": 3, "rollout_num_gpus": 12}
+    shape = run_shape({**ARGUMENTS, **found, "rollout_num_gpus_per_engine": 1}, Path("args.json"))
+    assert (shape.engines, shape.engine_devices) == (3, 4)
+
+
+def test_event_files_in_optimizer_steps_are_read_by_rollout(tmp_path):
+    lengths = [[[4, 9], [8, 2], [3, 3], [5, 6]], [[5, 5]] * 4, [[7, 7]] * 4]
+    of_steps = {"wandb_always_use_train_step": True, "num_steps_per_rollout": 2}
+    of_steps["save_debug_rollout_data"] = str(tmp_path / "rollout_{rollout_id}.pt")
+    write_dumps(of_steps["save_debug_rollout_data"], lengths)
+    directory = write_run(tmp_path / "run", {**ARGUMENTS, **of_steps}, lengths)
+    assert [step.lengths.max() for step in read_steps(directory, lambda step: step > 0)] == [5, 7]
+
+
+def test_a_checkpoint_in_the_background_is_no_part_of_a_step(tmp_path):
+    """That of the last step is waited for when the loop has ended, and hides what the step waited for itself."""
+    directory = write_run(tmp_path / "run", ARGUMENTS, [[[4, 9], [8, 2], [3, 3], [5, 6]]] * 5)
+    plain = read_steps(directory, lambda step: step > 1)
+    waits = {3: 0.5, 4: 200.0}
+    write_events(directory / "tensorboard", [("perf/finish_save_time", value, step) for step, value in waits.items()])
+    found = read_steps(directory, lambda step: step > 1)
+    assert [step.seconds["rest"] for step in plain] == pytest.approx([REST] * 3)
+    assert [step.seconds["rest"] for step in found] == pytest.approx([REST, REST - 0.5])
 
 
 def test_steps_without_a_push_say_nothing_about_pushes(tmp_path):
