@@ -77,6 +77,10 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
     layout = parallel_layout(args) if args.has_trainer else None
     batch = plan_batch(args, layout)
     memory, warnings, notes = None, (), tuple(args.plan_notes)
+    if batch.object_store and args.multimodal_keys:
+        notes += (
+            "what a processor makes of images is not in the size of the train batch: no flag tells how large it is",
+        )
     if shape is not None:
         memory, warnings, memory_notes = plan_memory(args, shape, layout, batch.micro_batches, hf_config)
         notes += (*memory_notes, *_notes(args, hf_config))

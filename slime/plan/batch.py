@@ -12,9 +12,8 @@ from slime.plan.placement import trains
 from slime.plan.setup import planned_sample, prompt_is_limited
 from slime.plan.structure import BatchPlan, ParameterPlan
 
-# Bytes per token of the columns that every train batch of engines has; of those that some have.
-_COLUMN_BYTES = {"tokens": 8, "loss_masks": 4, "rollout_log_probs": 4}
-_TEACHER_BYTES = _VALUE_BYTES = _EXPERT_BYTES = 4
+# Of a critic's value of a token.
+_VALUE_BYTES = 4
 
 
 def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> BatchPlan:
@@ -42,26 +41,44 @@ def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> Batch
         num_rollout=args.num_rollout,
         total_optimizer_steps=None if args.num_rollout is None else args.num_rollout * steps,
         object_store=train_batch_bytes(args) if layout is not None else None,
+        kept_per_token=kept_tokens(args) if layout is not None else 0,
     )
 
 
 def train_batch_bytes(args: argparse.Namespace) -> int:
     """Bytes of one rollout step's train batch in Ray's object store, all samples at their longest; 0 where none is trained on.
 
-    A lower bound where no flag limits the prompt. The driver lets a batch go before it asks for the next.
+    A lower bound where no flag limits the prompt, and without images, whose sizes no flag tells; sets of kept tokens count with
+    the most that they may have. The driver lets a batch go before it asks for the next.
     """
     if not (args.has_trainer and trains(args)):
         return 0
-    per_token = sum(_COLUMN_BYTES.values())
-    if args.use_opd:
-        per_token += _TEACHER_BYTES
-    if args.use_rollout_routing_replay:
-        per_token += _EXPERT_BYTES * (args.num_layers or 0) * (args.moe_router_topk or 0)
+    per_token = sum(bytes_per_token(args).values())
     if args.use_critic:
         # Its ranks may be laid out in another way, and take shards of their own; values and what the actor says about them
         # travel as well.
         per_token = 2 * (per_token + _VALUE_BYTES)
     return args.rollout_batch_size * args.n_samples_per_prompt * (_sample_length(args) or 0) * per_token
+
+
+def bytes_per_token(args: argparse.Namespace) -> dict[str, int]:
+    """Of every column of a train batch that has rows as long as samples are, by name; 0 where the run has none."""
+    kept, chosen = kept_tokens(args), (args.num_layers or 0) * (args.moe_router_topk or 0)
+    return {
+        "tokens": 8,
+        "loss_masks": 4,
+        "rollout_log_probs": 4,
+        "teacher_log_probs": 4 if args.use_opd else 0,
+        "rollout_routed_experts": 4 * chosen if args.use_rollout_routing_replay else 0,
+        "rollout_top_p_token_ids": 4 * kept,
+        "rollout_top_p_token_offsets": 4 if kept else 0,
+    }
+
+
+def kept_tokens(args: argparse.Namespace) -> int:
+    """The most tokens among which one of a training rollout is sampled, where engines tell them (`--rollout-top-k`, which a
+    `--rollout-top-p` below 1 sets too); else 0."""
+    return max(0, min(args.rollout_top_k, args.vocab_size or args.rollout_top_k))
 
 
 def _sample_length(args: argparse.Namespace) -> int | None:

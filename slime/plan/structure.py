@@ -76,7 +76,9 @@ class BatchPlan:
     assumed_sample: tokens of a sample that everything else is planned with where the flags set no limit; else None.
     micro_batches: of one optimizer step on one data-parallel rank, all samples at their longest; a lower bound unless
         `prompt_is_limited`. None: no training ranks.
-    object_store: bytes of the train batch in Ray's object store, all samples at their longest, and as `micro_batches` else.
+    object_store: bytes of the train batch in Ray's object store, all samples at their longest, and as `micro_batches` else;
+        without images.
+    kept_per_token: ids of the tokens that sampling kept, the most for one token, which `object_store` counts; 0: none are told.
     """
 
     prompts: int
@@ -93,6 +95,7 @@ class BatchPlan:
     num_rollout: int | None
     total_optimizer_steps: int | None
     object_store: int | None
+    kept_per_token: int = 0
 
 
 @dataclass(frozen=True)

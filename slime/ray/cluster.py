@@ -34,7 +34,7 @@ from slime.arguments.derivation import settle_precision
 from slime.arguments.sizes import GpuRanges, layout_of
 from slime.backends.sglang_utils.server_arguments import require_cache_transfer
 from slime.plan import place_of_images, require_memory_of_machine
-from slime.plan.batch import train_batch_bytes
+from slime.plan.batch import kept_tokens, train_batch_bytes
 from slime.utils import env
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError, UserError
@@ -129,8 +129,8 @@ def object_store_bytes(args: argparse.Namespace) -> int:
     if granted < wanted:
         logger.warning(
             "train batches of rollout steps may take %.1f GiB of Ray's object store, which gets %.1f GiB (%s); the rest "
-            "goes through the disk: give the machine more, or lower --rollout-batch-size or the limits of a sample's length",
-            wanted / 2**30, granted / 2**30, source,
+            "goes through the disk: give the machine more, or lower --rollout-batch-size%s or the limits of a sample's length",
+            wanted / 2**30, granted / 2**30, source, ", --rollout-top-k" if kept_tokens(args) else "",
         )  # fmt: skip
     return granted
 

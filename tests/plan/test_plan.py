@@ -34,14 +34,40 @@ def test_the_train_batch_is_as_large_as_its_columns():
     # 256 samples of at most 8192 tokens: ids in 8 bytes, masks and log-probs in 4 each.
     assert plan.batch.object_store == 256 * 8192 * 16 == 32 * 2**20
     assert "train batch in Ray's object store, host memory: 32.00 MiB of a rollout step" in render(plan)
-    for name, size in batch._COLUMN_BYTES.items():
-        assert np.dtype(COLUMNS[name].dtype).itemsize == size
     teacher = batch.train_batch_bytes(argparse.Namespace(**{**vars(planned(SMALL)), "use_opd": True}))
     critic = batch.train_batch_bytes(argparse.Namespace(**{**vars(planned(SMALL)), "use_critic": True}))
     assert (teacher, critic) == (256 * 8192 * 20, 256 * 8192 * 2 * 20)
     experts = argparse.Namespace(**{**vars(planned(TWO_NODES)), "use_rollout_routing_replay": True})
     assert batch.train_batch_bytes(experts) == 256 * 32768 * (16 + 48 * 8 * 4)
     assert batch.train_batch_bytes(argparse.Namespace(has_trainer=False)) == 0
+
+
+def test_every_column_with_a_row_for_each_sample_counts():
+    """All that the rollout brings in rows as long as samples; images, which have no such row, have a note."""
+    everything = {"use_opd": True, "use_rollout_routing_replay": True, "rollout_top_k": 3}
+    found = batch.bytes_per_token(argparse.Namespace(**{**vars(planned(TWO_NODES)), **everything}))
+    assert set(found) == {name for name, column in COLUMNS.items() if column.is_ragged}
+    entries = {"rollout_routed_experts": 48 * 8, "rollout_top_p_token_ids": 3}
+    for name, size in found.items():
+        assert size == np.dtype(COLUMNS[name].dtype).itemsize * entries.get(name, 1), name
+    assert sum(batch.bytes_per_token(planned(TWO_NODES)).values()) == 16
+
+
+def test_sets_of_kept_tokens_count_with_the_most_that_they_may_have():
+    plan = make_plan(planned(SMALL, "--rollout-top-k", "50"))
+    assert plan.batch.object_store == 256 * 8192 * (16 + 4 + 50 * 4)
+    assert "with 50 ids in the set of kept tokens of each token" in render(plan)
+    # A nucleus has a largest size too, and no more than the vocabulary.
+    assert batch.kept_tokens(planned(SMALL, "--rollout-top-p", "0.9")) == 2048
+    assert batch.kept_tokens(planned(SMALL, "--rollout-top-p", "0.9", "--vocab-size", "300")) == 300
+    assert batch.kept_tokens(planned(SMALL)) == 0 and "kept tokens" not in render(make_plan(planned(SMALL)))
+
+
+def test_images_are_not_in_the_size_of_the_train_batch_and_a_note_says_so():
+    args = planned(SMALL)
+    assert not any("images" in note for note in make_plan(args).notes)
+    args.multimodal_keys = {"image": "images"}
+    assert any("images is not in the size of the train batch" in note for note in make_plan(args).notes)
 
 
 def test_parts_add_up_and_phases_take_both():

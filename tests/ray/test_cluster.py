@@ -135,6 +135,13 @@ def test_a_machine_with_less_gives_what_it_has_and_the_warning_has_both_numbers(
     assert object_store_bytes(large) == granted
     assert f"may take 1.2 GiB of Ray's object store, which gets {granted / GIB:.1f} GiB ({source})" in caplog.text
     assert object_store_bytes(planned(SMALL)) == 512 * MIB
+    assert "--rollout-top-k" not in caplog.text
+
+
+def test_sets_of_kept_tokens_need_room_and_the_warning_names_their_flag(machine, caplog):
+    machine(memory=4 * GIB, shared=512 * GIB)
+    assert object_store_bytes(planned(SMALL, "--rollout-top-k", "400")) == int(0.3 * 4 * GIB)
+    assert "may take 4.0 GiB" in caplog.text and "lower --rollout-batch-size, --rollout-top-k" in caplog.text
 
 
 def test_a_ray_of_our_own_starts_on_loopback_with_a_closed_token_and_a_store_for_the_plan(home, machine, monkeypatch):
