@@ -61,6 +61,8 @@ from slime.plan.structure import MemoryPlan, PartPlan, PhasePlan, ServingMemoryP
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 GIB = 2**30
 _USUAL_GPU_MEMORY_GIB = 80.0
 _QUERY = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -151,7 +153,10 @@ def _training(
 
 def _training_notes(args: argparse.Namespace) -> Iterator[str]:
     if has_critic(args):
-        yield NOTE
+        yield (
+            "the critic stays on the GPU while the actor works, and the actor while the critic works: moving one of them to "
+            "the host is not built yet"
+        )
     if longest_sample(args) is not None and not prompt_is_limited(args):
         yield (
             "no flag limits the prompt: samples are counted without theirs, so micro-batches and memory are lower bounds; "
@@ -226,17 +231,23 @@ def _phases(
     if placement_mode(args) != "colocated" or worst is None or served is None:
         trainer = None if worst is None else worst.total + critic
         return _phases_apart(args, trainer, engine if served is not None else None, gpu_memory)
-    left_behind = CUDA_OVERHEAD_BYTES
+    # Actor and critic are processes of their own, which always sleep where engines are on their GPUs.
+    left_behind = CUDA_OVERHEAD_BYTES * (2 if has_critic(args) else 1)
     asleep = 0 if args.release_train else left_behind if args.offload_train else worst.persistent
-    idle = left_behind if args.offload_rollout else engine
+    idle = CUDA_OVERHEAD_BYTES if args.offload_rollout else engine
     # A trainer that sleeps keeps its weights for that long; engines take room for theirs first, the cache after the sync.
     sending = left_behind + worst.weights if args.offload_train or args.release_train else asleep
-    receiving = left_behind + served.weights if args.offload_rollout else idle
-    return (
-        *((_phase("training", worst.total + critic, idle, gpu_memory),) if trains(args) else ()),
+    receiving = CUDA_OVERHEAD_BYTES + served.weights if args.offload_rollout else idle
+    phases = [
         _phase("weight sync", sending + buffers, receiving, gpu_memory),
         _phase("generation", asleep, engine, gpu_memory),
-    )
+    ]
+    if trains(args):
+        phases.insert(0, _phase("training", worst.total + critic, idle, gpu_memory))
+    if args.use_fault_tolerance and args.offload_rollout and not args.release_train:
+        # The others keep their caches, and go on generating. Where the trainer has ended, its files are pushed.
+        phases.append(_phase("push to a replaced engine", sending + buffers, engine, gpu_memory))
+    return tuple(phases)
 
 
 def _phases_apart(
@@ -326,12 +337,6 @@ def over_long_warning(longest: int, tokens: int, context: int, peaks: str | None
         f"--context-parallel-size {context}): such a sample makes a micro-batch of its own"
     )
     return warning if peaks is None else f"{warning}, and the training peak is then {peaks}"
-
-
-NOTE = (
-    "the critic stays on the GPU while the actor works, and the actor while the critic works: moving one of them to the host "
-    "is not built yet"
-)
 
 
 def critic_bytes(
@@ -445,9 +450,6 @@ def _tokens(args: argparse.Namespace) -> list[str]:
     if args.use_dynamic_batch_size:
         return ["--max-tokens-per-gpu"]
     return ["--micro-batch-size", "--use-dynamic-batch-size --max-tokens-per-gpu"]
-
-
-logger = logging.getLogger(__name__)
 
 
 # Processes without their tensors, on CPU: the pages that each has for itself after a rollout, with torch 2.13, sglang

@@ -97,6 +97,21 @@ def test_a_trainer_that_ends_leaves_nothing_on_the_devices_and_on_the_host(tmp_p
     assert [part.name for part in sleeping.memory.training.host_parts] != []
 
 
+def test_a_push_to_a_replaced_engine_finds_the_caches_of_the_others():
+    """All that belongs to a step fits, and this does not: weights, buffers and whole engines."""
+    words = TWO_NODES.replace("--expert-model-parallel-size 8", "--expert-model-parallel-size 4")
+    words = words.replace("--sglang-mem-fraction-static 0.7", "")
+    plan = make_plan(planned(words, "--use-fault-tolerance"))
+    *step, replaced = plan.memory.phases
+    assert [phase.name for phase in step] == ["training", "weight sync", "generation"]
+    assert all(phase.fits for phase in step) and not replaced.fits
+    assert (replaced.trainer, replaced.engine) == (step[1].trainer, step[2].engine)
+    assert any(warning.startswith("push to a replaced engine needs") for warning in plan.warnings)
+    assert len(make_plan(planned(words)).memory.phases) == 3
+    awake = planned(TWO_NODES, "--use-fault-tolerance", "--no-offload-rollout")
+    assert len(make_plan(awake).memory.phases) == 3, "every push is one beside caches"
+
+
 def test_without_offload_both_count():
     plan = make_plan(planned(TWO_NODES, "--no-offload-train", "--no-offload-rollout"))
     training, _, generation = plan.memory.phases
