@@ -44,9 +44,8 @@ def plan_placement(
     """The placement; `layout` None: no training ranks. `parts` count their GPUs from the first GPU of the run."""
     mode = placement_mode(args)
     training = layout.world_size if layout is not None else 0
-    ranges = layout_of(args)
-    # The last ones may be kept free of engines.
-    total = max(training, ranges.first_rollout_gpu + ranges.rollout_gpus)
+    # Some may be kept free of engines, or of all.
+    total = layout_of(args).gpus
     per_node = gpus_per_node(args)
     engines = _engine_of_gpu(parts)
     gpus = [_gpu(gpu, layout if gpu < training else None, engines.get(gpu)) for gpu in range(total)]
@@ -89,9 +88,11 @@ def placement_mode(args: argparse.Namespace) -> str:
     """The way in which training and engines share the GPUs."""
     if not args.has_engines:
         return "training only"
+    if args.rollout_external_engine_addrs:
+        return "external engines"
     if not args.has_trainer:
         return "engines only"
-    if args.rollout_external_engine_addrs or args.rollout_num_gpus == 0:
+    if args.rollout_num_gpus == 0:
         return "external engines"
     return "colocated" if args.colocate else "disaggregated"
 

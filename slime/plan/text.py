@@ -329,6 +329,8 @@ def _legend(placement: PlacementPlan, layout: LayoutPlan | None) -> Iterator[str
         yield f"{placement.training_ranks} training rank{'s' if placement.training_ranks != 1 else ''}: {shown}{more}"
     if placement.engines:
         yield f"{placement.engines} engine{'s' if placement.engines != 1 else ''} (engine.part of it)"
+    if placement.mode == "external engines" and not placement.training_ranks:
+        yield "nothing runs on these GPUs: the sizes of training ranks, which this run does not start, stay reserved"
     for model in placement.models if len(placement.models) > 1 else ():
         engines = "no engine" if model.engines is None else f"engine {_range(model.engines)}"
         kept = "" if model.update_weights else f", weights of {model.path} that stay"
@@ -402,7 +404,7 @@ def _summary(nodes: Sequence[NodePlan], used: Sequence[tuple[str, str]]) -> str:
     if gpus[0].engine is not None:
         parts.append(f"engine {_range(gpu.engine for gpu in gpus)}")
     numbers = _range(node.node for node in nodes)
-    return f"node{'s' if len(nodes) > 1 else ''} {numbers} alike: {', '.join(parts)}"
+    return f"node{'s' if len(nodes) > 1 else ''} {numbers} alike: {', '.join(parts) or 'reserved'}"
 
 
 def _range(values: Iterable[int | None]) -> str:

@@ -67,6 +67,16 @@ class ClusterPlan:
         """One per device bundle, and one for the rollout manager."""
         return self.gpus + 1
 
+    @property
+    def reserved(self) -> str | None:
+        """Why there are devices on which nothing runs; None where there are none."""
+        if self.gpus <= self.layout.actor_gpus + self.layout.rollout_gpus:
+            return None
+        return (
+            "--actor-num-nodes x --actor-num-gpus-per-node stays reserved where a run only generates by external engines, "
+            "so that both kinds of runs place alike"
+        )
+
 
 def plan_cluster(args: argparse.Namespace) -> ClusterPlan:
     """The devices of the run's layout."""
@@ -178,6 +188,11 @@ def check_machine(args: argparse.Namespace) -> None:
     if real == 0:
         # The plan and every process of the run go by this.
         os.environ["SLIME_ACCELERATOR"] = "cpu"
+    if 0 < real < plan.gpus and plan.reserved is not None:
+        raise UserError(
+            f"the run reserves {plan.gpus} GPUs, but this machine has {real}: {plan.reserved}; lower "
+            "--actor-num-gpus-per-node, or join a cluster by RAY_ADDRESS"
+        )
     if 0 < real < plan.gpus:
         raise UserError(
             f"the run needs {layout.actor_gpus} GPUs for training and {layout.rollout_gpus} for engines"
@@ -395,8 +410,9 @@ def _join(address: str, plan: ClusterPlan) -> None:
     logger.info("joined the Ray cluster at %s: %d GPUs, %d CPUs", address, gpus, cpus)
     if gpus < plan.gpus or cpus < plan.cpus:
         ray.shutdown()
+        uses = plan.reserved or f"{layout.actor_gpus} for training, {layout.rollout_gpus} for engines"
         raise UserError(
-            f"the run needs {plan.gpus} GPUs ({layout.actor_gpus} for training, {layout.rollout_gpus} for engines) and "
+            f"the run needs {plan.gpus} GPUs ({uses}) and "
             f"{plan.cpus} CPUs, but the cluster at {address} has {gpus} GPUs and {cpus} CPUs; add nodes, or start the node "
             f"with `ray start --head --num-gpus {plan.gpus} --num-cpus {plan.cpus}`"
         )

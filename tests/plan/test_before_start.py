@@ -279,6 +279,21 @@ def test_a_run_on_a_machine_without_gpus_computes_on_its_cpu(tmp_path, monkeypat
     assert os.environ.get("SLIME_ACCELERATOR") == accelerator
 
 
+def test_gpus_that_stay_reserved_are_told_by_their_flag(tmp_path, monkeypatch):
+    words = (
+        "--debug-rollout-only",
+        "--rollout-external-engine-addrs",
+        "10.0.0.2:30000",
+        "--actor-num-gpus-per-node",
+        "4",
+    )
+    monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: 1)
+    with pytest.raises(
+        UserError, match=r"reserves 4 GPUs, but this machine has 1: .*; lower --actor-num-gpus-per-node,"
+    ):
+        cluster.check_machine(parse(tmp_path, *words))
+
+
 IMAGES = ("--multimodal-keys", '{"image": "images"}', "--debug-rollout-only")
 
 

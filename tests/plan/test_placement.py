@@ -43,6 +43,16 @@ def test_modes(words, mode, training, engines):
     assert render(make_plan(planned(SMALL, *words)))
 
 
+def test_external_engines_without_a_trainer_leave_its_gpus_reserved():
+    words = ("--debug-rollout-only", "--rollout-external-engine-addrs", "10.0.0.2:30000", "--actor-num-nodes", "4")
+    args = planned(SMALL.replace("--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 ", ""), *words)
+    plan = make_plan(args)
+    assert plan.placement.num_gpus == plan_cluster(args).gpus == 16
+    assert {(gpu.rank, gpu.engine) for gpu in gpus(plan)} == {(None, None)}
+    text = render(plan)
+    assert "external engines: 16 GPUs" in text and "nothing runs on these GPUs" in text and "alike: reserved" in text
+
+
 def test_prefill_and_decode_engines():
     plan = make_plan(planned(SMALL, "--rollout-num-gpus", "6", "--prefill-num-servers", "1"))
     assert [(gpu.engine, gpu.worker) for gpu in gpus(plan)[4:]] == [
