@@ -39,13 +39,18 @@ def main() -> None:
     parser.add_argument(
         "--tp-size", "--tp", "--tensor-parallel-size", type=int, default=1, help="tensor-parallel ranks"
     )
+    parser.add_argument(
+        "--pp-size", "--pp", "--pipeline-parallel-size", type=int, default=1, help="pipeline stages of such ranks"
+    )
     options, words = parser.parse_known_args()
     if gpus_on_this_machine() > 0:
         parser.error(
             "this machine has GPUs: start `python -m sglang.launch_server` there, or set SLIME_ACCELERATOR=cpu"
         )
-    words = command_line(["--model-path", options.model_path, "--tp-size", str(options.tp_size), *words])
-    environment = environment_on_cpu(environment_for_python(), options.tp_size, env.threads_of_user() or 1)
+    sizes = ["--tp-size", str(options.tp_size), "--pp-size", str(options.pp_size)]
+    words = command_line(["--model-path", options.model_path, *sizes, *words])
+    ranks = options.tp_size * options.pp_size
+    environment = environment_on_cpu(environment_for_python(), ranks, env.threads_of_user() or 1)
     os.execve(sys.executable, [sys.executable, "-c", SERVE, *words], environment)
 
 

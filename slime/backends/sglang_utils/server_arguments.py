@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -199,6 +198,8 @@ def compute_server_arguments(
         values["enable_return_routed_experts"] = True
     if not on_cpu and sleeping_sides(args).engines:
         values["enable_memory_saver"] = True
+        # sglang 0.5.21 captures prefill in graphs of a kind that cannot give memory back, and refuses to start with both.
+        values["cuda_graph_backend_prefill"] = "disabled"
     if role in _LOAD_BALANCE:
         require_cache_transfer(args, on_cpu)
         if on_cpu:
@@ -277,9 +278,9 @@ def compute_server_environment(
     """The whole environment of the server process: ours, SGLang's settings where the user did not set them himself.
 
     The trainer's allocator settings are removed; internal traffic ignores proxies, and ranks meet on the server's host; on CPU
-    every rank computes with `threads`, and tensor-parallel ones on cores of their own: ranks with more threads than there are
-    cores for them take turns at every operator, which costs a factor of 20. A SGLANG_HOST_IP of the driver counts for nothing:
-    it may be of another node. SLIME_HOST_IP, of each node, is what the server's host follows.
+    every rank computes with `threads`: with more than there are cores, ranks take turns at every operator, which costs a factor
+    of 20. A SGLANG_HOST_IP of the driver counts for nothing: it may be of another node. SLIME_HOST_IP, of each node, is what
+    the server's host follows.
 
     Args:
         cache: where the server keeps compiled kernels; None: where SGLang does.
@@ -296,11 +297,13 @@ def compute_server_environment(
     # Of the addresses of a machine SGLang itself takes the one on the way to the internet.
     host = arguments.values["host"]
     environment.update(group_environment(host), SGLANG_HOST_IP=host)
-    return environment_on_cpu(environment, arguments.values["tp_size"], threads) if on_cpu else environment
+    ranks = arguments.values["tp_size"] * arguments.values.get("pp_size", 1)
+    return environment_on_cpu(environment, ranks, threads) if on_cpu else environment
 
 
 def environment_on_cpu(environment: dict[str, str], ranks: int, threads: int = 1) -> dict[str, str]:
-    """`environment` with what a server of `ranks` tensor-parallel ranks, of `threads` each, needs without a GPU."""
+    """`environment` with what a server of `ranks` processes, tensor-parallel ones of each stage, of `threads` each, needs
+    without a GPU."""
     # Also where there are GPUs that the user chose not to use: torch must see what we decided.
     environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["OMP_NUM_THREADS"] = str(threads)
@@ -310,9 +313,10 @@ def environment_on_cpu(environment: dict[str, str], ranks: int, threads: int = 1
     # torch.compile needs a C++ compiler on CPU and half a minute at the first seeded request.
     environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     if ranks > 1:
-        cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
-        of_ranks = [",".join(str(next(cores)) for _ in range(threads)) for _ in range(ranks)]
-        environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(of_ranks))
+        # sglang 0.5.21 wants cores for each rank, or a NUMA node, and ends without. It would bind threads to them by kernels
+        # that no package for CPUs has, so nothing is bound, and each may have all.
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * ranks))
     return environment
 
 

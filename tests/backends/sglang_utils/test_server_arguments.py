@@ -66,6 +66,22 @@ def test_no_cpu_defaults_with_a_gpu():
     assert compute(make_args(fp16=True), on_cpu=False).values["dtype"] == "float16"
 
 
+def test_engines_that_sleep_have_no_graphs_of_prefill_unless_they_are_asked_for():
+    sleeping = {"colocate": True, "offload_rollout": True}
+    values = compute(make_args(**sleeping), on_cpu=False).values
+    assert (values["enable_memory_saver"], values["cuda_graph_backend_prefill"]) == (True, "disabled")
+    typed = compute(make_args(**sleeping, sglang_cuda_graph_backend_prefill="full"), on_cpu=False).values
+    assert typed["cuda_graph_backend_prefill"] == "full"
+    awake = compute(make_args(), on_cpu=False).values
+    assert awake.keys().isdisjoint({"enable_memory_saver", "cuda_graph_backend_prefill"})
+
+
+def test_still_so_graphs_of_prefill_do_not_go_with_memory_that_is_given_back():
+    (package,) = importlib.util.find_spec("sglang").submodule_search_locations
+    backend = Path(package, "srt/model_executor/runner_backend/breakable_cuda_graph_backend.py").read_text()
+    assert "Breakable CUDA graph is not compatible with memory saver mode" in backend
+
+
 def test_given_flags_win_over_defaults_and_none_does_not():
     arguments = compute(make_args(sglang_max_total_tokens=1000, sglang_dtype=None, sglang_sleep_on_idle=False))
     assert arguments.values["max_total_tokens"] == 1000
@@ -235,10 +251,14 @@ def test_ranks_of_engines_share_the_cores_of_a_node(monkeypatch, cores, flags, t
     assert share_of_cores(args) == threads
 
 
-def test_tensor_parallel_ranks_have_cores_of_their_own(monkeypatch):
-    monkeypatch.setattr(server_arguments.os, "sched_getaffinity", lambda process: {1, 3, 5, 7, 9})
-    environment = compute_server_environment(compute(make_args()), on_cpu=True, threads=2)
-    assert (environment["OMP_NUM_THREADS"], environment["SGLANG_CPU_OMP_THREADS_BIND"]) == ("2", "1,3|5,7")
+@pytest.mark.parametrize(("gpus", "stages", "ranks"), [(1, None, 0), (2, None, 2), (2, 2, 2), (4, 2, 4)])
+def test_every_rank_of_every_stage_has_an_entry_of_cores(monkeypatch, gpus, stages, ranks):
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr(server_arguments.os, "sched_getaffinity", lambda process: {1, 3, 5})
+    args = make_args(rollout_num_gpus_per_engine=gpus, sglang_pp_size=stages)
+    environment = compute_server_environment(compute(args), on_cpu=True, threads=2)
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment.get("SGLANG_CPU_OMP_THREADS_BIND", "") == "|".join(["1,3,5"] * ranks)
 
 
 @pytest.mark.parametrize(
