@@ -128,7 +128,7 @@ def first_and_last(curve: Curve, name: Callable[[int], str]) -> str:
 
 
 def name_evaluation(rollouts_before: int) -> str:
-    """Where an evaluation stands: its step is the number of rollouts that its weights were trained on."""
+    """Where an evaluation stands: its step is the number of rollouts that were trained before it."""
     return f"after rollout {rollouts_before - 1}" if rollouts_before else "before rollout 0"
 
 

@@ -90,6 +90,7 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
         warnings += (problem,) if problem is not None else ()
     if memory is None or memory.training is None:
         warnings += tuple(_over_long(batch, layout))
+    warnings += tuple(_late_evaluations(args))
     placement = plan_placement(args, layout, engine_parts(args, layout_of(args).first_rollout_gpu))
     warnings += tuple(spread_engines(placement))
     return Plan(
@@ -242,12 +243,25 @@ def _notes(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> Iterat
         yield "no dtype was typed: planned for bfloat16, as on GPUs; on this machine, without one, a run would use float32"
 
 
+def _late_evaluations(args: argparse.Namespace) -> Iterator[str]:
+    """Evaluations of weights that are older than their place on the axis says."""
+    every, interval = args.eval_interval, args.update_weights_interval
+    if args.asynchronous and args.has_trainer and args.has_engines and every is not None and every % interval:
+        yield (
+            f"--eval-interval {every} is no multiple of --update-weights-interval {interval}: an evaluation after a rollout "
+            "without a push measures the weights of the push before it, which fewer rollouts trained than its eval/step says; "
+            f"give a multiple of {interval}"
+        )
+
+
 def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECONDS) -> None:
-    """Look at the data, the tokenizer and, where there are images, the processor.
+    """Look at the data, the tokenizer and, where there are images, the processor. Warn of what the metrics would not tell.
 
     Raises:
         UserError: one message with everything that would end the run later.
     """
+    for warning in _late_evaluations(args):
+        logger.warning("%s", warning)
     problems = [*_template_problems(args), *_processor_problems(args)]
     problems += _row_problems(args, time.monotonic() + scan_seconds)
     if problems:

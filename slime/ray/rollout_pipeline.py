@@ -185,8 +185,8 @@ class RolloutPipeline:
             flag, path = "--custom-eval-rollout-log-function-path", args.custom_eval_rollout_log_function_path
             if not _call_log_function(flag, path, rollout_id, args, output.data, output.metrics):
                 metrics = merge_extra_metrics(compute_eval_metrics(args, output.data), output.metrics, "eval/")
-                # An evaluation stands at the number of rollouts that its weights were trained on: at the step of the
-                # rollout that is generated with the same weights.
+                # An evaluation stands at the number of rollouts that are trained: its weights were, too, where each of them
+                # is pushed, and it is at the step of the rollout that is generated with the same weights.
                 logged.append(({**metrics, "eval/step": rollout_id + (not before)}, "eval/step"))
         return logged
 

@@ -12,7 +12,7 @@ import tqdm
 
 from slime.arguments import parse_args
 from slime.backends.sglang_utils import server_arguments
-from slime.plan import check_before_start, nothing_left
+from slime.plan import check_before_start, make_plan, nothing_left
 from slime.ray import cluster
 from slime.ray.session import main
 from slime.utils.errors import UserError
@@ -277,6 +277,18 @@ def test_a_run_on_a_machine_without_gpus_computes_on_its_cpu(tmp_path, monkeypat
     monkeypatch.setattr(cluster, "require_memory_of_machine", lambda args: None)
     cluster.check_machine(args)
     assert os.environ.get("SLIME_ACCELERATOR") == accelerator
+
+
+@pytest.mark.parametrize(("words", "warned"), [(("3",), True), (("4",), False), (("3", "--debug-rollout-only"), False)])
+def test_evaluations_between_pushes_are_warned_of(tmp_path, caplog, words, warned):
+    write(tmp_path / "prompts.jsonl", PLAIN_PROMPTS)
+    evaluated = ("--eval-prompt-data", "set", str(tmp_path / "prompts.jsonl"), "--update-weights-interval", "2")
+    line = [*command_line(tmp_path), "--rollout-num-gpus", "1", *evaluated, "--eval-interval", *words]
+    args = parse_args(argv=line, asynchronous=True)
+    check_before_start(args)
+    said = "--eval-interval 3 is no multiple of --update-weights-interval 2"
+    assert (said in caplog.text) is warned
+    assert any(said in warning for warning in make_plan(args).warnings) is warned
 
 
 def test_gpus_that_stay_reserved_are_told_by_their_flag(tmp_path, monkeypatch):
