@@ -6,7 +6,8 @@
 
 The arrangements are the synchronous loop on shared devices and on devices apart, partial rollouts, the asynchronous loop, and
 the asynchronous loop with weights swapped under running requests. Where nothing else is said, each gets the division of the
-devices between trainer and engines that suits it best. docs/en/advanced/plan-at-scale.md tells what the model leaves out.
+devices between trainer and engines, in eighths, that suits it best. docs/en/advanced/plan-at-scale.md tells what the model
+leaves out.
 """
 
 import argparse
@@ -283,7 +284,10 @@ def build_parser() -> argparse.ArgumentParser:
     replayed = parser.add_argument_group("the replay")
     replayed.add_argument("--devices", metavar="N", default="8", help="64, 8,24,64 or 8..4096 (default 8)")
     replayed.add_argument(
-        "--trainer-devices", metavar="N", type=int, help="of arrangements apart (default: what suits each best)"
+        "--trainer-devices",
+        metavar="N",
+        type=int,
+        help="of arrangements apart (default: the eighths that suit each best)",
     )
     replayed.add_argument(
         "--arrangements",
