@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
+from slime.arguments.rules.algorithm import unavoidable_staleness
 from tools.simulation.arrangements import (
     ARRANGEMENTS,
     Arrangement,
@@ -32,7 +33,6 @@ from tools.simulation.arrangements import (
     Work,
     best_replay,
     splits,
-    unavoidable_staleness,
 )
 from tools.simulation.measured import Measured, lengths_of_dump, measured
 
@@ -344,8 +344,8 @@ def work_from(arguments: argparse.Namespace, found: Measured | None) -> Work:
         **values,
     )
     ahead = any(each.ahead for each in ARRANGEMENTS if each.name in arguments.arrangements)
-    least = unavoidable_staleness(work)
-    if ahead and work.max_weight_staleness is not None and work.max_weight_staleness < least:
+    least = unavoidable_staleness(argparse.Namespace(**vars(work), asynchronous=ahead))
+    if work.max_weight_staleness is not None and work.max_weight_staleness < least:
         raise ValueError(
             f"--max-weight-staleness {work.max_weight_staleness}: with --async-buffer-size {work.async_buffer_size} and "
             f"--update-weights-interval {work.update_weights_interval} samples are up to {least} versions old; give at least "

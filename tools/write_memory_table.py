@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from slime.arguments import parse_args  # noqa: E402
 from slime.plan import Plan, make_plan  # noqa: E402
+from slime.plan.structure import GIB  # noqa: E402
 from slime.utils.filesystem import write_text_atomically  # noqa: E402
 
 PAGE = ROOT / "docs" / "en" / "advanced" / "memory-plan.md"
@@ -30,7 +31,6 @@ CONFIGURATIONS = {
 }
 GPU_GIB, LINK_GBPS = 80, 400
 OFFLOAD = "--optimizer-cpu-offload"
-GIB = 2**30
 _HEADER = (
     "Configuration", "GPUs", "Layout", "Parameters per rank", "Weights", "Gradients", "Optimizer", "Activations, logits",
     "Rest", "Training peak", "Host memory per node", "Engine weights", "KV cache tokens per engine", "Weight sync",

@@ -40,7 +40,6 @@ from slime.estimates.training_memory import (
 from slime.models.families import model_args_from_hf
 from slime.plan.placement import (
     EnginePart,
-    gpus_per_node,
     has_critic,
     placement_mode,
     serving_setup,
@@ -57,13 +56,12 @@ from slime.plan.setup import (
     tokens_of_stream,
     training_setup,
 )
-from slime.plan.structure import MemoryPlan, PartPlan, PhasePlan, ServingMemoryPlan, TrainingMemoryPlan
+from slime.plan.structure import GIB, MemoryPlan, PartPlan, PhasePlan, ServingMemoryPlan, TrainingMemoryPlan
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-GIB = 2**30
 _USUAL_GPU_MEMORY_GIB = 80.0
 _QUERY = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
 _QUERY_SECONDS = 10.0
@@ -129,7 +127,7 @@ def _training(
     if critic:
         parts = (*parts, PartPlan("critic", critic, lower_training(args, setup, "critic", critic / limit)))
     ranks_of_stage = setup.layout.world_size // setup.layout.pipeline
-    ranks_of_node = min(gpus_per_node(args), setup.layout.world_size)
+    ranks_of_node = min(args.num_gpus_per_node, setup.layout.world_size)
     return TrainingMemoryPlan(
         parts,
         total,

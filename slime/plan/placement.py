@@ -46,7 +46,7 @@ def plan_placement(
     training = layout.world_size if layout is not None else 0
     # Some may be kept free of engines, or of all.
     total = layout_of(args).gpus
-    per_node = gpus_per_node(args)
+    per_node = args.num_gpus_per_node
     engines = _engine_of_gpu(parts)
     gpus = [_gpu(gpu, layout if gpu < training else None, engines.get(gpu)) for gpu in range(total)]
     nodes = tuple(
@@ -120,13 +120,6 @@ def sleeping_sides(args: argparse.Namespace) -> Sides:
     if trainer and args.use_critic and not args.colocate:
         trainer = not args.typed_flags.isdisjoint({"offload", "offload_train"})
     return Sides(trainer, engines and not args.rollout_external)
-
-
-def gpus_per_node(args: argparse.Namespace) -> int:
-    """GPUs of one node."""
-    if args.colocate and "num_gpus_per_node" not in args.typed_flags:
-        return args.actor_num_gpus_per_node
-    return args.num_gpus_per_node
 
 
 def _engine_of_gpu(parts: tuple[EnginePart, ...]) -> dict[int, tuple[int, int, str | None]]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+GIB = 2**30
+
 
 @dataclass(frozen=True)
 class GpuPlan:

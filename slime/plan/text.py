@@ -19,6 +19,7 @@ from slime.arguments.origins import Origin
 from slime.arguments.value_types import written_pattern
 from slime.observability.run_record import REDACTED, plain_arguments
 from slime.plan.structure import (
+    GIB,
     BatchPlan,
     GpuPlan,
     LayoutPlan,
@@ -37,7 +38,6 @@ from slime.plan.structure import (
 )
 
 WIDTH = 120
-GIB = 2**30
 
 _PART_NAMES = {
     "kv_cache": "KV cache",

@@ -246,16 +246,16 @@ def flatten_rollout_output(groups: list[Any]) -> list[Sample]:
     samples = list(_flatten(groups, "samples", 0))
     if not samples:
         raise UserError("--rollout-function-path returned no samples")
-    groups: dict[Any, Any] = {}
+    group_of: dict[int, int | None] = {}
     for sample in samples:
         if (
             sample.rollout_id is not None
-            and groups.setdefault(sample.rollout_id, sample.group_index) != sample.group_index
+            and group_of.setdefault(sample.rollout_id, sample.group_index) != sample.group_index
         ):
             raise UserError(
-                f"--rollout-function-path: groups {groups[sample.rollout_id]} and {sample.group_index} both have an execution "
-                f"with rollout_id {sample.rollout_id}, and would count as one; where samples come from a data source of yours, "
-                "give each an `index` of its own"
+                f"--rollout-function-path: groups {group_of[sample.rollout_id]} and {sample.group_index} both have an "
+                f"execution with rollout_id {sample.rollout_id}, and would count as one; where samples come from a data "
+                "source of yours, give each an `index` of its own"
             )
     return samples
 

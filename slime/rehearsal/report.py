@@ -12,7 +12,6 @@ from pathlib import Path
 
 from slime.estimates.layout import RankPlace
 
-GIB = 2**30
 # Rehearsal and plan that are further apart are marked, unless it is less than this much.
 _APART = 0.10
 _KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "data", "push")

@@ -12,13 +12,13 @@ import pytest
 
 from slime.arguments import parse_args
 from slime.plan import batch, make_plan, plan_as_json, render, show_plan
+from slime.plan.structure import GIB
 from slime.training.columns import COLUMNS
 from slime.utils.errors import UserError
 from tests.support.models.args import command_line
 from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
 REPOSITORY = Path(__file__).parents[2]
-GIB = 2**30
 
 
 def test_batch_arithmetic():

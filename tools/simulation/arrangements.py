@@ -441,11 +441,3 @@ def best_replay(
                 break
             best = near
     return replay(arrangement, candidates[best], speeds, work, seed=seed, rollouts=rollouts, warm_up=warm_up)
-
-
-def unavoidable_staleness(work: Work) -> int:
-    """Weight versions between the weights that start the oldest sample and those that train it, with rollouts ahead.
-
-    A rollout waits while `async_buffer_size` others are trained, with a push after every `update_weights_interval` of those.
-    """
-    return math.ceil(work.async_buffer_size / work.update_weights_interval)

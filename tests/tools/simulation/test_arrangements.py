@@ -1,10 +1,12 @@
 """Replayed runs: step times by hand where all answers are equally long, and what must hold whatever the lengths are."""
 
+import argparse
 import dataclasses
 
 import numpy as np
 import pytest
 
+from slime.arguments.rules.algorithm import unavoidable_staleness
 from tools.simulation.arrangements import (
     ARRANGEMENTS,
     Replay,
@@ -14,7 +16,6 @@ from tools.simulation.arrangements import (
     best_replay,
     replay,
     splits,
-    unavoidable_staleness,
 )
 
 BY_NAME = {each.name: each for each in ARRANGEMENTS}
@@ -108,6 +109,11 @@ def test_a_push_in_flight_adds_its_pause_and_what_is_read_again():
     assert found.step_seconds == pytest.approx(GENERATION + 1.0 + 4.0 + found.engines.recomputed / 2 / 6)
 
 
+def bound_of(work: Work) -> int:
+    """The least that a run with rollouts ahead can keep."""
+    return unavoidable_staleness(argparse.Namespace(**vars(work), asynchronous=True))
+
+
 def test_pushes_after_several_rollouts_cost_less_and_samples_get_no_older():
     every, third = (
         run("async", rollouts=16),
@@ -125,13 +131,13 @@ def test_no_sample_is_older_than_buffer_and_interval_say(name, buffer, interval)
     for train_token in (0.001, 0.05):
         speeds = dataclasses.replace(SPEEDS, train_token_seconds=train_token)
         found = run(name, speeds=speeds, work=work, rollouts=14)
-        assert max(found.staleness) <= unavoidable_staleness(work)
+        assert max(found.staleness) <= bound_of(work)
 
 
 def test_a_slow_trainer_meets_the_oldest_samples_that_there_can_be():
     work = dataclasses.replace(WORK, async_buffer_size=3)
     speeds = dataclasses.replace(SPEEDS, train_token_seconds=1.0)
-    assert max(run("async", speeds=speeds, work=work).staleness) == unavoidable_staleness(work) == 3
+    assert max(run("async", speeds=speeds, work=work).staleness) == bound_of(work) == 3
 
 
 def test_a_buffer_evens_out_rollouts_that_differ():
