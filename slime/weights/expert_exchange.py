@@ -4,7 +4,8 @@ Where every engine rank hosts whole experts, and has the device of a training ra
 hosts. Experts travel in rounds. A round is a bucket of which each rank has other tensors: what its engine rank hosts. The plan
 is made once, and is the same on every rank. Tensors are packed first-fit, in the order of the ranks that have them, so that no
 rank has more of a round than a bucket may be large: what arrives, what it sends and its own. Ranks that want the same tensors
-of one that has them are sent the same memory. A tensor that is too large for that in itself has a round of its own.
+of one that has them are sent the same memory. A tensor that is too large for that in itself begins a round: ranks that it
+fills have nothing else there, and others may.
 
 SGLang 0.5.21 gives each rank of an engine the tensors that are meant for it (`deserialize_own_rank` of its workers), and a rank
 leaves alone the experts that it does not host. What an engine of tensor-parallel size n with n expert-parallel ranks hosts on

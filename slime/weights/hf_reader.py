@@ -143,7 +143,7 @@ class _OfExpert(StoredTensor):
 
 
 # What one tensor of all experts holds of each, rows one after the other.
-_FUSED_EXPERTS = {
+FUSED_EXPERTS = {
     ".experts.gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
     ".experts.down_proj": ("down_proj.weight",),
 }
@@ -166,9 +166,9 @@ class SafetensorsDirectory:
         # Name -> the tensor of all experts, the expert, and its place among the parts.
         self._fused: dict[str, tuple[str, int, int]] = {}
         for name in self._file_of:
-            ending = next((ending for ending in _FUSED_EXPERTS if name.endswith(ending)), None)
+            ending = next((ending for ending in FUSED_EXPERTS if name.endswith(ending)), None)
             if ending is not None:
-                layer, parts = name.removesuffix(ending), _FUSED_EXPERTS[ending]
+                layer, parts = name.removesuffix(ending), FUSED_EXPERTS[ending]
                 for expert in range(self._stored(name).shape[0]):
                     for place, part in enumerate(parts):
                         self._fused[f"{layer}.experts.{expert}.{part}"] = (name, expert, place)
@@ -186,7 +186,7 @@ class SafetensorsDirectory:
             return self._stored(name)
         fused_name, expert, place = self._fused[name]
         fused = self._stored(fused_name)
-        parts = next(parts for ending, parts in _FUSED_EXPERTS.items() if fused_name.endswith(ending))
+        parts = next(parts for ending, parts in FUSED_EXPERTS.items() if fused_name.endswith(ending))
         rows = fused.shape[1] // len(parts)
         return _OfExpert(fused, expert, range(place * rows, (place + 1) * rows))
 

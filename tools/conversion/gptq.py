@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from slime.utils.data_files import read_file
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
-from slime.weights.hf_reader import SafetensorsDirectory
+from slime.weights.hf_reader import FUSED_EXPERTS, SafetensorsDirectory
 from slime.weights.quantisers import (
     pack_integers,
     quantisation_settings,
@@ -49,7 +49,6 @@ _BLOCK = 128
 LEAST_TOKENS = 64
 # Of the second moments that are gathered in one pass over the samples.
 _MOMENT_BYTES = 4 * 1024**3
-_FUSED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 
 
 def round_columns(
@@ -177,7 +176,7 @@ class LayeredModel:
         found = []
         for key, weight in layer.named_parameters():
             name = self.prefix(index) + key
-            fused = next((ending for ending in _FUSED if key.endswith(ending)), None)
+            fused = next((ending for ending in FUSED_EXPERTS if name.endswith(ending)), None)
             if weight.ndim == 2:
                 found.append(Matrix((name,), weight.data))
             elif fused is not None and weight.ndim == 3:
@@ -224,7 +223,7 @@ class LayeredModel:
         names = self._stored.names()
         if name in names:
             return self._stored.tensor(name)[...].clone()
-        fused = next((ending for ending in _FUSED if name.endswith(ending)), None)
+        fused = next((ending for ending in FUSED_EXPERTS if name.endswith(ending)), None)
         experts: list[torch.Tensor] = []
         while fused is not None and set(parts := _of_expert(name, fused, len(experts))) <= names:
             experts.append(torch.cat([self._stored.tensor(part)[...] for part in parts]))
@@ -235,7 +234,7 @@ class LayeredModel:
 
 def _of_expert(name: str, fused: str, expert: int) -> tuple[str, ...]:
     layer = name.removesuffix(fused)
-    return tuple(f"{layer}experts.{expert}.{part}.weight" for part in _FUSED[fused])
+    return tuple(f"{layer}.experts.{expert}.{part}" for part in FUSED_EXPERTS[fused])
 
 
 def calibrate_checkpoint(source: Path, target: Path, data: Path, options: argparse.Namespace) -> None:
