@@ -64,6 +64,12 @@ def data_parallel_size(args: argparse.Namespace) -> int:
     return max(1, args.world_size // model_parallel_size(args))
 
 
+def micro_batches_at_a_time(args: argparse.Namespace) -> int:
+    """A rank's micro-batches of a step are a multiple of this: an interleaved pipeline takes them in groups."""
+    is_interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
+    return (args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size) if is_interleaved else 1
+
+
 def longest_sample(args: argparse.Namespace) -> int | None:
     """Tokens of the longest allowed sample, prompt and response; of the response alone where nothing limits the prompt.
 

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 
 from slime.arguments.megatron.values import pipeline_stages
-from slime.arguments.sizes import longest_sample
+from slime.arguments.sizes import longest_sample, micro_batches_at_a_time
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.parameters import count_parameters, rank_parameters
 from slime.estimates.shape import ModelShape
@@ -100,7 +100,7 @@ def _micro_batches(
     else:
         together = max(1, budget // sample)
     count = -(-global_batch // together)
-    group = (args.microbatch_group_size_per_vp_stage or layout.pipeline) if layout.virtual_pipeline > 1 else 1
+    group = micro_batches_at_a_time(args)
     multiple = layout.data * group
     return -(-count // multiple) * group
 

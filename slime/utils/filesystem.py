@@ -241,3 +241,22 @@ def existing_files(template: str) -> list[str]:
     except (KeyError, IndexError, ValueError):
         return []  # such as {rollout_id:04d}, which takes numbers only
     return sorted((path for path in glob.glob(pattern) if os.path.isfile(path)), key=lambda path: (len(path), path))
+
+
+def existing_parent(path: str) -> Path:
+    """The nearest directory or file above or at `path` that exists; the part behind the first placeholder is open."""
+    place = Path(path.partition("{")[0])
+    while not os.path.lexists(place):
+        place = place.parent
+    return place
+
+
+def unwritable(directory: Path) -> str | None:
+    """Why nothing can be created in `directory`; None when it can. A file without a name is created to find out."""
+    if not directory.is_dir():
+        return "is a file, not a directory"
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return f"cannot be written ({error.strerror})"

@@ -6,7 +6,6 @@ A plan can do without the files: under `--dry-run` the messages of `FILE_RULES` 
 import argparse
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +13,18 @@ from typing import Literal
 
 from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint, source_of_reference, source_of_teacher
 from slime.arguments.config_files.eval_file import places_in
-from slime.arguments.config_files.role_config import DIRECTORY, critic_args, critic_weights
-from slime.arguments.derivation import source_of_actor
+from slime.arguments.config_files.role_config import DIRECTORY, critic_args, critic_values, critic_weights
+from slime.arguments.derivation import FULLY_ASYNC, source_of_actor
 from slime.arguments.flag import PathKind, flag_of
 from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.hf_config import no_directory
 from slime.arguments.paths import missing_plug_ins
-from slime.arguments.sizes import longest_sample, positions_of_model
-from slime.arguments.violations import Rule, Violation, about, broken, refused, warned
+from slime.arguments.sizes import longest_sample, micro_batches_at_a_time, positions_of_model
+from slime.arguments.violations import Rule, Violation, about, broken, refused, warned, where
 from slime.utils.data_files import parse_data_path, path_without_slice
 from slime.utils.dataset import RowKeys, check_first_row
 from slime.utils.errors import UserError
-from slime.utils.filesystem import existing_files
+from slime.utils.filesystem import existing_files, existing_parent, unwritable
 from slime.utils.image_rows import media_keys_problem
 
 logger = logging.getLogger(__name__)
@@ -149,6 +148,44 @@ def over_long_samples(args: argparse.Namespace) -> Iterator[Violation]:
     yield from ()
 
 
+def _critics(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """The arguments of the critic, if there is one whose sizes can be."""
+    return [critic_args(args)] if args.use_critic and not any(critic_values(args)) else []
+
+
+def micro_batches(args: argparse.Namespace) -> Iterator[Violation]:
+    """The ranks of a model take equally many micro-batches in every step, and each of these holds a sample at least."""
+    # Where the critic has the layout of the actor, the actor's is told.
+    models = {
+        (m.data_parallel_size, micro_batches_at_a_time(m), m.micro_batch_size): m for m in (*_critics(args), args)
+    }
+    for (ranks, group, size), model in models.items():
+        batch = ("" if model is args else "{megatron_config_path}, role critic: ") + "{--global-batch-size=}"
+        counted = "{data_parallel_size} data-parallel ranks"
+        if group > 1:
+            counted += " x {group} micro-batches that a virtual pipeline takes at a time"
+        numbers = {"group": group, "least": ranks * group}
+        if not args.use_dynamic_batch_size and args.global_batch_size % (ranks * group * size):
+            way_out = "change one, or give {--use-dynamic-batch-size}"
+            if args.global_batch_size < ranks * group:
+                way_out = "change one"
+            yield broken(model, f"{batch} is no multiple of {{--micro-batch-size=}} x {counted}; {way_out}", **numbers)
+        elif args.use_dynamic_batch_size and args.global_batch_size < ranks * group:
+            template = f"{batch} is below {counted}, and each of them needs a sample; give {{least}}, or fewer ranks"
+            found = broken(model, template, **numbers)
+            if not _may_fan_out(args):
+                yield found
+            else:
+                logger.warning("%s. Only rollouts that fan out can fill such a step", found.message)
+
+
+def _may_fan_out(args: argparse.Namespace) -> bool:
+    """Whether one rollout may become several samples: functions and dumps of the user's do that."""
+    names = ("custom_generate_function_path", "custom_convert_samples_to_train_data_path", "load_debug_rollout_data")
+    own = args.rollout_function_path.startswith((_GRADING_FUNCTION, SFT_FUNCTION, FULLY_ASYNC))
+    return not (own and args.data_source_path.startswith(_OWN)) or any(vars(args)[name] for name in names)
+
+
 def media(args: argparse.Namespace) -> Iterator[Violation]:
     problem = media_keys_problem(args.multimodal_keys or {})
     if problem is not None:
@@ -227,25 +264,6 @@ def writable_places(args: argparse.Namespace) -> Iterator[Violation]:
             yield broken(args, template, flag_of(name), there=there, reason=reason)
 
 
-def existing_parent(path: str) -> Path:
-    """The nearest directory or file above or at `path` that exists; the part behind the first placeholder is open."""
-    place = Path(path.partition("{")[0])
-    while not os.path.lexists(place):
-        place = place.parent
-    return place
-
-
-def unwritable(directory: Path) -> str | None:
-    """Why nothing can be created in `directory`; None when it can. A file without a name is created to find out."""
-    if not directory.is_dir():
-        return "is a file, not a directory"
-    try:
-        with tempfile.TemporaryFile(dir=directory):
-            return None
-    except OSError as error:
-        return f"cannot be written ({error.strerror})"
-
-
 def _saves(args: argparse.Namespace) -> bool:
     return args.save is not None and args.has_trainer and args.num_rollout != 0
 
@@ -284,10 +302,6 @@ def templates(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, "{0=}: {problem}; {only}", flag_of(name), problem=problem, only=only)
 
 
-def _is_saved_beside_the_actor(args: argparse.Namespace) -> bool:
-    return args.use_critic and args.save is not None and critic_args(args).save == args.save
-
-
 BATCH_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.num_rollout is None and args.num_epoch is None,
         "give {--num-rollout} (rollout steps) or {--num-epoch} (passes over the data)"),
@@ -299,11 +313,7 @@ BATCH_RULES: tuple[Rule, ...] = (
         "{--num-epoch=} needs the built-in data set; give {--num-rollout} with {--disable-rollout-global-dataset}"),
     refused(lambda args: args.over_sampling_batch_size < args.rollout_batch_size,
         "{--over-sampling-batch-size=} must be at least {--rollout-batch-size=}"),
-    refused(lambda args: args.has_trainer and not args.use_dynamic_batch_size
-            and args.global_batch_size % (args.micro_batch_size * args.data_parallel_size),
-        "{--global-batch-size=} is no multiple of {--micro-batch-size=} x {data_parallel_size} data-parallel ranks; change "
-        "one, or give {--use-dynamic-batch-size}"),
-    over_long_samples,
+    *where(lambda args: args.has_trainer, micro_batches), over_long_samples,
 )  # fmt: skip
 DATA_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.rollout_global_dataset and not args.prompt_data and args.load_debug_rollout_data is None,
@@ -340,7 +350,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.load_debug_rollout_data_subsample is not None
             and not 0 < args.load_debug_rollout_data_subsample <= 1,
         "{--load-debug-rollout-data-subsample=}: it must be above 0 and at most 1"),
-    refused(_is_saved_beside_the_actor,
+    refused(lambda args: args.save is not None and any(critic.save == args.save for critic in _critics(args)),
         "{megatron_config_path}, role critic: save {save}: the actor's checkpoints go there; drop it, and those of the critic "
         f"go to {{save}}/{DIRECTORY}"),
 )  # fmt: skip

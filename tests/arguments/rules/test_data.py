@@ -124,6 +124,77 @@ def test_own_rollout_functions_may_return_any_number(tmp_path):
     assert (args.num_steps_per_rollout, args.global_batch_size) == (2, 3)
 
 
+DYNAMIC = "--actor-num-gpus-per-node 4 --use-dynamic-batch-size --max-tokens-per-gpu 1024"
+TWO_ROLLOUTS = f"{DYNAMIC} --rollout-batch-size 2 --n-samples-per-prompt 1"
+NO_SAMPLE = "is below 4 data-parallel ranks, and each of them needs a sample; give 4, or fewer ranks"
+VIRTUAL = "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+
+
+def test_every_rank_needs_a_sample_of_a_step(tmp_path):
+    assert violations(tmp_path, TWO_ROLLOUTS) == [f"--global-batch-size 2 {NO_SAMPLE}"]
+    parse(tmp_path, *TWO_ROLLOUTS.split(), "--debug-rollout-only")
+    parse(tmp_path, *DYNAMIC.split(), "--rollout-batch-size", "2", "--n-samples-per-prompt", "2")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--custom-generate-function-path tests.generate",
+        "--rollout-function-path tests.rollout",
+        "--data-source-path tests.Source",
+        "--custom-convert-samples-to-train-data-path tests.convert",
+        "--load-debug-rollout-data {tmp}/prompts.jsonl",
+    ],
+)
+def test_where_rollouts_may_fan_out_too_few_of_them_are_warned_about(tmp_path, caplog, words):
+    args = parse(tmp_path, *TWO_ROLLOUTS.split(), *words.format(tmp=tmp_path).split())
+    assert args.global_batch_size == 2
+    assert f"--global-batch-size 2 {NO_SAMPLE}. Only rollouts that fan out" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "batch, words, message",
+    [
+        (2, "", "--global-batch-size 2 is no multiple of --micro-batch-size 1 x 2 data-parallel ranks x 2 micro-batches that a "
+         "virtual pipeline takes at a time; change one"),
+        (6, "--microbatch-group-size-per-virtual-pipeline-stage 3", None),
+        (6, "", "--global-batch-size 6 is no multiple of --micro-batch-size 1 x 2 data-parallel ranks x 2 micro-batches that a "
+         "virtual pipeline takes at a time; change one, or give --use-dynamic-batch-size"),
+        (2, "--use-dynamic-batch-size --max-tokens-per-gpu 1024", "--global-batch-size 2 is below 2 data-parallel ranks x 2 "
+         "micro-batches that a virtual pipeline takes at a time, and each of them needs a sample; give 4, or fewer ranks"),
+        (4, "--use-dynamic-batch-size --max-tokens-per-gpu 1024", None),
+    ],
+)  # fmt: skip
+def test_a_virtual_pipeline_takes_micro_batches_in_groups(tmp_path, batch, words, message):
+    sizes = f"--actor-num-gpus-per-node 4 --rollout-batch-size {batch} --n-samples-per-prompt 1"
+    # The model of these files has other layers, which is said as well.
+    lines = [line for line in violations(tmp_path, f"{sizes} {VIRTUAL} {words}") if "--global-batch-size" in line]
+    assert lines == ([message] if message else [])
+
+
+def test_the_critic_is_asked_for_the_micro_batches_of_its_own_layout(tmp_path):
+    config = tmp_path / "roles.yaml"
+    words = (
+        "--actor-num-gpus-per-node 4 --tensor-model-parallel-size 2 --advantage-estimator ppo --megatron-config-path "
+    )
+    words, sizes = f"{words}{config}", "--rollout-batch-size 2 --n-samples-per-prompt 1"
+    config.write_text("megatron: [{role: critic, overrides: {tensor_model_parallel_size: 1}}]")
+    assert violations(tmp_path, f"{words} {sizes}") == [
+        f"{config}, role critic: --global-batch-size 2 is no multiple of --micro-batch-size 1 x 4 data-parallel ranks; "
+        "change one"
+    ]
+    lines = violations(tmp_path, f"{words} {sizes} --use-dynamic-batch-size --max-tokens-per-gpu 1024")
+    assert lines == [f"{config}, role critic: --global-batch-size 2 {NO_SAMPLE}"]
+    config.write_text("megatron: [{role: critic, overrides: {micro_batch_size: 3}}]")
+    assert violations(tmp_path, words) == [
+        f"{config}, role critic: --global-batch-size 8 is no multiple of --micro-batch-size 3 x 2 data-parallel ranks; change "
+        "one, or give --use-dynamic-batch-size"
+    ]
+    config.write_text("megatron: [{role: critic, overrides: {tensor_model_parallel_size: 0}}]")
+    (line,) = violations(tmp_path, f"{words} --save {tmp_path}/run")
+    assert "tensor-model-parallel-size 0" in line
+
+
 @pytest.mark.parametrize(
     "limits, longest",
     [("--rollout-max-context-len 300", 300), ("--rollout-max-prompt-len 100 --rollout-max-response-len 200", 300)],

@@ -47,6 +47,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--rollout-batch-size --n-samples-per-prompt --global-batch-size --num-steps-per-rollout", WRONG),
         ("--over-sampling-batch-size 2", "--over-sampling-batch-size --rollout-batch-size", WRONG),
         ("--micro-batch-size 3", "--global-batch-size --micro-batch-size data_parallel_size --use-dynamic-batch-size", WRONG),
+        ("--actor-num-gpus-per-node 16 --use-dynamic-batch-size --max-tokens-per-gpu 1024",
+         "--global-batch-size data_parallel_size", WRONG),
         ("--use-dynamic-batch-size", "--use-dynamic-batch-size --max-tokens-per-gpu", WRONG),
         ('--multimodal-keys {{"video":"clip"}} --debug-rollout-only', "--multimodal-keys", WRONG),
         ('--multimodal-keys {{"picture":"p"}} --debug-rollout-only', "--multimodal-keys", WRONG),
