@@ -351,20 +351,29 @@ def pipeline_layout(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, "{--pipeline-model-parallel-layout=} must begin with its one E and end with its one L")
 
 
-def warmup(args: argparse.Namespace) -> Iterator[Violation]:
-    """Steps of the warm-up against those of the schedule, which are not known where only the data set tells them."""
+def phases(args: argparse.Namespace) -> Iterator[Violation]:
+    """Steps of the warm-up and of the last phase against those of the schedule, which a data set alone may tell."""
     without = " without {--num-critic-only-steps=}" if args.num_critic_only_steps else ""
     length, source = train_iterations(args), "those of {--num-rollout=}" + without
     for flag, steps in (("--train-iters", args.train_iters), ("--lr-decay-iters", args.lr_decay_iters)):
         if steps:
             length, source = steps, f"{{{flag}}}"
-    steps = args.lr_warmup_iters
-    if args.lr_warmup_fraction is None and steps and length and steps >= length:
+    if not length:
+        return
+    share, last = args.lr_warmup_fraction, args.lr_wsd_decay_iters if args.lr_decay_style == "WSD" else None
+    first = args.lr_warmup_iters if share is None else int(share * length)
+    if share is None and first >= length:
         template = (
             f"{{--lr-warmup-iters=}} must be below the {{length}} optimizer steps of the schedule ({source}); give at most "
             "{most}, or {--lr-decay-iters} above {lr_warmup_iters}"
         )
         yield broken(args, template, length=length, most=length - 1)
+    elif last and last > length - first > 0:
+        template = (
+            f"{{--lr-wsd-decay-iters=}} is above the {{most}} optimizer steps of the schedule ({source}) behind its warm-up: "
+            "the learning rate would begin in the midst of its decay; give at most {most}"
+        )
+        yield broken(args, template, most=length - first)
 
 
 def _decays_between(args: argparse.Namespace) -> bool:
@@ -378,7 +387,7 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "{--lr-warmup-fraction=}: it must be at least 0 and below 1, 0.1 for example"),
     refused(lambda args: args.lr_warmup_init > args.lr,
         "{--lr-warmup-init=} is above {--lr=}; give at most {lr} (0 is usual)"),
-    warmup,
+    phases,
     refused(lambda args: args.min_lr is not None and args.min_lr > args.lr,
         "{--min-lr=} is above {--lr=}; give at most {lr}"),
     refused(lambda args: args.use_checkpoint_opt_param_scheduler and args.override_opt_param_scheduler,

@@ -156,7 +156,13 @@ def build_optimizer_config(args: Any) -> OptimizerConfig:
 def _build_scheduler(args: Any, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     decay_steps, warmup_steps = _schedule_lengths(args)
     weight_decay = args.weight_decay
-    from_checkpoint, wsd_iterations = args.use_checkpoint_opt_param_scheduler, args.lr_wsd_decay_iters
+    from_checkpoint = args.use_checkpoint_opt_param_scheduler
+    last_phase = None if args.lr_wsd_decay_iters is None else args.lr_wsd_decay_iters * args.global_batch_size
+    if args.lr_decay_style == "WSD" and last_phase > decay_steps - warmup_steps:
+        raise UserError(
+            f"the last phase of the learning rate ({last_phase} rollouts) is longer than its schedule behind the warm-up "
+            f"({decay_steps - warmup_steps} rollouts); lower --lr-wsd-decay-iters or raise --lr-decay-iters"
+        )
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,
@@ -173,7 +179,7 @@ def _build_scheduler(args: Any, optimizer: MegatronOptimizer) -> OptimizerParamS
         # when they differ, would forbid to prolong a run, since the schedule's length follows --num-rollout.
         use_checkpoint_opt_param_scheduler=from_checkpoint,
         override_opt_param_scheduler=not from_checkpoint,
-        wsd_decay_steps=None if wsd_iterations is None else wsd_iterations * args.global_batch_size,
+        wsd_decay_steps=last_phase,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
 

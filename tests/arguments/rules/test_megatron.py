@@ -247,6 +247,9 @@ def test_pipelines_are_accepted(tmp_path, words, virtual):
         "--start-weight-decay 0.1 --end-weight-decay 0.1",
         "--start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear",
         "--lr-warmup-iters 100 --debug-rollout-only",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 4",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-warmup-iters 2",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-fraction 0.1 --lr-decay-iters 10",
     ],
 )
 def test_what_the_scheduler_can_do(tmp_path, words):

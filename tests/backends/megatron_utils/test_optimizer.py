@@ -215,7 +215,14 @@ def _schedule_worker():
         "weight_decay": [group["weight_decay"] for group in scheduler().optimizer.param_groups],
         "no_minimum": build_optimizer_config(default_args(lr=1.0)).min_lr,
     }
-    for name, changes in (("empty", {"num_rollout": 0}), ("warmup", {"lr_warmup_iters": 10})):
+    of_phase = scheduler(lr_decay_style="WSD", lr_wsd_decay_iters=8)
+    found["last_phase"] = (of_phase.wsd_decay_steps, of_phase.lr_decay_steps - of_phase.lr_warmup_steps)
+    wrong = {
+        "empty": {"num_rollout": 0},
+        "warmup": {"lr_warmup_iters": 10},
+        "long_phase": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9},
+    }
+    for name, changes in wrong.items():
         try:
             scheduler(**changes)
         except ValueError as error:
@@ -232,6 +239,7 @@ def test_schedule_counts_rollouts():
     assert found["no_minimum"] == 0.0
     assert "--num-rollout 0" in found["empty"]
     assert "--lr-warmup-iters" in found["warmup"]
+    assert found["last_phase"] == (32, 32) and "--lr-wsd-decay-iters" in found["long_phase"]
 
 
 def test_the_norm_of_all_tensors_is_that_of_their_norms_and_nothing_is_waited_for():
