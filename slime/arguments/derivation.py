@@ -22,6 +22,7 @@ from slime.arguments.config_files.serving_config import load_serving_config, ser
 from slime.arguments.flag import flag_of
 from slime.arguments.megatron.values import derive_megatron_values
 from slime.arguments.origins import Origin
+from slime.arguments.server_flags import TOLD_TOKENS
 from slime.arguments.sizes import (
     MODEL_PARALLEL,
     data_parallel_size,
@@ -134,8 +135,9 @@ def _unset_values(args: argparse.Namespace) -> None:
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
     if args.rollout_top_p != 1 and args.rollout_top_k == -1:
-        # An engine tells the sets of a limited top-k alone, and at most 4,096 tokens, equal ones at the cut included.
-        args.rollout_top_k, args.eval_top_k = 2048, -1 if args.eval_top_k is None else args.eval_top_k
+        # An engine tells the sets of a limited top-k alone; among the tokens that it tells must be equal ones at the cut.
+        args.rollout_top_k = max(1, min(2048, (args.sglang_sampling_mask_max_tokens or TOLD_TOKENS) // 2))
+        args.eval_top_k = -1 if args.eval_top_k is None else args.eval_top_k
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
     args.update_weights_in_flight |= args.rollout_function_path.startswith(FULLY_ASYNC)

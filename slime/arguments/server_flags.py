@@ -87,6 +87,8 @@ def tensor_parallel_size(args: argparse.Namespace) -> int:
     return args.rollout_num_gpus_per_engine // (args.sglang_pp_size or 1)
 
 
+# Tokens of a kept set that a server tells where --sglang-sampling-mask-max-tokens does not say how many.
+TOLD_TOKENS = 4096
 # Of those below, what a model may be given whose weights stay.
 ONLY_AGAINST_PUSHES = ("sglang_cpu_offload_gb", "sglang_pp_size", "sglang_quantization")
 _DATA_PARALLEL_ATTENTION = "data-parallel attention (weight groups and routing over its ranks)"

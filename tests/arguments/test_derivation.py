@@ -61,6 +61,10 @@ def test_a_nucleus_is_told_of_a_limited_top_k(tmp_path):
     assert args.eval_top_k == -1, "nobody asked for it"
     assert parse(tmp_path, "--rollout-top-p", "0.9", "--rollout-top-k", "7").rollout_top_k == 7
     assert parse(tmp_path).rollout_top_k == -1
+    fewer = ["--rollout-top-p", "0.9", "--sglang-sampling-mask-max-tokens"]
+    assert parse(tmp_path, *fewer, "1024").rollout_top_k == 512, "equal tokens at the cut have room"
+    assert parse(tmp_path, *fewer, "1").rollout_top_k == 1
+    assert parse(tmp_path, *fewer, "9000").rollout_top_k == 2048
 
 
 def test_values_that_default_to_another_flags(tmp_path):

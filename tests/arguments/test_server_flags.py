@@ -3,7 +3,8 @@
 import pytest
 
 from slime.arguments.rules.not_built import names_of
-from slime.arguments.server_flags import NOT_YET, REFUSED
+from slime.arguments.server_flags import NOT_YET, REFUSED, TOLD_TOKENS
+from slime.arguments.surface import load_surface
 from slime.utils.errors import UserError
 from tests.support.models.args import parse
 
@@ -22,6 +23,11 @@ def test_a_flag_has_one_reason(args):
     names = [name for row in NOT_YET for name in names_of(row, args)]
     assert len(names) == len(set(names))
     assert not set(names) & set(REFUSED)
+
+
+def test_a_server_tells_as_many_kept_tokens_as_the_installed_one():
+    (spec,) = [spec for spec in load_surface("sglang") if spec.dest == "sglang_sampling_mask_max_tokens"]
+    assert spec.metadata["server_default"] == TOLD_TOKENS
 
 
 @pytest.mark.parametrize(

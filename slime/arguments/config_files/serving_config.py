@@ -72,8 +72,8 @@ def arguments_of_group(args: argparse.Namespace, group: ServerGroup, *, sleeps: 
     copied.offload_rollout = args.offload_rollout and sleeps
     copied.origins = dict.fromkeys(vars(args), Origin.DEFAULT) | dict.fromkeys(values, Origin.YAML)
     if not group.update_weights:
-        # Nobody trains on its experts, nor brings it weights when it wakes.
-        copied.use_rollout_routing_replay = False
+        # Nobody trains on its experts or kept tokens, nor brings it weights when it wakes.
+        copied.use_rollout_routing_replay, copied.rollout_top_k = False, -1
         copied.sglang_enable_weights_cpu_backup = copied.offload_rollout or None
         copied.origins |= dict.fromkeys(ONLY_AGAINST_PUSHES, Origin.DEFAULT)
     return copied

@@ -65,7 +65,8 @@ OF_ROLES = ("sglang_num_reserved_decode_tokens", "sglang_optimistic_prefill_atte
 READ = {
     "sglang": (
         "sglang_pp_size", "sglang_tp_size", "sglang_dp_size", "sglang_enable_dp_attention", "sglang_mem_fraction_static",
-        "sglang_context_length", "sglang_dtype", "sglang_quantization", "sglang_enable_hierarchical_cache", *OF_ROLES,
+        "sglang_context_length", "sglang_dtype", "sglang_quantization", "sglang_enable_hierarchical_cache",
+        "sglang_sampling_mask_max_tokens", *OF_ROLES,
     ),
     "router": ("router_backend", "router_prefill_policy", "router_decode_policy"),
 }  # fmt: skip

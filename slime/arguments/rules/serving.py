@@ -15,7 +15,7 @@ from slime.arguments.config_files.serving_config import FLAG, arguments_of_group
 from slime.arguments.flag import flag_of
 from slime.arguments.groups import OF_ROLES
 from slime.arguments.hf_config import read_hf_config
-from slime.arguments.server_flags import NO_SHARE, REFUSED, is_share, tensor_parallel_size
+from slime.arguments.server_flags import NO_SHARE, REFUSED, TOLD_TOKENS, is_share, tensor_parallel_size
 from slime.arguments.sizes import layout_of, runs_on_gpus
 from slime.arguments.violations import Kind, Rule, Violation, about, broken, divisors, refused, refused_each, where
 from slime.estimates.serving_memory import require_whole_groups
@@ -288,6 +288,9 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
         "{--sglang-router-port=}: a port is a number from 1 to 65535, such as 30000"),
     of_groups(refused(lambda args: args.use_rollout_routing_replay and args.sglang_enable_hierarchical_cache,
         "{--sglang-enable-hierarchical-cache} loses the experts that {--use-rollout-routing-replay} asks for; drop it")),
+    of_groups(refused(lambda args: args.rollout_top_k > (args.sglang_sampling_mask_max_tokens or TOLD_TOKENS),
+        f"{{--rollout-top-k=}}: engines tell sets of at most {TOLD_TOKENS} kept tokens, unless "
+        "{--sglang-sampling-mask-max-tokens} says another number, and refuse to sample among more; give fewer")),
     router_settings, engines_to_compare,
     refused_each(("router_prefill_policy", "router_decode_policy", *OF_ROLES),
         lambda args, value: value not in (None, False) and not has_roles(args),

@@ -216,6 +216,17 @@ def test_such_an_engine_of_a_file_is_told_by_its_line(tmp_path, group, told):
         parse(tmp_path, *words.split())
 
 
+def test_engines_of_a_file_that_train_tell_enough_kept_tokens(tmp_path):
+    serving = tmp_path / "serving.yaml"
+    group = "- {num_gpus: 1, num_gpus_per_engine: 1, overrides: {sampling_mask_max_tokens: %d}}"
+    grader = f"  - name: grader\n    update_weights: false\n    server_groups:\n      {group % 8}\n"
+    words = f"--rollout-num-gpus 2 --rollout-top-k 5000 --sglang-config {serving}"
+    serving.write_text(f"sglang:\n  - name: actor\n    server_groups:\n      {group % 6000}\n{grader}")
+    assert parse(tmp_path, *words.split()).rollout_top_k == 5000
+    serving.write_text(f"sglang:\n  - name: actor\n    server_groups:\n      {group % 600}\n{grader}")
+    assert "serving.yaml:4: --rollout-top-k 5000: engines tell sets of at most 4096" in refusal(tmp_path, words)
+
+
 def test_a_run_that_only_trains_ignores_the_flags_of_engines(tmp_path):
     words = (
         "--debug-train-only --sglang-tp-size 7 --sglang-host h --prefill-num-servers 9 --router-port 1 --sglang-dp 2"
