@@ -186,9 +186,6 @@ EXPERT_RULES: tuple[Rule, ...] = where(lambda args: args.num_experts,
     experts,
     refused(lambda args: args.moe_router_group_topk and not args.moe_router_num_groups,
         "{--moe-router-group-topk=} needs {--moe-router-num-groups}"),
-    refused(lambda args: args.moe_input_jitter_eps and args.loss_type == "policy_loss",
-        "{--moe-input-jitter-eps=} with {--loss-type=}: noise of a step would stand in the ratio of its log-probs to those of "
-        "the pass before; drop it, or give {--loss-type} sft_loss"),
     refused(lambda args: args.moe_router_force_load_balancing and args.use_rollout_routing_replay,
         "{--moe-router-force-load-balancing} with {--use-rollout-routing-replay}: experts are the engines'; drop one of them"),
     refused(lambda args: args.moe_pad_expert_input_to_capacity
@@ -429,5 +426,8 @@ MEGATRON_RULES: tuple[Rule, ...] = where(lambda args: args.has_trainer,
     pipeline_layout, *MEMORY_AND_PRECISION_RULES, *SCHEDULE_RULES, *EXPERT_RULES, gathered_context,
     refused(lambda args: not args.perform_initialization and args.random_init,
         "{--random-init} with {--no-initialization} would train whatever lay in memory; drop {--no-initialization}"),
+    refused_each(("hidden_dropout", "moe_input_jitter_eps"), lambda args, value: value and args.loss_type == "policy_loss",
+        "{0=} with {--loss-type=}: noise of a step would stand in the ratio of its log-probs to those of the pass before; drop "
+        "it, or give {--loss-type} sft_loss"),
     settled_values, idle_flags, extra_flags,
 )  # fmt: skip

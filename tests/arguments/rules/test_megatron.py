@@ -106,6 +106,11 @@ def test_what_the_plan_can_split_breaks_no_rule(tmp_path, words):
     assert not any(part in text for part in ("cannot be", "multiple", "divide", "would do"))
 
 
+def test_an_objective_without_a_ratio_of_log_probs_may_have_noise(tmp_path):
+    assert parse(tmp_path, "--hidden-dropout", "0.1", "--loss-type", "sft_loss").hidden_dropout == 0.1
+    parse(tmp_path, "--hidden-dropout", "0.0")
+
+
 @pytest.mark.parametrize("words", ["--moe-router-topk 8 --bf16 --fp16", "--num-experts 8", "--sequence-parallel"])
 def test_runs_that_only_generate_are_not_asked(tmp_path, words):
     args = parse(tmp_path, "--debug-rollout-only", "--dry-run", *words.split())

@@ -291,6 +291,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-input-jitter-eps 0.01",
          "--moe-input-jitter-eps --loss-type", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-input-jitter-eps 1.5", "--moe-input-jitter-eps", OUT_OF_BOUNDS),
+        ("--hidden-dropout 0.1", "--hidden-dropout --loss-type", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-force-load-balancing --use-rollout-routing-replay",
          "--moe-router-force-load-balancing --use-rollout-routing-replay", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-pad-expert-input-to-capacity",
