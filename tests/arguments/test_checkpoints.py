@@ -118,6 +118,20 @@ def test_first_launch_may_hold_only_its_own_leftovers(tmp_path):
     assert parse(tmp_path, "--load", str(run), "--save", str(run)).initial_weights.kind == "hf"
 
 
+def test_a_reference_among_the_checkpoints_of_the_run_is_one_of_them_for_good(tmp_path):
+    run = str(megatron_checkpoint(tmp_path / "run"))
+    words = ["--load", run, "--save", run, "--ref-load", run]
+    reference = [*words, "--use-kl-loss"]
+    with pytest.raises(UserError, match="a later start would take the newest; give its iteration by --ref-ckpt-step"):
+        parse(tmp_path, *reference)
+    with pytest.raises(UserError, match="--keep-last 2 would delete what is read there"):
+        parse(tmp_path, *reference, "--ref-ckpt-step", "3", "--keep-last", "2")
+    assert parse(tmp_path, *reference, "--ref-ckpt-step", "3").ref_ckpt_step == 3
+    # Without a reference it is but another name of where the run starts.
+    parse(tmp_path, *words)
+    parse(tmp_path, *reference, "--debug-rollout-only")
+
+
 def test_a_refusal_stands_alone(tmp_path, caplog):
     """What a run would have begun with is no help to somebody whose flags are refused."""
     run = str(tmp_path / "run")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from slime.algorithms.estimators import estimator, names_of_estimators
-from slime.arguments.checkpoints import other_model_states
+from slime.arguments.checkpoints import REFERENCE, TEACHER, other_model_states
 from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.derivation import FULLY_ASYNC, ROLLOUT_BUFFER
 from slime.arguments.flag import flag_of
@@ -294,11 +294,27 @@ def parameter_patterns(args: argparse.Namespace) -> Iterator[Violation]:
                 yield broken(args, template, flag_of(name), pattern=pattern, error=error)
 
 
+def fixed_models(args: argparse.Namespace) -> Iterator[Violation]:
+    """Reference and teacher must be the same at every start of a run."""
+    for state, name in ((REFERENCE, "ref_load"), (TEACHER, "opd_teacher_load")):
+        path, step = vars(args)[name], name.replace("load", "ckpt_step")
+        known = state in other_model_states(args) and None not in (path, args.save)
+        if not known or os.path.realpath(path) != os.path.realpath(args.save):
+            continue
+        own = "{0=} is where {--save} puts checkpoints: "
+        if vars(args)[step] is None:
+            own += "a later start would take the newest; give its iteration by {1}, or another {--save}"
+            yield broken(args, own, flag_of(name), flag_of(step))
+        elif args.keep_last is not None:
+            own += "{--keep-last=} would delete what is read there; drop {--keep-last}, or give another {--save}"
+            yield broken(args, own, flag_of(name))
+
+
 WEIGHT_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.only_train_params_name_list and args.freeze_params_name_list,
         "{--only-train-params-name-list} and {--freeze-params-name-list} exclude each other: each says which parameters are "
         "trained; keep one"),
-    parameter_patterns,
+    parameter_patterns, *where(lambda args: args.has_trainer, fixed_models),
     refused(lambda args: args.update_weight_transport == "disk" and args.update_weight_disk_dir is None,
         "{--update-weight-transport=} needs {--update-weight-disk-dir}, a directory that trainer and engines share"),
     refused(lambda args: args.update_weight_mode == "delta" and args.colocate,
@@ -323,10 +339,6 @@ WEIGHT_RULES: tuple[Rule, ...] = (
             "{--release-train} with {--no-save-optim} or {--no-save-rng}: that would be lost in every step; drop it"),
         refused(lambda args: args.save is None,
             "{--release-train} recreates the trainer from a checkpoint for each step; give {--save}"),
-        refused_each(("ref_load", "opd_teacher_load"), lambda args, path: None not in (path, args.save, args.keep_last)
-            and other_model_states(args) and os.path.realpath(path) == os.path.realpath(args.save),
-            "{--release-train} starts every step from {0=} too, where {--save} puts checkpoints: {--keep-last=} would delete "
-            "what it reads there; drop {--keep-last}, or give another {--save}"),
         refused(lambda args: args.save_interval not in (None, 1),
             "{--release-train} recreates the trainer from a checkpoint for each step, so {--save-interval=} must be 1"),
         refused(lambda args: (args.update_weight_mode, args.update_weight_transport) != ("full", "disk"),

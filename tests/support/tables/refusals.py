@@ -130,12 +130,12 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--release-train", "--release-train --update-weight-mode --update-weight-transport", WRONG),
         ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --save-interval 2",
          "--release-train --save-interval", WRONG),
-        ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --use-kl-loss "
-         "--ref-load /r/../s --keep-last 1",
-         "--release-train --ref-load --save --keep-last", WRONG),
-        ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --use-opd --opd-type megatron "
-         "--opd-teacher-load /s --keep-last 3",
-         "--release-train --opd-teacher-load --save --keep-last", WRONG),
+        ("--save /s --use-kl-loss --ref-load /r/../s", "--ref-load --save --ref-ckpt-step", WRONG),
+        ("--save /s --kl-coef 0.1 --ref-load /s --ref-ckpt-step 1 --keep-last 1", "--ref-load --save --keep-last", WRONG),
+        ("--save /s --use-opd --opd-type megatron --opd-teacher-load /s",
+         "--opd-teacher-load --save --opd-teacher-ckpt-step", WRONG),
+        ("--save /s --use-opd --opd-type megatron --opd-teacher-load /s --opd-teacher-ckpt-step 1 --keep-last 3",
+         "--opd-teacher-load --save --keep-last", WRONG),
         ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --train-backend fsdp",
          "--release-train --train-backend", WRONG),
         ("--release-train --save /s --update-weight-transport disk --update-weight-disk-dir /d --advantage-estimator ppo",
