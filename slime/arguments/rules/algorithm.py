@@ -221,6 +221,13 @@ _ESTIMATOR_RULES = (
         f"{names_of_estimators('needs_critic')}, or 0"),
     warned(lambda args: args.use_critic and args.num_rollout and args.num_critic_only_steps >= args.num_rollout,
         "{--num-critic-only-steps=} of {--num-rollout=}: the critic alone is trained, the actor never"),
+    *where(lambda args: args.has_trainer and not args.compute_advantages_and_returns,
+        refused(lambda args: args.use_critic,
+            "{--advantage-estimator=}: its critic learns returns; drop {--disable-compute-advantages-and-returns}"),
+        refused(lambda args: args.loss_type == "policy_loss" and not args.use_critic
+                and not (args.rollout_data_postprocess_path or args.custom_convert_samples_to_train_data_path),
+            "{--loss-type=} needs advantages: drop {--disable-compute-advantages-and-returns}, or give a function of yours "
+            "that sets them ({--rollout-data-postprocess-path} or {--custom-convert-samples-to-train-data-path})")),
 )  # fmt: skip
 _IMPORTANCE_RULES = (
     refused(lambda args: args.use_rollout_logprobs and args.use_tis,

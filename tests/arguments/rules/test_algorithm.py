@@ -117,6 +117,14 @@ def asks_the_teacher(args, sample, sampling_params):
     """Stands for a generate function of the user's."""
 
 
+def sets_advantages(args, rollout_id, rollout_data):
+    """Stands for a function of the user's on the ranks."""
+
+
+def converts(args, samples):
+    """Stands for one that makes a train batch."""
+
+
 def test_the_lower_bound_of_cispo_is_warned_about(tmp_path, caplog):
     parse(tmp_path, "--advantage-estimator", "cispo", "--dry-run")
     assert (
@@ -169,6 +177,10 @@ def test_a_run_takes_the_estimator(tmp_path, estimator):
         "--use-opd --opd-type sglang --rm-url http://10.0.0.1:30000 "
         "--custom-rm-path slime.rollout.on_policy_distillation.reward_func",
         "--use-opd --opd-type sglang --custom-generate-function-path {file}:asks_the_teacher",
+        "--disable-compute-advantages-and-returns --loss-type sft_loss",
+        "--disable-compute-advantages-and-returns --rollout-data-postprocess-path {file}:sets_advantages",
+        "--disable-compute-advantages-and-returns --custom-convert-samples-to-train-data-path {file}:converts",
+        "--disable-compute-advantages-and-returns --advantage-estimator ppo --debug-rollout-only",
     ],
 )  # fmt: skip
 def test_a_run_takes_the_objective_without_a_warning(tmp_path, caplog, words):

@@ -103,6 +103,11 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--advantage-estimator reinforce_plus_plus", "--advantage-estimator --normalize-advantages", WRONG),
         ("--advantage-estimator reinforce_plus_plus_baseline", "--advantage-estimator --normalize-advantages", WRONG),
         ("--num-critic-only-steps 2", "--num-critic-only-steps --advantage-estimator", WRONG),
+        ("--disable-compute-advantages-and-returns",
+         "--loss-type --disable-compute-advantages-and-returns --rollout-data-postprocess-path "
+         "--custom-convert-samples-to-train-data-path", WRONG),
+        ("--disable-compute-advantages-and-returns --advantage-estimator ppo",
+         "--advantage-estimator --disable-compute-advantages-and-returns", WRONG),
         ("--enable-mtp-training", "--enable-mtp-training --mtp-num-layers", WRONG),
         ("--use-rollout-logprobs --use-tis", "--use-rollout-logprobs --use-tis", WRONG),
         ("--tis-clip-low 3", "--tis-clip-low --tis-clip", WRONG),
