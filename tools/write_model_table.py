@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from slime.models.families import FAMILIES, TRAINED_MODEL_TYPES  # noqa: E402
 from slime.utils.filesystem import write_text_atomically  # noqa: E402
-from slime.weights.hf_reader import INDEX_FILE  # noqa: E402
+from slime.utils.hf_files import INDEX_FILE  # noqa: E402
 from tests.e2e import test_families, test_mixture_loop  # noqa: E402
 from tests.support.models.tiny_families import TINY_FAMILIES  # noqa: E402
 from tools.published_models import PUBLISHED_MODELS  # noqa: E402

@@ -7,10 +7,8 @@ beside a refusal, warnings and remarks, is said once, when the flags are accepte
 """
 
 import argparse
-import contextlib
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from slime.arguments.bounds import missing_needs, replace_wrong_sizes, warn_of_idle_flags, warn_of_unusual_values
@@ -23,13 +21,14 @@ from slime.arguments.model_shape import padded_vocabulary
 from slime.arguments.origins import Origin, recording
 from slime.arguments.parser import ArgumentParser, build_parser, parse_known
 from slime.arguments.paths import make_paths_absolute
-from slime.arguments.rules.algorithm import OBJECTIVE_RULES, REPLAY_RULES, ROLLOUT_RULES, TRACKER_RULES, WEIGHT_RULES
+from slime.arguments.rules.algorithm import OBJECTIVE_RULES, ROLLOUT_RULES, TRACKER_RULES, WEIGHT_RULES, routing_replay
 from slime.arguments.rules.data import BATCH_RULES, CHECKPOINT_RULES, DATA_RULES, FILE_RULES
 from slime.arguments.rules.megatron import EXTENSION_RULES, MEGATRON_RULES
 from slime.arguments.rules.not_built import MODEL_NAME_RULES, NOT_BUILT_RULES
 from slime.arguments.rules.serving import PLACEMENT_RULES, SERVING_RULES
 from slime.arguments.server_flags import keep_names_equal
 from slime.arguments.violations import NOTED, Kind, Refusal, Rule, Violation, about, of_kind, without_consequences
+from slime.observability.logging_utils import said_when_it_ends
 from slime.utils.errors import UserError
 
 __all__ = ["build_parser", "parse_args", "validate_args"]
@@ -63,7 +62,7 @@ def parse_args(
     parser = build_parser(add_custom_arguments, program="train_async.py" if asynchronous else "train.py")
     parser.set_defaults(asynchronous=asynchronous)
     unknown: list[Violation] = []
-    with _said_when_accepted():
+    with said_when_it_ends(__name__):
         args = parse_known(parser, words, unknown)
         with recording(args, Origin.YAML):
             violations = [
@@ -80,35 +79,8 @@ def validate_args(args: argparse.Namespace) -> None:
     Raises:
         UserError: one message with all broken rules.
     """
-    with _said_when_accepted():
+    with said_when_it_ends(__name__):
         _settle(args, [], [])
-
-
-@contextlib.contextmanager
-def _said_when_accepted() -> Iterator[None]:
-    """Hold back what the modules of this package log: it is said at the end of the block, each line once, and never where an
-    exception leaves the block. Somebody whose flags are refused is to read the refusal and nothing else."""
-    package, held = logging.getLogger(__name__), _HeldLines()
-    package.addHandler(held)
-    package.propagate = False
-    try:
-        yield
-    finally:
-        package.propagate = True
-        package.removeHandler(held)
-    for record in held.by_text.values():
-        logging.getLogger(record.name).handle(record)
-
-
-class _HeldLines(logging.Handler):
-    """Keeps the first record of every text, in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_text: dict[str, logging.LogRecord] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.by_text.setdefault(record.getMessage(), record)
 
 
 def _settle(args: argparse.Namespace, violations: list[Violation], unknown: list[Violation]) -> None:
@@ -164,7 +136,7 @@ def _apply_shape(args: argparse.Namespace) -> list[Violation]:
 
 # Own rules, then those of Megatron, then those of the engines.
 RULES: tuple[Rule, ...] = (
-    *PLACEMENT_RULES, *BATCH_RULES, *ROLLOUT_RULES, *OBJECTIVE_RULES, *REPLAY_RULES, *DATA_RULES, missing_needs,
+    *PLACEMENT_RULES, *BATCH_RULES, *ROLLOUT_RULES, *OBJECTIVE_RULES, routing_replay, *DATA_RULES, missing_needs,
     *CHECKPOINT_RULES, *WEIGHT_RULES, *MODEL_NAME_RULES, warn_of_idle_flags, warn_of_unusual_values, overruled_values,
     critic_values, *TRACKER_RULES, *MEGATRON_RULES, *SERVING_RULES,
     *of_kind(Kind.MISSING, *FILE_RULES, *EXTENSION_RULES), *of_kind(Kind.NOT_BUILT, *NOT_BUILT_RULES),

@@ -6,12 +6,10 @@ Each function fills what was left unset; none overrides what was typed.
 import argparse
 import contextlib
 import importlib.util
-import json
 import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from slime.algorithms.estimators import estimator
@@ -33,6 +31,7 @@ from slime.arguments.sizes import (
 from slime.arguments.violations import Violation, about, broken, divisors
 from slime.utils.errors import UserError
 from slime.utils.eval_config import build_eval_dataset_configs
+from slime.utils.hf_files import checkpoint_bytes
 from slime.utils.ports import host_for_url
 
 logger = logging.getLogger(__name__)
@@ -264,8 +263,6 @@ def _without_trainer(args: argparse.Namespace) -> None:
     args.colocate = args.offload_train = args.offload_rollout = False
 
 
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-_INDEX = "model.safetensors.index.json"
 # A checkpoint of training beside the weights it trains, in bytes: 16-bit weights, and 12 bytes of optimizer state for each.
 _TRAINING_CHECKPOINT = 7
 
@@ -297,21 +294,6 @@ def derive_time_limits(args: argparse.Namespace) -> None:
         if vars(args)[name] is None:
             read = size * (_TRAINING_CHECKPOINT if limit.of_training else 1)
             setattr(args, name, float(math.ceil(limit.seconds + read / limit.rate)))
-
-
-def checkpoint_bytes(directory: str | None) -> int:
-    """Bytes of the weights of a Hugging Face checkpoint: of its files, else what its index says; 0 where neither is there."""
-    if directory is None:
-        return 0
-    path = Path(directory)
-    for pattern in _WEIGHT_FILES:
-        # Formats of the same weights may lie side by side: one is loaded.
-        if size := sum(file.stat().st_size for file in path.glob(pattern) if file.is_file()):
-            return size
-    try:
-        return int(json.loads((path / _INDEX).read_text())["metadata"]["total_size"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
 
 
 def derive_initial_weights(args: argparse.Namespace) -> None:

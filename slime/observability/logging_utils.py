@@ -65,6 +65,33 @@ def _mark_level(record: logging.LogRecord) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def said_when_it_ends(package: str) -> Iterator[None]:
+    """Hold back what the modules of `package` log: it is said at the end of the block, each line once, and never where an
+    exception leaves the block. Somebody whose flags are refused is to read the refusal and nothing else."""
+    of_package, held = logging.getLogger(package), _HeldLines()
+    of_package.addHandler(held)
+    of_package.propagate = False
+    try:
+        yield
+    finally:
+        of_package.propagate = True
+        of_package.removeHandler(held)
+    for record in held.by_text.values():
+        logging.getLogger(record.name).handle(record)
+
+
+class _HeldLines(logging.Handler):
+    """Keeps the first record of every text, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_text: dict[str, logging.LogRecord] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.by_text.setdefault(record.getMessage(), record)
+
+
 def tracking_directory(args: argparse.Namespace) -> Path:
     """Directory of the event files: `TENSORBOARD_DIR`, `--tensorboard-dir`, `outputs/{project}/{experiment or time}`."""
     override = env.tensorboard_dir() or args.tensorboard_dir

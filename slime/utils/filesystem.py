@@ -1,4 +1,5 @@
-"""Files that exist whole or not at all, directories for what a process needs while it runs, file names with placeholders.
+"""Files that exist whole or not at all, directories for what a process needs while it runs, file names with placeholders,
+whether a place can be written.
 
 What is whole or not there is written under a temporary name, brought to the disk with fsync, and renamed.
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.utils.errors import UserError
+from slime.utils.hf_files import INDEX_FILE
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-
-INDEX_FILE = "model.safetensors.index.json"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import fsync_tree, replace_directory, write_json_atomically
+from slime.utils.hf_files import INDEX_FILE
 from slime.weights.buckets import split_into_buckets
-from slime.weights.hf_reader import INDEX_FILE, places_of_tensors
+from slime.weights.hf_reader import places_of_tensors
 
 if TYPE_CHECKING:
     import torch

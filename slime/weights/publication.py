@@ -16,8 +16,8 @@ from typing import Any
 
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import claim_directory
+from slime.utils.hf_files import INDEX_FILE
 from slime.weights.delta_encoding import COMPRESSION
-from slime.weights.hf_reader import INDEX_FILE
 
 CHECKPOINT = 0
 _PATCHES = "patches"

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from slime.arguments import parse_args
-from slime.arguments.derivation import TIME_LIMITS, checkpoint_bytes, derive_time_limits
+from slime.arguments.derivation import TIME_LIMITS, derive_time_limits
 from slime.arguments.origins import Origin
 from slime.utils.errors import UserError
 from tests.support.models.args import command_line, parse, write_config
@@ -255,17 +255,6 @@ def test_a_typed_limit_stays(tmp_path):
     weights(tmp_path, "model.safetensors", 20 * GB)
     limits = limits_of(tmp_path, engine_start_timeout=5.0)
     assert (limits["engine_start_timeout"], limits["engine_load_timeout"]) == (5.0, 400.0)
-
-
-def test_the_size_is_that_of_the_files_that_are_loaded(tmp_path):
-    assert checkpoint_bytes(None) == checkpoint_bytes(str(tmp_path / "nowhere")) == checkpoint_bytes(str(tmp_path)) == 0
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    assert checkpoint_bytes(str(tmp_path)) == 0
-    weights(tmp_path, "pytorch_model.bin", 9)
-    assert checkpoint_bytes(str(tmp_path)) == 9
-    for part in (1, 2):
-        weights(tmp_path, f"model-{part}.safetensors", 5)
-    assert checkpoint_bytes(str(tmp_path)) == 10
 
 
 @pytest.mark.parametrize(

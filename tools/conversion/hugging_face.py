@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_json_atomically
-from slime.weights.hf_reader import INDEX_FILE, Place, SafetensorsDirectory, StoredTensor, places_of_checkpoint
+from slime.utils.hf_files import INDEX_FILE
+from slime.weights.hf_reader import Place, SafetensorsDirectory, StoredTensor, places_of_checkpoint
 from slime.weights.hf_writer import copy_auxiliary_files, number_shards
 from slime.weights.quantisers import (
     open_checkpoint,

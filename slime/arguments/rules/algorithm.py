@@ -94,23 +94,6 @@ def unavoidable_staleness(args: argparse.Namespace) -> int:
     return math.ceil(args.async_buffer_size / args.update_weights_interval) if args.asynchronous else 0
 
 
-def on_policy_proof(args: argparse.Namespace) -> Iterator[Violation]:
-    if not args.true_on_policy_mode:
-        return
-    reason = "with {--true-on-policy-mode} samples must come from the weights that train on them"
-    found = (
-        (args.asynchronous, "train_async.py trains on older samples", "use train.py"),
-        (args.num_steps_per_rollout != 1, "{num_steps_per_rollout} optimizer steps per rollout",
-         "give {--num-steps-per-rollout} 1"),
-        (args.keep_old_actor, "{--keep-old-actor}", "drop it"),
-        (args.partial_rollout and not args.mask_offpolicy_in_partial_rollout, "{--partial-rollout}",
-         "add {--mask-offpolicy-in-partial-rollout}"),
-    )  # fmt: skip
-    for holds, what, way_out in found:
-        if holds:
-            yield broken(args, f"{what}: {reason}; {way_out}")
-
-
 def reward_types(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """(where it stands, name) of every built-in reward that is asked for."""
     # An own reward function may give names of its own a meaning.
@@ -140,6 +123,8 @@ def rewards(args: argparse.Namespace) -> Iterator[Violation]:
             )
 
 
+_PROOF = "with {--true-on-policy-mode} samples must come from the weights that train on them"
+
 ROLLOUT_RULES: tuple[Rule, ...] = (
     refused(lambda args: not args.rollout_temperature > 0,
         "{--rollout-temperature=}: training needs a value above 0 (1.0 is usual); {--eval-temperature} may be 0"),
@@ -164,7 +149,15 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         "{--rollout-function-path=} takes its groups from a service: give {--rollout-buffer-url} http://127.0.0.1:8889"),
     refused(lambda args: args.eval_interval is not None and args.eval_function_path.startswith((FULLY_ASYNC, ROLLOUT_BUFFER)),
         "{--eval-function-path=} does not evaluate: give {--eval-function-path} slime.rollout.sglang_rollout.generate_rollout"),
-    staleness, on_policy_proof, rewards,
+    staleness,
+    *where(lambda args: args.true_on_policy_mode,
+        refused(lambda args: args.asynchronous, f"train_async.py trains on older samples: {_PROOF}; use train.py"),
+        refused(lambda args: args.num_steps_per_rollout != 1,
+            f"{{num_steps_per_rollout}} optimizer steps per rollout: {_PROOF}; give {{--num-steps-per-rollout}} 1"),
+        refused(lambda args: args.keep_old_actor, f"{{--keep-old-actor}}: {_PROOF}; drop it"),
+        refused(lambda args: args.partial_rollout and not args.mask_offpolicy_in_partial_rollout,
+            f"{{--partial-rollout}}: {_PROOF}; add {{--mask-offpolicy-in-partial-rollout}}")),
+    rewards,
     refused_each(("rm_url", "rollout_buffer_url"), lambda args, url: url is not None and not url.startswith(_SCHEMES),
         "{0=}: it must start with http:// or https://"),
 )  # fmt: skip
@@ -186,7 +179,8 @@ def _has_groups_of_one(args: argparse.Namespace) -> bool:
     return args.n_samples_per_prompt == 1 and centered and args.loss_type == "policy_loss"
 
 
-_LOSS_RULES = (
+OBJECTIVE_RULES: tuple[Rule, ...] = (
+    # Loss
     refused(lambda args: args.loss_type == "custom_loss" and args.custom_loss_function_path is None,
         "{--loss-type=} needs {--custom-loss-function-path}, such as my_losses.py:my_loss"),
     refused(lambda args: args.eps_clip_c is not None and args.eps_clip_c <= 1,
@@ -201,8 +195,7 @@ _LOSS_RULES = (
         "is usual (0.28 and 0.2)"),
     warned(_has_groups_of_one,
         "{--n-samples-per-prompt=} with rewards normalisation: every group has one member, so all advantages are zero"),
-)  # fmt: skip
-_REFERENCE_RULES = (
+    # Reference
     refused(lambda args: args.kl_coef != 0 and args.kl_loss_coef != 0,
         "{--kl-coef=} and {--kl-loss-coef=} count the KL twice, in the reward and in the loss; set one of them to 0"),
     *where(lambda args: args.ref_load is None and args.has_trainer,
@@ -212,8 +205,7 @@ _REFERENCE_RULES = (
             "{--use-kl-loss} needs {--ref-load}, the reference checkpoint; {--hf-checkpoint}'s directory would do"),
         refused(lambda args: args.ref_update_interval is not None,
             "{--ref-update-interval=} needs {--ref-load}, the reference checkpoint")),
-)  # fmt: skip
-_ESTIMATOR_RULES = (
+    # Estimator
     refused(lambda args: estimator(args.advantage_estimator).needs_whitening and not args.normalize_advantages,
         "{--advantage-estimator=} needs {--normalize-advantages}"),
     refused(lambda args: args.num_critic_only_steps and not args.use_critic,
@@ -228,8 +220,7 @@ _ESTIMATOR_RULES = (
                 and not (args.rollout_data_postprocess_path or args.custom_convert_samples_to_train_data_path),
             "{--loss-type=} needs advantages: drop {--disable-compute-advantages-and-returns}, or give a function of yours "
             "that sets them ({--rollout-data-postprocess-path} or {--custom-convert-samples-to-train-data-path})")),
-)  # fmt: skip
-_IMPORTANCE_RULES = (
+    # Importance sampling
     refused(lambda args: args.use_rollout_logprobs and args.use_tis,
         "{--use-rollout-logprobs} and {--use-tis} exclude each other: with the engine's log-probs as old ones there is no "
         "difference left to correct; keep one"),
@@ -237,8 +228,7 @@ _IMPORTANCE_RULES = (
     warned(lambda args: args.use_tis and not args.tis_clip_low <= 1 <= args.tis_clip,
         "{--tis-clip-low=} and {--tis-clip=} leave 1 out: tokens on which engine and trainer agree are weighted too (0 and 2 "
         "are usual)"),
-)  # fmt: skip
-_DISTILLATION_RULES = (
+    # Distillation
     refused(lambda args: not args.use_opd and args.opd_teacher_load is not None,
         "{--opd-teacher-load=} has no effect without {--use-opd}; add {--use-opd} {--opd-type} megatron, or drop it"),
     refused(lambda args: args.use_opd and args.opd_type == "megatron" and args.opd_teacher_load is None,
@@ -263,9 +253,6 @@ _DISTILLATION_RULES = (
             "engines give those of a prompt at 1.0 whatever they are asked; make sure that the teacher's does not, or give "
             "1.0")),
 )  # fmt: skip
-OBJECTIVE_RULES: tuple[Rule, ...] = (
-    *_LOSS_RULES, *_REFERENCE_RULES, *_ESTIMATOR_RULES, *_IMPORTANCE_RULES, *_DISTILLATION_RULES,
-)  # fmt: skip
 
 
 def routing_replay(args: argparse.Namespace) -> Iterator[Violation]:
@@ -286,9 +273,6 @@ def routing_replay(args: argparse.Namespace) -> Iterator[Violation]:
          "give none or aux_loss"),
     )  # fmt: skip
     yield from (broken(args, template, flag) for holds, template in found if holds)
-
-
-REPLAY_RULES: tuple[Rule, ...] = (routing_replay,)
 
 
 def parameter_patterns(args: argparse.Namespace) -> Iterator[Violation]:

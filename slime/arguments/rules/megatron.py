@@ -97,11 +97,6 @@ def grouped_heads(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, "{--num-attention-heads=} is no multiple of {--num-query-groups=}{hint}", hint=fitting)
 
 
-def _has_uneven_heads(args: argparse.Namespace) -> bool:
-    known = args.num_attention_heads and args.hidden_size and args.kv_channels is None
-    return known and args.hidden_size % args.num_attention_heads and not args.multi_latent_attention
-
-
 SHAPE_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.sequence_parallel and args.tensor_model_parallel_size == 1,
         "{--sequence-parallel} needs {--tensor-model-parallel-size} above 1; give 2, or drop it"),
@@ -110,7 +105,8 @@ SHAPE_RULES: tuple[Rule, ...] = (
     grouped_heads,
     refused(lambda args: args.multi_latent_attention and args.rotary_seq_len_interpolation_factor is not None,
         "{--rotary-seq-len-interpolation-factor=} has no effect with {--multi-latent-attention}; drop it"),
-    refused(_has_uneven_heads,
+    refused(lambda args: args.num_attention_heads and args.hidden_size and args.kv_channels is None
+            and args.hidden_size % args.num_attention_heads and not args.multi_latent_attention,
         "{--hidden-size=} is no multiple of {--num-attention-heads=}; give {--kv-channels}, a head's width"),
 )  # fmt: skip
 
