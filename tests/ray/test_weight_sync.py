@@ -14,9 +14,16 @@ from slime.utils.errors import RunError
 from slime.weights.push import PushReport
 
 
-def test_probe_is_fixed_and_inside_the_vocabulary():
-    assert probe_sequences(50) == probe_sequences(50)
-    assert all(0 <= token < 50 for sequence in probe_sequences(50) for token in sequence)
+def test_the_probe_is_the_same_in_every_process_and_inside_the_vocabulary():
+    """So what it measures in two runs of a model can be compared."""
+    assert probe_sequences(50) == [
+        [24, 48, 26, 2, 16, 32, 31, 25, 19, 30, 22, 37, 13, 32, 8, 18, 8, 48, 6, 39, 16, 34, 45, 38],
+        [9, 19, 6, 46, 4, 43, 21, 30, 35, 6, 22, 27, 20, 39, 40, 13, 35, 30, 28, 33, 16, 3, 35, 0],
+        [5, 46, 25, 45, 42, 40, 0, 39, 31, 21, 15, 46, 20, 45, 4, 12, 36, 14, 15, 9, 34, 28, 5, 5],
+        [20, 32, 31, 6, 19, 35, 18, 45, 7, 35, 21, 34, 13, 38, 35, 37, 18, 28, 5, 38, 24, 20, 36, 15],
+    ]
+    large = probe_sequences(151936)
+    assert large[0][:4] == [100989, 110250, 10612, 67873] and large[-1][-2:] == [56413, 109949]
 
 
 def test_mean_difference():

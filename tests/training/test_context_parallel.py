@@ -38,10 +38,6 @@ def test_parts_of_a_response():
         slice_response(response[:3], 10, 4, ContextParallel(2, 0, None))
 
 
-def test_lengths_of_the_parts_of_responses():
-    totals, responses = zip(*LENGTHS, strict=True)
-
-
 def test_without_context_parallelism_nothing_is_gathered():
     values = torch.ones(4)
     assert gather_response(values, 10, 4, NO_CONTEXT_PARALLEL) is values
