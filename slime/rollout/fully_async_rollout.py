@@ -74,11 +74,6 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
     """
 
     def __init__(self, args: Any, data_source: Any) -> None:
-        if args.rollout_all_samples_process_path:
-            raise UserError(
-                f"--rollout-all-samples-process-path {args.rollout_all_samples_process_path}: fully_async_rollout does not "
-                "call it, its groups belong to no rollout until they are taken; drop the flag"
-            )
         self.args = args
         self.data_source = data_source
         self.state = GenerateState(args)

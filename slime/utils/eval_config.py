@@ -110,8 +110,6 @@ _FLAGS: dict[str, tuple[str, ...]] = {
     "skip_special_tokens": ("rollout_skip_special_tokens",),
 }
 
-_FALLBACKS = {"metadata_key": "metadata", "tool_key": "tools", "n_samples_per_eval_prompt": 1}
-
 
 # Keys whose numbers start above 0, and those that start at 0.
 _POSITIVE = (
@@ -208,8 +206,6 @@ def _build(args: Any, entry: dict[str, Any], defaults: Mapping[str, Any]) -> Eva
     for name, flags in _FLAGS.items():
         if values.get(name) is None:
             values[name] = next((v for flag in flags if (v := vars(args).get(flag)) is not None), None)
-    for name, value in _FALLBACKS.items():
-        values[name] = value if values.get(name) is None else values[name]
     config = EvalDatasetConfig(**values)
     # Values of flags have rules of their own.
     problems = [problem for key in given if (problem := value_problem(key, given[key])) is not None]

@@ -121,6 +121,10 @@ def rewards(args: argparse.Namespace) -> Iterator[Violation]:
                 name=name,
                 known=known_reward_types(),
             )
+        own = args.reward_key or args.custom_reward_post_process_path
+        if bare_reward_type(name) == "dapo" and not (own if place == "--rm-type" else args.eval_reward_key):
+            template = "{place} {name} grades with a dict; give {--reward-key} score, the entry that counts"
+            yield broken(args, template, place=place, name=name)
 
 
 _PROOF = "with {--true-on-policy-mode} samples must come from the weights that train on them"
@@ -145,6 +149,10 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         "{--update-weights-interval=}: train.py pushes the weights after every rollout; use train_async.py, or give 1"),
     refused(lambda args: not args.asynchronous and args.rollout_function_path.startswith(FULLY_ASYNC),
         "{--rollout-function-path=} generates while the trainer works: use train_async.py"),
+    refused_each(("over_sampling_batch_size", "keep_surplus_groups", "rollout_all_samples_process_path"),
+        lambda args, value: args.rollout_function_path.startswith(FULLY_ASYNC)
+            and value not in (None, False, args.rollout_batch_size),
+        "{0=} has no effect on {--rollout-function-path=}, whose rollouts take finished groups in turn; drop the former"),
     refused(lambda args: args.rollout_function_path.startswith(ROLLOUT_BUFFER) and args.rollout_buffer_url is None,
         "{--rollout-function-path=} takes its groups from a service: give {--rollout-buffer-url} http://127.0.0.1:8889"),
     refused(lambda args: args.eval_interval is not None and args.eval_function_path.startswith((FULLY_ASYNC, ROLLOUT_BUFFER)),

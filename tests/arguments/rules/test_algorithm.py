@@ -55,6 +55,17 @@ def test_generation_that_never_stops_needs_its_loop_and_somebody_who_evaluates(t
     assert asynchronous(tmp_path, "--async-buffer-size 2").update_weights_in_flight is False
 
 
+def test_a_dict_of_a_reward_has_an_entry_that_counts(tmp_path):
+    """A post-processing function takes dicts whole, but not those of an evaluation."""
+    for words in ("--reward-key score", f"--custom-reward-post-process-path {__file__}:converts"):
+        parse(tmp_path, "--rm-type", "dapo", *words.split())
+    (tmp_path / "eval.yaml").write_text(f"datasets: [{{name: a, path: {tmp_path}/prompts.jsonl, rm_type: boxed_dapo}}]")
+    words = f"--eval-interval 2 --eval-config {tmp_path}/eval.yaml"
+    message = "{tmp}/eval.yaml:1: rm_type boxed_dapo grades with a dict; give --reward-key score, the entry that counts"
+    assert_violation(tmp_path, f"{words} --custom-reward-post-process-path {__file__}:converts", message)
+    parse(tmp_path, *words.split(), "--eval-reward-key", "score")
+
+
 def test_masked_partial_rollouts_are_on_policy(tmp_path):
     parse(tmp_path, "--true-on-policy-mode", "--partial-rollout", "--mask-offpolicy-in-partial-rollout", "--dry-run")
 

@@ -119,6 +119,19 @@ def test_an_epoch_beside_a_number_of_rollouts_is_ignored_and_said(tmp_path, capl
     assert "--num-epoch 2 is ignored: --num-rollout 4 is given" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "words, is_told",
+    [
+        ("", True),
+        ("--eval-interval 2 --eval-prompt-data a {tmp}/prompts.jsonl", False),
+        ("--eval-interval 2 --eval-prompt-data a {tmp}/prompts.jsonl --debug-train-only", True),
+    ],
+)
+def test_a_run_that_does_nothing_says_so(tmp_path, caplog, words, is_told):
+    parse(tmp_path, "--num-rollout", "0", *words.format(tmp=tmp_path).split())
+    assert ("--num-rollout 0 trains nothing" in caplog.text) == is_told
+
+
 def test_own_rollout_functions_may_return_any_number(tmp_path):
     args = parse(tmp_path, "--rollout-function-path", "tests.support.rollout", "--global-batch-size", "3")
     assert (args.num_steps_per_rollout, args.global_batch_size) == (2, 3)

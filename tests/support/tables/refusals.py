@@ -6,6 +6,7 @@ The sentences stand in `tests/arguments/data/messages.txt`, with everything else
 from slime.arguments.violations import Kind
 
 UNKNOWN, OUT_OF_BOUNDS, WRONG, MISSING, NOT_BUILT = Kind
+FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
 # {tmp} is the directory of the run's files.
 REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
@@ -74,6 +75,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--rollout-max-response-len 1000", "--rollout-max-response-len --max-position-embeddings", WRONG),
         ("--eval-max-context-len 1000", "--eval-max-context-len --max-position-embeddings", WRONG),
         ("--rm-type nosuch", "--rm-type --custom-rm-path", WRONG),
+        ("--rm-type dapo", "--reward-key", WRONG),
         ("--rollout-max-context-len 1000", "--rollout-max-context-len --max-position-embeddings", WRONG),
         ("--true-on-policy-mode --num-steps-per-rollout 2", "--num-steps-per-rollout --true-on-policy-mode", WRONG),
         ("--update-weights-interval 2", "--update-weights-interval", WRONG),
@@ -89,6 +91,10 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--colocate", "--colocate --offload --release-train", WRONG),
         ("--offload-rollout", "--colocate --offload --release-train", WRONG),
         ("--true-on-policy-mode", "--true-on-policy-mode", WRONG),
+        (f"{FULLY_ASYNC} --over-sampling-batch-size 8", "--over-sampling-batch-size --rollout-function-path", WRONG),
+        (f"{FULLY_ASYNC} --keep-surplus-groups", "--keep-surplus-groups --rollout-function-path", WRONG),
+        (f"{FULLY_ASYNC} --rollout-all-samples-process-path f.py:seen",
+         "--rollout-all-samples-process-path --rollout-function-path", WRONG),
         ("--async-buffer-size 3 --update-weights-interval 2 --max-weight-staleness 1",
          "--max-weight-staleness --async-buffer-size --update-weights-interval", WRONG),
     ),
