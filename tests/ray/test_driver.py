@@ -378,6 +378,34 @@ def test_ranks_and_engines_are_told_in_the_order_of_the_turns(make_pool):
         pool.devices.turn_to(Turn.GENERATION)
 
 
+@pytest.mark.parametrize("release_train", [False, True])
+def test_o4_a_trainer_that_sleeps_while_engines_generate_is_awake_for_a_save(monkeypatch, release_train):
+    """A checkpoint of every rollout, also of the last one."""
+    events = []
+
+    class Sync:
+        def __init__(self, args, actor, manager, devices):
+            self._devices = devices
+
+        def push(self):
+            self._devices.turn_to(Turn.PUSH)
+            self._devices.turn_to(Turn.GENERATION)
+            return {}
+
+    monkeypatch.setattr("slime.ray.weight_sync.WeightSync", Sync)
+    args = make(
+        has_trainer=True, colocate=True, offload_train=not release_train, offload_rollout=True, save_interval=1,
+        eval_interval=None, use_critic=False, typed_flags=set(), rollout_external=False, release_train=release_train,
+    )  # fmt: skip
+    actor, manager = EventActor(events), FakeManager()
+    actor.hold = lambda holds: events.append(("hold", holds.name))
+    manager.hold, manager.save = lambda holds: None, lambda rollout_id: None
+    train.loop(args, started(0, 2, manager, actor), RunProgress())
+    awake, asleep = ("hold", "ALL"), [("hold", "WEIGHTS"), ("hold", "NOTHING")]
+    step = [[awake, ("train", rollout_id), ("save", rollout_id), *asleep] for rollout_id in range(2)]
+    assert events == [*asleep, *step[0], *step[1]]
+
+
 @pytest.mark.parametrize("colocate", [True, False])
 def test_ranks_that_end_take_the_turns_of_ranks_that_sleep(make_pool, colocate):
     pool = make_pool(release_train=True, offload_train=False, offload_rollout=colocate, colocate=colocate)

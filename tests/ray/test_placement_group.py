@@ -269,7 +269,7 @@ def test_the_limit_of_a_start_names_the_flag_that_would_help(monkeypatch, ranks,
     ],
 )
 @pytest.mark.parametrize("shares", [False, True])
-def test_a_started_run_is_returned_and_what_was_parsed_stays(monkeypatch, typed, trains, expected, shares):
+def test_a7_a_started_run_is_returned_and_what_was_parsed_stays(monkeypatch, typed, trains, expected, shares):
     class Group:
         def __init__(self, args, *arguments):
             self.args = args

@@ -92,7 +92,7 @@ def test_the_second_attempt_on_a_prompt(server, checkpoint, tmp_path):
     ]
 
 
-def test_a_stream_is_one_request(server, checkpoint):
+def test_m6_a_stream_is_one_request(server, checkpoint):
     path = "slime.rollout.sglang_streaming_rollout.generate_streaming"
     args = make_args(checkpoint, server.port, custom_generate_function_path=path)
     sample = run(generate_and_rm(args, Sample(index=0, prompt="p"), params(args)))

@@ -284,7 +284,7 @@ def test_a_failed_request_brings_the_checks_forward():
     assert health.begin(1.0, [A, B]) == [A, B], "within the grace too"
 
 
-def test_an_actor_that_says_nothing_does_not_hold_up_the_others():
+def test_f1_an_actor_that_says_nothing_does_not_hold_up_the_others():
     health = checks()
     health.begin(5.0, [A, B])
     health.answered(B, 6.0)

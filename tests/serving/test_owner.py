@@ -405,7 +405,7 @@ def let_the_watch_turn(owner):
     wait_until(lambda: owner.turns >= seen + 10)
 
 
-def test_engines_are_checked_while_samples_are_generated_and_one_that_hangs_is_replaced(make_owner):
+def test_f1_engines_are_checked_while_samples_are_generated_and_one_that_hangs_is_replaced(make_owner):
     owner = serving(make_owner(use_fault_tolerance=True))
     owner.outcomes["check", FIRST] = died("engine 0 hangs")
     let_the_watch_turn(owner)

@@ -58,6 +58,16 @@ def test_pushes_go_to_the_trained_model_alone(make_pair):
         assert owner.is_serving()
 
 
+def test_s7_each_push_goes_to_all_models_that_are_trained(make_owner):
+    group = ServerGroup("regular", 1, 1, {})
+    models = [ModelServing(name, "/actor", name != "judge", (group,)) for name in ("actor", "judge", "twin")]
+    owner = ready(make_owner(engines=3, sglang_config="serving.yaml", served_models=models))
+    for version in (1, 2):
+        assert pushed(owner, version) == [EngineName(0), EngineName(2)]
+        assert [record.weight_version for record in owner._fleet.records()] == [version, None, version]
+    assert all(owner.is_serving(name) for name in ("actor", "judge", "twin"))
+
+
 def test_the_router_of_a_second_model_is_watched_too(make_pair):
     owner = ready(make_pair(process=Process()))
     owner.routers["judge"].process = process = Process()
@@ -66,7 +76,7 @@ def test_the_router_of_a_second_model_is_watched_too(make_pair):
         owner.ended.result(60)
 
 
-def test_a_frozen_engine_that_dies_is_replaced_at_its_own_router_and_keeps_no_push_waiting(make_pair):
+def test_f3_a_frozen_engine_that_dies_is_replaced_at_its_own_router_and_keeps_no_push_waiting(make_pair):
     owner = ready(make_pair(use_fault_tolerance=True))
     pushed(owner)
     # Its successor does not start for a while.

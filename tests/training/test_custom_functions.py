@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from slime.algorithms.reduction import sum_of_sample_mean
+from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.advantages import compute_advantages_and_returns
 from slime.training.context_parallel import ContextParallel
 from slime.training.custom_functions import icepop_function, vanilla_tis_function
 from slime.training.loss import loss_function
+from slime.training.rollout_batch import build_train_batch, split_for_data_parallel, to_tensors
 from slime.training.rollout_data import RolloutData
 from slime.utils.errors import UserError
+from slime.utils.types import Sample
 from tests.support.models.objective_step import (
     ROLLOUTS,
     VOCABULARY,
@@ -153,6 +156,31 @@ def test_masks_that_a_custom_loss_edits_count(function, per_token, size):
     path = f"{__file__}:{function}"
     args = case_args(loss_type="custom_loss", custom_loss_function_path=path, calculate_per_token_loss=per_token)
     assert losses_of_ranks(args, size)["loss"] == pytest.approx(-2.0 if per_token else -2.0 / 5)
+
+
+def loss_of_notes(args, batch, logits, sum_of_sample_mean):
+    """Every sample counts with what was noted on it."""
+    noted = zip(batch["metadata"], batch["response_lengths"], strict=True)
+    return sum_of_sample_mean(torch.cat([torch.full((int(length),), of["weight"]) for of, length in noted])), {}
+
+
+def test_r22_a_custom_loss_reads_what_a_function_noted_on_its_samples():
+    samples = [
+        Sample(
+            index=i, rollout_id=i, tokens=[1, 2, 3, 4, 5], response_length=2 + i % 2, train_metadata={"weight": 10.0**i}
+        )
+        for i in range(3)
+    ]
+    batch = build_train_batch(samples, [1.0] * 3, [1.0] * 3)
+    # The second rank has two samples, a micro-batch each, and another order.
+    shard = split_for_data_parallel(batch, DPSchedule([[0], [2, 1]], [[[0]], [[0], [1]]], [1], [3], 0))[1]
+    args = case_args(loss_type="custom_loss", custom_loss_function_path=f"{__file__}:loss_of_notes")
+    found = []
+    for positions in shard["micro_batch_indices"]:
+        micro_batch = to_tensors(shard, "cpu").micro_batch(positions, pad_multiple=4)
+        logits = torch.zeros(len(micro_batch.stream.next_tokens), VOCABULARY)
+        found.append(float(loss_function(args, micro_batch, logits, None)[0]))
+    assert found == pytest.approx([100.0, 10.0])
 
 
 def wrong_kind(**kwargs):

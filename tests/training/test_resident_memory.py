@@ -4,13 +4,16 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from slime.scheduling.device_turns import Holds
 from slime.training import resident_memory
+from slime.training.actor_rank import ActorRank
 from slime.training.resident_memory import ResidentMemory, Residents, _PinnedCopy
+from slime.training.train_rank import CriticRank
 from slime.utils.errors import RunError
 from tests.support.models.tiny_model import write_tiny_model
 from tests.support.processes.actor_run import Rank, command_line
@@ -131,6 +134,15 @@ def test_what_lies_on_the_disk_has_no_name(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
     memory.hold(Holds.ALL)
     assert model.buffer.tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("holds", [Holds.NOTHING, Holds.WEIGHTS])
+@pytest.mark.parametrize("kind", [ActorRank, CriticRank])
+def test_o4_a_rank_that_has_given_memory_back_writes_no_checkpoint(kind, holds):
+    rank = object.__new__(kind)
+    rank.role, rank.rank, rank.memory = "training", 3, SimpleNamespace(holds=holds)
+    with pytest.raises(RunError, match="training rank 3 has given its memory back: it must wake up before a save"):
+        rank.save(1)
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import RunError, UserError
+from slime.weights.hf_writer import write_hf_checkpoint
 from slime.weights.quantisers import (
     _scale_and_zero,
     moves_when_read,
@@ -57,7 +58,7 @@ def sglang_block_dequant(*arguments):
     return of_sglang("block_quant_dequant")(*arguments)
 
 
-def test_blocks_of_fp8_by_hand():
+def test_s3_blocks_of_fp8_by_hand():
     weight = torch.zeros(3, 4)
     weight[0, 0], weight[1, 1], weight[0, 2] = 448.0, -224.0, 0.5
     weight[2] = torch.tensor([0.0, 0.0, 896.0, 2.0])
@@ -99,7 +100,7 @@ def test_scales_that_are_powers_of_two_as_the_engine_makes_them():
     assert quantise_fp8_blocks(torch.zeros(2, 2), (2, 2), "ue8m0")[1].item() == 1
 
 
-def test_a_tensor_of_fp8():
+def test_s3_a_tensor_of_fp8():
     quantised, scale = quantise_fp8_tensor(torch.tensor([[896.0, -2.0], [0.0, 448.0]]))
     assert (scale.item(), quantised.float().tolist()) == (2.0, [[448.0, -1.0], [0.0, 224.0]])
     zeros, scale = quantise_fp8_tensor(torch.zeros(2, 2))
@@ -147,6 +148,16 @@ def checkpoint(tmp_path):
     return write
 
 
+def named_weights():
+    """What the checkpoint was made of."""
+    weight = matrix(128, 256)
+    return [("norm.weight", torch.ones(256).bfloat16()), ("lm_head.weight", weight), ("up.weight", weight.clone())]
+
+
+def read_files(directory):
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
 @pytest.mark.parametrize(
     "settings",
     [BLOCK, {**BLOCK, "scale_fmt": "ue8m0"}, TENSOR, int4(), int4(symmetric=False)],
@@ -154,14 +165,28 @@ def checkpoint(tmp_path):
 )
 def test_what_comes_out_is_what_the_checkpoint_has(checkpoint, settings):
     directory = checkpoint(settings)
-    weight = matrix(128, 256)
-    named = [("norm.weight", torch.ones(256).bfloat16()), ("lm_head.weight", weight), ("up.weight", weight)]
-    found = dict(quantiser_of(directory)(named))
-    stored = load_file(directory / "model.safetensors")
+    found = dict(quantiser_of(directory)(named_weights()))
+    stored = read_files(directory)
     assert found.keys() == stored.keys()
     for name, tensor in stored.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
         assert found[name].view(torch.uint8).equal(tensor.view(torch.uint8)) if tensor.dim() else True, name
+
+
+@pytest.mark.parametrize(
+    "settings", [BLOCK, {**BLOCK, "scale_fmt": "ue8m0"}, TENSOR], ids=["block", "powers", "tensor"]
+)
+def test_o7_an_export_of_fp8_has_plain_scales_and_is_read_again(checkpoint, tmp_path_factory, settings):
+    """Some engines keep the scales packed into integers, or in another order: the files have a number for each block."""
+    source, export = checkpoint(settings), tmp_path_factory.mktemp("saved") / "hf"
+    write_hf_checkpoint(export, quantiser_of(source)(named_weights()), source)
+    (scale,) = [tensor for name, tensor in read_files(export).items() if "scale" in name]
+    assert (scale.dtype, scale.numel()) == (torch.float32, 2 if "weight_block_size" in settings else 1)
+    assert as_the_engine_reads(export, settings).equal(as_the_engine_reads(source, settings))
+    for name in ("up.weight", "lm_head.weight", "norm.weight"):
+        assert open_checkpoint(export).tensor(name)[:].equal(open_checkpoint(source).tensor(name)[:]), name
+    again = dict(quantiser_of(export)(named_weights()))
+    assert all(tensor.float().equal(again[name].float()) for name, tensor in read_files(export).items())
 
 
 def test_a_checkpoint_that_is_not_quantised_has_no_quantiser(tmp_path):
@@ -202,9 +227,7 @@ def test_a_config_that_does_not_fit_the_tensors_is_refused(checkpoint):
 
 def as_the_engine_reads(directory, settings):
     """The quantised weight of `checkpoint`, whole, by the engine packages' own functions."""
-    parts = {
-        name[3:]: tensor for name, tensor in load_file(directory / "model.safetensors").items() if name[:3] == "up."
-    }
+    parts = {name[3:]: tensor for name, tensor in read_files(directory).items() if name[:3] == "up."}
     if settings["quant_method"] == "compressed-tensors":
         scheme = QuantizationScheme.model_validate(settings["config_groups"]["group_0"])
         return PackedQuantizationCompressor.decompress(parts, scheme)["weight"]

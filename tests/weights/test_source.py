@@ -51,7 +51,7 @@ class Walk:
             yield bucket
 
 
-def test_every_bucket_is_sent_and_an_empty_one_is_not():
+def test_s2_every_bucket_is_sent_and_an_empty_one_is_not():
     transport = Recording()
     sent = WeightSource(Walk(), transport, {"a", "b", "c"}).send(3)
     assert transport.calls == [("begin", 3), ["a", "b"], ["c"], "finish"]
@@ -59,7 +59,7 @@ def test_every_bucket_is_sent_and_an_empty_one_is_not():
     assert sent.failed == {} and sent.refusal is None
 
 
-def test_a_rank_that_only_helps_makes_all_buckets():
+def test_s2_a_rank_that_only_helps_makes_all_buckets():
     walk = Walk()
     source = WeightSource(walk, None)
     assert source.send(1) is None and walk.made == 3

@@ -186,7 +186,9 @@ def told(engines):
 
 @pytest.mark.parametrize(("sizes", "ranks"), [((1, 2), 1), ((2, 1), 2), ((1, 2), 2)], ids=["1+2", "2+1", "1+2, half"])
 @pytest.mark.parametrize("wrong", [None, 0, 1], ids=["all right", "by handles", "by the group"])
-def test_engines_inside_and_beside_get_one_version_whole_or_are_left_out(devices, engine_actors, sizes, ranks, wrong):
+def test_s5_engines_inside_and_beside_get_one_version_whole_or_are_left_out(
+    devices, engine_actors, sizes, ranks, wrong
+):
     """The first engine has devices of ranks, the second one others, or one of each kind. `wrong`: one that says after the push
     that it has other weights."""
     import ray

@@ -142,7 +142,7 @@ def test_a_push_that_changes_nothing_is_published_too(run):
     run.assert_on()
 
 
-def test_a_resumed_run_takes_hosts_from_the_checkpoint_to_its_weights(run):
+def test_s4_a_resumed_run_takes_hosts_from_the_checkpoint_to_its_weights(run):
     for name in NAMES:
         run.change(name)
     run.push(41)
@@ -171,7 +171,7 @@ def test_a_host_that_comes_late_is_led_through_all_of_it(run, tmp_path):
     run.assert_on(late)
 
 
-def test_a_delta_is_applied_once_and_only_to_its_base(run, tmp_path):
+def test_s9_a_delta_is_applied_once_and_only_to_its_base(run, tmp_path):
     run.change("a")
     run.push(1)
     run.change("a", 1)

@@ -113,7 +113,7 @@ def test_nothing_but_containers_and_tensors_stands_in_a_handle(memory):
     flattener.release()
 
 
-def test_a_hundred_buckets_need_no_more_memory_than_two(memory, reader):
+def test_s1_a_hundred_buckets_need_no_more_memory_than_two(memory, reader):
     flattener = BucketFlattener(memory=memory)
     process, seen = psutil.Process(reader.process.pid), []
     for number in range(100):
