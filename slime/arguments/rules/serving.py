@@ -289,8 +289,8 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     of_groups(refused(lambda args: args.use_rollout_routing_replay and args.sglang_enable_hierarchical_cache,
         "{--sglang-enable-hierarchical-cache} loses the experts that {--use-rollout-routing-replay} asks for; drop it")),
     of_groups(refused(lambda args: args.rollout_top_k > (args.sglang_sampling_mask_max_tokens or TOLD_TOKENS),
-        f"{{--rollout-top-k=}}: engines tell sets of at most {TOLD_TOKENS} kept tokens, unless "
-        "{--sglang-sampling-mask-max-tokens} says another number, and refuse to sample among more; give fewer")),
+        f"{{--rollout-top-k=}}: an engine tells at most {{--sglang-sampling-mask-max-tokens}} kept tokens ({TOLD_TOKENS} "
+        "unless that is given), and refuses to sample among more; give fewer")),
     router_settings, engines_to_compare,
     refused_each(("router_prefill_policy", "router_decode_policy", *OF_ROLES),
         lambda args, value: value not in (None, False) and not has_roles(args),

@@ -224,7 +224,7 @@ def test_engines_of_a_file_that_train_tell_enough_kept_tokens(tmp_path):
     serving.write_text(f"sglang:\n  - name: actor\n    server_groups:\n      {group % 6000}\n{grader}")
     assert parse(tmp_path, *words.split()).rollout_top_k == 5000
     serving.write_text(f"sglang:\n  - name: actor\n    server_groups:\n      {group % 600}\n{grader}")
-    assert "serving.yaml:4: --rollout-top-k 5000: engines tell sets of at most 4096" in refusal(tmp_path, words)
+    assert "serving.yaml:4: --rollout-top-k 5000: an engine tells at most" in refusal(tmp_path, words)
 
 
 def test_a_run_that_only_trains_ignores_the_flags_of_engines(tmp_path):
