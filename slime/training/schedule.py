@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from slime.arguments.model_shape import flops_model_from_args
+from slime.models.shape_of_flags import flops_model_from_args
 from slime.scheduling.dp_schedule import BatchingRule, Bins, DPSchedule, build_schedule
 from slime.utils.errors import UserError
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from slime.arguments.model_shape import calculate_fwd_flops
+from slime.models.shape_of_flags import calculate_fwd_flops
 from slime.training.backend import Backend, Collect, OwnTerm, RankGroups, StepLoss
 from slime.training.loss import loss_function, response_log_probs, response_values
 from slime.training.metric_reduction import all_reduce_sum, reduce_metrics, step_denominator

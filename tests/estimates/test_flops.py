@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.arguments.model_shape import calculate_fwd_flops, flops_model_from_args
 from slime.estimates.flops import mla_attention_flops
+from slime.models.shape_of_flags import calculate_fwd_flops, flops_model_from_args
 from tests.support.models.tiny_shape import TINY_SHAPE
 
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.arguments.model_shape import model_shape_from_args
 from slime.estimates.layout import ParallelLayout, split_into_stages
 from slime.estimates.parameters import LayerParameters, count_parameters, rank_parameters
 from slime.estimates.shape import IndexerShape, LinearAttentionShape, MlaShape, ModelShape, MoeShape
+from slime.models.shape_of_flags import model_shape_from_args
 from tests.support.tables.model_scripts import PARAMETER_COUNTS
 from tools.published_models import PUBLISHED_MODELS
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from slime.arguments.hf_config import CHOICES, SUPPLEMENTS
-from slime.arguments.model_shape import model_shape_from_args
 from slime.arguments.parser import build_parser, parse_known
 from slime.estimates.parameters import count_parameters
 from slime.estimates.shape import expert_layers
 from slime.models.families import model_args_from_hf
+from slime.models.shape_of_flags import model_shape_from_args
 from tests.support.tables.model_scripts import PARAMETER_COUNTS, SCRIPTS, script_arrays
 from tests.support.tables.shell_arrays import as_flags, source_all
 from tools.published_models import PUBLISHED_MODELS

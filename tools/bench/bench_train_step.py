@@ -348,7 +348,7 @@ NO_MASK = {"full_attention": None}
 
 def training_flops(args: argparse.Namespace, lengths: Sequence[int]) -> float:
     """Of the matrix products of one step."""
-    from slime.arguments.model_shape import flops_model_from_args
+    from slime.models.shape_of_flags import flops_model_from_args
 
     flops = flops_model_from_args(args)
     return 3.0 * sum(flops.forward_flops(length) for length in lengths)

@@ -221,7 +221,7 @@ def throughputs(args):
 
 
 def test_operations_per_second_are_those_of_all_samples_over_all_ranks(root, monkeypatch):
-    from slime.arguments.model_shape import calculate_fwd_flops
+    from slime.models.shape_of_flags import calculate_fwd_flops
 
     assert run_distributed(throughputs, 1, (layout_args(root / "tied"),))[0][0] is None
     args = layout_args(root / "tied", log_throughput=True, **DATA)

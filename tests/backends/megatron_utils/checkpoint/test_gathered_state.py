@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from slime.arguments.model_shape import model_shape_from_args
 from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout, split_into_stages
 from slime.estimates.training_memory import StateBytes, TrainingSetup, training_memory
+from slime.models.shape_of_flags import model_shape_from_args
 from tests.support.models.tiny_model import write_tiny_mixture, write_tiny_model
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.resumed_run import ResumableRun, resumable_args, resumed, stored_tensors

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.arguments.model_shape import model_shape_from_args
 from slime.estimates.shape import (
     IndexerShape,
     LinearAttentionShape,
@@ -13,6 +12,7 @@ from slime.estimates.shape import (
     expert_layers,
     linear_attention_layers,
 )
+from slime.models.shape_of_flags import model_shape_from_args
 from slime.utils.errors import UserError
 
 LEAST = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32}
