@@ -8,13 +8,13 @@ beside a refusal, warnings and remarks, is said once, when the flags are accepte
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from slime.arguments.bounds import missing_needs, replace_wrong_sizes, warn_of_idle_flags, warn_of_unusual_values
 from slime.arguments.config_files.custom_config import apply_custom_config, overruled_values
-from slime.arguments.config_files.role_config import apply_role_config, critic_values
-from slime.arguments.derivation import derive, resolve_aliases
+from slime.arguments.config_files.role_config import apply_role_config, begin_critic, keep_critic, of_critic
+from slime.arguments.derivation import derive, derive_critic, resolve_aliases
 from slime.arguments.flag import flag_of
 from slime.arguments.hf_config import apply_hf_config, read_hf_config, takes_shape_of_config
 from slime.arguments.model_shape import padded_vocabulary
@@ -95,16 +95,11 @@ def _settle(args: argparse.Namespace, violations: list[Violation], unknown: list
 
 def _derive_and_check(args: argparse.Namespace) -> list[Violation]:
     """What a plan only takes note of goes to `args.plan_notes` where one is asked for."""
-    wrong = make_paths_absolute(args)
-    if args.prompt_data is not None and len(args.prompt_data) == 1:
-        args.prompt_data = args.prompt_data[0]
-    violations = resolve_aliases(args)
-    wrong |= replace_wrong_sizes(args)
-    if args.hf_checkpoint is not None:
-        violations += _apply_shape(args)
-    violations += derive(args)
-    violations += [violation for rule in RULES for violation in rule(args)]
-    violations = [*wrong.values(), *without_consequences(violations, set(map(flag_of, wrong)))]
+    violations, critic = _derived_and_asked(args, derive, RULES), begin_critic(args)
+    if args.use_critic:
+        with recording(critic, Origin.DERIVED):
+            found = _derived_and_asked(critic, derive_critic, CRITIC_RULES)
+        violations += [*of_critic(args, found, violations)]
     # A missing file may stand in the way of several rules, which then say the same.
     first: dict[str, Violation] = {}
     for violation in violations:
@@ -113,13 +108,32 @@ def _derive_and_check(args: argparse.Namespace) -> list[Violation]:
     violations = [violation for message, violation in first.items() if message not in noted]
     args.plan_notes = noted
     if not violations:
-        if args.vocab_size is not None:
-            args.padded_vocab_size = padded_vocabulary(args)
+        for model in (args, critic):
+            if model.vocab_size is not None:
+                model.padded_vocab_size = padded_vocabulary(model)
+        if args.use_critic:
+            keep_critic(args, critic)
         keep_names_equal(args)
         # A shorthand only: nobody may read it in place of what it stands for.
         vars(args).pop("offload", None)
         args.origins.pop("offload", None)
     return violations
+
+
+def _derived_and_asked(
+    args: argparse.Namespace, derive: Callable[[argparse.Namespace], list[Violation]], rules: Iterable[Rule]
+) -> list[Violation]:
+    """Derive the values of a model's arguments, in place, and ask the rules about them."""
+    wrong = make_paths_absolute(args)
+    if args.prompt_data is not None and len(args.prompt_data) == 1:
+        args.prompt_data = args.prompt_data[0]
+    violations = resolve_aliases(args)
+    wrong |= replace_wrong_sizes(args)
+    if args.hf_checkpoint is not None:
+        violations += _apply_shape(args)
+    violations += derive(args)
+    violations += [violation for rule in rules for violation in rule(args)]
+    return [*wrong.values(), *without_consequences(violations, set(map(flag_of, wrong)))]
 
 
 def _apply_shape(args: argparse.Namespace) -> list[Violation]:
@@ -138,6 +152,11 @@ def _apply_shape(args: argparse.Namespace) -> list[Violation]:
 RULES: tuple[Rule, ...] = (
     *PLACEMENT_RULES, *BATCH_RULES, *ROLLOUT_RULES, *OBJECTIVE_RULES, routing_replay, *DATA_RULES, missing_needs,
     *CHECKPOINT_RULES, *WEIGHT_RULES, *MODEL_NAME_RULES, warn_of_idle_flags, warn_of_unusual_values, overruled_values,
-    critic_values, *TRACKER_RULES, *MEGATRON_RULES, *SERVING_RULES,
+    *TRACKER_RULES, *MEGATRON_RULES, *SERVING_RULES,
+    *of_kind(Kind.MISSING, *FILE_RULES, *EXTENSION_RULES), *of_kind(Kind.NOT_BUILT, *NOT_BUILT_RULES),
+)  # fmt: skip
+# Those about flags that a critic may have for itself.
+CRITIC_RULES: tuple[Rule, ...] = (
+    *BATCH_RULES, missing_needs, *WEIGHT_RULES, *MODEL_NAME_RULES, *MEGATRON_RULES,
     *of_kind(Kind.MISSING, *FILE_RULES, *EXTENSION_RULES), *of_kind(Kind.NOT_BUILT, *NOT_BUILT_RULES),
 )  # fmt: skip

@@ -15,9 +15,10 @@ from typing import Any
 from slime.algorithms.estimators import estimator
 from slime.arguments.checkpoints import WeightSource, latest_iteration, resolve_initial_weights
 from slime.arguments.config_files.eval_file import load_eval_config
-from slime.arguments.config_files.role_config import critic_weights
+from slime.arguments.config_files.role_config import CRITIC, critic_weights, switch_off
 from slime.arguments.config_files.serving_config import load_serving_config, served_models
 from slime.arguments.flag import flag_of
+from slime.arguments.megatron.effects import ACTS_WITH
 from slime.arguments.megatron.values import derive_megatron_values
 from slime.arguments.origins import Origin
 from slime.arguments.server_flags import TOLD_TOKENS
@@ -40,15 +41,18 @@ logger = logging.getLogger(__name__)
 _OWN_ROLLOUTS = "slime.rollout."
 FULLY_ASYNC = "slime.rollout.fully_async_rollout"
 ROLLOUT_BUFFER = "slime_plugins.rollout_buffer"
+_SPLIT_OF_STAGES = frozenset({
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
+})  # fmt: skip
 
 
 def derive(args: argparse.Namespace) -> list[Violation]:
     """Derive all values in dependency order; returns violations that make a value impossible to derive."""
     violations: list[Violation] = []
     derive_placement(args)
-    _parallel_sizes(args, violations)
-    settle_precision(args, on_gpus=runs_on_gpus(args))
-    derive_megatron_values(args)
+    _model_values(args, violations)
+    _engines(args, violations)
     _batch_sizes(args, violations)
     _unset_values(args)
     _evaluation(args, violations)
@@ -58,7 +62,22 @@ def derive(args: argparse.Namespace) -> list[Violation]:
     return violations
 
 
-def _parallel_sizes(args: argparse.Namespace, violations: list[Violation]) -> None:
+def derive_critic(critic: argparse.Namespace) -> list[Violation]:
+    """The same for the arguments of a critic: what follows from flags that it may have for itself. The rest is the run's."""
+    violations: list[Violation] = []
+    own = critic.role_overrides.get(CRITIC, {}).keys()
+    # What the run says of a layout that this model has not is nothing to refuse it for.
+    if critic.tensor_model_parallel_size == 1 and "sequence_parallel" not in own:
+        critic.sequence_parallel = False
+    if critic.pipeline_model_parallel_size == 1:
+        vars(critic).update(dict.fromkeys(_SPLIT_OF_STAGES - own))
+    _model_values(critic, violations)
+    critic.typed_flags -= {name for group in ACTS_WITH for name in group.idle(critic)} - own
+    switch_off(critic)
+    return violations
+
+
+def _model_values(args: argparse.Namespace, violations: list[Violation]) -> None:
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.has_trainer and not divides_the_ranks(args):
         model_parallel = model_parallel_size(args)
@@ -70,6 +89,11 @@ def _parallel_sizes(args: argparse.Namespace, violations: list[Violation]) -> No
         per_node = model_parallel // math.gcd(model_parallel, args.actor_num_nodes)
         violations.append(broken(args, template, per_node=per_node))
     args.data_parallel_size = data_parallel_size(args)
+    settle_precision(args, on_gpus=runs_on_gpus(args))
+    derive_megatron_values(args)
+
+
+def _engines(args: argparse.Namespace, violations: list[Violation]) -> None:
     args.rollout_num_engines = (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
     args.served_models = None
     if args.sglang_config is not None and args.has_engines:

@@ -153,7 +153,7 @@ _CHECKED = (
 )
 _LONGEST_VALUE = 100
 # Told by other names, or no settings.
-_LEFT_OUT = frozenset({"custom_config", "values_before_actor_overrides", "plan_notes"})
+_LEFT_OUT = frozenset({"custom_config", "critic_values", "plan_notes"})
 
 
 def effective_configuration(args: argparse.Namespace) -> str:

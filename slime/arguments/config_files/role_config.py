@@ -5,27 +5,25 @@
       - {name: critic, role: critic, overrides: {lr: 1.0e-5, save: /checkpoints/critic}}
 
 The run's arguments are those of the actor, so its overrides are merged into them like lines of `--custom-config-path`,
-before anything is derived or checked. The critic's stay aside until `role_args` builds its arguments.
+before anything is derived or checked. Of the critic's arguments those stay aside that it may have for itself.
 
-The overrides of a critic may say how it is trained. What it is trained on, and where, is the run's: it is a second model on the
-devices of the training ranks. Its arguments (`critic_args`) are the run's with its overrides and with what does not concern it
-switched off. It follows the actor: it starts where the actor starts, and resumes at the iteration at which the actor resumes.
-Unless its overrides say otherwise, its checkpoints lie in `critic/` below the actor's.
+The overrides of a critic may say how it is built and trained. What it is trained on, and where, is the run's: it is a second
+model on the devices of the training ranks. Its arguments (`critic_args`) are the run's but for what it has for itself, from
+which the same values are derived as from the run's, and for what does not concern it, which is switched off. It follows the
+actor: it starts where the actor starts, and resumes at the iteration at which the actor resumes. Unless its overrides say
+otherwise, its checkpoints lie in `critic/` below the actor's.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import logging
-import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from slime.algorithms.estimators import estimator, names_of_estimators
-from slime.arguments.bounds import replace_wrong_sizes
 from slime.arguments.checkpoints import (
     WeightSource,
     checkpoint_source,
@@ -35,13 +33,12 @@ from slime.arguments.checkpoints import (
 )
 from slime.arguments.config_files.custom_config import read_flag_values, set_from_file, sets_plug_in
 from slime.arguments.config_files.flag_names import FlagNames, attribute_name
+from slime.arguments.flag import attribute_of, flag_of
 from slime.arguments.help_text import groups_of
 from slime.arguments.hf_config import is_hf_checkpoint
-from slime.arguments.megatron.values import derive_virtual_stages
-from slime.arguments.model_shape import padded_vocabulary
-from slime.arguments.paths import PATHS
-from slime.arguments.sizes import MODEL_PARALLEL, data_parallel_size, divides_the_ranks, model_parallel_size
-from slime.arguments.violations import Violation, broken
+from slime.arguments.origins import Origin
+from slime.arguments.paths import PATHS, absolute
+from slime.arguments.violations import Kind, Violation, without_consequences
 from slime.observability.run_record import shown
 from slime.utils.errors import UserError
 from slime.utils.misc import near_name
@@ -65,26 +62,70 @@ CRITIC_DEFAULTS: dict[str, Any] = {
     "disable_param_buffer_cpu_backup": False,
 }
 
+# What a critic may have for itself: titles of groups of flags, and further flags. All others are the run's. How a model is
+# trained each has apart; of the network and of its batches the critic has what the actor has, unless it overrides that itself.
+_TRAINING = (
+    frozenset({"FSDP", "Megatron hooks", *map("Megatron: {}".format, (
+        "parallelism", "precision and fusion", "optimizer and schedule", "recomputation and offload", "other"))}),
+    frozenset({*CRITIC_DEFAULTS, "load", "ckpt_step", "finetune", "no_load_optim", "no_load_rng", "save", "no_save_optim",
+        "no_save_rng", "only_train_params_name_list", "freeze_params_name_list", "freeze_indexer", "qwen_gdn_backend", "seed",
+        "lr", "clip_grad", "calculate_per_token_loss", "recompute_loss_function", "reset_optimizer_states",
+        "use_stateless_adam", "value_clip"}),
+)  # fmt: skip
+_NETWORK = (
+    frozenset(map("Megatron: {}".format, ("model shape", "experts", "latent and linear attention"))),
+    frozenset({"hf_checkpoint", "model_name", "model_args_from_hf", "custom_model_provider_path", "use_gated_attention",
+        "post_self_attn_layernorm", "post_mlp_layernorm", "dsa_indexer_layers", "dsa_indexer_rope_interleave", "allgather_cp",
+        "padded_vocab_size", "bf16", "fp16", "micro_batch_size", "max_tokens_per_gpu", "data_pad_size_multiplier"}),
+)  # fmt: skip
+
 
 def apply_role_config(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """Merge the actor's overrides into `args`; `args.role_overrides` holds those of both roles.
+    """Merge the actor's overrides into `args`; `args.role_overrides` holds those of both roles, and `args.critic_values` what
+    the critic has for itself, in a run that has one.
 
     Returns:
         One message per wrong line.
     """
     args.role_overrides, violations = load_role_configs(args, parser)
-    overrides = args.role_overrides.get("actor", {})
-    # The critic inherits what the run has, not what its actor was given.
-    args.values_before_actor_overrides = {name: vars(args).get(name) for name in overrides}
+    overrides = args.role_overrides.get(ACTOR, {})
+    before = {name: vars(args).get(name) for name in overrides}, set(args.typed_flags)
     for name, value in overrides.items():
-        set_from_file(args, name, value, f"{place_in(args.megatron_config_path, 'actor', name)}: role actor")
-    if "critic" in args.role_overrides and not estimator(args.advantage_estimator).needs_critic:
+        set_from_file(args, name, value, f"{place_in(args.megatron_config_path, ACTOR, name)}: role actor")
+    has_critic = estimator(args.advantage_estimator).needs_critic
+    args.critic_values = _values_of_critic(args, parser, *before) if has_critic else {}
+    if CRITIC in args.role_overrides and not has_critic:
         logger.warning(
             "%s: the run has no critic (--advantage-estimator %s has), its entry has no effect",
             FLAG,
             names_of_estimators("needs_critic"),
         )
     return violations
+
+
+def _values_of_critic(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, before: dict[str, Any], typed: set[str]
+) -> dict[str, Any]:
+    """What a critic may have for itself, before anything is derived from it. It inherits what the run has, not how its actor
+    alone is trained.
+
+    Args:
+        before: the values that the overrides of the actor replaced; typed: what had been typed before them.
+    """
+    overrides, network = _overrides(args), attributes_of(parser, *_NETWORK)
+    trained = attributes_of(parser, *_TRAINING) - network
+    shared = {action.dest for action in parser._actions} - trained
+    values = {name: vars(args)[name] for name in trained | network}
+    values |= {name: value for name, value in before.items() if name not in shared}
+    if args.role_overrides:
+        values["typed_flags"] = (args.typed_flags - (before.keys() - shared - typed)) | overrides.keys()
+    return values | overrides
+
+
+def attributes_of(parser: argparse.ArgumentParser, titles: frozenset[str], names: frozenset[str]) -> set[str]:
+    """The attributes of the flags in groups with these titles, and of those among `names` that the parser knows."""
+    of_groups = {action.dest for title, actions in groups_of(parser) if title in titles for action in actions}
+    return of_groups | {action.dest for action in parser._actions if action.dest in names}
 
 
 def load_role_configs(
@@ -113,13 +154,14 @@ def load_role_configs(
         for dest in _FILE_FLAGS:
             if dest in values:
                 violations.append(f"{overrides.where(values.pop(dest)[0])}: a role cannot name another file")
-        if role == "critic":
-            violations += check_flags(overrides, {dest: key for dest, (key, _) in values.items()}, parser)
+        if role == CRITIC:
+            own = attributes_of(parser, *_TRAINING) | attributes_of(parser, *_NETWORK)
+            for dest in [dest for dest in values if dest not in own]:
+                key, _ = values.pop(dest)
+                reason = "is the same for actor and critic; give it on the command line"
+                violations.append(f"{overrides.where(key)}: {key} {reason}")
         # The processes that use a role's paths do not run where the command was typed.
-        flags = {
-            dest: os.path.abspath(value) if dest in PATHS and value is not None else value
-            for dest, (_, value) in values.items()
-        }
+        flags = {dest: absolute(value) if dest in PATHS and value else value for dest, (_, value) in values.items()}
         roles[role] = {**flags, **custom}
         if roles[role]:
             logger.info("%s, role %s: %s", path, role, ", ".join(roles[role]))
@@ -134,40 +176,64 @@ def role_args(args: argparse.Namespace, role: str) -> argparse.Namespace:
     """
     if role not in ROLES:
         raise ValueError(f"role {role!r}: it must be one of {', '.join(ROLES)}")
-    result = copy.copy(args)
-    if role == "critic":
-        overrides = args.role_overrides.get("critic", {})
-        for name, value in {**args.values_before_actor_overrides, **CRITIC_DEFAULTS, **overrides}.items():
-            setattr(result, name, value)
+    if role == ACTOR:
+        return copy.copy(args)
+    result = begin_critic(args)
+    switch_off(result)
     return result
 
 
-def critic_values(args: argparse.Namespace) -> Iterator[Violation]:
-    """A violation for every size in the overrides of the critic that cannot be; to be asked after derivation."""
-    if not args.role_overrides.get("critic"):
-        return
-    place = functools.partial(place_in, args.megatron_config_path, "critic")
-    critic = role_args(args, "critic")
+def begin_critic(args: argparse.Namespace) -> argparse.Namespace:
+    """A copy of `args` with what the critic has for itself."""
+    critic = copy.copy(args)
+    vars(critic).update(args.critic_values)
     critic.typed_flags = set(critic.typed_flags)
-    for name, violation in replace_wrong_sizes(critic).items():
-        yield violation.at(f"{place(name)}: role critic")
-    own = any(vars(critic)[name] != vars(args)[name] for name in MODEL_PARALLEL)
-    if own and not divides_the_ranks(critic):
-        template = (
-            "{sizes} = {product} must divide the {world_size} training ranks, which it shares with the actor; 1 for each would "
-            "do"
-        )
-        sizes = {"sizes": " x ".join(MODEL_PARALLEL), "product": model_parallel_size(critic)}
-        yield broken(critic, template, FLAG, **sizes).at(f"{place(*MODEL_PARALLEL)}: role critic")
+    critic.origins = {**args.origins, **dict.fromkeys(_overrides(args), Origin.YAML)}
+    return critic
+
+
+def switch_off(critic: argparse.Namespace) -> None:
+    """Take from the critic's arguments, in place, what is the actor's affair."""
+    vars(critic).update(_not_of_critic(critic))
+
+
+def _not_of_critic(args: argparse.Namespace) -> dict[str, Any]:
+    overrides = _overrides(args)
+    return {**{name: value for name, value in CRITIC_DEFAULTS.items() if name not in overrides}, **_OF_THE_ACTOR}
+
+
+def keep_critic(args: argparse.Namespace, critic: argparse.Namespace) -> None:
+    """Have `critic_args` build arguments like `critic`, which are derived and checked, out of `args`, which are too."""
+    constant = {*_not_of_critic(args), "origins"}
+    # Where the ranks have GPUs and this machine has none, the run's precision is settled once more.
+    kept = {"bf16", "fp16", "params_dtype_name"} if {"bf16", "fp16"} & _overrides(args).keys() else set()
+    args.critic_values = {
+        name: value
+        for name, value in vars(critic).items()
+        if name not in constant and (name in kept or name not in vars(args) or value != vars(args)[name])
+    }
+
+
+def of_critic(args: argparse.Namespace, found: Iterable[Violation], of_run: Iterable[Violation]) -> Iterator[Violation]:
+    """Those of the violations `found` of the critic's arguments that are not the run's as well, each with its line."""
+    said = {violation.message for violation in of_run}
+    wrong = {flag for violation in of_run if violation.kind is Kind.OUT_OF_BOUNDS for flag in violation.flags}
+    for violation in without_consequences(found, wrong) if args.role_overrides else ():
+        if violation.message not in said:
+            place = place_in(args.megatron_config_path, CRITIC, *map(attribute_of, violation.flags))
+            yield violation.at(f"{place}: role critic")
 
 
 def place_in(path: str, role: str, *names: str) -> str:
-    """`file:line` of the first override of `role` that sets one of the attributes, else of its overrides.
+    """`file:line` of the first override of `role` that sets one of the attributes, else of its overrides, else the file.
 
     `path`: a file that `load_role_configs` could read.
     """
-    overrides = dict(_entries(load_yaml(path, FLAG), []))[role]
-    return overrides.where(next((key for key in overrides if attribute_name(key) in names), None))
+    overrides = dict(_entries(load_yaml(path, FLAG), [])).get(role)
+    if overrides is None:
+        return path
+    meant = (key for key in overrides if attribute_of(flag_of(attribute_name(key))) in names)
+    return overrides.where(next(meant, None))
 
 
 def _entries(mapping: YamlMapping, violations: list[str]) -> list[tuple[str, YamlMapping]]:
@@ -247,28 +313,6 @@ def _overrides_of(entry: YamlMapping) -> YamlMapping:
     return overrides
 
 
-# Groups of flags that a run has once, for actor and critic together, and the flags in them that a critic may have alone.
-_GROUPS_OF_THE_RUN = (
-    "configuration", "cluster and placement", "rollout", "data and batches", "evaluation", "reward", "fault tolerance",
-    "network and buffer service", "logging and tracking", "debugging", "SGLang", "Router",
-)  # fmt: skip
-_OF_A_CRITIC_TOO = frozenset(
-    {"hf_checkpoint", "model_name", "micro_batch_size", "max_tokens_per_gpu", "data_pad_size_multiplier"}
-)
-
-
-def check_flags(overrides: YamlMapping, keys: dict[str, str], parser: argparse.ArgumentParser) -> Iterator[str]:
-    """A message for every override of a flag that a critic cannot have for itself. `keys`: attribute → key in the file."""
-    of_the_run = {
-        action.dest
-        for title, actions in groups_of(parser)
-        if title.startswith(_GROUPS_OF_THE_RUN)
-        for action in actions
-    }
-    for key in (key for name, key in keys.items() if name in of_the_run - _OF_A_CRITIC_TOO):
-        yield f"{overrides.where(key)}: {key} is the same for actor and critic; give it on the command line"
-
-
 # Below the directory of the actor's checkpoints.
 DIRECTORY = "critic"
 # What belongs to the actor alone. The critic has no other set of weights, its loss is its own, it is not exported, and it
@@ -283,26 +327,11 @@ _OF_THE_ACTOR = {
 def critic_args(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments of the critic's ranks: a copy of the checked arguments of the run, changed."""
     critic = role_args(args, CRITIC)
-    for name, value in _OF_THE_ACTOR.items():
-        setattr(critic, name, value)
     critic.role = CRITIC
     critic.initial_weights = args.critic_initial_weights
     if "save" not in _overrides(args):
         critic.save = None if args.save is None else str(Path(args.save) / DIRECTORY)
-    _derive_layout(critic)
     return critic
-
-
-def _derive_layout(critic: argparse.Namespace) -> None:
-    """Values that follow from parallel sizes, which may be overridden."""
-    critic.data_parallel_size = data_parallel_size(critic)
-    critic.sequence_parallel = critic.sequence_parallel and critic.tensor_model_parallel_size > 1
-    if "virtual_pipeline_model_parallel_size" not in critic.typed_flags | _overrides(critic).keys():
-        critic.virtual_pipeline_model_parallel_size = None
-        derive_virtual_stages(critic)
-    if "padded_vocab_size" not in critic.typed_flags and critic.vocab_size is not None:
-        critic.padded_vocab_size = None
-        critic.padded_vocab_size = padded_vocabulary(critic)
 
 
 def critic_weights(args: argparse.Namespace) -> WeightSource:

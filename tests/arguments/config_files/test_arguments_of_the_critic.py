@@ -1,9 +1,14 @@
 """Arguments of the critic's ranks, and where its weights come from."""
 
+import copy
+
 import pytest
 
+from slime.arguments import validate_args
 from slime.arguments.checkpoints import POINTER, WeightSource
 from slime.arguments.config_files.role_config import critic_args
+from slime.arguments.derivation import settle_precision
+from slime.arguments.sizes import train_iterations
 from slime.utils.errors import UserError
 from tests.support.models.args import parse, write_config
 
@@ -18,10 +23,10 @@ def checkpoint(directory, *iterations):
     return directory
 
 
-def roles(tmp_path, overrides):
-    """The flags that give the critic these overrides."""
+def roles(tmp_path, overrides, role="critic"):
+    """The flags that give the critic, or the actor, these overrides."""
     path = tmp_path / "roles.yaml"
-    path.write_text(f"megatron: [{{role: critic, overrides: {{{overrides}}}}}]\n")
+    path.write_text(f"megatron: [{{role: {role}, overrides: {{{overrides}}}}}]\n")
     return ("--megatron-config-path", str(path))
 
 
@@ -79,6 +84,103 @@ def test_a_layout_of_its_own_changes_what_follows_from_it(tmp_path):
     critic = critic_args(args)
     assert (args.data_parallel_size, args.sequence_parallel, args.padded_vocab_size) == (2, True, 512)
     assert (critic.data_parallel_size, critic.sequence_parallel, critic.padded_vocab_size) == (4, False, 384)
+
+
+def test_what_the_run_says_of_pipeline_stages_is_nothing_to_a_critic_without_any(tmp_path):
+    words = "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 --batch-p2p-sync"
+    args = parse(tmp_path, *PPO, *words.split(), *roles(tmp_path, "pipeline_model_parallel_size: 1"))
+    critic = critic_args(args)
+    assert (args.decoder_last_pipeline_num_layers, critic.decoder_last_pipeline_num_layers) == (1, None)
+    assert (args.data_parallel_size, critic.data_parallel_size) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        ("lr: 0.5", (True, False, "bfloat16")),
+        ("fp16: true", (False, True, "float16")),
+        ("bf16: false", (False, False, "float32")),
+    ],
+)
+def test_a_precision_of_its_own_stays_where_only_the_ranks_have_gpus(tmp_path, overrides, expected):
+    args = copy.copy(parse(tmp_path, *PPO, *roles(tmp_path, overrides)))
+    settle_precision(args, on_gpus=True)
+    critic = critic_args(args)
+    assert args.bf16 and (critic.bf16, critic.fp16, critic.params_dtype_name) == expected
+
+
+# What differs between the roles where nothing says how either is trained. Where the actor starts anew it is told not to load
+# what only a resume loads.
+BY_ROLE = {
+    "role", "save", "untie_embeddings_and_output_weights", "disable_param_buffer_cpu_backup", "origins", "typed_flags",
+    "finetune", "no_load_optim", "no_load_rng",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "global_batch_size: 4", "num_steps_per_rollout: 2", "rollout_batch_size: 8, n_samples_per_prompt: 4, num_rollout: 7",
+        "rotary_base: 1000000", "num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, vocab_size: 300",
+        "use_dynamic_batch_size: true, max_tokens_per_gpu: 512", "bf16: true", "async_save: true, save_interval: 2",
+        "use_rollout_entropy: true, gamma: 0.9, num_critic_only_steps: 0", "n_samples_per_prompt: 1",
+    ],
+)  # fmt: skip
+def test_run_network_and_batches_are_the_same_where_the_actors_overrides_name_them(tmp_path, overrides):
+    model = write_config(tmp_path / "other", rope_theta=1e6 if "rotary_base" in overrides else 1e4)
+    words = ["--hf-checkpoint", str(model), "--save", str(tmp_path / "run")]
+    args = parse(tmp_path, *PPO, *words, *roles(tmp_path, overrides, "actor"))
+    critic = critic_args(args)
+    assert {name for name in vars(args) if vars(critic)[name] != vars(args)[name]} <= BY_ROLE
+    assert train_iterations(critic) == train_iterations(args)
+
+
+@pytest.mark.parametrize(
+    "overrides, differing",
+    [
+        ("lr: 0.01, lr_decay_iters: 9", {"lr", "lr_decay_iters"}),
+        (
+            "gradient_checkpointing: true",
+            {"gradient_checkpointing", "recompute_granularity", "recompute_method", "recompute_num_layers"},
+        ),
+        ("tensor_model_parallel_size: 2", {"tensor_model_parallel_size", "data_parallel_size", "padded_vocab_size"}),
+        ("custom_megatron_init_path: a.py:f", {"custom_megatron_init_path"}),
+    ],
+)
+def test_how_one_is_trained_is_not_how_the_other_is(tmp_path, monkeypatch, overrides, differing):
+    """Whichever of the two is meant, what follows from its values is its own, too."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").write_text("def f(args):\n    pass\n")
+    for role in ("actor", "critic"):
+        args = parse(tmp_path, *PPO, "--actor-num-gpus-per-node", "2", *roles(tmp_path, overrides, role))
+        critic = critic_args(args)
+        of_role, of_other = (args, critic) if role == "actor" else (critic, args)
+        assert {name for name in vars(args) if vars(critic)[name] != vars(args)[name]} - BY_ROLE == differing
+        assert vars(of_other) | {"role": 0} != vars(of_role) | {"role": 0}
+        assert of_role.recompute_granularity == ("full" if "gradient" in overrides else None)
+        assert of_role.custom_megatron_init_path in (None, f"{tmp_path}/a.py:f")
+        assert of_other.recompute_granularity is of_other.custom_megatron_init_path is None
+
+
+def test_a_run_that_is_checked_again_has_the_same_critic(tmp_path):
+    words = [*PPO, *roles(tmp_path, "kl_coef: 0.3, recompute_activations: true, bf16: true")]
+    args = parse(tmp_path, *words)
+    before, critic = copy.deepcopy(vars(args)), vars(critic_args(args))
+    validate_args(args)
+    assert vars(args) == before and vars(critic_args(args)) == critic
+    assert (critic["kl_coef"], critic["recompute_granularity"], critic["params_dtype_name"]) == (
+        0.3,
+        "selective",
+        "bfloat16",
+    )
+
+
+@pytest.mark.parametrize("name", ["async_save: true", "save_interval: 1", "release_train: true"])
+def test_how_the_run_saves_is_the_same_for_both(tmp_path, name):
+    """The driver waits for one kind of save, at one time, and both models write theirs then."""
+    words = [*PPO, "--save", str(tmp_path / "run"), *roles(tmp_path, name)]
+    with pytest.raises(UserError, match=f"roles.yaml:1: {name.split(':')[0]} is the same for actor and critic"):
+        parse(tmp_path, *words)
 
 
 def test_a_new_critic_starts_where_the_actor_starts(tmp_path):
@@ -157,6 +259,15 @@ def test_weights_of_another_model(tmp_path):
     other = write_config(tmp_path / "other")
     assert source(tmp_path, *roles(tmp_path, f"hf_checkpoint: {other}")) == WeightSource("hf", str(other))
     assert source(tmp_path, *roles(tmp_path, f"load: {other}")) == WeightSource("hf", str(other))
+
+
+def test_the_shape_of_another_model_is_that_of_its_config(tmp_path):
+    other = write_config(tmp_path / "other", rope_theta=5e5, num_hidden_layers=3)
+    args = parse(tmp_path, *PPO, *roles(tmp_path, f"hf_checkpoint: {other}"))
+    critic = critic_args(args)
+    assert (args.rotary_base, args.num_layers, critic.rotary_base, critic.num_layers) == (10000, 2, 500000, 3)
+    with pytest.raises(UserError, match="roles.yaml:1: role critic: hf_validate_args failed(.|\n)*--num-layers +2 +3"):
+        parse(tmp_path, *PPO, "--num-layers", "2", *roles(tmp_path, f"hf_checkpoint: {other}"))
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "{tmp}"])

@@ -14,9 +14,11 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(allow_abbrev=False)
     parser.add_argument("--megatron-config-path", default=None)
     parser.add_argument("--advantage-estimator", choices=["grpo", "ppo"], default="ppo")
+    # What a critic may have for itself is known by its name or by the group that it is in.
     parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--min-lr", type=float, default=0.0)
+    parser.add_argument_group("Megatron: optimizer and schedule").add_argument("--min-lr", type=float, default=0.0)
     parser.add_argument("--save", default=None)
+    parser.add_argument("--load", default=None)
     parser.add_argument("--kl-coef", type=float, default=0.0)
     parser.add_argument("--use-opd", action="store_true")
     parser.add_argument("--custom-advantage-function-path", default=None)
@@ -34,7 +36,7 @@ def apply(tmp_path, text, *words):
 BOTH = """megatron:
   - name: policy
     role: actor
-    overrides: {lr: 2e-6, disable-grpo-std-normalization: true}
+    overrides: {lr: 2e-6, min_lr: 1e-6, disable-grpo-std-normalization: true}
   - name: value
     role: critic
     args:
@@ -51,8 +53,8 @@ def test_the_run_has_the_actors_values_and_the_critic_its_own(tmp_path, monkeypa
     assert args.origins["lr"] is Origin.YAML and "lr" in args.typed_flags
     critic = role_args(args, "critic")
     assert (critic.lr, critic.save, critic.min_lr) == (1e-5, str(tmp_path / "critic"), 1e-7)
-    # Not overridden for the critic: what the run was given, not what its actor was.
-    assert critic.grpo_std_normalization is True
+    # Not overridden for the critic: how the run trains, not how its actor does. What belongs to the run is the same for both.
+    assert args.min_lr == 1e-6 and critic.grpo_std_normalization is False
     assert vars(role_args(args, "actor")) == vars(args)
 
 
@@ -144,7 +146,7 @@ def test_an_unknown_role_is_refused(tmp_path):
 def test_the_critic_has_its_own_training_and_nothing_else(tmp_path):
     path = tmp_path / "roles.yaml"
     path.write_text(
-        "megatron:\n  - role: critic\n    overrides:\n      lr: -1\n      tensor_model_parallel_size: 7\n"
+        "megatron:\n  - role: critic\n    overrides:\n      lr: -1\n      tensor_model_parallel_size: 2\n"
         "      rollout_batch_size: 64\n      sglang_page_size: 1\n      max_tokens_per_gpu: 100\n"
     )
     with pytest.raises(UserError) as error:
@@ -154,9 +156,84 @@ def test_the_critic_has_its_own_training_and_nothing_else(tmp_path):
         ":6: rollout_batch_size is the same for actor and critic",
         ":7: sglang_page_size is the same for actor and critic",
         ":4: role critic: --lr -1.0: it must be at least 0",
-        ":5: role critic: tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size = 7 must divide "
-        "the 1 training ranks, which it shares with the actor",
+        ":5: role critic: --tensor-model-parallel-size 2 must divide the number of training ranks, 1 (--actor-num-nodes 1 x "
+        "--actor-num-gpus-per-node 1)",
     }
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("rotary_base: 77", "role critic: hf_validate_args failed: the flags and"),
+        ("fp8_format: e4m3", "role critic: --fp8-format e4m3: training with Transformer Engine's low-precision"),
+        ("overlap_param_gather: true", "role critic: --overlap-param-gather: gathering parameters behind the forward pass"),
+        ("optimizer: sgd", "role critic: --optimizer sgd: another optimizer than Adam is not built yet"),
+        ("lr_warmup_iters: 1000", "role critic: --lr-warmup-iters 1000 must be below the 4 optimizer steps"),
+        ("min_lr: 1.0", "role critic: --min-lr 1.0 is above --lr 1e-06"),
+        ("adam_beta1: 1.5", "role critic: --adam-beta1 1.5: it must be"),
+        ("recompute_granularity: full", "role critic: --recompute-granularity full needs --recompute-method"),
+        ("freeze_params_name_list: ['(']", "role critic: --freeze-params-name-list (: it is no regular expression"),
+        ("micro_batch_size: 3", "role critic: --global-batch-size 8 is no multiple of --micro-batch-size 3"),
+        ("use_stateless_adam: true", "role critic: --use-stateless-adam has no optimizer state to save"),
+        ("custom_megatron_init_path: a.py:f", "role critic: --custom-megatron-init-path {tmp}/a.py:f: there is no file"),
+        ("hf_checkpoint: nowhere", "role critic: --hf-checkpoint {tmp}/nowhere: no such directory"),
+        ("save: /proc/critic", "role critic: --save /proc/critic: /proc cannot be written"),
+        ("custom_megatron_init_path: ''", "role critic: --custom-megatron-init-path: the path is empty"),
+        *(
+            (line, f"{line.split(':')[0]} is the same for actor and critic; give it on the command line")
+            for line in (
+                "random_init: true", "ref_load: x", "initial_megatron_checkpoint: x", "gamma: 0.9", "lambd: 0.9",
+                "eps_clip: 0.1", "loss_type: sft_loss", "advantage_estimator: grpo", "exit_on_missing_checkpoint: true",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_run_is_refused_for_a_critic_is_too(tmp_path, monkeypatch, line, message):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "roles.yaml"
+    path.write_text(f"megatron:\n  - role: critic\n    overrides:\n      seed: 3\n      {line}\n")
+    with pytest.raises(UserError) as error:
+        parse(tmp_path, "--advantage-estimator", "ppo", "--megatron-config-path", str(path))
+    told = [found for found in str(error.value).splitlines() if found.startswith(f"{path}:")]
+    assert len(told) == 1 and told[0].startswith(f"{path}:5: {message.format(tmp=tmp_path)}")
+
+
+def test_what_the_run_is_refused_for_is_not_told_of_its_critic_again(tmp_path):
+    path = tmp_path / "roles.yaml"
+    path.write_text("megatron: [{role: critic, overrides: {clip_grad: 0.5}}]\n")
+    words = [
+        "--lr",
+        "-1",
+        "--min-lr",
+        "1",
+        "--global-batch-size",
+        "3",
+        "--freeze-params-name-list",
+        "(",
+        "--fp8-format",
+        "e4m3",
+    ]
+    refused = []
+    for file in ([], ["--megatron-config-path", str(path)]):
+        with pytest.raises(UserError) as error:
+            parse(tmp_path, "--advantage-estimator", "ppo", *words, *file)
+        refused.append(str(error.value))
+    assert refused[0] == refused[1] and len(refused[0].splitlines()) >= 4
+
+
+def test_what_a_plan_notes_of_a_critic(tmp_path):
+    path = tmp_path / "roles.yaml"
+    path.write_text("megatron: [{role: critic, overrides: {optimizer: sgd}}]\n")
+    notes = parse(tmp_path, "--advantage-estimator", "ppo", "--megatron-config-path", str(path), "--dry-run").plan_notes
+    assert [note.partition(": another")[0] for note in notes] == [f"{path}:1: role critic: --optimizer sgd"]
+
+
+def test_paths_of_a_critic_are_absolute_and_may_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    text = "megatron: [{role: critic, overrides: {save: ~/critic, load: critic}}]\n"
+    args, _ = apply(tmp_path, text)
+    assert args.role_overrides == {"critic": {"save": f"{tmp_path}/critic", "load": f"{tmp_path}/critic"}}
 
 
 def test_a_value_that_replaces_a_typed_one_is_told_with_its_line(tmp_path, caplog):
