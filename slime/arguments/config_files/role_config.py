@@ -342,9 +342,9 @@ def critic_weights(args: argparse.Namespace) -> WeightSource:
             critic would resume; a directory is no checkpoint.
     """
     overrides, actor = _overrides(args), args.initial_weights
-    load, from_weights_only = overrides.get("load"), bool(overrides.get("finetune"))
-    if actor.resume and not from_weights_only:
-        return _resumed(args, load)
+    load, resumed = overrides.get("load"), _resumed(args) if actor.resume else None
+    if resumed is not None:
+        return resumed
     # Its own directory of checkpoints, which holds none yet, is where it is to resume from later.
     is_first_launch = load is not None and overrides.get("save") == load and not is_hf_checkpoint(load)
     if load is not None and (is_megatron_checkpoint(load) or not is_first_launch):
@@ -355,26 +355,36 @@ def critic_weights(args: argparse.Namespace) -> WeightSource:
     return WeightSource(actor.kind, actor.path, actor.step)
 
 
-def _resumed(args: argparse.Namespace, load: str | None) -> WeightSource:
-    actor = args.initial_weights
+def _resumed(args: argparse.Namespace) -> WeightSource | None:
+    """Its own checkpoint of the iteration at which the actor resumes; None where it is to start anew without one."""
+    overrides, actor = _overrides(args), args.initial_weights
     iteration = latest_iteration(actor.path) if actor.step is None else actor.step
-    path = Path(load) if load is not None else Path(actor.path) / DIRECTORY
-    anew = "give `finetune: true` in the overrides of the critic in --megatron-config-path, and it starts anew"
-    step = _overrides(args).get("ckpt_step", iteration)
-    if step != iteration:
-        raise UserError(
-            f"{_key(args, 'ckpt_step')} {step}: the actor resumes at iteration {iteration}, and both have to be at the same "
-            f"one; drop it, or {anew}"
-        )
+    anew, save = bool(overrides.get("finetune")), overrides.get("save")
+    places = [overrides.get("load"), save, str(Path(actor.path) / DIRECTORY)]
+    if anew:
+        # What it starts from is in `load`, what this run has made of that where it saves.
+        places = [save or (args.save and str(Path(args.save) / DIRECTORY))]
+    places = [place for place in dict.fromkeys(places) if place]
     # A run that ended while it published may have a newer critic than actor: the actor's pointer decides.
-    if not (iteration_directory(path, iteration) / "metadata.json").is_file():
-        found = sorted(directory.name for directory in path.glob("iter_*")) if path.is_dir() else []
-        raise UserError(
-            f"the actor resumes at iteration {iteration} of {actor.path}, but {path} has no checkpoint of the critic of that "
-            f"iteration (it has {', '.join(found[-5:]) or 'none'}); give the directory as `load` of the critic in "
-            f"--megatron-config-path, or {anew}"
-        )
-    return WeightSource("megatron", str(path), iteration, resume=True)
+    for place in places:
+        if (iteration_directory(place, iteration) / "metadata.json").is_file():
+            if overrides.get("ckpt_step", iteration) != iteration:
+                line = "%s: no effect, the critic resumes where the actor does, at iteration %d"
+                logger.warning(line, _key(args, "ckpt_step"), iteration)
+            return WeightSource("megatron", place, iteration, resume=True)
+    found = sorted({directory.name for place in places for directory in Path(place).glob("iter_*")})
+    lack = (
+        f"the actor resumes at iteration {iteration} of {actor.path}, but the critic has no checkpoint of that iteration in "
+        f"{' or '.join(places)} (it has {', '.join(found[-5:]) or 'none'})"
+    )
+    if anew:
+        if places:
+            logger.warning("%s: with `finetune: true` it starts anew", lack)
+        return None
+    raise UserError(
+        f"{lack}; give the directory as `load` of the critic in --megatron-config-path, or give `finetune: true` in its "
+        "overrides, and it starts anew"
+    )
 
 
 def _started(args: argparse.Namespace, load: str, overrides: dict) -> WeightSource:

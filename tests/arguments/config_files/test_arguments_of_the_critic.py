@@ -227,10 +227,9 @@ def test_first_launch_with_a_directory_of_its_own(tmp_path):
         (
             (),
             "lr: 0.1",
-            r"the actor resumes at iteration 5 of .*run, but .*run/critic has no checkpoint .*\(it has none\)",
+            r"the actor resumes at iteration 5 of .*run, but the critic has no .* in .*run/critic \(it has none\)",
         ),
         ((3,), "lr: 0.1", r"\(it has iter_0000003\); give the directory as `load` .* `finetune: true`"),
-        ((3, 5), "ckpt_step: 3", "role critic: ckpt_step 3: the actor resumes at iteration 5, and both"),
     ],
 )
 def test_both_have_to_be_at_the_same_iteration(tmp_path, iterations, overrides, message):
@@ -249,10 +248,44 @@ def test_a_critic_ahead_of_a_new_actor_is_refused_unless_only_its_weights_are_me
     assert found == WeightSource("megatron", str(own))
 
 
-def test_a_critic_that_starts_anew_beside_an_actor_that_resumes(tmp_path):
-    run = checkpoint(tmp_path / "run", 5)
-    found = source(tmp_path, "--load", str(run), *roles(tmp_path, "finetune: true"))
+@pytest.mark.parametrize("save", ["run", "elsewhere"])
+def test_a_critic_that_starts_anew_beside_an_actor_that_resumes(tmp_path, caplog, save):
+    """A run that goes on elsewhere has nothing of a critic yet, whatever lies beside the actor's checkpoint."""
+    run, before = checkpoint(tmp_path / "run", 5), checkpoint(tmp_path / "before", 5)
+    if save == "elsewhere":
+        checkpoint(run / "critic", 5)
+    words = ["--load", str(run), "--save", str(tmp_path / save)]
+    found = source(tmp_path, *words, *roles(tmp_path, "finetune: true"))
     assert (found.path, found.resume) == (str(run), False)
+    assert source(tmp_path, *words, *roles(tmp_path, f"load: {before}, finetune: true")) == WeightSource(
+        "megatron", str(before)
+    )
+    missing = f"but the critic has no checkpoint of that iteration in {tmp_path}/{save}/critic (it has none)"
+    assert f"{missing}: with `finetune: true` it starts anew" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "overrides, own",
+    [
+        ("load: {tmp}/before, finetune: true", "run/critic"),
+        ("load: {tmp}/before, finetune: true, ckpt_step: 3", "run/critic"),
+        ("load: {tmp}/before, finetune: true, save: {tmp}/own", "own"),
+        ("load: {tmp}/own, finetune: true, save: {tmp}/own", "own"),
+        ("save: {tmp}/own", "own"),
+        ("load: {tmp}/other", "run/critic"),
+        ("ckpt_step: 3", "run/critic"),
+    ],
+)
+def test_the_same_command_goes_on_with_the_critic_as_this_run_trained_it(tmp_path, caplog, overrides, own):
+    """What its first start took from elsewhere is not taken again, although another checkpoint may have the same iteration."""
+    run = checkpoint(tmp_path / "run", 3, 5)
+    checkpoint(tmp_path / "before", 3, 5)
+    write_config(tmp_path / "other")
+    checkpoint(tmp_path / own, 3, 5)
+    words = ["--load", str(run), "--save", str(run), *roles(tmp_path, overrides.format(tmp=tmp_path))]
+    assert source(tmp_path, *words) == WeightSource("megatron", str(tmp_path / own), 5, resume=True)
+    told = "role critic: ckpt_step: no effect, the critic resumes where the actor does, at iteration 5"
+    assert (told in caplog.text) == ("ckpt_step" in overrides)
 
 
 def test_weights_of_another_model(tmp_path):
