@@ -255,8 +255,8 @@ def derive_placement(args: argparse.Namespace) -> None:
         args.offload_train = args.offload_train is not False
         args.offload_rollout = args.offload_rollout is not False
     args.use_critic = estimator(args.advantage_estimator).needs_critic
-    if args.use_critic:
-        # Actor and critic take turns on the same GPUs.
+    if args.use_critic and args.offload_train is None:
+        # Actor and critic take turns on the same GPUs; a rule refuses what was typed against it.
         args.offload_train = True
     if args.debug_rollout_only:
         _without_trainer(args)

@@ -165,7 +165,7 @@ class _FileCopy:
             self._close()
             raise RunError(
                 f"a training rank cannot put {size / 2**20:.0f} MiB aside while engines work: {directory}: {error.strerror}; "
-                "free space there, name another directory by TMPDIR, or give --no-offload-train"
+                "free space there, name another directory by TMPDIR, or, in a run without a critic, give --no-offload-train"
             ) from error
 
     def put_into(self, pieces: list[torch.Tensor]) -> None:

@@ -219,6 +219,8 @@ OBJECTIVE_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.num_critic_only_steps and not args.use_critic,
         "{--num-critic-only-steps=}: {--advantage-estimator=} has no critic; give {--advantage-estimator} "
         f"{names_of_estimators('needs_critic')}, or 0"),
+    refused(lambda args: args.use_critic and args.has_trainer and not args.offload_train,
+        "{--no-offload-train} with {--advantage-estimator=}: actor and critic take turns on the same GPUs; drop it"),
     warned(lambda args: args.use_critic and args.num_rollout and args.num_critic_only_steps >= args.num_rollout,
         "{--num-critic-only-steps=} of {--num-rollout=}: the critic alone is trained, the actor never"),
     *where(lambda args: args.has_trainer and not args.compute_advantages_and_returns,

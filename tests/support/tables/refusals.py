@@ -114,6 +114,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--custom-convert-samples-to-train-data-path", WRONG),
         ("--disable-compute-advantages-and-returns --advantage-estimator ppo",
          "--advantage-estimator --disable-compute-advantages-and-returns", WRONG),
+        ("--advantage-estimator ppo --no-offload-train", "--no-offload-train --advantage-estimator", WRONG),
         ("--enable-mtp-training", "--enable-mtp-training --mtp-num-layers", WRONG),
         ("--use-rollout-logprobs --use-tis", "--use-rollout-logprobs --use-tis", WRONG),
         ("--tis-clip-low 3", "--tis-clip-low --tis-clip", WRONG),
