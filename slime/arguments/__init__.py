@@ -121,7 +121,7 @@ def _derive_and_check(args: argparse.Namespace) -> list[Violation]:
 
 
 def _derived_and_asked(
-    args: argparse.Namespace, derive: Callable[[argparse.Namespace], list[Violation]], rules: Iterable[Rule]
+    args: argparse.Namespace, derive: Callable[[argparse.Namespace], list[Violation]], rules: tuple[Rule, ...]
 ) -> list[Violation]:
     """Derive the values of a model's arguments, in place, and ask the rules about them."""
     wrong = make_paths_absolute(args)
