@@ -8,7 +8,7 @@ beside a refusal, warnings and remarks, is said once, when the flags are accepte
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from slime.arguments.bounds import missing_needs, replace_wrong_sizes, warn_of_idle_flags, warn_of_unusual_values

@@ -76,8 +76,11 @@ def test_a_coroutine_function_is_refused_at_the_start_wherever_nobody_would_awai
         except UserError as error:
             assert str(error).startswith(f"{flag_of(name)} {path} is async, and nobody awaits it here; write `def`")
             refused.add(name)
-    awaited = {"custom_generate_function_path", "rollout_sample_hook_path", "custom_rm_path"}
-    assert {*MANAGER_PLUG_INS, *RANK_PLUG_INS} - refused == awaited | {"rollout_all_samples_process_path"}
+    assert {*MANAGER_PLUG_INS, *RANK_PLUG_INS} - refused == {
+        "custom_generate_function_path", "rollout_sample_hook_path", "custom_rm_path", "rollout_all_samples_process_path",
+        "rollout_sample_filter_path", "custom_reward_post_process_path", "custom_convert_samples_to_train_data_path",
+        "custom_rollout_log_function_path", "custom_eval_rollout_log_function_path",
+    }  # fmt: skip
 
 
 def test_defaults_and_the_plug_ins_of_other_processes_are_left_alone():

@@ -13,7 +13,7 @@ from typing import Literal
 
 from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint, source_of_reference, source_of_teacher
 from slime.arguments.config_files.eval_file import places_in
-from slime.arguments.config_files.role_config import DIRECTORY, critic_args, critic_values, critic_weights
+from slime.arguments.config_files.role_config import DIRECTORY, critic_args, critic_weights
 from slime.arguments.derivation import FULLY_ASYNC, source_of_actor
 from slime.arguments.flag import PathKind, flag_of
 from slime.arguments.groups import OWN_FLAGS
@@ -148,35 +148,26 @@ def over_long_samples(args: argparse.Namespace) -> Iterator[Violation]:
     yield from ()
 
 
-def _critics(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """The arguments of the critic, if there is one whose sizes can be."""
-    return [critic_args(args)] if args.use_critic and not any(critic_values(args)) else []
-
-
 def micro_batches(args: argparse.Namespace) -> Iterator[Violation]:
     """The ranks of a model take equally many micro-batches in every step, and each of these holds a sample at least."""
-    # Where the critic has the layout of the actor, the actor's is told.
-    models = {
-        (m.data_parallel_size, micro_batches_at_a_time(m), m.micro_batch_size): m for m in (*_critics(args), args)
-    }
-    for (ranks, group, size), model in models.items():
-        batch = ("" if model is args else "{megatron_config_path}, role critic: ") + "{--global-batch-size=}"
-        counted = "{data_parallel_size} data-parallel ranks"
-        if group > 1:
-            counted += " x {group} micro-batches that a virtual pipeline takes at a time"
-        numbers = {"group": group, "least": ranks * group}
-        if not args.use_dynamic_batch_size and args.global_batch_size % (ranks * group * size):
-            way_out = "change one, or give {--use-dynamic-batch-size}"
-            if args.global_batch_size < ranks * group:
-                way_out = "change one"
-            yield broken(model, f"{batch} is no multiple of {{--micro-batch-size=}} x {counted}; {way_out}", **numbers)
-        elif args.use_dynamic_batch_size and args.global_batch_size < ranks * group:
-            template = f"{batch} is below {counted}, and each of them needs a sample; give {{least}}, or fewer ranks"
-            found = broken(model, template, **numbers)
-            if not _may_fan_out(args):
-                yield found
-            else:
-                logger.warning("%s. Only rollouts that fan out can fill such a step", found.message)
+    ranks, group = args.data_parallel_size, micro_batches_at_a_time(args)
+    counted = "{data_parallel_size} data-parallel ranks"
+    if group > 1:
+        counted += " x {group} micro-batches that a virtual pipeline takes at a time"
+    numbers = {"group": group, "least": ranks * group}
+    if not args.use_dynamic_batch_size and args.global_batch_size % (ranks * group * args.micro_batch_size):
+        way_out = "change one, or give {--use-dynamic-batch-size}"
+        if args.global_batch_size < ranks * group:
+            way_out = "change one"
+        template = f"{{--global-batch-size=}} is no multiple of {{--micro-batch-size=}} x {counted}; {way_out}"
+        yield broken(args, template, **numbers)
+    elif args.use_dynamic_batch_size and args.global_batch_size < ranks * group:
+        way_out = "and each of them needs a sample; give {least}, or fewer ranks"
+        found = broken(args, f"{{--global-batch-size=}} is below {counted}, {way_out}", **numbers)
+        if not _may_fan_out(args):
+            yield found
+        else:
+            logger.warning("%s. Only rollouts that fan out can fill such a step", found.message)
 
 
 def _may_fan_out(args: argparse.Namespace) -> bool:
@@ -352,7 +343,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.load_debug_rollout_data_subsample is not None
             and not 0 < args.load_debug_rollout_data_subsample <= 1,
         "{--load-debug-rollout-data-subsample=}: it must be above 0 and at most 1"),
-    refused(lambda args: args.save is not None and any(critic.save == args.save for critic in _critics(args)),
+    refused(lambda args: args.use_critic and args.save is not None and critic_args(args).save == args.save,
         "{megatron_config_path}, role critic: save {save}: the actor's checkpoints go there; drop it, and those of the critic "
         f"go to {{save}}/{DIRECTORY}"),
 )  # fmt: skip

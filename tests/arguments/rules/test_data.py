@@ -193,15 +193,15 @@ def test_the_critic_is_asked_for_the_micro_batches_of_its_own_layout(tmp_path):
     words, sizes = f"{words}{config}", "--rollout-batch-size 2 --n-samples-per-prompt 1"
     config.write_text("megatron: [{role: critic, overrides: {tensor_model_parallel_size: 1}}]")
     assert violations(tmp_path, f"{words} {sizes}") == [
-        f"{config}, role critic: --global-batch-size 2 is no multiple of --micro-batch-size 1 x 4 data-parallel ranks; "
+        f"{config}:1: role critic: --global-batch-size 2 is no multiple of --micro-batch-size 1 x 4 data-parallel ranks; "
         "change one"
     ]
     lines = violations(tmp_path, f"{words} {sizes} --use-dynamic-batch-size --max-tokens-per-gpu 1024")
-    assert lines == [f"{config}, role critic: --global-batch-size 2 {NO_SAMPLE}"]
+    assert lines == [f"{config}:1: role critic: --global-batch-size 2 {NO_SAMPLE}"]
     config.write_text("megatron: [{role: critic, overrides: {micro_batch_size: 3}}]")
     assert violations(tmp_path, words) == [
-        f"{config}, role critic: --global-batch-size 8 is no multiple of --micro-batch-size 3 x 2 data-parallel ranks; change "
-        "one, or give --use-dynamic-batch-size"
+        f"{config}:1: role critic: --global-batch-size 8 is no multiple of --micro-batch-size 3 x 2 data-parallel ranks; "
+        "change one, or give --use-dynamic-batch-size"
     ]
     config.write_text("megatron: [{role: critic, overrides: {tensor_model_parallel_size: 0}}]")
     (line,) = violations(tmp_path, f"{words} --save {tmp_path}/run")
