@@ -26,8 +26,8 @@ from slime.arguments.sizes import (
     MODEL_PARALLEL,
     data_parallel_size,
     divides_the_ranks,
+    expects_gpus,
     model_parallel_size,
-    runs_on_gpus,
 )
 from slime.arguments.violations import Violation, about, broken, divisors
 from slime.utils.errors import UserError
@@ -94,7 +94,7 @@ def _model_values(args: argparse.Namespace, violations: list[Violation]) -> None
         per_node = model_parallel // math.gcd(model_parallel, args.actor_num_nodes)
         violations.append(broken(args, template, per_node=per_node))
     args.data_parallel_size = data_parallel_size(args)
-    settle_precision(args, on_gpus=runs_on_gpus(args))
+    settle_precision(args, on_gpus=expects_gpus(args))
     derive_megatron_values(args)
 
 
@@ -110,11 +110,16 @@ def _engines(args: argparse.Namespace, violations: list[Violation]) -> None:
         args.rollout_num_engines = sum(group.num_engines for group in served_models(args)[0].groups)
 
 
-def settle_precision(args: argparse.Namespace, *, on_gpus: bool) -> None:
-    """Parameters are bfloat16 on GPUs and float32 on CPU, unless a dtype was typed."""
+def settle_precision(args: argparse.Namespace, *, on_gpus: bool | None) -> None:
+    """What follows from the devices: parameters are bfloat16 on GPUs and float32 on CPU, unless a dtype was typed; gradients of
+    bfloat16 parameters are added up in float32, unless bfloat16 was asked for. `on_gpus` None: not known, and likely."""
+    args.on_gpus = on_gpus
     if not {"bf16", "fp16"} & args.typed_flags:
-        args.bf16 = on_gpus
+        args.bf16 = on_gpus is not False
     args.params_dtype_name = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    in_float32 = args.bf16 and not args.grad_reduce_in_bf16 and args.main_grads_dtype == "fp32"
+    if in_float32 or "accumulate_allreduce_grads_in_fp32" not in args.typed_flags:
+        args.accumulate_allreduce_grads_in_fp32 = in_float32
 
 
 def _batch_sizes(args: argparse.Namespace, violations: list[Violation]) -> None:
@@ -152,14 +157,11 @@ def _identity_violations(
 def _unset_values(args: argparse.Namespace) -> None:
     if args.rollout_max_context_len is not None and args.rollout_max_prompt_len is None:
         args.rollout_max_prompt_len = args.rollout_max_context_len - 1
-    if args.eval_max_context_len is None:
-        args.eval_max_context_len = args.rollout_max_context_len
+    args.eval_max_context_len = args.eval_max_context_len or args.rollout_max_context_len
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
-    if args.balance_by_flops:
-        args.balance_data = True
-    if args.use_rollout_routing_replay:
-        args.use_routing_replay = True
+    args.balance_data = args.balance_data or args.balance_by_flops
+    args.use_routing_replay = args.use_routing_replay or args.use_rollout_routing_replay
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
     if args.rollout_top_p != 1 and args.rollout_top_k == -1:
@@ -196,8 +198,7 @@ def _evaluation(args: argparse.Namespace, violations: list[Violation]) -> None:
         return
     if not words:
         return
-    if len(words) == 1:
-        words = ["aime", *words]
+    words = ["aime", *words] if len(words) == 1 else words
     if len(words) % 2:
         template = "{--eval-prompt-data} needs pairs `name path`, but has {count} words: {words}"
         violations.append(broken(args, template, count=len(words), words=" ".join(words)))
@@ -212,8 +213,7 @@ def _evaluation(args: argparse.Namespace, violations: list[Violation]) -> None:
 
 def resolve_aliases(args: argparse.Namespace) -> list[Violation]:
     """Write each alias into the setting that it means; returns violations of aliases that contradict it."""
-    if args.dry_run_json is not None or args.rehearse:
-        args.dry_run = True
+    args.dry_run = args.dry_run or args.rehearse or args.dry_run_json is not None
     if args.use_gated_attention:
         _type(args, "attention_output_gate", True)
     recomputation = {"recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations"}
@@ -244,8 +244,7 @@ _USUAL_NODE = 8
 
 def derive_placement(args: argparse.Namespace) -> None:
     """Fill modes, sizes and offloads, in place."""
-    if args.load_debug_rollout_data is not None:
-        args.debug_train_only = True
+    args.debug_train_only = args.debug_train_only or args.load_debug_rollout_data is not None
     if args.debug_train_only:
         args.rollout_num_gpus = 0
     args.has_trainer, args.has_engines = not args.debug_rollout_only, not args.debug_train_only

@@ -108,6 +108,14 @@ def plans_for_gpus(args: argparse.Namespace) -> bool:
     return args.dry_run_gpu_memory_gib is not None or env.forced_accelerator() != "cpu"
 
 
+def expects_gpus(args: argparse.Namespace) -> bool | None:
+    """Whether the run, or the one that `--dry-run` is about, has GPUs; None where a cluster shows that when it is joined."""
+    if gpus_on_this_machine() > 0 or (args.dry_run and plans_for_gpus(args)):
+        return True
+    joins = not args.dry_run and env.ray_address() is not None and env.forced_accelerator() != "cpu"
+    return None if joins else False
+
+
 def runs_on_gpus(args: argparse.Namespace) -> bool:
-    """Whether the run, or the one that `--dry-run` is about, would have GPUs, as far as this machine knows."""
-    return gpus_on_this_machine() > 0 or (args.dry_run and plans_for_gpus(args))
+    """Whether the run is known to have GPUs."""
+    return args.on_gpus is True

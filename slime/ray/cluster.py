@@ -31,7 +31,11 @@ from ray._private.state import GlobalState
 
 from slime.arguments.config_files.serving_config import arguments_of_group, served_groups
 from slime.arguments.derivation import settle_precision
+from slime.arguments.origins import Origin, recording
+from slime.arguments.rules.megatron import MEGATRON_RULES
+from slime.arguments.rules.serving import engine_around_the_sender
 from slime.arguments.sizes import GpuRanges, layout_of
+from slime.arguments.violations import Refusal
 from slime.backends.sglang_utils.server_arguments import require_cache_transfer
 from slime.plan import place_of_images, require_memory_of_machine
 from slime.plan.batch import kept_tokens, train_batch_bytes
@@ -90,7 +94,7 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     Gives the arguments of a run there: the precision follows the devices of the cluster.
 
     Raises:
-        UserError: the cluster has fewer devices than the plan needs.
+        UserError: the cluster has fewer devices than the plan needs, or flags do not go with its devices.
         RunError: Ray did not start, or the address does not answer.
     """
     plan = plan_cluster(args)
@@ -108,16 +112,34 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     else:
         _join(address, plan)
         _require_shared_directory(args)
-        # What the driver's own machine has says nothing about the nodes that will train.
-        # Of `GPU` resources that are devices Ray names the type where it found them itself.
-        on_gpus = any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
-        args = copy.copy(args)
-        settle_precision(args, on_gpus=on_gpus)
     try:
+        if address is not None:
+            # What the driver's own machine has says nothing about the nodes that will train.
+            # Of `GPU` resources that are devices Ray names the type where it found them itself.
+            found = any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
+            args = _as_on(args, on_gpus=found and env.forced_accelerator() != "cpu")
         with _agents_follow_driver() if address is None else contextlib.nullcontext():
             yield args
     finally:
         ray.shutdown()
+
+
+def _as_on(args: argparse.Namespace, *, on_gpus: bool) -> argparse.Namespace:
+    """The arguments as they follow from the devices that a cluster turned out to have.
+
+    Raises:
+        UserError: flags do not go with these, which could not be known when the flags were checked.
+    """
+    if args.on_gpus is on_gpus:
+        return args
+    args = copy.copy(args)
+    args.origins = dict(args.origins)
+    with recording(args, Origin.DERIVED):
+        settle_precision(args, on_gpus=on_gpus)
+    violations = [violation for rule in (*MEGATRON_RULES, engine_around_the_sender) for violation in rule(args)]
+    if violations:
+        raise Refusal(violations)
+    return args
 
 
 def object_store_bytes(args: argparse.Namespace) -> int:

@@ -222,13 +222,14 @@ def _session(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     failed = True
     with _sigterm_as_interrupt():
         try:
-            init_tracking(args, directory)
-            logger.info("%s", effective_configuration(args))
-            logger.debug("%s", derived_configuration(args))
-            record = write_run_record(args, args.save or directory)
-            logger.info("every value and where it came from: %s", record)
             # Ray puts a SIGTERM handler of its own in place of ours when it starts.
             with ray_cluster(args) as args_of_cluster, _sigterm_as_interrupt():
+                # Some values follow from the devices of a cluster, which it shows when it is joined.
+                init_tracking(args_of_cluster, directory)
+                logger.info("%s", effective_configuration(args_of_cluster))
+                logger.debug("%s", derived_configuration(args_of_cluster))
+                record = write_run_record(args_of_cluster, args.save or directory)
+                logger.info("every value and where it came from: %s", record)
                 StartupClock().mark("Ray")
                 yield args_of_cluster
             failed = False

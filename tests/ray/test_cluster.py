@@ -1,6 +1,7 @@
 """Our own Ray: who can read its token, who can reach it, and how large its object store is."""
 
 import contextlib
+import copy
 import itertools
 import os
 import stat
@@ -14,6 +15,7 @@ import ray
 from slime.ray import cluster
 from slime.ray.cluster import object_store_bytes
 from slime.utils.errors import UserError
+from tests.support.models.args import parse
 from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
 GIB, MIB = 2**30, 2**20
@@ -174,22 +176,64 @@ def test_names_of_processes_are_coloured_for_people_only(monkeypatch, output, er
         assert os.environ.get("RAY_COLOR_PREFIX") == plain
 
 
-@pytest.mark.parametrize(
-    ("resources", "precision"), [({"GPU": 4.0, "accelerator_type:H200": 1.0}, "bfloat16"), ({"GPU": 4.0}, "float32")]
-)
-def test_the_precision_follows_the_devices_of_the_cluster_that_is_joined(monkeypatch, resources, precision):
-    """Whatever the driver's own machine has. Arguments that were parsed stay as they are."""
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+_GPUS, _LOGICAL = {"GPU": 4.0, "accelerator_type:H200": 1.0}, {"GPU": 4.0}
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """A cluster with the resources that the function is given is at `RAY_ADDRESS`; this machine has no GPUs."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "RAY_ADDRESS": "auto"})
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
+    monkeypatch.setattr("slime.arguments.sizes.gpus_on_this_machine", lambda: 0)
     monkeypatch.setattr(cluster, "_join", lambda address, plan: None)
-    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: resources)
     monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Alive": True}, {"Alive": False}])
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
-    args = planned(SMALL, "--check-weight-update-equal")
-    parsed = dict(vars(args))
+    return lambda resources: monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: resources)
+
+
+@pytest.mark.parametrize(
+    ("resources", "forced", "precision"),
+    [(_GPUS, None, "bfloat16"), (_LOGICAL, None, "float32"), (_GPUS, "cpu", "float32")],
+)
+def test_the_precision_follows_the_devices_of_the_cluster_that_is_joined(
+    joined, monkeypatch, tmp_path, resources, forced, precision
+):
+    """Whatever the driver's own machine has. Arguments that were parsed stay as they are."""
+    joined(resources)
+    if forced is not None:
+        monkeypatch.setenv("SLIME_ACCELERATOR", forced)
+    args = parse(tmp_path, "--check-weight-update-equal")
+    parsed = copy.deepcopy(vars(args))
     with cluster.ray_cluster(args) as of_cluster:
-        assert of_cluster.params_dtype_name == precision and of_cluster.bf16 is (precision == "bfloat16")
+        found = of_cluster.params_dtype_name, of_cluster.bf16, of_cluster.accumulate_allreduce_grads_in_fp32
+        assert found == (precision, precision == "bfloat16", precision == "bfloat16")
+        assert of_cluster.origins["params_dtype_name"] == "derived"
     assert vars(args) == parsed
+
+
+def test_flags_that_only_some_devices_take_are_refused_when_the_cluster_shows_its_own(joined, tmp_path):
+    in_16_bits = "--main-grads-dtype bf16 --use-precision-aware-optimizer --use-distributed-optimizer"
+    words = {
+        in_16_bits: "--main-grads-dtype bf16 needs --bf16",
+        "--grad-reduce-in-bf16": "--grad-reduce-in-bf16 has nothing to act on without --bf16",
+    }
+    for typed, refusal in words.items():
+        args = parse(tmp_path, *typed.split())
+        joined(_GPUS)
+        with cluster.ray_cluster(args) as of_cluster:
+            assert not of_cluster.accumulate_allreduce_grads_in_fp32, "gradients in bfloat16 were asked for"
+        joined(_LOGICAL)
+        with pytest.raises(UserError, match=f"^{refusal}"), cluster.ray_cluster(args):
+            pass
+    args = parse(tmp_path, "--colocate", "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2")
+    with cluster.ray_cluster(args):
+        pass
+    joined(_GPUS)
+    with (
+        pytest.raises(UserError, match=r"engine 0 would have the GPUs of all training ranks \(1\)"),
+        cluster.ray_cluster(args),
+    ):
+        pass
 
 
 def test_what_ranks_write_for_engines_of_other_nodes_needs_a_directory_that_all_see(monkeypatch, tmp_path):

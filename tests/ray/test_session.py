@@ -1,5 +1,6 @@
 """What a run tells and leaves around its loop, without Ray."""
 
+import argparse
 import contextlib
 import json
 import re
@@ -106,3 +107,17 @@ def test_processes_of_a_run_are_told_where_its_logs_are_and_the_parsed_arguments
     assert vars(given[0]) == {**vars(parsed[0]), "log_dir": given[0].log_dir}
     record = json.loads(next(tmp_path.rglob("args.json")).read_text())
     assert record["arguments"]["log_dir"] == {"value": given[0].log_dir, "origin": None}
+
+
+def test_the_record_of_a_run_is_about_the_devices_of_its_cluster(run, tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def on_gpus(args):
+        yield argparse.Namespace(**{**vars(args), "params_dtype_name": "bfloat16"})
+
+    monkeypatch.setattr("slime.ray.cluster.ray_cluster", on_gpus)
+    told = []
+    monkeypatch.setattr(session, "init_tracking", lambda args, directory: told.append(args.params_dtype_name))
+    status, lines = run(lambda args, progress: None)
+    assert status == 0 and [line for line in lines if "parameters in bfloat16" in line]
+    record = json.loads(next(tmp_path.rglob("args.json")).read_text())
+    assert record["arguments"]["params_dtype_name"]["value"] == "bfloat16" and told == ["bfloat16"]

@@ -11,15 +11,12 @@ from slime.estimates.layout import PipelineStage, parts_of_layout, split_as_laid
 
 
 def derive_megatron_values(args: argparse.Namespace) -> None:
-    """Fill what was left open, in place. The precision is settled before."""
+    """Fill what was left open, in place."""
     if args.recompute_activations and args.recompute_granularity is None:
         args.recompute_granularity = "selective"
-    if args.use_custom_fsdp:
-        args.use_megatron_fsdp = True
-    if args.enable_cuda_graph and args.cuda_graph_impl == "none":
-        args.cuda_graph_impl = "local"
-    if args.external_cuda_graph and args.cuda_graph_impl == "none":
-        args.cuda_graph_impl = "transformer_engine"
+    args.use_megatron_fsdp = args.use_megatron_fsdp or args.use_custom_fsdp
+    if args.cuda_graph_impl == "none" and (args.enable_cuda_graph or args.external_cuda_graph):
+        args.cuda_graph_impl = "local" if args.enable_cuda_graph else "transformer_engine"
     if args.use_rope_scaling and not args.multi_latent_attention and "rotary_scaling_factor" in args.typed_flags:
         # Scripts of Llama models give the factor under this name.
         args.rope_scaling_factor = args.rotary_scaling_factor
@@ -30,10 +27,7 @@ def derive_megatron_values(args: argparse.Namespace) -> None:
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":
         # It cannot handle micro-batches of different length.
         args.moe_token_dispatcher_type = "alltoall"
-    if args.bf16 and not args.grad_reduce_in_bf16 and args.main_grads_dtype == "fp32":
-        args.accumulate_allreduce_grads_in_fp32 = True
-    if args.rope_type is None:
-        args.rope_type = "yarn" if args.multi_latent_attention else "rope"
+    args.rope_type = args.rope_type or ("yarn" if args.multi_latent_attention else "rope")
     derive_virtual_stages(args)
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import pytest
 
 from slime.arguments import parse_args
+from slime.arguments.derivation import settle_precision
 from slime.arguments.megatron.effects import ACTS_WITH, FIXED
 from slime.arguments.megatron.values import derive_megatron_values
 from slime.arguments.violations import Kind, broken
@@ -179,6 +180,7 @@ def test_values_that_follow(tmp_path, typed, expected):
     args = parse(tmp_path, "--dry-run")
     args.bf16 = args.accumulate_allreduce_grads_in_fp32 = False
     args = argparse.Namespace(**{**vars(args), **typed, "typed_flags": {*args.typed_flags, *typed}})
+    settle_precision(args, on_gpus=False)
     derive_megatron_values(args)
     assert {name: getattr(args, name) for name in expected} == expected
 
