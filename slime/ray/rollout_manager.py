@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +32,8 @@ from slime.serving.engines import Engines, engines_of_run, have_requests
 from slime.serving.fleet import EngineName, FleetSnapshot
 from slime.serving.owner import ServingOwner, longest_push_wait
 from slime.utils import env
+from slime.utils.async_utils import turn_of_async_loop
+from slime.utils.errors import RunError
 from slime.utils.http_utils import set_engine_supply
 from slime.utils.misc import collect_garbage_rarely
 from slime.utils.plugin_loader import containing_endings
@@ -125,7 +129,11 @@ class RolloutManager:
 
     @ray.method(concurrency_group="control")
     async def progress(self, name: str) -> tuple[str, int, int] | None:
-        """(description, done, total) of what the call with this name generates (`generation_name`, `evaluation_name`)."""
+        """(description, done, total) of what the call with this name generates (`generation_name`, `evaluation_name`).
+
+        There is no answer while something blocks the event loop in which all calls generate: no limit of theirs acts then.
+        """
+        await turn_of_async_loop()
         return self._pipeline.progress(name)
 
     @ray.method(concurrency_group="generate")
@@ -283,7 +291,7 @@ class RunningCall(Generic[Result]):
 
     Args:
         name: what the manager and messages call it.
-        deadline: seconds that `result` waits.
+        limit: seconds within which the manager has to say how far it has come, again and again.
         has_engines: whether samples are generated, so that the first one is news.
         on_poll: called several times a second while `result` waits.
     """
@@ -293,27 +301,33 @@ class RunningCall(Generic[Result]):
         manager: Any,
         ref: ray.ObjectRef,
         name: str,
-        deadline: float,
+        limit: float,
         has_engines: bool,
         on_poll: Callable[[], None],
     ) -> None:
         self._manager = manager
         self._ref = ref
         self._name = name
-        self._deadline = deadline
+        self._limit = limit
         self._has_engines = has_engines
         self._on_poll = on_poll
         self._bar = GenerationBar()
-        self._snapshot: list[ray.ObjectRef] = []
+        # The question how far it has come, while it is not answered, and when it was asked.
+        self._question: list[ray.ObjectRef] = []
+        self._asked_at = 0.0
+        # The last answer that told something.
+        self._snapshot: tuple[str, int, int] | None = None
 
     def result(self) -> Result:
         """Wait for the end of the call, with its progress drawn meanwhile.
 
+        It may take as long as it takes: what it consists of has limits of its own, or was given none by the user.
+
         Raises:
-            UserError, RunError: what ended the call, or no end within the deadline.
+            UserError, RunError: what ended the call; or the manager did not say within the limit how far it has come.
         """
         try:
-            result = wait_for(self._ref, self._name, self._deadline, on_poll=self._poll)
+            result = wait_for(self._ref, self._name, math.inf, on_poll=self._poll)
         finally:
             self._bar.close()
         self._report_start()
@@ -321,12 +335,24 @@ class RunningCall(Generic[Result]):
 
     def _poll(self) -> None:
         self._on_poll()
-        if not self._snapshot:
-            self._snapshot.append(self._manager.progress.remote(self._name))
-        snapshot = _answer(self._snapshot)
+        if not self._question:
+            self._question.append(self._manager.progress.remote(self._name))
+            self._asked_at = time.monotonic()
+        snapshot = _answer(self._question)
+        if self._question and time.monotonic() - self._asked_at > self._limit:
+            raise RunError(self._no_answer())
+        self._snapshot = snapshot or self._snapshot
         self._bar.show(snapshot)
         if snapshot is not None and snapshot[1] > 0:
             self._report_start()
+
+    def _no_answer(self) -> str:
+        done = "" if self._snapshot is None else f", when {self._snapshot[1]} of {self._snapshot[2]} samples were there"
+        return (
+            f"{self._name}: the rollout manager has not said for {self._limit:.0f} s how far it has come{done}. Something "
+            "blocks its event loop, an `async` function of yours say: a plain one may block, it is called in a thread. If it "
+            "needs so long, raise --http-request-timeout"
+        )
 
     def _report_start(self) -> None:
         line = StartupClock().close("first sample")
@@ -474,6 +500,6 @@ class RolloutClient:
         return wait_for(getattr(self._manager, method).remote(*arguments), name, _CONTROL_DEADLINE_SECONDS)
 
     def _running(self, ref: ray.ObjectRef, name: str) -> RunningCall[Any]:
-        # A call may take as long as one request may, several turns of it.
-        deadline = 4 * self._args.http_request_timeout
-        return RunningCall(self._manager, ref, name, deadline, self._args.has_engines, self._look_after_engines)
+        # Functions that block the event loop, one after the other, get as long as several requests may take.
+        limit = 4 * self._args.http_request_timeout + _CONTROL_DEADLINE_SECONDS
+        return RunningCall(self._manager, ref, name, limit, self._args.has_engines, self._look_after_engines)

@@ -94,6 +94,11 @@ def run(coro: Coroutine[Any, Any, Any]) -> Any:
         raise
 
 
+async def turn_of_async_loop() -> None:
+    """Return when the background loop has come round: not as long as something blocks it."""
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), get_async_loop()))
+
+
 class SingleFlight:
     """Whoever asks while an answer is under way in the same event loop gets that answer, or its failure."""
 

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import gc
+import math
 import sys
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from slime.ray.driver import RunLength
 from slime.ray.rollout_manager import RolloutManager, RolloutTurns
 from slime.ray.train_group import TrainGroup
 from slime.serving.fleet import EngineName, EngineSnapshot, EngineState, FleetSnapshot
+from slime.utils.async_utils import get_async_loop
 from slime.utils.errors import RunError
 from slime.utils.plugin_loader import EndingRaised
 from slime.utils.run_values import with_run_values
@@ -166,6 +169,34 @@ def test_a_call_that_wants_to_end_the_process_is_one_that_fails(tmp_path, method
         return await manager.progress("goes on")
 
     assert asyncio.run(main()) == "goes on"
+
+
+def test_a_rollout_that_sleeps_is_no_manager_that_hangs(tmp_path, monkeypatch):
+    """The manager says how far a call is while `sleep` waits for ever, and does not while something blocks the event loop in
+    which all others generate."""
+    ended, blocked = threading.Event(), threading.Event()
+    monkeypatch.setattr("slime.rollout.sglang_rollout.router_urls", lambda args: ended.is_set() and 1 / 0 or {})
+    monkeypatch.setattr("slime.rollout.sglang_rollout.time.sleep", lambda seconds: ended.wait(60))
+    manager = RolloutManager(parse(tmp_path, "--rollout-function-path", "slime.rollout.sleep_rollout.sleep"))
+
+    async def main():
+        await manager.start(None)
+        sleeping = asyncio.create_task(manager.generate(0))
+        try:
+            await asyncio.wait_for(manager.progress("generation of rollout 0"), 60)
+            get_async_loop().call_soon_threadsafe(blocked.wait, 60)
+            question = asyncio.create_task(manager.progress("generation of rollout 0"))
+            done, _ = await asyncio.wait([question], timeout=0.2)
+            assert not done
+            blocked.set()
+            assert await asyncio.wait_for(question, 60) is None and not sleeping.done()
+        finally:
+            blocked.set()
+            ended.set()
+        with pytest.raises(ZeroDivisionError):
+            await sleeping
+
+    asyncio.run(main())
 
 
 async def settled():
@@ -343,9 +374,39 @@ def test_calls_that_are_under_way_are_awaited_one_by_one_and_ask_for_their_own_p
     asked.clear()
     assert evaluation.result() == ["evaluate result"] and rollout.result() == ["generate result"]
     assert asked == [
-        ("progress", "evaluation after rollout 3"), ("evaluate result", "evaluation after rollout 3", 240.0),
-        ("progress", "generation of rollout 4"), ("generate result", "generation of rollout 4", 240.0),
+        ("progress", "evaluation after rollout 3"), ("evaluate result", "evaluation after rollout 3", math.inf),
+        ("progress", "generation of rollout 4"), ("generate result", "generation of rollout 4", math.inf),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("last", [None, ("rollout 4", 3, 8)])
+def test_a_call_goes_on_as_long_as_the_manager_says_how_far_it_is_and_ends_with_the_flag_where_it_does_not(
+    make_client, monkeypatch, last
+):
+    """How long the call itself takes does not count."""
+    client = make_client(has_engines=True, use_fault_tolerance=False, http_request_timeout=60.0)
+    limit = 4 * 60.0 + 600.0
+    now, answered_until, is_done, questions = [0.0], [10 * limit], [False], []
+    client._manager.generate = SimpleNamespace(remote=lambda *arguments: "generate")
+    client._manager.progress = SimpleNamespace(remote=lambda name: questions.append(name) or "progress")
+
+    def wait(refs, **options):
+        now[0] += 0.25 if refs == ["generate"] else 0.0
+        answered = {"progress": now[0] <= answered_until[0], "generate": is_done[0]}
+        return [ref for ref in refs if answered[ref]], refs
+
+    monkeypatch.setattr(waiting.ray, "wait", wait)
+    monkeypatch.setattr(waiting.ray, "get", lambda ref, timeout: {"progress": last, "generate": "samples"}[ref])
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    with pytest.raises(
+        RunError, match=r"^generation of rollout 4: .* for 840 s .*raise --http-request-timeout$"
+    ) as late:
+        client.generate(4).result()
+    assert ("3 of 8 samples" in str(late.value)) is (last is not None)
+    assert answered_until[0] + limit < now[0] < answered_until[0] + limit + 1.0
+    assert len(questions) > 100, "one is asked when the one before is answered"
+    answered_until[0], is_done[0] = math.inf, True
+    assert client.generate(5).result() == "samples"
 
 
 @pytest.mark.parametrize("tolerant", [False, True])
