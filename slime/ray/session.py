@@ -38,12 +38,14 @@ from slime.plan import check_before_start, nothing_left, show_plan
 from slime.ray.driver import RunProgress, StartedRun
 from slime.utils import env
 from slime.utils.errors import RunError, UserError
-from slime.utils.filesystem import sweep_scratch_directories
+from slime.utils.filesystem import claim_directory, release_directory, sweep_scratch_directories
 from slime.utils.run_values import with_run_values
 
 logger = logging.getLogger(__name__)
 
 
+# Who holds it writes the checkpoints in `--save`. Pushes by files may go through the same directory, and have a lock of theirs.
+_CHECKPOINTS_LOCK = ".checkpoints.lock"
 # Set by SIGTERM, which otherwise acts like Ctrl-C: Ray turns whatever a signal handler raises into KeyboardInterrupt.
 _terminated = threading.Event()
 
@@ -96,7 +98,7 @@ def main(
         if args.check or finished is not None:
             _tell_result(finished or _needs_of(args), stream)
             return 0
-        with _session(args) as args_of_run:
+        with _checkpoints_claimed(args), _session(args) as args_of_run:
             train(args_of_run, progress)
         _tell_what_is_kept(args, progress, words, finished=True)
     except (UserError, RunError) as error:
@@ -208,6 +210,28 @@ def _end(end: Callable[[], None] | None, part: Any) -> None:
         except Exception as error:
             # The run's own result or error matters more than how its parts went.
             logger.error("ending %s: %s", type(part).__name__, error)
+
+
+@contextlib.contextmanager
+def _checkpoints_claimed(args: argparse.Namespace) -> Iterator[None]:
+    """In the block no other run writes checkpoints into `--save`. One that writes none, an evaluation say, may share it.
+
+    Raises:
+        UserError: another run does.
+    """
+    if args.save is None or args.save_interval is None or args.num_rollout == 0 or not args.has_trainer:
+        yield
+        return
+    directory = Path(args.save)
+    if not claim_directory(directory, _CHECKPOINTS_LOCK):
+        raise UserError(
+            f"--save {args.save}: another run writes its checkpoints into this directory; end that run, or give a directory of "
+            "this one's own"
+        )
+    try:
+        yield
+    finally:
+        release_directory(directory, _CHECKPOINTS_LOCK)
 
 
 @contextlib.contextmanager

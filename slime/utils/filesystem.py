@@ -138,7 +138,7 @@ _OWNER = "owner"
 _LOCK = ".lock"
 _SHARED_MEMORY = Path("/dev/shm")
 
-# Of the directories of this process: the descriptor that holds the lock.
+# Of the directories of this process, and of the lock files in those that it claimed: the descriptor that holds the lock.
 _locks: dict[Path, int] = {}
 
 
@@ -167,16 +167,23 @@ def remove_scratch_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def claim_directory(path: Path) -> bool:
-    """Take a directory, made if need be, for this process until that ends; False if another process has it.
+def claim_directory(path: Path, lock: str = _LOCK) -> bool:
+    """Take a directory, made if need be, for this process until that ends or lets go of it; False if another process has it.
 
     On a disk that knows no locks every claim is granted.
+
+    Args:
+        lock: name of a file in the directory. Claims by other names are about something else in it.
     """
-    path = path.resolve()
+    path = path.resolve() / lock
     if path in _locks:
         return True
-    path.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        # Another user made it, whose directory this one may write to.
+        descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -187,6 +194,13 @@ def claim_directory(path: Path) -> bool:
         pass
     _locks[path] = descriptor
     return True
+
+
+def release_directory(path: Path, lock: str = _LOCK) -> None:
+    """Undo `claim_directory`."""
+    descriptor = _locks.pop(path.resolve() / lock, None)
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def shared_memory_of(path: Path) -> list[Path]:

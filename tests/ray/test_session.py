@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import fcntl
 import json
 import re
 
@@ -107,6 +108,57 @@ def test_processes_of_a_run_are_told_where_its_logs_are_and_the_parsed_arguments
     assert vars(given[0]) == {**vars(parsed[0]), "log_dir": given[0].log_dir}
     record = json.loads(next(tmp_path.rglob("args.json")).read_text())
     assert record["arguments"]["log_dir"] == {"value": given[0].log_dir, "origin": None}
+
+
+@pytest.fixture
+def saves_elsewhere(tmp_path):
+    """The lock that another run has while it lives, in the directory of this one."""
+    save = tmp_path / "checkpoints"
+    save.mkdir()
+    with (save / ".checkpoints.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield save
+
+
+def test_two_runs_do_not_write_their_checkpoints_into_one_directory(run, saves_elsewhere):
+    words, began = ["--save", str(saves_elsewhere), "--save-interval", "1"], []
+    status, lines = run(lambda args, progress: began.append(args), *words)
+    assert (status, began) == (2, [])
+    assert lines[-1].startswith(
+        f"ERROR: --save {saves_elsewhere}: another run writes its checkpoints into this directory"
+    )
+    assert [path.name for path in saves_elsewhere.iterdir()] == [".checkpoints.lock"], "the record is the other run's"
+
+
+@pytest.mark.parametrize(
+    "words", [["--dry-run"], ["--check"], ["--num-rollout", "0"], ["--debug-rollout-only"], None], ids=str
+)
+def test_what_writes_no_checkpoint_may_go_on_beside_a_run_that_does(run, saves_elsewhere, words):
+    """None: without an interval nothing is saved."""
+    words = ["--save", str(saves_elsewhere), *(["--save-interval", "1", *words] if words else [])]
+    status, lines = run(lambda args, progress: None, *words)
+    assert status == 0, lines
+
+
+@pytest.mark.parametrize("ending", [None, RunError("engine 0 died"), KeyboardInterrupt()])
+def test_the_directory_of_checkpoints_is_let_go_of_however_a_run_ends(run, tmp_path, ending):
+    lock, held = tmp_path / "checkpoints/.checkpoints.lock", []
+
+    def is_free():
+        with lock.open() as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+
+    def train(args, progress):
+        held.append(not is_free())
+        if ending is not None:
+            raise ending
+
+    for _ in range(2):
+        run(train, "--save", str(lock.parent), "--save-interval", "1")
+        assert is_free()
+    assert held == [True, True]
 
 
 def test_the_record_of_a_run_is_about_the_devices_of_its_cluster(run, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Files that are whole or absent, scratch directories, names with placeholders."""
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -234,6 +235,45 @@ def test_a_directory_belongs_to_one_process_until_that_ends(tmp_path):
         process.kill()
         process.wait()
     assert scratch.claim_directory(path) and scratch.claim_directory(path / "." / ".." / "new")
+
+
+def test_a_directory_that_was_let_go_of_can_be_claimed_by_others(tmp_path):
+    """And two claims by different names are about different things."""
+    assert scratch.claim_directory(tmp_path, "a.lock") and scratch.claim_directory(tmp_path, "b.lock")
+    for lock, granted in (("a.lock", "False"), ("c.lock", "True")):
+        command = [
+            sys.executable,
+            "-c",
+            CLAIM.replace("Path(sys.argv[1])", f"Path(sys.argv[1]), {lock!r}"),
+            str(tmp_path),
+        ]
+        found = subprocess.run(
+            command, input="", capture_output=True, env=environment_for_python(), text=True, timeout=120
+        )
+        assert found.stdout == f"{granted}\n"
+    scratch.release_directory(tmp_path, "a.lock")
+    scratch.release_directory(tmp_path, "b.lock")
+    scratch.release_directory(tmp_path, "b.lock")
+    with (tmp_path / "a.lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert not scratch.claim_directory(tmp_path, "a.lock")
+
+
+def test_the_lock_of_another_user_can_be_taken_when_he_is_gone(tmp_path, monkeypatch):
+    open_file = os.open
+
+    def refuse(path, flags, *mode):
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied", str(path))
+        return open_file(path, flags, *mode)
+
+    (tmp_path / ".lock").touch()
+    monkeypatch.setattr(scratch.os, "open", refuse)
+    assert scratch.claim_directory(tmp_path)
+    monkeypatch.undo()
+    with (tmp_path / ".lock").open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    scratch.release_directory(tmp_path)
 
 
 def test_a_disk_without_locks_grants_every_claim(tmp_path, monkeypatch):
