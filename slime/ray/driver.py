@@ -209,8 +209,9 @@ class Saver:
 
     def __init__(self, args: argparse.Namespace, run: StartedRun, report: StepReport) -> None:
         self._args, self._run, self._report = args, run, report
-        # The rollout whose checkpoint is being written.
+        # The rollout whose checkpoint is being written, or about to be published.
         self._unpublished: int | None = None
+        self._is_written = False
 
     def after(self, rollout_id: int) -> None:
         """A rollout has been trained: save it if that is due, and publish what has been written meanwhile.
@@ -229,7 +230,7 @@ class Saver:
             if not self._args.async_save:
                 self._publish(rollout_id)
                 return
-        self._unpublished = rollout_id
+        self._unpublished, self._is_written = rollout_id, False
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and publish it.
@@ -237,12 +238,13 @@ class Saver:
         Raises:
             RunError: it could not be written.
         """
-        rollout_id, self._unpublished = self._unpublished, None
-        if rollout_id is None:
+        if self._unpublished is None:
             return
         with self._report.phase("finish_save"):
             self._run.actor.finish_save()
-            self._publish(rollout_id)
+            self._is_written = True
+            self._publish(self._unpublished)
+        self._unpublished = None
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
@@ -253,10 +255,10 @@ class Saver:
         """
         try:
             yield
+            self.finish()
         except BaseException:
             self._rescue()
             raise
-        self.finish()
 
     def _rescue(self) -> None:
         rollout_id, self._unpublished = self._unpublished, None
@@ -264,14 +266,17 @@ class Saver:
             return
         # Ranks that still train, or have died, do not say so in time. A second Ctrl-C ends the wait.
         try:
+            # They answer when they have done what they were asked before: a publication is over then, and was tried once.
             if self._run.actor.save_has_ended(_RESCUE_SECONDS):
-                self._run.actor.finish_save(_RESCUE_SECONDS)
-                self._publish(rollout_id)
+                if not self._is_written:
+                    self._run.actor.finish_save(_RESCUE_SECONDS)
+                    self._publish(rollout_id)
                 return
         except BaseException:
             # The error that ends the run is the one to tell.
             logger.debug("the checkpoint of rollout %d could not be finished", rollout_id, exc_info=True)
-        logger.warning("the checkpoint of rollout %d was not wholly written, and is lost with the run", rollout_id)
+        if not self._is_written:
+            logger.warning("the checkpoint of rollout %d was not wholly written, and is lost with the run", rollout_id)
 
     def _publish(self, rollout_id: int) -> None:
         # Whatever ends the run from here on may find it to be the newest.

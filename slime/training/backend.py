@@ -130,7 +130,7 @@ class UnfinishedSave(Protocol):
         """Whether this rank would not wait for its own part in `finish`. Not collective."""
 
     def finish(self) -> Any:
-        """Wait until all parts are on the disk.
+        """Wait until all parts are on the disk. Asked again before they are published, it says the same.
 
         Raises:
             RunError: a rank could not write its part, or not in time; on all ranks. The directory is gone, unless time ran out:

@@ -122,14 +122,13 @@ class TrainRank:
         return self._unfinished.has_ended()
 
     def finish_save(self) -> None:
-        """Wait until the checkpoint of the last `save` is on the disk. It is not yet the newest.
+        """Wait until the checkpoint of the last `save` is on the disk. It is not yet the newest, and may be asked about again.
 
         Raises:
             RunError: a rank could not write it; on all ranks.
         """
-        unfinished, self._unfinished = self._unfinished, None
         with patient_groups(self.args.checkpoint_write_timeout):
-            unfinished.finish()
+            self._unfinished.finish()
 
     def dispose(self) -> None:
         """Leave all process groups."""

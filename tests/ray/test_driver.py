@@ -213,6 +213,39 @@ def test_an_error_leaves_the_checkpoint_that_was_written_until_then(background, 
     assert ("was not wholly written, and is lost with the run" in caplog.text) == (rescued is None)
 
 
+@pytest.mark.parametrize("begun", [1, 3, 6], ids=["when it is found written", "at the next save", "at the end"])
+@pytest.mark.parametrize("at", ["finish_save", "publish"])
+@pytest.mark.parametrize("ends", [True, False, RunError("no answer within 10 s")], ids=str)
+def test_a_stop_while_a_checkpoint_is_finished_keeps_it_if_the_ranks_get_done(
+    background, monkeypatch, caplog, begun, at, ends
+):
+    """The ranks go on with what they were asked: of a publication it is not known here whether it was."""
+    actor, stopped, work = background.actor, [], getattr(background.actor, at)
+
+    def stop(*arguments):
+        if actor.begun == begun and not stopped:
+            stopped.append(begun)
+            monkeypatch.setattr(actor, "save_has_ended", has_ended)
+            raise KeyboardInterrupt
+        work(*arguments)
+
+    def has_ended(limit):
+        if isinstance(ends, RunError):
+            raise ends
+        return ends
+
+    monkeypatch.setattr(actor, at, stop)
+    with pytest.raises(KeyboardInterrupt):
+        background.run()
+    before_stop = {"finish_save": ("data", begun), "publish": ("finish", actor.trained)}[at]
+    rescued = at == "finish_save" and ends is True
+    assert background.events[-1] == (("publish", begun) if rescued else before_stop)
+    is_lost = at == "finish_save" and ends is not True
+    assert ("was not wholly written, and is lost with the run" in caplog.text) == is_lost
+    names = [name for name, _ in background.events]
+    assert names.count("finish") <= names.count("begin"), "what is written is not waited for twice"
+
+
 def test_a_stop_in_the_first_rollout_knows_where_the_run_stands():
     progress = RunProgress()
     report = StepReport(make(), started(3), progress)

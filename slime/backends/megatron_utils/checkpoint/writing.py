@@ -143,13 +143,12 @@ class UnfinishedCheckpoint:
         Raises:
             RunError: writing failed on some rank; the message names the path and the cause, and nothing was published.
         """
-        error = self.error
-        if error is None:
-            error = self.finish_parts()
-        if error is None:
-            error = _run_on_rank_zero(lambda: fsync_tree(self.directory))
+        if self.error is None:
+            self.error = self.finish_parts()
+        if self.error is None:
+            self.error = _run_on_rank_zero(lambda: fsync_tree(self.directory))
         self._let_parts_go()
-        if error is None:
+        if self.error is None:
             return self._final
         if self._is_late:
             # Whoever touches a disk that hangs hangs too.
@@ -158,7 +157,7 @@ class UnfinishedCheckpoint:
             _run_on_rank_zero(lambda: shutil.rmtree(self.directory, ignore_errors=True))
             there = _free_room(self._final.parent)
         raise RunError(
-            f"checkpoint {self._final} could not be written: {error}. {there}. Older checkpoints are untouched"
+            f"checkpoint {self._final} could not be written: {self.error}. {there}. Older checkpoints are untouched"
         )
 
     def finish_parts(self) -> str | None:

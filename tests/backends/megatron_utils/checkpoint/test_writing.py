@@ -139,6 +139,9 @@ def background_worker(args) -> dict:
     def message(unfinished):
         with pytest.raises(RunError) as error:
             unfinished.finish()
+        with pytest.raises(RunError, match=re.escape(unfinished.error)):
+            # A driver that was interrupted has not heard it, and asks again.
+            unfinished.finish()
         assert not multiprocessing.active_children()
         return str(error.value), sorted(path.name for path in Path(args.save).iterdir())
 
@@ -149,7 +152,7 @@ def background_worker(args) -> dict:
     assert not unfinished.has_ended() and not (Path(args.save) / "iter_0000000").exists()
     release()
     wait_until(unfinished.has_ended)
-    unfinished.finish()
+    assert unfinished.finish() == unfinished.finish() == Path(args.save) / "iter_0000000"
     publish_checkpoint(args, 0)
     results["weight version"] = read_weight_version(Path(args.save) / "iter_0000000")
 
