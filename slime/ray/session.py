@@ -22,7 +22,8 @@ from typing import Any, TextIO
 
 from slime.arguments import parse_args
 from slime.arguments.checkpoints import is_megatron_checkpoint, iteration_directory, latest_iteration
-from slime.arguments.flag import flag_of
+from slime.arguments.flag import attribute_of, flag_of
+from slime.arguments.origins import Origin
 from slime.observability.console import StartupClock
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, tracking_directory
 from slime.observability.run_record import (
@@ -368,17 +369,25 @@ def _rollouts(first: int, last: int) -> str:
 
 def _continuing(command: Sequence[str], args: argparse.Namespace, values: Mapping[str, str]) -> str:
     """The command with `values`, and a word about flags of this start that stand where no command line reaches them."""
+    changed = {flag: value for flag, value in values.items() if flag != "--load" or args.load != value}
     typed = {word.partition("=")[0] for word in command}
     flags = {flag_of(name) for name in args.typed_flags} if "--load" in values else set()
     elsewhere = [flag for flag in OF_THIS_START if flag in flags and flag not in typed]
     note = f"    # without {' '.join(elsewhere)}, which the script or its file of flags gives" if elsewhere else ""
-    return f"{_shown(_going_on(command, args, values))}{note}"
+    of_role = args.role_overrides.get("actor", {})
+    in_yaml = [
+        f"`{name}: {value}` in {args.megatron_config_path if name in of_role else args.custom_config_path}"
+        for name, value in ((attribute_of(flag), value) for flag, value in changed.items())
+        if args.origins.get(name) is Origin.YAML
+    ]
+    if in_yaml:
+        note += f"    # with {' and '.join(in_yaml)}, which goes before the command line"
+    return f"{_shown(_going_on(command, values, changed))}{note}"
 
 
-def _going_on(command: Sequence[str], args: argparse.Namespace, values: Mapping[str, str]) -> list[str]:
-    """The words with `values` in the place of what they say, and, to load another checkpoint, without what held for the one
-    of this start."""
-    changed = {flag: value for flag, value in values.items() if flag != "--load" or args.load != value}
+def _going_on(command: Sequence[str], values: Mapping[str, str], changed: Mapping[str, str]) -> list[str]:
+    """The words with `changed` in the place of what they say, and, where `values` say what to load, without what held for the
+    checkpoint of this start."""
     dropped = {
         **(OF_THIS_START if "--load" in values else {}),
         **dict.fromkeys(changed, 1),

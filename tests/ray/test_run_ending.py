@@ -7,6 +7,7 @@ import pytest
 
 from slime.arguments.checkpoints import POINTER, WeightSource
 from slime.arguments.groups.training_flags import CHECKPOINTS
+from slime.arguments.origins import Origin
 from slime.arguments.parser import build_parser
 from slime.ray import session
 from slime.ray.driver import RunProgress
@@ -19,7 +20,8 @@ def make(save, **values):
     """The arguments of a run, and how far it has come."""
     arguments = {
         "has_trainer": True, "save": save and str(save), "load": save and str(save), "save_interval": 2,
-        "initial_weights": None, "typed_flags": set(),
+        "initial_weights": None, "typed_flags": set(), "origins": {}, "role_overrides": {},
+        "custom_config_path": "/run.yaml", "megatron_config_path": "/roles.yaml",
     }  # fmt: skip
     progress = {"start_rollout_id": 0, "num_rollout": 8, "rollouts_done": 6, "rollout_saved": 3}
     of_progress = {name: values.pop(name, default) for name, default in progress.items()}
@@ -92,6 +94,25 @@ def test_a_flag_of_the_first_start_that_stands_in_a_script_is_named(saved):
     assert closing_lines(*run, ["bash", "run.sh"], finished=False)[1].endswith(
         "    # without --finetune, which the script or its file of flags gives"
     )
+
+
+def test_a_value_of_a_file_that_would_overrule_the_command_is_to_be_changed_there(saved):
+    (saved / POINTER).write_text("7")
+    values = {"load": "hf", "rollouts_done": 8, "rollout_saved": 7}
+    of_file = {"load": Origin.YAML, "num_rollout": Origin.YAML}
+    run = make(saved, origins=of_file, typed_flags={"finetune"}, **values)
+    assert closing_lines(*run, ["train.py"], finished=True)[1] == (
+        f"to train on, raise --num-rollout: train.py --load {saved} --num-rollout 16"
+        "    # without --finetune, which the script or its file of flags gives"
+        f"    # with `load: {saved}` in /run.yaml and `num_rollout: 16` in /run.yaml, which goes before the command line"
+    )
+    run = make(saved, origins=of_file, role_overrides={"actor": {"load": "hf"}}, **values)
+    assert closing_lines(*run, ["train.py"], finished=False)[1].endswith(
+        f"--load {saved}    # with `load: {saved}` in /roles.yaml, which goes before the command line"
+    )
+    # What stands there may stay.
+    run = make(saved, origins=of_file, **{**values, "load": str(saved)})
+    assert closing_lines(*run, ["train.py"], finished=False)[1] == "go on: train.py"
 
 
 def test_checkpoints_of_another_run_are_not_called_this_ones(saved):
