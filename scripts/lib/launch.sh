@@ -211,7 +211,9 @@ end_run() {
 # Arguments: those of the user.
 submit() {
   # `env -C`: paths relative to the directory of the call stay what the caller meant.
-  # Ray sets OMP_NUM_THREADS to 1 for a job; the run looks there for what the user wants.
+  # Ray sets OMP_NUM_THREADS to 1 for a job; the run looks there for what the user wants, and believes a 1 that stands in the
+  # environment that the job was submitted with.
+  if [[ -n "${OMP_NUM_THREADS:-}" ]]; then RUNTIME_ENV[OMP_NUM_THREADS]="$OMP_NUM_THREADS"; fi
   local job=(env -C "$PWD" -u OMP_NUM_THREADS ${OMP_NUM_THREADS:+"OMP_NUM_THREADS=$OMP_NUM_THREADS"}
     "SLIME_START_COMMAND=$(start_command "$@")" "${COMMAND[@]}")
   if cluster_is_here; then

@@ -38,11 +38,17 @@ def tunes_allocator() -> bool:
 def threads_of_user() -> int | None:
     """`OMP_NUM_THREADS`: with how many threads a process computes, where the user says so; of a list the first.
 
+    Ray sets it to 1 for a job that it was given (`RAY_JOB_CONFIG_JSON_ENV_VAR` describes it): there a 1 is the user's where the
+    runtime environment of the job has it.
+
     Raises:
         UserError: it is no such number.
     """
-    name = "OMP_NUM_THREADS"
-    return _as_whole_number(name, os.environ.get(name, "").partition(",")[0].strip(), 0, 1) or None
+    name, job = "OMP_NUM_THREADS", os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR")
+    value = os.environ.get(name, "").partition(",")[0].strip()
+    if value == "1" and job and name not in ((json.loads(job).get("runtime_env") or {}).get("env_vars") or {}):
+        return None
+    return _as_whole_number(name, value, 0, 1) or None
 
 
 _AGENT, _OLDER_AGENT = "SLIME_AGENT_", "SWE_"

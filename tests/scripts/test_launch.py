@@ -70,6 +70,7 @@ def test_a_job_has_the_threads_that_the_user_gave_and_not_those_that_ray_gives_i
     variables = {**stub, "OMP_NUM_THREADS": given, "PYTHON": str(python)}
     result = bash(f"bash {ONE_NODE}", RAY_ADDRESS="http://127.0.0.1:8265", **variables)
     assert result.returncode == 0, result.stderr
+    assert runtime_env(stub).get("OMP_NUM_THREADS", "") == given
     ran = bash(f"bash {stub['STUB_LOG']}.job", **{**stub, "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr
     assert Path(stub["STUB_LOG"] + ".threads").read_text() == (given or "unset")

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,27 @@ def test_variables_of_libraries_are_handed_on_and_secrets_are_not(monkeypatch):
 
 @pytest.mark.parametrize(("value", "threads"), [(None, None), ("", None), ("3", 3), ("4,2", 4)])
 def test_how_many_threads_compute_is_the_users_to_say(monkeypatch, value, threads):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        monkeypatch.delenv(name, raising=False)
     if value is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert env.threads_of_user() == threads
+
+
+@pytest.mark.parametrize(
+    ("job", "value", "threads"),
+    [
+        ({"runtime_env": {"env_vars": {"MINE": "7"}}}, "1", None),
+        ({"runtime_env": None}, "1", None),
+        ({}, "1", None),
+        ({"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}, "1", 1),
+        # Ray does not give that: the command of the job does.
+        ({}, "4", 4),
+    ],
+)
+def test_the_thread_that_ray_gives_a_job_is_not_the_users_word(monkeypatch, job, value, threads):
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
     assert env.threads_of_user() == threads
 
 
