@@ -6,6 +6,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.arguments.checkpoints import WeightSource, is_megatron_checkpoint, latest_iteration
@@ -39,6 +40,7 @@ _ACTOR_RANK = "slime.training.actor_rank.ActorRank"
 _CALL_DEADLINE_SECONDS = 24 * 3600.0
 _DISPOSE_DEADLINE_SECONDS = 60.0
 _LEFT_METRICS_SECONDS = 3.0
+_CORES_SECONDS = 300.0
 # By which the system's clock may have been set meanwhile, from which the time of a process's creation is counted.
 _CLOCK_SECONDS = 1.0
 _START_SECONDS, _END_SECONDS = "perf/start_trainer_time", "perf/end_trainer_time"
@@ -151,12 +153,12 @@ class TrainGroup:
         world_size = len(self._places)
         remote_class = ray.remote(RankProcess)
         at_start, inside = self._environments()
-        for rank, (bundle, device) in enumerate(self._places):
+        for rank, ((bundle, device), threads) in enumerate(zip(self._places, self._threads, strict=True)):
             options = {
                 "num_cpus": 0.4,
                 "num_gpus": 0.4,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, bundle),
-                "runtime_env": {"env_vars": at_start},
+                "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), **at_start}},
             }
             description = ray.cloudpickle.dumps((self._actor_cls, self._args, rank, world_size, device))
             self._actors.append(remote_class.options(**options).remote(inside, description))
@@ -303,14 +305,27 @@ class TrainGroup:
     def _name_ranks(self, ranks: Sequence[int]) -> str:
         return f"{self.rank_name} {', '.join(map(str, ranks))}"
 
+    @functools.cached_property
+    def _threads(self) -> list[int]:
+        """With how many threads each rank computes: as the user of the driver says, else its share of the cores of its node."""
+        ranks, typed = min(len(self._places), self._args.actor_num_gpus_per_node), env.threads_of_user()
+        if typed is not None:
+            return [typed] * len(self._places)
+        if env.ray_address() is None:
+            return [max(1, _cores() // ranks)] * len(self._places)
+        node_of = placement_group_table(self._group)["bundles_to_node_id"]
+        first = {node_of[bundle]: bundle for bundle, _ in reversed(self._places)}
+        asked = [ray.remote(_cores).options(**_beside(self._group, bundle)).remote() for bundle in first.values()]
+        cores = dict(zip(first, wait_for_all(asked, "cores of the nodes", _CORES_SECONDS), strict=True))
+        return [max(1, cores[node_of[bundle]] // ranks) for bundle, _ in self._places]
+
     def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Variables that a rank's process starts with, and those that it sets itself before it imports the rank.
+        """Variables that a rank's process starts with, beside its threads, and those that it sets itself before it imports the
+        rank.
 
         Ray writes the first kind into logs that everybody on the machine may read, so of `--train-env-vars`, which may
         hold secrets, only those are among them that would come too late otherwise.
         """
-        ranks = min(len(self._places), self._args.actor_num_gpus_per_node)
-        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         typed = {name: str(value) for name, value in self._args.train_env_vars.items()}
         early = {name: value for name, value in typed.items() if env.is_read_at_process_start(name)}
         at_start = {
@@ -318,7 +333,6 @@ class TrainGroup:
             # Every collective has a ring, which adds in one order; sums that NVSwitch adds up (NVLS) have none.
             **({"NCCL_ALGO": "Ring"} if self._args.deterministic_mode else {}),
             **env.library_environment(),
-            "OMP_NUM_THREADS": str(threads),
             "NCCL_CUMEM_ENABLE": "0",
             **communicator_environment(self._args),
             # Kernels are launched in program order, which sequence parallelism relies on; read when CUDA starts.
@@ -328,6 +342,10 @@ class TrainGroup:
             **early,
         }
         return at_start, typed
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _logged_pairs(logged: Any, rank_name: str, actor_cls: type | str) -> list[LoggedMetrics]:

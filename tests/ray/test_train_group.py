@@ -139,6 +139,37 @@ def test_collectives_add_in_one_order_in_the_deterministic_mode_unless_another_i
     assert {**at_start, **inside}["NCCL_ALGO"] == "CollnetChain"
 
 
+@pytest.mark.parametrize(
+    ("address", "said", "threads"),
+    [
+        # Four ranks a node, of a run that has six: on nodes of 32 cores and of 3.
+        ("auto", None, [8, 8, 8, 8, 1, 1]),
+        (None, None, [2, 2, 2, 2, 2, 2]),
+        ("auto", "5", [5, 5, 5, 5, 5, 5]),
+        (None, "5", [5, 5, 5, 5, 5, 5]),
+    ],
+)
+def test_a_rank_has_a_share_of_the_cores_of_its_own_node_or_the_threads_that_the_user_says(
+    monkeypatch, address, said, threads
+):
+    """Each node is asked once, also if ranks are started again; a Ray of the run's own is on this machine."""
+    for name, value in (("RAY_ADDRESS", address), ("OMP_NUM_THREADS", said), ("RAY_JOB_CONFIG_JSON_ENV_VAR", None)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    nodes = {bundle: "large" if bundle in (3, 5, 7, 9) else "small" for bundle in range(12)}
+    asked = []
+    monkeypatch.setattr(train_group, "placement_group_table", lambda group: {"bundles_to_node_id": nodes})
+    monkeypatch.setattr(train_group, "_beside", lambda group, bundle: {"node": nodes[bundle]})
+    asking = lambda node: SimpleNamespace(remote=lambda: asked.append(node) or {"large": 32, "small": 3}[node])  # noqa: E731
+    monkeypatch.setattr(train_group.ray, "remote", lambda function: SimpleNamespace(options=asking))
+    monkeypatch.setattr(train_group, "wait_for_all", lambda refs, name, limit: refs)
+    monkeypatch.setattr(train_group, "_cores", lambda: 11)
+    group = TrainGroup(
+        argparse.Namespace(actor_num_gpus_per_node=4), "group", [(bundle, 0) for bundle in (3, 5, 7, 9, 0, 1)]
+    )
+    assert group._threads == group._threads == threads
+    assert sorted(asked) == (["large", "small"] if address and not said else [])
+
+
 def environments(typed: dict, *, deterministic_mode: bool = False):
     args = argparse.Namespace(
         deterministic_mode=deterministic_mode,
