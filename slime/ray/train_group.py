@@ -330,6 +330,9 @@ class TrainGroup:
         early = {name: value for name, value in typed.items() if env.is_read_at_process_start(name)}
         at_start = {
             **env.actor_environment(),
+            **env.allocator_of_ranks(),
+            # In Transformer Engine scales of FP8 blocks are float32, as engines have them, and no powers of two.
+            "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
             # Every collective has a ring, which adds in one order; sums that NVSwitch adds up (NVLS) have none.
             **({"NCCL_ALGO": "Ring"} if self._args.deterministic_mode else {}),
             **env.library_environment(),

@@ -35,6 +35,20 @@ def tunes_allocator() -> bool:
     return any(name in os.environ for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"))
 
 
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def allocator_of_ranks() -> dict[str, str]:
+    """`SLIME_ENABLE_EXPANDABLE_SEGMENTS=1`: variables by which torch's allocator grows its segments on a GPU in training ranks,
+    beside what ours say about it."""
+    if os.environ.get("SLIME_ENABLE_EXPANDABLE_SEGMENTS", "0") in ("", "0"):
+        return {}
+    # Torch takes either name.
+    given = {name: os.environ[name].split(",") for name in _ALLOCATOR if os.environ.get(name)} or {_ALLOCATOR[0]: []}
+    others = {name: [part for part in parts if "expandable_segments" not in part] for name, parts in given.items()}
+    return {name: ",".join([*parts, "expandable_segments:True"]) for name, parts in others.items()}
+
+
 def threads_of_user() -> int | None:
     """`OMP_NUM_THREADS`: with how many threads a process computes, where the user says so; of a list the first.
 

@@ -121,6 +121,39 @@ def test_ranks_on_all_nodes_get_what_the_libraries_find_in_our_environment(monke
     assert at_start["NCCL_SOCKET_IFNAME"] == "eth7" and at_start["NCCL_CUMEM_ENABLE"] == "0"
 
 
+def test_scales_of_fp8_blocks_are_those_of_engines_unless_another_is_asked_for(monkeypatch):
+    name = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+    monkeypatch.delenv(name, raising=False)
+    assert environments({})[0][name] == "1"
+    monkeypatch.setenv(name, "0")
+    assert environments({})[0][name] == "0"
+    at_start, inside = environments({name: "1"})
+    assert {**at_start, **inside}[name] == "1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, {}),
+        ({"SLIME_ENABLE_EXPANDABLE_SEGMENTS": "0"}, {}),
+        ({"SLIME_ENABLE_EXPANDABLE_SEGMENTS": "1"}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            {
+                "SLIME_ENABLE_EXPANDABLE_SEGMENTS": "1",
+                "PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False",
+            },
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"},
+        ),
+    ],
+)
+def test_the_allocator_of_ranks_grows_its_segments_on_request(monkeypatch, variables, expected):
+    names = ("SLIME_ENABLE_EXPANDABLE_SEGMENTS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, variables[name]) if name in variables else monkeypatch.delenv(name, raising=False)
+    at_start, _ = environments({})
+    assert {name: at_start[name] for name in names if name in at_start} == expected
+
+
 def test_transformer_engine_is_told_of_the_deterministic_mode_before_it_is_imported(monkeypatch):
     name = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
     monkeypatch.setenv(name, "1")
