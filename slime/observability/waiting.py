@@ -1,4 +1,4 @@
-"""The driver's waits: each has a name and a deadline, and says after 30 s what it waits for.
+"""The driver's waits: each has a name and a deadline, and says after 30 s, and again, what it waits for.
 
 A wait on several results ends with the first error among them: when one training rank fails, the others hang in a
 collective, so waiting for all of them first would hide the cause. And every wait ends when something dies that this
@@ -65,6 +65,7 @@ def wait_for_all(
     pending: Callable[[list[int]], str] | None = None,
     on_poll: Callable[[], None] | None = None,
     flag: str | Callable[[list[int]], str | None] | None = None,
+    report_s: float | None = None,
 ) -> list[Any]:
     """The results of `refs`, in order.
 
@@ -74,13 +75,14 @@ def wait_for_all(
         pending: describes the positions in `refs` that are still missing.
         on_poll: called several times a second, to draw progress.
         flag: the one that sets the deadline, or says which would give the positions that are missing more time.
+        report_s: seconds between two lines about what is missing; None: 30, and twice as many every time.
 
     Raises:
         UserError, RunError: raised by the awaited process, without the remote traceback.
         RunError: the deadline passed, or a process died, of those that are watched too.
     """
     results: list[Any] = [None] * len(refs)
-    for ref, position, others in _arriving(refs, name, timeout_s, pending, on_poll, flag):
+    for ref, position, others in _arriving(refs, name, timeout_s, pending, on_poll, flag, report_s):
         results[position] = _get(ref, name, others)
     return results
 
@@ -124,10 +126,11 @@ def _arriving(
     pending: Callable[[list[int]], str] | None = None,
     on_poll: Callable[[], None] | None = None,
     flag: str | Callable[[list[int]], str | None] | None = None,
+    report_s: float | None = None,
 ) -> Iterator[tuple[ray.ObjectRef, int, list[ray.ObjectRef]]]:
     """Each of `refs` when it is ready, its position, and those that are not."""
     started = time.monotonic()
-    report_at = _REPORT_AFTER_SECONDS
+    report_at = report_s or _REPORT_AFTER_SECONDS
     remaining = {ref: position for position, ref in enumerate(refs)}
     while remaining:
         questions = _open_questions()
@@ -152,7 +155,7 @@ def _arriving(
             raise _DeadlinePassed(f"{name}: no answer within {limit} from {_describe(remaining, pending)}")
         if remaining and waited > report_at:
             logger.info("%s: waiting for %.0f s for %s", name, waited, _describe(remaining, pending))
-            report_at *= 2
+            report_at += report_s or report_at
 
 
 def wait_for(ref: ray.ObjectRef, name: str, timeout_s: float, **options: Any) -> Any:

@@ -40,6 +40,7 @@ from slime.utils.run_values import with_run_values
 
 _CRITIC_RANK = "slime.training.train_rank.CriticRank"
 _PLACEMENT_DEADLINE_SECONDS = 1800.0
+_PLACEMENT_REPORT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,18 @@ def create_placement_groups(args: argparse.Namespace) -> dict[str, Bundles]:
     plan = plan_cluster(args)
     if plan.gpus == 0:
         return {"actor": Bundles(None, ()), "rollout": Bundles(None, ())}
+
+    def missing(_: list[int]) -> str:
+        registered, free = (known.get("GPU", 0) for known in (ray.cluster_resources(), ray.available_resources()))
+        return f"{plan.gpus} GPUs; the cluster has {registered:g}, of which {free:g} are free"
+
     group = placement_group([{"GPU": 1, "CPU": 1}] * plan.gpus, strategy="PACK")
     wait_for(
         group.ready(),
         "placement of the run's devices",
         _PLACEMENT_DEADLINE_SECONDS,
-        pending=lambda _: f"{plan.gpus} GPUs; free in the cluster: {ray.available_resources().get('GPU', 0):g}",
+        pending=missing,
+        report_s=_PLACEMENT_REPORT_SECONDS,
     )
     if env.ray_address() is None:
         # A Ray of the run's own has its devices and no others, and the run has all of them: whichever Ray counts for a bundle,

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.arguments.config_files.serving_config import load_serving_config
+from slime.observability import waiting
 from slime.ray import placement_group
 from slime.ray.cluster import plan_cluster
 from slime.ray.driver import RunLength
@@ -209,6 +210,30 @@ def test_every_mode_lies_in_the_order_of_nodes_and_devices(monkeypatch, mode, ac
         assert [given[bundle] for bundle, _ in placed[part].places] == FOUR_NODES[first:last]
         assert [device for _, device in placed[part].places] == [device for _, device in FOUR_NODES[first:last]]
         assert placed[part].group is (bundles if last else None)
+
+
+def test_a_wait_for_devices_says_every_30_seconds_how_many_there_are_and_how_many_are_free(monkeypatch, caplog):
+    now = [0.0]
+
+    def ten_seconds(refs, **options):
+        now[0] += 10.0
+        return (refs if now[0] > 130.0 else []), refs
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(
+        placement_group, "placement_group", lambda *shape, **how: SimpleNamespace(ready=lambda: "ready")
+    )
+    for name, gpus in (("cluster_resources", 8.0), ("available_resources", 1.0)):
+        monkeypatch.setattr(placement_group.ray, name, lambda gpus=gpus: {"GPU": gpus})
+    monkeypatch.setattr(waiting.ray, "wait", ten_seconds)
+    monkeypatch.setattr(waiting.ray, "get", lambda ref, timeout: None)
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(placement_group.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    args = argparse.Namespace(**{**RUN, "world_size": 2, "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2})
+    with caplog.at_level("INFO"):
+        placement_group.create_placement_groups(args)
+    told = "placement of the run's devices: waiting for {} s for 4 GPUs; the cluster has 8, of which 1 are free"
+    assert caplog.messages == [told.format(seconds) for seconds in (40, 70, 100, 130)]
 
 
 def test_a_ray_of_the_run_alone_has_its_devices_and_no_process_is_started_to_ask_for_them(monkeypatch):
