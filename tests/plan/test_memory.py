@@ -107,8 +107,7 @@ def test_the_phase_and_a_note_tell_of_it():
 
 
 def test_actor_and_critic_are_two_processes_whose_contexts_stay_when_they_sleep():
-    both, awake = (make_plan(planned(TWO_NODES, *PPO, *words)).memory.phases for words in ((), ("--no-offload-train",)))
-    assert both == awake, "a run with a critic has no choice"
+    both = make_plan(planned(TWO_NODES, *PPO)).memory.phases
     alone = make_plan(planned(TWO_NODES)).memory.phases
     (_, sync, generation), (_, sync_of_both, generation_of_both) = alone, both
     assert sync_of_both.trainer - sync.trainer == generation_of_both.trainer - generation.trainer == 2 * GIB
