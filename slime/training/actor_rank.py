@@ -145,6 +145,8 @@ class ActorRank(TrainRank):
         way, transport = transport_of(args), None
         if groups.gives_weights or way.takes_every_rank(args):
             transport = way(args, groups.stage, groups.num_stages)
+        if groups.num_stages > 1 and way.takes_every_rank(args):
+            transport.relay_over(groups.place_group)
         expected = self.backend.expected_names()
         self.weight_source = WeightSource(
             self._buckets(way.bucket_bytes(args)), transport, expected, groups.gives_weights
@@ -172,17 +174,16 @@ class ActorRank(TrainRank):
         """
         self.require(Holds.WEIGHTS, "a weight push")
         self.states.require_active(ACTOR)
-        way = transport_of(self.args)
-        if source != self.groups.stage:
-            return None
+        way, is_own = transport_of(self.args), source == self.groups.stage
         # Other ranks of the stage hold replicas of what the first data-parallel ones send; the gathers are among those.
-        if self.groups.replica != 0 and not way.takes_every_rank(self.args):
+        if not (is_own and self.groups.replica == 0) and not way.takes_every_rank(self.args):
             return None
-        if not self.weight_source.only_helps:
+        if is_own and not self.weight_source.only_helps:
             return self.weight_source.send(version, whole)
-        # While the sender waits for an engine, and gives it up, this rank is in the gather of the next tensor already.
+        # While the sender waits for an engine, and gives it up, this rank is in the gather of the next tensor already, or
+        # waits for the next bucket of the other stage.
         with patient_groups(way.longest_wait(self.args) + _GATHER_SECONDS):
-            return self.weight_source.send(version)
+            return self.weight_source.send(version) if is_own else self.weight_source.follow(source)
 
     def weights_written(self, version: int, engines: Sequence[Any]) -> None:
         """The files of weights `version` are on the disk, and no engine (`engines`: their handles) reads them yet."""

@@ -63,6 +63,7 @@ class RankGroups:
         tensor_rank: place in it.
         stage: place of its pipeline stage among the `num_stages`.
         is_last_stage: whether logits come out on this rank: it has the loss, and all that is computed per token.
+        place_group: the ranks in this place on all stages, in their order; None of a backend without stages.
     """
 
     data_rank: int
@@ -76,6 +77,7 @@ class RankGroups:
     is_last_stage: bool
     stage: int = 0
     num_stages: int = 1
+    place_group: dist.ProcessGroup | None = None
 
     @property
     def speaks_for_its_samples(self) -> bool:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     NamedTensors = list[tuple[str, torch.Tensor]]
 
 
+# Of the tensors of a flat bucket, in its order: names, dtypes without the `torch.` prefix, shapes.
+Contents = tuple[list[str], list[str], list[list[int]]]
+
 # Engines make one layer of the first two, and a number of a part of the third and its scale; and only out of one bucket: what
 # comes without the other is lost without a word.
 _LOADED_TOGETHER = re.compile(r"\.self_attn\.(?:(q_a_proj|kv_a_proj_with_mqa)|indexer\.wk)\.")
@@ -117,6 +120,20 @@ class FlatBucket:
         return self.buffer.view(getattr(torch, self.dtypes[0])).view(self.shapes[0])
 
 
+def contents_of(named_tensors: NamedTensors) -> Contents:
+    """What a flat bucket of these tensors lists."""
+    ordered = _in_order(named_tensors)
+    return (
+        [name for name, _ in ordered],
+        [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
+        [list(tensor.shape) for _, tensor in ordered],
+    )
+
+
+def _in_order(named_tensors: NamedTensors) -> NamedTensors:
+    return sorted(named_tensors, key=lambda item: -item[1].element_size())
+
+
 class Memory:
     """Where flat buckets lie: memory of this process's own."""
 
@@ -161,9 +178,9 @@ class BucketFlattener:
         if not named_tensors:
             buffer = self._next_buffer(1, get_accelerator().current_device())[:0]
             return FlatBucket([], [], [], buffer, is_copy=True)
-        ordered = sorted(named_tensors, key=lambda item: -item[1].element_size())
+        ordered = _in_order(named_tensors)
         size, first = sum(tensor.nbytes for _, tensor in ordered), ordered[0][1]
-        is_copy = len(ordered) > 1 or size <= self._max_bytes
+        is_copy = self._copies(len(ordered), size)
         if not is_copy:
             buffer = first.detach().contiguous().flatten().view(torch.uint8)
         else:
@@ -175,13 +192,21 @@ class BucketFlattener:
                 stop = start + sum(tensor.nbytes for tensor in numbers)
                 torch.cat(numbers, out=buffer[start:stop].view(numbers[0].dtype))
                 start = stop
-        return FlatBucket(
-            names=[name for name, _ in ordered],
-            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
-            shapes=[list(tensor.shape) for _, tensor in ordered],
-            buffer=buffer,
-            is_copy=is_copy,
-        )
+        return FlatBucket(*contents_of(named_tensors), buffer, is_copy)
+
+    def make_room(self, contents: Contents) -> FlatBucket:
+        """What `flatten` returns for tensors of another process, on the current device: their bytes are still to come."""
+        import torch
+
+        size = sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in zip(*contents, strict=True))
+        is_copy, device = self._copies(len(contents[0]), size), get_accelerator().current_device()
+        # A tensor that is larger than a bucket has memory of its own here too, which goes with the result.
+        buffer = self._next_buffer(size, device) if is_copy else self._memory.allocate(size, device)
+        return FlatBucket(*contents, buffer, is_copy)
+
+    def _copies(self, count: int, size: int) -> bool:
+        """Whether `count` tensors of `size` bytes lie in one of the buffers."""
+        return count > 1 or size <= self._max_bytes
 
     def _next_buffer(self, size: int, device: torch.device) -> torch.Tensor:
         self._turn = (self._turn + 1) % len(self._buffers)

@@ -1,7 +1,8 @@
 """The side of a push that every training rank plays: make the buckets, and send them where the rank is a source.
 
 All ranks of a source walk through all of its buckets, because making one is collective: what goes wrong on one of them is
-told when the walk is over, and leaves no other in a gather.
+told when the walk is over, and leaves no other in a gather. Where a transport takes every rank, those of other sources follow:
+they make nothing, and help to carry each bucket.
 """
 
 from __future__ import annotations
@@ -78,6 +79,10 @@ class WeightSource:
             return Connected(error.failed, error.certain)
         return Connected({}, certain=False)
 
+    def follow(self, source: int) -> None:
+        """Help with all buckets of another source, which is connected to the same engines."""
+        self._transport.follow(source)
+
     def send(self, version: int, whole: bool = False) -> Sent | None:
         """Make all buckets, and send them as weights `version`; None from a rank that only helps.
 
@@ -87,7 +92,7 @@ class WeightSource:
         Raises:
             RunError: the transport failed, and no engine is to blame.
         """
-        buckets = iter(self._buckets())
+        buckets = self._walk()
         names = PushedNames(self._expected_names)
         sent: list[str] = []
         num_bytes = num_buckets = 0
@@ -100,7 +105,7 @@ class WeightSource:
             if whole:
                 self._transport.carry_all()
             self._transport.begin(version)
-            for bucket in filter(None, buckets):
+            for bucket in buckets:
                 waits_for_help = bucket
                 names.check_bucket(names_of(bucket))
                 waits_for_help = None
@@ -126,12 +131,18 @@ class WeightSource:
             self._walk_on(buckets)
         return Sent(sent, num_bytes, num_buckets, failed, certain, refusal, delta)
 
+    def _walk(self) -> Iterator[NamedTensors]:
+        """All buckets. Where one cannot be made, that is told at once, and to nobody who follows."""
+        yield from filter(None, self._buckets())
+        if self._transport is not None:
+            self._transport.end_walk()
+
     def _walk_on(self, buckets: Iterator[NamedTensors]) -> None:
         """Make the buckets that are left, and help with them; holds none of them while the next one is made."""
         if self._transport is None:
             collections.deque(buckets, maxlen=0)
             return
-        for bucket in filter(None, buckets):
+        for bucket in buckets:
             self._transport.help(bucket)
             del bucket
 

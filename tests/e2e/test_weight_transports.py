@@ -98,6 +98,15 @@ def test_every_other_way_learns_the_same(task, process_group, tmp_path, way):
     assert all(0 < share <= 1 for share in density.values())
 
 
+def test_ranks_of_two_stages_give_all_weights_to_the_engines_on_their_devices(task, tmp_path):
+    """Two nodes, by the flags; both are this machine. So each rank shares the tensors of both stages."""
+    shared = ["--colocate", "--rollout-num-gpus", "2", "--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1"]
+    run = run_of(task, tmp_path, [*shared, "--pipeline-model-parallel-size", "2"]).finish()
+    assert brought_by(run) == [{"tensor"}, {"tensor"}]
+    assert_engines_held_the_weights(run)
+    assert sorted(run.process.scalars("train/loss")) == list(ROLLOUTS)
+
+
 def test_a_killed_run_that_pushes_deltas_goes_on_with_new_ones(task, process_group, tmp_path):
     """What it left, in both directories, is of another trainer's life."""
     killed = run_of(task, tmp_path, by_deltas(tmp_path, "xor"))

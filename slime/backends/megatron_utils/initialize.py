@@ -86,6 +86,7 @@ def rank_groups(args: Any) -> RankGroups:
         is_last_stage=parallel_state.is_pipeline_last_stage(),
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         num_stages=parallel_state.get_pipeline_model_parallel_world_size(),
+        place_group=parallel_state.get_pipeline_model_parallel_group(),
     )
 
 

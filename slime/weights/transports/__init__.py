@@ -17,6 +17,8 @@ from slime.weights.transports.shared_handles import SharedHandlesTransport
 from slime.weights.transports.transport import Delta, EnginesFailed, Order, Receiver, Transport
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from slime.weights.buckets import NamedTensors
 
 __all__ = [
@@ -99,6 +101,17 @@ class ColocatedTransport(Transport):
     def help(self, bucket: NamedTensors) -> None:
         if self._gives_handles:
             self._handles.help(bucket)
+
+    def relay_over(self, group: dist.ProcessGroup) -> None:
+        self._handles.relay_over(group)
+
+    def follow(self, source: int) -> None:
+        if self._gives_handles:
+            self._handles.follow(source)
+
+    def end_walk(self) -> None:
+        if self._gives_handles:
+            self._handles.end_walk()
 
     def finish(self) -> None:
         self._each("finish")

@@ -6,7 +6,8 @@ engines have answered: then none reads it.
 
 On the host of one node, memory of the source serves all ranks of all engines. Otherwise an engine rank needs memory of the
 training rank on its device: then every training rank walks through the tensors and flattens them, and the source collects their
-handles.
+handles. Ranks of other pipeline stages do not have the tensors. They hear what a bucket holds, make room for it where their
+engine ranks find it, and get its bytes by a broadcast from the rank in their place on the stage that has them.
 
 Engines need nothing of each other here, so whoever breaks a transfer did it alone.
 
@@ -19,9 +20,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,12 +31,13 @@ from typing import TYPE_CHECKING, Any
 
 from slime.arguments.sizes import layout_of
 from slime.utils.device import get_accelerator
-from slime.utils.errors import RunError, UserError
-from slime.weights.buckets import BucketFlattener, FlatBucket, Memory
+from slime.utils.errors import RunError
+from slime.weights.buckets import BucketFlattener, FlatBucket, Memory, contents_of
 from slime.weights.transports.transport import EnginesFailed, Receiver, Transport
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
     from slime.weights.buckets import NamedTensors
 
@@ -67,12 +70,9 @@ class SharedHandlesTransport(Transport):
 
     def __init__(self, args: Any, source: int, num_sources: int) -> None:
         self._every_rank = self.takes_every_rank(args)
-        if self._every_rank and num_sources > 1:
-            raise UserError(
-                "--pipeline-model-parallel-size > 1 with --colocate: on GPUs, and over several nodes, weights reach an engine "
-                "through the training rank on its device, and there is no way yet for those of other stages; give "
-                "--update-weight-transport disk"
-            )
+        self._source = source
+        # See `relay_over`; None where every rank that takes part has the tensors.
+        self._places: dist.ProcessGroup | None = None
         self._timeout = 60.0 * args.distributed_timeout_minutes
         self._first_device = layout_of(args).first_rollout_gpu
         self._engines: list[Receiver] = []
@@ -131,6 +131,21 @@ class SharedHandlesTransport(Transport):
             with contextlib.suppress(RunError):
                 self._share(bucket)
 
+    def relay_over(self, group: dist.ProcessGroup) -> None:
+        self._places = group
+
+    def follow(self, source: int) -> None:
+        import torch.distributed as dist
+
+        giver = dist.get_global_rank(self._places, source)
+        while (contents := self._exchange(None)[giver]) is not None:
+            with contextlib.suppress(RunError):
+                self._put(functools.partial(self._flattener.make_room, contents), source)
+
+    def end_walk(self) -> None:
+        if self._places is not None:
+            self._exchange(None)
+
     def finish(self) -> None:
         self._settle(keep=0)
 
@@ -157,22 +172,30 @@ class SharedHandlesTransport(Transport):
             RunError: one of them had no memory for it.
         """
         # The source comes here when the engines have let go of the buffer that is next, on every rank.
-        self._exchange(None)
-        handles, error = {}, None
-        try:
-            # A hanging engine may have the older buffer mapped still; then this bucket is not sent, and nobody reads it.
-            self._last = self._flattener.flatten(bucket)
-            devices = [device for engine in self._engines for device in self._devices_of(engine)]
-            if self._every_rank:
-                devices = [device for device in devices if device == self._rank()]
-            handles = {device: handle_of(self._last) for device in devices}
-        except (RunError, RuntimeError) as cause:
-            error = str(cause)
+        self._exchange(None if self._places is None else contents_of(bucket))
+        return self._put(functools.partial(self._flattener.flatten, bucket), self._source)
+
+    def _put(self, fill: Callable[[], FlatBucket], source: int) -> Handles:
+        """`_share`, from the moment on when the next buffer is free. `fill` gives the bucket of `source`, or room for it."""
+        import torch.distributed as dist
+
+        # A hanging engine may have the older buffer mapped still; then this bucket is not sent, and nobody reads it.
+        self._last, error = _attempt(fill)
+        if self._places is not None:
+            # Nobody begins a broadcast that another has no room for.
+            _raise_first(self._exchange(error))
+            _, error = _attempt(lambda: dist.broadcast(self._last.buffer, group=self._places, group_src=source))
+        handles, error = _attempt(self._own_handles) if error is None else (None, error)
         found = self._exchange((handles, error))
-        errors = [error for _, error in found if error is not None]
-        if errors:
-            raise RunError(errors[0])
+        _raise_first([error for _, error in found])
         return {device: handle for of_rank, _ in found for device, handle in of_rank.items()}
+
+    def _own_handles(self) -> Handles:
+        """Of the last bucket, for the engine ranks that this rank gives its memory to."""
+        devices = [device for engine in self._engines for device in self._devices_of(engine)]
+        if self._every_rank:
+            devices = [device for device in devices if device == self._rank()]
+        return {device: handle_of(self._last) for device in devices}
 
     def _rank(self) -> int:
         import torch.distributed as dist
@@ -214,6 +237,21 @@ class SharedHandlesTransport(Transport):
                 if isinstance(outcome, RunError):
                     failed.setdefault(id, str(outcome))
         return failed
+
+
+def _attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What `function` returns, or None; and why it failed, for the other ranks."""
+    try:
+        return function(), None
+    except (RunError, RuntimeError) as error:
+        return None, str(error)
+
+
+def _raise_first(errors: Iterable[str | None]) -> None:
+    """Raise RunError with the first of the errors of all ranks, on each of them."""
+    for error in errors:
+        if error is not None:
+            raise RunError(error)
 
 
 class SharedMemory(Memory):

@@ -15,6 +15,8 @@ from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from slime.weights.buckets import NamedTensors
 
 # A method of an engine, and its arguments.
@@ -150,6 +152,16 @@ class Transport(abc.ABC):
 
     def help(self, bucket: NamedTensors) -> None:
         """Take part in what concerns all ranks of a bucket that is sent by another, or no longer sent."""
+
+    def relay_over(self, group: dist.ProcessGroup) -> None:
+        """Ranks of other sources need each bucket too. `group` has those in the place of this one, one of each source, in
+        their order; called before anything else, where `takes_every_rank` and there are several sources."""
+
+    def follow(self, source: int) -> None:
+        """Take part in all buckets of another source, whose tensors this rank has not, until that one's `end_walk`."""
+
+    def end_walk(self) -> None:
+        """The ranks of this source, whether they send or help, have no further bucket."""
 
     @abc.abstractmethod
     def finish(self) -> None:
