@@ -110,7 +110,8 @@ class Transport(abc.ABC):
 
     @classmethod
     def takes_every_rank(cls, args: Any) -> bool:
-        """Whether the ranks of all copies of the weights walk through them, and `help` to carry each bucket."""
+        """Whether the ranks of all copies of the weights walk through them, and `help` to carry each bucket, and those of other
+        sources `follow`."""
         return False
 
     @classmethod
