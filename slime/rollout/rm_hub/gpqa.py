@@ -28,11 +28,20 @@ _FILLERS = 4
 _VERDICT = re.compile(
     r"\s+(?:is|seems|looks|must be|would be|should be)\s+(?:[a-z]+\s+){0,2}?(?:the\s+)?(?:correct|right|true|best)\b"
 )
+# Of a letter that is the subject of its sentence; what stands behind "and", a comma or a bracket is said of something else.
 _REJECTION = re.compile(
-    r"\W{0,3}\s*(?:\w+\s+){0,2}?(?:not|\w+n['’]t|never|wrong|incorrect|false|impossible|invalid|excluded|eliminated)\b",
+    r"\s+(?:(?:\w+ly|also|therefore|thus)\s+)?(?:(?:\w+n['’]t|cannot)\b"
+    r"|(?:is|are|was|were|seems|looks|appears|can|could|would|should|must|may|does|did|will)\s+"
+    r"(?:(?!(?:and|but|because|since|so|correct|right|true|best)\b)\w+\s+){0,2}?"
+    r"(?:not|never|wrong|incorrect|false|impossible|invalid|excluded|eliminated|ruled)\b)",
     re.IGNORECASE,
 )
 _NEGATION = re.compile(r"not|no|never|neither|nor|cannot|without|\w+n['’]t", re.IGNORECASE)
+# Before it a sentence says what the answer is not, or something else altogether.
+_TURN = re.compile(r"[;:]|\b(?:but|so|rather|instead|it['’]s|it\s+(?:is|must\s+be))\b", re.IGNORECASE)
+_NO_NEGATION = re.compile(
+    r"\b(?:no|without(?:\s+an?y?)?)\s+(?:doubt|question)\b|\bnot?\s+(?:only|surprising|surprise)\b", re.IGNORECASE
+)
 _WORD = re.compile(r"[\w'’]+")
 # Behind an A or I that is a letter and no English word.
 _AFTER_A_LETTER = re.compile(
@@ -121,16 +130,21 @@ def _letters(text: str) -> Iterator[tuple[str, bool]]:
             continue
         lead = _LEAD.search(text, max(0, match.start() - 80), match.start())
         between = _WORD.findall(lead["between"]) if lead else []
-        negated = any(_NEGATION.fullmatch(word) for word in between or _words_before(text, match.start()))
-        if negated or _REJECTION.match(after):
+        before = lead["between"] if between else _clause_before(text, match.start())
+        if _ends_negated(before) or _REJECTION.match(after):
             continue
         is_led = lead is not None and len(between) <= _FILLERS
         yield letter.upper(), match.lastgroup == "boxed" or is_led or _VERDICT.match(after) is not None
 
 
-def _words_before(text: str, position: int) -> list[str]:
-    """Up to three words that stand before `position` in its sentence."""
-    return _WORD.findall(re.split(r"[.!?;,:\n]", text[max(0, position - 60) : position])[-1])[-3:]
+def _clause_before(text: str, position: int) -> str:
+    return re.split(r"[.!?;,:\n]", text[max(0, position - 60) : position])[-1]
+
+
+def _ends_negated(text: str) -> bool:
+    """Whether one of the last three words is a negation, without those before a turn, and other letters: "not A, B or C"."""
+    words = _WORD.findall(_NO_NEGATION.sub(" ", _TURN.split(text)[-1]))
+    return any(_NEGATION.fullmatch(word) for word in [word for word in words if not re.fullmatch("[A-Z]", word)][-3:])
 
 
 def _names(text: str, choice: str) -> bool:

@@ -24,7 +24,7 @@ def test_w1_vectors_of_multiple_choice(response, label, metadata, verdict):
     assert compute_gpqa_reward(response, label, metadata) == verdict
 
 
-@pytest.mark.parametrize("letter", ["A", "D"])
+@pytest.mark.parametrize("letter", "ABCD")
 @pytest.mark.parametrize(
     ("response", "settled"),
     [
@@ -40,6 +40,24 @@ def test_w1_vectors_of_multiple_choice(response, label, metadata, verdict):
         ("It can't be D.", None),
         ("A study shows that I was right", None),
         ("the answer is d", None),
+        ("The answer is B, not C.", "B"),
+        ("The answer is (B), not (C).", "B"),
+        (r"The answer is \boxed{B}, not A.", "B"),
+        ("The answer is B. Not C.", "B"),
+        ("Answer: D (not C)", "D"),
+        ("The answer is A and not C", "A"),
+        ("The answer is B, which is not obvious.", "B"),
+        ("The answer is B since it isn't A.", "B"),
+        ("The answer is C: false vacuum", "C"),
+        ("There is no doubt that C is correct", "C"),
+        ("I do not think that C is correct", None),
+        ("The answer is not B but C.", "C"),
+        ("The correct answer isn't A, it is D.", "D"),
+        ("The answer isn't A, it's D.", "D"),
+        ("The answer is not obvious: B", "B"),
+        ("The answer is not A, B, or C.", None),
+        ("B is correct and not C", "B"),
+        ("A clearly isn't it, B is the wrong one, C cannot be, D was never likely", None),
         ("the electron(d)s", None),
         ("", None),
     ],
