@@ -25,7 +25,7 @@ from slime.observability.rollout_metrics import (
     merge_extra_metrics,
 )
 from slime.ray.driver import RolloutResult, RunLength, saves
-from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.base_types import call_rollout_fn, check_eval_output, check_metrics
 from slime.rollout.data_source import create_data_source
 from slime.rollout.data_source_files import prompts_per_epoch
 from slime.rollout.draws import DataSourceSnapshots
@@ -33,7 +33,7 @@ from slime.rollout.generation_call import GenerationCall
 from slime.rollout.rollout_dump import load_rollout, save_rollout
 from slime.rollout.staleness import hold_to_bound
 from slime.rollout.train_data import convert_samples_to_train_batch, post_process_rewards
-from slime.rollout.user_functions import call_within_request_time
+from slime.rollout.user_functions import call_within_request_time, wrong_result_error
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.rollout_batch import split_for_data_parallel
 from slime.training.schedule import schedule_from_args, train_parallel_config
@@ -142,11 +142,16 @@ class RolloutPipeline:
         function = load_function(path, flag=flag)
         with _calling(flag, path, f"rollout {rollout_id}"):
             output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=False)
+        check_metrics(output.metrics, f"{flag} {path}")
         if args.rollout_sample_filter_path is not None:
             flag, path = "--rollout-sample-filter-path", args.rollout_sample_filter_path
             sample_filter = load_function(path, flag=flag)
             called = flag, path, f"rollout {rollout_id}"
-            run(call_within_request_time(args, *called, sample_filter, args, output.samples))
+            returned = run(call_within_request_time(args, *called, sample_filter, args, output.samples))
+            if returned is not None and returned is not output.samples:
+                raise wrong_result_error(
+                    *called, returned, "None: a sample is left out by `sample.remove_sample = True`"
+                )
         return flatten_rollout_output(output.samples), output.metrics
 
     def _build_shards(self, samples: list[Any]) -> tuple[list[Box], list[Box], int]:
@@ -176,9 +181,13 @@ class RolloutPipeline:
         with self._call(name, rollout_id, evaluation=True) as logged:
             with _calling(flag, path, name):
                 output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=True)
+            check_eval_output(output, f"{flag} {path}")
             if args.save_debug_rollout_data is not None:
                 samples = [
-                    s for result in output.data.values() for s in [*result["samples"], *(result.get("failed") or [])]
+                    sample
+                    for result in output.data.values()
+                    for key in ("samples", "failed")
+                    for sample in result.get(key) or []
                 ]
                 dump = f"eval_before_{rollout_id}" if before else f"eval_{rollout_id}"
                 save_rollout(args.save_debug_rollout_data, dump, samples)

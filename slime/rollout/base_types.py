@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.utils.errors import UserError
-from slime.utils.types import Sample
+from slime.utils.finite_number import finite_number
+from slime.utils.types import Sample, failed_and_masked
+
+_EVAL_DATA = 'set name → {"rewards": [...], "truncated": [...], "samples": [...]}, three lists of one length'
 
 
 @dataclass
@@ -46,6 +49,43 @@ def call_rollout_fn(
             f"expected {output_type.__name__} or a bare {bare_type.__name__}"
         )
     return output
+
+
+def check_eval_output(output: RolloutFnEvalOutput, source: str) -> None:
+    """Raise UserError, naming `source` (flag and path) and the set, unless metrics can be made of `output`.
+
+    `truncated` and `samples` may be left out. A reward is a finite number, but for samples that failed and are masked.
+    """
+    check_metrics(output.metrics, source)
+    if not isinstance(output.data, dict):
+        raise UserError(f"{source} returned {type(output.data).__name__} as data; expected a dict: {_EVAL_DATA}")
+    for name, result in output.data.items():
+        where = f"{source}, set {name!r}"
+        if not isinstance(result, dict) or "rewards" not in result:
+            found = f"the keys {sorted(map(str, result))}" if isinstance(result, dict) else type(result).__name__
+            raise UserError(f"{where} has {found}; expected {_EVAL_DATA}")
+        columns = {key: result.get(key) for key in ("rewards", "truncated", "samples")}
+        columns = {key: column for key, column in columns.items() if column is not None}
+        for key, column in columns.items():
+            if not isinstance(column, list | tuple) and not hasattr(column, "tolist"):
+                raise UserError(f"{where}: `{key}` is {type(column).__name__}; expected a list")
+        counts = {key: len(column) for key, column in columns.items() if key == "rewards" or len(column)}
+        if len(set(counts.values())) > 1:
+            counted = ", ".join(f"{count} {key}" for key, count in counts.items())
+            raise UserError(f"{where} has {counted}; expected lists of one length")
+        _check_rewards(result["rewards"], columns.get("samples", []), where)
+
+
+def _check_rewards(rewards: Any, samples: Any, where: str) -> None:
+    for position, reward in enumerate(rewards):
+        if finite_number(reward) is None and not (len(samples) and failed_and_masked(samples[position])):
+            raise UserError(f"{where}: reward {position} is {reward!r}; expected a finite number")
+
+
+def check_metrics(metrics: Any, source: str) -> None:
+    """Raise UserError, naming `source` (flag and path), unless `metrics` are None or a dict."""
+    if not isinstance(metrics, dict | None):
+        raise UserError(f"{source} returned {type(metrics).__name__} as metrics; expected a dict of numbers, or None")
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -40,7 +40,12 @@ from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group, is_aborted, start_group
 from slime.rollout.generation_call import GenerationCall
 from slime.rollout.staleness import is_too_old
-from slime.rollout.user_functions import call_within_request_time, describe_samples, run_in_daemon_thread
+from slime.rollout.user_functions import (
+    call_within_request_time,
+    describe_samples,
+    run_in_daemon_thread,
+    wrong_result_error,
+)
 from slime.utils.async_utils import run
 from slime.utils.errors import RunError, UserError
 from slime.utils.packed_sample import pack_sample
@@ -386,7 +391,10 @@ class RolloutStep:
         self.all_finished.sort(key=first_index)
         called = ALL_SAMPLES_FLAG, path, f"rollout {self.rollout_id}"
         process = load_function(path, flag=ALL_SAMPLES_FLAG)
-        await call_within_request_time(self.args, *called, process, self.args, self.all_finished, self.data_source)
+        given = self.args, self.all_finished, self.data_source
+        returned = await call_within_request_time(self.args, *called, process, *given)
+        if returned is not None and returned is not self.all_finished:
+            raise wrong_result_error(*called, returned, "None: what it returns would be used nowhere")
 
 
 def _pack_group(group: list[Any]) -> None:

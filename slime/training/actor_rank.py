@@ -33,6 +33,7 @@ from slime.training.step_statistics import needs_log_prob_pass
 from slime.training.train_rank import TrainRank
 from slime.training.train_step import forward_log_probs
 from slime.utils.device import get_accelerator
+from slime.utils.errors import UserError
 from slime.utils.misc import Box
 from slime.utils.plugin_loader import call_plug_in
 from slime.utils.process_groups import get_gloo_group, patient_groups
@@ -310,7 +311,10 @@ class ActorRank(TrainRank):
             self._compute_advantages(rollout_id, data, logged)
         if args.rollout_data_postprocess_path is not None:
             path, flag = args.rollout_data_postprocess_path, "--rollout-data-postprocess-path"
-            call_plug_in(flag, path, f"rollout {rollout_id}", args, rollout_id, data)
+            returned = call_plug_in(flag, path, f"rollout {rollout_id}", args, rollout_id, data)
+            if returned is not None and returned is not data:
+                found = f"{flag} {path} returned {type(returned).__name__} for rollout {rollout_id}"
+                raise UserError(f"{found}; expected None: it changes the columns of `rollout_data` in place")
             refresh_mask_sums(data, self.groups.sample_group)
         if args.get_mismatch_metrics and self.groups.is_last_stage and not is_imitation:
             self._tell_worst_tokens(rollout_id, data)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from slime.observability.console import evaluation_name, generation_name
 from slime.ray.driver import RunLength
 from slime.ray.rollout_pipeline import RolloutPipeline
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.draws import DataSourceSnapshots, draw_groups, give_back
 from slime.rollout.train_data import convert_samples_to_train_batch
 from slime.scheduling.dp_schedule import DPSchedule
@@ -100,6 +101,17 @@ def doubled(args, samples):
 async def logs_later(rollout_id, args, *given):
     log(args, {"own/x": 1, "own/step": rollout_id}, "own/step")
     return True
+
+
+def returns_what_is_asked_for(args, rollout_id, data_source, evaluation=False):
+    return args.returned
+
+def keeps_the_first(args, data):
+    return data[:1]
+
+def returns_its_data(args, data):
+    return data
+
 
 def gives_a_coroutine(*given):
     return logs_later(*given)
@@ -224,6 +236,53 @@ def test_a_log_function_that_fails_or_never_returns_is_only_reported(tmp_path, p
         assert f"{flag} {plug_ins}:{name} failed; default logging is used" in caplog.text
     if name == "never_returns_a_log":
         assert f"{plug_ins}:{name} did not return within --http-request-timeout 0.2 s" in caplog.text
+
+
+EVALUATIONS = {
+    "set 'aime' has the keys ['reward']; expected set name → {\"rewards\": [...]": {"aime": {"reward": [1.0]}},
+    "set 'aime' has list; expected": {"aime": [1.0]},
+    "set 'aime': `rewards` is float; expected a list": {"aime": {"rewards": 1.0}},
+    "set 'aime': reward 0 is {'score': 1.0}; expected a finite number": {"aime": {"rewards": [{"score": 1.0}]}},
+    "set 'aime': reward 1 is None; expected a finite number": {"aime": {"rewards": [1.0, None]}},
+    "set 'aime' has 1 rewards, 2 truncated; expected": {"aime": {"rewards": [1.0], "truncated": [False] * 2}},
+    "returned list as data; expected a dict": RolloutFnEvalOutput([1.0]),
+    "returned list as metrics; expected a dict": RolloutFnEvalOutput({"aime": {"rewards": [1.0]}}, [1]),
+}
+
+
+@pytest.mark.parametrize("message", EVALUATIONS)
+def test_what_an_evaluation_returned_is_refused_by_flag_path_and_set(tmp_path, plug_ins, message):
+    path = f"{plug_ins}:returns_what_is_asked_for"
+    args = parse(tmp_path, "--eval-function-path", path)
+    args.returned = EVALUATIONS[message]
+    with pytest.raises(UserError, match="^" + re.escape(f"--eval-function-path {path}") + ",? " + re.escape(message)):
+        RolloutPipeline(args).evaluate(3)
+
+
+def test_an_evaluation_of_rewards_alone_is_reported_and_dumped(tmp_path, plug_ins):
+    args = parse(tmp_path, "--eval-function-path", f"{plug_ins}:returns_what_is_asked_for")
+    args.save_debug_rollout_data = str(tmp_path / "dumps/{rollout_id}.pt")
+    args.returned = {"aime": {"rewards": [1.0, 0]}}
+    assert RolloutPipeline(args).evaluate(3)[-1][0]["eval/aime"] == 0.5
+
+
+def test_metrics_of_a_rollout_are_a_dict(tmp_path, plug_ins):
+    path = f"{plug_ins}:returns_what_is_asked_for"
+    args = parse(tmp_path, "--rollout-function-path", path)
+    args.returned = RolloutFnTrainOutput([[sample()]], [1])
+    with pytest.raises(UserError, match=f"^--rollout-function-path {re.escape(path)} returned list as metrics"):
+        RolloutPipeline(args).samples_of(3)
+
+
+def test_a_sample_filter_that_returns_a_part_of_its_samples_is_refused(tmp_path, plug_ins):
+    words = ["--rollout-function-path", f"{plug_ins}:groups", "--rollout-sample-filter-path"]
+    path = f"{plug_ins}:keeps_the_first"
+    match = (
+        f"^--rollout-sample-filter-path {re.escape(path)} returned .* for rollout 3; expected None: a sample is left"
+    )
+    with pytest.raises(UserError, match=match):
+        RolloutPipeline(parse(tmp_path, *words, path)).samples_of(3)
+    RolloutPipeline(parse(tmp_path, *words, f"{plug_ins}:returns_its_data")).samples_of(3)
 
 
 def test_a_log_function_is_loaded_by_its_flag_and_its_failure_is_only_reported(tmp_path, plug_ins, caplog):

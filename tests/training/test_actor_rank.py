@@ -334,6 +334,10 @@ def nobodys_advantages(args, rollout_data):
     raise AssertionError("imitation has no advantages")
 
 
+def returned_data(args, rollout_id, rollout_data):
+    return {"loss_masks": rollout_data["loss_masks"]}
+
+
 def imitation_worker(directory: Path) -> dict:
     """By flag that says that it has no effect there, what a rollout of imitation logs, or the error that ends it."""
     import torch
@@ -351,6 +355,7 @@ def imitation_worker(directory: Path) -> dict:
         "kl": kl,
         "advantages": ["--custom-advantage-function-path", f"{__file__}:nobodys_advantages"],
         "critic": ["--advantage-estimator", "ppo", *kl],
+        "postprocess": ["--rollout-data-postprocess-path", f"{__file__}:returned_data"],
     }
     found = {}
     for name, words in beside.items():
@@ -368,6 +373,8 @@ def imitation_worker(directory: Path) -> dict:
 
 def test_imitation_has_no_advantages_whatever_flags_of_theirs_there_are(directory):
     for found in run_distributed(imitation_worker, 2, (directory,), timeout=300):
+        told = "test_actor_rank.py:returned_data returned dict for rollout 0; expected None: it changes the columns"
+        assert told in found.pop("postprocess")
         expected = found["nothing"]
         for name, metrics in found.items():
             assert isinstance(metrics, dict), (name, metrics)
