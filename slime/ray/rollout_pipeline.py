@@ -139,10 +139,10 @@ class RolloutPipeline:
             fraction = args.load_debug_rollout_data_subsample
             return load_rollout(args.load_debug_rollout_data, rollout_id, fraction), None
         flag, path = "--rollout-function-path", args.rollout_function_path
-        function = load_function(path, flag=flag)
+        source, function = f"{flag} {path}", load_function(path, flag=flag)
         with _calling(flag, path, f"rollout {rollout_id}"):
             output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=False)
-        check_metrics(output.metrics, f"{flag} {path}")
+        check_metrics(output.metrics, source)
         if args.rollout_sample_filter_path is not None:
             flag, path = "--rollout-sample-filter-path", args.rollout_sample_filter_path
             sample_filter = load_function(path, flag=flag)
@@ -152,7 +152,7 @@ class RolloutPipeline:
                 raise wrong_result_error(
                     *called, returned, "None: a sample is left out by `sample.remove_sample = True`"
                 )
-        return flatten_rollout_output(output.samples), output.metrics
+        return flatten_rollout_output(output.samples, source), output.metrics
 
     def _build_shards(self, samples: list[Any]) -> tuple[list[Box], list[Box], int]:
         """One boxed object per data-parallel rank of the actor and of the critic, if there is one, and the number of
@@ -241,20 +241,18 @@ def _raw_reward(args: argparse.Namespace, samples: Sequence[Sample]) -> dict[str
     return {"rollout/raw_reward": sum(graded) / len(graded)} if graded else {}
 
 
-def flatten_rollout_output(groups: list[Any]) -> list[Sample]:
-    """All samples in order, with all nesting removed.
+def flatten_rollout_output(groups: list[Any], source: str = "--rollout-function-path") -> list[Sample]:
+    """All samples in order, with all nesting removed; `source` are the flag and the path that errors name.
 
     Raises:
         UserError: something that is neither a list nor a Sample, an empty output, an execution whose samples do not share a
             `rollout_id`, or one `rollout_id` in two groups.
     """
     if not isinstance(groups, list | tuple):
-        raise UserError(
-            f"--rollout-function-path returned {type(groups).__name__} as samples; expected a list of groups of Samples"
-        )
-    samples = list(_flatten(groups, "samples", 0))
+        raise UserError(f"{source} returned {type(groups).__name__} as samples; expected a list of groups of Samples")
+    samples = list(_flatten(groups, "samples", 0, source))
     if not samples:
-        raise UserError("--rollout-function-path returned no samples")
+        raise UserError(f"{source} returned no samples")
     group_of: dict[int, int | None] = {}
     for sample in samples:
         if (
@@ -262,35 +260,35 @@ def flatten_rollout_output(groups: list[Any]) -> list[Sample]:
             and group_of.setdefault(sample.rollout_id, sample.group_index) != sample.group_index
         ):
             raise UserError(
-                f"--rollout-function-path: groups {group_of[sample.rollout_id]} and {sample.group_index} both have an "
-                f"execution with rollout_id {sample.rollout_id}, and would count as one; where samples come from a data "
-                "source of yours, give each an `index` of its own"
+                f"{source}: groups {group_of[sample.rollout_id]} and {sample.group_index} both have an execution "
+                f"with rollout_id {sample.rollout_id}, and would count as one; where samples come from a data source of yours, "
+                "give each an `index` of its own"
             )
     return samples
 
 
-def validate_execution_id(siblings: list[Sample], place: str) -> None:
-    """Raise UserError, naming the ids and the place, unless all samples share one `rollout_id` that is not None."""
+def validate_execution_id(siblings: list[Sample], place: str, source: str) -> None:
+    """Raise UserError, naming source, place and ids, unless all samples share one `rollout_id` that is not None."""
     ids = {sample.rollout_id for sample in siblings}
     if len(ids) == 1 and None not in ids:
         return
     raise UserError(
-        f"--rollout-function-path: {place} holds {len(siblings)} samples of one execution with rollout_id "
+        f"{source}: {place} holds {len(siblings)} samples of one execution with rollout_id "
         f"{sorted(ids, key=str)}; all samples of one execution must share one rollout_id that is not None"
     )
 
 
-def _flatten(node: list[Any] | tuple[Any, ...], place: str, depth: int) -> Iterator[Sample]:
+def _flatten(node: list[Any] | tuple[Any, ...], place: str, depth: int, source: str) -> Iterator[Sample]:
     for position, entry in enumerate(node):
         if not isinstance(entry, Sample | list | tuple):
             raise UserError(
-                f"--rollout-function-path: {place}[{position}] is {type(entry).__name__}; expected Sample or a list of them"
+                f"{source}: {place}[{position}] is {type(entry).__name__}; expected Sample or a list of them"
             )
     own = [entry for entry in node if isinstance(entry, Sample)]
     if depth >= _EXECUTION_DEPTH and len(own) > 1:
-        validate_execution_id(own, place)
+        validate_execution_id(own, place, source)
     for position, entry in enumerate(node):
         if isinstance(entry, Sample):
             yield entry
         else:
-            yield from _flatten(entry, f"{place}[{position}]", depth + 1)
+            yield from _flatten(entry, f"{place}[{position}]", depth + 1, source)

@@ -1,5 +1,6 @@
 """What a rollout function returns, for training and for evaluation."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ def call_rollout_fn(
     if not isinstance(output, output_type):
         flag = "--eval-function-path" if evaluation else "--rollout-function-path"
         raise UserError(
-            f"{flag}: {_name(fn)} returned {type(output).__name__}; "
+            f"{flag} {path_of(fn)} returned {type(output).__name__}; "
             f"expected {output_type.__name__} or a bare {bare_type.__name__}"
         )
     return output
@@ -88,8 +89,13 @@ def check_metrics(metrics: Any, source: str) -> None:
         raise UserError(f"{source} returned {type(metrics).__name__} as metrics; expected a dict of numbers, or None")
 
 
-def _name(fn: Callable[..., Any]) -> str:
-    return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))}"
+def path_of(fn: Callable[..., Any]) -> str:
+    """A plug-in path that leads to `fn`: the file that it was loaded from and its name, or its module and its name."""
+    named = fn if hasattr(fn, "__qualname__") else type(fn)
+    module = sys.modules.get(named.__module__)
+    if named.__module__.startswith("_slime_plugin_") and module is not None:
+        return f"{module.__file__}:{named.__qualname__}"
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def leaves(entry: Any) -> list[Sample]:

@@ -274,6 +274,15 @@ def test_metrics_of_a_rollout_are_a_dict(tmp_path, plug_ins):
         RolloutPipeline(args).samples_of(3)
 
 
+def test_samples_of_a_rollout_that_cannot_be_used_are_told_by_flag_and_path(tmp_path, plug_ins):
+    path = f"{plug_ins}:returns_what_is_asked_for"
+    words = ["--rollout-function-path", path, "--rollout-sample-filter-path", f"{plug_ins}:returns_its_data"]
+    args = parse(tmp_path, *words)
+    args.returned = [[1]]
+    with pytest.raises(UserError, match=f"^--rollout-function-path {re.escape(path)}: samples.0..0. is int"):
+        RolloutPipeline(args).samples_of(3)
+
+
 def test_a_sample_filter_that_returns_a_part_of_its_samples_is_refused(tmp_path, plug_ins):
     words = ["--rollout-function-path", f"{plug_ins}:groups", "--rollout-sample-filter-path"]
     path = f"{plug_ins}:keeps_the_first"

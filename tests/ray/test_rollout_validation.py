@@ -49,5 +49,5 @@ def test_an_execution_is_of_one_group():
     ],
 )
 def test_other_shapes_are_named(output, message):
-    with pytest.raises(ValueError, match=message):
-        flatten_rollout_output(output)
+    with pytest.raises(ValueError, match=f"^--rollout-function-path mine.py:fn.* {message}"):
+        flatten_rollout_output(output, "--rollout-function-path mine.py:fn")

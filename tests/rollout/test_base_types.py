@@ -1,9 +1,13 @@
 """Outputs of rollout functions."""
 
+import re
+
 import pytest
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, leaves
+from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.utils.errors import UserError
+from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
 
 
@@ -25,8 +29,30 @@ def test_bare_returns_are_wrapped():
     ],
 )
 def test_other_returns_name_the_flag(value, evaluation, flag):
-    with pytest.raises(UserError, match=f"{flag}: .*returned {type(value).__name__}"):
+    with pytest.raises(
+        UserError, match=f"^{flag} tests.rollout.test_base_types.*<lambda> returned {type(value).__name__}"
+    ):
         call_rollout_fn(lambda evaluation: value, evaluation=evaluation)
+
+
+FILE = """
+def function(*arguments, **keywords): ...
+
+class Callable:
+    def __call__(self, *arguments, **keywords): ...
+
+instance = Callable()
+"""
+
+
+@pytest.mark.parametrize(("name", "told"), [("function", "function"), ("instance", "Callable")])
+def test_a_function_of_a_file_is_named_by_the_file(tmp_path, name, told):
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    with pytest.raises(UserError, match=f"^--eval-function-path {re.escape(str(path))}:{told} returned NoneType"):
+        call_rollout_fn(load_function(f"{path}:{name}"), evaluation=True)
+    with pytest.raises(UserError, match=f"^--dynamic-sampling-filter-path {re.escape(str(path))}:{told} returned None"):
+        call_dynamic_filter(load_function(f"{path}:{name}"))
 
 
 def test_leaves():

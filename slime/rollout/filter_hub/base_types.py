@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from slime.rollout.base_types import leaves
+from slime.rollout.base_types import leaves, path_of
 from slime.rollout.user_functions import describe_samples
 from slime.utils.errors import UserError
 from slime.utils.types import Sample, failed_and_masked
@@ -57,9 +57,8 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
         return DynamicFilterOutput(keep=bool(output))
     if isinstance(output, DynamicFilterOutput) and isinstance(output.keep, bool | np.bool_):
         return DynamicFilterOutput(bool(output.keep), output.reason, bool(output.keep_when_insufficient))
-    name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))}"
     raise UserError(
-        f"--dynamic-sampling-filter-path: {name} returned {output!r} ({type(output).__name__}); "
+        f"{FILTER_FLAG} {path_of(fn)} returned {output!r} ({type(output).__name__}); "
         "expected DynamicFilterOutput(keep=bool, ...) or bool"
     )
 

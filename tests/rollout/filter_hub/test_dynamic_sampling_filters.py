@@ -40,7 +40,10 @@ def test_r7_numpy_bools_inside_the_output_are_converted():
 
 @pytest.mark.parametrize("verdict", [None, 1, "yes", DynamicFilterOutput(keep="no")])
 def test_r7_everything_else_is_an_error_that_names_flag_and_value(verdict):
-    with pytest.raises(UserError, match=r"--dynamic-sampling-filter-path: .*expected DynamicFilterOutput"):
+    with pytest.raises(
+        UserError,
+        match=r"^--dynamic-sampling-filter-path tests.rollout.filter_hub.* returned .*expected DynamicFilterOutput",
+    ):
         call_dynamic_filter(lambda args, samples: verdict, ARGS, [])
 
 
