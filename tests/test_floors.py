@@ -41,6 +41,7 @@ NEIGHBOURS_ALLOWED = {
 RE_EXPORT_ONLY = {
     "slime.backends.megatron_utils.hf_to_megatron",
     "slime.backends.megatron_utils.megatron_to_hf",
+    "slime.backends.sglang_utils.arguments",
     "slime.data",
     "slime.observability.rollout_data_utils",
     "slime.observability.tensorboard_utils",
@@ -57,6 +58,7 @@ RE_EXPORT_ONLY = {
     "slime.utils.distributed_utils",
     "slime.utils.dp_schedule",
     "slime.utils.flops_utils",
+    "slime.utils.health_monitor",
     "slime.utils.memory_utils",
     "slime.utils.ppo_utils",
     "slime.utils.seqlen_balancing",

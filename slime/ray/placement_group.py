@@ -88,14 +88,14 @@ def create_placement_groups(args: argparse.Namespace) -> dict[str, Bundles]:
     }
 
 
-def create_rollout_manager(args: argparse.Namespace, bundles: Bundles) -> RolloutClient:
+def create_rollout_manager(args: argparse.Namespace, pg: Bundles) -> RolloutClient:
     """Start the rollout manager; it starts router and engines. Returns at once: `wait_ready()` joins."""
-    return RolloutClient(args, bundles.group, bundles.places)
+    return RolloutClient(args, pg.group, pg.places)
 
 
 def create_training_models(
     args: argparse.Namespace,
-    bundles: dict[str, Bundles],
+    pgs: dict[str, Bundles],
     rollout_manager: RolloutClient,
     actor_cls: type | None = None,
 ) -> StartedRun:
@@ -113,7 +113,7 @@ def create_training_models(
             # The length of the schedule follows from the size of the data set.
             length = rollout_manager.wait_ready()
             rank_args = with_run_values(args, **dataclasses.asdict(length))
-        group = _train_group(rank_args, bundles["actor"], actor_cls)
+        group = _train_group(rank_args, pgs["actor"], actor_cls)
         group.start(after=rollout_manager.starting if shares else None)
     _wait_for_start(args, rollout_manager, group, one_after_the_other=shares)
     length = rollout_manager.wait_ready()

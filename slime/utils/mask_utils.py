@@ -118,9 +118,9 @@ class MultiTurnLossMaskGenerator:
             )
         return input_ids, mask
 
-    def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
+    def get_response_lengths(self, masks: list[list[int]]) -> list[int]:
         """Tokens from the first trained one to the end; 0 where nothing is trained."""
-        return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
+        return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in masks]
 
     def get_text_from_loss_mask(self, token_ids: list[int], loss_mask: list[int]) -> list[str]:
         """The text of every run of trained tokens."""

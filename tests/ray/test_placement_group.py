@@ -320,7 +320,7 @@ def test_a7_a_started_run_is_returned_and_what_was_parsed_stays(monkeypatch, typ
              "offload_train": False, "release_train": False, "offload_rollout": shares}  # fmt: skip
     args = argparse.Namespace(**flags, **typed)
     bundles = {"actor": placement_group.Bundles(None, ())}
-    run = placement_group.create_training_models(args, bundles, manager)
+    run = placement_group.create_training_models(args, pgs=bundles, rollout_manager=manager)
     told = (run.actor.args.num_rollout, getattr(run.actor.args, "rollouts_per_epoch", None)) if trains else (None, None)
     assert (*told, run.start_rollout_id) == expected
     assert run.length == RunLength(typed["num_rollout"] or 6, 2) and run.rollout_manager is manager

@@ -1,6 +1,7 @@
-"""Users' plug-ins import these: module → names. Arguments are tested where the things are."""
+"""Users' plug-ins import these: module → names, and by which names arguments are given."""
 
 import importlib
+import inspect
 
 import pytest
 
@@ -28,15 +29,19 @@ PUBLIC_NAMES = {
     "slime.utils.distributed_utils": "distributed_masked_whiten init_process_group get_gloo_group init_gloo_group",
     "slime.utils.accelerator": "Accelerator register_accelerator get_accelerator",
     "slime.utils.flops_utils": "calculate_fwd_flops",
+    "slime.utils.health_monitor": "HealthChecks",
     "slime.utils.memory_utils": "clear_memory available_memory print_memory",
     "slime.utils.external_utils.command_utils": "execute_train convert_checkpoint exec_command",
     "slime.rollout.sglang_rollout": "GenerateState generate generate_and_rm generate_and_rm_group generate_rollout "
     "generate_rollout_async eval_rollout abort get_model_url",
-    "slime.rollout.rm_hub": "async_rm batched_async_rm grade_answer_verl get_deepscaler_rule_based_reward",
+    "slime.rollout.rm_hub": "async_rm batched_async_rm remote_rm grade_answer_verl get_deepscaler_rule_based_reward",
     "slime.rollout.rm_hub.math_utils": "extract_answer extract_boxed_answer remove_boxed last_boxed_only_string "
     "grade_answer_mathd grade_answer_sympy grade_answer_verl",
     "slime.rollout.rm_hub.math_dapo_utils": "compute_score normalize_final_answer remove_boxed",
     "slime.rollout.rm_hub.f1": "f1_score",
+    "slime.rollout.rm_hub.gpqa": "compute_gpqa_reward",
+    "slime.rollout.rm_hub.deepscaler": "get_deepscaler_rule_based_reward",
+    "slime.rollout.rm_hub.ifbench": "compute_ifbench_reward",
     "slime.rollout.filter_hub.base_types": "DynamicFilterOutput call_dynamic_filter should_drop_dynamic_filter_output "
     "MetricGatherer",
     "slime.rollout.filter_hub.dynamic_sampling_filters": "check_reward_nonzero_std check_reward_nonzero_std_with_fallback",
@@ -46,21 +51,110 @@ PUBLIC_NAMES = {
     "slime.rollout.sglang_streaming_rollout": "generate_streaming",
     "slime.rollout.sleep_rollout": "sleep",
     "slime.rollout.data_source": "DataSource RolloutDataSource RolloutDataSourceWithBuffer pop_first",
+    "slime.rollout.fully_async_rollout": "AsyncRolloutWorker generate_rollout_fully_async",
     "slime.rollout.sft_rollout": "generate_rollout",
     "slime.rollout.on_policy_distillation": "reward_func post_process_rewards",
     "slime.ray.placement_group": "create_placement_groups create_rollout_manager create_training_models",
     "slime.ray.rollout_validation": "flatten_rollout_output",
     "slime.observability.logging_utils": "configure_logger init_tracking finish_tracking log",
     "slime.observability.tensorboard_utils": "TensorBoardTracker",
+    "slime.observability.trace_utils": "trace_span trace_function trace_event bind_trace bind_trace_carrier export_trace "
+    "import_trace trace_next_attempt build_sglang_meta_trace_attrs",
     "slime.observability.timer": "Timer timer inverse_timer with_defer",
     "slime.backends.megatron_utils.cp_utils": "get_logits_and_tokens_offset_with_cp get_sum_of_sample_mean "
     "all_gather_with_cp slice_with_cp slice_log_prob_with_cp",
     "slime.backends.megatron_utils.loss": "compute_advantages_and_returns policy_loss_function value_loss_function "
     "sft_loss_function loss_function get_log_probs_and_entropy get_values vanilla_tis_function icepop_function "
     "apply_opd_kl_to_advantages",
+    "slime.backends.megatron_utils.megatron_to_hf": "convert_to_hf remove_padding",
+    "slime.backends.megatron_utils.hf_to_megatron": "load_hf_weights",
+    "slime.backends.megatron_utils.initialize": "init",
+    "slime.backends.megatron_utils.model_provider": "get_model_provider_func",
+    "slime.backends.megatron_utils.stateless_adam": "StatelessAdam",
+    "slime.backends.sglang_utils.arguments": "ServerArguments compute_server_arguments",
     "slime.backends.sglang_utils.external": "ExternalEngineInfo discover_external_engines normalize_external_engine_addr",
     "slime.backends.sglang_utils.sglang_engine": "SGLangEngine",
     "slime.backends.sglang_utils.sglang_config": "SglangConfig ModelConfig ServerGroupConfig",
+    "slime.agent.trajectory": "TurnRecord TrajectoryManager",
+    "slime.agent.adapters": "BaseAdapter",
+    "slime.agent.harness": "BaseHarness ClaudeCodeHarness CodexHarness",
+    "slime.agent.sandbox": "Sandbox exec_and_wait EXIT_TIME_BUDGET_EXCEEDED E2BSandbox LocalSandbox DockerSandbox",
+    "slime.plugins": "check",
+}
+
+# In their order; others may stand between them.
+PARAMETERS = {
+    "slime.utils.http_utils:post": "url payload max_retries headers json",
+    "slime.utils.http_utils:get": "url",
+    "slime.utils.http_utils:get_rollout_num_engines": "args",
+    "slime.utils.http_utils:init_http_client": "args",
+    "slime.utils.misc:should_run_periodic_action": "rollout_id interval num_rollout_per_epoch num_rollout",
+    "slime.utils.misc:decode_int32_meta_array": "meta keys",
+    "slime.utils.async_utils:run": "coro",
+    "slime.utils.data:Dataset": "path tokenizer processor max_length prompt_key multimodal_keys "
+    "label_key tool_key metadata_key seed apply_chat_template apply_chat_template_kwargs",
+    "slime.utils.data:read_file": "path",
+    "slime.utils.data:filter_long_prompt": "samples tokenizer processor max_length",
+    "slime.utils.data:process_rollout_data": "args refs dp_rank dp_size",
+    "slime.utils.processing_utils:process_vision_info": "prompt processor",
+    "slime.utils.processing_utils:encode_image_for_rollout_engine": "image",
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator": "tokenizer tokenizer_type",
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_loss_mask": "messages tools",
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_response_lengths": "masks",
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_loss_mask_with_multimodal_alignment": "messages "
+    "input_ids tools",
+    "slime.utils.ppo_utils:compute_approx_kl": "log_probs log_probs_base kl_loss_type importance_ratio",
+    "slime.utils.ppo_utils:compute_policy_loss": "ppo_kl advantages eps_clip eps_clip_high eps_clip_c",
+    "slime.utils.ppo_utils:compute_cispo_loss": "ppo_kl log_probs advantages eps_clip eps_clip_high",
+    "slime.utils.ppo_utils:compute_gspo_kl": "full_log_probs full_old_log_probs local_log_probs loss_masks",
+    "slime.utils.ppo_utils:compute_opsm_mask": "args full_log_probs full_old_log_probs advantages loss_masks",
+    "slime.utils.ppo_utils:get_grpo_returns": "rewards kl",
+    "slime.utils.ppo_utils:get_reinforce_plus_plus_returns": "rewards kl loss_masks "
+    "response_lengths total_lengths kl_coef gamma",
+    "slime.utils.ppo_utils:get_reinforce_plus_plus_baseline_advantages": "rewards kl loss_masks kl_coef",
+    "slime.utils.ppo_utils:get_advantages_and_returns_batch": "total_lengths response_lengths values_list "
+    "rewards_list gamma lambd chunked",
+    "slime.utils.ppo_utils:vanilla_gae": "rewards values gamma lambd",
+    "slime.utils.ppo_utils:chunked_gae": "rewards values gamma lambd chunk_size",
+    "slime.utils.ppo_utils:chunked_discounted_returns": "rewards discount chunk_size",
+    "slime.utils.ppo_utils:calculate_log_probs_and_entropy": "logits tokens tp_group "
+    "with_entropy chunk_size log_prob_keep_mask with_entropy_grad",
+    "slime.utils.arguments:parse_args": "add_custom_arguments",
+    "slime.utils.eval_config:build_eval_dataset_configs": "args raw_config defaults",
+    "slime.utils.dp_schedule:build_dp_schedule": "args train_parallel_config "
+    "total_lengths global_batch_size rollout_indices",
+    "slime.utils.distributed_utils:distributed_masked_whiten": "values mask process_group shift_mean epsilon",
+    "slime.rollout.sglang_rollout:generate": "args sample sampling_params",
+    "slime.rollout.sglang_rollout:generate_and_rm": "args sample sampling_params evaluation",
+    "slime.rollout.sglang_rollout:generate_and_rm_group": "args group sampling_params evaluation",
+    "slime.rollout.sglang_rollout:get_model_url": "args model_name endpoint",
+    "slime.rollout.rm_hub:async_rm": "args sample",
+    "slime.rollout.rm_hub:batched_async_rm": "args samples",
+    "slime.ray.placement_group:create_placement_groups": "args",
+    "slime.ray.placement_group:create_rollout_manager": "args pg",
+    "slime.ray.placement_group:create_training_models": "args pgs rollout_manager actor_cls",
+    "slime.observability.logging_utils:log": "args metrics step_key",
+    "slime.backends.megatron_utils.cp_utils:get_logits_and_tokens_offset_with_cp": "total_length response_length",
+    "slime.backends.megatron_utils.cp_utils:get_sum_of_sample_mean": "total_lengths response_lengths "
+    "loss_masks sample_denoms calculate_per_token_loss",
+    "slime.backends.megatron_utils.cp_utils:all_gather_with_cp": "tensor total_length response_length",
+    "slime.backends.megatron_utils.cp_utils:slice_with_cp": "tokens pad_value",
+    "slime.backends.megatron_utils.cp_utils:slice_log_prob_with_cp": "log_prob total_length response_length",
+    "slime.backends.megatron_utils.loss:compute_advantages_and_returns": "args rollout_data",
+    "slime.backends.megatron_utils.megatron_to_hf:convert_to_hf": "args model_name name param quantization_config",
+    "slime.rollout.filter_hub.base_types:should_drop_dynamic_filter_output": "out "
+    "remaining_batch_size target_data_size",
+    "slime.rollout.filter_hub.base_types:DynamicFilterOutput": "keep reason keep_when_insufficient",
+    "slime.rollout.base_types:RolloutFnTrainOutput": "samples metrics",
+    "slime.rollout.base_types:RolloutFnEvalOutput": "data metrics",
+    "slime.rollout.base_types:call_rollout_fn": "fn evaluation",
+    "slime.utils.types:Sample.append_response_tokens": "args tokens log_probs "
+    "trainable meta_info text update_terminal_info",
+    "slime.agent.trajectory:TrajectoryManager": "fork_threshold_tokens",
+    "slime.agent.trajectory:TrajectoryManager.record_turn": "sid turn prompt_messages response_message metadata",
+    "slime.agent.trajectory:TrajectoryManager.get_trajectory": "sid base_sample "
+    "reward extra_metadata max_sample_tokens",
+    "slime.agent.trajectory:TurnRecord": "prompt_ids output_ids finish_reason output_log_probs ill_formed",
 }
 
 
@@ -68,3 +162,13 @@ PUBLIC_NAMES = {
 def test_public_names_are_there(module):
     found = importlib.import_module(module)
     assert [name for name in PUBLIC_NAMES[module].split() if not hasattr(found, name)] == []
+
+
+@pytest.mark.parametrize("place", PARAMETERS)
+def test_arguments_can_be_given_by_their_public_names(place):
+    module, _, path = place.partition(":")
+    found = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    public = PARAMETERS[place].split()
+    assert [name for name in inspect.signature(found).parameters if name in public] == public

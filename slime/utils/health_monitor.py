@@ -1,0 +1,3 @@
+"""Public import path of the checks of engines; only re-exports."""
+
+from slime.serving.fleet import HealthChecks  # noqa: F401
