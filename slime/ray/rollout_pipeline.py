@@ -30,7 +30,7 @@ from slime.rollout.data_source import create_data_source
 from slime.rollout.data_source_files import prompts_per_epoch
 from slime.rollout.draws import DataSourceSnapshots
 from slime.rollout.generation_call import GenerationCall
-from slime.rollout.rollout_dump import load_rollout, save_rollout
+from slime.rollout.rollout_dump import load_rollout, save_evaluation, save_rollout
 from slime.rollout.staleness import hold_to_bound
 from slime.rollout.train_data import convert_samples_to_train_batch, post_process_rewards
 from slime.rollout.user_functions import call_within_request_time, wrong_result_error
@@ -84,10 +84,10 @@ class RolloutPipeline:
 
     @contextlib.contextmanager
     def _call(
-        self, name: str, rollout_id: int, trained_as: int | None = None, *, evaluation: bool = False
+        self, name: str, rollout_id: int, trained_as: int | None = None, **evaluation: bool
     ) -> Iterator[list[LoggedMetrics]]:
         """The block is a call of its own; gives what functions of the user's log in it."""
-        call = GenerationCall(rollout_id, trained_as, evaluation=evaluation)
+        call = GenerationCall(rollout_id, trained_as, **evaluation)
         self._progress[name] = call.progress
         try:
             with call.under_way(), collected_metrics() as logged:
@@ -178,19 +178,12 @@ class RolloutPipeline:
         args, name = self.args, evaluation_name(rollout_id, before=before)
         flag, path = "--eval-function-path", args.eval_function_path
         function = load_function(path, flag=flag)
-        with self._call(name, rollout_id, evaluation=True) as logged:
+        with self._call(name, rollout_id, evaluation=True, before_training=before) as logged:
             with _calling(flag, path, name):
                 output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=True)
             check_eval_output(output, f"{flag} {path}")
             if args.save_debug_rollout_data is not None:
-                samples = [
-                    sample
-                    for result in output.data.values()
-                    for key in ("samples", "failed")
-                    for sample in result.get(key) or []
-                ]
-                dump = f"eval_before_{rollout_id}" if before else f"eval_{rollout_id}"
-                save_rollout(args.save_debug_rollout_data, dump, samples)
+                save_evaluation(args.save_debug_rollout_data, rollout_id, output.data, before_training=before)
             flag, path = "--custom-eval-rollout-log-function-path", args.custom_eval_rollout_log_function_path
             if not _call_log_function(flag, path, rollout_id, args, output.data, output.metrics):
                 metrics = merge_extra_metrics(compute_eval_metrics(args, output.data), output.metrics, "eval/")

@@ -28,13 +28,20 @@ class GenerationCall:
         request_ids: what the engines know its unanswered requests by.
         trained_as: the version of the weights that its samples will train; None where nothing is trained, or nobody knows.
         evaluation: its samples are graded and train nothing.
+        before_training: an evaluation before training on `rollout_id`, and not after it.
     """
 
     def __init__(
-        self, rollout_id: int | None = None, trained_as: int | None = None, *, evaluation: bool = False
+        self,
+        rollout_id: int | None = None,
+        trained_as: int | None = None,
+        *,
+        evaluation: bool = False,
+        before_training: bool = False,
     ) -> None:
         self.parent: GenerationCall | None = _current.get()
         self.evaluation = evaluation or (self.parent is not None and self.parent.evaluation)
+        self.before_training = before_training
         self.trained_as = trained_as if self.parent is None else self.parent.trained_as
         self.progress: Progress = Progress() if self.parent is None else self.parent.progress
         self.request_ids: set[str] = set()

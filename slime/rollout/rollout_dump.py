@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.generation_call import current_call
 from slime.utils.errors import UserError
 from slime.utils.filesystem import existing_files
-from slime.utils.packed_sample import get_source, pack_sample
+from slime.utils.packed_sample import SOURCE_NAME, get_source, pack_sample
 from slime.utils.processing_utils import encode_image_for_rollout_engine, is_image
 from slime.utils.sample_fields import TOKEN_FIELDS, held
 from slime.utils.types import Sample
@@ -47,6 +48,33 @@ def save_rollout(template: str, rollout_id: int | str, samples: Sequence[Sample]
         torch.save({"rollout_id": rollout_id, "samples": plain_samples}, file)
     os.replace(temporary, path)
     return path
+
+
+def save_evaluation(
+    template: str, rollout_id: int, data: dict[str, dict[str, list[Any]]], *, before_training: bool
+) -> Path:
+    """Write the samples of all sets, each with the name of its set as its `source_name`, by which `replay_rollout` finds it.
+
+    Raises: as `save_rollout`.
+    """
+    samples = [
+        _of_set(name, sample)
+        for name, result in data.items()
+        for key in ("samples", "failed")
+        for sample in result.get(key) or []
+    ]
+    return save_rollout(template, _evaluation_id(rollout_id, before_training), samples)
+
+
+def _of_set(name: str, sample: Sample) -> Sample:
+    named = copy.copy(sample)
+    named.metadata = {**sample.metadata, SOURCE_NAME: name}
+    return named
+
+
+def _evaluation_id(rollout_id: int, before_training: bool) -> str:
+    """What stands in the place of a rollout's number in the name of a dump."""
+    return f"eval_before_{rollout_id}" if before_training else f"eval_{rollout_id}"
 
 
 def load_rollout(
@@ -97,7 +125,8 @@ def replay_rollout(
     """A rollout function whose samples are those of `--load-forge-rollout-data`: engines live, and nobody asks them.
 
     A path without `{rollout_id}` gives the same samples every time; where there is no dump of a rollout, that of rollout 0 is
-    taken. An evaluation has to be there itself (`eval_{rollout_id}`), in a place of its own.
+    taken. An evaluation has to be there itself, in a place of its own: `eval_{rollout_id}`, or `eval_before_{rollout_id}` for
+    one before training on this rollout.
 
     Raises:
         UserError: no path is given, or there is no dump.
@@ -106,7 +135,7 @@ def replay_rollout(
     if template is None:
         raise UserError("slime.rollout.forge_load replays a dump: give its path by --load-forge-rollout-data")
     if evaluation:
-        name = f"eval_{rollout_id}"
+        name = _evaluation_id(rollout_id, current_call().before_training)
         if dump_path(template, "a") == dump_path(template, "b"):
             raise UserError(
                 f"--load-forge-rollout-data {template}: an evaluation is no rollout, and a path without {{rollout_id}} has no "
@@ -123,13 +152,13 @@ def replay_rollout(
 
 def _sets(args: Any, samples: Sequence[Sample]) -> dict[str, dict[str, list[Any]]]:
     """Evaluated samples by the set that they name as their source, else under the name of the only set."""
-    names = [config.name for config in args.eval_datasets]
+    names, key = [config.name for config in args.eval_datasets], args.eval_reward_key or args.reward_key
     sets: dict[str, list[Sample]] = {}
     for sample in samples:
         sets.setdefault(get_source(sample) or (names[0] if len(names) == 1 else "replayed"), []).append(sample)
     return {
         name: {
-            "rewards": [sample.get_reward_value(args) for sample in own],
+            "rewards": [s.reward[key] if key and isinstance(s.reward, dict) else s.reward for s in own],
             "truncated": [sample.truncated for sample in own],
             "samples": own,
         }

@@ -427,6 +427,37 @@ def test_no_two_evaluations_share_a_step_or_a_dump(tmp_path, plug_ins):
     assert {path.stem for path in (tmp_path / "dumps").iterdir()} == {"eval_before_0", "eval_0", "eval_1"}
 
 
+def two_sets(before):
+    return {
+        name: {"rewards": [reward], "truncated": [False], "samples": [graded_sample(reward, name)]}
+        for name, reward in (("aime", before), ("gpqa", before + 1))
+    }
+
+
+def graded_sample(reward, name):
+    one = sample()
+    one.reward, one.metadata = {"score": 9.0, "held_out": reward}, {"source_name": f"a file of {name}"}
+    return one
+
+
+def test_dumps_of_evaluations_are_replayed_by_the_flags_of_the_run(tmp_path, plug_ins):
+    """Before and after training on a rollout, each in its sets, with the rewards that they were judged by."""
+    template = str(tmp_path / "dumps/{rollout_id}.pt")
+    keys = ["--reward-key", "score", "--eval-reward-key", "held_out"]
+    args = parse(tmp_path, "--eval-function-path", f"{plug_ins}:returns_what_is_asked_for", *keys)
+    args.save_debug_rollout_data = template
+    written = {}
+    for before in (True, False):
+        args.returned = two_sets(0.25 + before)
+        written[before] = RolloutPipeline(args).evaluate(0, before=before)
+    assert args.returned["aime"]["samples"][0].metadata == {"source_name": "a file of aime"}, "a run's own samples stay"
+    words = ["--eval-function-path", "slime.rollout.forge_load.generate_rollout", "--load-forge-rollout-data", template]
+    replayed = RolloutPipeline(parse(tmp_path, *words, *keys))
+    for before in (True, False):
+        metrics = [logged[0][0] for logged in (written[before], replayed.evaluate(0, before=before))]
+        assert metrics[0] == metrics[1] and metrics[0]["eval/gpqa"] == 1.25 + before
+
+
 @pytest.mark.parametrize("second", ["evaluation", "rollout"])
 def test_two_calls_at_once_have_metrics_and_progress_of_their_own(tmp_path, plug_ins, second):
     args = parse(tmp_path, "--rollout-function-path", f"{plug_ins}:both_at_once", "--debug-rollout-only")

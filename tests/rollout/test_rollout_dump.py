@@ -77,7 +77,10 @@ def test_plain_values_and_arrays_of_users_are_kept(tmp_path):
 def replaying(template, *sets):
     configs = [SimpleNamespace(name=name) for name in sets]
     return SimpleNamespace(
-        load_forge_rollout_data=template and str(template), eval_datasets=configs, reward_key="score"
+        load_forge_rollout_data=template and str(template),
+        eval_datasets=configs,
+        reward_key="score",
+        eval_reward_key=None,
     )
 
 
