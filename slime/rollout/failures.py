@@ -31,14 +31,15 @@ def failing_alone(args: Any) -> Iterator[None]:
     """With `--use-fault-tolerance`, what a user's function or a request raises in the block fails its sample, and not the run.
 
     Raises:
-        SampleFailed: in the place of UserError and HttpError.
+        SampleFailed: in the place of UserError and HttpError. What a function of the user's raised may succeed at a second
+            attempt; a request was sent again as often as `--http-max-retries` says, or is what engines died of.
     """
     try:
         yield
     except (UserError, HttpError) as error:
         if not args.use_fault_tolerance:
             raise
-        raise SampleFailed(str(error), retryable=False) from error
+        raise SampleFailed(str(error), retryable=not isinstance(error, HttpError)) from error
 
 
 def mark_failed(args: Any, sample: Sample, reason: str) -> Sample:

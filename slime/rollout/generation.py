@@ -174,8 +174,8 @@ async def generate_and_rm(
 ) -> Sample | list[Any]:
     """An attempt on `sample`, which stays as it is, generated and graded; a list, from a custom function, is one execution.
 
-    A generation that fails for a reason of ours is tried once more from the prompt, then the attempt is marked FAILED; so is
-    one whose reward fails.
+    A generation that fails is tried once more from the prompt, then the attempt is marked FAILED; of one whose reward fails
+    only the reward is asked for once more.
     """
     attempt = new_attempt(sample)
     try:
@@ -264,13 +264,16 @@ async def grade(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
 
 
 async def _grade_or_fail(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
-    """`grade`; without a reward all leaves of `entry` are FAILED, with what was generated."""
-    try:
-        with failing_alone(args):
-            await grade(args, entry, evaluation)
-    except SampleFailed as failure:
-        for sample in leaves(entry):
-            mark_failed(args, sample, failure.reason)
+    """`grade`, twice if need be; without a reward all leaves of `entry` are FAILED, with what was generated."""
+    for is_last in (False, True):
+        try:
+            with failing_alone(args):
+                return await grade(args, entry, evaluation)
+        except SampleFailed as failure:
+            if is_last or not failure.retryable:
+                for sample in leaves(entry):
+                    mark_failed(args, sample, failure.reason)
+                return None
 
 
 def is_aborted(entry: Any) -> bool:
@@ -365,18 +368,25 @@ def _all_need_generation(args: Any, group: list[Any], function: GenerateFunction
 async def _generate_batch(
     args: Any, group: list[Sample], function: GenerateFunction, sampling_params: list[dict[str, Any]], evaluation: bool
 ) -> list[Any]:
-    """One call of a batch-form function for the whole group, then hooks and rewards entry by entry."""
+    """A call of a batch-form function for the whole group, two if the first fails, then hooks and rewards entry by entry."""
     async with GenerateState(args).semaphore:
-        if current_call().aborted:
-            return _as_aborted(group)
         attempts = [new_attempt(sample) for sample in group]
-        tokens_before = [tokens_to_continue(attempt) for attempt in attempts]
-        try:
-            with failing_alone(args):
-                entries = await function.call_group(args, attempts, sampling_params, evaluation)
-        except SampleFailed as failure:
-            pairs = zip(group, attempts, strict=True)
-            return [_failed(args, sample, attempt, failure) for sample, attempt in pairs]
+        for is_last in (False, True):
+            if current_call().aborted:
+                return _as_aborted(group)
+            tokens_before = [tokens_to_continue(attempt) for attempt in attempts]
+            try:
+                with failing_alone(args):
+                    entries = await function.call_group(args, attempts, sampling_params, evaluation)
+                break
+            except SampleFailed as failure:
+                if is_last or not failure.retryable:
+                    pairs = zip(group, attempts, strict=True)
+                    return [_failed(args, sample, attempt, failure) for sample, attempt in pairs]
+                group = [prompt_of(sample) for sample in group]
+                attempts = [carry_trace(a, new_attempt(prompt)) for a, prompt in zip(attempts, group, strict=True)]
+                for attempt in attempts:
+                    trace_next_attempt(attempt)
     for entry, before in zip(entries, tokens_before, strict=True):
         mask_tokens_before_resumption(args, entry, before)
     return await run_side_by_side([_hook_and_grade(args, entry, evaluation) for entry in entries])

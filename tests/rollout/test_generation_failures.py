@@ -65,6 +65,54 @@ def test_with_fault_tolerance_a_function_that_raises_fails_its_samples_and_not_t
         assert f"raised {raised} for sample" in sample.metadata["fail_reason"]
 
 
+ONCE = """
+calls = []
+
+def fails_once(*arguments, **keywords):
+    calls.append(1)
+    if len(calls) == 1:
+        raise ConnectionError("503")
+"""
+FINISHED = """
+        sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])
+        sample.status = type(sample).Status.COMPLETED
+"""
+ANSWERS_AT_THE_SECOND_CALL = {
+    "a generate function": (
+        "custom_generate_function_path",
+        "def fn(args, sample, sampling_params):\n    for sample in [sample]:"
+        + FINISHED
+        + "    fails_once()\n    return sample\n",
+        [2, 3],
+    ),
+    "one for groups": (
+        "custom_generate_function_path",
+        "def fn(args, samples, evaluation):\n    for sample in samples:"
+        + FINISHED
+        + "    fails_once()\n    return samples\n",
+        [2],
+    ),
+    "a reward": ("custom_rm_path", "def fn(args, sample):\n    fails_once()\n    return 0.5\n", [3]),
+    "one for groups of a reward": (
+        "custom_rm_path",
+        "def fn(args, samples):\n    fails_once()\n    return [0.5] * 2\n",
+        [2],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS_AT_THE_SECOND_CALL)
+def test_with_fault_tolerance_a_function_that_raised_once_is_called_again(server, checkpoint, tmp_path, case):
+    flag, program, calls = ANSWERS_AT_THE_SECOND_CALL[case]
+    path = plugin(tmp_path, ONCE + program)
+    args = make_args(checkpoint, server.port, use_fault_tolerance=True, **{flag: path}, group_rm="samples)" in program)
+    prompts = [Sample(index=index, prompt="p", group_index=0) for index in (4, 5)]
+    for sample in run(generate_and_rm_group(args, prompts, params(args))):
+        assert (sample.status, sample.remove_sample) == (Status.COMPLETED, False), sample.metadata
+        assert sample.response_length == 1 or flag == "custom_rm_path", "the second attempt began with the prompt"
+    assert len(load_function(path).__globals__["calls"]) in calls
+
+
 def test_with_fault_tolerance_a_request_that_is_refused_fails_its_sample(server, checkpoint):
     args = make_args(checkpoint, 9, http_max_retries=1)
     with pytest.raises(HttpError):
