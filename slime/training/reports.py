@@ -151,7 +151,8 @@ def save_train_data(
 ) -> None:
     """Gather the shards of all data-parallel ranks and write them, from data rank 0. Collective over `data_group`.
 
-    The file holds `samples`, one dict each, sorted by sample index; `dp_shards`, the schedule of every rank;
+    The file holds `samples`, one dict each, sorted by sample index, and by their place in the rollout where several have one index
+    (an execution that fanned out); `dp_shards`, the schedule of every rank;
     `raw_reward` of all samples.
 
     Raises:
@@ -168,12 +169,13 @@ def save_train_data(
     dist.all_gather_object(gathered, payload, group=data_group)
     if data_rank != 0:
         return
-    samples = [sample for part in gathered for sample in part["samples"]]
+    placed = [pair for part in gathered for pair in zip(part["shard"]["partition"], part["samples"], strict=True)]
+    placed.sort(key=lambda pair: (pair[1]["sample_indices"], pair[0]))
     dump = {
         "format_version": FORMAT_VERSION,
         "rollout_id": rollout_id,
         "rank": dist.get_rank(),
-        "samples": sorted(samples, key=lambda sample: sample["sample_indices"]),
+        "samples": [sample for _, sample in placed],
         "dp_shards": [part["shard"] for part in gathered],
         "raw_reward": list(rollout_data["raw_reward"]),
     }

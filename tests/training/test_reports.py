@@ -287,6 +287,14 @@ def test_directories_are_made_and_both_placeholders_filled_in(tmp_path, group):
     assert dump["dp_shards"][0]["sample_indices"] == [7, 2]
 
 
+def test_samples_of_one_index_stand_in_the_order_of_the_rollout(tmp_path, group):
+    """A schedule deals them out as their lengths ask for."""
+    dealt = shard(sample_indices=[7, 7], partition=[5, 4])
+    save_train_data(f"{tmp_path}/{{rollout_id}}.pt", 0, dealt, group, 0)
+    samples = torch.load(tmp_path / "0.pt", weights_only=True)["samples"]
+    assert [sample["tokens"].tolist() for sample in samples] == [[4, 5], [1, 2, 3]]
+
+
 def test_pixels_are_not_dumped(tmp_path, group):
     images = [None, {"pixel_values": np.zeros((4, 12), np.float32)}]
     save_train_data(f"{tmp_path}/{{rollout_id}}.pt", 0, shard(multimodal_train_inputs=images), group, 0)
