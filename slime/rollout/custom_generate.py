@@ -19,6 +19,7 @@ import numpy as np
 from slime.rollout.base_types import leaves
 from slime.rollout.failures import SampleFailed, neutral_reward
 from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation_call import current_call
 from slime.rollout.user_functions import (
     CallKind,
     CallTimedOut,
@@ -173,9 +174,12 @@ def _lacks_tokens(sample: Sample) -> bool:
 
 
 def _tokenise_response(args: Any, sample: Sample, source: str) -> None:
-    """Make tokens from text. They may differ from those the engine generated, so corrections by its log-probs are off."""
+    """Make tokens from text. They may differ from those the engine generated, so corrections by its log-probs are off.
+
+    An evaluation trains nothing, and corrects nothing.
+    """
     needed_by = {"--use-tis": args.use_tis, "--use-rollout-logprobs": args.use_rollout_logprobs}
-    if any(needed_by.values()):
+    if any(needed_by.values()) and not current_call().evaluation:
         names = ", ".join(flag for flag, given in needed_by.items() if given)
         raise UserError(
             f"{source} returned text without tokens for sample {sample.index}: re-tokenised text has no engine "

@@ -151,8 +151,8 @@ def save_train_data(
 ) -> None:
     """Gather the shards of all data-parallel ranks and write them, from data rank 0. Collective over `data_group`.
 
-    The file holds `samples`, one dict each, sorted by sample index, and by their place in the rollout where several have one index
-    (an execution that fanned out); `dp_shards`, the schedule of every rank;
+    The file holds `samples`, one dict each, sorted by sample index, and by their place in the rollout where several have one
+    index (an execution that fanned out); `dp_shards`, the schedule of every rank;
     `raw_reward` of all samples.
 
     Raises:

@@ -11,6 +11,7 @@ import pytest
 from slime.rollout.custom_generate import apply_rollout_sample_hooks, complete_sample, share_execution_id
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm, generate_and_rm_group
+from slime.rollout.generation_call import GenerationCall
 from slime.rollout.rm_hub import async_rm
 from slime.utils.errors import UserError
 from slime.utils.misc import SingletonMeta
@@ -215,6 +216,10 @@ def test_text_without_tokens_is_refused_where_engine_log_probs_are_needed(checkp
     args = make_args(checkpoint, **{flag: True})
     with pytest.raises(UserError, match="--" + flag.replace("_", "-")):
         complete_sample(args, Sample(prompt="hello", response="thi"), "f")
+    judged = Sample(prompt="hello", response="thi")
+    with GenerationCall(evaluation=True).under_way():
+        complete_sample(args, judged, "f")
+    assert judged.status is Status.COMPLETED and judged.response_length, "an evaluation trains nothing"
 
 
 def test_loss_masks_are_fitted(checkpoint):
