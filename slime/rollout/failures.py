@@ -8,6 +8,7 @@ from typing import Any
 from slime.rollout.base_types import leaves
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError
+from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample, failed_and_masked
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,25 @@ def failing_alone(args: Any) -> Iterator[None]:
         raise SampleFailed(str(error), retryable=not isinstance(error, HttpError)) from error
 
 
+class _Causes(metaclass=SingletonMeta):
+    """The places in code where samples failed: a dead service fails thousands of samples in one way."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, ...]] = set()
+
+    def is_news(self, trace: str) -> bool:
+        """Whether no traceback through these places was told yet; messages, which may name a sample, do not count."""
+        places = tuple(line for line in trace.splitlines() if line.startswith("  File "))
+        is_news = places not in self._told
+        self._told.add(places)
+        return is_news
+
+
 def mark_failed(args: Any, sample: Sample, reason: str) -> Sample:
     """Make `sample` a FAILED one that trains nothing: masked, reward 0 so that its siblings can be normalised."""
-    logger.warning("sample %s failed: %s", sample.index, reason)
+    summary, _, trace = reason.partition("\n")
+    told = reason if not trace or _Causes().is_news(trace) else f"{summary} (its traceback is that of an earlier one)"
+    logger.warning("sample %s failed: %s", sample.index, told)
     sample.status = Sample.Status.FAILED
     sample.remove_sample = True
     sample.metadata["fail_reason"] = reason

@@ -65,6 +65,16 @@ def test_with_fault_tolerance_a_function_that_raises_fails_its_samples_and_not_t
         assert f"raised {raised} for sample" in sample.metadata["fail_reason"]
 
 
+def test_the_traceback_of_a_cause_is_told_once(server, checkpoint, tmp_path, caplog):
+    program = "def fn(args, sample, *arguments):\n    raise KeyError(f'no entry of {sample.index}')\n"
+    path = plugin(tmp_path, program)
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path, use_fault_tolerance=True)
+    run(generate_and_rm_group(args, [Sample(index=index, prompt="p") for index in range(4)], params(args)))
+    failed = [record.message for record in caplog.records if " failed: " in record.message]
+    assert len(failed) == 4 and [message.count("Traceback") for message in failed] == [1, 0, 0, 0]
+    assert [f"no entry of {index}" in message for index, message in enumerate(failed)] == [True] * 4
+
+
 ONCE = """
 calls = []
 
