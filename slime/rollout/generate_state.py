@@ -1,6 +1,7 @@
 """What all calls of one process share: tokenizer, limits, slots, sampling parameters."""
 
 import asyncio
+import contextvars
 import json
 import logging
 import marshal
@@ -8,7 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +184,9 @@ class GenerateState(metaclass=SingletonMeta):
         return await self.in_encoder(self._with_images, sample) if images_of(sample) else None
 
     async def in_encoder(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `function`, which may encode, from the thread for that."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, function, *arguments)
+        """The result of `function`, which may encode, from the thread for that, which works for the call of here."""
+        work = partial(contextvars.copy_context().run, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Thread-safe."""

@@ -216,10 +216,17 @@ def test_text_without_tokens_is_refused_where_engine_log_probs_are_needed(checkp
     args = make_args(checkpoint, **{flag: True})
     with pytest.raises(UserError, match="--" + flag.replace("_", "-")):
         complete_sample(args, Sample(prompt="hello", response="thi"), "f")
-    judged = Sample(prompt="hello", response="thi")
+
+
+def test_text_without_tokens_is_judged_in_an_evaluation_which_trains_nothing(checkpoint, make_plugin):
+    function = "async def fn(args, sample, sampling_params):\n    sample.response = 'thi'\n    return sample\n"
+    args = make_args(checkpoint, custom_generate_function_path=make_plugin(function), use_tis=True)
+    args.custom_rm_path = make_plugin("def graded(args, sample):\n    return 0.5\n", name="graded")
+    with pytest.raises(UserError, match="--use-tis"):
+        asyncio.run(generate_and_rm(args, Sample(prompt="hello"), {}))
     with GenerationCall(evaluation=True).under_way():
-        complete_sample(args, judged, "f")
-    assert judged.status is Status.COMPLETED and judged.response_length, "an evaluation trains nothing"
+        judged = asyncio.run(generate_and_rm(args, Sample(prompt="hello"), {}, evaluation=True))
+    assert (judged.status, judged.reward) == (Status.COMPLETED, 0.5) and judged.response_length
 
 
 def test_loss_masks_are_fitted(checkpoint):
