@@ -221,7 +221,7 @@ class Sample:
         Tokens and log-probs that are arrays are held as arrays. The sample is unchanged when an error is raised. Untrained
         tokens get log-prob 0.0 and mask 0; a response that had no mask so far counts as trained. Without
         `meta_info["finish_reason"]`, or with `update_terminal_info=False` (a chunk of a stream), versions, counters and
-        status stay as they are.
+        status stay as they are. Of a `meta_info` without tokens the text is left out: it belongs to none.
 
         Raises:
             ValueError: log-probs missing, superfluous, not finite, of another length than `tokens`, or following response
@@ -248,7 +248,7 @@ class Sample:
             self.rollout_routed_experts = experts
         if kept is not None:
             self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = kept
-        if text:
+        if text and (len(new_tokens) or not meta_info):
             self.response += text
         if terminal:
             sample_meta_info.apply_terminal_info(self, meta_info, args)

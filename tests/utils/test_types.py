@@ -104,6 +104,14 @@ class TestAppend:
         assert sample.rollout_log_probs == [-0.1, -0.2, 0.0, -0.4]
         assert sample.status is Sample.Status.PENDING
 
+    @pytest.mark.parametrize("tokens", [None, []])
+    def test_without_tokens_an_answer_brings_its_status_and_no_text(self, tokens):
+        sample = prompt_sample()
+        sample.append_response_tokens(tokens=tokens, text="x", meta_info={"finish_reason": {"type": "abort"}})
+        assert (sample.response, sample.response_length, sample.status) == ("", 0, Sample.Status.ABORTED)
+        sample.append_response_tokens(text="by hand")
+        assert sample.response == "by hand"
+
     def test_earlier_tokens_without_mask_count_as_trained(self):
         sample = Sample(tokens=[10, 1, 2], response_length=2, rollout_log_probs=[-1.0, -2.0])
         sample.append_response_tokens(tokens=[3], trainable=False)
