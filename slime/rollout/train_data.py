@@ -167,8 +167,8 @@ def normalize_rewards(
 
 
 def _reward_of(args: argparse.Namespace, sample: Sample) -> float:
-    if sample.reward is None and sample.remove_sample:
-        # Nothing of the sample is trained; in its group's statistics it earned nothing, unless it failed and is left out.
+    if sample.reward is None and failed_and_masked(sample):
+        # Nothing of the sample is trained, and its group is judged without it.
         return 0.0
     value = sample.get_reward_value(args)
     number = finite_number(value)

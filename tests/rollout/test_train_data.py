@@ -140,13 +140,25 @@ def test_siblings_whose_executions_do_not_differ_are_told_of(rewards, is_told, c
 
 
 def test_removed_and_masked_samples_take_part_in_the_statistics_of_their_group():
-    samples = make([1, 0, None, 1], [0] * 4)
+    samples = make([1, 0, 0, 1], [0] * 4)
     samples[0].remove_sample = True
     samples[1].loss_mask = [0, 0]
     samples[2].remove_sample = True
     batch = convert_samples_to_train_batch(objective(grpo_std_normalization=False), samples)
     assert batch["rewards"].tolist() == [0.5, -0.5, -0.5, 0.5]
     assert [int(mask.sum()) for mask in batch["loss_masks"]] == [0, 0, 0, 2]
+
+
+@pytest.mark.parametrize("key", [None, "score"])
+def test_a_removed_sample_needs_a_reward_unless_it_failed(key):
+    """Its siblings are compared with it: a zero that nobody gave would count against them."""
+    samples = make([{"score": 1} if key else 1, {"score": 0} if key else 0, None], [0] * 3)
+    samples[2].remove_sample = True
+    args = objective(grpo_std_normalization=False, reward_key=key)
+    with pytest.raises(UserError, match="the reward of sample 2"):
+        convert_samples_to_train_batch(args, samples)
+    samples[2].status = Sample.Status.FAILED
+    assert convert_samples_to_train_batch(args, samples)["rewards"].tolist() == [0.5, -0.5, 0]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "ppo"])
