@@ -27,6 +27,7 @@ from slime.rollout.data_source_files import (
     find_state,
     groups_from_plain,
     groups_to_plain,
+    left_for_a_fresh_start,
     read_state,
     state_directory,
     write_state,
@@ -232,7 +233,12 @@ class RolloutDataSource(DataSource):
         directory = None if rollout_id is None or rollout_id < 0 else find_state(self.args, rollout_id)
         if directory is None:
             return False
-        state = self._completed(read_state(directory), directory)
+        try:
+            state = self._completed(read_state(directory), directory)
+        except UserError as error:
+            if left_for_a_fresh_start(self.args, directory, error):
+                return False
+            raise
         difference = describe_difference(state["fingerprint"], self._fingerprint)
         if difference and self.args.fresh_data_state:
             logger.warning("%s: %s\nThe data starts from zero.", directory, difference)

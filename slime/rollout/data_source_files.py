@@ -55,15 +55,23 @@ def find_state(args: Any, rollout_id: int) -> Path | None:
     directory = state_directory(args.load, rollout_id) if args.load else None
     if directory is not None and directory.is_dir():
         return directory
+    if directory is not None and (file := directory.with_name(directory.name + PICKLED)).is_file():
+        return file
     if args.fresh_data_state:
         logger.warning("no data-source state of rollout %d: the data starts from zero", rollout_id)
         return None
-    if directory is not None and (file := directory.with_name(directory.name + PICKLED)).is_file():
-        return file
     raise UserError(
         f"--load {args.load}: there is no data-source state of rollout {rollout_id} ({directory}); "
         "resuming without it would repeat prompts. Give --fresh-data-state to start the data from zero"
     )
+
+
+def left_for_a_fresh_start(args: Any, place: Path, error: UserError) -> bool:
+    """Whether `error`, about the state at `place`, is only told: it is of another program, of no use, and may be left."""
+    left = args.fresh_data_state and place.suffix == PICKLED
+    if left:
+        logger.warning("--fresh-data-state: the data starts from zero: %s", error)
+    return left
 
 
 def write_state(directory: str | Path, state: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ from slime.rollout.data_source_files import (
     groups_from_plain,
     groups_to_plain,
     has_method,
+    left_for_a_fresh_start,
     read_drawn_ahead,
     read_state,
     state_directory,
@@ -566,7 +567,12 @@ class DataSourceSnapshots:
         directory = find_state(self._args, rollout_id)
         if directory is None:
             return False
-        state = read_state(directory)
+        try:
+            state = read_state(directory)
+        except UserError as error:
+            if left_for_a_fresh_start(self._args, directory, error):
+                return False
+            raise
         with calling_source(self._args, self._source, "load_state_dict", str(directory)):
             self._source.load_state_dict(state)
         return True

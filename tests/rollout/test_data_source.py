@@ -524,8 +524,10 @@ class TestState:
         with pytest.raises(UserError, match="global_dataset_state_dict_0"):
             RolloutDataSource(make_args()).load(0)
 
-    @pytest.mark.parametrize("shuffle", [False, True])
-    def test_a_state_of_another_program_with_a_pickle_is_gone_on_with(self, make_args, caplog, shuffle):
+    @pytest.mark.parametrize(("shuffle", "left_in_the_script"), [(False, False), (True, False), (False, True)])
+    def test_a_state_of_another_program_with_a_pickle_is_gone_on_with(
+        self, make_args, caplog, shuffle, left_in_the_script
+    ):
         written = {
             "sample_offset": 3,
             "epoch_id": 1,
@@ -534,7 +536,8 @@ class TestState:
             "metadata": {"own": 1},
         }
         save_pickled(make_args(), written)
-        source = RolloutDataSourceWithBuffer(make_args(rollout_shuffle=shuffle))
+        args = make_args(rollout_shuffle=shuffle, fresh_data_state=left_in_the_script)
+        source = RolloutDataSourceWithBuffer(args)
         source.load(0)
         (group,) = source.get_samples(1)
         assert (group[0].group_index, group[0].index, source.metadata) == (7, 14, {"own": 1})

@@ -1,5 +1,7 @@
 """What a source has for saving, a state or methods that save and load, is written and read for it."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -124,3 +126,15 @@ def test_a_source_that_cannot_be_restored_is_named(args):
         DataSourceSnapshots(args, object()).load(4)
     args.fresh_data_state = True
     DataSourceSnapshots(args, object()).load(4)
+
+
+def test_a_flag_for_missing_states_leaves_one_of_another_program_that_cannot_be_read(args, caplog):
+    directory = Path(args.load) / "rollout"
+    directory.mkdir()
+    (directory / "global_dataset_state_dict_0.pt").write_bytes(b"no archive")
+    source = Cursor()
+    with pytest.raises(UserError, match="global_dataset_state_dict_0.pt: cannot be read .*--fresh-data-state"):
+        DataSourceSnapshots(args, source).load(0)
+    args.fresh_data_state = True
+    DataSourceSnapshots(args, source).load(0)
+    assert source.state["position"] == [0] and "the data starts from zero" in caplog.text
