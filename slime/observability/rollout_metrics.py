@@ -196,6 +196,12 @@ def _sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
         return {}
     metrics = _prefixed("response_len/", compute_statistics(s.effective_response_length for s in samples))
     metrics["truncated_ratio"] = float(np.mean([sample.truncated for sample in samples]))
+    # A reward tells by it why it found nothing to judge in an answer that is whole; `deepscaler` does.
+    unjudged = [
+        s for s in samples if s.metadata.get("fail_reason") is not None and s.status is not Sample.Status.FAILED
+    ]
+    if unjudged:
+        metrics["unjudged_samples"] = float(len(unjudged))
     metrics["repetition_frac"] = float(np.mean([has_repetition(sample.response) for sample in samples]))
     metrics |= _prefix_cache_metrics(samples) | _speculative_metrics(samples) | _kept_vocabulary(samples)
     category = args.log_reward_category

@@ -43,6 +43,16 @@ def rates(samples):
     return pass_rates(samples, [sample.reward for sample in samples])
 
 
+def test_answers_that_a_reward_found_nothing_in_are_counted():
+    samples = groups([1, 0, 0])
+    assert "rollout/unjudged_samples" not in compute_rollout_metrics(ARGS, samples)
+    samples[1].metadata["fail_reason"] = "no </think>"
+    samples[2].metadata["fail_reason"], samples[2].status = "the tool is gone", Sample.Status.FAILED
+    assert compute_rollout_metrics(ARGS, samples)["rollout/unjudged_samples"] == 1
+    data = {"aime": {"rewards": [1, 0, 0], "samples": samples}}
+    assert compute_eval_metrics(ARGS, data)["eval/aime/unjudged_samples"] == 1
+
+
 def test_statistics():
     assert compute_statistics([1, 2, 6, 3]) == {"mean": 3.0, "median": 2.5, "max": 6.0, "min": 1.0}
     assert compute_statistics([]) == {}
