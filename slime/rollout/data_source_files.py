@@ -11,6 +11,7 @@ What a data source, be it ours or a user's, has to have, and errors of its metho
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import shutil
@@ -23,6 +24,7 @@ import numpy as np
 from slime.utils.dataset import Dataset, StreamedDataset
 from slime.utils.errors import UserError
 from slime.utils.filesystem import publishing_directory
+from slime.utils.plain_files import decode_plain, encode_plain
 from slime.utils.plugin_loader import calling_user_code, is_coroutine_function, nobody_awaits
 from slime.utils.processing_utils import encode_image_for_rollout_engine, is_image
 from slime.utils.sample_fields import exactly_as, hold_arrays
@@ -37,7 +39,6 @@ _ARRAY_FILE = "arrays.safetensors"
 _DRAWN_AHEAD = "drawn_ahead"
 # Token ids take four bytes, masks one, and log-probs four where the engine computes them in float32.
 _NARROW_TYPES = {"i": (np.int8, np.int32), "f": (np.float32,)}
-_SCALARS = (bool, int, float, str, type(None))
 
 
 def state_directory(root: str | Path, rollout_id: int) -> Path:
@@ -81,7 +82,7 @@ def write_state(directory: str | Path, state: dict[str, Any]) -> None:
         UserError: `state` holds something that is neither a plain value nor a numpy array; the message says where.
     """
     arrays: dict[str, np.ndarray] = {}
-    text = json.dumps(_encode(state, arrays, "state"))
+    text = json.dumps(encode_plain(state, "state", functools.partial(_encode, arrays)))
     with publishing_directory(directory) as temporary:
         (temporary / _JSON_FILE).write_text(text)
         if arrays:
@@ -106,7 +107,7 @@ def read_state(directory: str | Path) -> dict[str, Any]:
             from safetensors.numpy import load_file
 
             arrays = load_file(str(directory / _ARRAY_FILE))
-        return _decode(value, arrays)
+        return decode_plain(value, functools.partial(_decode, arrays))
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{directory}: no readable data-source state ({type(error).__name__}: {error})") from error
 
@@ -198,20 +199,8 @@ def describe_difference(saved: dict[str, Any], current: dict[str, Any]) -> str |
     )
 
 
-def _encode(value: Any, arrays: dict[str, np.ndarray], where: str) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    # Exact types: an enum or another subclass would come back as something else.
-    if type(value) in _SCALARS:
-        return value
-    if type(value) is list:
-        if set(map(type, value)).issubset(_SCALARS):
-            return value
-        return [_encode(entry, arrays, f"{where}[{index}]") for index, entry in enumerate(value)]
-    if type(value) is tuple:
-        return {"__tuple__": _encode(list(value), arrays, where)}
-    if type(value) is dict:
-        return _encode_dict(value, arrays, where)
+def _encode(arrays: dict[str, np.ndarray], value: Any, where: str) -> Any:
+    """What is not plain in a state: arrays, which `arrays` gets, and images."""
     if isinstance(value, np.ndarray) and value.dtype != object:
         name = f"array_{len(arrays)}"
         arrays[name] = np.ascontiguousarray(_narrowed(value))
@@ -228,28 +217,9 @@ def _narrowed(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _encode_dict(value: dict, arrays: dict[str, np.ndarray], where: str) -> dict[str, Any]:
-    if all(type(key) is str and not key.startswith("__") for key in value):
-        return {key: _encode(entry, arrays, f"{where}[{key!r}]") for key, entry in value.items()}
-    items = [[key, entry] for key, entry in value.items()]
-    return {"__items__": _encode(items, arrays, where)}
-
-
-def _decode(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    if isinstance(value, list):
-        if set(map(type, value)).issubset(_SCALARS):
-            return value
-        return [_decode(entry, arrays) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    if "__tuple__" in value:
-        return tuple(_decode(value["__tuple__"], arrays))
-    if "__array__" in value:
-        array = arrays[value["__array__"]]
-        return array.astype(value.get("__dtype__", array.dtype), copy=False)
-    if "__items__" in value:
-        return {key: _decode(entry, arrays) for key, entry in _decode(value["__items__"], arrays)}
-    return {key: _decode(entry, arrays) for key, entry in value.items()}
+def _decode(arrays: dict[str, np.ndarray], entry: dict[str, Any]) -> np.ndarray:
+    array = arrays[entry["__array__"]]
+    return array.astype(entry.get("__dtype__", array.dtype), copy=False)
 
 
 FLAG = "--data-source-path"

@@ -1,7 +1,8 @@
 """Dumps of rollouts: written by `--save-debug-rollout-data`, trained on by `--load-debug-rollout-data`, and handed out in the
 place of generation by `replay_rollout`.
 
-A `.pt` file holds plain types and tensors only, so it loads with `weights_only=True`.
+A `.pt` file holds plain types and tensors only, so it loads with `weights_only=True`; one of another name is JSON, with its
+tensors in a safetensors file beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from slime.rollout.generation_call import current_call
 from slime.utils.errors import UserError
 from slime.utils.filesystem import existing_files
 from slime.utils.packed_sample import SOURCE_NAME, get_source, pack_sample
+from slime.utils.plain_files import read_dump, write_dump
 from slime.utils.processing_utils import encode_image_for_rollout_engine, is_image
 from slime.utils.sample_fields import TOKEN_FIELDS, held
 from slime.utils.types import Sample
@@ -35,18 +37,11 @@ def save_rollout(template: str, rollout_id: int | str, samples: Sequence[Sample]
         UserError: a sample holds something that is neither plain nor an array; the message says which and where.
         OSError: the file cannot be written.
     """
-    import torch
-
     plain_samples = [_to_plain(sample) for sample in samples]
     for name in (*_INTEGER_FIELDS, *_FLOAT_FIELDS):
         _share_storage(plain_samples, name)
     path = dump_path(template, rollout_id)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.writing")
-    # An open file, because torch reports a full disk as RuntimeError where it opens the file itself.
-    with open(temporary, "wb") as file:
-        torch.save({"rollout_id": rollout_id, "samples": plain_samples}, file)
-    os.replace(temporary, path)
+    write_dump(path, {"rollout_id": rollout_id, "samples": plain_samples})
     return path
 
 
@@ -88,8 +83,6 @@ def load_rollout(
     Raises:
         UserError: no such file, or it is no readable dump.
     """
-    import torch
-
     path = dump_path(template, rollout_id)
     if not path.is_file():
         known = [os.path.basename(name) for name in existing_files(template)]
@@ -100,7 +93,7 @@ def load_rollout(
         )
         raise UserError(f"{flag}: {path} does not exist{'; ' if there else ''}{there}")
     try:
-        dump = torch.load(path, weights_only=True)
+        dump = read_dump(path)
     except Exception as error:
         # torch's message goes on for a page about loading without `weights_only`, which runs code from the file.
         reason = str(error).splitlines()[0] if str(error) else ""

@@ -3,7 +3,7 @@
 `--get-mismatch-metrics`: the engine's log-probs against the trainer's, in numbers per step and in the ten worst tokens.
 
 `--save-debug-train-data`: what is trained on, as it is after log-probs and advantages; one file for all ranks, with plain types
-and tensors only, so that it loads with `weights_only=True`.
+and tensors only, so that a `.pt` file loads with `weights_only=True`; one of another name is JSON and safetensors.
 
 Nothing here changes the data. All functions are collective.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from slime.training.advantages import is_kl_known
 from slime.training.columns import COLUMNS, Kind, column_of, names_of
 from slime.training.metric_reduction import all_reduce_max, all_reduce_sum, trained_tokens
 from slime.training.rollout_data import RolloutData, Tensors
+from slime.utils.plain_files import write_dump
 
 FORMAT_VERSION = 2
 WORST_TOKENS = 10
@@ -179,11 +179,7 @@ def save_train_data(
         "dp_shards": [part["shard"] for part in gathered],
         "raw_reward": list(rollout_data["raw_reward"]),
     }
-    path = Path(template.format(rollout_id=rollout_id, rank=dist.get_rank()))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.writing")
-    torch.save(dump, temporary)
-    os.replace(temporary, path)
+    write_dump(Path(template.format(rollout_id=rollout_id, rank=dist.get_rank())), dump)
 
 
 def _samples(rollout_data: RolloutData) -> list[dict[str, Any]]:

@@ -1,10 +1,12 @@
 import datetime
 import decimal
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from slime.rollout.forge_load import generate_rollout as replay
 from slime.rollout.rollout_dump import load_rollout, save_rollout
@@ -30,6 +32,26 @@ def test_round_trip(tmp_path):
     dump = torch.load(path, weights_only=True)
     assert dump["rollout_id"] == 3 and torch.is_tensor(dump["samples"][0]["tokens"])
     assert [sample.to_dict() for sample in load_rollout(template, 3)] == [sample.to_dict() for sample in samples()]
+
+
+def test_under_another_name_a_dump_is_json_and_safetensors(tmp_path):
+    template = str(tmp_path / "dump_{rollout_id}.json")
+    written = samples()
+    written[0].metadata, written[0].note = {"a": (1, [2.5]), 2: None, "__b": "c"}, np.arange(3)
+    path = save_rollout(template, 3, written)
+    dump = json.loads(path.read_text())
+    assert dump["rollout_id"] == 3 and dump["samples"][1]["metadata"] == {"kind": "toy"}
+    tensors = load_file(f"{path}.safetensors")
+    assert tensors[dump["samples"][1]["tokens"]["__tensor__"]].tolist() == [1, 2, 4]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["dump_3.json", "dump_3.json.safetensors"]
+    loaded = load_rollout(template, 3)
+    assert [sample.to_dict() for sample in loaded[1:]] == [sample.to_dict() for sample in samples()[1:]]
+    assert loaded[0].metadata == {"a": [1, [2.5]], 2: None, "__b": "c"} and loaded[0].note == [0, 1, 2]
+    path.write_text("{")
+    with pytest.raises(UserError, match="dump_3.json is no readable rollout dump .JSONDecodeError"):
+        load_rollout(template, 3)
+    torch.save({"rollout_id": 3, "samples": []}, path)
+    assert load_rollout(template, 3) == [], "what torch wrote is read under any name"
 
 
 def test_subsample_takes_first_and_last_halves(tmp_path):

@@ -1,5 +1,6 @@
 """What is told of a rollout's data: means, the mismatch of engine and trainer, and the dump of what it is trained on."""
 
+import json
 import math
 
 import numpy as np
@@ -18,6 +19,7 @@ from slime.training.reports import (
 )
 from slime.training.rollout_data import RolloutData
 from slime.utils.errors import UserError
+from slime.utils.plain_files import read_dump
 from tests.support.models.grpo_batch import objective_args
 from tests.support.processes.distributed import run_distributed
 
@@ -285,6 +287,13 @@ def test_directories_are_made_and_both_placeholders_filled_in(tmp_path, group):
     assert dump["samples"][0]["advantages"].tolist() == [3.0, 4.0]
     assert dump["samples"][0]["advantages"].untyped_storage().nbytes() == 8
     assert dump["dp_shards"][0]["sample_indices"] == [7, 2]
+
+
+def test_under_another_name_a_train_dump_is_json_and_safetensors(tmp_path, group):
+    save_train_data(f"{tmp_path}/{{rollout_id}}.json", 0, shard(), group, 0)
+    assert json.loads((tmp_path / "0.json").read_text())["dp_shards"][0]["partition"] == [0, 1]
+    dump = read_dump(tmp_path / "0.json")
+    assert [sample["advantages"].tolist() for sample in dump["samples"]] == [[3.0, 4.0], [0.0, 1.0, 2.0]]
 
 
 def test_samples_of_one_index_stand_in_the_order_of_the_rollout(tmp_path, group):

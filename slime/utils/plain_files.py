@@ -1,0 +1,121 @@
+"""Files of plain values and tensors that are read without running anything: dumps, and the values of a data source's state.
+
+A dump whose name ends in `.pt` is torch's and loads with `weights_only=True`. Any other is JSON, with its tensors in
+`{path}.safetensors` beside it. In JSON, tuples, dicts with keys that are no strings, and what is not plain are objects whose
+keys start with `__`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TORCH_SUFFIX = ".pt"
+_SCALARS = frozenset({bool, int, float, str, type(None)})
+_TENSOR = "__tensor__"
+
+
+def encode_plain(value: Any, where: str, encode_other: Callable[[Any, str], Any]) -> Any:
+    """`value` as JSON has it. `encode_other(value, where)` gives one with a key `__…` for what is not plain, or raises."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    # Exact types: an enum or another subclass would come back as something else.
+    if type(value) in _SCALARS:
+        return value
+    if type(value) is list:
+        if set(map(type, value)).issubset(_SCALARS):
+            return value
+        return [encode_plain(entry, f"{where}[{index}]", encode_other) for index, entry in enumerate(value)]
+    if type(value) is tuple:
+        return {"__tuple__": encode_plain(list(value), where, encode_other)}
+    if type(value) is dict:
+        if all(type(key) is str and not key.startswith("__") for key in value):
+            return {key: encode_plain(entry, f"{where}[{key!r}]", encode_other) for key, entry in value.items()}
+        return {"__items__": encode_plain([[key, entry] for key, entry in value.items()], where, encode_other)}
+    return encode_other(value, where)
+
+
+def decode_plain(value: Any, decode_other: Callable[[dict[str, Any]], Any]) -> Any:
+    """The inverse of `encode_plain`; `decode_other` gets the objects that `encode_other` made."""
+    if isinstance(value, list):
+        if set(map(type, value)).issubset(_SCALARS):
+            return value
+        return [decode_plain(entry, decode_other) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if "__tuple__" in value:
+        return tuple(decode_plain(value["__tuple__"], decode_other))
+    if "__items__" in value:
+        return {key: decode_plain(entry, decode_other) for key, entry in decode_plain(value["__items__"], decode_other)}
+    if any(key.startswith("__") for key in value):
+        return decode_other(value)
+    return {key: decode_plain(entry, decode_other) for key, entry in value.items()}
+
+
+def write_dump(path: Path, dump: dict[str, Any]) -> None:
+    """Write plain values, arrays and tensors to `path`, in the place of what is there; its directory is made.
+
+    Raises:
+        TypeError: something else is in there, and the file is none of torch's.
+        OSError: the file cannot be written.
+    """
+    import torch
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == TORCH_SUFFIX:
+        # An open file, because torch reports a full disk as RuntimeError where it opens the file itself.
+        _write(path, lambda file: torch.save(dump, file))
+        return
+    from safetensors.torch import save
+
+    tensors: dict[str, Any] = {}
+
+    def put(value: Any, where: str) -> dict[str, str]:
+        tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        if not torch.is_tensor(tensor):
+            raise TypeError(
+                f"{path}: {where} is a {type(value).__name__}; only plain values, arrays and tensors are written"
+            )
+        name = f"tensor_{len(tensors)}"
+        # A clone: a view would share the storage of its whole column.
+        tensors[name] = tensor.detach().cpu().contiguous().clone()
+        return {_TENSOR: name}
+
+    text = json.dumps(encode_plain(dump, "dump", put))
+    # What is read first comes last.
+    _write(_beside(path), lambda file: file.write(save(tensors)))
+    _write(path, lambda file: file.write(text.encode()))
+
+
+def read_dump(path: Path) -> Any:
+    """What `write_dump` wrote; a file of torch's is known by what is in it, too.
+
+    Raises:
+        Exception: whatever torch, safetensors or JSON say of a broken file.
+    """
+    import torch
+
+    if path.suffix == TORCH_SUFFIX or zipfile.is_zipfile(path):
+        return torch.load(path, weights_only=True)
+    from safetensors.torch import load_file
+
+    value = json.loads(path.read_text())
+    tensors = load_file(_beside(path))
+    return decode_plain(value, lambda entry: tensors[entry[_TENSOR]])
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.safetensors")
+
+
+def _write(path: Path, write: Callable[[Any], Any]) -> None:
+    temporary = path.with_name(f".{path.name}.writing")
+    with open(temporary, "wb") as file:
+        write(file)
+    os.replace(temporary, path)
