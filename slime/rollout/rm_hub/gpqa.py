@@ -28,20 +28,26 @@ _FILLERS = 4
 _VERDICT = re.compile(
     r"\s+(?:is|seems|looks|must be|would be|should be)\s+(?:[a-z]+\s+){0,2}?(?:the\s+)?(?:correct|right|true|best)\b"
 )
-# Of a letter that is the subject of its sentence; what stands behind "and", a comma or a bracket is said of something else.
+# Of a letter that is the subject of its sentence, or has a verdict for a heading: "C: wrong."; what stands behind "and" or a
+# comma is said of something else, and "C: false vacuum" is a choice with its text.
 _REJECTION = re.compile(
     r"\s+(?:(?:\w+ly|also|therefore|thus)\s+)?(?:(?:\w+n['’]t|cannot)\b"
     r"|(?:is|are|was|were|seems|looks|appears|can|could|would|should|must|may|does|did|will)\s+"
     r"(?:(?!(?:and|but|because|since|so|correct|right|true|best)\b)\w+\s+){0,2}?"
-    r"(?:not|never|wrong|incorrect|false|impossible|invalid|excluded|eliminated|ruled)\b)",
+    r"(?:not|never|wrong|incorrect|false|impossible|invalid|excluded|eliminated|ruled|out)\b)"
+    r"|\s{0,2}(?:[:(–—-]|->)\s{0,3}(?:wrong|incorrect|false|impossible|invalid|excluded|eliminated|ruled out)"
+    r"\s{0,2}(?:[.,;)]|$)",
     re.IGNORECASE,
 )
 _NEGATION = re.compile(r"not|no|never|neither|nor|cannot|without|\w+n['’]t", re.IGNORECASE)
 # Before it a sentence says what the answer is not, or something else altogether.
-_TURN = re.compile(r"[;:]|\b(?:but|so|rather|instead|it['’]s|it\s+(?:is|must\s+be))\b", re.IGNORECASE)
+_TURN = re.compile(
+    r"[;:]|\b(?:but|so|rather(?!\s+than)|instead(?!\s+of)|it['’]s|it\s+(?:is|must\s+be))\b", re.IGNORECASE
+)
 _NO_NEGATION = re.compile(
     r"\b(?:no|without(?:\s+an?y?)?)\s+(?:doubt|question)\b|\bnot?\s+(?:only|surprising|surprise)\b", re.IGNORECASE
 )
+_INSTEAD_OF = re.compile(r"\b(?:rather\s+than|instead\s+of)\b", re.IGNORECASE)
 _WORD = re.compile(r"[\w'’]+")
 # Behind an A or I that is a letter and no English word.
 _AFTER_A_LETTER = re.compile(
@@ -143,7 +149,7 @@ def _clause_before(text: str, position: int) -> str:
 
 def _ends_negated(text: str) -> bool:
     """Whether one of the last three words is a negation, without those before a turn, and other letters: "not A, B or C"."""
-    words = _WORD.findall(_NO_NEGATION.sub(" ", _TURN.split(text)[-1]))
+    words = _WORD.findall(_INSTEAD_OF.sub(" not ", _NO_NEGATION.sub(" ", _TURN.split(text)[-1])))
     return any(_NEGATION.fullmatch(word) for word in [word for word in words if not re.fullmatch("[A-Z]", word)][-3:])
 
 
