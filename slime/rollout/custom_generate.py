@@ -30,6 +30,7 @@ from slime.rollout.user_functions import (
     is_batch_form,
     wrong_result_error,
 )
+from slime.training.rollout_batch import correction_flag
 from slime.utils.errors import UserError
 from slime.utils.http_utils import generation_concurrency
 from slime.utils.plugin_loader import accepted_keywords, load_function, user_function_error
@@ -178,9 +179,9 @@ def _tokenise_response(args: Any, sample: Sample, source: str) -> None:
 
     An evaluation trains nothing, and corrects nothing.
     """
-    needed_by = {"--use-tis": args.use_tis, "--use-rollout-logprobs": args.use_rollout_logprobs}
-    if any(needed_by.values()) and not current_call().evaluation:
-        names = ", ".join(flag for flag, given in needed_by.items() if given)
+    needed_by = (correction_flag(args), "--use-rollout-logprobs" if args.use_rollout_logprobs else None)
+    names = ", ".join(filter(None, needed_by))
+    if names and not current_call().evaluation:
         raise UserError(
             f"{source} returned text without tokens for sample {sample.index}: re-tokenised text has no engine "
             f"log-probs, which {names} needs; return tokens and rollout_log_probs (append_response_tokens)"

@@ -23,6 +23,7 @@ from slime.algorithms.policy_loss import (
     truncated_weights,
     weighting_metrics,
 )
+from slime.training.rollout_batch import correction_flag
 from slime.training.rollout_data import Metrics, MicroBatch, Reducer
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import calling_user_code, load_function
@@ -54,7 +55,7 @@ def custom_loss_function(
 def custom_correction(
     args: argparse.Namespace, batch: MicroBatch, pg_loss: torch.Tensor, train_log_probs: torch.Tensor
 ) -> Correction:
-    """The loss per token after `--use-tis`: truncated importance sampling, or `--custom-tis-function-path`.
+    """The loss per token after `--custom-tis-function-path`, and without one after truncated importance sampling.
 
     Args:
         pg_loss, train_log_probs: flat over this rank's response tokens.
@@ -63,7 +64,7 @@ def custom_correction(
         (loss, masks of whole responses, which a user's function may have edited in place, {name: metric per token}).
     """
     path, flag = args.custom_tis_function_path, "--custom-tis-function-path"
-    rollout = batch.flat("rollout_log_probs", "--use-tis")
+    rollout = batch.flat("rollout_log_probs", correction_flag(args))
     stream = batch.stream
     arguments = {
         "args": args,

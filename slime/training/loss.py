@@ -43,6 +43,7 @@ from slime.training.custom_functions import (
 from slime.training.keep_set import kept_tokens
 from slime.training.log_probs import calculate_log_probs_and_entropy
 from slime.training.packed_stream import PackedStream
+from slime.training.rollout_batch import correction_flag
 from slime.training.rollout_data import Metrics, MicroBatch, Reducer
 
 
@@ -160,7 +161,7 @@ def policy_loss_function(
         old_log_probs = batch.flat("rollout_log_probs", "--use-rollout-logprobs")
     pg_loss, metrics = _objective(args, batch, log_probs, old_log_probs, reduce)
     masks = batch["loss_masks"]
-    if args.use_tis:
+    if correction_flag(args):
         pg_loss, masks, of_tokens = custom_correction(args, batch, pg_loss, stored_log_probs)
         metrics |= {name: reduce(values) for name, values in of_tokens.items()}
     pg_reduce = policy_gradient_reducer(args, batch, masks)
@@ -208,7 +209,7 @@ def _objective(
     eps = (args.eps_clip, args.eps_clip_high, args.eps_clip_c)
     loss, clipped = getattr(objectives, row.objective)(ppo_kl, log_probs, advantages, eps)
     metrics = {"pg_clipfrac": reduce(clipped), "ppo_kl": reduce(ppo_kl)}
-    if args.use_tis:
+    if correction_flag(args):
         metrics["ois"] = reduce(importance_ratio(ppo_kl.detach()))
     if args.use_opsm:
         if not row.ratio_of_sequence:

@@ -175,6 +175,17 @@ def _require_fitting_rows(sample: dict[str, Any], where: str) -> None:
         )
 
 
+def correction_flag(args: argparse.Namespace) -> str | None:
+    """The flag by which the policy loss is corrected with the engine's log-probs; None where it is not.
+
+    A function of the user's is called whatever `use_tis` says: of such a function it is a setting of its own, whether weights
+    are applied or only measured.
+    """
+    if args.use_tis:
+        return "--use-tis"
+    return None if args.custom_tis_function_path is None else "--custom-tis-function-path"
+
+
 def takes_images(args: argparse.Namespace) -> bool:
     """Whether the model of the run may take images: the provider that builds it knows."""
     return args.train_backend == "megatron" and args.custom_model_provider_path is not None

@@ -53,7 +53,7 @@ def statistics_for_correction(
 ) -> dict[str, torch.Tensor] | None:
     """`compute_step_statistics` for the correction of the loss; None where it asks for nothing."""
     path = args.custom_tis_function_path
-    if not args.use_tis or path is None:
+    if path is None:
         return None
     correction = load_function(path, flag=FLAG)
     if not wants_step_statistics(correction, args):
@@ -152,7 +152,7 @@ def needs_log_prob_pass(args: argparse.Namespace, steps: int) -> bool:
         # The loss compares them: with the engine's, with those of whole sequences, or over whole steps.
         or (args.use_rollout_logprobs or args.get_mismatch_metrics)
         or estimator(args.advantage_estimator).ratio_of_sequence
-        or (args.use_tis and path is not None and wants_step_statistics(load_function(path, flag=FLAG), args))
+        or (path is not None and wants_step_statistics(load_function(path, flag=FLAG), args))
         # The pass records the routing.
         or (args.use_routing_replay and not args.use_rollout_routing_replay)
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.rollout.failures import mark_failed
 from slime.rollout.sft_rollout import fill_sample, mask_generator
+from slime.training.rollout_batch import correction_flag
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer.items import Item, ItemError, checked_item
@@ -81,8 +82,8 @@ def _tokenised(args: Any, chats: list[Item]) -> list[tuple[list[int], list[int]]
 
 
 def _require_log_probs(args: Any, items: list[Item]) -> None:
-    needed_by = {"--use-tis": args.use_tis, "--use-rollout-logprobs": args.use_rollout_logprobs}
-    names = ", ".join(flag for flag, given in needed_by.items() if given)
+    needed_by = (correction_flag(args), "--use-rollout-logprobs" if args.use_rollout_logprobs else None)
+    names = ", ".join(filter(None, needed_by))
     item = next((item for item in items if _OWN_TOKENS not in item or item.get("rollout_log_probs") is None), None)
     if not names or item is None:
         return

@@ -211,9 +211,12 @@ def test_text_without_tokens_is_tokenised_with_one_warning(checkpoint, caplog):
     assert len([r for r in caplog.records if "tokenised again" in r.message]) == 1
 
 
-@pytest.mark.parametrize("flag", ["use_tis", "use_rollout_logprobs"])
-def test_text_without_tokens_is_refused_where_engine_log_probs_are_needed(checkpoint, flag):
-    args = make_args(checkpoint, **{flag: True})
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("use_tis", True), ("use_rollout_logprobs", True), ("custom_tis_function_path", "mine.py:weigh")],
+)
+def test_text_without_tokens_is_refused_where_engine_log_probs_are_needed(checkpoint, flag, value):
+    args = make_args(checkpoint, **{flag: value})
     with pytest.raises(UserError, match="--" + flag.replace("_", "-")):
         complete_sample(args, Sample(prompt="hello", response="thi"), "f")
 

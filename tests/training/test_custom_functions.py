@@ -17,6 +17,7 @@ from slime.training.rollout_batch import build_train_batch, split_for_data_paral
 from slime.training.rollout_data import RolloutData
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
+from tests.support.models.args import parse
 from tests.support.models.objective_step import (
     ROLLOUTS,
     VOCABULARY,
@@ -273,6 +274,32 @@ def test_masks_that_a_reducer_edits_are_its_own(correction):
     assert metrics["pg_loss"] == 0 != expected["pg_loss"]
     assert own_loss == pytest.approx(loss - expected["pg_loss"], rel=1e-5)
     assert [mask.tolist() for mask in data["loss_masks"]] == [list(sample.mask) for sample in make_samples()]
+
+
+def test_weights_that_are_only_measured_leave_rejection_switched_on(tmp_path):
+    """The settings of masked importance sampling say `use_tis: false`, which stands for the flag too."""
+    settings = tmp_path / "mis.yaml"
+    settings.write_text(
+        "use_tis: false\nuse_rs: true\nrs_level: token\nrs_lower_bound: 0.8\nrs_upper_bound: 1.25\nrs_veto_threshold: null\n"
+    )
+    path = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
+    parsed = parse(tmp_path, "--use-tis", "--custom-tis-function-path", path, "--custom-config-path", str(settings))
+    assert not parsed.use_tis
+    names = ("use_tis", "custom_tis_function_path", "custom_config", *parsed.custom_config)
+    changes = {name: vars(parsed)[name] for name in names}
+    args = case_args(kl_loss_coef=0.0, entropy_coef=0.0, eps_clip_high=1e6, **changes)
+    samples = make_samples()[:1]
+    # Of five trained tokens, the engine found the second far more likely than the trainer, and the fourth far less.
+    samples[0].roll = [old + shift for old, shift in zip(samples[0].old, (0.0, 2.0, 0.0, -2.0, 0.1), strict=True)]
+    data = rollout_data(samples)
+    data["advantages"] = [torch.full((5,), 2.0)]
+    _, metrics, (gradient,) = run_step(args, data, make_logits(samples), [[0]])
+    assert (
+        metrics["mis_rs_mask_fraction_low"] == metrics["mis_rs_mask_fraction_high"] == pytest.approx(1 / 5 / ROLLOUTS)
+    )
+    assert metrics["mis_is_ratio_mean_final"] > 0
+    # The row at a position predicts the token behind it; the prompt has three tokens.
+    assert [bool(row.any()) for row in gradient[2:7]] == [True, False, True, False, True]
 
 
 @pytest.mark.parametrize("level", ["token", "geometric"])

@@ -162,8 +162,6 @@ normalised_weighting.needs_step_statistics = lambda args: args.normalise
         {"use_tis": True},
         {"use_tis": True, "custom_tis_function_path": f"{__file__}:plain_weighting"},
         {"use_tis": True, "custom_tis_function_path": f"{__file__}:normalised_weighting", "normalise": False},
-        # Without --use-tis the function is not called.
-        {"custom_tis_function_path": f"{__file__}:normalised_weighting", "normalise": True},
         {"use_routing_replay": True, "use_rollout_routing_replay": True},
     ],
 )
@@ -196,6 +194,8 @@ def test_imitation_needs_the_pass_for_the_returns_of_a_critic_alone():
         {"advantage_estimator": "gspo"},
         {"use_routing_replay": True},
         {"use_tis": True, "custom_tis_function_path": f"{__file__}:normalised_weighting", "normalise": True},
+        # The function is called without --use-tis too.
+        {"custom_tis_function_path": f"{__file__}:normalised_weighting", "normalise": True},
         {"custom_advantage_function_path": "mine.py:advantages"},
         {"rollout_data_postprocess_path": "mine.py:masks"},
     ],

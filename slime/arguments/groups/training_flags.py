@@ -89,7 +89,9 @@ _NO_CRITIC = Idle(
 )
 _NO_CUSTOM_LOSS = Idle(lambda args: args.loss_type != "custom_loss", "without --loss-type custom_loss")
 _NO_MTP = Idle(lambda args: not args.enable_mtp_training, "without --enable-mtp-training")
-_NO_TIS = Idle(lambda args: not args.use_tis, "without --use-tis", tells_default=True)
+_NO_TIS = Idle(
+    lambda args: not (args.use_tis or args.custom_tis_function_path), "without --use-tis", tells_default=True
+)
 _NO_OPSM = Idle(lambda args: not args.use_opsm, "without --use-opsm", tells_default=True)
 _NO_OPD = Idle(lambda args: not args.use_opd, "without --use-opd")
 
@@ -277,7 +279,7 @@ OFF_POLICY = Group("off-policy corrections", (
     flag("--tis-clip", float, 2.0, "upper bound of those weights", bounds=ABOVE_ZERO, idle=_NO_TIS),
     flag("--tis-clip-low", float, 0.0, "lower bound of those weights", bounds=AT_LEAST_ZERO, idle=_NO_TIS),
     flag("--tis-threshold", float, None, "another name of --tis-clip"),
-    plug_in("--custom-tis-function-path", RANKS, "replaces the weighting of --use-tis", idle=_NO_TIS),
+    plug_in("--custom-tis-function-path", RANKS, "replaces the weighting of --use-tis, given or not", idle=_IMITATION),
     # Replay
     switch("--use-routing-replay", "training sends tokens to the experts that the log-prob pass chose (arXiv 2507.18071)"),
     switch("--use-rollout-routing-replay", "as --use-routing-replay, with the experts that engines chose (arXiv 2510.11370)"),

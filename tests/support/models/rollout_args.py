@@ -92,6 +92,7 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
         "sglang_context_length": None,
         "sglang_model_routers": {},
         "use_tis": False,
+        "custom_tis_function_path": None,
         "use_rollout_logprobs": False,
     }
     unknown = set(overrides) - set(values)
