@@ -417,18 +417,20 @@ def get_accelerator() -> Accelerator:
 def gpus_on_this_machine() -> int:
     """GPUs that a process of this machine can use, without importing torch (the driver starts quickly).
 
-    0 with `SLIME_ACCELERATOR=cpu`, with a CPU build of torch, and when `CUDA_VISIBLE_DEVICES` hides them.
+    0 with `SLIME_ACCELERATOR=cpu`, with a CPU build of torch, and when `CUDA_VISIBLE_DEVICES`, or on AMD
+    `HIP_VISIBLE_DEVICES`, hides them.
     """
     if env.forced_accelerator() == "cpu" or _torch_is_a_cpu_build():
         return 0
     try:
-        from ray._private.accelerators import NvidiaGPUAcceleratorManager
+        from ray._private.accelerators import AMDGPUAcceleratorManager, NvidiaGPUAcceleratorManager
     except ModuleNotFoundError:
-        # A rank that is alone needs no Ray; torch heeds CUDA_VISIBLE_DEVICES by itself.
+        # A rank that is alone needs no Ray; torch heeds those variables by itself.
         import torch
 
         return torch.cuda.device_count()
-    present = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+    makers = (NvidiaGPUAcceleratorManager, AMDGPUAcceleratorManager)
+    present = next(filter(None, (maker.get_current_node_num_accelerators() for maker in makers)), 0)
     visible = env.visible_devices()
     return present if visible is None else min(present, len(visible))
 

@@ -245,8 +245,9 @@ def tensorboard_dir() -> str | None:
 
 
 def visible_devices() -> list[str] | None:
-    """`CUDA_VISIBLE_DEVICES` as a list of device ids; None when it is not set, empty when it hides every device."""
-    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """`CUDA_VISIBLE_DEVICES`, else `HIP_VISIBLE_DEVICES`, as a list of device ids; None when neither is set, empty when every
+    device is hidden."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
     return None if value is None else [part.strip() for part in value.split(",") if part.strip() not in ("", "-1")]
 
 
@@ -274,7 +275,8 @@ def actor_environment() -> dict[str, str]:
     """
     variables = {
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
+        "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES": "1",
+        "RAY_EXPERIMENTAL_NOSET_ZE_AFFINITY_MASK": "1",
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
         "RAY_USE_UVLOOP": "0",
     }

@@ -168,15 +168,26 @@ def test_visible_devices(monkeypatch, value, expected):
 
 
 @pytest.mark.parametrize("visible, expected", [(None, 4), ("", 0), ("2,3", 2)])
-def test_hidden_gpus_do_not_count(monkeypatch, visible, expected):
-    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+@pytest.mark.parametrize(
+    "maker, variable",
+    [
+        ("NvidiaGPUAcceleratorManager", "CUDA_VISIBLE_DEVICES"),
+        ("AMDGPUAcceleratorManager", "CUDA_VISIBLE_DEVICES"),
+        ("AMDGPUAcceleratorManager", "HIP_VISIBLE_DEVICES"),
+    ],
+)
+def test_hidden_gpus_do_not_count(monkeypatch, maker, variable, visible, expected):
+    from ray._private import accelerators
 
-    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("SLIME_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(device, "_torch_is_a_cpu_build", lambda: False)
-    monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", staticmethod(lambda: 4))
+    for name in ("NvidiaGPUAcceleratorManager", "AMDGPUAcceleratorManager"):
+        count = 4 if name == maker else 0
+        manager = getattr(accelerators, name)
+        monkeypatch.setattr(manager, "get_current_node_num_accelerators", staticmethod(lambda count=count: count))
     if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setenv(variable, visible)
     assert device.gpus_on_this_machine() == expected
 
 
@@ -205,6 +216,19 @@ def test_actors_get_our_variables(monkeypatch):
     environment = env.actor_environment()
     assert environment["SLIME_DEBUG"] == "1" and "SLIME_ACCELERATOR" not in environment
     assert environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_ray_hides_no_gpu_of_any_maker():
+    """Ray's modules say which variable they read; of those whose devices are counted as GPU, and of Ascend's."""
+    import ray._private.accelerators as accelerators
+
+    read = set()
+    for manager in accelerators.get_all_accelerator_managers():
+        module = sys.modules[manager.__module__]
+        if manager.get_resource_name() in ("GPU", "NPU"):
+            read |= {value for name, value in vars(module).items() if name.startswith("NOSET_")}
+    assert len(read) >= 3
+    assert {name: "1" for name in read}.items() <= env.actor_environment().items()
 
 
 def names_of_cuda(source: str) -> list[str]:
