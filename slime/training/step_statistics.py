@@ -134,10 +134,11 @@ def needs_log_prob_pass(args: argparse.Namespace, steps: int) -> bool:
     With one optimizer step per rollout the policy that trains still is the policy that is asked for, so the training forward
     gives the old log-probs too. Several steps, other weights (`--keep-old-actor`), or anything that reads the log-probs before
     or beside the loss need the pass. Whether a function of the user's reads them cannot be known: all that may, count.
-    Supervised fine-tuning has no old policy, and advantages only where a critic learns beside it. The steps are those of the
+    Supervised fine-tuning has no old policy, and advantages only where a critic learns beside it; a function that is given the
+    data is given them there too. The steps are those of the
     data: an own rollout function or a dump may bring more rollouts than the flags announce.
     """
-    if args.use_rollout_entropy:
+    if args.use_rollout_entropy or args.rollout_data_postprocess_path is not None:
         return True
     if args.loss_type == "sft_loss":
         return args.use_critic
@@ -146,7 +147,6 @@ def needs_log_prob_pass(args: argparse.Namespace, steps: int) -> bool:
         args.loss_type != "policy_loss"
         or steps > 1
         or args.keep_old_actor
-        or args.rollout_data_postprocess_path is not None
         # Advantages read them.
         or (args.kl_coef != 0 or args.use_critic or args.use_opd or args.custom_advantage_function_path is not None)
         # The loss compares them: with the engine's, with those of whole sequences, or over whole steps.

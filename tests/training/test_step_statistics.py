@@ -197,11 +197,16 @@ def test_imitation_needs_the_pass_for_the_returns_of_a_critic_alone():
         # The function is called without --use-tis too.
         {"custom_tis_function_path": f"{__file__}:normalised_weighting", "normalise": True},
         {"custom_advantage_function_path": "mine.py:advantages"},
-        {"rollout_data_postprocess_path": "mine.py:masks"},
     ],
 )
 def test_each_condition_forces_the_pass(changes):
     assert needs_log_prob_pass(skipping(**changes), steps=1)
+
+
+@pytest.mark.parametrize("loss_type", ["policy_loss", "sft_loss"])
+def test_a_function_that_is_given_the_data_finds_log_probs(loss_type):
+    args = skipping(rollout_data_postprocess_path="mine.py:masks", loss_type=loss_type)
+    assert needs_log_prob_pass(args, steps=1)
 
 
 @pytest.mark.parametrize("loss_type", ["policy_loss", "sft_loss"])
