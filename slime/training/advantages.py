@@ -1,7 +1,7 @@
 """Advantages and returns of a rank's samples, set on the rollout data before training.
 
-In order: KL of the policy against the reference, where both are known, whatever its weight in the reward; the estimator or
-the user's function; distillation; whitening. Per-token columns are this context-parallel rank's part of each response.
+In order: KL of the policy against the reference, where it has a weight in the reward; the estimator or the user's function;
+distillation; whitening. Per-token columns are this context-parallel rank's part of each response.
 Estimators that discount get whole responses, gathered over those ranks, since the end of a
 response is not the end of any rank's part; results are cut again.
 """
@@ -62,19 +62,25 @@ def compute_advantages_and_returns(
 
 
 class _Placeholder(list):
-    """Zeros in the place of `kl`, where there is no reference to compare with."""
+    """Zeros in the place of `kl`, where it has no weight in the reward."""
 
 
-def is_kl_known(rollout_data: RolloutData) -> torch.Tensor:
-    """Whether somebody computed this rank's `kl`: the estimator from a reference, or a function of the user's.
+def reported_kl(args: argparse.Namespace, rollout_data: RolloutData) -> tuple[Tensors, torch.Tensor]:
+    """This rank's KL as metrics tell it, whatever its weight in the reward, and whether there is one: the estimator's, that of
+    a function of the user's, or else that of the columns, where both policies are known.
 
-    A boolean scalar on the device of `kl`, where it may stay until something else is waited for.
+    The second is a boolean scalar on the device of the first, where it may stay until something else is waited for.
     """
     kl = rollout_data["kl"]
-    if isinstance(kl, _Placeholder):
-        # A function may have written into the tensors that it found.
-        return torch.cat(kl).any() if kl else torch.tensor(False)
-    return torch.ones((), dtype=torch.bool, device=kl[0].device if len(kl) else None)
+    if not isinstance(kl, _Placeholder):
+        return kl, torch.ones((), dtype=torch.bool, device=kl[0].device if len(kl) else None)
+    # A function may have written into the tensors that it found.
+    flat = torch.cat(kl) if kl else torch.zeros(0)
+    is_written = flat.any()
+    if not kl or any(rollout_data.get(name) is None for name in _POLICIES):
+        return kl, is_written
+    of_columns = torch.cat(list(_kl_of_columns(args, rollout_data)))
+    return torch.where(is_written, flat, of_columns).split([len(tokens) for tokens in kl]), torch.ones_like(is_written)
 
 
 def apply_opd_kl_to_advantages(
@@ -100,18 +106,23 @@ def apply_opd_kl_to_advantages(
     rollout_data["opd_reverse_kl"] = reverse_kl
 
 
+_POLICIES = ("log_probs", "ref_log_probs")
+
+
 def _reward_kl(args: argparse.Namespace, rollout_data: RolloutData) -> Tensors:
-    """KL of the policy against the reference per token, 0 at masked ones; zeros where the data have nothing to compare."""
-    lengths = rollout_data.local_lengths
-    device = rollout_data["tokens"][0].device if rollout_data["tokens"] else None
-    if args.kl_coef != 0:
-        for name in ("log_probs", "ref_log_probs"):
-            rollout_data.column(name, f"--kl-coef {args.kl_coef}")
-    if any(rollout_data.get(name) is None for name in ("log_probs", "ref_log_probs")):
+    """KL of the policy against the reference per token, 0 at masked ones; zeros where it has no weight in the reward."""
+    if args.kl_coef == 0:
+        device = rollout_data["tokens"][0].device if rollout_data["tokens"] else None
+        lengths = rollout_data.local_lengths
         return _Placeholder(approx_kl_of_responses(None, None, lengths, args.kl_loss_type, device=device))
-    sides = {name: rollout_data[name] for name in ("log_probs", "ref_log_probs")}
-    sides = zero_masked_tokens(sides, rollout_data.local_masks)
-    return approx_kl_of_responses(*sides.values(), lengths, args.kl_loss_type, device=device)
+    for name in _POLICIES:
+        rollout_data.column(name, f"--kl-coef {args.kl_coef}")
+    return _kl_of_columns(args, rollout_data)
+
+
+def _kl_of_columns(args: argparse.Namespace, rollout_data: RolloutData) -> Tensors:
+    sides = zero_masked_tokens({name: rollout_data[name] for name in _POLICIES}, rollout_data.local_masks)
+    return approx_kl_of_responses(*sides.values(), rollout_data.local_lengths, args.kl_loss_type)
 
 
 def _estimate(args: argparse.Namespace, rollout_data: RolloutData) -> tuple[Tensors, Tensors]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from slime.algorithms.mismatch import merge_worst_tokens, mismatch_metrics, mismatch_sums, worst_tokens
 from slime.algorithms.reduction import masked_sum, per_token, token_weights
-from slime.training.advantages import is_kl_known
+from slime.training.advantages import reported_kl
 from slime.training.columns import COLUMNS, Kind, column_of, names_of
 from slime.training.metric_reduction import all_reduce_max, all_reduce_sum, trained_tokens
 from slime.training.rollout_data import RolloutData, Tensors
@@ -47,9 +47,11 @@ def rollout_data_metrics(
     tokens_seen = [name for name in names_of(Kind.RESPONSE_PART) if name in rollout_data]
     samples_seen = [name for name, known in COLUMNS.items() if known.reported and name in rollout_data]
     token_count = trained_tokens(masks)
-    has_kl = is_kl_known(rollout_data) if "kl" in rollout_data else torch.zeros_like(token_count)
+    columns, has_kl = dict(rollout_data), torch.zeros_like(token_count)
+    if "kl" in columns:
+        columns["kl"], has_kl = reported_kl(args, rollout_data)
     weights = token_weights(masks, None if args.calculate_per_token_loss else rollout_data["rollout_mask_sums"])
-    of_tokens = [masked_sum(rollout_data[name], weights) for name in tokens_seen]
+    of_tokens = [masked_sum(columns[name], weights) for name in tokens_seen]
     of_correct = _entropy_of_correct(rollout_data, weights) if has_entropy else ()
     # One wait for the device, however many columns and samples there are.
     on_device = torch.stack(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.training.advantages import compute_advantages_and_returns
+from slime.training.advantages import compute_advantages_and_returns, reported_kl
 from slime.training.context_parallel import ContextParallel, slice_response
 from slime.training.rollout_batch import split_for_data_parallel, to_tensors, train_batch_from_columns
 from slime.training.rollout_data import RolloutData
@@ -136,11 +136,13 @@ def test_l4_the_logged_kl_is_not_what_shaping_made_of_it(estimator):
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
-def test_the_kl_is_known_where_only_the_loss_has_a_weight_for_it(estimator):
+def test_the_kl_of_the_reward_is_zero_where_only_the_loss_has_a_weight_for_it(estimator):
     args = objective_args(advantage_estimator=estimator, kl_coef=0.0, kl_loss_type="k1")
     rollout_data, without = with_kl(), with_kl()
     compute_advantages_and_returns(args, rollout_data)
-    assert torch.cat(rollout_data["kl"]).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert [kl.tolist() for kl in rollout_data["kl"]] == [[0, 0], [0, 0, 0]]
+    kl, is_known = reported_kl(args, rollout_data)
+    assert torch.cat(list(kl)).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5]) and is_known
     del without["ref_log_probs"]
     compute_advantages_and_returns(args, without)
     assert not torch.cat(without["kl"]).any()
@@ -152,7 +154,6 @@ def test_a_kl_without_weight_shapes_no_reward_even_where_it_is_infinite():
     rollout_data = with_kl()
     rollout_data["ref_log_probs"][1][0] = -torch.inf
     compute_advantages_and_returns(objective_args(advantage_estimator="ppo", kl_loss_type="k1"), rollout_data)
-    assert rollout_data["kl"][1][0] == torch.inf
     assert torch.cat(rollout_data["returns"]).tolist() == [0.5, 0.5, -1.5, -1.5, -1.5]
 
 
