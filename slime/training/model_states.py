@@ -39,6 +39,7 @@ from slime.arguments.checkpoints import (
     source_of_reference,
     source_of_teacher,
 )
+from slime.observability.timer import timer
 from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError
 
@@ -236,7 +237,8 @@ class StateSchedule:
         if interval is None or REFERENCE not in self._wanted or (rollout_id + 1) % interval:
             return
         self._states.require_active(ACTOR)
-        self._states.capture(REFERENCE)
+        with timer("ref_model_update"):
+            self._states.capture(REFERENCE)
         self._reference_has_moved = True
 
     def after_push(self) -> None:

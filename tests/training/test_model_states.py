@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.arguments.checkpoints import WeightSource
+from slime.observability.timer import Timer
 from slime.training.model_states import ModelStates, StateSchedule
 from slime.utils.device import Accelerator
 from slime.utils.errors import RunError
@@ -252,6 +253,16 @@ def test_the_reference_follows_the_actor_after_every_k_rollouts(monkeypatch, fla
     # Refreshed after rollouts 2 and 5, when the weights are 3 and 6.
     assert seen == [100, 100, 100, 3, 3, 3, 6]
     assert run.lines == ["reference weights: ref (hf)"]
+
+
+def test_a_refresh_of_the_reference_is_timed(monkeypatch):
+    run = Run(monkeypatch, ref_update_interval=2, use_kl_loss=True)
+    seen = []
+    for rollout_id in range(4):
+        Timer().pop_seconds()
+        run.train(rollout_id)
+        seen.append("ref_model_update" in Timer().pop_seconds())
+    assert seen == [False, True, False, True]
 
 
 def test_a_refreshed_reference_survives_a_resume(monkeypatch):
