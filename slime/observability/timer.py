@@ -1,4 +1,4 @@
-"""Seconds per phase of a process, collected under the phase's name and read once per rollout."""
+"""Seconds and memory per phase of a process, collected under the phase's name and read once per rollout."""
 
 import contextlib
 import functools
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from slime.utils.device import get_accelerator
 from slime.utils.misc import SingletonMeta
 
 
@@ -26,6 +27,50 @@ class Timer(metaclass=SingletonMeta):
         with self._lock:
             seconds, self._seconds = self._seconds, {}
         return seconds
+
+
+class PeakMemory(metaclass=SingletonMeta):
+    """The most bytes of tensors on the device within every phase since the last `pop_bytes()`. Phases may lie within others;
+    all are of one thread. Where the device counts no peak there is none."""
+
+    def __init__(self) -> None:
+        self._peaks: dict[str, int] = {}
+        # Of the phases under way, the outermost first: what of their peak the device has forgotten.
+        self._under_way: list[int] = []
+
+    @contextlib.contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """The block is a phase `name`, also when it raises. The device's own counter begins anew."""
+        accelerator = get_accelerator()
+        before = accelerator.peak_memory_allocated()
+        if before is None:
+            yield
+            return
+        self._raise_outer(before)
+        self._under_way.append(0)
+        accelerator.reset_peak_memory()
+        try:
+            yield
+        finally:
+            peak = max(self._under_way.pop(), accelerator.peak_memory_allocated())
+            self._peaks[name] = max(self._peaks.get(name, 0), peak)
+            self._raise_outer(peak)
+
+    def pop_bytes(self) -> dict[str, int]:
+        """Bytes per phase since the last call, the largest of several phases of one name."""
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
+    def _raise_outer(self, peak: int) -> None:
+        if self._under_way:
+            self._under_way[-1] = max(self._under_way[-1], peak)
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """`timer` for work on the device, whose peak of memory is noted too."""
+    with timer(name), PeakMemory().within(name):
+        yield
 
 
 @contextlib.contextmanager

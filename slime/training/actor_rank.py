@@ -19,7 +19,7 @@ from slime.arguments.model_shape import SHAPE_FLAGS
 from slime.models.families import FAMILIES
 from slime.models.shape_of_flags import calculate_fwd_flops
 from slime.observability.logging_utils import LoggedMetrics
-from slime.observability.timer import Timer, timer
+from slime.observability.timer import Timer, phase
 from slime.scheduling.device_turns import Holds
 from slime.training.advantages import compute_advantages_and_returns
 from slime.training.checkpoint_publication import publish_checkpoint
@@ -264,24 +264,24 @@ class ActorRank(TrainRank):
         self.require(Holds.ALL, "it trains")
         Timer().add("train_wait", time.perf_counter() - self._idle_since)
         self.state_schedule.before_rollout(rollout_id)
-        with timer("train"):
-            with timer("data_preprocess"):
+        with phase("train"):
+            with phase("data_preprocess"):
                 data = self._fetch(shards)
                 if values and self.groups.is_last_stage:
                     data["values"] = fetch_column(values, "values", data, self.args.http_control_timeout)
             self._prepare(rollout_id, data, logged)
             self._dump(rollout_id, data)
             if rollout_id >= self.args.num_critic_only_steps:
-                with timer("actor_train"), self.backend.routing_replay.training():
+                with phase("actor_train"), self.backend.routing_replay.training():
                     self._train_steps(rollout_id, data, logged)
             else:
                 self.backend.routing_replay.clear()
         self.state_schedule.after_rollout(rollout_id)
-        of_rollout, (seconds, axis) = self._of_rollout(rollout_id, data), self._seconds(rollout_id)
+        of_rollout, (phases, axis) = self._of_rollout(rollout_id, data), self._phases(rollout_id)
         # Of samples that are trained: a rollout's last ones may fit no whole step. Context-parallel ranks have the same ones.
         own = torch.tensor(sum(data["total_lengths"]), dtype=torch.float64)
         tokens = float(all_reduce_sum(own, self.groups.host_token_group)) / self.groups.cp.size
-        logged += [of_rollout, ({**phase_speeds(seconds, tokens, self._tflops(data)), **seconds}, axis)]
+        logged += [of_rollout, ({**phase_speeds(phases, tokens, self._tflops(data)), **phases}, axis)]
         self._idle_since = time.perf_counter()
         return data
 
@@ -299,11 +299,11 @@ class ActorRank(TrainRank):
         with self.states.turns():
             for state in (REFERENCE, TEACHER):
                 if state in self.states:
-                    with timer(f"{state}_log_probs"), self.states(state):
+                    with phase(f"{state}_log_probs"), self.states(state):
                         data.update(forward_log_probs(args, self.backend, data, with_entropy=False, prefix=f"{state}_"))
             if needs_log_prob_pass(args, steps=len(data["num_microbatches"])):
                 state = OLD_ACTOR if args.keep_old_actor else ACTOR
-                with timer("log_probs"), self.states(state), self.backend.routing_replay.log_prob_pass():
+                with phase("log_probs"), self.states(state), self.backend.routing_replay.log_prob_pass():
                     data.update(forward_log_probs(args, self.backend, data, with_entropy=args.use_rollout_entropy))
         is_imitation = args.loss_type == "sft_loss"
         # Nothing is rewarded there, but a critic may learn beside it.

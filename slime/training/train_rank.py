@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from slime.arguments.paths import RANK_PLUG_INS, load_plug_ins
 from slime.observability.logging_utils import LoggedMetrics, collected_metrics, configure_logger, drain_outbox
-from slime.observability.timer import Timer, timer
+from slime.observability.timer import PeakMemory, Timer, phase
 from slime.scheduling.device_turns import Holds
 from slime.training.backend import RankGroups, UnfinishedSave, make_backend
 from slime.training.checkpoint_publication import forget_checkpoints, show_checkpoint
@@ -95,7 +95,7 @@ class TrainRank:
             return
         accelerator, before = get_accelerator(), self.memory.holds
         bytes_before = accelerator.memory_allocated()
-        with timer(f"{self.phase_prefix}{'wake_up' if holds > before else 'sleep'}"):
+        with phase(f"{self.phase_prefix}{'wake_up' if holds > before else 'sleep'}"):
             self.memory.hold(holds)
         # The first time is news.
         is_news = not (self._has_slept or self.rank or self.args.release_train)
@@ -230,10 +230,11 @@ class TrainRank:
         named = {f"{self.metric_prefix}{name}": value for name, value in metrics.items()}
         return {**named, "train/step": rollout_id * self.args.num_steps_per_rollout + step}, "train/step"
 
-    def _seconds(self, rollout_id: int) -> LoggedMetrics:
-        """What the phases took since the last call."""
+    def _phases(self, rollout_id: int) -> LoggedMetrics:
+        """What the phases took since the last call: seconds, and memory where the device counts it."""
         seconds = {f"perf/{name}_time": value for name, value in Timer().pop_seconds().items()}
-        return {**seconds, "rollout/step": rollout_id}, "rollout/step"
+        memory = {f"perf/{name}_memory_gib": peak / 2**30 for name, peak in PeakMemory().pop_bytes().items()}
+        return {**seconds, **memory, "rollout/step": rollout_id}, "rollout/step"
 
 
 class CriticRank(TrainRank):
@@ -267,7 +268,7 @@ class CriticRank(TrainRank):
         returns them."""
         self.require(Holds.ALL, "it computes values")
         self._rollout_id, self._data = rollout_id, RolloutData()
-        with self._collected() as logged, timer("critic_values"):
+        with self._collected() as logged, phase("critic_values"):
             data = self._fetch(shards)
             data.update(forward_values(self.args, self.backend, data))
             part = send_columns(data, ["values"], self.groups) if self.groups.is_last_stage else None
@@ -289,13 +290,13 @@ class CriticRank(TrainRank):
         with self._collected() as logged:
             logged += self._logged_with_values
             self._logged_with_values = ()
-            with timer("critic_train"):
+            with phase("critic_train"):
                 if self.groups.is_last_stage:
                     data["returns"] = fetch_column(parts, "returns", data, self.args.http_control_timeout)
                 if any("loss_masks" in part.boxes for part in parts):
                     take_masks(parts, data, self.groups.sample_group, self.args.http_control_timeout)
                 self._train_steps(rollout_id, data, logged)
-            logged.append(self._seconds(rollout_id))
+            logged.append(self._phases(rollout_id))
         return logged
 
     def take_logged(self) -> list[LoggedMetrics]:
