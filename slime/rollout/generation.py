@@ -28,6 +28,7 @@ from slime.rollout.engine_request import (
     build_payload,
     check_kept_sets,
     check_prompt_length,
+    get_model_url,
     stream_engine,
     token_budget,
 )
@@ -37,6 +38,7 @@ from slime.rollout.generation_call import current_call
 from slime.rollout.rm_hub.grading import async_rm, batched_async_rm
 from slime.training.rollout_batch import takes_images
 from slime.utils.engine_answers import TokenLogProbs
+from slime.utils.errors import UserError
 from slime.utils.processing_utils import images_of
 from slime.utils.sample_fields import first_not_finite, held
 from slime.utils.types import Sample
@@ -150,8 +152,10 @@ def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> N
 
     Raises:
         SampleFailed: a log-prob is missing, NaN or infinite: the token cannot be trained.
+        UserError: the engine counts tokens and tells none.
     """
     meta_info = output["meta_info"]
+    _require_log_probs(args, meta_info)
     generated = TokenLogProbs.of(meta_info.get("output_token_logprobs"))
     wrong = first_not_finite(generated.log_probs)
     if wrong is not None:
@@ -166,6 +170,19 @@ def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> N
         log_probs=generated.log_probs,
         meta_info=meta_info,
         text=output.get("text") if len(generated) else None,
+    )
+
+
+def _require_log_probs(args: Any, meta_info: dict[str, Any]) -> None:
+    """Raise UserError where an answer was not asked for log-probs by the time that it came to the engine. One that was aborted
+    while it waited may lack them."""
+    count, finish = meta_info.get("completion_tokens"), meta_info.get("finish_reason") or {}
+    if not count or meta_info.get("output_token_logprobs") is not None or finish.get("type") == "abort":
+        return
+    raise UserError(
+        f"an engine behind {get_model_url(args, 'default', '')} generated {count} tokens and answered without "
+        "output_token_logprobs, of which responses are made: the router drops the field return_logprob of requests "
+        "(--sglang-router-ip: give one that hands it on, or none), or a function of yours asks without it (set it to true)"
     )
 
 

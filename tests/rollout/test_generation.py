@@ -551,6 +551,24 @@ def test_a_template_gets_the_values_of_the_messages_unchanged(checkpoint, monkey
     SingletonMeta.clear_instances()
 
 
+def test_a_router_that_drops_the_field_of_log_probs_stops_the_run(server, checkpoint, monkeypatch):
+    server.drops_log_probs = True
+    args = make_args(checkpoint, server.port)
+    expected = (
+        rf"behind http://127.0.0.1:{server.port} generated \d+ tokens .* output_token_logprobs.*--sglang-router-ip"
+    )
+    with pytest.raises(UserError, match=expected):
+        run(generate_and_rm(args, Sample(prompt="hello"), params(args)))
+    # An answer that was aborted while it waited has none either, and is no sign of such a router.
+    meta_info = {"finish_reason": {"type": "abort"}, "completion_tokens": 2}
+
+    async def post(url, payload, **options):
+        return {"text": "", "meta_info": meta_info}
+
+    monkeypatch.setattr("slime.rollout.engine_request.post_generate", post)
+    assert run(generate_and_rm(args, Sample(prompt="hello"), params(args))).status is Status.ABORTED
+
+
 @pytest.mark.parametrize("log_prob", [None, float("nan"), float("-inf")])
 def test_a_token_without_a_finite_log_prob_is_generated_once_more_and_never_trained(
     server, checkpoint, monkeypatch, log_prob

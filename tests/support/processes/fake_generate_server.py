@@ -38,6 +38,7 @@ class FakeGenerateServer:
         self.break_after: Callable[[dict[str, Any]], int | None] = lambda payload: None
         self.delay_s = 0.0
         self.always_busy = False
+        self.drops_log_probs = False  # of answers, as where return_logprob is lost on the way
         self.other_workers: list[str] = []  # listed beside this server
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -157,7 +158,7 @@ class FakeGenerateServer:
             "text": self.text_of(ids),
             "meta_info": {
                 **self._scores(payload),
-                "output_token_logprobs": [[-0.5, token, None] for token in ids],
+                **({} if self.drops_log_probs else {"output_token_logprobs": [[-0.5, token, None] for token in ids]}),
                 "finish_reason": reason and {"type": reason, "matched": self.matched(payload)},
                 "weight_version": self.weight_version,
                 "prompt_tokens": len(payload.get("input_ids", ())),
