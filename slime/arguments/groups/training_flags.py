@@ -89,9 +89,7 @@ _NO_CRITIC = Idle(
 )
 _NO_CUSTOM_LOSS = Idle(lambda args: args.loss_type != "custom_loss", "without --loss-type custom_loss")
 _NO_MTP = Idle(lambda args: not args.enable_mtp_training, "without --enable-mtp-training")
-_NO_TIS = Idle(
-    lambda args: not (args.use_tis or args.custom_tis_function_path), "without --use-tis", tells_default=True
-)
+_NO_TIS = Idle(lambda a: not (a.use_tis or a.custom_tis_function_path), "without --use-tis", tells_default=True)
 _NO_OPSM = Idle(lambda args: not args.use_opsm, "without --use-opsm", tells_default=True)
 _NO_OPD = Idle(lambda args: not args.use_opd, "without --use-opd")
 
