@@ -109,6 +109,10 @@ class SGLangEngine:
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         self._connections = urllib3.PoolManager(maxsize=_MOST_CONNECTIONS, headers=headers, retries=False)
 
+    def __repr__(self) -> str:
+        # In front of every line that its process logs, where that is one of Ray's.
+        return f"engine {self.rank}"
+
     # -- life -------------------------------------------------------------------------------------------------------
 
     def init(self, base_gpu_id: int = 0, timeout: float | None = None, part: EnginePart | None = None) -> str:
