@@ -72,6 +72,8 @@ def main(
         args = parse_args(argv=argv, asynchronous=asynchronous)
         StartupClock().mark("arguments")
         configure_logger(args.log_level, stream)
+        for message in env.warnings_about_names():
+            logger.warning("%s", message)
         # Everything up to the session happens before Ray, trackers or directories are touched.
         finished = nothing_left(args)
         if args.dry_run:

@@ -1,5 +1,6 @@
 """Every environment variable that changes this program's behaviour is read here and nowhere else."""
 
+import difflib
 import json
 import os
 import re
@@ -310,6 +311,27 @@ def library_environment() -> dict[str, str]:
     return {
         name: value for name, value in os.environ.items() if name.startswith(_OF_LIBRARIES) and not _SECRET.search(name)
     }
+
+
+# What is read of names that begin with SLIME_: here, by scripts and tools, and by processes and sandboxes that are told it.
+_READ = (
+    "SLIME_ACCELERATOR", "SLIME_BENCH_RUN", "SLIME_BUFFER_API_KEY", "SLIME_BUFFER_API_KEY_FILE", "SLIME_DEBUG",
+    "SLIME_ENABLE_EXPANDABLE_SEGMENTS", "SLIME_ENGINE_API_KEY", "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS", "SLIME_HOST_IP",
+    "SLIME_RM_API_KEY",
+    "SLIME_RM_API_KEY_FILE", "SLIME_SESSION", "SLIME_START_COMMAND",
+)  # fmt: skip
+
+
+def warnings_about_names() -> list[str]:
+    """A message for every variable that is set under a name of ours and that nothing reads."""
+    messages = []
+    for name in sorted(os.environ):
+        if not name.startswith("SLIME_") or name in _READ or name.startswith(_AGENT):
+            continue
+        near = difflib.get_close_matches(name, _READ, n=1, cutoff=0.8)
+        hint = f"did you mean {near[0]}?" if near else "unset it"
+        messages.append(f"the environment variable {name} is set and has no effect: nothing reads it; {hint}")
+    return messages
 
 
 def start_command() -> str | None:

@@ -42,6 +42,12 @@ def test_what_was_said_is_told_and_what_follows_from_it_on_request(run):
         assert ("configuration (what follows):" in lines) is told
 
 
+def test_a_variable_of_ours_that_nothing_reads_is_told_at_the_start(run, monkeypatch):
+    monkeypatch.setenv("SLIME_PREFER_IPV6", "1")
+    _, lines = run(lambda args, progress: None)
+    assert sum("SLIME_PREFER_IPV6 is set and has no effect" in line for line in lines) == 1
+
+
 @pytest.mark.parametrize(
     ("ending", "status", "why"),
     [

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,38 @@ def test_variables_of_libraries_are_handed_on_and_secrets_are_not(monkeypatch):
     for name, value in {**handed_on, **others}.items():
         monkeypatch.setenv(name, value)
     assert env.library_environment() == handed_on
+
+
+def test_variables_of_ours_that_nothing_reads_are_named_and_their_values_are_not(monkeypatch):
+    for name in [name for name in env.os.environ if name.startswith("SLIME_")]:
+        monkeypatch.delenv(name)
+    for name in (
+        "SLIME_ACCELERATOR",
+        "SLIME_HOST_IP",
+        "SLIME_AGENT_NODE_TARBALL",
+        "SLIME_RM_API_KEY_FILE",
+        "MY_SLIME_X",
+    ):
+        monkeypatch.setenv(name, "value")
+    assert env.warnings_about_names() == []
+    for name in ("SLIME_RM_APIKEY", "SLIME_PREFER_IPV6", "SLIME_CONTRACT_GENERATE"):
+        monkeypatch.setenv(name, "s3cret")
+    told = env.warnings_about_names()
+    assert [message.split()[3] for message in told] == [
+        "SLIME_CONTRACT_GENERATE",
+        "SLIME_PREFER_IPV6",
+        "SLIME_RM_APIKEY",
+    ]
+    assert told[2].endswith("did you mean SLIME_RM_API_KEY?") and "s3cret" not in " ".join(told)
+
+
+def test_every_variable_of_ours_that_is_read_is_known_as_such():
+    """The module is the only one that reads the environment."""
+    source = Path(env.__file__).read_text(encoding="utf-8")
+    read = set(re.findall(r'environ(?:\.get\(|\[)"(SLIME_\w+)', source)) | set(
+        re.findall(r'_key\("(SLIME_\w+)', source)
+    )
+    assert len(read) >= 6 and read <= set(env._READ)
 
 
 @pytest.mark.parametrize(("value", "threads"), [(None, None), ("", None), ("3", 3), ("4,2", 4)])
