@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.errors import RunError, UserError
+from tools.command_line import require_checkpoint, run_tool
 from tools.conversion.hugging_face import add_options, fp8_recipe, quantise_checkpoint
 from tools.conversion.units import start_server
 
@@ -47,15 +47,13 @@ def main(words: list[str] | None = None) -> None:
         parser.error("--scale-fmt ue8m0 needs --strategy block")
     if min(args.block_size) < 1:
         parser.error("--block-size takes positive numbers")
+    require_checkpoint("--model-dir", args.model_dir)
     start_server(args.max_workers)
-    try:
-        recipe = fp8_recipe(args.strategy, args.block_size, args.scale_fmt)
-        quantise_checkpoint(args.model_dir, args.save_dir, recipe, (), 1, args)
-        if args.strategy == "channel":
-            print(f"{args.save_dir} is for engines alone: runs and fp8_cast_bf16.py read --strategy block and tensor")
-    except (UserError, RunError) as error:
-        sys.exit(f"error: {error}")
+    recipe = fp8_recipe(args.strategy, args.block_size, args.scale_fmt)
+    quantise_checkpoint(args.model_dir, args.save_dir, recipe, (), 1, args)
+    if args.strategy == "channel":
+        print(f"{args.save_dir} is for engines alone: runs and fp8_cast_bf16.py read --strategy block and tensor")
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

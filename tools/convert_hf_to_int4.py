@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.errors import RunError, UserError
+from tools.command_line import require_checkpoint, run_tool
 
 BITS = {"W4A16": 4, "W8A16": 8}
 
@@ -47,11 +47,9 @@ def main(words: list[str] | None = None) -> None:
     args.bits = BITS[args.quant_type]
     from tools.conversion.gptq import calibrate_checkpoint
 
-    try:
-        calibrate_checkpoint(args.input_dir, args.output_dir, args.data_dir, args)
-    except (UserError, RunError) as error:
-        sys.exit(f"error: {error}")
+    require_checkpoint("--input-dir", args.input_dir)
+    calibrate_checkpoint(args.input_dir, args.output_dir, args.data_dir, args)
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.errors import RunError, UserError
+from tools.command_line import require_checkpoint, run_tool
 from tools.conversion.hugging_face import add_options, integer_recipe, quantise_checkpoint
 from tools.conversion.units import start_server
 
@@ -40,13 +40,11 @@ def main(words: list[str] | None = None) -> None:
     args = parser.parse_args(words)
     if args.group_size < 1:
         parser.error("--group-size takes a positive number")
+    require_checkpoint("--model-dir", args.model_dir)
     start_server(args.max_workers)
-    try:
-        recipe = integer_recipe(4, args.group_size, args.is_symmetric)
-        quantise_checkpoint(args.model_dir, args.save_dir, recipe, args.ignore_rules, args.group_size, args)
-    except (UserError, RunError) as error:
-        sys.exit(f"error: {error}")
+    recipe = integer_recipe(4, args.group_size, args.is_symmetric)
+    quantise_checkpoint(args.model_dir, args.save_dir, recipe, args.ignore_rules, args.group_size, args)
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools.command_line import run_tool
 from tools.convert_hf_to_torch_dist import main
 
 if __name__ == "__main__":
-    main(source="--hf_model_path", target="--save_path")
+    run_tool(main, source="--hf_model_path", target="--save_path")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.errors import RunError, UserError
+from tools.command_line import require_checkpoint, run_tool
 from tools.conversion.units import start_server
 
 
@@ -35,16 +35,14 @@ def main(words: list[str] | None = None, *, source: str = "--hf-checkpoint", tar
     )
     parser.add_argument("-f", "--force", action="store_true", help="replace the target if it exists")
     args, flags = parser.parse_known_args(words)
+    require_checkpoint(source, args.source)
     start_server(args.max_workers)
     from tools.conversion.torch_dist import convert_hf_to_torch_dist
 
-    try:
-        convert_hf_to_torch_dist(
-            args.source, args.target, flags, workers=args.max_workers, force=args.force, largest=args.chunk_size
-        )
-    except (UserError, RunError) as error:
-        sys.exit(f"error: {error}")
+    convert_hf_to_torch_dist(
+        args.source, args.target, flags, workers=args.max_workers, force=args.force, largest=args.chunk_size
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

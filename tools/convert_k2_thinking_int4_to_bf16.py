@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.errors import RunError, UserError
+from tools.command_line import require_checkpoint, run_tool
 from tools.conversion.hugging_face import add_options, dequantise_checkpoint
 from tools.conversion.units import start_server
 
@@ -35,12 +35,10 @@ def main(words: list[str] | None = None) -> None:
     args.force = args.force or args.overwrite
     source = args.model_dir
     target = args.output_dir or source.resolve().with_name(f"{source.resolve().name}-bf16")
+    require_checkpoint("--model-dir", args.model_dir)
     start_server(args.max_workers)
-    try:
-        dequantise_checkpoint(source, target, args, args.files, args.config_path)
-    except (UserError, RunError) as error:
-        sys.exit(f"error: {error}")
+    dequantise_checkpoint(source, target, args, args.files, args.config_path)
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

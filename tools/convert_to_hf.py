@@ -18,7 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.arguments.hf_config import read_hf_config
-from slime.utils.errors import RunError, UserError
+from slime.utils.errors import UserError
+from tools.command_line import require_checkpoint, run_tool
 
 
 def main(words: list[str] | None = None) -> None:
@@ -31,25 +32,21 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("-f", "--force", action="store_true", help="replace the weights of a directory that exists")
     args, flags = parser.parse_known_args(words)
     wrong: list[str] = []
-    try:
-        if args.output_dir.exists() and not args.force:
-            raise UserError(f"{args.output_dir} exists already; give another directory, or --force")
-        from slime.training.actor_rank import ActorRank
-        from tools.conversion.hugging_face import differences
-        from tools.conversion.torch_dist import is_left_out, parse_model_flags
+    require_checkpoint("--hf-checkpoint", args.hf_checkpoint)
+    if args.output_dir.exists() and not args.force:
+        raise UserError(f"{args.output_dir} exists already; give another directory, or --force")
+    from slime.training.actor_rank import ActorRank
+    from tools.conversion.hugging_face import differences
+    from tools.conversion.torch_dist import is_left_out, parse_model_flags
 
-        flags += flag_of_dtype(args.hf_checkpoint, flags)
-        rank = ActorRank(parse_model_flags(args.hf_checkpoint, flags), 0, 1, 0)
-        rank.init(rank.rendezvous_address())
-        rank.export_hf(str(args.output_dir))
-        rank.dispose()
-        if args.check_same:
-            wrong += differences(
-                args.output_dir, args.hf_checkpoint, lambda name: is_left_out(args.hf_checkpoint, name)
-            )
-            print("\n".join(wrong) or f"{args.output_dir} has the tensors of {args.hf_checkpoint}, bit by bit")
-    except (UserError, RunError) as error:
-        sys.exit(f"error: {error}")
+    flags += flag_of_dtype(args.hf_checkpoint, flags)
+    rank = ActorRank(parse_model_flags(args.hf_checkpoint, flags), 0, 1, 0)
+    rank.init(rank.rendezvous_address())
+    rank.export_hf(str(args.output_dir))
+    rank.dispose()
+    if args.check_same:
+        wrong += differences(args.output_dir, args.hf_checkpoint, lambda name: is_left_out(args.hf_checkpoint, name))
+        print("\n".join(wrong) or f"{args.output_dir} has the tensors of {args.hf_checkpoint}, bit by bit")
     sys.exit(1 if wrong else 0)
 
 
@@ -65,4 +62,4 @@ def flag_of_dtype(hf_checkpoint: Path, flags: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

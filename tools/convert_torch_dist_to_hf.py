@@ -15,12 +15,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.errors import RunError, UserError
+from tools.command_line import require_checkpoint, require_directory, run_tool
 from tools.conversion.units import start_server
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_without_workers(__doc__)
+    parser.add_argument("--max-workers", type=int, default=2, help="processes that convert (default: %(default)s)")
+    args = parser.parse_args(words)
+    convert(args, args.max_workers)
+
+
+def parser_without_workers(description: str) -> argparse.ArgumentParser:
+    """The options that this tool and `convert_torch_dist_to_hf_parallel.py` have in common."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--input-dir", type=Path, required=True, help="the checkpoint, or one of its iterations")
     parser.add_argument("--output-dir", type=Path, required=True, help="where the Hugging Face directory goes")
     parser.add_argument(
@@ -32,7 +42,6 @@ def main(words: list[str] | None = None) -> None:
         help="copy tensors that only --origin-hf-dir has, such as those of layers that were not trained",
     )  # fmt: skip
     parser.add_argument("--vocab-size", type=int, help="rows of embedding and head (default: as config.json has it)")
-    parser.add_argument("--max-workers", type=int, default=2, help="processes that convert (default: %(default)s)")
     parser.add_argument(
         "--chunk-size",
         type=int,
@@ -41,25 +50,28 @@ def main(words: list[str] | None = None) -> None:
         help="largest size of a weight file (default: %(default)s)",
     )
     parser.add_argument("-f", "--force", action="store_true", help="replace the target if it exists")
-    args = parser.parse_args(words)
-    start_server(args.max_workers)
+    return parser
+
+
+def convert(args: argparse.Namespace, workers: int) -> None:
+    """The conversion that `args` of `parser_without_workers` ask for, by so many processes."""
+    require_directory("--input-dir", args.input_dir)
+    require_checkpoint("--origin-hf-dir", args.origin_hf_dir)
+    start_server(workers)
     from tools.conversion.torch_dist import convert_torch_dist_to_hf
 
-    try:
-        convert_torch_dist_to_hf(
-            args.input_dir,
-            args.output_dir,
-            args.origin_hf_dir,
-            model_name=args.model_name,
-            vocab_size=args.vocab_size,
-            adds_missing=args.add_missing_from_origin_hf,
-            workers=args.max_workers,
-            force=args.force,
-            largest=args.chunk_size,
-        )
-    except (UserError, RunError) as error:
-        sys.exit(f"error: {error}")
+    convert_torch_dist_to_hf(
+        args.input_dir,
+        args.output_dir,
+        args.origin_hf_dir,
+        model_name=args.model_name,
+        vocab_size=args.vocab_size,
+        adds_missing=args.add_missing_from_origin_hf,
+        workers=workers,
+        force=args.force,
+        largest=args.chunk_size,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

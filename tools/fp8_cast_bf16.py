@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.errors import RunError, UserError
+from tools.command_line import require_checkpoint, run_tool
 from tools.conversion.hugging_face import add_options, dequantise_checkpoint
 from tools.conversion.units import start_server
 
@@ -24,12 +24,10 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--output-bf16-hf-path", type=Path, required=True, help="where the new one goes")
     add_options(parser)
     args = parser.parse_args(words)
+    require_checkpoint("--input-fp8-hf-path", args.input_fp8_hf_path)
     start_server(args.max_workers)
-    try:
-        dequantise_checkpoint(args.input_fp8_hf_path, args.output_bf16_hf_path, args)
-    except (UserError, RunError) as error:
-        sys.exit(f"error: {error}")
+    dequantise_checkpoint(args.input_fp8_hf_path, args.output_bf16_hf_path, args)
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

@@ -8,7 +8,8 @@
 
 With --hf-checkpoint, and model flags where config.json does not say all, it says too whether the checkpoint fits that model.
 Files that are missing or cut off are always found; --write-checksums notes the content of all files in checksums.json, and
---check-checksums compares. The exit status is 1 where something does not fit.
+--check-checksums compares. The exit status is 1 where something does not fit, and 2 where
+there is no whole checkpoint, or no note.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.utils.errors import UserError
+from tools.command_line import require_directory, run_tool
 
 
 def main(words: list[str] | None = None) -> None:
@@ -35,26 +36,22 @@ def main(words: list[str] | None = None) -> None:
     from tools.conversion import inspection
 
     wrong: list[str] = []
-    try:
-        for line in inspection.describe(args.directory):
-            print(line)
-        if args.hf_checkpoint is not None:
-            wrong += inspection.misfits(args.directory, args.hf_checkpoint, flags)
-            if not wrong:
-                print(f"it fits the model of {args.hf_checkpoint}")
-        if args.write_checksums:
-            print(
-                f"{inspection.write_checksums(args.directory)} files noted in {args.directory / inspection.CHECKSUMS}"
-            )
-        if args.check_checksums:
-            wrong += inspection.check_checksums(args.directory)
-            print("the files are those that were noted" if not wrong else f"{len(wrong)} differences")
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    require_directory("DIRECTORY", args.directory)
+    for line in inspection.describe(args.directory):
+        print(line)
+    if args.hf_checkpoint is not None:
+        wrong += inspection.misfits(args.directory, args.hf_checkpoint, flags)
+        if not wrong:
+            print(f"it fits the model of {args.hf_checkpoint}")
+    if args.write_checksums:
+        print(f"{inspection.write_checksums(args.directory)} files noted in {args.directory / inspection.CHECKSUMS}")
+    if args.check_checksums:
+        wrong += inspection.check_checksums(args.directory)
+        print("the files are those that were noted" if not wrong else f"{len(wrong)} differences")
     for line in wrong:
         print(line)
     sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import load_function
+from tools.command_line import run_tool
 from tools.toy_model import write_json, write_model
 
 if TYPE_CHECKING:
@@ -244,4 +245,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

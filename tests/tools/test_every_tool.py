@@ -1,4 +1,4 @@
-"""Every tool that is shipped starts: none is left behind by a module that was moved or removed."""
+"""Every tool that is shipped starts, so none is left behind by a module that moved; bad input ends it with a message."""
 
 import json
 import subprocess
@@ -13,39 +13,93 @@ TOOLS = sorted(
     for path in (ROOT / "tools").rglob("*.py")
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 )
-# All in one process, as several of them import torch. Arguments: the tools; output: what each printed, or its error.
-HELP = """
+# Command line → exit status and what the message names: the option, its value.
+REFUSED = {
+    "convert_hf_to_fp8.py --model-dir /nowhere --save-dir {tmp}/to": (2, "--model-dir /nowhere"),
+    "convert_hf_to_fp8.py --model-dir {tmp} --save-dir {tmp}/to": (2, "--model-dir {tmp} has no config.json"),
+    "convert_hf_to_int4.py --input-dir /nowhere --output-dir {tmp}/to --data-dir {tmp}": (2, "--input-dir /nowhere"),
+    "convert_hf_to_int4_direct.py --model-dir /nowhere --save-dir {tmp}/to": (2, "--model-dir /nowhere"),
+    "convert_k2_thinking_int4_to_bf16.py --model-dir /nowhere": (2, "--model-dir /nowhere"),
+    "fp8_cast_bf16.py --input-fp8-hf-path /nowhere --output-bf16-hf-path {tmp}/to": (2, "--input-fp8-hf-path /nowhere"),
+    "convert_hf_to_torch_dist.py --hf-checkpoint /nowhere --save {tmp}/to": (2, "--hf-checkpoint /nowhere"),
+    "convert_hf_to_torch_dist.py --hf-checkpoint {tmp} --save {tmp}/to": (2, "--hf-checkpoint {tmp} has no config.json"),
+    "convert_hf_to_megatron.py --hf_model_path /nowhere --save_path {tmp}/to": (2, "--hf_model_path /nowhere"),
+    "convert_torch_dist_to_hf.py --input-dir /nowhere --output-dir {tmp}/to --origin-hf-dir {tmp}":
+        (2, "--input-dir /nowhere"),
+    "convert_torch_dist_to_hf_parallel.py --input-dir {tmp} --output-dir {tmp}/to --origin-hf-dir /nowhere":
+        (2, "--origin-hf-dir /nowhere"),
+    "convert_to_hf.py --hf-checkpoint /nowhere --output-dir {tmp}/to": (2, "--hf-checkpoint /nowhere"),
+    "inspect_checkpoint.py /nowhere": (2, "DIRECTORY /nowhere"),
+    "make_toy_task.py /proc/no-such-place": (1, "/proc/no-such-place"),
+    "report.py /nowhere": (2, "/nowhere"),
+    "simulate.py --phases /nowhere": (2, "/nowhere"),
+}  # fmt: skip
+# All in one process, as several of them import torch. Input: the command lines; output: the status of each, what it printed,
+# and its messages.
+RUN = """
 import contextlib, io, json, runpy, sys, traceback
 from pathlib import Path
 
-said = {}
-for tool in sys.argv[1:]:
-    sys.argv, output = [tool, "--help"], io.StringIO()
+said = []
+for tool, *words in json.load(sys.stdin):
+    sys.argv, output, errors = [tool, *words], io.StringIO(), io.StringIO()
     sys.path.insert(0, str(Path(tool).parent))
+    status = "it went on"
     try:
-        with contextlib.redirect_stdout(output):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             runpy.run_path(tool, run_name="__main__")
     except SystemExit as end:
-        said[tool] = [end.code or 0, output.getvalue()]
+        status = end.code or 0
     except BaseException:
-        said[tool] = [1, traceback.format_exc()]
-    else:
-        said[tool] = [1, "it went on after --help"]
+        errors.write(traceback.format_exc())
+    said.append([status, output.getvalue(), errors.getvalue()])
     sys.path.pop(0)
 print(json.dumps(said))
 """
 
 
-@pytest.fixture(scope="module")
-def said():
-    command = [sys.executable, "-W", "ignore", "-c", HELP, *TOOLS]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT)
+def said_by(commands):
+    """(status, output, messages) of each command line, the words after `python`."""
+    command = [sys.executable, "-W", "ignore", "-c", RUN]
+    result = subprocess.run(command, input=json.dumps(commands), capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def explained():
+    return dict(zip(TOOLS, said_by([[tool, "--help"] for tool in TOOLS]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("refused"))
+    commands = [f"tools/{words}".format(tmp=directory).split() for words in REFUSED]
+    return directory, dict(zip(REFUSED, said_by(commands), strict=True))
+
+
 @pytest.mark.parametrize("tool", TOOLS)
-def test_o10_every_tool_explains_itself(said, tool):
-    status, output = said[tool]
-    assert status == 0, output
+def test_o10_every_tool_explains_itself(explained, tool):
+    status, output, errors = explained[tool]
+    assert status == 0, errors
     assert output.startswith("usage: ")
+
+
+def test_options_that_two_tools_share_are_explained_by_both(explained):
+    _, output, _ = explained["tools/convert_torch_dist_to_hf_parallel.py"]
+    options = (
+        "--input-dir INPUT_DIR",
+        "--output-dir OUTPUT_DIR",
+        "--origin-hf-dir ORIGIN_HF_DIR",
+        "--load-max-workers",
+    )
+    assert all(option in output for option in options)
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_bad_input_ends_a_tool_with_a_message(refused, words):
+    directory, said = refused
+    status, _, errors = said[words]
+    expected, named = REFUSED[words]
+    assert status == expected, errors
+    assert named.format(tmp=directory) in errors and "Traceback" not in errors and "--load-debug" not in errors

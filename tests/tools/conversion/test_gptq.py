@@ -12,6 +12,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 
+from slime.utils.errors import RunError, UserError
 from slime.weights.quantisers import open_checkpoint, quantise_integers, unpack_integers
 from tests.support.models.tiny_model import write_tiny_mixture, write_tiny_model
 from tests.support.models.tokenizer import build_tokenizer
@@ -128,7 +129,7 @@ def test_a_model_is_quantised_layer_by_layer_and_an_interrupted_one_goes_on(tmp_
             raise OSError(28, "No space left on device")
         return write(self, draft, unit)
 
-    with monkeypatch.context() as patched, pytest.raises(SystemExit, match="the same command goes on"):
+    with monkeypatch.context() as patched, pytest.raises(RunError, match="the same command goes on"):
         patched.setattr(gptq.Calibration, "write", full)
         convert(tmp_path, "dense", "--num-calibration-samples", "50")
     done = []
@@ -171,7 +172,7 @@ def test_experts_that_hardly_a_token_reaches_are_rounded_to_nearest_and_told_onc
             raise OSError(28, "No space left on device")
         return write(self, draft, unit)
 
-    with monkeypatch.context() as patched, pytest.raises(SystemExit, match="the same command goes on"):
+    with monkeypatch.context() as patched, pytest.raises(RunError, match="the same command goes on"):
         patched.setattr(gptq.Calibration, "write", full)
         convert(tmp_path, "mixture", "--force", "--quant-type", "W8A16")
     # Those of the layer that was written by then are told at the end too.
@@ -204,7 +205,10 @@ def test_a_rendered_conversation_gets_no_second_first_token(tmp_path):
 
 def test_what_cannot_be_calibrated_is_refused(tmp_path):
     (tmp_path / "model").mkdir()
-    with pytest.raises(SystemExit, match="holds no"):
+    with pytest.raises(UserError, match="--input-dir .*model has no config.json"):
+        convert(tmp_path, "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds no"):
         convert(tmp_path, "model")
     with pytest.raises(SystemExit):
         convert(tmp_path, "model", "--num-calibration-samples", "0")

@@ -9,7 +9,7 @@ from compressed_tensors.compressors.pack_quantized import PackedQuantizationComp
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
-from slime.utils.errors import UserError
+from slime.utils.errors import RunError, UserError
 from slime.weights.hf_reader import Place
 from slime.weights.quantisers import open_checkpoint, quantise_fp8_blocks, quantiser_of, rounded_as_int4
 from tools import (
@@ -148,7 +148,7 @@ def test_after_a_power_loss_a_shard_that_is_lost_is_made_again_bitwise(checkpoin
             raise OSError(5, "Input/output error")
         return write(*arguments)
 
-    with monkeypatch.context() as patched, pytest.raises(SystemExit, match="the same command goes on"):
+    with monkeypatch.context() as patched, pytest.raises(RunError, match="the same command goes on"):
         patched.setattr(hugging_face, "write_streamed_shard" if at == "a unit" else "write_json_atomically", fail)
         convert_hf_to_int4_direct.main([*words, str(tmp_path / "target")])
     shards = sorted((tmp_path / ".target.converting").glob("*.safetensors"))
@@ -176,13 +176,13 @@ def test_packed_weights_become_those_of_16_bits_in_all_files_or_some(checkpoint,
     assert all(plain[name].equal(opened.tensor(name)[:]) for name in tensors)
     assert json.loads((whole / "config.json").read_text()) == {"model_type": "other"}
     words = ["--model-dir", str(packed)]
-    with pytest.raises(SystemExit, match="exists already"):
+    with pytest.raises(UserError, match="exists already"):
         convert(words)
     first = sorted(path.name for path in packed.glob("*.safetensors"))[0]
     convert([*words, "--overwrite", "--files", first])
     some = read(whole)
     assert 0 < len(some) < len(plain) and all(some[name].equal(plain[name]) for name in some)
-    with pytest.raises(SystemExit, match="--files nothing"):
+    with pytest.raises(UserError, match="--files nothing"):
         convert([*words, "--overwrite", "--files", "nothing"])
 
 
@@ -206,7 +206,7 @@ def test_quantised_experts_in_one_tensor_are_refused(checkpoint, tmp_path):
     convert_hf_to_fp8.main(["--model-dir", str(source), "--save-dir", str(tmp_path / "fp8")])
     _add(tmp_path / "fp8", FUSED, torch.zeros(2, 32, 8, dtype=torch.float8_e4m3fn))
     words = ["--input-fp8-hf-path", str(tmp_path / "fp8"), "--output-bf16-hf-path", str(tmp_path / "back")]
-    with pytest.raises(SystemExit, match=f"{FUSED} has all experts of a layer in one tensor of F8_E4M3"):
+    with pytest.raises(UserError, match=f"{FUSED} has all experts of a layer in one tensor of F8_E4M3"):
         fp8_cast_bf16.main(words)
 
 
@@ -258,7 +258,7 @@ def test_what_cannot_be_converted_is_refused(checkpoint, tmp_path, capsys):
     source, _ = checkpoint
 
     def message(main, *words):
-        with pytest.raises(SystemExit) as end:
+        with pytest.raises(UserError) as end:
             main(list(words))
         return str(end.value)
 
