@@ -31,8 +31,10 @@ REFUSED = {
     "convert_to_hf.py --hf-checkpoint /nowhere --output-dir {tmp}/to": (2, "--hf-checkpoint /nowhere"),
     "inspect_checkpoint.py /nowhere": (2, "DIRECTORY /nowhere"),
     "make_toy_task.py /proc/no-such-place": (1, "/proc/no-such-place"),
+    "profile_rollout.py --router-url 10.0.0.1:3000 --action stop": (2, "--router-url 10.0.0.1:3000"),
     "report.py /nowhere": (2, "/nowhere"),
     "simulate.py --phases /nowhere": (2, "/nowhere"),
+    "trace_timeline_viewer.py /nowhere": (2, "DUMP /nowhere"),
 }  # fmt: skip
 # All in one process, as several of them import torch. Input: the command lines; output: the status of each, what it printed,
 # and its messages.

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Have all engines behind a router profile what they compute.
+
+    python tools/profile_rollout.py --router-url http://10.0.0.1:3000 --output-dir /shared/profiles
+    python tools/profile_rollout.py --router-url http://10.0.0.1:3000 --action stop
+
+A profile ends by itself after --num-steps steps of an engine, or by `--action stop`. Each engine writes its own traces, on its
+own machine, for Perfetto or chrome://tracing. Where router and engines ask for a key, the run was given it by --router-api-key:
+put it into a file, and give that by --api-key-file.
+"""
+
+import argparse
+import concurrent.futures
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.utils.errors import RunError, UserError
+from tools.command_line import run_tool
+
+ACTIVITIES = ("CPU", "GPU", "MEM", "RPD")
+
+
+def engines_behind(router: str, key: str | None, timeout: float) -> list[str]:
+    """The URLs of the engines that a router lists.
+
+    Raises:
+        RunError: it does not answer, or not as a router does.
+        UserError: it lists none.
+    """
+    answer = _ask("GET", f"{router}/workers", key, timeout)
+    try:
+        urls = [worker["url"] for worker in answer.json()["workers"]]
+    except (ValueError, KeyError, TypeError):
+        raise RunError(
+            f"--router-url {router}: answered GET /workers with {answer.text[:200]!r}: it is no router"
+        ) from None
+    if not urls:
+        raise UserError(f"--router-url {router}: lists no engine; wait until the run has started them")
+    return urls
+
+
+def tell_engines(urls: list[str], path: str, settings: dict[str, Any], key: str | None, timeout: float) -> list[str]:
+    """POST `settings` to `path` of all engines at once; a line for each that did not do it."""
+
+    def told(url: str) -> str | None:
+        try:
+            _ask("POST", url + path, key, timeout, json=settings)
+        except RunError as error:
+            return str(error)
+        return None
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=min(len(urls), 64)) as pool:
+        return [failure for failure in pool.map(told, urls) if failure is not None]
+
+
+def _ask(method: str, url: str, key: str | None, timeout: float, **options: Any) -> Any:
+    import requests
+
+    with requests.Session() as session:
+        # Engines are inside of the cluster, where no proxy leads to.
+        session.trust_env = False
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            answer = session.request(method, url, headers=headers, timeout=timeout, **options)
+        except requests.RequestException as error:
+            raise RunError(f"{url}: {type(error).__name__} within {timeout:g} s") from None
+    if answer.status_code in (401, 403):
+        raise RunError(f"{url}: asks for another key ({answer.status_code}); give it by --api-key-file")
+    if not answer.ok:
+        raise RunError(f"{url}: answered {answer.status_code}: {answer.text[:200]}")
+    return answer
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What an engine is told to record."""
+    return {
+        # Engines have a working directory of their own.
+        "output_dir": str(args.output_dir.absolute()), "num_steps": args.num_steps, "activities": args.activities,
+        "profile_by_stage": args.profile_by_stage, "with_stack": args.with_stack, "record_shapes": args.record_shapes,
+    }  # fmt: skip
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--router-url", required=True, help="such as http://10.0.0.1:3000")
+    parser.add_argument("--action", choices=("start", "stop"), default="start", help="(default: %(default)s)")
+    parser.add_argument("--output-dir", type=Path, help="where engines write; needed to start")
+    parser.add_argument("--num-steps", type=int, default=3, help="forward passes to record (default: %(default)s)")
+    parser.add_argument(
+        "--activities", nargs="+", choices=ACTIVITIES, default=["CPU", "GPU"], help="(default: CPU GPU)"
+    )
+    parser.add_argument("--profile-by-stage", action="store_true", help="prefill and decode in files of their own")
+    parser.add_argument("--with-stack", action="store_true", help="record where in the source operators are called")
+    parser.add_argument("--record-shapes", action="store_true", help="record the shapes of their inputs")
+    parser.add_argument("--api-key-file", type=Path, help="a file with the key that router and engines ask for")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for an answer (default: %(default)g)")
+    args = parser.parse_args(words)
+    if args.action == "start" and args.output_dir is None:
+        parser.error("--action start needs --output-dir, a directory of the engines' machines")
+    if args.num_steps < 1:
+        parser.error(f"--num-steps {args.num_steps}: must be at least 1")
+    if not args.router_url.startswith(("http://", "https://")):
+        parser.error(f"--router-url {args.router_url}: give it with http:// or https://")
+    if args.api_key_file is not None and not args.api_key_file.is_file():
+        parser.error(f"--api-key-file {args.api_key_file}: is no file")
+    key = None if args.api_key_file is None else args.api_key_file.read_text(encoding="utf-8").strip()
+    urls = engines_behind(args.router_url.rstrip("/"), key, args.timeout)
+    starts = args.action == "start"
+    failures = tell_engines(urls, f"/{args.action}_profile", settings_of(args) if starts else {}, key, args.timeout)
+    for failure in failures:
+        print(f"error: {failure}", file=sys.stderr)
+    where = f", and write into {args.output_dir.absolute()} after {args.num_steps} steps" if starts else ""
+    print(
+        f"{len(urls) - len(failures)} of {len(urls)} engines {'have begun' if starts else 'have ended'} a profile{where}"
+    )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    run_tool(main)
