@@ -43,6 +43,8 @@ from tests.support.processes.served_engines import (
     typed_server_flags,
     wait_until_ended,
 )
+from tests.support.processes.waiting import wait_until
+from tools import profile_rollout
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +168,16 @@ def test_engines_with_a_key_behind_a_given_router_without_one(serving, tmp_path)
         assert running.process.poll() is None, "somebody else's router goes on"
     finally:
         running.shutdown()
+
+
+def test_all_engines_behind_the_router_profile_their_next_steps(serving, tmp_path):
+    (tmp_path / "key").write_text(API_KEY)
+    router = ["--router-url", serving.router.url, "--api-key-file", str(tmp_path / "key")]
+    profiles = tmp_path / "profiles"
+    assert profile_rollout.main([*router, "--output-dir", str(profiles), "--num-steps", "2", "--activities", "CPU"]) == 0
+    for url in serving.urls:
+        assert post(f"{url}/generate", generation_request(PROMPT)).ok
+    wait_until(lambda: len(list(profiles.rglob("*.trace.json.gz"))) == 2)
 
 
 def test_a_sampling_seed_decides_the_tokens_on_every_engine(serving):
