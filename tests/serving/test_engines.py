@@ -172,9 +172,9 @@ def test_engines_with_a_key_behind_a_given_router_without_one(serving, tmp_path)
 
 def test_all_engines_behind_the_router_profile_their_next_steps(serving, tmp_path):
     (tmp_path / "key").write_text(API_KEY)
-    router = ["--router-url", serving.router.url, "--api-key-file", str(tmp_path / "key")]
     profiles = tmp_path / "profiles"
-    assert profile_rollout.main([*router, "--output-dir", str(profiles), "--num-steps", "2", "--activities", "CPU"]) == 0
+    words = ["--router-url", serving.router.url, "--api-key-file", str(tmp_path / "key"), "--num-steps", "2"]
+    assert profile_rollout.main([*words, "--activities", "CPU", "--output-dir", str(profiles)]) == 0
     for url in serving.urls:
         assert post(f"{url}/generate", generation_request(PROMPT)).ok
     wait_until(lambda: len(list(profiles.rglob("*.trace.json.gz"))) == 2)
