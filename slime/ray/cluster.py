@@ -132,14 +132,14 @@ def _as_on(args: argparse.Namespace, *, on_gpus: bool) -> argparse.Namespace:
     """
     if args.on_gpus is on_gpus:
         return args
-    args = copy.copy(args)
-    args.origins = dict(args.origins)
-    with recording(args, Origin.DERIVED):
-        settle_precision(args, on_gpus=on_gpus)
-    violations = [violation for rule in (*MEGATRON_RULES, engine_around_the_sender) for violation in rule(args)]
+    settled = copy.copy(args)
+    settled.origins = dict(args.origins)
+    with recording(settled, Origin.DERIVED):
+        settle_precision(settled, on_gpus=on_gpus)
+    violations = [violation for rule in (*MEGATRON_RULES, engine_around_the_sender) for violation in rule(settled)]
     if violations:
         raise Refusal(violations)
-    return args
+    return settled
 
 
 def object_store_bytes(args: argparse.Namespace) -> int:

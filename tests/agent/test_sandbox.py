@@ -221,11 +221,16 @@ def test_it_ends_with_the_process_that_made_it(left):
         [sys.executable, "-c", program, left], stdout=-1, text=True, env={**os.environ, "PYTHONPATH": root}
     )
     directory = Path(maker.stdout.readline().strip())
-    # A word of its own: the maker and whoever runs this test have it within one.
-    sleepers = [p for p in psutil.process_iter(["cmdline"]) if "7654321" in (p.info["cmdline"] or [])]
+
+    def found():
+        # A word of its own: the maker and whoever runs this test have it within one.
+        return [p for p in psutil.process_iter(["cmdline"]) if "7654321" in (p.info["cmdline"] or [])]
+
+    # It is there a moment after its file.
+    wait_until(lambda: bool(found()) == bool(left), 30)
+    sleepers = found()
     maker.kill()
     maker.wait(30)
-    assert bool(sleepers) == bool(left)
     assert psutil.wait_procs(sleepers, 30)[1] == []
     wait_until(lambda: not directory.exists(), 30)
 
