@@ -46,6 +46,8 @@ class FakeCuda(CudaAccelerator):
 
     # Nothing is queued.
     aside, join_aside, mark = Accelerator.aside, Accelerator.join_aside, Accelerator.mark
+    # The recorder counts what is live, and no device does.
+    peak_memory_allocated, reset_peak_memory = Accelerator.peak_memory_allocated, Accelerator.reset_peak_memory
 
 
 class FakeCpu(Accelerator):

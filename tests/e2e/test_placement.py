@@ -20,7 +20,8 @@ args = SimpleNamespace(
     rollout_external=False, colocate={colocate}, rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_context_len=64,
     rollout_max_prompt_len=None, rollout_max_response_len=None, use_opd=False, use_rollout_routing_replay=False,
     use_critic=False, asynchronous=False, tensor_model_parallel_size=1, num_gpus_per_node=8, sglang_config=None,
-    prefill_num_servers=None, hf_checkpoint="/model",
+    prefill_num_servers=None, hf_checkpoint="/model", num_rollout=1, rollout_top_k=-1, vocab_size=None, num_layers=None,
+    moe_router_topk=None,
 )
 with ray_cluster(args) as args:
     bundles = create_placement_groups(args)

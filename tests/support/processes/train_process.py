@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-MARK = "SLIME_TEST_RUN"
+MARK = "TEST_RUN_OF_SLIME"
 _POLL_SECONDS = 0.1
 _OUTPUT_TAIL = 8000
 _RAY_SESSION = re.compile(r"(/\S*/session_\d[^/\s]*)/")
