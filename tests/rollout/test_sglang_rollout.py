@@ -576,13 +576,6 @@ def test_a_step_that_fails_at_its_very_end_gives_back_what_it_kept(server, check
     assert group_numbers(source.returned) == [0, 1]
 
 
-def test_what_an_all_samples_hook_returns_would_be_used_nowhere(server, checkpoint, tmp_path):
-    path = plugin(tmp_path, "def fn(args, groups, data_source):\n    return groups[:1]\n")
-    args = make_args(checkpoint, server.port, rollout_all_samples_process_path=path)
-    with pytest.raises(UserError, match="^--rollout-all-samples-process-path .* for rollout 0; expected None"):
-        run_step(args, CountingDataSource(2))
-
-
 def test_the_sleeping_rollout_tells_where_engines_are_and_never_returns(checkpoint, monkeypatch, caplog):
     class Ended(BaseException):
         """What ends the process."""

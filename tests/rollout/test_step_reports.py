@@ -163,3 +163,10 @@ async def fn(args, sample, sampling_params):
         run_step(args, CountingDataSource(2))
     told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(told) == 1 and "3 other groups failed as well, group 0 first: " in told[0]
+
+
+def test_what_an_all_samples_hook_returns_would_be_used_nowhere(server, checkpoint, tmp_path):
+    path = plugin(tmp_path, "def fn(args, groups, data_source):\n    return groups[:1]\n")
+    args = make_args(checkpoint, server.port, rollout_all_samples_process_path=path)
+    with pytest.raises(UserError, match="^--rollout-all-samples-process-path .* for rollout 0; expected None"):
+        run_step(args, CountingDataSource(2))
