@@ -231,6 +231,10 @@ OBJECTIVE_RULES: tuple[Rule, ...] = (
             "{--loss-type=} needs advantages: drop {--disable-compute-advantages-and-returns}, or give a function of yours "
             "that sets them ({--rollout-data-postprocess-path} or {--custom-convert-samples-to-train-data-path})")),
     # Importance sampling
+    refused(lambda args: args.use_rollout_logprobs and args.custom_tis_function_path is not None and not args.use_tis
+            and "use_tis" not in args.typed_flags,
+        "{--use-rollout-logprobs} with {--custom-tis-function-path}: its weights would count the mismatch of engine and "
+        "trainer twice; give use_tis: false in {--custom-config-path} where it applies none, or drop one"),
     refused(lambda args: args.use_rollout_logprobs and args.use_tis,
         "{--use-rollout-logprobs} and {--use-tis} exclude each other: with the engine's log-probs as old ones there is no "
         "difference left to correct; keep one"),

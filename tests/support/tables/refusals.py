@@ -117,6 +117,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--advantage-estimator --disable-compute-advantages-and-returns", WRONG),
         ("--enable-mtp-training", "--enable-mtp-training --mtp-num-layers", WRONG),
         ("--use-rollout-logprobs --use-tis", "--use-rollout-logprobs --use-tis", WRONG),
+        ("--use-rollout-logprobs --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function",
+         "--use-rollout-logprobs --custom-tis-function-path --custom-config-path", WRONG),
         ("--tis-clip-low 3", "--tis-clip-low --tis-clip", WRONG),
         ("--tis-threshold 3 --tis-clip 4", "--tis-threshold --tis-clip", WRONG),
         ("--use-opd", "--use-opd --opd-type --rm-url", WRONG),
