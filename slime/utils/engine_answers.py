@@ -9,6 +9,7 @@ like such a stretch is parsed as any JSON.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +22,21 @@ from slime.utils.sample_fields import exactly_as, read_only
 
 _TABLES = ("output_token_logprobs", "input_token_logprobs")
 _OPENING = re.compile(rb"\s*:\s*\[(?=\s*\[)")
-_QUOTE, _COMMA, _OPEN, _CLOSE, _SPACE, _NEWLINE = b'",[] \n'
+_COMMA, _OPEN, _CLOSE, _SPACE, _NEWLINE = b",[] \n"
+# What is read at a time.
+_BLOCK_BYTES = 1 << 20
+_kept = threading.local()
 _COLUMNS = pyarrow.csv.ConvertOptions(
     column_types={"log_prob": pyarrow.float64(), "token": pyarrow.int64()},
     include_columns=["log_prob", "token"],
     # Numbers are trimmed, these are not.
     null_values=[" " * blanks + "null" for blanks in range(4)],
 )
-_LINES = pyarrow.csv.ParseOptions(quote_char=False, double_quote=False)
+# An empty line is what brackets within an entry would make.
+_LINES = pyarrow.csv.ParseOptions(quote_char=False, double_quote=False, ignore_empty_lines=False)
+_BLOCKS = pyarrow.csv.ReadOptions(
+    use_threads=False, block_size=_BLOCK_BYTES + 1, column_names=["nothing", "log_prob", "token", "rest"]
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +78,12 @@ def decode_engine_answer(content: bytes, decode_json: Callable[[bytes], Any]) ->
     Args:
         decode_json: parses what remains, and everything where there is no such table.
     """
-    spans = [span for name in _TABLES if (span := _table_span(content, name))]
+    spans: list[tuple[int, int, str]] = []
+    for name in _TABLES:
+        if span := _table_span(content, name, spans):
+            spans = sorted([*spans, span])
     tables, pieces, position = {}, [], 0
-    for name, start, end in sorted(spans, key=lambda span: span[1]):
+    for start, end, name in spans:
         table = _read_table(content, start, end)
         if table is not None:
             tables[name] = table
@@ -88,43 +99,76 @@ def decode_engine_answer(content: bytes, decode_json: Callable[[bytes], Any]) ->
     return answer
 
 
-def _table_span(content: bytes, name: str) -> tuple[str, int, int] | None:
-    """(name, start, end) of the array that is the value of the only key `name`."""
+def _table_span(content: bytes, name: str, others: Sequence[tuple[int, int, str]]) -> tuple[int, int, str] | None:
+    """(start, end, name) of the array that is the value of the only key `name`, as far as it holds no text.
+
+    Args:
+        others: such spans of other keys, in order.
+    """
     key = b'"%b"' % name.encode()
-    at = content.find(key)
-    # Within a text the quotes are escaped, so the second one of `key` would not follow the name.
-    if at < 0 or content.find(key, at + 1) >= 0 or not (opening := _OPENING.match(content, at + len(key))):
+    at = _find_outside(content, key, 0, others)
+    if at < 0 or not (opening := _OPENING.match(content, at + len(key))):
         return None
     start = opening.end() - 1
-    closing = np.frombuffer(content, np.uint8, offset=start) == _CLOSE
-    both = closing[:-1] & closing[1:]
-    last = int(both.argmax())
-    return (name, start, start + last + 2) if len(both) and both[last] else None
+    quote = content.find(b'"', start)
+    last = content.rfind(b"]]", start, len(content) if quote < 0 else quote)
+    # Within a text the quotes are escaped, so the second one of `key` would not follow the name.
+    if last < 0 or _find_outside(content, key, last, others) >= 0:
+        return None
+    return start, last + 2, name
+
+
+def _find_outside(content: bytes, key: bytes, at: int, spans: Sequence[tuple[int, int, str]]) -> int:
+    """Where `key` first is from `at` on, or -1. Nearly all of an answer is in `spans`, which hold no quotes."""
+    for start, end, _ in spans:
+        if at < start and (found := content.find(key, at, start)) >= 0:
+            return found
+        at = max(at, end)
+    return content.find(key, at)
 
 
 def _read_table(content: bytes, start: int, end: int) -> TokenLogProbs | None:
-    """`[[a,b,c],[a,b,c]]` as lines of three columns; None if it is something else."""
-    entries = np.frombuffer(content, np.uint8, count=end - start - 2, offset=start + 1)
-    if (entries == _QUOTE).any() or (entries < _SPACE).any():
-        return None
-    # Whole-array arithmetic: unlike assignment under a mask it never holds the lock. `[` and the comma between two
-    # entries become spaces, `]` the end of a line.
-    closing = entries == _CLOSE
-    lines = entries - (entries == _OPEN) * np.uint8(_OPEN - _SPACE) - closing * np.uint8(_CLOSE - _NEWLINE)
-    lines[1:] -= ((entries[1:] == _COMMA) & closing[:-1]) * np.uint8(_COMMA - _SPACE)
-    reading = pyarrow.csv.ReadOptions(
-        use_threads=False, block_size=len(lines) + 1, column_names=["log_prob", "token", "rest"]
-    )
-    try:
-        table = pyarrow.csv.read_csv(
-            pyarrow.py_buffer(lines), read_options=reading, parse_options=_LINES, convert_options=_COLUMNS
-        )
-    except pyarrow.ArrowInvalid:
-        return None
-    if table["token"].null_count:
-        return None
-    # Copies, because Arrow's own memory would be held with them.
-    return TokenLogProbs._exact(np.array(table["log_prob"].to_numpy()), np.array(table["token"].to_numpy()))
+    """`[[a,b,c],[a,b,c]]` as lines of four columns, the first of them empty; None if it is something else."""
+    pieces = []
+    at = start
+    while at < end - 1:
+        # An entry and what stands before it stay together; the comma between two of them begins a line.
+        stop = content.rfind(b"]", at, min(at + _BLOCK_BYTES, end - 1)) + 1
+        if stop <= at:
+            return None
+        lines = _as_lines(np.frombuffer(content, np.uint8, count=stop - at, offset=at))
+        if at == start:
+            lines[0] = _COMMA
+        try:
+            piece = pyarrow.csv.read_csv(
+                pyarrow.py_buffer(lines), read_options=_BLOCKS, parse_options=_LINES, convert_options=_COLUMNS
+            )
+        except pyarrow.ArrowInvalid:
+            return None
+        if piece["token"].null_count:
+            return None
+        pieces.append(piece)
+        at = stop
+    # Joined is copied: Arrow's own memory would be held with its arrays.
+    log_probs, tokens = (np.concatenate([piece[name].to_numpy() for piece in pieces]) for name in ("log_prob", "token"))
+    return TokenLogProbs._exact(log_probs, tokens)
+
+
+def _as_lines(entries: np.ndarray) -> np.ndarray:
+    """`entries` with a space for `[`, and the end of a line for `]`: [n] uint8, until this thread asks again.
+
+    Whole-array arithmetic never holds the lock, unlike assignment under a mask. It is done in memory that the thread keeps,
+    as new memory, page by page from the system, would cost half as much as all else.
+    """
+    if not hasattr(_kept, "scratch"):
+        _kept.scratch = np.empty((2, _BLOCK_BYTES), np.uint8)
+    lines, change = _kept.scratch[:, : len(entries)]
+    np.equal(entries, _OPEN, out=change.view(np.bool_))
+    np.multiply(change, _OPEN - _SPACE, out=change)
+    np.subtract(entries, change, out=lines)
+    np.equal(entries, _CLOSE, out=change.view(np.bool_))
+    np.multiply(change, _CLOSE - _NEWLINE, out=change)
+    return np.subtract(lines, change, out=lines)
 
 
 def num_requests(loads: Any) -> int:

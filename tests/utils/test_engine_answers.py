@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import orjson
@@ -41,11 +42,12 @@ def test_a_table_is_read_exactly_and_is_not_part_of_what_is_parsed(dump):
     assert len(parsed) == 1 and b"-0.1" not in parsed[0] and b"2147483648" not in parsed[0]
 
 
-def test_random_log_probs_are_those_of_the_engine_bit_by_bit():
+@pytest.mark.parametrize("count", [5000, 60_000])  # within one block, and over several
+def test_random_log_probs_are_those_of_the_engine_bit_by_bit(count):
     generator = np.random.default_rng(0)
     for dtype in (np.float32, np.float64):
-        log_probs = np.log(generator.random(5000)).astype(dtype)
-        tokens = generator.integers(0, 150_000, 5000)
+        log_probs = np.log(generator.random(count)).astype(dtype)
+        tokens = generator.integers(0, 150_000, count)
         entries = [[p, t, None] for p, t in zip(log_probs.tolist(), tokens.tolist(), strict=True)]
         table = decoded(answer(entries))[0]["meta_info"][KEY]
         assert table.log_probs.dtype == dtype and (table.log_probs == log_probs).all()
@@ -65,6 +67,9 @@ def test_random_log_probs_are_those_of_the_engine_bit_by_bit():
         answer({"no": "table"}),
         answer([-0.5, 1]),
         answer([[-0.5, 1, None], [[-0.5], 2, None]]),
+        answer([[-0.5, 1, None], [-0.5, 2, [3]], [-0.5, 4, None]]),
+        answer([[-0.5, 1, [2]], [-0.5, 3, None]]),
+        answer([[-0.5, 1, None]], inner={KEY: [[-0.5, 2, None]]}),
         {"text": "no log-probs", "meta_info": {}},
         {KEY: [[-0.5, 1, None]]},
         {"meta_info": {"inner": {KEY: [[-0.5, 1, None]]}}},
@@ -74,6 +79,15 @@ def test_random_log_probs_are_those_of_the_engine_bit_by_bit():
 def test_what_is_no_such_table_is_parsed_as_json(value):
     assert decoded(value)[0] == value
     assert decoded(value, lambda value: json.dumps(value, indent=1).encode())[0] == value
+
+
+def test_threads_read_their_answers_at_once():
+    numbers = range(1, 65)
+    contents = [orjson.dumps(answer([[-float(number), number, None]] * 30_000)) for number in numbers]
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda content: decode_engine_answer(content, orjson.loads), contents))
+    for number, result in zip(numbers, results, strict=True):
+        assert set(result["meta_info"][KEY].tokens) == {number}
 
 
 def test_a_text_that_speaks_of_the_key_is_a_text():
