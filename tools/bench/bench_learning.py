@@ -1,14 +1,15 @@
-"""Held-out accuracy of the toy task with every estimator, and with old answers, corrected and not; over several seeds.
+"""Held-out accuracy of the toy task with every estimator and mode, and with old answers, corrected and not; over several seeds.
 
     python tools/bench/bench_learning.py --recipes grpo ppo --seeds 0
     python tools/bench/bench_learning.py --recipes estimators --seeds 0 1 2
     python tools/bench/bench_learning.py --recipes off-policy --seeds 0 1 2 3
+    python tools/bench/bench_learning.py --recipes arrangements --seeds 0
     python tools/bench/bench_learning.py --write-docs        # docs/en/advanced/learning.md from the results that are there
 
 Every run is one of `scripts/quickstart.sh` with the flags of its recipe (`learning_recipes.py`): real engines, real trainer.
 Runs of a seed share the toy task and the supervised start. A result is a JSON file below DIR/results; a run that has one, of
 the same flags, is not repeated. The bars: each estimator gains 0.2 within three minutes, start of the engines included; with
-answers of four weight versions ago a correction ends higher than none.
+answers of four weight versions ago a correction ends higher than none; every arrangement ends as the first does.
 """
 
 import argparse
@@ -24,12 +25,13 @@ sys.path.insert(0, str(ROOT))
 
 from slime.utils.filesystem import write_text_atomically  # noqa: E402
 from tools.bench import learning_curves as curves  # noqa: E402
-from tools.bench.learning_recipes import ESTIMATORS, OFF_POLICY, RECIPES, names_of  # noqa: E402
+from tools.bench.learning_recipes import ARRANGEMENTS, ESTIMATORS, OFF_POLICY, RECIPES, names_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "en" / "advanced" / "learning.md"
 TABLES = {
     ESTIMATORS: (curves.ESTIMATOR_HEADER, curves.estimator_row),
     OFF_POLICY: (curves.OFF_POLICY_HEADER, curves.off_policy_row),
+    ARRANGEMENTS: (curves.ARRANGEMENT_HEADER, curves.arrangement_row),
 }
 Results = dict[str, list[curves.Run]]
 
@@ -69,7 +71,7 @@ def result_of(name: str, seed: int, directory: Path) -> curves.Run:
     run_name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     seconds = quickstart(
         "--seed", str(seed), "--dir", str(directory), "--run", run_name, "--num-rollout", str(recipe.rollouts),
-        "--", *recipe.flags,
+        *recipe.words, "--", *recipe.flags,
     )  # fmt: skip
     found = curves.kept_curves(directory / f"seed-{seed}" / "runs" / run_name)
     run = curves.Run(name, seed, recipe.flags, recipe.rollouts, seconds, found)
@@ -120,7 +122,7 @@ def table_of(study: str, results: Results) -> str:
 
 
 def write_docs(results: Results) -> None:
-    """Write both tables into the page and the pictures beside it; a study without results is left as it is."""
+    """Write the tables into the page and the pictures beside it; a study without results is left as it is."""
     page = PAGE.read_text()
     for study in TABLES:
         by_title = of_study(study, results)

@@ -129,6 +129,20 @@ OFF_POLICY_HEADER = (
 )
 
 
+def arrangement_row(title: str, runs: Sequence[Run]) -> list[str]:
+    """A row of the table of arrangements."""
+    return [
+        title,
+        str(len(runs)),
+        mean_and_spread([run.before for run in runs]),
+        mean_and_spread([run.after for run in runs]),
+        f"{statistics.fmean(run.seconds for run in runs):.0f}",
+    ]
+
+
+ARRANGEMENT_HEADER = ("Arrangement", "Seeds", "Before", "After", "Seconds")
+
+
 def mean_and_spread(values: Sequence[float]) -> str:
     """`0.912 ± 0.014`: mean and standard deviation over seeds; the mean alone for one."""
     mean = f"{statistics.fmean(values):.3f}"

@@ -1,11 +1,11 @@
-"""What `bench_learning.py` runs: flags on top of `scripts/quickstart.sh`, one recipe for each estimator and correction.
+"""What `bench_learning.py` runs: flags on top of `scripts/quickstart.sh`, one recipe for each estimator, correction and mode.
 
 Flags that come later win, so a recipe only says what it does differently from the quick start.
 """
 
 from dataclasses import dataclass
 
-ESTIMATORS, OFF_POLICY = "estimators", "off-policy"
+STUDIES = ESTIMATORS, OFF_POLICY, ARRANGEMENTS = "estimators", "off-policy", "arrangements"
 _BENCH = "tools/bench"
 
 
@@ -17,18 +17,27 @@ class Recipe:
     study: which table it belongs to.
     flags: of train.py.
     rollouts: its budget; generation and training of so many batches.
+    words: of the quick start itself.
     """
 
     title: str
     study: str
     flags: tuple[str, ...]
     rollouts: int
+    words: tuple[str, ...] = ()
+
+
+# Two optimizer steps per rollout, so that ratios leave 1, and clipping and the level of the ratio matter.
+_SHORT = "--num-steps-per-rollout 2 --eval-interval 3"
 
 
 def _estimator(title: str, flags: str) -> Recipe:
-    """Two optimizer steps per rollout, so that ratios leave 1, and clipping and the level of the ratio matter."""
-    shared = "--num-steps-per-rollout 2 --eval-interval 3"
-    return Recipe(title, ESTIMATORS, tuple(f"{shared} {flags}".split()), rollouts=15)
+    return Recipe(title, ESTIMATORS, tuple(f"{_SHORT} {flags}".split()), rollouts=15)
+
+
+def _arrangement(title: str, flags: str, *words: str) -> Recipe:
+    """GRPO as among the estimators, with devices, loops and ways of weights of other kinds."""
+    return Recipe(title, ARRANGEMENTS, tuple(f"{_SHORT} {flags}".split()), rollouts=15, words=words)
 
 
 def _off_policy(title: str, flags: str, config: str = "delayed_rollout") -> Recipe:
@@ -46,6 +55,15 @@ def _off_policy(title: str, flags: str, config: str = "delayed_rollout") -> Reci
 _ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
 _MIS = "examples/train_infer_mismatch_helper/mis.py:compute_mis_weights_with_cp"
 _WHITENED = "--normalize-advantages"
+_PUSHES = "outputs/bench-learning/pushes"
+_DELTAS = (
+    f"--update-weight-transport disk --update-weight-mode delta --update-weight-disk-dir {_PUSHES} "
+    "--update-weight-local-checkpoint-dir outputs/bench-learning/local"
+)
+_NEVER_STOPS = (
+    "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async "
+    "--eval-function-path slime.rollout.sglang_rollout.generate_rollout --max-weight-staleness 2 --use-tis"
+)
 
 RECIPES = {
     "grpo": _estimator("GRPO", "--advantage-estimator grpo"),
@@ -77,6 +95,27 @@ RECIPES = {
     "off_policy_mis": _off_policy(
         "MIS, truncated per sequence", f"--use-tis --custom-tis-function-path {_MIS}", config="delayed_mis"
     ),
+    "apart": _arrangement("`train.py`, devices apart, process group", ""),
+    "one_pool": _arrangement("`--colocate`, one engine, shared handles", "--colocate --rollout-num-gpus 1"),
+    "mixed": _arrangement("`--colocate`, one engine inside and one beside", "--colocate"),
+    "release_train": _arrangement(
+        "`--release-train`, full weights through disk",
+        "--colocate --rollout-num-gpus 1 --release-train --save-interval 1 --keep-last 1 --update-weight-transport disk "
+        f"--update-weight-disk-dir {_PUSHES}",
+    ),
+    "delta_xor": _arrangement("deltas through disk, xor", f"{_DELTAS} --update-weight-delta-encoding xor"),
+    "delta_overwrite": _arrangement(
+        "deltas through disk, overwrite", f"{_DELTAS} --update-weight-delta-encoding overwrite"
+    ),
+    "partial": _arrangement(
+        "`--partial-rollout`, 48 prompts started for 32",
+        "--partial-rollout --over-sampling-batch-size 48 --keep-surplus-groups --mask-offpolicy-in-partial-rollout",
+    ),
+    "in_turn": _arrangement("`train_async.py`, rollouts in turn", "", "--async"),
+    "in_flight": _arrangement(
+        "`train_async.py`, `--update-weights-in-flight`", "--update-weights-in-flight --use-tis", "--async"
+    ),
+    "never_stops": _arrangement("`train_async.py`, generation that never stops", _NEVER_STOPS, "--async"),
 }
 
 
@@ -86,8 +125,8 @@ def names_of(words: list[str]) -> list[str]:
     Raises:
         ValueError: a word is neither.
     """
-    known = {*RECIPES, ESTIMATORS, OFF_POLICY}
+    known = {*RECIPES, *STUDIES}
     unknown = [word for word in words if word not in known]
     if unknown:
-        raise ValueError(f"--recipes {' '.join(unknown)}: there are {', '.join([ESTIMATORS, OFF_POLICY, *RECIPES])}")
+        raise ValueError(f"--recipes {' '.join(unknown)}: there are {', '.join([*STUDIES, *RECIPES])}")
     return [name for name, recipe in RECIPES.items() if name in words or recipe.study in words]

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from slime.arguments import parse_args
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.types import Sample
-from tests.support.models.args import parse
+from tests.support.models.args import command_line
 from tools.bench import bench_learning, delayed_rollout, learning_curves
 from tools.bench.delayed_rollout import DelayLine
 from tools.bench.learning_curves import Run
-from tools.bench.learning_recipes import ESTIMATORS, OFF_POLICY, RECIPES, names_of
+from tools.bench.learning_recipes import ESTIMATORS, RECIPES, STUDIES, names_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,7 +32,10 @@ class TestRecipes:
         monkeypatch.chdir(ROOT)
         base = ["--num-steps-per-rollout", "1", "--ref-load", str(tmp_path / "model"), "--use-kl-loss"]
         base += ["--eval-prompt-data", "held_out", str(tmp_path / "prompts.jsonl")]
-        args = parse(tmp_path, *base, *RECIPES[name].flags)
+        # As the quick start has it.
+        base += ["--save", str(tmp_path / "checkpoints")]
+        words = [*command_line(tmp_path), *base, *RECIPES[name].flags]
+        args = parse_args(argv=words, asynchronous="--async" in RECIPES[name].words)
         assert not [word for word in RECIPES[name].flags if word.endswith(".yaml") and not Path(word).is_file()]
         assert getattr(args, "rollout_delay", 0) == (4 if name.startswith("off_policy") else 0)
 
@@ -41,7 +45,7 @@ class TestRecipes:
         assert names_of(["ppo", "grpo"]) == ["grpo", "ppo"]
 
     def test_an_unknown_name_is_refused(self):
-        with pytest.raises(ValueError, match="--recipes gpro: there are estimators, off-policy, grpo"):
+        with pytest.raises(ValueError, match="--recipes gpro: there are estimators, off-policy, arrangements, grpo"):
             names_of(["gpro"])
 
 
@@ -157,5 +161,5 @@ class TestDelay:
 
 def test_studies_have_their_marks_in_the_page():
     page = (ROOT / "docs/en/advanced/learning.md").read_text()
-    for study in (ESTIMATORS, OFF_POLICY):
+    for study in STUDIES:
         assert learning_curves.with_table(page, study, "x") and f"(learning-{study}.svg)" in page
