@@ -1,0 +1,131 @@
+"""Which share of the generation phase engines compute: seconds of their schedulers' processor by seconds of the phase.
+
+    python tools/bench/bench_engine_busy.py                    # 0.8 M and 19 M parameters, an engine per core
+    python tools/bench/bench_engine_busy.py --model 19M --lengths long-tailed
+
+`train.py` as users start it generates 128 answers to 16 prompts in each rollout and trains nothing. On a machine that others
+use too an engine that waits for a core looks idle. The first rollout pays for what is made once, and does not count. Bar: 0.9.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import psutil
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.bench.bench_loop import MARK
+from tools.bench.bench_peers import LENGTHS, PROMPTS, ROOT, SAMPLES, SHAPES
+
+INTERVAL_S = 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--lengths", choices=LENGTHS, default="even")
+    parser.add_argument("--rollouts", type=int, default=8)
+    parser.add_argument("--engines", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    for name in options.model:
+        with tempfile.TemporaryDirectory(prefix="bench-busy-") as directory:
+            measure(name, Path(directory), options)
+
+
+def measure(name: str, directory: Path, options: argparse.Namespace) -> None:
+    """Print the line of one model."""
+    task, events = directory / "task", directory / "events"
+    subprocess.run([sys.executable, ROOT / "tools/make_toy_task.py", task, *SHAPES[name].split()], check=True)
+    longest, function = LENGTHS[options.lengths]
+    command = [
+        sys.executable, ROOT / "train.py", "--debug-rollout-only", "--hf-checkpoint", task / "model", "--model-args-from-hf",
+        "--rollout-num-gpus", str(options.engines), "--prompt-data", task / "train.jsonl", "--apply-chat-template",
+        "--rm-type", "random", "--num-rollout", str(options.rollouts), "--rollout-batch-size", str(PROMPTS),
+        "--n-samples-per-prompt", str(SAMPLES), "--rollout-max-response-len", str(longest),
+        "--custom-generate-function-path", f"{ROOT / 'tools/bench/long_answers.py'}:{function}",
+        "--router-policy", "round_robin",
+    ]  # fmt: skip
+    watch = Watch()
+    environment = {**os.environ, "TENSORBOARD_DIR": str(events), "SLIME_ACCELERATOR": "cpu", MARK: watch.mark}
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    seconds = watch.stop()
+    if run.returncode:
+        sys.exit(run.stdout[-3000:])
+    shares = [share_of(phase, seconds) for phase in phases(events)[1:]]
+    lowest, highest = (statistics.median(pick(share) for share in shares) for pick in (min, max))
+    mean = statistics.median(statistics.fmean(share) for share in shares)
+    print(
+        f"{name}, {options.lengths}, {options.engines} engine(s): busy {mean:.2f} of {len(shares)} phases (medians; the "
+        f"engine with the least {lowest:.2f}, with the most {highest:.2f})",
+        flush=True,
+    )
+
+
+class Watch:
+    """Reads, until it is stopped, what the schedulers of the run with its mark have had of the processor."""
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self._read: dict[int, list[tuple[float, float]]] = {}
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> list[np.ndarray]:
+        """Of each scheduler: (time, its seconds of the processor so far), [n, 2]."""
+        self._stopped.set()
+        self._thread.join(60)
+        return [np.array(read) for read in self._read.values()]
+
+    def _watch(self) -> None:
+        found: dict[int, psutil.Process] = {}
+        looked = 0.0
+        while not self._stopped.wait(INTERVAL_S):
+            # To look through all processes takes much longer than to read of some.
+            if time.monotonic() - looked > 2:
+                found, looked = self._schedulers(), time.monotonic()
+            for pid, process in found.items():
+                try:
+                    times = process.cpu_times()
+                except psutil.NoSuchProcess:
+                    continue
+                self._read.setdefault(pid, []).append((time.time(), times.user + times.system))
+
+    def _schedulers(self) -> dict[int, psutil.Process]:
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                if "sglang::scheduler" in " ".join(process.cmdline()) and process.environ().get(MARK) == self.mark:
+                    found[process.pid] = process
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+
+def phases(events: Path) -> list[tuple[float, float]]:
+    """Begin and end of the generation of each rollout."""
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    told = accumulator.Tensors("perf/rollout_time")
+    return [(event.wall_time - event.tensor_proto.float_val[0], event.wall_time) for event in told]
+
+
+def share_of(phase: tuple[float, float], seconds: list[np.ndarray]) -> list[float]:
+    """Which share of the phase each scheduler had a core."""
+    begin, end = phase
+    return [float(np.diff(np.interp(phase, read[:, 0], read[:, 1]))[0]) / (end - begin) for read in seconds]
+
+
+if __name__ == "__main__":
+    main()
