@@ -94,6 +94,11 @@ class ParallelLayout:
         """From the first rank of a stage to that of the next."""
         return self.tensor * self.context if self.stages_beside else self.world_size // self.pipeline
 
+    @property
+    def first_of_stages(self) -> list[int]:
+        """The first rank of every stage, which is the one that hands its weights out."""
+        return [stage * self.ranks_between_stages for stage in range(self.pipeline)]
+
     def stages_among(self, ranks: int) -> int:
         """How many stages have their first rank among the first `ranks` ones."""
         return min(self.pipeline, -(-ranks // self.ranks_between_stages))

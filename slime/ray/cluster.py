@@ -33,7 +33,7 @@ from slime.arguments.config_files.serving_config import arguments_of_group, serv
 from slime.arguments.derivation import settle_precision
 from slime.arguments.origins import Origin, recording
 from slime.arguments.rules.megatron import MEGATRON_RULES
-from slime.arguments.rules.serving import engine_around_the_sender
+from slime.arguments.rules.serving import engine_around_a_sender
 from slime.arguments.sizes import GpuRanges, layout_of
 from slime.arguments.violations import Refusal
 from slime.backends.sglang_utils.server_arguments import require_cache_transfer
@@ -136,7 +136,7 @@ def _as_on(args: argparse.Namespace, *, on_gpus: bool) -> argparse.Namespace:
     settled.origins = dict(args.origins)
     with recording(settled, Origin.DERIVED):
         settle_precision(settled, on_gpus=on_gpus)
-    violations = [violation for rule in (*MEGATRON_RULES, engine_around_the_sender) for violation in rule(settled)]
+    violations = [violation for rule in (*MEGATRON_RULES, engine_around_a_sender) for violation in rule(settled)]
     if violations:
         raise Refusal(violations)
     return settled

@@ -188,7 +188,7 @@ def _response(args: argparse.Namespace, length: int) -> int:
 def _ranks(args: argparse.Namespace, layout: ParallelLayout) -> list[int]:
     """Those that are asked for; else the first of every pipeline stage."""
     if args.rehearse_ranks is None:
-        return [stage * layout.ranks_between_stages for stage in range(layout.pipeline)]
+        return layout.first_of_stages
     absent = [rank for rank in args.rehearse_ranks if rank >= layout.world_size]
     if absent:
         raise UserError(

@@ -54,8 +54,7 @@ def test_first_ranks_of_stages_lie_apart_or_beside_each_other():
     assert [apart.stages_among(ranks) for ranks in (1, 8, 9, 16, 32)] == [1, 1, 2, 2, 4]
     assert [beside.stages_among(ranks) for ranks in (1, 2, 3, 8, 32)] == [1, 1, 2, 4, 4]
     for layout in (apart, beside):
-        firsts = [stage * layout.ranks_between_stages for stage in range(4)]
-        assert [layout.place(rank).pipeline for rank in firsts] == [0, 1, 2, 3]
+        assert [layout.place(rank).pipeline for rank in layout.first_of_stages] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from slime.arguments.flag import flag_of
 from slime.arguments.groups import OF_ROLES
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.server_flags import NO_SHARE, REFUSED, TOLD_TOKENS, is_share, tensor_parallel_size
-from slime.arguments.sizes import layout_of, runs_on_gpus
+from slime.arguments.sizes import divides_the_ranks, layout_of, runs_on_gpus
 from slime.arguments.violations import Kind, Rule, Violation, about, broken, divisors, refused, refused_each, where
+from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import require_whole_groups
 from slime.scheduling.served_models import node_parts
 from slime.utils.errors import UserError
@@ -206,23 +207,41 @@ def whole_engines(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, template, nearest=" or ".join(str(number) for number in nearest))
 
 
-def engine_around_the_sender(args: argparse.Namespace) -> Iterator[Violation]:
-    """With `--colocate` on GPUs: an engine that has those of all training ranks and others, and gets weights from rank 0."""
+def engine_around_a_sender(args: argparse.Namespace) -> Iterator[Violation]:
+    """With `--colocate` on GPUs: an engine with GPUs of training ranks and others, where one of those ranks sends weights."""
     ranks, way = layout_of(args).actor_gpus, WEIGHT_TRANSPORTS[args.update_weight_transport]
-    if not (args.colocate and ranks and way.colocated and runs_on_gpus(args)):
+    if not (args.colocate and ranks and way.colocated and runs_on_gpus(args) and divides_the_ranks(args)):
         return
-    for group in served_groups(args)[:1]:
-        total, each = group.num_gpus, group.num_gpus_per_engine
-        if group.num_engines and group.update_weights and each > ranks:
+    layout = ParallelLayout(
+        ranks, args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size,
+        stages_beside=args.use_tp_pp_dp_mapping,
+    )  # fmt: skip
+    first = layout_of(args).first_rollout_gpu
+    for group in served_groups(args):
+        total, each = group.num_gpus if group.num_engines else 0, group.num_gpus_per_engine
+        found = _beside_a_sender(first, total, each, layout) if group.update_weights else None
+        if found is not None:
             name = "num_gpus_per_engine" if group.where else "{--rollout-num-gpus-per-engine}"
             template = (
-                f"{name} {each} with {{--colocate}}: engine 0 would have the GPUs of all training ranks ({{ranks}}) and "
-                "others, and be in one NCCL group with the rank that sends weights, which is on one of these: NCCL refuses two "
-                f"ranks on a GPU; give {name} {{fitting}}, or {{--update-weight-transport}} disk"
+                f"{name} {each} with {{--colocate}}: an engine would have the GPUs {{start}} to {{last}} of the run, some "
+                "beside those of the {ranks} training ranks, and be in one NCCL group with rank {sender}, which sends weights "
+                f"and is on one of them: NCCL refuses two ranks on a GPU; give {name} {{fitting}}, or "
+                "{--update-weight-transport} disk"
             )
-            fitting = " or ".join(map(str, [size for size in divisors(total) if size <= ranks][-2:]))
-            found = broken(args, template, ranks=ranks, fitting=fitting)
-            yield replace(found, flags=(FLAG,)).at(group.where) if group.where else found
+            fitting = [n for n in divisors(total) if n < each and not _beside_a_sender(first, total, n, layout)]
+            start, sender = found
+            numbers = {"start": start, "last": start + each - 1, "ranks": ranks, "sender": sender}
+            violation = broken(args, template, **numbers, fitting=" or ".join(map(str, fitting[-2:])))
+            yield replace(violation, flags=(FLAG,)).at(group.where) if group.where else violation
+        first += group.num_gpus
+
+
+def _beside_a_sender(first: int, total: int, each: int, layout: ParallelLayout) -> tuple[int, int] | None:
+    """Of `total` GPUs from `first` on, for engines of `each`: where one begins that has GPUs of training ranks and others, and
+    the first sender among those ranks; None where there is none."""
+    ranks = layout.world_size
+    starts = [start for start in range(first, first + total - each + 1, each) if start < ranks < start + each]
+    return next(((start, sender) for start in starts for sender in layout.first_of_stages if sender >= start), None)
 
 
 def engines_over_nodes(args: argparse.Namespace) -> Iterator[Violation]:
@@ -312,7 +331,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
         "{--router-api-key}, or a router of yours by {--sglang-router-ip} and {--sglang-router-port}"),
     refused(lambda args: args.has_engines and args.hf_checkpoint is None,
         "{--hf-checkpoint} is needed: the engines load their config and tokenizer from it"),
-    whole_engines, engine_around_the_sender, engines_over_nodes, external_addresses,
+    whole_engines, engine_around_a_sender, engines_over_nodes, external_addresses,
     refused(lambda args: args.rollout_external and args.colocate,
         "{--colocate}: the engines of {--rollout-external-engine-addrs} have GPUs of their own; drop one of the two"),
     refused(lambda args: args.rollout_external and args.offload_rollout and not args.colocate,

@@ -128,14 +128,18 @@ class ColocatedTransport(Transport):
             way.close()
 
     def _refuse_own_device(self, engines: Sequence[Receiver]) -> None:
-        # The command line is not refused where only other machines have GPUs. There rank 0 alone sends.
-        first = self._layout.first_rollout_gpu
-        sharing = [engine.id for engine in engines if first + engine.gpu_offset == 0]
-        if sharing and get_accelerator().process_group_backend == "nccl":
+        # Such flags are refused before, once the run's devices are known. This tells who has made the transport without.
+        if get_accelerator().process_group_backend != "nccl":
+            return
+        import torch.distributed as dist
+
+        first, own = self._layout.first_rollout_gpu, dist.get_rank()
+        sharing = [engine.id for engine in engines if 0 <= own - first - engine.gpu_offset < engine.num_gpus]
+        if sharing:
             raise UserError(
-                f"engine {sharing[0]} has the GPU of training rank 0, which sends weights, and others beside the ranks': NCCL "
-                "takes two ranks of a group on one GPU for an error; choose --rollout-num-gpus-per-engine (num_gpus_per_engine "
-                "in --sglang-config) no larger than the number of training ranks, or give --update-weight-transport disk"
+                f"engine {sharing[0]} has the GPU of training rank {own}, which sends weights, and others beside the ranks': "
+                "NCCL takes two ranks of a group on one GPU for an error; choose --rollout-num-gpus-per-engine "
+                "(num_gpus_per_engine in --sglang-config) so that no engine has both, or give --update-weight-transport disk"
             )
 
     def _each(self, method: str, *arguments: Any) -> None:

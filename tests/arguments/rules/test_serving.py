@@ -174,6 +174,8 @@ def test_a_policy_of_one_role_is_that_of_the_models_with_engines_of_it(tmp_path,
 
 
 GPUS = "--colocate --dry-run --dry-run-gpu-memory-gib 80 --num-gpus-per-node 8 --use-dynamic-batch-size --max-tokens-per-gpu 64"
+# The first rank of each stage sends: 0, 4 and 8.
+STAGES = "--num-gpus-per-node 16 --actor-num-gpus-per-node 12 --pipeline-model-parallel-size 3 --rollout-num-gpus 16"
 
 
 @pytest.mark.parametrize(
@@ -181,8 +183,8 @@ GPUS = "--colocate --dry-run --dry-run-gpu-memory-gib 80 --num-gpus-per-node 8 -
     [
         (
             "--actor-num-gpus-per-node 3 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 4",
-            r"--rollout-num-gpus-per-engine 4 with --colocate: engine 0 would have the GPUs of all training ranks \(3\) and .*"
-            "; give --rollout-num-gpus-per-engine 1 or 2, or --update-weight-transport disk",
+            "--rollout-num-gpus-per-engine 4 with --colocate: an engine would have the GPUs 0 to 3 of the run, some beside "
+            "those of the 3 training ranks.* with rank 0, .*; give --rollout-num-gpus-per-engine 1 or 2, or --update",
         ),
         # It has those of all ranks, and no others; the second one has none of the rank that sends; files know no devices.
         ("--actor-num-gpus-per-node 2 --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2", None),
@@ -192,15 +194,25 @@ GPUS = "--colocate --dry-run --dry-run-gpu-memory-gib 80 --num-gpus-per-node 8 -
             "--update-weight-transport disk --update-weight-disk-dir pushes",
             None,
         ),
+        (
+            f"{STAGES} --rollout-num-gpus-per-engine 8",
+            "GPUs 8 to 15 .* with rank 8, .* give --rollout-num-gpus-per-engine 2 or 4, or",
+        ),
+        (f"{STAGES} --rollout-num-gpus-per-engine 4", None),
+        # The senders 0 to 2.
+        (f"{STAGES} --rollout-num-gpus-per-engine 8 --use-tp-pp-dp-mapping", None),
     ],
 )
-def test_on_gpus_an_engine_has_not_those_of_all_ranks_and_others(tmp_path, words, message):
-    """The first rank sends weights, and a group of NCCL has each GPU once."""
-    words = f"{GPUS} {words}"
+def test_on_gpus_an_engine_that_has_others_too_has_not_that_of_a_sender(tmp_path, words, message):
+    """A group of NCCL has each GPU once."""
+    base = command_line(tmp_path)
+    write_config(tmp_path / "model", num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8)
+    words = [*base, *GPUS.split(), *words.split()]
     if message is None:
-        parse(tmp_path, *words.split())
+        parse_args(argv=words)
     else:
-        assert re.search(message, refusal(tmp_path, words)), refusal(tmp_path, words)
+        with pytest.raises(UserError, match=message):
+            parse_args(argv=words)
 
 
 @pytest.mark.parametrize(("group", "told"), [("num_gpus: 4", True), ("worker_type: placeholder, num_gpus: 4", False)])
@@ -211,7 +223,9 @@ def test_such_an_engine_of_a_file_is_told_by_its_line(tmp_path, group, told):
     serving.write_text(f"sglang:\n  - name: actor\n    server_groups:\n{groups}")
     words = f"{GPUS} --rollout-num-gpus 6 --sglang-config {serving}"
     if told:
-        assert "serving.yaml:4: num_gpus_per_engine 4 with --colocate: engine 0" in refusal(tmp_path, words)
+        assert "serving.yaml:4: num_gpus_per_engine 4 with --colocate: an engine would have the GPUs 0 to 3" in refusal(
+            tmp_path, words
+        )
     else:
         parse(tmp_path, *words.split())
 

@@ -64,14 +64,19 @@ def test_engines_inside_the_trainers_devices(layout, sizes, inside):
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_nccl_gets_no_engine_on_the_device_of_the_sender_into_a_group(colocated, monkeypatch, backend, size):
-    """Ranks have devices 0 and 1. An engine of three has both of them, and one beside."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nccl_gets_no_engine_on_the_device_of_the_sender_into_a_group(colocated, monkeypatch, backend, size, rank):
+    """Ranks have devices 0 and 1, and with pipeline stages each of them sends. An engine of three has both of them, and one
+    beside."""
     monkeypatch.setattr(
         "slime.weights.transports.get_accelerator", lambda: SimpleNamespace(process_group_backend=backend)
     )
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
     engines = [Receiver(0, None, size, 0), Receiver(1, None, 1, size)]
     if (backend, size) == ("nccl", 3):
-        with pytest.raises(UserError, match="engine 0 has the GPU of training rank 0.*--update-weight-transport disk"):
+        with pytest.raises(
+            UserError, match=f"engine 0 has the GPU of training rank {rank}.*--update-weight-transport disk"
+        ):
             colocated.connect(engines)
         return
     colocated.connect(engines)
