@@ -205,8 +205,9 @@ def _not_of_critic(args: argparse.Namespace) -> dict[str, Any]:
 def keep_critic(args: argparse.Namespace, critic: argparse.Namespace) -> None:
     """Have `critic_args` build arguments like `critic`, which are derived and checked, out of `args`, which are too."""
     constant = {*_not_of_critic(args), "origins"}
-    # Where the ranks have GPUs and this machine has none, the run's precision is settled once more.
-    kept = {"bf16", "fp16", "params_dtype_name"} if {"bf16", "fp16"} & _overrides(args).keys() else set()
+    # Where the ranks have GPUs and this machine has none, or the other way round, the run's precision is settled once more.
+    precision = {"bf16", "fp16", "params_dtype_name", "accumulate_allreduce_grads_in_fp32"}
+    kept = precision if {"bf16", "fp16"} & _overrides(args).keys() else set()
     args.critic_values = {
         name: value
         for name, value in vars(critic).items()
@@ -360,10 +361,11 @@ def _resumed(args: argparse.Namespace) -> WeightSource | None:
     overrides, actor = _overrides(args), args.initial_weights
     iteration = latest_iteration(actor.path) if actor.step is None else actor.step
     anew, save = bool(overrides.get("finetune")), overrides.get("save")
-    places = [overrides.get("load"), save, str(Path(actor.path) / DIRECTORY)]
-    if anew:
-        # What it starts from is in `load`, what this run has made of that where it saves.
-        places = [save or (args.save and str(Path(args.save) / DIRECTORY))]
+    # What it starts from is in `load`, what this run has made of that where it saves.
+    own = save or (args.save and str(Path(args.save) / DIRECTORY))
+    goes_on = args.save is not None and Path(args.save).resolve() == Path(actor.path).resolve()
+    told = () if anew else (overrides.get("load"), save, str(Path(actor.path) / DIRECTORY))
+    places = [own if anew or goes_on else None, *told]
     places = [place for place in dict.fromkeys(places) if place]
     # A run that ended while it published may have a newer critic than actor: the actor's pointer decides.
     for place in places:

@@ -109,6 +109,15 @@ def test_a_precision_of_its_own_stays_where_only_the_ranks_have_gpus(tmp_path, o
     assert args.bf16 and (critic.bf16, critic.fp16, critic.params_dtype_name) == expected
 
 
+def test_gradients_of_a_precision_of_its_own_are_added_up_as_before_where_ranks_have_no_gpus(tmp_path):
+    words = ["--dry-run", "--dry-run-gpu-memory-gib", "80"]
+    args = copy.copy(parse(tmp_path, *PPO, *words, *roles(tmp_path, "bf16: true")))
+    settle_precision(args, on_gpus=False)
+    critic = critic_args(args)
+    assert critic.bf16 and critic.accumulate_allreduce_grads_in_fp32
+    assert not (args.bf16 or args.accumulate_allreduce_grads_in_fp32)
+
+
 # What differs between the roles where nothing says how either is trained. Where the actor starts anew it is told not to load
 # what only a resume loads.
 BY_ROLE = {
@@ -273,6 +282,8 @@ def test_a_critic_that_starts_anew_beside_an_actor_that_resumes(tmp_path, caplog
         ("load: {tmp}/own, finetune: true, save: {tmp}/own", "own"),
         ("save: {tmp}/own", "own"),
         ("load: {tmp}/other", "run/critic"),
+        ("load: {tmp}/before", "run/critic"),
+        ("load: {tmp}/before, save: {tmp}/own", "own"),
         ("ckpt_step: 3", "run/critic"),
     ],
 )
@@ -286,6 +297,20 @@ def test_the_same_command_goes_on_with_the_critic_as_this_run_trained_it(tmp_pat
     assert source(tmp_path, *words) == WeightSource("megatron", str(tmp_path / own), 5, resume=True)
     told = "role critic: ckpt_step: no effect, the critic resumes where the actor does, at iteration 5"
     assert (told in caplog.text) == ("ckpt_step" in overrides)
+
+
+def test_a_run_that_branches_off_another_takes_the_critic_that_it_is_told(tmp_path):
+    """What lies beside the actor's checkpoint, or where this run will save, comes after that."""
+    run, other, own = (checkpoint(tmp_path / name, 3, 5) for name in ("run", "other", "own"))
+    checkpoint(run / "critic", 3, 5)
+    words = ["--load", str(run), "--save", str(tmp_path / "new")]
+    for overrides, taken in (
+        (f"load: {other}, save: {own}", other),
+        (f"load: {other}", other),
+        ("lr: 0.1", run / "critic"),
+    ):
+        found = source(tmp_path, *words, *roles(tmp_path, overrides))
+        assert found == WeightSource("megatron", str(taken), 5, resume=True), overrides
 
 
 def test_weights_of_another_model(tmp_path):
