@@ -145,6 +145,20 @@ def _even_the_count(micro_batches: Bins, lengths: list[int], rule: BatchingRule,
     return expand_bins_by_splitting(micro_batches, lengths, target)
 
 
+def most_micro_batches(packing: str, token_budget: int, count: int, longest: int) -> int:
+    """No more dynamic micro-batches than this come of `count` samples of at most `longest` tokens, before they are evened."""
+    together = token_budget // longest
+    if together < 2:
+        return count
+    if packing == "flops":
+        # The parts, and what those above the budget are split into: two of nearly equal size, so that each has half of the
+        # budget but for a sample.
+        tokens = count * longest
+        return min(count, math.ceil(tokens / token_budget) + 2 * tokens // (token_budget - longest))
+    # Another one is begun where a sample has room in none; then each has so many.
+    return math.ceil(count / together)
+
+
 def _static_sizes_message(sample_count: int, micro_batch_count: int, micro_batch_size: int, multiple: int) -> str:
     fitting = [size for size in range(1, sample_count + 1) if math.ceil(sample_count / size) % multiple == 0]
     advice = (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slime.estimates.flops import FlopsModel
-from slime.scheduling.dp_schedule import BatchingRule, build_schedule
+from slime.scheduling.dp_schedule import BatchingRule, build_schedule, most_micro_batches
 from slime.training.schedule import build_dp_schedule, schedule_from_args, train_parallel_config
 from slime.utils.errors import UserError
 from tests.support.models.tiny_shape import TINY_SHAPE
@@ -123,6 +123,27 @@ def test_static_batches_that_can_never_fit_say_so():
 def test_a_step_with_fewer_samples_than_micro_batches_needed_is_an_error():
     with pytest.raises(UserError, match="3 samples cannot be cut into 4 micro-batches"):
         build_dp_schedule(dynamic(10), parallel(4), [1] * 3, global_batch_size=3, rollout_indices=[0, 1, 2])
+
+
+@pytest.mark.parametrize("packing", ["first-fit", "best-fit", "flops"])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_step_has_more_micro_batches_than_lengths_allow(packing, seed):
+    """So a step of a number of samples above that, rounded down to what ranks divide, can always be dealt out."""
+    generator = random.Random(f"{packing}{seed}")
+    for _ in range(60):
+        count, longest, budget = generator.randint(1, 40), generator.randint(1, 60), generator.randint(1, 240)
+        least = generator.choice([1, longest // 2 + 1, longest])
+        lengths = [generator.randint(least, longest) for _ in range(count)]
+        rule = BatchingRule(packing, token_budget=budget, flops_model=FLOPS if packing == "flops" else None)
+        (found,) = build_schedule(lengths, range(count), rule, global_batch_size=count, dp_size=1).num_microbatches
+        assert found <= most_micro_batches(packing, budget, count, longest)
+
+
+def test_the_most_micro_batches_are_those_of_the_longest_samples():
+    assert [most_micro_batches("best-fit", 100, 12, longest) for longest in (100, 51, 50, 34, 25, 8, 1)] == [
+        12, 12, 6, 6, 3, 1, 1,
+    ]  # fmt: skip
+    assert most_micro_batches("flops", 100, 12, 8) == 1 + 2 and most_micro_batches("flops", 100, 12, 50) == 12
 
 
 def test_contradicting_flags_are_errors():

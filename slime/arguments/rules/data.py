@@ -21,6 +21,7 @@ from slime.arguments.hf_config import no_directory
 from slime.arguments.paths import missing_plug_ins
 from slime.arguments.sizes import longest_sample, micro_batches_at_a_time, positions_of_model
 from slime.arguments.violations import Rule, Violation, about, broken, refused, warned, where
+from slime.scheduling.dp_schedule import most_micro_batches
 from slime.utils.data_files import parse_data_path, path_without_slice
 from slime.utils.dataset import RowKeys, check_first_row
 from slime.utils.errors import UserError
@@ -150,24 +151,35 @@ def over_long_samples(args: argparse.Namespace) -> Iterator[Violation]:
 
 def micro_batches(args: argparse.Namespace) -> Iterator[Violation]:
     """The ranks of a model take equally many micro-batches in every step, and each of these holds a sample at least."""
-    ranks, group = args.data_parallel_size, micro_batches_at_a_time(args)
-    counted = "{data_parallel_size} data-parallel ranks"
+    ranks, group, batch = args.data_parallel_size, micro_batches_at_a_time(args), args.global_batch_size
+    counted, multiple, found = "{data_parallel_size} data-parallel ranks", ranks * group, None
     if group > 1:
         counted += " x {group} micro-batches that a virtual pipeline takes at a time"
-    numbers = {"group": group, "least": ranks * group}
-    if not args.use_dynamic_batch_size and args.global_batch_size % (ranks * group * args.micro_batch_size):
-        way_out = "change one, or give {--use-dynamic-batch-size}"
-        if args.global_batch_size < ranks * group:
-            way_out = "change one"
+    numbers = {"group": group, "least": multiple, "fewer": batch - batch % multiple}
+    if not args.use_dynamic_batch_size and batch % (multiple * args.micro_batch_size):
+        way_out = "change one" if batch < multiple else "change one, or give {--use-dynamic-batch-size}"
         template = f"{{--global-batch-size=}} is no multiple of {{--micro-batch-size=}} x {counted}; {way_out}"
         yield broken(args, template, **numbers)
-    elif args.use_dynamic_batch_size and args.global_batch_size < ranks * group:
+    elif args.use_dynamic_batch_size and batch < multiple:
         way_out = "and each of them needs a sample; give {least}, or fewer ranks"
         found = broken(args, f"{{--global-batch-size=}} is below {counted}, {way_out}", **numbers)
-        if not _may_fan_out(args):
-            yield found
-        else:
-            logger.warning("%s. Only rollouts that fan out can fill such a step", found.message)
+        remark, is_certain = "Only rollouts that fan out can fill such a step", True
+    elif args.use_dynamic_batch_size and args.max_tokens_per_gpu:
+        longest, budget = longest_sample(args), args.max_tokens_per_gpu * args.context_parallel_size
+        packing, most = "flops" if args.balance_by_flops else args.packing, batch
+        if longest is not None:
+            most = most_micro_batches(packing, budget, batch, longest + (args.rollout_max_prompt_len is None))
+        template = (
+            f"{{--global-batch-size=}} is no multiple of {counted}: a step whose samples make more than {{fewer}} micro-"
+            "batches could not be dealt to them; give {fewer} or {more}, or a larger {--max-tokens-per-gpu}"
+        )
+        if most > numbers["fewer"]:
+            found = broken(args, template, **numbers, more=numbers["fewer"] + multiple)
+        remark, is_certain = "Such a step ends the run", longest is not None
+    if found is not None and is_certain and not _may_fan_out(args):
+        yield found
+    elif found is not None:
+        logger.warning("%s. %s", found.message, remark)
 
 
 def _may_fan_out(args: argparse.Namespace) -> bool:
@@ -306,7 +318,7 @@ BATCH_RULES: tuple[Rule, ...] = (
         "{--num-epoch=} needs the built-in data set; give {--num-rollout} with {--disable-rollout-global-dataset}"),
     refused(lambda args: args.over_sampling_batch_size < args.rollout_batch_size,
         "{--over-sampling-batch-size=} must be at least {--rollout-batch-size=}"),
-    *where(lambda args: args.has_trainer, micro_batches), over_long_samples,
+    *where(lambda args: args.has_trainer and args.num_rollout != 0, micro_batches), over_long_samples,
 )  # fmt: skip
 DATA_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.rollout_global_dataset and not args.prompt_data and args.load_debug_rollout_data is None,

@@ -165,6 +165,46 @@ def test_where_rollouts_may_fan_out_too_few_of_them_are_warned_about(tmp_path, c
     assert f"--global-batch-size 2 {NO_SAMPLE}. Only rollouts that fan out" in caplog.text
 
 
+UNEVEN = (
+    "--global-batch-size 6 is no multiple of 4 data-parallel ranks: a step whose samples make more than 4 micro-batches could "
+    "not be dealt to them; give 4 or 8, or a larger --max-tokens-per-gpu"
+)
+SIX_ROLLOUTS = f"{DYNAMIC} --rollout-batch-size 6 --n-samples-per-prompt 1"
+
+
+@pytest.mark.parametrize(
+    "words, is_refused",
+    [
+        # Two of these, and their prompts, do not fit into one micro-batch: a step has 6 of them. Of 511 tokens it has 3.
+        ("--rollout-max-response-len 512", True),
+        ("--rollout-max-response-len 511", False),
+        ("--rollout-max-response-len 512 --context-parallel-size 2", False),
+        ("--rollout-max-response-len 256 --rollout-max-prompt-len 256", False),
+        ("--rollout-max-response-len 256 --rollout-max-prompt-len 257", True),
+        # Parts of equal FLOPs are split again where they have too many tokens.
+        ("--rollout-max-response-len 511 --balance-by-flops", True),
+        ("--rollout-max-response-len 100 --balance-by-flops", False),
+        ("--rollout-max-response-len 512 --num-rollout 0", False),
+        ("--rollout-max-response-len 512 --global-batch-size 12 --rollout-batch-size 12", False),
+    ],
+)
+def test_a_step_that_its_ranks_may_not_divide_is_refused_where_samples_may_be_so_long(
+    tmp_path, caplog, words, is_refused
+):
+    words = f"{SIX_ROLLOUTS} {words}"
+    if is_refused:
+        assert violations(tmp_path, words) == [UNEVEN]
+    else:
+        parse(tmp_path, *words.split())
+        assert "Such a step" not in caplog.text
+
+
+@pytest.mark.parametrize("words", ["", "--rollout-max-response-len 512 --custom-generate-function-path tests.generate"])
+def test_it_is_warned_about_where_lengths_or_samples_are_not_known(tmp_path, caplog, words):
+    parse(tmp_path, *SIX_ROLLOUTS.split(), *words.split())
+    assert f"{UNEVEN}. Such a step ends the run" in caplog.text
+
+
 @pytest.mark.parametrize(
     "batch, words, message",
     [

@@ -50,6 +50,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--micro-batch-size 3", "--global-batch-size --micro-batch-size data_parallel_size --use-dynamic-batch-size", WRONG),
         ("--actor-num-gpus-per-node 16 --use-dynamic-batch-size --max-tokens-per-gpu 1024",
          "--global-batch-size data_parallel_size", WRONG),
+        ("--actor-num-gpus-per-node 5 --use-dynamic-batch-size --max-tokens-per-gpu 512 --rollout-max-response-len 300",
+         "--global-batch-size data_parallel_size --max-tokens-per-gpu", WRONG),
         ("--use-dynamic-batch-size", "--use-dynamic-batch-size --max-tokens-per-gpu", WRONG),
         ('--multimodal-keys {{"video":"clip"}} --debug-rollout-only', "--multimodal-keys", WRONG),
         ('--multimodal-keys {{"picture":"p"}} --debug-rollout-only', "--multimodal-keys", WRONG),
