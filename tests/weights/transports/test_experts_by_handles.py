@@ -1,7 +1,5 @@
 """Experts of a Megatron model that reach engine ranks without a gather: each is given those that it hosts, and all else."""
 
-import base64
-import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +8,7 @@ from safetensors.torch import load_file
 
 from tests.support.models.tiny_model import tiny_args, write_tiny_mixture
 from tests.support.processes.distributed import run_distributed
+from tests.support.processes.opened_buckets import open_bucket
 
 EXPERTS, RANKS = 4, 2
 # Ranks on two nodes share no memory of the host, so each gives its own.
@@ -31,19 +30,11 @@ class Engine:
     def _order(self, handles, load_format, timeout):
         from slime.utils.errors import RunError
 
-        order = [self._open(handle) for handle in handles]
+        order = [open_bucket(handle)[1] for handle in handles]
         if self._refuses is not None and any(self._refuses in name for of_rank in order for name in of_rank):
             return RunError("the shape is another")
         self.received.append(order)
         return None
-
-    def _open(self, handle):
-        found = pickle.loads(base64.b64decode(handle))
-        flat = found["flattened_tensor"]
-        return {
-            entry.name: flat[entry.start_idx : entry.end_idx].view(entry.dtype).view(entry.shape).clone()
-            for entry in found["metadata"]
-        }
 
 
 def push(root, layouts, max_bytes, refuses):

@@ -3,11 +3,9 @@
 Engines are processes that open handles as SGLang does. On a GPU nothing of this has run.
 """
 
-import base64
 import concurrent.futures
 import multiprocessing
 import os
-import pickle
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +19,7 @@ from slime.weights.source import WeightSource
 from slime.weights.transports import ColocatedTransport, Receiver, transport_of
 from slime.weights.transports.shared_handles import SharedHandlesTransport
 from tests.support.processes.distributed import run_distributed
+from tests.support.processes.opened_buckets import open_bucket
 
 ARGS = SimpleNamespace(
     update_weight_transport="nccl", colocate=True, distributed_timeout_minutes=1, update_weight_buffer_size=2**20,
@@ -35,14 +34,10 @@ def with_flags(**flags):
 
 def open_handle(handle, owners=None):
     """Name → what stands in the tensor, as SGLang's engine finds it. `owners` gets the process whose memory it is."""
-    found = pickle.loads(base64.b64decode(handle))
+    owner, tensors = open_bucket(handle)
     if owners is not None:
-        _, name, _ = found["flattened_tensor"].untyped_storage()._share_filename_cpu_()
-        owners.append(name.decode().split("_")[1])
-    return {
-        entry.name: set(found["flattened_tensor"][entry.start_idx : entry.end_idx].view(entry.dtype).tolist())
-        for entry in found["metadata"]
-    }
+        owners.append(owner)
+    return {name: set(tensor.flatten().tolist()) for name, tensor in tensors.items()}
 
 
 class Engine:
@@ -256,7 +251,7 @@ def push_of_two_ranks(memory_of_rank_1=True):
     held = [buffer is not None for buffer in transport._handles._flattener._buffers]
     walk.close()
     dist.destroy_process_group()
-    return str(os.getpid()), sent, engine.received, opened, held
+    return os.getpid(), sent, engine.received, opened, held
 
 
 def test_where_memory_is_of_a_device_each_engine_rank_has_it_of_the_rank_there():
