@@ -21,7 +21,7 @@ from slime.rollout.attempts import as_continuable_group
 from slime.rollout.base_types import RolloutFnEvalOutput, leaves, sample_line
 from slime.rollout.failures import FailureTally
 from slime.rollout.generate_state import GenerateState
-from slime.rollout.generation import generate_and_rm_group, is_aborted
+from slime.rollout.generation import cancelled_error, generate_and_rm_group, is_aborted
 from slime.rollout.generation_call import GenerationCall, current_call
 from slime.rollout.user_functions import run_in_daemon_thread
 from slime.utils.dataset import Dataset
@@ -127,9 +127,17 @@ async def _evaluate_set(
         return entries
 
     groups = [_copies(config, prompt, number) for number, prompt in enumerate(prompts)]
-    tasks = [asyncio.create_task(evaluate_group(group), name=f"{config.name} {i}") for i, group in enumerate(groups)]
+    tasks = [
+        asyncio.create_task(evaluate_group(group), name=f"prompt {number} of {whole}")
+        for number, group in enumerate(groups)
+    ]
     try:
         finished = await finished_prompts(tasks, config)
+    except asyncio.CancelledError:
+        cancelled = [task for task in tasks if task.cancelled()]
+        if not cancelled or asyncio.current_task().cancelling():
+            raise
+        raise cancelled_error(cancelled[0]) from None
     finally:
         # A set that is ended before its last prompt says so itself. Its end lies within that of the whole evaluation.
         await _end(tasks, f"{whole} is over", abort.CANCEL_TIMEOUT_S / 2)

@@ -28,9 +28,9 @@ from slime.rollout.filter_hub.base_types import (
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.generate_state import GenerateState
-from slime.rollout.generation import is_aborted, start_group
+from slime.rollout.generation import cancelled_error, is_aborted, start_group
 from slime.rollout.generation_call import GenerationCall, current_call
-from slime.rollout.sglang_rollout import MAX_INTERRUPTIONS_OF_A_GROUP, cancelled_error
+from slime.rollout.sglang_rollout import MAX_INTERRUPTIONS_OF_A_GROUP
 from slime.rollout.staleness import is_too_old
 from slime.rollout.user_functions import call_within_request_time, describe_samples, run_in_daemon_thread
 from slime.utils.async_utils import run

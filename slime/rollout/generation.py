@@ -38,7 +38,7 @@ from slime.rollout.generation_call import current_call
 from slime.rollout.rm_hub.grading import async_rm, batched_async_rm
 from slime.training.rollout_batch import takes_images
 from slime.utils.engine_answers import TokenLogProbs
-from slime.utils.errors import UserError
+from slime.utils.errors import RunError, UserError
 from slime.utils.processing_utils import images_of
 from slime.utils.sample_fields import first_not_finite, held
 from slime.utils.types import Sample
@@ -346,6 +346,11 @@ def start_group(args: Any, group: list[Any], sampling_params: dict[str, Any]) ->
     """`generate_and_rm_group` as a task, which has the group's number for its name."""
     coroutine = generate_and_rm_group(args, group, sampling_params)
     return asyncio.create_task(coroutine, name=f"group {leaves(group)[0].group_index}")
+
+
+def cancelled_error(task: asyncio.Task[Any]) -> RunError:
+    """What ends a run that has not cancelled `task`, which generates a group, itself."""
+    return RunError(f"{task.get_name()} was cancelled; does a function of yours cancel tasks that are not its own?")
 
 
 async def _already_finished(args: Any, entry: list[Any]) -> list[Any]:

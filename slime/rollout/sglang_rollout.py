@@ -37,7 +37,14 @@ from slime.rollout.filter_hub.base_types import (
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.generate_state import GenerateState
-from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group, is_aborted, start_group
+from slime.rollout.generation import (
+    cancelled_error,
+    generate,
+    generate_and_rm,
+    generate_and_rm_group,
+    is_aborted,
+    start_group,
+)
 from slime.rollout.generation_call import GenerationCall
 from slime.rollout.staleness import is_too_old
 from slime.rollout.user_functions import (
@@ -103,11 +110,6 @@ def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
         for name, url in router_urls(args).items():
             logger.info("rollout %d sleeps; model %s is served at %s", rollout_id, name, url)
         time.sleep(SLEEP_REPORT_S)
-
-
-def cancelled_error(task: asyncio.Task[Any]) -> RunError:
-    """What ends a run that has not cancelled the group `task` itself."""
-    return RunError(f"{task.get_name()} was cancelled; does a function of yours cancel tasks that are not its own?")
 
 
 class RolloutStep:

@@ -16,6 +16,7 @@ from slime.utils.errors import RunError, UserError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs
 from slime.utils.http_utils import close_http_client
 from tests.support.models.rollout_args import make_args
+from tests.support.models.rollout_steps import plugin
 from tests.support.processes.clocks import LeapingLoop, run_in_no_time
 
 # Only ever reached by a test that fails.
@@ -250,7 +251,7 @@ def test_a_set_may_end_without_its_stragglers(server, checkpoint, tmp_path, capl
 
     def one_is_left(loop):
         names = [task.get_name() for task in asyncio.all_tasks(loop)]
-        return bool(held) and sum(name.startswith("easy ") for name in names) == 1
+        return bool(held) and sum(name.endswith(" of evaluation set easy") for name in names) == 1
 
     server.hold = hold
     output = run(args, limit_s=2 * LIMIT_S, loop_factory=lambda: LeapingLoop(one_is_left, 100.0))
@@ -322,6 +323,23 @@ def test_a_sample_of_every_set_is_shown_at_the_first_evaluation_and_after_every_
         shown[rollout_id] = sorted(line.split(",")[0] for line in caplog.messages if ", first sample: " in line)
     both = ["evaluation set easy", "evaluation set hard"]
     assert shown == {2: both, 3: [], 4: [], 5: both, 6: []}
+
+
+@pytest.mark.parametrize("limit_s", [None, 100.0])
+def test_a_function_that_cancels_prompts_ends_the_evaluation_with_their_names(server, checkpoint, tmp_path, limit_s):
+    path = plugin(
+        tmp_path,
+        "async def fn(args, sample):\n"
+        "    for task in asyncio.all_tasks():\n        task.cancel() if task.get_name().startswith('prompt 1 ') else None\n"
+        "    await asyncio.Event().wait()\n",
+    )
+    args = make_eval_args(checkpoint, server, tmp_path, custom_rm_path=path)
+    args.eval_datasets = args.eval_datasets[:1]
+    args.eval_datasets[0].eval_task_timeout = limit_s
+    with pytest.raises(
+        RunError, match=r"^prompt 1 of evaluation set easy was cancelled; does a function of yours cancel"
+    ):
+        run(args)
 
 
 NEVER = 3600.0
