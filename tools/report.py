@@ -90,8 +90,11 @@ def read_run(directory: Path) -> RunRecord:
 
 
 def read_arguments(directory: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The `args.json` of a run and its values; None and none where there is no such file."""
-    records = sorted(directory.rglob("args.json"))
+    """The `args.json` of a run and its values; None and none where there is no such file. An evaluation of its checkpoints may
+    have left one of its own beside its event files."""
+    records = sorted(
+        directory.rglob("args.json"), key=lambda path: ((path.parent / CHECKPOINT_POINTER).is_file(), path)
+    )
     if not records:
         return None, {}
     arguments = json.loads(records[-1].read_text())["arguments"]

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 from slime.arguments import parse_args
 from slime.arguments.checkpoints import is_megatron_checkpoint, iteration_directory, latest_iteration
+from slime.arguments.config_files.role_config import CRITIC, place_in
 from slime.arguments.flag import attribute_of, flag_of
 from slime.arguments.origins import Origin
 from slime.observability.console import StartupClock
@@ -215,26 +216,35 @@ def _end(end: Callable[[], None] | None, part: Any) -> None:
             logger.error("ending %s: %s", type(part).__name__, error)
 
 
+def _places_of_checkpoints(args: argparse.Namespace) -> dict[str, Path]:
+    """The directories that the run writes checkpoints into, by what says so; none of a run that writes none."""
+    if args.save is None or args.save_interval is None or args.num_rollout == 0 or not args.has_trainer:
+        return {}
+    places = {f"--save {args.save}": Path(args.save)}
+    of_critic = args.role_overrides.get(CRITIC, {}).get("save") if args.use_critic else None
+    if of_critic is not None:
+        places[f"{place_in(args.megatron_config_path, CRITIC, 'save')}: role critic: save {of_critic}"] = Path(
+            of_critic
+        )
+    return places
+
+
 @contextlib.contextmanager
 def _checkpoints_claimed(args: argparse.Namespace) -> Iterator[None]:
-    """In the block no other run writes checkpoints into `--save`. One that writes none, an evaluation say, may share it.
+    """In the block no other run writes checkpoints where this one does. One that writes none, an evaluation say, may share it.
 
     Raises:
         UserError: another run does.
     """
-    if args.save is None or args.save_interval is None or args.num_rollout == 0 or not args.has_trainer:
+    with contextlib.ExitStack() as claims:
+        for said, directory in _places_of_checkpoints(args).items():
+            if not claim_directory(directory, _CHECKPOINTS_LOCK):
+                raise UserError(
+                    f"{said}: another run writes its checkpoints into this directory; end that run, or give a directory of "
+                    "this one's own"
+                )
+            claims.callback(release_directory, directory, _CHECKPOINTS_LOCK)
         yield
-        return
-    directory = Path(args.save)
-    if not claim_directory(directory, _CHECKPOINTS_LOCK):
-        raise UserError(
-            f"--save {args.save}: another run writes its checkpoints into this directory; end that run, or give a directory of "
-            "this one's own"
-        )
-    try:
-        yield
-    finally:
-        release_directory(directory, _CHECKPOINTS_LOCK)
 
 
 @contextlib.contextmanager
@@ -255,7 +265,8 @@ def _session(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
                 init_tracking(args_of_cluster, directory)
                 logger.info("%s", effective_configuration(args_of_cluster))
                 logger.debug("%s", derived_configuration(args_of_cluster))
-                record = write_run_record(args_of_cluster, args.save or directory)
+                # Beside checkpoints stands how they were made.
+                record = write_run_record(args_of_cluster, args.save if _places_of_checkpoints(args) else directory)
                 logger.info("every value and where it came from: %s", record)
                 StartupClock().mark("Ray")
                 yield args_of_cluster

@@ -136,6 +136,32 @@ def test_two_runs_do_not_write_their_checkpoints_into_one_directory(run, saves_e
     assert [path.name for path in saves_elsewhere.iterdir()] == [".checkpoints.lock"], "the record is the other run's"
 
 
+@pytest.mark.parametrize(("estimator", "status"), [("ppo", 2), ("grpo", 0)])
+def test_two_runs_do_not_write_their_critics_into_one_directory_either(
+    run, tmp_path, saves_elsewhere, estimator, status
+):
+    """Also those whose actors have directories of their own. Without a critic nobody writes there."""
+    roles = tmp_path / "roles.yaml"
+    roles.write_text(f"megatron: [{{role: critic, overrides: {{save: {saves_elsewhere}}}}}]\n")
+    own = tmp_path / "own"
+    words = ["--save", str(own), "--save-interval", "1", "--advantage-estimator", estimator]
+    found, lines = run(lambda args, progress: None, *words, "--megatron-config-path", str(roles))
+    assert found == status, lines
+    if status:
+        named = f"ERROR: {roles}:1: role critic: save {saves_elsewhere}: another run writes its checkpoints"
+        assert lines[-1].startswith(named)
+        assert filesystem.claim_directory(own, ".checkpoints.lock"), "what was claimed before is let go of"
+        filesystem.release_directory(own, ".checkpoints.lock")
+
+
+@pytest.mark.parametrize(("words", "beside"), [(["--save-interval", "1"], True), (["--num-rollout", "0"], False)])
+def test_what_stands_beside_checkpoints_is_of_the_run_that_wrote_them(run, tmp_path, words, beside):
+    save = tmp_path / "checkpoints"
+    run(lambda args, progress: None, "--save", str(save), *words)
+    [record] = tmp_path.rglob("args.json")
+    assert (record.parent == save) is beside
+
+
 @pytest.mark.parametrize(
     "words", [["--dry-run"], ["--check"], ["--num-rollout", "0"], ["--debug-rollout-only"], None], ids=str
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.report import main, read_run
+from tools.report import main, read_arguments, read_run
 
 TOOL = Path(__file__).parents[2] / "tools" / "report.py"
 
@@ -58,6 +58,14 @@ def test_steps_of_optimizers_are_told_as_rollouts(run_directory: Path, capsys) -
     assert "0.410 → 0.930 (before rollout 0 to after rollout 2)" in text
     assert "0.500 → 0.900 (rollout 0 to rollout 2)" in text
     assert read_run(directory).curves["train/loss"] == {11: 1.0}
+
+
+def test_what_a_run_was_asked_for_stands_beside_its_checkpoints(run_directory: Path) -> None:
+    """Not beside the event files of an evaluation of them."""
+    for place, steps in (("checkpoints", 4), ("tensorboard", 1)):
+        values = {"num_steps_per_rollout": {"value": steps}}
+        (run_directory / place / "args.json").write_text(json.dumps({"arguments": values}))
+    assert read_arguments(run_directory)[1] == {"num_steps_per_rollout": 4}
 
 
 def test_picture_is_a_png(run_directory: Path, tmp_path: Path) -> None:
