@@ -115,9 +115,10 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     try:
         if address is not None:
             # What the driver's own machine has says nothing about the nodes that will train.
-            # Of `GPU` resources that are devices Ray names the type where it found them itself.
+            # Of `GPU` resources that are devices Ray names the type where it found them itself and knows it.
             found = any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
-            args = _as_on(args, on_gpus=found and env.forced_accelerator() != "cpu")
+            forced = env.forced_accelerator()
+            args = _as_on(args, on_gpus=found if forced is None else forced != "cpu")
         with _agents_follow_driver() if address is None else contextlib.nullcontext():
             yield args
     finally:

@@ -193,7 +193,12 @@ def joined(monkeypatch):
 
 @pytest.mark.parametrize(
     ("resources", "forced", "precision"),
-    [(_GPUS, None, "bfloat16"), (_LOGICAL, None, "float32"), (_GPUS, "cpu", "float32")],
+    [
+        (_GPUS, None, "bfloat16"),
+        (_LOGICAL, None, "float32"),
+        (_GPUS, "cpu", "float32"),
+        (_LOGICAL, "cuda", "bfloat16"),
+    ],
 )
 def test_the_precision_follows_the_devices_of_the_cluster_that_is_joined(
     joined, monkeypatch, tmp_path, resources, forced, precision
