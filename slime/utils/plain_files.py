@@ -70,7 +70,7 @@ def write_dump(path: Path, dump: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == TORCH_SUFFIX:
         # An open file, because torch reports a full disk as RuntimeError where it opens the file itself.
-        _write(path, lambda file: torch.save(dump, file))
+        os.replace(_written(path, lambda file: torch.save(dump, file)), path)
         return
     from safetensors.torch import save
 
@@ -88,9 +88,14 @@ def write_dump(path: Path, dump: dict[str, Any]) -> None:
         return {_TENSOR: name}
 
     text = json.dumps(encode_plain(dump, "dump", put))
-    # What is read first comes last.
-    _write(_beside(path), lambda file: file.write(save(tensors)))
-    _write(path, lambda file: file.write(text.encode()))
+    written = {
+        _beside(path): _written(_beside(path), lambda file: file.write(save(tensors))),
+        path: _written(path, lambda file: file.write(text.encode())),
+    }
+    # What is read first goes first and comes last: no end in between leaves values of one dump beside tensors of another.
+    path.unlink(missing_ok=True)
+    for place, temporary in written.items():
+        os.replace(temporary, place)
 
 
 def read_dump(path: Path) -> Any:
@@ -114,8 +119,9 @@ def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.safetensors")
 
 
-def _write(path: Path, write: Callable[[Any], Any]) -> None:
+def _written(path: Path, write: Callable[[Any], Any]) -> Path:
+    """The hidden file that is to become `path`."""
     temporary = path.with_name(f".{path.name}.writing")
     with open(temporary, "wb") as file:
         write(file)
-    os.replace(temporary, path)
+    return temporary

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from slime.rollout.forge_load import generate_rollout as replay
 from slime.rollout.rollout_dump import load_rollout, save_rollout
+from slime.utils import plain_files
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
 
@@ -52,6 +53,32 @@ def test_under_another_name_a_dump_is_json_and_safetensors(tmp_path):
         load_rollout(template, 3)
     torch.save({"rollout_id": 3, "samples": []}, path)
     assert load_rollout(template, 3) == [], "what torch wrote is read under any name"
+
+
+@pytest.mark.parametrize("ends_at", range(4))
+def test_a_dump_that_is_written_again_is_never_half_of_one_and_half_of_another(tmp_path, monkeypatch, ends_at):
+    template = str(tmp_path / "{rollout_id}.json")
+    save_rollout(template, 3, samples(2))
+    steps = iter(range(9))
+
+    def until_it_ends(work):
+        def step(*arguments, **keywords):
+            if next(steps) == ends_at:
+                raise KeyboardInterrupt
+            return work(*arguments, **keywords)
+
+        return step
+
+    for owner, name in ((plain_files, "_written"), (plain_files.os, "replace")):
+        monkeypatch.setattr(owner, name, until_it_ends(getattr(owner, name)))
+    with pytest.raises(KeyboardInterrupt):
+        save_rollout(template, 3, samples(3))
+    monkeypatch.undo()
+    if ends_at < 2:
+        assert [sample.to_dict() for sample in load_rollout(template, 3)] == [one.to_dict() for one in samples(2)]
+    else:
+        with pytest.raises(UserError, match="3.json does not exist"):
+            load_rollout(template, 3)
 
 
 def test_subsample_takes_first_and_last_halves(tmp_path):
