@@ -50,9 +50,10 @@ class _Causes(metaclass=SingletonMeta):
         self._told: set[tuple[str, ...]] = set()
 
     def is_news(self, trace: str) -> bool:
-        """Whether no traceback through these places was told yet; messages, which may name a sample, do not count."""
+        """Whether no traceback through these places was told yet; messages, which may name a sample, do not count. What has
+        no places, the answer of a service say, is always news."""
         places = tuple(line for line in trace.splitlines() if line.startswith("  File "))
-        is_news = places not in self._told
+        is_news = not places or places not in self._told
         self._told.add(places)
         return is_news
 

@@ -1,7 +1,10 @@
 """Samples whose generation or reward raises or never comes: limits, second attempts, fault tolerance."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from slime.rollout.failures import mark_failed
 from slime.rollout.generation import generate_and_rm, generate_and_rm_group
 from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError
@@ -73,6 +76,15 @@ def test_the_traceback_of_a_cause_is_told_once(server, checkpoint, tmp_path, cap
     failed = [record.message for record in caplog.records if " failed: " in record.message]
     assert len(failed) == 4 and [message.count("Traceback") for message in failed] == [1, 0, 0, 0]
     assert [f"no entry of {index}" in message for index, message in enumerate(failed)] == [True] * 4
+
+
+def test_failures_that_no_code_is_to_blame_for_are_told_in_full(caplog):
+    """The answer of a service has lines too, and the next one may say something else."""
+    for index, reason in enumerate(
+        ["POST http://rm answered 400:\nno label", "POST http://rm answered 400:\nno prompt"]
+    ):
+        mark_failed(SimpleNamespace(reward_key=None, eval_reward_key=None), Sample(index=index), reason)
+    assert [record.message.splitlines()[-1] for record in caplog.records] == ["no label", "no prompt"]
 
 
 ONCE = """
