@@ -31,7 +31,7 @@ from slime.utils.finite_number import finite_number
 from slime.utils.http_utils import post_generate
 from slime.utils.processing_utils import images_of, load_tokenizer
 from slime.utils.sample_fields import held, read_only, token_array
-from slime.utils.types import Sample
+from slime.utils.types import Sample, failed_and_masked
 
 # The name of a teacher that the run serves itself.
 SERVED_TEACHER = "teacher"
@@ -83,7 +83,7 @@ def _number(args: Any, sample: Sample) -> float:
             sample.teacher_log_probs = _response_log_probs(sample.reward, sample, "the teacher")
         return 0.0
     value = sample.get_reward_value(args)
-    if value is None and sample.remove_sample:
+    if value is None and failed_and_masked(sample):
         return 0.0
     number = finite_number(value)
     if number is None:

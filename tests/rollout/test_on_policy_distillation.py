@@ -92,6 +92,17 @@ def test_a_reward_beside_the_teacher_is_normalised_as_usual(checkpoint):
         post_process_rewards(teacher_args(checkpoint, "http://t"), [a_sample(reward="good")])
 
 
+def test_a_removed_sample_needs_a_reward_beside_the_teacher_unless_it_failed(checkpoint):
+    """As without a teacher: its siblings are compared with it."""
+    rewards = [1.0, 0.0, None]
+    samples = [a_sample(i, reward=reward, teacher_log_probs=[-1.0] * 3) for i, reward in enumerate(rewards)]
+    samples[2].remove_sample = True
+    with pytest.raises(UserError, match="the reward of sample 2 is None"):
+        post_process_rewards(teacher_args(checkpoint, "http://t"), samples)
+    samples[2].status = Sample.Status.FAILED
+    assert post_process_rewards(teacher_args(checkpoint, "http://t"), samples)[0] == [1.0, 0.0, 0.0]
+
+
 def test_an_answer_as_reward_is_taken_apart(checkpoint):
     entries = [[None, 40, None], [-1.0, 41, None], [-2.0, 42, None], [-3.0, 43, None], [-4.0, 44, None]]
     sample = a_sample(reward={"text": "", "meta_info": {"input_token_logprobs": entries}})
