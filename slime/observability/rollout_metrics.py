@@ -71,25 +71,30 @@ def compute_eval_metrics(args: Any, data: Mapping[str, Mapping[str, Sequence[Any
     """
     metrics: dict[str, float] = {}
     for name, results in data.items():
-        samples, rewards = results.get("samples") or [], results["rewards"]
-        truncated = results.get("truncated") or []
-        failed = len(results.get("failed") or [])
+        samples, truncated, rewards = _column(results, "samples"), _column(results, "truncated"), results["rewards"]
+        failed = len(_column(results, "failed"))
         if any(map(failed_and_masked, samples)):
             # An evaluation function of the user's may leave them among the others.
             counted = [position for position, sample in enumerate(samples) if not failed_and_masked(sample)]
             failed += len(samples) - len(counted)
             samples, rewards = [samples[i] for i in counted], [rewards[i] for i in counted]
-            truncated = [truncated[i] for i in counted] if len(truncated) else []
+            truncated = [truncated[i] for i in counted] if truncated else []
         metrics[f"eval/{name}-failed_samples"] = float(failed)
         if len(rewards):
             metrics[f"eval/{name}"] = float(np.mean(np.asarray(rewards, dtype=np.float64)))
         if samples:
             metrics |= _prefixed(f"eval/{name}/", _sample_metrics(args, samples))
-        if len(truncated):
+        if truncated:
             metrics[f"eval/{name}-truncated_ratio"] = float(np.mean(truncated))
         if args.log_passrate and samples:
             metrics |= _prefixed(f"eval/{name}-", pass_rates(samples, rewards))
     return metrics
+
+
+def _column(results: Mapping[str, Sequence[Any]], name: str) -> list[Any]:
+    """A column of a set, a list or an array; empty where it was left out."""
+    column = results.get(name)
+    return [] if column is None else list(column)
 
 
 def compute_rollout_perf_metrics(args: Any, samples: Sequence[Sample], rollout_time: float) -> dict[str, float]:

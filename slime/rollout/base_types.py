@@ -55,7 +55,7 @@ def call_rollout_fn(
 def check_eval_output(output: RolloutFnEvalOutput, source: str) -> None:
     """Raise UserError, naming `source` (flag and path) and the set, unless metrics can be made of `output`.
 
-    `truncated` and `samples` may be left out. A reward is a finite number, but for samples that failed and are masked.
+    All but `rewards` may be left out. A reward is a finite number, but for samples that failed and are masked.
     """
     check_metrics(output.metrics, source)
     if not isinstance(output.data, dict):
@@ -65,16 +65,27 @@ def check_eval_output(output: RolloutFnEvalOutput, source: str) -> None:
         if not isinstance(result, dict) or "rewards" not in result:
             found = f"the keys {sorted(map(str, result))}" if isinstance(result, dict) else type(result).__name__
             raise UserError(f"{where} has {found}; expected {_EVAL_DATA}")
-        columns = {key: result.get(key) for key in ("rewards", "truncated", "samples")}
-        columns = {key: column for key, column in columns.items() if column is not None}
+        columns = {key: result.get(key) for key in ("rewards", "truncated", "samples", "failed")}
+        columns = {key: column for key, column in columns.items() if key == "rewards" or column is not None}
         for key, column in columns.items():
-            if not isinstance(column, list | tuple) and not hasattr(column, "tolist"):
-                raise UserError(f"{where}: `{key}` is {type(column).__name__}; expected a list")
+            _check_column(key, column, where)
+        columns.pop("failed", None)
         counts = {key: len(column) for key, column in columns.items() if key == "rewards" or len(column)}
         if len(set(counts.values())) > 1:
             counted = ", ".join(f"{count} {key}" for key, count in counts.items())
             raise UserError(f"{where} has {counted}; expected lists of one length")
         _check_rewards(result["rewards"], columns.get("samples", []), where)
+
+
+def _check_column(key: str, column: Any, where: str) -> None:
+    of_samples = key in ("samples", "failed")
+    if not isinstance(column, list | tuple) and (of_samples or not hasattr(column, "tolist")):
+        raise UserError(f"{where}: `{key}` is {type(column).__name__}; expected a list")
+    for position, entry in enumerate(column):
+        if of_samples and not isinstance(entry, Sample):
+            raise UserError(f"{where}: {key}[{position}] is {type(entry).__name__}; expected Samples in one flat list")
+        if key == "truncated" and finite_number(entry) is None:
+            raise UserError(f"{where}: {key}[{position}] is {entry!r}; expected true or false")
 
 
 def _check_rewards(rewards: Any, samples: Any, where: str) -> None:

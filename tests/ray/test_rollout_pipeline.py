@@ -5,6 +5,7 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -242,6 +243,11 @@ EVALUATIONS = {
     "set 'aime' has the keys ['reward']; expected set name → {\"rewards\": [...]": {"aime": {"reward": [1.0]}},
     "set 'aime' has list; expected": {"aime": [1.0]},
     "set 'aime': `rewards` is float; expected a list": {"aime": {"rewards": 1.0}},
+    "set 'aime': `rewards` is NoneType; expected a list": {"aime": {"rewards": None}},
+    "set 'aime': `samples` is ndarray; expected a list": {"aime": {"rewards": [1.0], "samples": np.zeros(1)}},
+    "set 'aime': samples[0] is list; expected Samples": {"aime": {"rewards": [1.0], "samples": [[Sample()]]}},
+    "set 'aime': failed[0] is dict; expected Samples": {"aime": {"rewards": [1.0], "failed": [{"reward": None}]}},
+    "set 'aime': truncated[0] is None; expected true or false": {"aime": {"rewards": [1.0], "truncated": [None]}},
     "set 'aime': reward 0 is {'score': 1.0}; expected a finite number": {"aime": {"rewards": [{"score": 1.0}]}},
     "set 'aime': reward 1 is None; expected a finite number": {"aime": {"rewards": [1.0, None]}},
     "set 'aime' has 1 rewards, 2 truncated; expected": {"aime": {"rewards": [1.0], "truncated": [False] * 2}},
@@ -264,6 +270,13 @@ def test_an_evaluation_of_rewards_alone_is_reported_and_dumped(tmp_path, plug_in
     args.save_debug_rollout_data = str(tmp_path / "dumps/{rollout_id}.pt")
     args.returned = {"aime": {"rewards": [1.0, 0]}}
     assert RolloutPipeline(args).evaluate(3)[-1][0]["eval/aime"] == 0.5
+
+
+def test_columns_of_an_evaluation_may_be_arrays(tmp_path, plug_ins):
+    args = parse(tmp_path, "--eval-function-path", f"{plug_ins}:returns_what_is_asked_for")
+    args.returned = {"aime": {"rewards": np.array([1.0, 0.0]), "truncated": np.array([True, False]), "samples": None}}
+    metrics, _ = RolloutPipeline(args).evaluate(3)[-1]
+    assert (metrics["eval/aime"], metrics["eval/aime-truncated_ratio"]) == (0.5, 0.5)
 
 
 def test_metrics_of_a_rollout_are_a_dict(tmp_path, plug_ins):
