@@ -33,11 +33,10 @@ from slime.rollout.generation_call import GenerationCall
 from slime.rollout.rollout_dump import load_rollout, save_evaluation, save_rollout
 from slime.rollout.staleness import hold_to_bound
 from slime.rollout.train_data import convert_samples_to_train_batch, post_process_rewards
-from slime.rollout.user_functions import call_within_request_time, wrong_result_error
+from slime.rollout.user_functions import CallTimedOut, call_for_step, wrong_result_error
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.rollout_batch import split_for_data_parallel
 from slime.training.schedule import schedule_from_args, train_parallel_config
-from slime.utils.async_utils import run
 from slime.utils.errors import UserError
 from slime.utils.misc import Box
 from slime.utils.plugin_loader import calling_user_code, load_function
@@ -63,6 +62,8 @@ class RolloutPipeline:
         self.states: DataSourceSnapshots | None = None
         # Of the calls that are under way, by their names.
         self._progress: dict[str, Progress] = {}
+        # Flags of log functions that did not return.
+        self._given_up: set[str] = set()
         self.args = SharedArguments(args)
         if args.load_debug_rollout_data is None:
             self.data_source = create_data_source(self.args)
@@ -145,9 +146,8 @@ class RolloutPipeline:
         check_metrics(output.metrics, source)
         if args.rollout_sample_filter_path is not None:
             flag, path = "--rollout-sample-filter-path", args.rollout_sample_filter_path
-            sample_filter = load_function(path, flag=flag)
             called = flag, path, f"rollout {rollout_id}"
-            returned = run(call_within_request_time(args, *called, sample_filter, args, output.samples))
+            returned = call_for_step(args, *called, args, output.samples)
             if returned is not None and returned is not output.samples:
                 raise wrong_result_error(
                     *called, returned, "None: a sample is left out by `sample.remove_sample = True`"
@@ -171,7 +171,7 @@ class RolloutPipeline:
     def logged_by_user(self, rollout_id: int, samples: list[Any], metrics: dict[str, Any], seconds: float) -> bool:
         """Whether a user's function logged the rollout in the place of the usual metrics."""
         flag, path = "--custom-rollout-log-function-path", self.args.custom_rollout_log_function_path
-        return _call_log_function(flag, path, rollout_id, self.args, samples, metrics, seconds)
+        return self._call_log_function(flag, path, rollout_id, samples, metrics, seconds)
 
     def evaluate(self, rollout_id: int, *, before: bool = False) -> list[LoggedMetrics]:
         """Evaluate all data sets, `before` training on `rollout_id` or after it, and return what was logged."""
@@ -185,12 +185,27 @@ class RolloutPipeline:
             if args.save_debug_rollout_data is not None:
                 save_evaluation(args.save_debug_rollout_data, rollout_id, output.data, before_training=before)
             flag, path = "--custom-eval-rollout-log-function-path", args.custom_eval_rollout_log_function_path
-            if not _call_log_function(flag, path, rollout_id, args, output.data, output.metrics):
+            if not self._call_log_function(flag, path, rollout_id, output.data, output.metrics):
                 metrics = merge_extra_metrics(compute_eval_metrics(args, output.data), output.metrics, "eval/")
                 # An evaluation stands at the number of rollouts that are trained: its weights were, too, where each of them
                 # is pushed, and it is at the step of the rollout that is generated with the same weights.
                 logged.append(({**metrics, "eval/step": rollout_id + (not before)}, "eval/step"))
         return logged
+
+    def _call_log_function(self, flag: str, path: str | None, rollout_id: int, *arguments: Any) -> bool:
+        """Call a user's log function, if there is one. That it fails, or does not return, is reported and never ends the run;
+        one that did not return is called no more, since every step would wait for it as long."""
+        if path is None or flag in self._given_up:
+            return False
+        try:
+            called = flag, path, f"rollout {rollout_id}"
+            return bool(call_for_step(self.args, *called, rollout_id, self.args, *arguments))
+        except Exception as error:
+            is_late = isinstance(error.__cause__, CallTimedOut)
+            if is_late:
+                self._given_up.add(flag)
+            logger.exception("%s %s failed; default logging is used%s", flag, path, " from here on" if is_late else "")
+            return False
 
 
 def batch_schedule(args: argparse.Namespace, batch: dict[str, Any]) -> DPSchedule:
@@ -209,18 +224,6 @@ def _calling(flag: str, path: str, subject: str) -> contextlib.AbstractContextMa
     if path.startswith("slime."):
         return contextlib.nullcontext()
     return calling_user_code(flag, path, subject)
-
-
-def _call_log_function(flag: str, path: str | None, rollout_id: int, args: argparse.Namespace, *arguments: Any) -> bool:
-    """Call a user's log function, if there is one. That it fails, or does not return, is reported and never ends the run."""
-    if path is None:
-        return False
-    try:
-        called = flag, path, f"rollout {rollout_id}", load_function(path, flag=flag)
-        return bool(run(call_within_request_time(args, *called, rollout_id, args, *arguments)))
-    except Exception:
-        logger.exception("%s %s failed; default logging is used", flag, path)
-        return False
 
 
 def _raw_reward(args: argparse.Namespace, samples: Sequence[Sample]) -> dict[str, float]:

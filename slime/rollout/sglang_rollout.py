@@ -394,7 +394,8 @@ class RolloutStep:
         called = ALL_SAMPLES_FLAG, path, f"rollout {self.rollout_id}"
         process = load_function(path, flag=ALL_SAMPLES_FLAG)
         given = self.args, self.all_finished, self.data_source
-        returned = await call_within_request_time(self.args, *called, process, *given)
+        with self._busy(f"{ALL_SAMPLES_FLAG} {path}"):
+            returned = await call_within_request_time(self.args, *called, process, *given)
         if returned is not None and returned is not self.all_finished:
             raise wrong_result_error(*called, returned, "None: what it returns would be used nowhere")
 

@@ -21,14 +21,12 @@ import numpy as np
 
 from slime.algorithms.estimators import estimator
 from slime.rollout.generate_state import samples_among_some
-from slime.rollout.user_functions import call_within_request_time
+from slime.rollout.user_functions import call_for_step
 from slime.training.keep_set import OFFSETS
 from slime.training.rollout_batch import TrainBatch, build_train_batch, refuse_images, train_batch_from_columns
 from slime.training.routing_replay import ROUTED_EXPERTS, check_routed_experts, routed_experts_column
-from slime.utils.async_utils import run
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
-from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample, failed_and_masked
 
 logger = logging.getLogger(__name__)
@@ -49,8 +47,7 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
     path = args.custom_convert_samples_to_train_data_path
     if path is not None:
         flag = "--custom-convert-samples-to-train-data-path"
-        convert = load_function(path, flag=flag)
-        columns = run(call_within_request_time(args, flag, path, f"{len(samples)} samples", convert, args, samples))
+        columns = call_for_step(args, flag, path, f"{len(samples)} samples", args, samples)
         batch = train_batch_from_columns(columns, f"{flag} {path}")
     else:
         raw_rewards, rewards = post_process_rewards(args, samples)
@@ -86,8 +83,7 @@ def post_process_rewards(
     path = args.custom_reward_post_process_path
     if path is not None:
         flag = "--custom-reward-post-process-path"
-        process = load_function(path, flag=flag)
-        result = run(call_within_request_time(args, flag, path, f"{len(samples)} samples", process, args, samples))
+        result = call_for_step(args, flag, path, f"{len(samples)} samples", args, samples)
         return _checked(result, samples, f"{flag} {path}")
     values = [_reward_of(args, sample) for sample in samples]
     raw = [_raw_reward(sample, value) for sample, value in zip(samples, values, strict=True)]

@@ -26,8 +26,15 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
+from slime.utils.async_utils import run
 from slime.utils.errors import RunError, UserError
-from slime.utils.plugin_loader import containing_endings, is_coroutine_function, parameters_of, user_function_error
+from slime.utils.plugin_loader import (
+    containing_endings,
+    is_coroutine_function,
+    load_function,
+    parameters_of,
+    user_function_error,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +42,7 @@ logger = logging.getLogger(__name__)
 # least. Twice: what an abort interrupted may still be running when the calls of the next step meet their limit.
 LEFT_BEHIND_PER_SLOT = 2
 MIN_LEFT_BEHIND = 64
+REPORT_AFTER_S = 30.0
 
 
 class CallKind(enum.IntEnum):
@@ -187,6 +195,27 @@ async def call_within_request_time(
         raise UserError(late) from error
     except Exception as error:
         raise user_function_error(flag, path, subject, error) from error
+
+
+def call_for_step(args: Any, flag: str, path: str, subject: str, *arguments: Any) -> Any:
+    """`call_within_request_time` of the function at `path`, from a thread. Nothing else of the step goes on meanwhile, which a
+    line says every 30 s."""
+    call = call_within_request_time(args, flag, path, subject, load_function(path, flag=flag), *arguments)
+    return run(_telling(f"{flag} {path}, called for {subject},", call))
+
+
+async def _telling(who: str, call: Awaitable[Any]) -> Any:
+    async def tell() -> None:
+        started = time.monotonic()
+        while True:
+            await asyncio.sleep(REPORT_AFTER_S)
+            logger.info("%s has not returned for %.0f s; the step waits for it", who, time.monotonic() - started)
+
+    telling = asyncio.create_task(tell())
+    try:
+        return await call
+    finally:
+        telling.cancel()
 
 
 async def _within(timeout: float | None, awaitable: Awaitable[Any]) -> Any:

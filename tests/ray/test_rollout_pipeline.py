@@ -37,6 +37,7 @@ def never_returns(args, data):
     args.goes_on.wait(60)
 
 def never_returns_a_log(rollout_id, args, *given):
+    args.waiting.append(rollout_id)
     args.goes_on.wait(60)
 
 def leaves(*arguments):
@@ -226,17 +227,20 @@ def test_a_log_function_that_fails_or_never_returns_is_only_reported(tmp_path, p
         words += [flag, f"{plug_ins}:{name}"]
     words += ["--rollout-function-path", f"{plug_ins}:groups", "--eval-function-path", f"{plug_ins}:groups"]
     args = parse(tmp_path, *words)
-    args.goes_on = threading.Event()
+    args.goes_on, args.waiting = threading.Event(), []
     try:
         pipeline = RolloutPipeline(args)
-        assert "rollout/response_len/mean" in pipeline.generate(3).logged[-1][0], "the usual metrics"
-        assert "eval/held_out" in pipeline.evaluate(3)[-1][0]
+        for rollout_id in (3, 4):
+            assert "rollout/response_len/mean" in pipeline.generate(rollout_id).logged[-1][0], "the usual metrics"
+            assert "eval/held_out" in pipeline.evaluate(rollout_id)[-1][0]
     finally:
         args.goes_on.set()
+    told = {"fails": "", "leaves": "", "never_returns_a_log": " from here on"}[name]
     for flag in flags:
-        assert f"{flag} {plug_ins}:{name} failed; default logging is used" in caplog.text
+        assert f"{flag} {plug_ins}:{name} failed; default logging is used{told}\n" in caplog.text
     if name == "never_returns_a_log":
         assert f"{plug_ins}:{name} did not return within --http-request-timeout 0.2 s" in caplog.text
+        assert args.waiting == [3, 3], "of every later step nobody waits for it"
 
 
 EVALUATIONS = {

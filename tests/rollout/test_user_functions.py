@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from slime.rollout.user_functions import (
     CallSlots,
     CallTimedOut,
     TooManyLeftBehind,
+    call_for_step,
     call_user_function,
     left_behind,
 )
@@ -385,3 +387,23 @@ def test_a_machine_without_further_threads_is_named(monkeypatch):
 
     with pytest.raises(RunError, match=r"no thread could be started for len: can't start .*--rm-concurrency"):
         run(main())
+
+
+def test_a_function_that_a_whole_step_waits_for_is_told_of(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "def convert(args, samples):\n    assert args.told.wait(60)\n    return samples\n"
+    )
+    flag, path = "--custom-convert-samples-to-train-data-path", f"{tmp_path}/mine.py:convert"
+    told, lines = threading.Event(), []
+    monkeypatch.setattr(user_functions, "REPORT_AFTER_S", 0.01)
+    monkeypatch.setattr(
+        user_functions.logger, "info", lambda message, *given: lines.append(message % given) or told.set()
+    )
+    args = SimpleNamespace(http_request_timeout=LIMIT_S, told=told)
+    assert call_for_step(args, flag, path, "8 samples", args, [1]) == [1]
+    assert lines[0] == f"{flag} {path}, called for 8 samples, has not returned for 0 s; the step waits for it"
+
+    async def telling():
+        return [task for task in asyncio.all_tasks() if task.get_coro().__name__ == "tell"]
+
+    assert async_utils.run(telling()) == [], "nobody waits for it any more"
