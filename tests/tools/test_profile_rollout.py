@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import json
+import socket
 import threading
 
 import pytest
@@ -98,6 +99,10 @@ def test_what_is_no_router_is_told(servers, words, tmp_path):
     assert KEY not in str(error.value)
     with pytest.raises(RunError, match="http://127.0.0.1:1/workers: ConnectionError"):
         main(["--router-url", "http://127.0.0.1:1", "--action", "stop"])
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(RunError, match=f"^{url}/workers: did not answer within --timeout 0.2 s"):
+            main(["--router-url", url, "--action", "stop", "--timeout", "0.2"])
     for wrong in (
         ["--router-url", "10.0.0.1:3000", "--action", "stop"],
         words,
