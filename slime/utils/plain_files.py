@@ -52,7 +52,7 @@ def decode_plain(value: Any, decode_other: Callable[[dict[str, Any]], Any]) -> A
     if "__tuple__" in value:
         return tuple(decode_plain(value["__tuple__"], decode_other))
     if "__items__" in value:
-        return {key: decode_plain(entry, decode_other) for key, entry in decode_plain(value["__items__"], decode_other)}
+        return dict(decode_plain(value["__items__"], decode_other))
     if any(key.startswith("__") for key in value):
         return decode_other(value)
     return {key: decode_plain(entry, decode_other) for key, entry in value.items()}
