@@ -145,7 +145,7 @@ async def call_user_function(
     Raises:
         CallTimedOut: no result within `timeout` seconds, counted from when the call starts to run.
         TooManyLeftBehind: too many earlier calls are beyond their time limit and still occupy their threads.
-        EndingRaised: it raised SystemExit, KeyboardInterrupt, or a CancelledError although nobody cancels this call.
+        EndingRaised: it raised what is no `Exception`, or a CancelledError although nobody cancels this call.
         RunError: the machine gives us no further thread.
     """
     keywords = keywords or {}

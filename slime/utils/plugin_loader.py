@@ -324,14 +324,18 @@ class EndingRaised(RuntimeError):
 
 @contextlib.contextmanager
 def containing_endings() -> Iterator[None]:
-    """Raise EndingRaised for what the block, code of the user's, raises beside errors: SystemExit and KeyboardInterrupt, which
-    would end the event loop or the actor that it runs in, and a CancelledError, for which its caller would count as cancelled.
+    """Raise EndingRaised for what the block, code of the user's, raises that is no `Exception`: SystemExit and
+    KeyboardInterrupt, which would end the event loop or the actor that it runs in, a CancelledError, for which its caller would
+    count as cancelled, and what is to pass every `except Exception`, ours too, such as time limits of graders.
 
-    A cancellation of the task that the block runs in, and the interruption of the main thread, by Ctrl-C, pass as they are.
+    A cancellation of the task that the block runs in, its end (GeneratorExit), and the interruption of the main thread, by
+    Ctrl-C, pass as they are.
     """
     try:
         yield
-    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+    except (Exception, GeneratorExit):
+        raise
+    except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
         if interrupted or (isinstance(error, asyncio.CancelledError) and _is_being_cancelled()):
             raise

@@ -39,6 +39,7 @@ CANCELLING = (
     "    task = asyncio.ensure_future(asyncio.Event().wait())\n    await asyncio.sleep(0)\n"
     "    task.cancel('no entry')\n    await task\n"
 )
+LATE = "class TooLate(BaseException): ...\n" + LEAVING.replace("SystemExit", "TooLate")
 FAULTS = {
     "a generate function": ("custom_generate_function_path", RAISING, "KeyError"),
     "one for groups": ("custom_generate_function_path", RAISING_FOR_GROUPS, "KeyError"),
@@ -46,6 +47,7 @@ FAULTS = {
     "a generate function that leaves": ("custom_generate_function_path", f"async {LEAVING}", "SystemExit"),
     "a reward that leaves": ("custom_rm_path", f"async {LEAVING}", "SystemExit"),
     "a plain reward that leaves": ("custom_rm_path", LEAVING, "SystemExit"),
+    "a reward whose time limit is no Exception": ("custom_rm_path", LATE, "TooLate"),
     "a generate function that cancels a task of its own": (
         "custom_generate_function_path", CANCELLING, "CancelledError",
     ),
