@@ -1,12 +1,27 @@
-"""The page on the toy run: the commands of its tables are taken."""
+"""The page on the toy run: the commands of its tables are taken, and those of the same script on other pages."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 
 from slime.arguments import parse_args
 from tests.support.models.toy_task import ToyTask
 from tests.support.processes.quickstart import COMMANDS
+from tests.support.tables.page import blocks
+
+_SCRIPT = "bash scripts/quickstart.sh"
+
+
+def commands_of_blocks() -> list[str]:
+    """What stands behind the script's name in the blocks of all pages, without words for an example of its own."""
+    pages = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
+    texts = [text.replace("\\\n", " ") for page in pages for kind, text in blocks(page) if kind == "bash"]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith(_SCRIPT)]
+    return sorted({" ".join(line.removeprefix(_SCRIPT).split()) for line in lines if "--example" not in line})
+
+
+OTHERS = [words for words in commands_of_blocks() if words not in {" ".join(command.split()) for command in COMMANDS}]
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +33,11 @@ def test_every_mode_has_its_command():
     assert len(COMMANDS) >= 13
 
 
-@pytest.mark.parametrize("words", COMMANDS)
+def test_the_blocks_of_other_pages_are_found():
+    assert len(OTHERS) >= 7 and any("rollout_buffer" in words for words in OTHERS)
+
+
+@pytest.mark.parametrize("words", [*COMMANDS, *OTHERS])
 def test_commands_break_no_rule(toy_task, words):
     program, flags = toy_task.command(*shlex.split(words))
     assert program == ("train_async.py" if "--async" in words else "train.py")

@@ -19,10 +19,12 @@ COMMANDS = [text for kind, text in blocks(PAGE) if kind == "bash"]
 
 
 def test_the_command_of_the_run(tmp_path):
-    (command,) = [text for text in COMMANDS if "RUN/train.sh" in text]
-    words = shlex.split(command.partition("RUN/train.sh")[2].replace("\\\n", " "))
-    args = parse(tmp_path, *words)
-    assert args.rollout_task_type == "my_task" and args.rollout_buffer_url == "http://127.0.0.1:8889"
+    (command,) = [text for text in COMMANDS if "scripts/quickstart.sh" in text]
+    (line,) = [line for line in command.replace("\\\n", " ").splitlines() if "scripts/quickstart.sh" in line]
+    # As the quick start does, the run evaluates.
+    evaluation = ["--eval-interval", "2", "--eval-prompt-data", "held_out", str(tmp_path / "prompts.jsonl")]
+    args = parse(tmp_path, *evaluation, *shlex.split(line.partition(" -- ")[2]))
+    assert args.rollout_task_type == "math" and args.rollout_buffer_url == "http://127.0.0.1:8889"
 
 
 def test_the_words_of_the_service():

@@ -19,6 +19,7 @@ import torch
 
 from tests.support.models.tiny_task import PLUG_INS, ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT, TinyTask
 from tests.support.processes.train_process import ListeningSocket, TrainProcess, checkpoint_tensors
+from tests.support.tables.metrics_page import unnamed
 
 ROLLOUTS = range(6)
 RESUMED = (3, 4, 5)
@@ -117,6 +118,11 @@ def test_trainer_and_engines_agree_on_log_probs_after_every_weight_update(finish
     # The weights have moved meanwhile, by far more than that.
     kl = finished_run.process.scalars("train/kl_loss")
     assert kl[0] == 0 and kl[5] > 100 * LOG_PROB_GATE
+
+
+def test_the_reference_names_every_metric(finished_run):
+    tags = finished_run.process.scalar_tags()
+    assert len(tags) > 40 and unnamed(tags) == []
 
 
 def test_the_engines_proved_that_they_hold_the_weights(output):

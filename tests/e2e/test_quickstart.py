@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.processes.plain_engine import KEY, PlainEngine
 from tests.support.processes.quickstart import COMMANDS, quickstart
+from tests.support.tables.metrics_page import unnamed
+from tools.report import read_event_directory
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +65,4 @@ def test_every_arrangement_of_the_page_trains(first, tmp_path, words):
     assert len(differences) == 2 and len(re.findall(r"evaluation (?:before|after)", output)) == 2
     # Whoever generates ahead has tokens of older weights.
     assert differences[0] <= 1e-5 and (differences[1] <= 1e-5) == ("--async" not in of_script)
+    assert unnamed(read_event_directory(directory / "seed-0/runs" / tmp_path.name / "tensorboard")) == []
