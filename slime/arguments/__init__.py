@@ -4,18 +4,24 @@
 Face config → derived values → rules → initial weights. Words that are no values end it at once, because nothing can be
 concluded from them; unknown flags and all other violations are reported in one message. Whatever these steps have to say
 beside a refusal, warnings and remarks, is said once, when the flags are accepted.
+
+What the declarations of flags say of their values is asked here too: numbers within bounds, flags that lack another or change
+nothing. Bounds are asked for before anything is derived: nothing follows from a size of 0. A number out of its bounds is
+replaced by a harmless one, so that the other rules can be asked too; what they say about that flag is left out.
 """
 
 import argparse
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from slime.arguments.bounds import missing_needs, replace_wrong_sizes, warn_of_idle_flags, warn_of_unusual_values
 from slime.arguments.config_files.custom_config import apply_custom_config, overruled_values
 from slime.arguments.config_files.role_config import apply_role_config, begin_critic, keep_critic, of_critic
 from slime.arguments.derivation import derive, derive_critic, resolve_aliases
-from slime.arguments.flag import flag_of
+from slime.arguments.flag import attribute_of, flag_of
+from slime.arguments.groups import BOUNDS, OWN_FLAGS
 from slime.arguments.hf_config import apply_hf_config, read_hf_config, takes_shape_of_config
 from slime.arguments.model_shape import padded_vocabulary
 from slime.arguments.origins import Origin, recording
@@ -27,11 +33,23 @@ from slime.arguments.rules.megatron import EXTENSION_RULES, MEGATRON_RULES
 from slime.arguments.rules.not_built import MODEL_NAME_RULES, NOT_BUILT_RULES
 from slime.arguments.rules.serving import PLACEMENT_RULES, SERVING_RULES
 from slime.arguments.server_flags import keep_names_equal
-from slime.arguments.violations import NOTED, Kind, Refusal, Rule, Violation, about, of_kind, without_consequences
+from slime.arguments.violations import (
+    NOTED,
+    Kind,
+    Refusal,
+    Rule,
+    Violation,
+    about,
+    broken,
+    of_kind,
+    without_consequences,
+)
 from slime.observability.logging_utils import said_when_it_ends
 from slime.utils.errors import UserError
 
 __all__ = ["build_parser", "parse_args", "validate_args"]
+
+logger = logging.getLogger(__name__)
 
 _NO_FLAGS = (
     "no flags were given. A run needs at least --hf-checkpoint, --prompt-data, --rollout-batch-size, --num-rollout, "
@@ -146,6 +164,67 @@ def _apply_shape(args: argparse.Namespace) -> list[Violation]:
             return [] if args.debug_rollout_only else apply_hf_config(args, config)
     except UserError as error:
         return [*about([error], "--hf-checkpoint")]
+
+
+def replace_wrong_sizes(args: argparse.Namespace) -> dict[str, Violation]:
+    """A violation for every number out of its bounds, by attribute, and for the one size that has no default.
+
+    Afterwards each of these attributes holds a number that nothing fails on.
+    """
+    wrong: dict[str, Violation] = {}
+    if args.rollout_batch_size is None:
+        template = "{--rollout-batch-size} is needed: the number of prompts per rollout step, for example 32"
+        wrong["rollout_batch_size"] = broken(args, template, kind=Kind.OUT_OF_BOUNDS)
+        args.rollout_batch_size = 1
+    for name, bounds in BOUNDS.items():
+        for number in _numbers(args, name):
+            problem = bounds.problem(number)
+            if problem is not None:
+                wrong[name] = Violation((flag_of(name),), f"{flag_of(name)} {number}: {problem}", Kind.OUT_OF_BOUNDS)
+                setattr(args, name, bounds.replacement)
+                args.typed_flags.discard(name)
+    return wrong
+
+
+def _numbers(args: argparse.Namespace, name: str) -> list[Any]:
+    """The numbers that a flag was given: some take several, of which each has the bounds."""
+    value = vars(args)[name]
+    return [number for number in (value if isinstance(value, list) else [value]) if number is not None]
+
+
+def warn_of_unusual_values(args: argparse.Namespace) -> Iterator[Violation]:
+    """Warns of numbers that can be meant and rarely are; yields nothing."""
+    for name, bounds in BOUNDS.items():
+        for number in _numbers(args, name) if bounds.unusual is not None and name in args.typed_flags else ():
+            most, usual = bounds.unusual
+            if number > most:
+                logger.warning("%s %s: that is far above what is usual, %s", flag_of(name), number, usual)
+    yield from ()
+
+
+def missing_needs(args: argparse.Namespace) -> Iterator[Violation]:
+    """A violation for every flag that was typed without the one that it needs.
+
+    What follows from another flag is that flag's affair: `--release-train` needs `--save` by itself.
+    """
+    for name, flag in OWN_FLAGS.items():
+        if flag.needs is None or name not in args.typed_flags or vars(args)[name] is None or vars(args)[name] is False:
+            continue
+        violation = broken(args, "{0=} needs " + flag.needs, flag_of(name))
+        if not vars(args)[attribute_of(violation.flags[1])]:
+            yield violation
+
+
+def warn_of_idle_flags(args: argparse.Namespace) -> Iterator[Violation]:
+    """Warns of flags that are accepted and change nothing beside the others, once for each reason; yields nothing."""
+    for name, flag in OWN_FLAGS.items():
+        for idle in flag.idle if name in args.typed_flags else ():
+            value = vars(args)[name]
+            if value is None or value is False:
+                continue
+            if (value != flag.default or idle.tells_default) and idle.when(args):
+                logger.warning("%s: no effect %s", flag_of(name), idle.reason)
+    yield from ()
 
 
 # Own rules, then those of Megatron, then those of the engines.
