@@ -151,7 +151,8 @@ check_result() {
   if ! "$VENV/bin/python" -c 'import torch, slime' >>"$LOG" 2>&1; then
     tail -n 3 "$LOG" >&2
     printf 'install: %s\n' "torch or slime does not start in the new environment; the whole output is in $LOG." \
-      "Remove .venv, look at pip's index settings (pip config list), and run this again." >&2
+      "Remove .venv, look at pip's index settings (pip config list), and run this again." \
+      "What else is wrong here, and what to do: $VENV/bin/python -m slime.doctor" >&2
     exit 1
   fi
 }

@@ -29,6 +29,7 @@ FLOORS = {
     "slime.backends.sglang_utils": 3,
     "slime.rehearsal": 3,
     "slime.ray": 4,
+    "slime.doctor": 4,
     "slime.plugins": 4,
 }
 WORKERS = 3

@@ -1,0 +1,3 @@
+from slime.doctor import main
+
+raise SystemExit(main())
