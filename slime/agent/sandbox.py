@@ -479,7 +479,8 @@ class E2BSandbox:
         try:
             self._package = importlib.import_module("e2b")
         except ImportError as error:
-            raise UserError(f"E2BSandbox needs the package e2b ({error}): pip install 'slime[e2b]'") from error
+            # Not as `slime[e2b]`: pip would look for what the other packages ask for too, which the pins leave out on purpose.
+            raise UserError(f"E2BSandbox needs the package e2b, the extra e2b ({error}): pip install e2b") from error
         names = [name for name in _FINAL if hasattr(self._package, name)]
         self._final = tuple(getattr(self._package, name) for name in names)
         # A second sandbox would be there, and paid for, until the end of its lifetime.

@@ -115,7 +115,7 @@ def follow(response: str, prompt: str, instructions: list[list]) -> list[bool] |
         if name not in checks:
             return (
                 f"no check is installed for instruction {name}: those of IFEval come with the extra ifbench (pip install "
-                "'slime[ifbench]'), those of IFBench with a copy of its repository on PYTHONPATH"
+                "'lm-eval[ifeval]'), those of IFBench with a copy of its repository on PYTHONPATH"
                 f"{f' ({failures})' if failures else ''}"
             )
         # What a check is not told it draws.

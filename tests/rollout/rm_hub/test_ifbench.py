@@ -118,7 +118,7 @@ def test_w3_a_check_without_an_end_is_given_up():
 @pytest.mark.parametrize(
     ("instruction", "message"),
     [
-        (("count:unknown", {}), r"no check is installed for instruction count:unknown: .*slime\[ifbench\]"),
+        (("count:unknown", {}), r"no check .* count:unknown: .*the extra ifbench \(pip install 'lm-eval\[ifeval\]'\)"),
         (("words", {"number": 3}), "words refuses its kwargs {'number': 3}: TypeError"),
         (
             ("no_data", {}),
