@@ -57,10 +57,13 @@ def main(
     argv: list[str] | None = None,
     *,
     asynchronous: bool = False,
+    add_custom_arguments: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
 ) -> int:
     """Parse the command line, run `train(args, progress)` in a session, and return the exit status.
 
-    `asynchronous`: the loop generates while it trains, which some flags do not go with.
+    Args:
+        asynchronous: the loop generates while it trains, which some flags do not go with.
+        add_custom_arguments: adds the flags of a driver of the user's own, as `parse_args` takes it.
     """
     # A plan and the result of a check have the standard output for themselves: a program may read them.
     words = sys.argv[1:] if argv is None else argv
@@ -70,7 +73,7 @@ def main(
     _terminated.clear()
     args, progress = None, RunProgress()
     try:
-        args = parse_args(argv=argv, asynchronous=asynchronous)
+        args = parse_args(add_custom_arguments=add_custom_arguments, argv=argv, asynchronous=asynchronous)
         StartupClock().mark("arguments")
         configure_logger(args.log_level, stream)
         for message in env.warnings_about_names():

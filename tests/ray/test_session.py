@@ -27,8 +27,8 @@ def run(tmp_path, monkeypatch, capsys, log_of_a_run):
     monkeypatch.setattr(filesystem.tempfile, "tempdir", str(temporary))
     monkeypatch.chdir(tmp_path)
 
-    def run(train, *words):
-        status = main(train, [*command_line(tmp_path), *words])
+    def run(train, *words, **options):
+        status = main(train, [*command_line(tmp_path), *words], **options)
         shown = capsys.readouterr()
         return status, re.sub(r"^\d\d:\d\d:\d\d ", "", shown.out + shown.err, flags=re.MULTILINE).splitlines()
 
@@ -40,6 +40,17 @@ def test_what_was_said_is_told_and_what_follows_from_it_on_request(run):
         status, lines = run(lambda args, progress: None, *words)
         assert status == 0 and "configuration (what differs from the defaults):" in lines
         assert ("configuration (what follows):" in lines) is told
+
+
+def test_a_driver_of_the_users_own_has_flags_of_its_own(run):
+    def add(parser):
+        parser.add_argument("--patience", type=int, default=3)
+        return parser
+
+    found = []
+    status, lines = run(lambda args, progress: found.append(args.patience), "--patience", "5", add_custom_arguments=add)
+    assert (status, found) == (0, [5])
+    assert any("patience 5" in line for line in lines)
 
 
 def test_a_variable_of_ours_that_nothing_reads_is_told_at_the_start(run, monkeypatch):
