@@ -247,6 +247,16 @@ plan() {
   "$PYTHON_BIN" "$PROGRAM" "${GRPO_RUN_ARGS[@]//"$TASK_DIR/"/"$TASK_COPY/"}" --dry-run
 }
 
+# Tells what is wrong with the flags of step 4 before step 3, which takes minutes. A plan does not mind that the model that it
+# starts from is not there yet.
+check_flags() {
+  local told
+  if ! told="$("$PYTHON_BIN" "$PROGRAM" "${GRPO_RUN_ARGS[@]}" --dry-run 2>&1 >/dev/null)"; then
+    printf '%s\n' "$told" >&2
+    exit 2
+  fi
+}
+
 SFT_RUN_ARGS=(
   "${MODEL_ARGS[@]}" "${PERF_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SFT_ARGS[@]}"
   --seed "$((1234 + SEED))" --rollout-seed "$((42 + SEED))" ${EXAMPLE_SFT_ARGS[@]+"${EXAMPLE_SFT_ARGS[@]}"}
@@ -276,6 +286,7 @@ step "3/5 teach by demonstrations: $SFT_DIR"
 if [[ -f "$SFT_DIR/latest_checkpointed_iteration.txt" ]]; then
   echo "reused"
 else
+  check_flags
   TENSORBOARD_DIR="$SFT_DIR/tensorboard" "$PYTHON_BIN" train.py "${SFT_RUN_ARGS[@]}"
 fi
 

@@ -131,10 +131,10 @@ def quickstart_with_stub(tmp_path: Path) -> str:
     return str(copy)
 
 
-def add_interpreter(root: Path) -> None:
+def add_interpreter(root: Path, first: str = "") -> None:
     stub = root / ".venv" / "bin" / "python"
     stub.parent.mkdir(parents=True)
-    stub.write_text('#!/bin/sh\necho "$@"\n')
+    stub.write_text(f'#!/bin/sh\n{first}\necho "$@"\n')
     stub.chmod(0o755)
 
 
@@ -169,6 +169,14 @@ def test_quickstart_reinforces_with_the_asynchronous_loop_when_asked(tmp_path: P
     assert result.returncode == 0, result.stderr
     _, taught, reinforced = [line for line in result.stdout.splitlines() if ".py" in line]
     assert taught.startswith("train.py ") and reinforced.startswith("train_async.py ")
+
+
+def test_quickstart_tells_of_a_wrong_flag_before_it_teaches(tmp_path: Path, quickstart_with_stub: str) -> None:
+    add_interpreter(tmp_path, 'case "$*" in *--kl-los-coef*) echo "unknown flag" >&2; exit 2 ;; esac')
+    (tmp_path / "scripts" / "install.sh").touch()
+    result = bash(quickstart_with_stub, "--dir", str(tmp_path / "out"), "--", "--kl-los-coef", "1")
+    assert result.returncode == 2 and result.stderr == "unknown flag\n"
+    assert "make_toy_task.py" in result.stdout and "sft_loss" not in result.stdout
 
 
 def test_quickstart_says_what_a_plan_needs(quickstart_with_stub: str) -> None:
