@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 _DOTTED = re.compile(r"(?<![\w./-])slime(?:_plugins)?(?:\.[A-Za-z_]\w*)+(?![\w/])")
 _IMPORTED = re.compile(r"^from (slime[\w.]*) import (\([^)]*\)|.*)", re.MULTILINE)
 _FILE = re.compile(
