@@ -103,7 +103,8 @@ SERVER=()
 SERVER_PORT=""
 prepare() { :; }
 if [[ -n "$EXAMPLE" ]]; then
-  [[ -f "examples/$EXAMPLE/quickstart.sh" ]] || refuse "--example '$EXAMPLE': there is no examples/$EXAMPLE/quickstart.sh"
+  [[ -f "examples/$EXAMPLE/quickstart.sh" ]] || refuse "--example '$EXAMPLE': there is no examples/$EXAMPLE/quickstart.sh" \
+    "bash scripts/quickstart.sh --help lists those that there are."
 fi
 
 PYTHON_BIN=.venv/bin/python
@@ -247,11 +248,11 @@ plan() {
   "$PYTHON_BIN" "$PROGRAM" "${GRPO_RUN_ARGS[@]//"$TASK_DIR/"/"$TASK_COPY/"}" --dry-run
 }
 
-# Tells what is wrong with the flags of step 4 before step 3, which takes minutes. A plan does not mind that the model that it
-# starts from is not there yet.
-check_flags() {
+# Tells what is wrong with flags and files of step 4 before step 3, which takes minutes. The model that nobody has taught stands
+# for the one that step 4 starts from.
+check_step_4() {
   local told
-  if ! told="$("$PYTHON_BIN" "$PROGRAM" "${GRPO_RUN_ARGS[@]}" --dry-run 2>&1 >/dev/null)"; then
+  if ! told="$("$PYTHON_BIN" "$PROGRAM" "${GRPO_RUN_ARGS[@]//"$SFT_DIR"/"$TASK_DIR/model"}" --check 2>&1 >/dev/null)"; then
     printf '%s\n' "$told" >&2
     exit 2
   fi
@@ -286,7 +287,7 @@ step "3/5 teach by demonstrations: $SFT_DIR"
 if [[ -f "$SFT_DIR/latest_checkpointed_iteration.txt" ]]; then
   echo "reused"
 else
-  check_flags
+  check_step_4
   TENSORBOARD_DIR="$SFT_DIR/tensorboard" "$PYTHON_BIN" train.py "${SFT_RUN_ARGS[@]}"
 fi
 

@@ -172,10 +172,11 @@ def test_quickstart_reinforces_with_the_asynchronous_loop_when_asked(tmp_path: P
 
 
 def test_quickstart_tells_of_a_wrong_flag_before_it_teaches(tmp_path: Path, quickstart_with_stub: str) -> None:
-    add_interpreter(tmp_path, 'case "$*" in *--kl-los-coef*) echo "unknown flag" >&2; exit 2 ;; esac')
+    add_interpreter(tmp_path, 'case "$*" in *--check) echo "wrong: $*" >&2; exit 2 ;; esac')
     (tmp_path / "scripts" / "install.sh").touch()
     result = bash(quickstart_with_stub, "--dir", str(tmp_path / "out"), "--", "--kl-los-coef", "1")
-    assert result.returncode == 2 and result.stderr == "unknown flag\n"
+    assert result.returncode == 2 and result.stderr.startswith("wrong: train.py ")
+    assert f"--ref-load {tmp_path}/out/seed-0/task/model --load" in result.stderr and "--kl-los-coef 1" in result.stderr
     assert "make_toy_task.py" in result.stdout and "sft_loss" not in result.stdout
 
 
