@@ -87,11 +87,15 @@ def tensor_parallel_size(args: argparse.Namespace) -> int:
     return args.rollout_num_gpus_per_engine // (args.sglang_pp_size or 1)
 
 
+def attention_groups(args: argparse.Namespace) -> int:
+    """Groups of an engine's ranks that each attend to requests of their own (data-parallel attention); 1: all to all."""
+    return (args.sglang_dp_size or 1) if args.sglang_enable_dp_attention else 1
+
+
 # Tokens of a kept set that a server tells where --sglang-sampling-mask-max-tokens does not say how many.
 TOLD_TOKENS = 4096
 # Of those below, what a model may be given whose weights stay.
 ONLY_AGAINST_PUSHES = ("sglang_cpu_offload_gb", "sglang_pp_size", "sglang_quantization")
-_DATA_PARALLEL_ATTENTION = "data-parallel attention (weight groups and routing over its ranks)"
 _WEIGHTS_ON_THE_HOST = "engine weights in host memory (pushed weights would not reach them)"
 
 NOT_YET: tuple[NotYet, ...] = (
@@ -99,7 +103,9 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("sglang_enable_pd_role_switch", "engines that prefill at one time and decode at another"),
     *features("engines that only encode media", "sglang_encoder_*", "sglang_language_only",
         "sglang_enable_adaptive_dispatch_to_encoder"),
-    *features(_DATA_PARALLEL_ATTENTION, "sglang_enable_dp_attention*", "sglang_enable_dp_lm_head", "router_dp_aware"),
+    NotYet("sglang_enable_dp_attention_local_control_broadcast",
+        "control requests to each group of data-parallel attention by itself (groups would be paused one after the other)"),
+    NotYet("router_dp_aware", "a router that chooses among the groups of data-parallel attention (engines do that)"),
     *features("growing and shrinking expert-parallel engines", "sglang_ep_join_*", "sglang_elastic_ep_*",
         "sglang_max_ep_size", "sglang_enable_elastic_expert_backup"),
     # Weights
@@ -121,7 +127,6 @@ NOT_YET: tuple[NotYet, ...] = (
     *features("separate keys for the router's control plane", "router_control_plane_*", "router_jwt_*"),
     # Other values than these
     NotYet("sglang_pp_size", "a weight group over pipeline stages of an engine", works=(1,)),
-    NotYet("sglang_dp_size", _DATA_PARALLEL_ATTENTION, works=(1,)),
     NotYet("sglang_quantization", "quantisation by the engine (pushed weights would not be quantised)", works=("unquant",)),
     NotYet("sglang_cpu_offload_gb", _WEIGHTS_ON_THE_HOST, works=(0,)),
     NotYet("sglang_offload_group_size", _WEIGHTS_ON_THE_HOST, works=(-1,)),

@@ -23,7 +23,7 @@ _PLAIN: ModelArgs = {
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "rms_norm_eps", "vocab_size")
 _NEEDED_BY_LATENT_ATTENTION = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # One number under the names that the families give it.
-_NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
 
 
@@ -147,9 +147,9 @@ def llama3_rope(config: Config) -> ModelArgs:
 
 def experts(config: Config) -> ModelArgs:
     """Number and widths of the experts, and which layers have them."""
-    number, width = first_of(config, _NUM_EXPERTS), first_of(config, _EXPERT_WIDTH)
+    number, width = first_of(config, NUM_EXPERTS), first_of(config, _EXPERT_WIDTH)
     if number is None or width is None or config.get("num_experts_per_tok") is None:
-        raise UserError(f"it lacks one of {' | '.join(_NUM_EXPERTS)}, {' | '.join(_EXPERT_WIDTH)}, num_experts_per_tok")
+        raise UserError(f"it lacks one of {' | '.join(NUM_EXPERTS)}, {' | '.join(_EXPERT_WIDTH)}, num_experts_per_tok")
     shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
     return {
         "num_experts": number,

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.server_flags import attention_groups
 from slime.observability.console import StartupClock
 from slime.observability.waiting import wait_for_all, wait_for_each
 from slime.ray.driver import SharedDevices
@@ -166,7 +167,9 @@ class WeightSync:
         Returns:
             What `_compare_log_probs` does.
         """
-        sequences = probe_sequences(self._args.vocab_size)
+        # An engine hands them to its groups in turn, and each has to show what it holds.
+        count = max(_PROBE_SEQUENCES, attention_groups(self._args))
+        sequences = probe_sequences(self._args.vocab_size, count)
         # The trainer computes while it has its weights, the engines when they have caches.
         if self._train_group.lives and (unproven.engines or self._args.release_train):
             self._log_probs = self._train_group.probe_log_probs(sequences)
@@ -256,10 +259,10 @@ def _without(fleet: FleetSnapshot, left_out: Collection[int | EngineName]) -> Fl
     return dataclasses.replace(fleet, engines=engines)
 
 
-def probe_sequences(vocab_size: int) -> list[list[int]]:
+def probe_sequences(vocab_size: int, count: int = _PROBE_SEQUENCES) -> list[list[int]]:
     """The fixed token sequences of the log-prob probe: the same in every run with this vocabulary."""
     generator = random.Random(0)
-    return [[generator.randrange(vocab_size) for _ in range(_PROBE_LENGTH)] for _ in range(_PROBE_SEQUENCES)]
+    return [[generator.randrange(vocab_size) for _ in range(_PROBE_LENGTH)] for _ in range(count)]
 
 
 def mean_difference(left: list[list[float]], right: list[list[float]]) -> float:

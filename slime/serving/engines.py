@@ -69,7 +69,7 @@ class EngineActor(SGLangEngine):
         host, limit = service_host(), self._args.engine_start_timeout
         self._store = create_store(host, datetime.timedelta(seconds=limit))
         meeting_point = f"{host_for_url(host)}:{self._store.port}"
-        shared = (meeting_point, self.reserve_bootstrap_port(host))
+        shared = (meeting_point, self.reserve_bootstrap_port(host), self.reserve_first_port(host))
         parts = [EnginePart(len(base_gpu_ids), node_rank, *shared) for node_rank in range(len(base_gpu_ids))]
         self._helpers = list(helpers)
         self._of_helpers = [

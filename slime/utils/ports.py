@@ -66,6 +66,19 @@ def reserve_port(host: str, start: int, attempts: int = 2000) -> PortReservation
     raise RunError(f"no free port on {host} from {start} to {min(start + attempts, 65536) - 1}")
 
 
+def reserve_row(count: int) -> list[PortReservation]:
+    """Reserve `count` ports in a row that are free on all addresses; raises as `reserve_port`."""
+    row = [reserve_port("", random_port_start(17000))]
+    while len(row) < count:
+        following = reserve_port("", row[-1].port + 1)
+        if following.port != row[-1].port + 1:
+            for reservation in row:
+                reservation.release()
+            row = []
+        row.append(following)
+    return row
+
+
 def random_port_start(base: int, spread: int = 1000) -> int:
     """`base` plus a random offset below `spread`, so that runs side by side seldom probe the same ports."""
     return base + random.SystemRandom().randrange(spread)

@@ -112,6 +112,25 @@ def test_the_trainer_sends_tokens_to_the_experts_that_the_engines_chose(mixture,
     assert 0 < differences[0] <= 1e-5 and differences[1] > 1e-2, differences
 
 
+GROUPS = [
+    "--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--sglang-ep-size", "2", "--sglang-enable-dp-attention",
+    "--sglang-dp-size", "2",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharing", [["--sglang-enable-dp-lm-head"], ["--colocate"]], ids=["apart", "together"])
+def test_an_engine_attends_in_groups_to_requests_of_their_own(mixture, tmp_path, sharing):
+    """Both hold the trainer's weights, and the experts that they tell are those of their own tokens."""
+    more = [
+        *mixture.rollout_flags, *mixture.train_flags, *SPREAD, *GROUPS, *sharing, "--num-rollout", "3",
+        "--check-weight-update-equal", "--use-rollout-routing-replay",
+    ]  # fmt: skip
+    process = TrainProcess(more, tmp_path).finish(500)
+    assert re.search(r"weight check: \d+ tensors equal on 1 engines", process.output())
+    assert_engine_has_the_weights(process, range(3))
+
+
 @pytest.mark.slow
 def test_replay_narrows_the_gap_between_trainer_and_engine_in_16_bits(tmp_path):
     """Eight experts in four layers, some of whose scores bfloat16 cannot tell apart. The measured ratio is below one half

@@ -102,7 +102,7 @@ def sync(monkeypatch, events):
     )
     flags = {
         "check_weight_update_equal": False, "use_fault_tolerance": False, "max_weight_staleness": None,
-        "release_train": False,
+        "release_train": False, "sglang_dp_size": 6, "sglang_enable_dp_attention": True,
     }  # fmt: skip
     args = SimpleNamespace(**flags, vocab_size=50)
     turns = []
@@ -113,7 +113,8 @@ def sync(monkeypatch, events):
     assert events.pop() == sync.push_to_stale
 
     def compare(fleet, sequences, trainer):
-        assert (sequences, trainer) == (probe_sequences(50), ["of the trainer"])
+        # Every group of an engine is asked for one.
+        assert (sequences, trainer) == (probe_sequences(50, 6), ["of the trainer"])
         events.append(("log-probs", *map(str, fleet.names)))
         turns.append("compare")
         unproven = {name.engine_id: sync.unproven.pop(name) for name in fleet.names if name in sync.unproven}

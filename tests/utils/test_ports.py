@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from slime.utils import ports
 from slime.utils.errors import RunError
 from slime.utils.ports import (
     group_environment,
@@ -12,6 +13,7 @@ from slime.utils.ports import (
     interface_of,
     normalize_external_engine_addr,
     reserve_port,
+    reserve_row,
     service_host,
 )
 
@@ -50,6 +52,22 @@ def test_a_released_port_can_be_reserved_again():
     first.release()
     with reserve_port(LOOPBACK, first.port) as second:
         assert second.port == first.port
+
+
+@pytest.mark.parametrize("host", [LOOPBACK, "127.0.0.2"])
+def test_a_row_of_ports_begins_behind_one_that_is_taken_on_any_address(monkeypatch, host):
+    with reserve_port("", 21700) as free:
+        pass
+    monkeypatch.setattr(ports, "random_port_start", lambda base: free.port)
+    with reserve_port(host, free.port + 2) as taken:
+        row = reserve_row(4)
+        numbers = [reservation.port for reservation in row]
+        assert numbers[0] > taken.port and numbers == list(range(numbers[0], numbers[0] + 4))
+        with listen(numbers[3]), reserve_port(LOOPBACK, numbers[0]) as behind:
+            assert behind.port > numbers[3]
+    for reservation in row:
+        reservation.release()
+    reserve_port("", numbers[0], attempts=1).release()
 
 
 def test_no_free_port_is_an_error_with_the_range():

@@ -9,12 +9,13 @@ import fnmatch
 from collections.abc import Iterator
 
 from slime.arguments import server_flags
-from slime.arguments.config_files.serving_config import FLAG, served_groups
+from slime.arguments.config_files.serving_config import FLAG, arguments_of_group, served_groups
 from slime.arguments.flag import NotYet, flag_of
 from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.megatron import effects
 from slime.arguments.origins import Origin
 from slime.arguments.rules.serving import has_roles, of_groups
+from slime.arguments.server_flags import attention_groups
 from slime.arguments.violations import Rule, Violation, about, broken, refused, refused_each, where
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
 
@@ -125,6 +126,9 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
     refused_each(("sglang_router_ip", "use_rollout_routing_replay", "update_weights_in_flight"),
         lambda args, value: value and args.has_engines and has_roles(args),
         "{0=} beside engines that only prefill or decode is not built yet; drop it, or {--prefill-num-servers}"),
+    refused(lambda args: args.has_engines and any(group.worker_type in ("prefill", "decode") and
+            attention_groups(arguments_of_group(args, group)) > 1 for group in served_groups(args)),
+        "{--sglang-enable-dp-attention} in engines that only prefill or decode is not built yet; drop it, or the worker types"),
     *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),
 )  # fmt: skip
 MODEL_NAME_RULES: tuple[Rule, ...] = (

@@ -15,11 +15,19 @@ from slime.arguments.config_files.serving_config import FLAG, arguments_of_group
 from slime.arguments.flag import flag_of
 from slime.arguments.groups import OF_ROLES
 from slime.arguments.hf_config import read_hf_config
-from slime.arguments.server_flags import NO_SHARE, REFUSED, TOLD_TOKENS, is_share, tensor_parallel_size
+from slime.arguments.server_flags import (
+    NO_SHARE,
+    REFUSED,
+    TOLD_TOKENS,
+    attention_groups,
+    is_share,
+    tensor_parallel_size,
+)
 from slime.arguments.sizes import divides_the_ranks, layout_of, runs_on_gpus
 from slime.arguments.violations import Kind, Rule, Violation, about, broken, divisors, refused, refused_each, where
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import require_whole_groups
+from slime.models.config_entries import NUM_EXPERTS
 from slime.scheduling.served_models import node_parts
 from slime.utils.errors import UserError
 from slime.utils.ports import normalize_external_engine_addr
@@ -72,10 +80,8 @@ def of_groups(rule: Rule) -> Rule:
 
 def attention_heads(args: argparse.Namespace) -> Iterator[Violation]:
     """Tensor-parallel ranks of an engine share the heads; key-value heads may also be repeated on equally many ranks."""
-    found, latent = _heads(args)
-    size = tensor_parallel_size(args)
-    if args.sglang_enable_dp_attention:
-        size //= max(1, args.sglang_dp_size or 1)
+    found, latent, _ = _heads(args)
+    size = tensor_parallel_size(args) // max(1, attention_groups(args))
     if found is None or size < 1 or _fits(*found, size):
         return
     heads, groups = found
@@ -96,29 +102,43 @@ def _fits(heads: int, groups: int, size: int) -> bool:
     return heads % size == 0 and (groups % size == 0 or size % groups == 0)
 
 
-def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool]:
-    """Attention heads and key-value heads of the model that the engines load, None where they are not known; latent?"""
+def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool, bool]:
+    """Attention heads and key-value heads of the model that the engines load, None where they are not known; latent? dense?"""
     if args.hf_checkpoint is None:
-        return None, False
+        return None, False, False
     try:
         config = read_hf_config(args.hf_checkpoint)
     except UserError:
-        return None, False  # said elsewhere
+        return None, False, False  # said elsewhere
     heads = config.get("num_attention_heads")
     # Latent attention has no key-value heads to divide.
     latent = bool(config.get("kv_lora_rank"))
     groups = heads if latent else config.get("num_key_value_heads") or heads
     known = all(type(count) is int and count > 0 for count in (heads, groups))
-    return ((heads, groups) if known else None), latent
+    return ((heads, groups) if known else None), latent, not any(config.get(name) for name in NUM_EXPERTS)
 
 
-def data_parallel_size(args: argparse.Namespace) -> Iterator[Violation]:
-    size = args.sglang_dp_size or 1
+def groups_of_attention(args: argparse.Namespace) -> Iterator[Violation]:
+    """Data-parallel attention has groups of equally many ranks, and a model whose experts all of them share."""
+    size, groups = args.sglang_dp_size or 1, attention_groups(args)
+    if size != groups:
+        template = (
+            "{--sglang-dp-size=} needs {--sglang-enable-dp-attention} (whole copies of the model are more engines: a smaller "
+            "{--rollout-num-gpus-per-engine})"
+        )
+        yield broken(args, template)
+        return
     try:
-        if size == 1 or args.sglang_enable_dp_attention:
-            require_whole_groups(tensor_parallel_size(args), size)
+        require_whole_groups(tensor_parallel_size(args), groups)
     except UserError as error:
         yield from about([error], "--sglang-dp-size", "--rollout-num-gpus-per-engine")
+    found, _, dense = _heads(args)
+    if groups > 1 and found is not None and dense:
+        template = (
+            "{--sglang-enable-dp-attention}: the model has no experts that the groups could share, and SGLang computes most "
+            "such models wrongly then; drop it, and give a smaller {--rollout-num-gpus-per-engine} for more engines"
+        )
+        yield broken(args, template)
 
 
 def models(args: argparse.Namespace) -> Iterator[Violation]:
@@ -290,10 +310,7 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     models, one_topology, engine_sizes, of_groups(attention_heads),
     refused(lambda args: args.sglang_config is not None and args.sglang_tp_size is not None,
         "{--sglang-tp-size=}: in {--sglang-config} each group has a size of its own; drop it"),
-    refused(lambda args: (args.sglang_dp_size or 1) > 1 and not args.sglang_enable_dp_attention,
-        "{--sglang-dp-size=} needs {--sglang-enable-dp-attention} (whole copies of the model are more engines: a smaller "
-        "{--rollout-num-gpus-per-engine})"),
-    data_parallel_size,
+    of_groups(groups_of_attention),
     refused(lambda args: not is_share(args.sglang_mem_fraction_static), f"{{--sglang-mem-fraction-static=}}: {NO_SHARE}"),
     refused_each(("rollout_max_context_len", "eval_max_context_len"),
         lambda args, wanted: None not in (args.sglang_context_length, wanted) and wanted > args.sglang_context_length,

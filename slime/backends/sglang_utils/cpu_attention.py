@@ -112,6 +112,10 @@ class BatchedAttention(TorchNativeAttnBackend):
         self._calls: list[Call] | None = None
         self._workspace: dict[str, torch.Tensor] = {}
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Tokens that a row sees with which SGLang fills up a batch, where ranks attend to batches of their own."""
+        return 1
+
     def init_forward_metadata(self, forward_batch) -> None:
         super().init_forward_metadata(forward_batch)
         self._calls = None

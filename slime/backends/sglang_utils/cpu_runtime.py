@@ -354,6 +354,51 @@ def _look_through_a_model_once(module: types.ModuleType) -> None:
     setattr(module, name, functools.lru_cache(maxsize=8)(getattr(module, name)))
 
 
+def _leave_experts_to_their_ranks(module: types.ModuleType) -> None:
+    """sglang 0.5.21, expert parallelism on CPU: takes all experts of a token for this rank's. Those that others host have the
+    number −1. Here a token goes to each of its experts by itself, and to those not at all: their ranks add what they give."""
+    import torch
+
+    forward = module.moe_forward_native
+
+    def forward_own_experts(layer, x, topk_output, moe_runner_config):
+        is_own = topk_output.topk_ids >= 0
+        if is_own.all():
+            return forward(layer, x, topk_output, moe_runner_config)
+        tokens, places = is_own.nonzero(as_tuple=True)
+        answers = torch.zeros_like(x)
+        if len(tokens) > 0:
+            chosen = {"topk_weights": topk_output.topk_weights, "topk_ids": topk_output.topk_ids}
+            one_each = topk_output._replace(**{name: of[tokens, places, None] for name, of in chosen.items()})
+            answers.index_add_(0, tokens, forward(layer, x[tokens], one_each, moe_runner_config))
+        return answers
+
+    module.moe_forward_native = forward_own_experts
+
+
+def _scatter_sums_of_unequal_parts(module: types.ModuleType) -> None:
+    """sglang 0.5.21, data-parallel attention with experts of each rank's own: scatters a sum, of which ranks have parts of
+    different lengths, by NCCL, and by an all-reduce where inference is deterministic."""
+
+    def reduce_scatterv(self, input_, output=None, sizes=None):
+        return self._deterministic_reduce_scatterv(input_, output, sizes)
+
+    module.GroupCoordinator.reduce_scatterv = reduce_scatterv
+
+
+def _let_the_controller_wait(module: types.ModuleType) -> None:
+    """sglang 0.5.21, data-parallel attention: its controller asks for requests without a pause, on a core of its own."""
+    receive = module.sock_recv
+
+    def wait_and_receive(socket, flags=0):
+        if flags:
+            # No longer than a second: its watchdog hears of it between two questions.
+            socket.poll(1000)
+        return receive(socket, flags=flags)
+
+    module.sock_recv = wait_and_receive
+
+
 def _copy_weights_less(module: types.ModuleType) -> None:
     _keep_buckets_mapped(module)
     _load_while_receiving(module)
@@ -376,9 +421,12 @@ _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "sglang.srt.mem_cache.pool_host.common": _plain_host_memory,
     "sglang.srt.arg_groups.choices": _allow_seeded_sampling,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": _no_batch_invariant_kernels,
+    "sglang.srt.distributed.parallel_state": _scatter_sums_of_unequal_parts,
     "sglang.srt.layers.attention.attention_registry": _attend_in_batches,
+    "sglang.srt.layers.moe.fused_moe_native": _leave_experts_to_their_ranks,
     "sglang.srt.layers.rotary_embedding.factory": _rotate_without_scaling,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latent_vectors,
+    "sglang.srt.managers.data_parallel_controller": _let_the_controller_wait,
     "sglang.srt.models.minimax_m2": _norms_over_all_heads,
     "sglang.srt.utils.weight_checker": _weight_checker_without_cuda,
     "sglang.srt.model_executor.model_runner_components.weight_updater": _copy_weights_less,

@@ -48,8 +48,7 @@ _FAREWELL_SECONDS = 5.0
 _MOST_STAGES = 64
 # What a server was started with that asks for something which a run cannot do yet; `NOT_YET` says what.
 _UNBUILT_SWITCHES = (
-    "speculative_algorithm", "enable_lora", "enable_dp_attention", "enable_lmcache", "hicache_storage_backend", "encoder_only",
-    "language_only",
+    "speculative_algorithm", "enable_lora", "enable_lmcache", "hicache_storage_backend", "encoder_only", "language_only",
 )  # fmt: skip
 # What every engine is refused that was started with it; `REFUSED` says why.
 _REFUSED_SWITCHES = ("skip_tokenizer_init", "is_embedding", "allow_auto_truncate", "admin_api_key")
@@ -209,6 +208,12 @@ def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
     for name in _UNBUILT_SWITCHES:
         if told.get(name):
             yield f"it was started with --{name.replace('_', '-')}: {_unbuilt(name)} is not built yet"
+    groups = told.get("dp_size") or told.get("dp") or 1
+    if groups > 1:
+        yield (
+            f"it was started with --dp-size {groups}: it calls its caches flushed when one of its {groups} schedulers has done "
+            "so, and others would go on with keys and values of older weights; start it with --dp-size 1"
+        )
     for row in NOT_YET:
         value = told.get(row.name.removeprefix("sglang_"))
         if row.works and value is not None and value is not False and value not in row.works:

@@ -144,13 +144,14 @@ class EnginePart:
     """One of the servers of an engine over several nodes: that of `node_rank`. The first one serves, the others compute.
 
     `meeting_point`: host and port at which the ranks of all of them find each other; `bootstrap_port`: of the first one, where
-    the engine prefills.
+    the engine prefills; `first_port`: see `compute_server_arguments`.
     """
 
     nodes: int
     node_rank: int
     meeting_point: str
     bootstrap_port: int | None = None
+    first_port: str | None = None
 
 
 def compute_server_arguments(
@@ -165,11 +166,14 @@ def compute_server_arguments(
     part: EnginePart | None = None,
     role: str = "regular",
     bootstrap_port: int | None = None,
+    first_port: str | None = None,
 ) -> ServerArguments:
     """Arguments of engine `rank`, or of the server that is a `part` of it.
 
     Args:
         role: the worker type of its group; `bootstrap_port`: where one that prefills is asked for its caches.
+        first_port: host and port, the first of a row that belongs to the processes of an engine with data-parallel attention:
+            SGLang counts the ports at which they reach each other from it. None elsewhere.
 
     Raises:
         UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`, or the sizes do not divide, or not over the
@@ -218,7 +222,7 @@ def compute_server_arguments(
         nccl_port=nccl_port,
         nnodes=nodes,
         node_rank=part.node_rank if part else 0,
-        dist_init_addr=part.meeting_point if part else None,
+        dist_init_addr=first_port or (part.meeting_point if part else None),
         # Without a GPU the server takes this for the number of a NUMA node.
         base_gpu_id=0 if on_cpu else base_gpu_id,
         gpu_id_step=1,

@@ -117,6 +117,8 @@ def _serve(values: dict[str, Any], typed: list[str], cause_path: Path) -> None:
     _leave_gc_freeze_to_engine()
     _name_shared_memory_after(cause_path.parent)
     _end_when_a_worker_dies(cause_path)
+    if (values.get("dp_size") or 1) > 1:
+        _care_for_every_group(values["node_rank"])
     if gpus_on_this_machine() == 0:
         _fork_workers(server_args)
     gc.enable()
@@ -195,6 +197,68 @@ def _name_shared_memory_after(directory: Path) -> None:
         return port_args
 
     PortArgs.init_new = staticmethod(init_new_with_our_id)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data-parallel attention: an engine has a scheduler for each group of ranks, with requests and caches of its own.
+
+# Between the seeds of two groups: those of engines are closer to each other.
+_SEEDS_OF_A_GROUP = 2**16
+# In which a group that sleeps while it is idle looks for what came to another one, and waits for it.
+_SLEEP_MILLISECONDS = 20
+
+
+def _care_for_every_group(node_rank: int) -> None:
+    """sglang 0.5.21 calls caches flushed when the first group says so. Another one may have refused: it would go on with keys
+    and values of older weights, and die when it is told to give its memory back.
+
+    And it wants the ports of the first node's processes to be free on all nodes, where nobody binds them.
+    See `run_scheduler` for what it does in those of ranks.
+    """
+    from sglang.srt import server_args
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
+
+    init_communicators = TokenizerControlMixin.init_communicators
+
+    def init_communicators_with_refusals_first(self: Any) -> None:
+        init_communicators(self)
+        flush = self.flush_cache_communicator
+
+        async def flush_all(request: Any) -> list[Any]:
+            return sorted(await flush(request), key=lambda answer: answer.success)
+
+        self.flush_cache_communicator = flush_all
+
+    TokenizerControlMixin.init_communicators = init_communicators_with_refusals_first
+    if node_rank > 0:
+        server_args.wait_port_available = lambda port, name: True
+    # Where processes are spawned they find it by this name, and not in `__main__`.
+    run = importlib.import_module("slime.backends.sglang_utils.server_process").run_scheduler
+    http_server.launch_server = functools.partial(http_server.launch_server, run_scheduler_process_func=run)
+
+
+def run_scheduler(
+    server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, pp_rank: int, group: int, *further: Any
+) -> None:
+    """A rank of an engine with data-parallel attention, in its process.
+
+    sglang 0.5.21 gives all groups one seed: of a prompt that several have, each would write the same answer. And where ranks
+    sleep while they are idle, each wakes for what comes to its own group, and those that are awake wait for it.
+    """
+    from sglang.srt.managers import scheduler
+
+    set_random_seed, idle_sleeper = scheduler.set_random_seed, scheduler.IdleSleeper
+
+    def make_idle_sleeper(*arguments: Any, **options: Any) -> Any:
+        sleeper = idle_sleeper(*arguments, **options)
+        poll = sleeper.poller.poll
+        sleeper.poller = types.SimpleNamespace(poll=lambda milliseconds: poll(min(milliseconds, _SLEEP_MILLISECONDS)))
+        return sleeper
+
+    scheduler.set_random_seed = lambda seed: set_random_seed(seed + group * _SEEDS_OF_A_GROUP)
+    scheduler.IdleSleeper = make_idle_sleeper
+    scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, pp_rank, group, *further)
 
 
 def _end_when_a_worker_dies(cause_path: Path) -> None:

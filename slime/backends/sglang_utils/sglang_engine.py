@@ -21,6 +21,7 @@ from typing import Any
 
 import urllib3
 
+from slime.arguments.server_flags import attention_groups
 from slime.arguments.surface import version_of
 from slime.backends.sglang_utils.server_arguments import (
     EnginePart,
@@ -35,7 +36,15 @@ from slime.utils.child_process import ChildProcess
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
-from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
+from slime.utils.ports import (
+    LOOPBACK,
+    PortReservation,
+    host_for_url,
+    random_port_start,
+    reserve_port,
+    reserve_row,
+    service_host,
+)
 from slime.weights.local_checkpoint import LocalCheckpoint
 from slime.weights.transports.transport import FLUSH_SECONDS
 
@@ -95,6 +104,7 @@ class SGLangEngine:
         self._role = role
         # Of one that prefills: where those that decode ask for its caches.
         self._bootstrap: PortReservation | None = None
+        self._row: list[PortReservation] = []
         self._log_dir = Path(log_dir)
         self._api_key = getattr(args, "router_api_key", None)
         self._process: ChildProcess | None = None
@@ -140,8 +150,8 @@ class SGLangEngine:
                 self.shutdown()
                 raise
             finally:
-                if self._bootstrap is not None:
-                    self._bootstrap.release()
+                for reservation in filter(None, (self._bootstrap, *self._row)):
+                    reservation.release()
         if part is None or part.node_rank == 0:
             self._call("POST", "/freeze_gc")
         return self._url
@@ -155,6 +165,12 @@ class SGLangEngine:
     def bootstrap_port(self) -> int | None:
         """The port of `reserve_bootstrap_port`, None where there is none."""
         return None if self._bootstrap is None else self._bootstrap.port
+
+    def reserve_first_port(self, host: str = LOOPBACK) -> str | None:
+        """Take a row of ports for sockets on `host`; the `first_port` of `compute_server_arguments`, or None."""
+        if (groups := attention_groups(self._args)) > 1:
+            self._row = reserve_row(30 + groups)
+        return f"{host_for_url(host)}:{self._row[0].port}" if self._row else None
 
     def url(self) -> str:
         """Base URL of the server, without a trailing slash."""
@@ -264,10 +280,10 @@ class SGLangEngine:
 
     def weights_checksum(self) -> dict[str, str]:
         """Checksum of every tensor that the engine holds, keyed `{engine-internal rank}/{tensor name}`."""
+        # With data-parallel attention every group tells what all ranks hold.
         ranks = self._call("POST", "/weights_checker", {"action": "checksum"})["ranks"]
-        return {
-            f"{index}/{name}": value for index, rank in enumerate(ranks) for name, value in rank["checksums"].items()
-        }
+        of_ranks = {rank["parallelism_info"][0]["rank"]: rank["checksums"] for rank in ranks}
+        return {f"{rank}/{name}": value for rank, sums in of_ranks.items() for name, value in sums.items()}
 
     def carry_out(self, orders: Sequence[tuple[Any, ...]]) -> Any:
         """Call methods of this engine in turn, each given by its name and arguments; the first error ends it.
@@ -493,6 +509,7 @@ class SGLangEngine:
             part=part,
             role=self._role,
             bootstrap_port=self.bootstrap_port() if part is None else part.bootstrap_port,
+            first_port=self.reserve_first_port() if part is None else part.first_port,
         )
         # Holds the arguments (with the API key) and the server's own temporary files; the path must stay short, because
         # the server's Unix sockets live there.
@@ -500,11 +517,7 @@ class SGLangEngine:
         arguments_file = self._scratch_dir / "arguments.json"
         write_arguments_file(arguments_file, arguments)
         module = "slime.backends.sglang_utils.server_process"
-        name = (
-            f"engine_{self.rank}"
-            if part is None or part.node_rank == 0
-            else f"engine_{self.rank}_node_{part.node_rank}"
-        )
+        name = f"engine_{self.rank}" + (f"_node_{part.node_rank}" if part and part.node_rank else "")
         # The server's ranks meet through a file, or at a store of ours: that of their own listens on all interfaces.
         meeting = f"file://{self._scratch_dir}/rendezvous" if part is None else f"tcp://{part.meeting_point}"
         self._process = ChildProcess(

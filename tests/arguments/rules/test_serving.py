@@ -22,13 +22,37 @@ def test_ranks_may_share_key_value_heads_and_attention_may_be_parallel_over_data
     parse(tmp_path, *engine)  # 2 key-value heads on 4 ranks
     with pytest.raises(UserError, match="4 tensor-parallel ranks cannot share"):
         parse_with_heads(tmp_path, 6, *engine)
-    parse_with_heads(tmp_path, 6, *engine, "--sglang-enable-dp-attention", "--sglang-dp-size", "2")
+    groups = (*engine, "--sglang-enable-dp-attention", "--sglang-dp-size", "2")
+    parse_with_heads(tmp_path, 6, *groups, num_experts=4)
+    with pytest.raises(UserError, match="no experts that the groups could share"):
+        parse_with_heads(tmp_path, 6, *groups)
 
 
-def parse_with_heads(directory, heads: int, *words: str):
+def parse_with_heads(directory, heads: int, *words: str, **config):
     base = command_line(directory)
-    write_config(directory / "model", num_attention_heads=heads)
+    write_config(directory / "model", num_attention_heads=heads, **config)
     return parse_args(argv=[*base, *words])
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ("num_gpus_per_engine: 4", None),
+        ("num_gpus_per_engine: 1", "--sglang-dp-size 2 does not divide the engine's tensor-parallel size 1"),
+        ("num_gpus_per_engine: 1, overrides: {dp_size: 1}", None),
+        ("num_gpus_per_engine: 4, overrides: {enable_dp_attention: false}", "2 needs --sglang-enable-dp-attention"),
+        ("num_gpus_per_engine: 4, overrides: {dp_size: 3}", "--sglang-dp-size 3 does not divide"),
+    ],
+)
+def test_groups_of_attention_are_those_of_a_group_of_engines(tmp_path, group, message):
+    serving = tmp_path / "serving.yaml"
+    serving.write_text(f"sglang:\n  - name: actor\n    server_groups:\n      - {{num_gpus: 4, {group}}}\n")
+    words = f"--sglang-config {serving} --rollout-num-gpus 4 --sglang-enable-dp-attention --sglang-dp-size 2 --dry-run"
+    if message is None:
+        parse_with_heads(tmp_path, 4, *words.split(), num_experts=4)
+        return
+    with pytest.raises(UserError, match=f"serving.yaml:4: .*{message}"):
+        parse_with_heads(tmp_path, 4, *words.split(), num_experts=4)
 
 
 @pytest.mark.parametrize(

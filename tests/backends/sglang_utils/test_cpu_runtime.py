@@ -58,10 +58,16 @@ def test_still_needed_inert_packages(package):
         ("sglang.srt.arg_groups.choices", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES = ["),
         ("sglang.srt.batch_invariant_ops.batch_invariant_ops", "def enable_batch_invariant_mode("),
         ("sglang.srt.layers.attention.attention_registry", '@register_attention_backend("torch_native")\n'),
+        ("sglang.srt.distributed.parallel_state", '                "pynccl is required for reduce_scatterv"\n'),
+        ("sglang.srt.layers.moe.fused_moe_native", "    cnts.scatter_(1, topk_ids.to(torch.int64), 1)\n"),
         ("sglang.srt.layers.rotary_embedding.factory", "    assert rope_scaling is not None\n"),
         (
             "sglang.srt.models.deepseek_common.attention_backend_handler",
             'return cls._handlers.get(backend_name, cls._handlers.get("triton"))',
+        ),
+        (
+            "sglang.srt.managers.data_parallel_controller",
+            "recv_req = sock_recv(self.recv_from_tokenizer, flags=zmq.NOBLOCK)",
         ),
         ("sglang.srt.models.minimax_m2", "    assert x1.is_cuda and x2.is_cuda\n    B, D1 = x1.shape\n"),
         ("sglang.srt.utils.weight_checker", "torch.cuda.synchronize()"),

@@ -152,6 +152,7 @@ def test_sizes_and_roles_under_all_their_names(told, expected):
         ({"speculative_algorithm": "EAGLE"}, {}, "--speculative-algorithm: speculative decoding"),
         ({"pp_size": 2}, {}, "--pp-size 2: a weight group over pipeline stages of an engine is not built yet"),
         ({"quantization": "fp8"}, {}, "--quantization fp8: quantisation by the engine"),
+        ({"dp_size": 2, "enable_dp_attention": True}, {}, "--dp-size 2: it calls its caches flushed when one of its 2"),
         ({}, {"use_rollout_routing_replay": True}, "started with --enable-return-routed-experts"),
         (
             {"enable_return_routed_experts": True, "enable_hierarchical_cache": True},

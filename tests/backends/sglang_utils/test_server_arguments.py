@@ -113,6 +113,16 @@ def test_each_server_of_an_engine_over_nodes_knows_its_part():
     assert (alone["nnodes"], alone["node_rank"], alone["dist_init_addr"]) == (1, 0, None)
 
 
+def test_an_engine_with_data_parallel_attention_counts_its_ports_from_the_first_of_a_row():
+    """Its ranks find each other elsewhere, where there are several nodes."""
+    args = make_args(rollout_num_gpus_per_engine=16, sglang_dp_size=4, sglang_enable_dp_attention=True)
+    values = compute(args, first_port="127.0.0.1:17000").values
+    assert (values["tp_size"], values["dp_size"], values["enable_dp_attention"]) == (16, 4, True)
+    assert values["dist_init_addr"] == "127.0.0.1:17000"
+    part = EnginePart(2, 1, "10.0.0.5:4000", first_port="10.0.0.5:17000")
+    assert compute(args, part=part, first_port=part.first_port).values["dist_init_addr"] == "10.0.0.5:17000"
+
+
 def test_pipeline_stages_that_do_not_divide_over_the_nodes_are_refused_before_a_server_waits_for_them():
     args = make_args(rollout_num_gpus_per_engine=12, sglang_pp_size=3)
     compute(args, part=EnginePart(3, 0, "10.0.0.5:4000"))

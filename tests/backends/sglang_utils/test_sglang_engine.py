@@ -97,11 +97,31 @@ def test_an_engine_that_prefills_holds_a_port_for_those_that_decode(tmp_path, mo
         reserve_port("127.0.0.1", held[0], attempts=1).release()
 
 
+def test_an_engine_with_groups_of_attention_holds_a_row_of_ports_until_its_server_is_healthy(tmp_path, monkeypatch):
+    args = SimpleNamespace(engine_start_timeout=1.0, sglang_enable_dp_attention=True, sglang_dp_size=4)
+    engine, held = SGLangEngine(args, 3, tmp_path), []
+
+    def launch(*arguments):
+        host, _, first = engine.reserve_first_port().rpartition(":")
+        held.extend(range(int(first), int(first) + 34))
+        with pytest.raises(RunError, match="no free port"):
+            reserve_port(host, held[-1], attempts=1)
+
+    monkeypatch.setenv("SLIME_HOST_IP", "127.0.0.1")
+    monkeypatch.setattr(engine, "_launch", launch)
+    monkeypatch.setattr(engine, "_wait_until_healthy", lambda timeout: None)
+    monkeypatch.setattr(engine, "_call", lambda *request: None)
+    engine.init()
+    for port in held:
+        reserve_port("127.0.0.1", port, attempts=1).release()
+
+
 @pytest.mark.parametrize(("given", "threads"), [(3, "3"), (None, "5")])
 def test_a_server_computes_with_the_threads_of_its_user_or_its_share_of_the_cores(
     tmp_path, monkeypatch, given, threads
 ):
-    engine, started = SGLangEngine(SimpleNamespace(), 3, tmp_path, threads=given), []
+    args = SimpleNamespace(sglang_enable_dp_attention=None)
+    engine, started = SGLangEngine(args, 3, tmp_path, threads=given), []
     arguments = ServerArguments({"tp_size": 1, "host": "127.0.0.1"}, frozenset())
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setattr(sglang_engine, "gpus_on_this_machine", lambda: 0)

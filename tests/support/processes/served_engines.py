@@ -62,6 +62,8 @@ def make_args(checkpoint: str | Path, **overrides: Any) -> SimpleNamespace:
         "sglang_enable_deterministic_inference": True,
         "sglang_pp_size": None,
         "sglang_tp_size": None,
+        "sglang_dp_size": None,
+        "sglang_enable_dp_attention": None,
         "fp16": False,
         "use_rollout_routing_replay": False,
         "trust_remote_code": False,
