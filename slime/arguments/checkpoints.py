@@ -1,25 +1,22 @@
 """Where the initial weights come from, decided from flags and directories before anything starts.
 
-A Megatron checkpoint is a directory with `latest_checkpointed_iteration.txt`, written last. `--load` with that file is a
-resume; everything else starts at rollout 0 from the first of: `--load` as Hugging Face directory,
-`--initial-megatron-checkpoint`, `--ref-load`, random weights with `--random-init`, or `--hf-checkpoint`. A path that
-exists but is no checkpoint is an error, never a silent start from scratch.
+`--load` with a Megatron checkpoint in it is a resume; everything else starts at rollout 0 from the first of: `--load` as
+Hugging Face directory, `--initial-megatron-checkpoint`, `--ref-load`, random weights with `--random-init`, or
+`--hf-checkpoint`. A path that exists but is no checkpoint is an error, never a silent start from scratch.
 
 Here stand too the sets of weights that a training rank holds, by name, and which of them a run needs: one truth for the
 trainer, which loads them, and for the plan, which counts their memory.
 """
 
 import argparse
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from slime.arguments.hf_config import is_hf_checkpoint
+from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, iteration_directory
 from slime.utils.errors import UserError
-
-POINTER = "latest_checkpointed_iteration.txt"
 
 # What a run that was ended before its first checkpoint leaves in its own directory, beside hidden temporary directories.
 _OWN_LEFTOVERS = ("rollout", "critic", "args.json", "tensorboard", "logs")
@@ -36,26 +33,6 @@ class WeightSource:
 
     def __str__(self) -> str:
         return "random weights" if self.kind == "random" else f"{self.path} ({self.kind})"
-
-
-def is_megatron_checkpoint(path: str | os.PathLike[str]) -> bool:
-    return (Path(path) / POINTER).is_file()
-
-
-def latest_iteration(path: str | os.PathLike[str]) -> int:
-    """The iteration that the pointer file of a Megatron checkpoint names.
-
-    Raises:
-        UserError: the pointer holds no number.
-    """
-    text = (Path(path) / POINTER).read_text().strip()
-    if not text.isdigit():
-        raise UserError(f"{Path(path) / POINTER} holds {text!r}, not an iteration number")
-    return int(text)
-
-
-def iteration_directory(path: str | os.PathLike[str], iteration: int) -> Path:
-    return Path(path) / f"iter_{iteration:07d}"
 
 
 def resolve_initial_weights(args: argparse.Namespace) -> WeightSource:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.algorithms.estimators import estimator
-from slime.arguments.checkpoints import WeightSource, latest_iteration, resolve_initial_weights
+from slime.arguments.checkpoints import WeightSource, resolve_initial_weights
 from slime.arguments.config_files.eval_file import load_eval_config
 from slime.arguments.config_files.role_config import CRITIC, critic_weights, switch_off
 from slime.arguments.config_files.serving_config import load_serving_config, served_models
@@ -30,6 +30,7 @@ from slime.arguments.sizes import (
     model_parallel_size,
 )
 from slime.arguments.violations import Violation, about, broken, divisors
+from slime.utils.checkpoint_directory import latest_iteration
 from slime.utils.errors import UserError
 from slime.utils.eval_config import build_eval_dataset_configs
 from slime.utils.hf_files import checkpoint_bytes

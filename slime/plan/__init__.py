@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.checkpoints import latest_iteration
 from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.megatron.values import pipeline_stages
@@ -43,6 +42,7 @@ from slime.plan.placement import engine_parts, plan_placement, plan_sync, spread
 from slime.plan.setup import missing_shape_flags, parallel_layout, shape_of
 from slime.plan.structure import BatchPlan, LayoutPlan, MemoryPlan, Plan
 from slime.plan.text import custom_values, plan_values, render
+from slime.utils.checkpoint_directory import latest_iteration
 from slime.utils.data_files import estimated_rows
 from slime.utils.dataset import scan_rows
 from slime.utils.device import gpus_on_this_machine

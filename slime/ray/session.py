@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from slime.arguments import parse_args
-from slime.arguments.checkpoints import is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.arguments.config_files.role_config import CRITIC, place_in
 from slime.arguments.flag import attribute_of, flag_of
 from slime.arguments.origins import Origin
@@ -39,6 +38,7 @@ from slime.observability.trackers import new_run_id
 from slime.plan import check_before_start, nothing_left, show_plan
 from slime.ray.driver import RunProgress, StartedRun
 from slime.utils import env
+from slime.utils.checkpoint_directory import is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import claim_directory, release_directory, sweep_scratch_directories
 from slime.utils.run_values import with_run_values

@@ -20,12 +20,13 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slime.arguments.checkpoints import WeightSource, is_megatron_checkpoint, latest_iteration
+from slime.arguments.checkpoints import WeightSource
 from slime.observability.logging_utils import LoggedMetrics, drain_outbox
 from slime.observability.waiting import unwatch_actors, wait_for, wait_for_all, watch_actors
 from slime.ray.driver import RolloutResult
 from slime.scheduling.device_turns import Holds
 from slime.utils import env
+from slime.utils.checkpoint_directory import is_megatron_checkpoint, latest_iteration
 from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.misc import no_garbage_collection

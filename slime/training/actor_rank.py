@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.arguments.checkpoints import OLD_ACTOR, TEACHER, iteration_directory
+from slime.arguments.checkpoints import OLD_ACTOR, TEACHER
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.model_shape import SHAPE_FLAGS
 from slime.models.families import FAMILIES
@@ -32,6 +32,7 @@ from slime.training.rollout_data import RolloutData, refresh_mask_sums
 from slime.training.step_statistics import needs_log_prob_pass
 from slime.training.train_rank import TrainRank
 from slime.training.train_step import forward_log_probs
+from slime.utils.checkpoint_directory import iteration_directory
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.utils.misc import Box

@@ -13,7 +13,7 @@ import re
 import shutil
 from pathlib import Path
 
-from slime.arguments.checkpoints import POINTER, iteration_directory
+from slime.utils.checkpoint_directory import POINTER, iteration_directory
 from slime.utils.errors import RunError
 from slime.utils.filesystem import replace_directory, write_text_atomically
 

@@ -1,6 +1,6 @@
 import pytest
 
-from slime.arguments.checkpoints import POINTER
+from slime.utils.checkpoint_directory import POINTER
 from slime.utils.errors import UserError
 from tests.support.models.args import parse, write_config
 

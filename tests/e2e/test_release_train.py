@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.arguments.checkpoints import iteration_directory
+from slime.utils.checkpoint_directory import iteration_directory
 from tests.support.models.tiny_task import PLUG_INS, TinyTask
 from tests.support.processes.train_process import SavingRun, TrainProcess, checkpoint_tensors
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.checkpoints import iteration_directory
+from slime.utils.checkpoint_directory import iteration_directory
 from tests.support.models.tiny_task import TinyTask
 from tests.support.processes.train_process import SavingRun, TrainProcess, checkpoint_tensors
 

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.arguments.checkpoints import POINTER, WeightSource
+from slime.arguments.checkpoints import WeightSource
 from slime.arguments.groups.training_flags import CHECKPOINTS
 from slime.arguments.origins import Origin
 from slime.arguments.parser import build_parser
 from slime.ray import session
 from slime.ray.driver import RunProgress
 from slime.ray.session import OF_THIS_START, closing_lines
+from slime.utils.checkpoint_directory import POINTER
 
 COMMAND = ["python", "train.py", "--load", "hf/model", "--num-rollout", "8", "--ckpt-step=3", "--lr", "1e-6"]
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.arguments.checkpoints import POINTER, iteration_directory, latest_iteration
 from slime.training.checkpoint_publication import publish_checkpoint, unpublished
+from slime.utils.checkpoint_directory import POINTER, iteration_directory, latest_iteration
 
 # What changes the disk. A process that is killed before the n-th of them has done the n − 1 before it.
 CALLS = ("rename", "replace", "fsync", "chmod")

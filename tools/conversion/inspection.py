@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
+from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_json_atomically
 from slime.weights.hf_reader import Place, places_of_checkpoint, places_of_tensors

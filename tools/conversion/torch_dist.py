@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.arguments.hf_config import text_config_of
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, family_name, model_args_from_hf
 from slime.models.family import Family
 from slime.models.tensor_layouts import TensorSizes
+from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_text_atomically
 from slime.weights.hf_reader import StoredTensor

@@ -24,13 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.algorithms.estimators import estimator, names_of_estimators
-from slime.arguments.checkpoints import (
-    WeightSource,
-    checkpoint_source,
-    is_megatron_checkpoint,
-    iteration_directory,
-    latest_iteration,
-)
+from slime.arguments.checkpoints import WeightSource, checkpoint_source
 from slime.arguments.config_files.custom_config import read_flag_values, set_from_file, sets_plug_in
 from slime.arguments.config_files.flag_names import FlagNames, attribute_name
 from slime.arguments.flag import attribute_of, flag_of
@@ -40,6 +34,7 @@ from slime.arguments.origins import Origin
 from slime.arguments.paths import PATHS, absolute
 from slime.arguments.violations import Kind, Violation, without_consequences
 from slime.observability.run_record import shown
+from slime.utils.checkpoint_directory import is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.utils.errors import UserError
 from slime.utils.misc import near_name
 from slime.utils.yaml_file import YamlMapping, load_yaml

@@ -3,7 +3,6 @@
 import argparse
 
 from slime.algorithms.estimators import ESTIMATORS, estimator, names_of_estimators
-from slime.arguments.checkpoints import is_megatron_checkpoint
 from slime.arguments.flag import (
     ABOVE_ZERO,
     AT_LEAST_ONE,
@@ -22,6 +21,7 @@ from slime.arguments.flag import (
 )
 from slime.arguments.hf_config import is_hf_checkpoint
 from slime.arguments.value_types import environment_variables
+from slime.utils.checkpoint_directory import is_megatron_checkpoint
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 
 _OF_GLM = "{--spec} of layers that have it: slime_plugins.models.glm4 get_glm_spec"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from slime.arguments.checkpoints import POINTER, is_megatron_checkpoint, source_of_reference, source_of_teacher
+from slime.arguments.checkpoints import source_of_reference, source_of_teacher
 from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.config_files.role_config import DIRECTORY, critic_args, critic_weights
 from slime.arguments.derivation import FULLY_ASYNC, source_of_actor
@@ -22,6 +22,7 @@ from slime.arguments.paths import missing_plug_ins
 from slime.arguments.sizes import longest_sample, micro_batches_at_a_time, positions_of_model
 from slime.arguments.violations import Rule, Violation, about, broken, refused, warned, where
 from slime.scheduling.dp_schedule import most_micro_batches
+from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint
 from slime.utils.data_files import parse_data_path, path_without_slice
 from slime.utils.dataset import RowKeys, check_first_row
 from slime.utils.errors import UserError

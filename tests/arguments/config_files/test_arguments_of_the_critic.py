@@ -5,10 +5,11 @@ import copy
 import pytest
 
 from slime.arguments import validate_args
-from slime.arguments.checkpoints import POINTER, WeightSource
+from slime.arguments.checkpoints import WeightSource
 from slime.arguments.config_files.role_config import critic_args
 from slime.arguments.derivation import settle_precision
 from slime.arguments.sizes import train_iterations
+from slime.utils.checkpoint_directory import POINTER
 from slime.utils.errors import UserError
 from tests.support.models.args import parse, write_config
 

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.arguments.checkpoints import WeightSource, iteration_directory, latest_iteration
+from slime.arguments.checkpoints import WeightSource
 from slime.backends.megatron_utils.checkpoint.gathered_state import has_float32_copies, prefix_in, put_copies
 from slime.backends.megatron_utils.checkpoint.optimizer_state import (
     changed_curves,
@@ -42,6 +42,7 @@ from slime.backends.megatron_utils.generator_states import load_generators
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.parameter_selection import as_flags, selection_of
 from slime.backends.megatron_utils.value_head import leave_out_missing_head
+from slime.utils.checkpoint_directory import iteration_directory, latest_iteration
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)

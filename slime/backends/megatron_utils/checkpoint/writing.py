@@ -28,7 +28,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.arguments.checkpoints import iteration_directory
 from slime.backends.megatron_utils.checkpoint.gathered_state import PREFIXES, describe_copies, has_float32_copies
 from slime.backends.megatron_utils.checkpoint.optimizer_state import (
     Memory,
@@ -52,6 +51,7 @@ from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.parameter_selection import selection_of
 from slime.training.checkpoint_publication import unpublished
 from slime.training.model_states import ModelStates
+from slime.utils.checkpoint_directory import iteration_directory
 from slime.utils.child_process import ForkedCall
 from slime.utils.errors import RunError
 from slime.utils.filesystem import fsync_tree

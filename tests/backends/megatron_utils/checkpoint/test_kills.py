@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.arguments.checkpoints import WeightSource, is_megatron_checkpoint, latest_iteration
+from slime.arguments.checkpoints import WeightSource
+from slime.utils.checkpoint_directory import is_megatron_checkpoint, latest_iteration
 from tests.support.processes.checkpoint_trainer import Trainer, make_args, resume
 from tests.support.processes.distributed import run_distributed
 
