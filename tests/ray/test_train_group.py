@@ -203,7 +203,25 @@ def test_a_rank_has_a_share_of_the_cores_of_its_own_node_or_the_threads_that_the
     assert sorted(asked) == (["large", "small"] if address and not said else [])
 
 
-def environments(typed: dict, *, deterministic_mode: bool = False):
+@pytest.mark.parametrize(("typed", "threads"), [({}, "7"), ({"OMP_NUM_THREADS": 5}, "5")])
+def test_a_rank_starts_with_the_threads_of_train_env_vars_where_they_say_some(monkeypatch, typed, threads):
+    given, asked = [], SimpleNamespace(remote=lambda *arguments: None)
+
+    def options(**options):
+        given.append(options["runtime_env"]["env_vars"]["OMP_NUM_THREADS"])
+        return SimpleNamespace(remote=lambda *arguments: SimpleNamespace(call=asked, call_after=asked))
+
+    monkeypatch.setattr(train_group.ray, "remote", lambda rank_class: SimpleNamespace(options=options))
+    monkeypatch.setattr(TrainGroup, "_threads", [7])
+    group_of(typed).start()
+    assert given == [threads]
+
+
+def environments(typed: dict, **changes):
+    return group_of(typed, **changes)._environments()
+
+
+def group_of(typed: dict, *, deterministic_mode: bool = False):
     args = argparse.Namespace(
         deterministic_mode=deterministic_mode,
         actor_num_gpus_per_node=1,
@@ -212,7 +230,7 @@ def environments(typed: dict, *, deterministic_mode: bool = False):
         has_engines=True,
         sglang_enable_nccl_nvls=None,
     )
-    return TrainGroup(args, None, [(0, 0)])._environments()
+    return TrainGroup(args, None, [(0, 0)])
 
 
 def test_a_start_and_a_publication_have_the_time_that_their_flags_give(monkeypatch):
