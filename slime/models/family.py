@@ -31,6 +31,8 @@ _AS_IN_TRANSFORMERS = re.compile(
     rf"^decoder\.layers\.{re.escape(LAYER)}\.self_attention\.((?:{'|'.join(ATTENTION_MODULES)})\..+)$"
 )
 _PREDICTION_LAYERS = "mtp."
+# Entries of configs that count such layers.
+_PREDICTION_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # Of the model's embedding and output layer.
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 
@@ -81,6 +83,7 @@ class Family:
         that `not_trained` matches too are trained where a run asks for such layers.
     predictions_follow: layers for multi-token prediction have the numbers behind the last layer's.
     num_layers: of the model whose names are asked for, where predictions follow (`of_model`).
+    engines_draft: SGLang makes a draft model of a layer for multi-token prediction of the family.
     """
 
     model_types: tuple[str, ...]
@@ -98,6 +101,7 @@ class Family:
     predictions: re.Pattern[str] | None = None
     predictions_follow: bool = False
     num_layers: int = 0
+    engines_draft: bool = False
 
     def of_model(self, num_layers: int) -> Family:
         """The family for a model of so many layers: with these, names of layers for multi-token prediction are known."""
@@ -139,6 +143,18 @@ class Family:
     def is_prediction(self, hf_name: str) -> bool:
         """Whether an HF tensor belongs to a layer for multi-token prediction."""
         return self.predictions is not None and self.predictions.search(hf_name) is not None
+
+    def is_stored_prediction(self, hf_name: str, num_layers: int, predictions: int = 0) -> bool:
+        """Whether an HF tensor is of a layer for multi-token prediction behind the `predictions` that a run has, and no copy of
+        the model's embedding or output layer."""
+        is_of_layer = self.is_prediction(hf_name) or self._behind(hf_name, num_layers) >= 0
+        return is_of_layer and self.is_exported_as_stored(hf_name, num_layers, predictions)
+
+    def drafting_layers(self, config: Config) -> int:
+        """Layers for multi-token prediction of which engines can make a draft model, by what `config` says; 1 where it says
+        nothing of them."""
+        told = (config[name] for name in _PREDICTION_COUNTS if config.get(name) is not None)
+        return next(told, 1) if self.engines_draft else 0
 
     def leaves_alone(self, hf_name: str, predictions: int = 0) -> bool:
         """Whether an HF tensor is of a part that a run with so many layers for multi-token prediction does not train."""

@@ -61,4 +61,5 @@ GLM4_MOE = Family(
     absent={"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
     rules=ENDS + _LAYER_WITH_EXPERTS + prediction_layer(_LAYER_WITH_EXPERTS),
     predictions_follow=True,
+    engines_draft=True,
 )

@@ -73,6 +73,7 @@ GLM4_MOE_LITE = Family(
     rope_types=("default", "yarn"),
     rules=_RULES,
     predictions_follow=True,
+    engines_draft=True,
 )
 GLM_MOE_DSA = dataclasses.replace(
     GLM4_MOE_LITE,
@@ -95,6 +96,7 @@ DEEPSEEK_V3 = Family(
     rope_types=("default", "yarn"),
     rules=_RULES,
     predictions_follow=True,
+    engines_draft=True,
 )
 DEEPSEEK_V32 = dataclasses.replace(
     DEEPSEEK_V3,

@@ -48,4 +48,5 @@ MIMO = Family(
         ),
     ),
     predictions=re.compile(r"^model\.mtp_layers\."),
+    engines_draft=True,
 )

@@ -120,6 +120,7 @@ QWEN3_NEXT = Family(
     + _predicting(_SHARED_AND_ROUTED),
     not_trained=_OF_PREDICTION,
     predictions=_OF_PREDICTION,
+    engines_draft=True,
 )
 
 
@@ -150,6 +151,7 @@ _QWEN3_5_TEXT = Family(
     rules=ENDS + _QWEN3_5_LAYERS + GATED_MLP + _predicting(GATED_MLP),
     not_trained=re.compile(r"^(mtp|model\.visual)\."),
     predictions=_OF_PREDICTION,
+    engines_draft=True,
 )
 _QWEN3_5 = dataclasses.replace(
     _QWEN3_5_TEXT, model_types=("qwen3_5",), names=("qwen35",), rules=_of_language_model(_QWEN3_5_TEXT.rules)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 from slime.arguments.checkpoints import OLD_ACTOR, TEACHER
+from slime.arguments.config_files.serving_config import arguments_of_group, served_groups
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.model_shape import SHAPE_FLAGS
 from slime.models.families import FAMILIES
+from slime.models.family import Family
 from slime.models.shape_of_flags import calculate_fwd_flops
 from slime.observability.logging_utils import LoggedMetrics
 from slime.observability.timer import Timer, phase
@@ -39,9 +41,9 @@ from slime.utils.misc import Box
 from slime.utils.plugin_loader import call_plug_in
 from slime.utils.process_groups import get_gloo_group, patient_groups
 from slime.utils.processing_utils import load_tokenizer
-from slime.weights.buckets import split_into_buckets
+from slime.weights.buckets import loading_order, split_into_buckets
 from slime.weights.expert_exchange import ExpertExchange, experts_go_directly
-from slime.weights.hf_reader import SafetensorsDirectory
+from slime.weights.hf_reader import SafetensorsDirectory, StoredTensor
 from slime.weights.push import Opening, read_weight_version
 from slime.weights.quantisers import quantiser_of
 from slime.weights.source import Connected, Sent, WeightSource
@@ -130,7 +132,9 @@ class ActorRank(TrainRank):
         self.require(Holds.WEIGHTS, "an export")
         tensors = self._tensors_of_checkpoint()() if self.groups.replica == 0 else ()
         if self.groups.gives_weights and self.groups.stage == 0:
-            tensors = itertools.chain(tensors, self._tensors_of_other_parts())
+            # Other parts of the model, and layers for multi-token prediction that the run has not.
+            stored = self._stored(Family.is_exported_as_stored)
+            tensors = itertools.chain(tensors, ((name, tensor[...]) for name, tensor in stored.items()))
         with patient_groups(self.args.checkpoint_write_timeout):
             write_hf_checkpoint(
                 directory,
@@ -149,9 +153,13 @@ class ActorRank(TrainRank):
             transport = way(args, groups.stage, groups.num_stages)
         if groups.num_stages > 1 and way.takes_every_rank(args):
             transport.relay_over(groups.place_group)
-        expected = self.backend.expected_names()
+        expected, drafts = self.backend.expected_names(), self._stored_drafts()
+        if expected is not None:
+            expected |= drafts.keys()
+        # Nothing is gathered for them: ranks that only help to make buckets read none.
+        own = drafts if groups.stage == 0 and transport is not None else {}
         self.weight_source = WeightSource(
-            self._buckets(way.bucket_bytes(args)), transport, expected, groups.gives_weights
+            self._buckets(way.bucket_bytes(args), own), transport, expected, groups.gives_weights
         )
         return Opening(groups.num_stages, self.weight_version, expected)
 
@@ -224,34 +232,55 @@ class ActorRank(TrainRank):
             self.weight_source.close()
         super().dispose()
 
-    def _buckets(self, max_bytes: int) -> Callable[[], Iterable[Any]]:
-        """Makes the buckets of a push; collective, once."""
+    def _buckets(self, max_bytes: int, stored: Mapping[str, StoredTensor]) -> Callable[[], Iterable[Any]]:
+        """Makes the buckets of a push, with what is `stored`, as it is; collective, once."""
+
+        def read() -> Iterator[tuple[str, torch.Tensor]]:
+            return ((name, tensor[...].to(self.device)) for name, tensor in stored.items())
+
         if not experts_go_directly(self.args, get_accelerator().shares_host_memory):
             tensors = self._tensors_of_checkpoint()
-            return lambda: split_into_buckets(tensors(), max_bytes)
+            return lambda: split_into_buckets(itertools.chain(tensors(), read()), max_bytes)
         others, own_experts = self.backend.tensors_and_own_experts()
         quantise = quantiser_of(self.args.hf_checkpoint) or iter
         experts = ExpertExchange(self.args, own_experts, quantise, max_bytes)
-        return lambda: itertools.chain(split_into_buckets(quantise(others()), max_bytes), experts.buckets())
+        return lambda: itertools.chain(
+            split_into_buckets(itertools.chain(quantise(others()), read()), max_bytes), experts.buckets()
+        )
 
     def _tensors_of_checkpoint(self) -> Callable[[], Iterable[tuple[str, torch.Tensor]]]:
         """Makes the tensors of this stage as `--hf-checkpoint` has them: quantised, where that is."""
         tensors, quantiser = self.backend.stage_tensors(), quantiser_of(self.args.hf_checkpoint)
         return tensors if quantiser is None else lambda: quantiser(tensors())
 
-    def _tensors_of_other_parts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What `--hf-checkpoint` has of parts of the model that are not trained, and of layers for multi-token prediction that
-        the run has not, as it is stored there."""
+    def _stored_drafts(self) -> dict[str, StoredTensor]:
+        """What engines draft with and the trainer has not: of the layer for multi-token prediction in `--hf-checkpoint`. Pushes
+        bring it as it is stored, because engines that wake, or are reset, have lost it. Nothing where none of them drafts.
+
+        Raises:
+            UserError: the checkpoint has none either.
+        """
+        trained = (arguments_of_group(self.args, group) for group in served_groups(self.args) if group.update_weights)
+        if self.args.mtp_num_layers or all(group.sglang_speculative_algorithm is None for group in trained):
+            return {}
+        found = self._stored(Family.is_stored_prediction)
+        if not found and any(Path(self.args.hf_checkpoint).glob("*.safetensors")):
+            raise UserError(
+                f"--sglang-speculative-algorithm: engines draft with the layer for multi-token prediction of "
+                f"{self.args.hf_checkpoint}, and no file there has its weights; drop the flag, or take a checkpoint with them"
+            )
+        return {name: found[name] for name in sorted(found, key=loading_order)}
+
+    def _stored(self, is_wanted: Callable[[Family, str, int, int], bool]) -> dict[str, StoredTensor]:
+        """The tensors of `--hf-checkpoint` of which a question of its family is true, by name; none where it has no weights."""
         directory = Path(self.args.hf_checkpoint)
         config = read_hf_config(directory)
         family, num_layers = FAMILIES.get(config.get("model_type")), config.get("num_hidden_layers")
         if family is None or num_layers is None or not any(directory.glob("*.safetensors")):
-            return
-        source = SafetensorsDirectory(directory)
-        predictions = self.args.mtp_num_layers or 0
-        for name in sorted(source.names()):
-            if family.is_exported_as_stored(name, num_layers, predictions):
-                yield name, source.tensor(name)[...]
+            return {}
+        source, predictions = SafetensorsDirectory(directory), self.args.mtp_num_layers or 0
+        names = [name for name in sorted(source.names()) if is_wanted(family, name, num_layers, predictions)]
+        return {name: source.tensor(name) for name in names}
 
     def _load_stored(self, name: str) -> bool:
         """Load the state `name` out of the checkpoint that the run resumes from; False where there is none."""

@@ -81,6 +81,13 @@ def split_into_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_by
         yield bucket
 
 
+def loading_order(name: str) -> tuple[str, str]:
+    """A key by which names are sorted so that tensors which engines load together follow each other."""
+    found = _LOADED_TOGETHER.search(name)
+    # The other kind follows its scale by name alone.
+    return (name if found is None or found[1] is None else name[: found.start()], name)
+
+
 def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in a row, as integers of their size: not every dtype can be copied along with others."""
     import torch

@@ -269,6 +269,38 @@ def test_exports_have_layers_behind_the_models_last_one_that_a_run_has_not(tenso
 
 
 @pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("glm4_moe_lite", "model.layers.4.eh_proj.weight"),
+        ("deepseek_v3", "model.layers.4.mlp.experts.0.gate_proj.weight_scale_inv"),
+        ("glm_moe_dsa", "model.layers.4.self_attn.indexer.wk.weight"),
+        ("qwen3_next", "mtp.fc.weight"),
+        ("qwen3_5_moe", "mtp.layers.0.mlp.experts.0.gate_proj.weight"),
+    ],
+)
+def test_what_engines_draft_with_is_told_from_all_else_that_exports_have_as_it_is_stored(name, tensor):
+    family = FAMILIES[name]
+    assert [family.is_stored_prediction(tensor, 4, predictions) for predictions in (0, 1)] == [True, False]
+    others = [
+        "model.visual.blocks.0.norm1.weight", "model.layers.4.embed_tokens.weight", "model.layers.3.input_layernorm.weight",
+        "model.layers.5.shared_head.head.weight", "lm_head.weight",
+    ]  # fmt: skip
+    assert not any(family.is_stored_prediction(other, 4) for other in others)
+
+
+def test_engines_draft_with_the_layers_that_a_config_counts():
+    """SGLang has a draft model of these families alone."""
+    drafting = {name for name, family in FAMILIES.items() if family.drafting_layers({})}
+    assert drafting == {
+        "mimo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v3", "deepseek_v32", "kimi_k2", "qwen3_next", "qwen3_5",
+        "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
+    }  # fmt: skip
+    configs = [{"num_nextn_predict_layers": 0}, {"num_nextn_predict_layers": 1}, {"mtp_num_hidden_layers": 2}]
+    assert [FAMILIES["deepseek_v3"].drafting_layers(config) for config in configs] == [0, 1, 2]
+    assert FAMILIES["minimax_m2"].drafting_layers({"num_nextn_predict_layers": 1}) == 0
+
+
+@pytest.mark.parametrize(
     ("name", "first"),
     [("mimo", "model.mtp_layers.0."), ("glm4_moe", "model.layers.36."), ("deepseek_v3", "model.layers.36.")],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.utils.errors import UserError
 from tests.support.models.grpo_batch import make_samples
 from tests.support.models.tiny_families import TINY_FAMILIES
 from tests.support.models.tiny_model import PREDICTS_BESIDE, write_predicting, write_tiny_delta_net, write_tiny_model
@@ -90,6 +91,72 @@ def test_an_export_has_a_layer_behind_the_models_last_one_whether_or_not_a_run_a
         exported = load_file(next((tmp_path / name).glob("*.safetensors")))
         assert exported.keys() == stored.keys() - copies, name
         assert all(tensor.equal(stored[key]) for key, tensor in exported.items()), name
+
+
+def push_worker(directory: Path, cases: dict[str, tuple[str, list[str]]]) -> dict:
+    """By case, the buckets that this rank makes for a push, and the names that a push is held to."""
+    results = {}
+    for name, (model, words) in cases.items():
+        words = command_line(directory / model, "--update-weight-buffer-size", "20000", *words)
+        # Engines that nobody starts.
+        run = Rank(words, rollout_num_gpus=1)
+        try:
+            expected = run.actor.open_weight_push().expected_names
+            buckets = [[(hf, tensor.clone()) for hf, tensor in bucket] for bucket in run.actor.weight_source._buckets()]
+            results[name] = expected, buckets
+        except UserError as error:
+            results[name] = str(error)
+        run.end()
+    return results
+
+
+@pytest.mark.slow
+def test_a_push_brings_the_layer_that_engines_draft_with_whether_or_not_the_trainer_has_it(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    beside = {"layer_types": ["linear_attention", *["full_attention"] * 2]}
+    for name, own_names in {
+        "deepseek_v3": None,
+        "qwen3_5_text": PREDICTS_BESIDE,
+        "qwen3_next": PREDICTS_BESIDE,
+    }.items():
+        row = TINY_FAMILIES[name]
+        entries = {entry: value for entry, value in {**row.entries, **(beside if own_names else {})}.items()}
+        entries.pop("layers", None)
+        write_predicting(
+            tmp_path / name / "actor", row.write, own_names, model_type=row.model_type, vocab_size=131, **entries
+        )
+        (tmp_path / name / "prompts.jsonl").write_text(json.dumps({"prompt": "unused"}) + "\n")
+    without = tmp_path / "qwen3_next" / "actor" / "model.safetensors"
+    of_model = {name: tensor for name, tensor in load_file(without).items() if not name.startswith("mtp.")}
+    save_file(of_model, without, metadata={"format": "pt"})
+    drafting, layout = ["--sglang-speculative-algorithm", "EAGLE"], ["--sequence-parallel"]
+    cases = {
+        f"{name} {kind}": (name, [*layout, *words])
+        for name in ("deepseek_v3", "qwen3_5_text")
+        for kind, words in {"stored": drafting, "trained": [*drafting, "--mtp-num-layers", "1"], "plain": []}.items()
+    } | {"without": ("qwen3_next", [*layout, *drafting])}
+    first, second = run_distributed(push_worker, 2, (tmp_path, cases), timeout=600)
+    assert first["without"] == second["without"] and "no file there has its weights; drop the flag" in first["without"]
+    for name, prefix in {"deepseek_v3": "model.layers.2.", "qwen3_5_text": "mtp."}.items():
+        stored = load_file(tmp_path / name / "actor" / "model.safetensors")
+        whole = {key for key in stored if not key.endswith((".2.embed_tokens.weight", ".shared_head.head.weight"))}
+        of_layer = {key for key in whole if key.startswith(prefix)}
+        assert len(of_layer) > 10
+        for kind, wanted in {"stored": whole, "trained": whole, "plain": whole - of_layer}.items():
+            expected, buckets = first[f"{name} {kind}"]
+            assert expected == second[f"{name} {kind}"][0] == wanted, (name, kind)
+            sent = [pair for bucket in buckets for pair in bucket]
+            assert {key for key, _ in sent} == wanted and len(sent) == len(wanted) and len(buckets) > 2
+            assert all(tensor.equal(stored[key]) for key, tensor in sent), (name, kind)
+            together = [
+                [key for key, _ in bucket if key.endswith(("q_a_proj.weight", "kv_a_proj_with_mqa.weight"))]
+                for bucket in buckets
+            ]
+            assert all(len(parts) % 2 == 0 for parts in together)
+            # It sends nothing, and what is stored is gathered from nobody.
+            helped = {key for bucket in second[f"{name} {kind}"][1] for key, _ in bucket}
+            assert helped == (wanted if kind == "trained" else whole - of_layer)
 
 
 @pytest.mark.slow

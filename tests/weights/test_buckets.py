@@ -4,7 +4,7 @@ import weakref
 import pytest
 import torch
 
-from slime.weights.buckets import BucketFlattener, split_into_buckets
+from slime.weights.buckets import BucketFlattener, loading_order, split_into_buckets
 
 
 def tensors(*sizes):
@@ -58,6 +58,20 @@ def test_no_tensor_is_lost_or_sent_twice_where_engines_load_some_together(max_by
     buckets = names_of(split_into_buckets(named, max_bytes))
     assert sum(buckets, []) == [name for name, _ in named]
     for layer in range(4):
+        for parts in (SPARSE_ATTENTION[:4], SPARSE_ATTENTION[8:10]):
+            wanted = {f"model.layers.{layer}.self_attn.{name}" for name in parts}
+            assert sum(not wanted.isdisjoint(bucket) for bucket in buckets) == 1
+
+
+@pytest.mark.parametrize("max_bytes", [60, 100, 250])
+def test_names_can_be_sorted_so_that_what_engines_load_together_follows(max_bytes):
+    """Between them the alphabet has others."""
+    names = [f"model.layers.{layer}.self_attn.{name}" for layer in (61, 6) for name in SPARSE_ATTENTION]
+    names += ["model.layers.61.eh_proj.weight", "model.layers.61.mlp.gate.weight"]
+    ordered = sorted(names, key=loading_order)
+    assert sorted(ordered) == sorted(names) and ordered != sorted(names)
+    buckets = names_of(split_into_buckets([(name, torch.zeros(40, dtype=torch.uint8)) for name in ordered], max_bytes))
+    for layer in (61, 6):
         for parts in (SPARSE_ATTENTION[:4], SPARSE_ATTENTION[8:10]):
             wanted = {f"model.layers.{layer}.self_attn.{name}" for name in parts}
             assert sum(not wanted.isdisjoint(bucket) for bucket in buckets) == 1

@@ -75,6 +75,8 @@ def arguments_of_group(args: argparse.Namespace, group: ServerGroup, *, sleeps: 
         # Nobody trains on its experts or kept tokens, nor brings it weights when it wakes.
         copied.use_rollout_routing_replay, copied.rollout_top_k = False, -1
         copied.sglang_enable_weights_cpu_backup = copied.offload_rollout or None
+        # Layers with which to draft are those of the run's model.
+        vars(copied).update({name: values.get(name) for name in vars(args) if name.startswith(f"{PREFIX}speculative_")})
         copied.origins |= dict.fromkeys(ONLY_AGAINST_PUSHES, Origin.DEFAULT)
     return copied
 
@@ -252,8 +254,10 @@ def _positive(mapping: YamlMapping, key: str, default: int) -> int:
 
 
 PREFIX = "sglang_"
-# By the first two goes whoever asks the first model.
-_OF_THE_RUN = ("context_length", "enable_deterministic_inference", "enable_nccl_nvls", "enable_symm_mem")
+# By the first three goes whoever asks the first model.
+_OF_THE_RUN = (
+    "context_length", "enable_deterministic_inference", "speculative_algorithm", "enable_nccl_nvls", "enable_symm_mem",
+)  # fmt: skip
 # Why a group's engines cannot be given a value of their own, beside what every run refuses.
 _REASONS = {
     "tp_size": "it follows from num_gpus_per_engine and pp_size; drop it",
@@ -278,7 +282,7 @@ def _converted(overrides: YamlMapping, key: str, name: str, flags: FlagNames, ge
     dest = PREFIX + name if flag is None else flag.dest
     field = dest.removeprefix(PREFIX)
     follows = DERIVED.get(flag_of(dest))
-    reason = REFUSED.get(dest) if field in _OF_THE_RUN[:2] and not generates else _REASONS.get(field, REFUSED.get(dest))
+    reason = REFUSED.get(dest) if field in _OF_THE_RUN[:3] and not generates else _REASONS.get(field, REFUSED.get(dest))
     if reason is None and follows is not None:
         reason = f"{unknown(follows).message}; drop it"
     if reason is not None:

@@ -71,7 +71,7 @@ def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: 
     untouched = [name for name in source.names() - needed if family.is_exported_as_stored(name, family.num_layers)]
     if untouched and dist.get_rank() == 0:
         logger.info(
-            "%s: %d tensors (%s, …) are of parts that are not trained here; no push has them, exports carry them as they are",
+            "%s: %d tensors (%s, …) are of parts that are not trained here; exports carry them as they are",
             hf_dir,
             len(untouched),
             min(untouched),

@@ -10,7 +10,7 @@ from slime.arguments.config_files.serving_config import (
 )
 from slime.backends.sglang_utils.server_arguments import compute_server_arguments
 from slime.scheduling.served_models import ModelServing, ServerGroup
-from tests.support.models.args import parse
+from tests.support.models.args import parse, write_config
 from tests.support.tables.config_files import written
 from tests.support.tables.rules import violations as refusals
 
@@ -134,6 +134,10 @@ def test_one_slip_hides_no_other(tmp_path):
             "context-length is set by the run: all engines need the same; give --sglang-context-length",
         ),
         (
+            "speculative_algorithm: EAGLE",
+            "speculative_algorithm is set by the run: all engines need the same; give --sglang-speculative-algorithm",
+        ),
+        (
             "enable_symm_mem: true",
             "enable_symm_mem is set by the run: all engines need the same; give --sglang-enable-symm",
         ),
@@ -241,6 +245,19 @@ def test_a_frozen_model_beside_the_trained_one_has_its_own_checkpoint_and_settin
     assert of_actor["enable_return_routed_experts"] and "enable_return_routed_experts" not in of_judge
     awake = values(judge, sleeps=False)
     assert "enable_memory_saver" not in awake and "enable_weights_cpu_backup" not in awake
+
+
+def test_a_frozen_model_drafts_where_its_group_says_so_and_not_because_the_run_does(tmp_path):
+    other = write_config(tmp_path / "judge", model_type="mimo", num_nextn_predict_layers=1)
+    groups = "[{num_gpus: 1}, {num_gpus: 1, overrides: {speculative_algorithm: NEXTN}}]"
+    judge = f"  - {{name: judge, model_path: {other}, server_groups: {groups}}}\n"
+    path = written(tmp_path, group_lines("{num_gpus: 1}") + judge, "serving.yaml")
+    args = parse(tmp_path, "--rollout-num-gpus", "3", "--sglang-config", str(path), "--dry-run")
+    args.sglang_speculative_algorithm, args.sglang_speculative_num_steps = "EAGLE", 3
+    found = [arguments_of_group(args, group) for model in args.served_models for group in model.groups]
+    assert [group.sglang_speculative_algorithm for group in found] == ["EAGLE", None, "NEXTN"]
+    assert [group.sglang_speculative_num_steps for group in found] == [3, None, None]
+    assert args.sglang_speculative_algorithm == "EAGLE"
 
 
 def test_a_copy_of_the_trained_model_may_stay_as_it_is(tmp_path, caplog):

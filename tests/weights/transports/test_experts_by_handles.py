@@ -58,7 +58,7 @@ def push(root, layouts, max_bytes, refuses):
         backend, engine = megatron.load_backend(args), Engine(refuses)
         rank = SimpleNamespace(args=args, backend=backend, _tensors_of_checkpoint=backend.stage_tensors)
         transport, sends = ColocatedTransport(args, 0, 1), dist.get_rank() == 0
-        walk = WeightSource(ActorRank._buckets(rank, max_bytes), transport, backend.expected_names(), sends)
+        walk = WeightSource(ActorRank._buckets(rank, max_bytes, {}), transport, backend.expected_names(), sends)
         walk.connect([Receiver(0, engine, RANKS, 0)])
         sent = walk.send(1)
         dist.barrier()

@@ -62,7 +62,7 @@ class Pushes:
         self.actor.memory = SimpleNamespace(holds=Holds.ALL)
         self.actor.states = SimpleNamespace(require_active=lambda name: None)
         if tensors is not None:
-            self.actor._buckets = lambda max_bytes: lambda: split_into_buckets(tensors(), max_bytes)
+            self.actor._buckets = lambda max_bytes, stored: lambda: split_into_buckets(tensors(), max_bytes)
         self.opening = self.actor.open_weight_push()
         self.engines = [Engine(), Engine()]
         self.receivers = [Receiver(id, engine, 2, 2 * id) for id, engine in enumerate(self.engines)]
