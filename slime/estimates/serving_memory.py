@@ -10,7 +10,7 @@ format that is not known counts as not quantised, and is named.
 import fnmatch
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from slime.estimates.parameters import LayerParameters, count_parameters
@@ -45,6 +45,8 @@ class ServingSetup:
     cache_bytes: of one element of the cache.
     static_fraction: share of the GPU for weights and cache; None: as many tokens as `max_total_tokens`.
     max_total_tokens: upper limit of the cache, in tokens; None: what fits.
+    draft_layers: layers for multi-token prediction with which they draft, beside the model's embedding and head. Each caches
+        what a layer of the model does.
     """
 
     tensor: int
@@ -56,6 +58,7 @@ class ServingSetup:
     static_fraction: float | None
     max_total_tokens: int | None = None
     sharded_head: bool = True
+    draft_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,12 +132,18 @@ def served_expert_bytes(shape: ModelShape, weight_bytes: WeightBytes) -> int:
 
 def _weights(shape: ModelShape, setup: ServingSetup) -> int:
     """The first of the engine's pipeline stages, which has the embedding and, rounded up, its share of the layers."""
-    counts = count_parameters(shape)
+    counts = count_parameters(replace(shape, mtp_num_layers=setup.draft_layers))
     attention_ranks = setup.tensor // setup.attention_data
     count = -(-shape.num_layers // setup.pipeline)
     # The costliest run of layers: experts usually come last.
     layers = sum(
         _layer_bytes(layer, setup.weight_bytes, setup.tensor, attention_ranks) for layer in counts.layers[-count:]
+    )
+    # Each rank has the whole projection of a layer that drafts, and it is not quantised.
+    layers += sum(
+        (draft.projection + draft.norms) * setup.weight_bytes.rest
+        + _layer_bytes(draft.layer, setup.weight_bytes, setup.tensor, attention_ranks)
+        for draft in counts.mtp
     )
     # A rank looks up the tokens of its own group.
     vocabulary = counts.embedding / attention_ranks
@@ -155,7 +164,7 @@ def _layer_bytes(layer: LayerParameters, size: WeightBytes, ranks: int, attentio
 def _cache_bytes_per_token(shape: ModelShape, setup: ServingSetup) -> float:
     """Keys and values of one token in the layers of one stage; latent attention keeps its latent vector on every rank."""
     layers = [not shape.has_linear_attention(layer) for layer in range(shape.num_layers)]
-    count = sum(layers) / setup.pipeline
+    count = (sum(layers) + setup.draft_layers) / setup.pipeline
     if shape.mla is not None:
         elements = shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim
         indexer = shape.mla.indexer.head_dim if shape.mla.indexer is not None else 0

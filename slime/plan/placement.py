@@ -204,6 +204,7 @@ def serving_setup(
         static_fraction=None if gpu_memory is None else field("mem_fraction_static") or ASSUMED_STATIC_FRACTION,
         max_total_tokens=tokens,
         sharded_head=not field("enable_dp_lm_head"),
+        draft_layers=1 if field("speculative_algorithm") else 0,
     )
 
 

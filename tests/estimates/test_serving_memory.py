@@ -85,6 +85,20 @@ def test_embedding_and_head_of_data_parallel_attention():
     assert serving_memory(SHAPE, pairs).weights - together == (vocabulary + 2 * attention) / 4
 
 
+def test_a_layer_that_drafts_is_one_layer_more_in_weights_and_cache():
+    """With a projection that no rank shares; embedding and head are the model's."""
+    drafting = dataclasses.replace(SETUP, draft_layers=1)
+    for tensor in (1, 2):
+        plain, more = (serving_memory(SHAPE, dataclasses.replace(setup, tensor=tensor)) for setup in (SETUP, drafting))
+        (layer,) = count_parameters(dataclasses.replace(SHAPE, mtp_num_layers=1)).mtp
+        own = layer.projection + layer.norms + layer.layer.norms
+        assert more.weights - plain.weights == 2 * (own + (layer.layer.total - layer.layer.norms) // tensor)
+        assert more.cache_bytes_per_token == plain.cache_bytes_per_token * 5 / 4
+    linear = LinearAttentionShape(4, 32, 4, 32, 4, (True, True, True, False))
+    mixed = dataclasses.replace(SHAPE, linear_attention=linear)
+    assert [serving_memory(mixed, setup).cache_bytes_per_token for setup in (SETUP, drafting)] == [1024, 2048]
+
+
 def test_quantised_weights_leave_vocabulary_and_norms_alone():
     one_byte = dataclasses.replace(WeightBytes.everywhere(1.0), rest=2.0)
     plain, quantised = served_bytes(SHAPE, PLAIN), served_bytes(SHAPE, one_byte)
