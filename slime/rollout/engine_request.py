@@ -56,13 +56,19 @@ def build_payload(state: GenerateState, sample: Sample, sampling_params: dict[st
 
     Raises:
         UserError: an id outside the vocabulary, or `min_p` together with deterministic inference; both would end the
-            engine.
+            engine. Or `min_p` of engines that draft, which would not heed it.
     """
     check_token_ids(state, sample)
     if sampling_params.get("min_p") and deterministic_inference(state.args):
         raise UserError(
             f"min_p {sampling_params['min_p']} cannot be used with --sglang-enable-deterministic-inference: "
             "it ends the engine; leave one of them out"
+        )
+    drafting = state.args.sglang_speculative_algorithm
+    if sampling_params.get("min_p") and drafting is not None:
+        raise UserError(
+            f"min_p {sampling_params['min_p']} has no effect with --sglang-speculative-algorithm {drafting}: drafts are "
+            "accepted without it; leave one of them out"
         )
     params = {name: value for name, value in sampling_params.items() if value is not None}
     params["max_new_tokens"] = budget

@@ -110,9 +110,10 @@ def test_r23_ids_outside_the_vocabulary_never_reach_the_engine(server, checkpoin
     assert server.requests == []
 
 
-def test_r23_min_p_with_deterministic_inference_never_reaches_the_engine(server, checkpoint):
-    args = make_args(checkpoint, server.port, sglang_enable_deterministic_inference=True)
-    with pytest.raises(UserError, match="min_p 0.1 cannot be used with --sglang-enable-deterministic-inference"):
+@pytest.mark.parametrize("name, value", [("enable-deterministic-inference", True), ("speculative-algorithm", "EAGLE")])
+def test_r23_min_p_that_ends_an_engine_or_is_not_heeded_never_reaches_it(server, checkpoint, name, value):
+    args = make_args(checkpoint, server.port, **{f"sglang_{name.replace('-', '_')}": value})
+    with pytest.raises(UserError, match=f"min_p 0.1 .* with --sglang-{name}"):
         run(generate(args, Sample(tokens=[1]), {**params(args), "min_p": 0.1}))
     assert server.requests == []
 

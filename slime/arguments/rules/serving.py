@@ -28,6 +28,7 @@ from slime.arguments.violations import Kind, Rule, Violation, about, broken, div
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import require_whole_groups
 from slime.models.config_entries import NUM_EXPERTS
+from slime.models.families import FAMILIES
 from slime.scheduling.served_models import node_parts
 from slime.utils.errors import UserError
 from slime.utils.ports import normalize_external_engine_addr
@@ -41,6 +42,7 @@ _SWITCHED_OFF = (
 )
 # What counts for a router that somebody else started, too: our client reads these.
 _OF_ANY_ROUTER = {"router_policy", "router_api_key"}
+_DRAFTED = tuple(f"sglang_speculative_{name}" for name in ("num_steps", "eagle_topk", "num_draft_tokens"))
 _ADDRESS = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+(%\w+)?\]")
 
 
@@ -116,6 +118,22 @@ def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool, bool
     groups = heads if latent else config.get("num_key_value_heads") or heads
     known = all(type(count) is int and count > 0 for count in (heads, groups))
     return ((heads, groups) if known else None), latent, not any(config.get(name) for name in NUM_EXPERTS)
+
+
+def drafts(args: argparse.Namespace) -> Iterator[Violation]:
+    """Engines draft with the one layer for multi-token prediction that SGLang makes a draft model of."""
+    if args.sglang_speculative_algorithm is None or args.hf_checkpoint is None:
+        return
+    with contextlib.suppress(UserError):  # said elsewhere
+        config = read_hf_config(args.hf_checkpoint)
+        family = FAMILIES.get(config.get("model_type"))
+        layers = 0 if family is None else family.drafting_layers(config)
+        if layers != 1:
+            template = (
+                "{--sglang-speculative-algorithm=}: engines draft with one layer for multi-token prediction of the model, and "
+                "{--hf-checkpoint=} has {layers} that they can draft with; drop the flag"
+            )
+            yield broken(args, template, layers=layers or "none")
 
 
 def groups_of_attention(args: argparse.Namespace) -> Iterator[Violation]:
@@ -307,7 +325,17 @@ def external_addresses(args: argparse.Namespace) -> Iterator[Violation]:
 
 # A run that only trains ignores the flags of engines and router.
 SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
-    models, one_topology, engine_sizes, of_groups(attention_heads),
+    models, one_topology, engine_sizes, of_groups(attention_heads), of_groups(drafts),
+    of_groups(refused_each(_DRAFTED, lambda args, value: value is not None and args.sglang_speculative_algorithm is None,
+        "{0=} has no effect without {--sglang-speculative-algorithm}; drop it, or add that with EAGLE")),
+    of_groups(refused(
+        lambda args: args.sglang_speculative_algorithm and len({vars(args)[name] is None for name in _DRAFTED}) == 2,
+        "{--sglang-speculative-num-steps}, {--sglang-speculative-eagle-topk} and {--sglang-speculative-num-draft-tokens} go "
+        "together: an engine ends where it finds some of them; give all three, such as 3, 1 and 4, or none")),
+    of_groups(refused(
+        lambda args: args.sglang_speculative_algorithm is not None and args.sglang_enable_deterministic_inference,
+        "{--sglang-speculative-algorithm=} with {--sglang-enable-deterministic-inference} ({--true-on-policy-mode} means it "
+        "too): which answer a seed gives would depend on the drafts; drop one of them")),
     refused(lambda args: args.sglang_config is not None and args.sglang_tp_size is not None,
         "{--sglang-tp-size=}: in {--sglang-config} each group has a size of its own; drop it"),
     of_groups(groups_of_attention),

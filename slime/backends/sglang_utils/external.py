@@ -48,7 +48,7 @@ _FAREWELL_SECONDS = 5.0
 _MOST_STAGES = 64
 # What a server was started with that asks for something which a run cannot do yet; `NOT_YET` says what.
 _UNBUILT_SWITCHES = (
-    "speculative_algorithm", "enable_lora", "enable_lmcache", "hicache_storage_backend", "encoder_only", "language_only",
+    "enable_lora", "enable_lmcache", "hicache_storage_backend", "encoder_only", "language_only",
 )  # fmt: skip
 # What every engine is refused that was started with it; `REFUSED` says why.
 _REFUSED_SWITCHES = ("skip_tokenizer_init", "is_embedding", "allow_auto_truncate", "admin_api_key")
@@ -204,6 +204,11 @@ def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
         yield (
             f"it only does {told['disaggregation_mode']}: prefill and decode on different engines of others is not built "
             "yet; start it without --disaggregation-mode"
+        )
+    if told.get("speculative_algorithm"):
+        yield (
+            f"it was started with --speculative-algorithm {told['speculative_algorithm']}: speculative decoding by engines of "
+            "others is not built yet; start it without"
         )
     for name in _UNBUILT_SWITCHES:
         if told.get(name):

@@ -177,10 +177,11 @@ def compute_server_arguments(
 
     Raises:
         UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`, or the sizes do not divide, or not over the
-            nodes; or caches cannot be moved here.
+            nodes; or caches cannot be moved here, or nothing drafted.
     """
     for problem in engine_sizes(args):
         raise UserError(problem.message)
+    require_drafts(args, on_cpu)
     stages, nodes = args.sglang_pp_size or 1, part.nodes if part else 1
     if stages % nodes and nodes % stages:
         raise UserError(
@@ -258,6 +259,21 @@ def require_cache_transfer(args: Any, on_cpu: bool) -> None:
         f"{what}: --sglang-disaggregation-transfer-backend {backend} needs the package {_TRANSFERS[backend]}, which is not "
         f"installed here; install it, or {way_out}"
     )
+
+
+def require_drafts(args: Any, on_cpu: bool) -> None:
+    """Refuse engines that draft where none could.
+
+    Raises:
+        UserError: this machine has no GPU. There sglang 0.5.21 accepts the likeliest token whatever the temperature is, by
+            kernels of `sgl_kernel`, and wants attention by AMX.
+    """
+    algorithm = typed_fields(args).get("speculative_algorithm")
+    if on_cpu and algorithm is not None:
+        raise UserError(
+            f"--sglang-speculative-algorithm {algorithm}: engines draft on GPUs alone, and this machine has none; leave "
+            "out all flags that begin with --sglang-speculative"
+        )
 
 
 # In which a thread waits awake for the next operator; OpenMP has 300,000. Between two steps there is none, and the router, the

@@ -322,3 +322,93 @@ def test_engines_need_a_model_directory(tmp_path):
 def test_external_engines_need_no_gpus_of_the_run(tmp_path):
     args = parse(tmp_path, "--rollout-external-engine-addrs", "10.0.0.5:30000", "http://[fd00::1]:30000", "--dry-run")
     assert args.rollout_external and args.rollout_external_engine_infos is None
+
+
+MIMO = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+EAGLE = "--sglang-speculative-algorithm EAGLE"
+STEPS = "--sglang-speculative-num-steps 3 --sglang-speculative-eagle-topk 1 --sglang-speculative-num-draft-tokens 4"
+
+
+def parse_drafting(directory, words: str, **entries):
+    base = command_line(directory)
+    write_config(directory / "model", **{**MIMO, **entries})
+    return parse_args(argv=[*base, *words.split()])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        EAGLE,
+        f"{EAGLE} {STEPS}",
+        f"--sglang-speculative-algorithm NEXTN {STEPS} --colocate --update-weights-in-flight",
+        f"{EAGLE} --enable-mtp-training",
+        f"{EAGLE} --debug-rollout-only",
+    ],
+)
+def test_engines_may_draft_with_the_layer_of_the_model(tmp_path, words):
+    assert parse_drafting(tmp_path, words).sglang_speculative_algorithm in ("EAGLE", "NEXTN")
+
+
+@pytest.mark.parametrize(
+    ("words", "entries", "message"),
+    [
+        (
+            EAGLE,
+            {"num_nextn_predict_layers": 0},
+            "-algorithm EAGLE: engines draft with one layer .* has none that they can",
+        ),
+        (
+            EAGLE,
+            {"num_nextn_predict_layers": 2},
+            "-algorithm EAGLE: engines draft with one layer .* has 2 that they can draft",
+        ),
+        (
+            EAGLE,
+            {"model_type": "qwen3"},
+            "-algorithm EAGLE: engines draft with one layer .* has none that they can draft with",
+        ),
+        (
+            STEPS,
+            {},
+            "--sglang-speculative-num-draft-tokens 4 has no effect without --sglang-speculative-algorithm; drop it",
+        ),
+        (
+            f"{EAGLE} --sglang-speculative-num-steps 3",
+            {},
+            "go together: .* give all three, such as 3, 1 and 4, or none",
+        ),
+        (
+            f"{EAGLE} --sglang-enable-deterministic-inference",
+            {},
+            "EAGLE with --sglang-enable-deterministic-inference .* drop",
+        ),
+        (
+            f"{EAGLE} --true-on-policy-mode",
+            {},
+            r"\(--true-on-policy-mode means it too\): which answer a seed gives would",
+        ),
+        (
+            f"{EAGLE} --rollout-top-p 0.9",
+            {},
+            "--rollout-top-p 0.9, --rollout-top-k .*: engines that .* draft, tell no sets",
+        ),
+        (
+            f"{EAGLE} --prefill-num-servers 1 --rollout-num-gpus 2",
+            {},
+            "-algorithm EAGLE beside engines that only prefill",
+        ),
+    ],
+)
+def test_what_does_not_go_with_drafts_is_refused(tmp_path, words, entries, message):
+    with pytest.raises(UserError) as error:
+        parse_drafting(tmp_path, words, **entries)
+    assert re.search(message, str(error.value)), str(error.value)
+
+
+def test_drafts_of_a_group_are_refused_by_its_line(tmp_path):
+    path = tmp_path / "serving.yaml"
+    path.write_text(
+        "sglang:\n  - name: actor\n    server_groups:\n      - {num_gpus: 1, overrides: {speculative_num_steps: 3}}\n"
+    )
+    with pytest.raises(UserError, match=f"{path}:4: --sglang-speculative-num-steps 3 has no effect without"):
+        parse_drafting(tmp_path, f"--sglang-config {path}")

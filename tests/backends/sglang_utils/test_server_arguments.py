@@ -147,6 +147,18 @@ def test_engines_that_prefill_and_decode_are_told_their_part(monkeypatch):
     assert not [name for name in regular if name.startswith(("disaggregation", "load_balance"))]
 
 
+def test_engines_draft_on_gpus_alone():
+    args = make_args(sglang_speculative_algorithm="EAGLE", sglang_speculative_num_steps=3)
+    values = compute(args, on_cpu=False).values
+    assert (values["speculative_algorithm"], values["speculative_num_steps"]) == ("EAGLE", 3)
+    # SGLang takes the layer out of the model itself, and would load nothing else in its place.
+    assert values["enable_draft_weights_cpu_backup"] and "speculative_draft_model_path" not in values
+    with pytest.raises(
+        UserError, match="--sglang-speculative-algorithm EAGLE: engines draft on GPUs alone, and this machine"
+    ):
+        compute(args)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_without_a_gpu_caches_move_in_host_memory_or_the_engine_does_not_start(monkeypatch, role):
     args = make_args(sglang_disaggregation_transfer_backend=None)

@@ -89,6 +89,7 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
         "metadata_key": "metadata",
         "tool_key": "tools",
         "sglang_enable_deterministic_inference": False,
+        "sglang_speculative_algorithm": None,
         "sglang_context_length": None,
         "sglang_model_routers": {},
         "use_tis": False,

@@ -197,6 +197,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
     ),
     "serving": (
         ("--router-policy power_of_two", "--router-policy", WRONG),
+        ("--sglang-speculative-algorithm EAGLE", "--sglang-speculative-algorithm --hf-checkpoint", WRONG),
+        ("--sglang-speculative-num-steps 3", "--sglang-speculative-num-steps --sglang-speculative-algorithm", WRONG),
         ("--debug-rollout-only --debug-train-only",
          "--debug-rollout-only --debug-train-only --load-debug-rollout-data", WRONG),
         ("--debug-rollout-only --load-debug-rollout-data x.pt",
