@@ -306,6 +306,19 @@ def test_gpus_that_stay_reserved_are_told_by_their_flag(tmp_path, monkeypatch):
         cluster.check_machine(parse(tmp_path, *words))
 
 
+@pytest.mark.parametrize(("gpus", "refused"), [(0, True), (1, False)])
+def test_engines_that_draft_want_gpus_before_anything_starts(tmp_path, monkeypatch, gpus, refused):
+    args = parse(tmp_path, "--debug-rollout-only")
+    args.sglang_speculative_algorithm = "EAGLE"
+    monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: gpus)
+    # Set by the check.
+    monkeypatch.setenv("SLIME_ACCELERATOR", "")
+    monkeypatch.setattr(cluster, "require_memory_of_machine", lambda args: None)
+    said = "--sglang-speculative-algorithm EAGLE: engines draft on GPUs alone, and this machine has none"
+    with pytest.raises(UserError, match=said) if refused else contextlib.nullcontext():
+        cluster.check_machine(args)
+
+
 IMAGES = ("--multimodal-keys", '{"image": "images"}', "--debug-rollout-only")
 
 

@@ -61,6 +61,8 @@ class Pushes:
         self.actor.args, self.actor.backend, self.actor.weight_version = args, backend, 0
         self.actor.memory = SimpleNamespace(holds=Holds.ALL)
         self.actor.states = SimpleNamespace(require_active=lambda name: None)
+        # No engine drafts.
+        self.actor._stored_drafts = dict
         if tensors is not None:
             self.actor._buckets = lambda max_bytes, stored: lambda: split_into_buckets(tensors(), max_bytes)
         self.opening = self.actor.open_weight_push()
