@@ -132,13 +132,15 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(plan)))
 
 
-def show_plan(args: argparse.Namespace) -> None:
+def show_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None = None) -> None:
     """Print the plan; with `--dry-run-json FILE` write it there too. FILE `-` prints the JSON instead of the text.
+
+    `parser`: as of `make_plan`.
 
     Raises:
         UserError: FILE cannot be written; nothing is printed then.
     """
-    plan = make_plan(args)
+    plan = make_plan(args, parser)
     file = args.dry_run_json
     if file == "-":
         print(json.dumps(plan_as_json(plan), indent=2))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from slime.arguments import parse_args
+from slime.arguments import build_parser, parse_args
 from slime.arguments.config_files.role_config import CRITIC, place_in
 from slime.arguments.flag import attribute_of, flag_of
 from slime.arguments.origins import Origin
@@ -88,7 +88,7 @@ def main(
 
                 show_rehearsal(args)
             else:
-                show_plan(args)
+                show_plan(args, build_parser(add_custom_arguments))
             return 0
         if finished is None:
             from slime.ray.cluster import check_machine, refuse_images_on_cpus

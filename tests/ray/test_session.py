@@ -51,6 +51,8 @@ def test_a_driver_of_the_users_own_has_flags_of_its_own(run):
     status, lines = run(lambda args, progress: found.append(args.patience), "--patience", "5", add_custom_arguments=add)
     assert (status, found) == (0, [5])
     assert any("patience 5" in line for line in lines)
+    _, plan = run(None, "--patience", "5", "--dry-run", add_custom_arguments=add)
+    assert "  command line  --patience 5" in plan
 
 
 def test_a_variable_of_ours_that_nothing_reads_is_told_at_the_start(run, monkeypatch):
