@@ -1,18 +1,13 @@
 """argparse value types shared by the flag groups."""
 
 import argparse
-import ast
-import itertools
 import json
 import re
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from slime.models.layer_pattern import read_pattern
 from slime.observability.run_record import REDACTED, mentions_secret, redacted_text
-
-# Longer than the layer list of any model; keeps `[0]*10**12` from filling the memory.
-_LONGEST_PATTERN = 10_000
 
 _SUFFIXES = {
     "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
@@ -59,25 +54,13 @@ def human_int(text: str) -> int:
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """A number, or a list with one number per layer: `4`, `[1,1,0]`, `[0]*3+[1]*58`, `([1]*3+[0])*12`.
-
-    Only integers, lists of integers, `+`, `*` and parentheses are understood; nothing else is evaluated.
-    """
+    """As `read_pattern` reads it."""
     try:
-        return _pattern_value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else error
+        return read_pattern(text)
+    except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no layer pattern ({reason}); write a number such as 4 or a list such as [0]*3+[1]*58"
+            f"{text!r} is no layer pattern ({error}); write a number such as 4 or a list such as [0]*3+[1]*58"
         ) from None
-
-
-def written_pattern(value: Sequence[int]) -> str:
-    """One number per layer as `layer_pattern` reads it, runs of equal layers together: `[0]*3+[1]*58`."""
-    runs = [(item, len(list(run))) for item, run in itertools.groupby(value)]
-    if len(runs) > max(len(value) // 2, 1):
-        return str(list(value)).replace(" ", "")
-    return "+".join(f"[{item}]" + (f"*{count}" if count > 1 else "") for item, count in runs)
 
 
 def integers(text: str) -> list[int]:
@@ -86,34 +69,6 @@ def integers(text: str) -> list[int]:
         return [int(word) for word in text.strip().strip("()[]").split(",") if word.strip()]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of integers such as 128,0") from None
-
-
-def _pattern_value(node: ast.expr) -> int | list[int]:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        items = [_pattern_value(item) for item in node.elts]
-        if not all(isinstance(item, int) for item in items):
-            raise ValueError("a list holds integers only")
-        return items
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        return _combine(node.op, _pattern_value(node.left), _pattern_value(node.right))
-    raise ValueError("only integers, lists of them, + and * are allowed")
-
-
-def _combine(operator: ast.operator, left: int | list[int], right: int | list[int]) -> int | list[int]:
-    if isinstance(operator, ast.Add):
-        if type(left) is not type(right):
-            raise ValueError("a list and a number cannot be added")
-        return left + right
-    if isinstance(left, list) and isinstance(right, list):
-        raise ValueError("two lists cannot be multiplied")
-    if isinstance(left, int) and isinstance(right, int):
-        return left * right
-    items, times = (left, right) if isinstance(left, list) else (right, left)
-    if len(items) * times > _LONGEST_PATTERN:
-        raise ValueError(f"it has more than {_LONGEST_PATTERN} entries")
-    return items * times
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

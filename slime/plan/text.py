@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from slime.arguments.origins import Origin
-from slime.arguments.value_types import written_pattern
+from slime.models.layer_pattern import written_pattern
 from slime.observability.run_record import REDACTED, plain_arguments
 from slime.plan.structure import (
     GIB,
