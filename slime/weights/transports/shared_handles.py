@@ -122,8 +122,9 @@ class SharedHandlesTransport(Transport):
             )
         self._in_flight.append(answers)
         if not self._last.is_copy:
-            # No other tensors are gathered beside one that is larger than a bucket.
+            # No other tensors are gathered here beside one that is larger than a bucket.
             self._settle(keep=0)
+            self._last = None
 
     def help(self, bucket: NamedTensors) -> None:
         if self._every_rank:
@@ -179,6 +180,8 @@ class SharedHandlesTransport(Transport):
         """`_share`, from the moment on when the next buffer is free. `fill` gives the bucket of `source`, or room for it."""
         import torch.distributed as dist
 
+        # A tensor that was larger than a bucket makes room for the next one.
+        self._last = None
         # A hanging engine may have the older buffer mapped still; then this bucket is not sent, and nobody reads it.
         self._last, error = _attempt(fill)
         if self._places is not None:

@@ -2,6 +2,7 @@
 rank shares the buckets of all stages, and nobody waits for a rank that has none of them."""
 
 import os
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -227,6 +228,34 @@ def test_what_keeps_a_rank_from_making_a_bucket_is_told_at_once():
     """Others wait for it, as for any rank in a gather: the driver ends them."""
     with pytest.raises(DistributedFailure, match="0.4 cannot be quantised"):
         run_distributed(breaking_worker, RANKS, timeout=100)
+
+
+def test_room_for_a_large_tensor_is_given_back_before_that_for_the_next_is_made(monkeypatch):
+    import torch.distributed as dist
+
+    from slime.weights.buckets import BucketFlattener, Memory
+    from slime.weights.transports.shared_handles import SharedHandlesTransport
+
+    rooms = []
+
+    class OneRoom(Memory):
+        def allocate(self, size, device):
+            assert all(room() is None for room in rooms)
+            made = super().allocate(size, device)
+            rooms.append(weakref.ref(made))
+            return made
+
+    follower = SharedHandlesTransport(SimpleNamespace(**FLAGS), 1, STAGES)
+    follower.relay_over("the ranks in its place")
+    follower._flattener = BucketFlattener(2, max_bytes=1000, memory=OneRoom())
+    # Of the source: what a bucket holds, that all have room, and at last that there is no further one.
+    large = (["large"], ["float32"], [[20, 20]])
+    told = iter([[large], [None], [large], [None], [None]])
+    monkeypatch.setattr(follower, "_exchange", lambda value: [value] if isinstance(value, tuple) else next(told))
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, **options: None)
+    follower.follow(0)
+    assert len(rooms) == 2
 
 
 LAYOUTS = {
