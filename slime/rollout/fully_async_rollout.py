@@ -44,6 +44,7 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 _REPORT_AFTER_S = 30.0
+_WORKER = "the generation that never stops"
 
 
 def generate_rollout_fully_async(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -101,7 +102,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         if not self._tasks:
             # Nothing of this rollout goes along with it: its call, its metrics, what it draws.
             work = (self._top_up_for_ever(), self._judge_for_ever())
-            self._tasks = [asyncio.create_task(one, context=contextvars.Context()) for one in work]
+            self._tasks = [asyncio.create_task(one, context=contextvars.Context(), name=_WORKER) for one in work]
         taken: list[tuple[list[Any], list[Any]]] = []
         try:
             with call.progress.start(f"rollout {rollout_id}", target * self.args.n_samples_per_prompt) as progress:
@@ -169,6 +170,10 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
                 await work()
             except Exception as error:
                 await self._fail(error)
+            except asyncio.CancelledError:
+                # Nobody would generate any more, and rollouts would wait for ever.
+                await self._fail(cancelled_error(asyncio.current_task()))
+                raise
 
     async def _fail(self, error: BaseException) -> None:
         async with self._changed:

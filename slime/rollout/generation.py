@@ -349,7 +349,7 @@ def start_group(args: Any, group: list[Any], sampling_params: dict[str, Any]) ->
 
 
 def cancelled_error(task: asyncio.Task[Any]) -> RunError:
-    """What ends a run that has not cancelled `task`, which generates a group, itself."""
+    """What ends a run that has not cancelled `task`, which generates, itself."""
     return RunError(f"{task.get_name()} was cancelled; does a function of yours cancel tasks that are not its own?")
 
 

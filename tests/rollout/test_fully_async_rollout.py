@@ -264,6 +264,24 @@ def test_a_bound_on_staleness_holds_while_a_rollout_is_packed_and_frees_all_of_i
     assert while_packing == [(0, [0, 1, 2, 3])]
 
 
+@pytest.mark.parametrize("part", [0, 1], ids=["drawing", "judging"])
+def test_rollouts_do_not_wait_for_generation_that_a_function_has_cancelled(server, checkpoint, part):
+    """Between two rollouts nobody else hears of it."""
+    args = make_args(checkpoint, server.port)
+
+    async def main():
+        async with worker_of(args, CountingDataSource(2)) as worker:
+            await rollout(worker, 0)
+            worker._tasks[part].cancel()
+            with pytest.raises(
+                RunError, match="^the generation that never stops was cancelled; does a function of yours"
+            ):
+                for number in range(1, 9):
+                    await rollout(worker, number)
+
+    asyncio.run(main())
+
+
 CANCELLING_GROUPS = """
         for task in asyncio.all_tasks():
             task.cancel() if task.get_name() == 'group 3' else None
