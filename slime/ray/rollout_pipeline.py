@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
 from typing import Any
 
 import ray
@@ -37,7 +38,7 @@ from slime.rollout.user_functions import CallTimedOut, call_for_step, wrong_resu
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.rollout_batch import split_for_data_parallel
 from slime.training.schedule import schedule_from_args, train_parallel_config
-from slime.utils.errors import UserError
+from slime.utils.errors import RunError, UserError
 from slime.utils.misc import Box
 from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.utils.run_values import SharedArguments, add_run_values
@@ -219,11 +220,20 @@ def batch_schedule(args: argparse.Namespace, batch: dict[str, Any]) -> DPSchedul
     )
 
 
-def _calling(flag: str, path: str, subject: str) -> contextlib.AbstractContextManager[None]:
-    """`calling_user_code` for a plug-in; nothing for our own functions, whose errors speak for themselves."""
-    if path.startswith("slime."):
-        return contextlib.nullcontext()
-    return calling_user_code(flag, path, subject)
+@contextlib.contextmanager
+def _calling(flag: str, path: str, subject: str) -> Iterator[None]:
+    """`calling_user_code` for a plug-in. The errors of our own functions speak for themselves, but for a cancellation: we have
+    not cancelled them."""
+    if not path.startswith("slime."):
+        with calling_user_code(flag, path, subject):
+            yield
+        return
+    try:
+        yield
+    except CancelledError:
+        raise RunError(
+            f"{subject} was cancelled; does a function of yours cancel tasks that are not its own?"
+        ) from None
 
 
 def _raw_reward(args: argparse.Namespace, samples: Sequence[Sample]) -> dict[str, float]:

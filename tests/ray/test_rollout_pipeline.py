@@ -12,13 +12,14 @@ import torch.distributed as dist
 from slime.observability.console import evaluation_name, generation_name
 from slime.ray.driver import RunLength
 from slime.ray.rollout_pipeline import RolloutPipeline
+from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.draws import DataSourceSnapshots, draw_groups, give_back
 from slime.rollout.train_data import convert_samples_to_train_batch
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.reports import rollout_data_metrics
 from slime.training.rollout_batch import split_for_data_parallel, to_tensors
-from slime.utils.errors import UserError
+from slime.utils.errors import RunError, UserError
 from slime.utils.types import Sample
 from tests.support.models.args import parse
 
@@ -281,6 +282,20 @@ def test_columns_of_an_evaluation_may_be_arrays(tmp_path, plug_ins):
     args.returned = {"aime": {"rewards": np.array([1.0, 0.0]), "truncated": np.array([True, False]), "samples": None}}
     metrics, _ = RolloutPipeline(args).evaluate(3)[-1]
     assert (metrics["eval/aime"], metrics["eval/aime-truncated_ratio"]) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("function", "subject"), [("generate_rollout_async", "rollout 3"), ("eval_rollout", "evaluation after rollout 3")]
+)
+def test_a_function_that_cancels_all_tasks_ends_the_run_with_a_word_about_it(tmp_path, monkeypatch, function, subject):
+    async def cancelled(*arguments):
+        asyncio.current_task().cancel()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(sglang_rollout, function, cancelled)
+    pipeline = RolloutPipeline(parse(tmp_path))
+    with pytest.raises(RunError, match=f"^{subject} was cancelled; does a function of yours cancel tasks"):
+        pipeline.samples_of(3) if subject == "rollout 3" else pipeline.evaluate(3)
 
 
 def test_metrics_of_a_rollout_are_a_dict(tmp_path, plug_ins):
