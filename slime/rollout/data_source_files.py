@@ -24,7 +24,7 @@ import numpy as np
 from slime.utils.dataset import Dataset, StreamedDataset
 from slime.utils.errors import UserError
 from slime.utils.filesystem import publishing_directory
-from slime.utils.plain_files import decode_plain, encode_plain
+from slime.utils.plain_files import decode_plain, encode_plain, is_plain_array, type_name
 from slime.utils.plugin_loader import calling_user_code, is_coroutine_function, nobody_awaits
 from slime.utils.processing_utils import encode_image_for_rollout_engine, is_image
 from slime.utils.sample_fields import exactly_as, hold_arrays
@@ -201,13 +201,13 @@ def describe_difference(saved: dict[str, Any], current: dict[str, Any]) -> str |
 
 def _encode(arrays: dict[str, np.ndarray], value: Any, where: str) -> Any:
     """What is not plain in a state: arrays, which `arrays` gets, and images."""
-    if isinstance(value, np.ndarray) and value.dtype != object:
+    if is_plain_array(value):
         name = f"array_{len(arrays)}"
         arrays[name] = np.ascontiguousarray(_narrowed(value))
         return {"__array__": name, "__dtype__": value.dtype.name}
     if is_image(value):
         return encode_image_for_rollout_engine(value)
-    raise UserError(f"the data source cannot be saved: {where} is a {type(value).__name__}; keep plain values there")
+    raise UserError(f"the data source cannot be saved: {where} is a {type_name(value)}; keep plain values there")
 
 
 def _narrowed(array: np.ndarray) -> np.ndarray:

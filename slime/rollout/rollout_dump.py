@@ -20,7 +20,7 @@ from slime.rollout.generation_call import current_call
 from slime.utils.errors import UserError
 from slime.utils.filesystem import existing_files
 from slime.utils.packed_sample import SOURCE_NAME, get_source, pack_sample
-from slime.utils.plain_files import read_dump, write_dump
+from slime.utils.plain_files import is_plain_array, read_dump, type_name, write_dump
 from slime.utils.processing_utils import encode_image_for_rollout_engine, is_image
 from slime.utils.sample_fields import TOKEN_FIELDS, held
 from slime.utils.types import Sample
@@ -194,8 +194,8 @@ def _plain(value: Any, where: str) -> Any:
     # Exact types: an enum or another subclass would not load again.
     if type(value) in _SCALARS or torch.is_tensor(value):
         return value
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return torch.from_numpy(value)
+    if is_plain_array(value):
+        return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), copy=False))
     if isinstance(value, dict):
         # Without naming places where nothing can be wrong: a trace has many such entries.
         return {
@@ -211,7 +211,7 @@ def _plain(value: Any, where: str) -> Any:
     if is_image(value):
         return encode_image_for_rollout_engine(value)
     raise UserError(
-        f"--save-debug-rollout-data: {where} is a {type(value).__name__}; keep plain values and arrays there, or leave "
+        f"--save-debug-rollout-data: {where} is a {type_name(value)}; keep plain values and arrays there, or leave "
         "the flag out"
     )
 

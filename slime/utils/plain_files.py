@@ -58,6 +58,16 @@ def decode_plain(value: Any, decode_other: Callable[[dict[str, Any]], Any]) -> A
     return {key: decode_plain(entry, decode_other) for key, entry in value.items()}
 
 
+def is_plain_array(value: Any) -> bool:
+    """Whether `value` is an array of numbers or of truth values, which are the arrays that files of tensors have."""
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+
+
+def type_name(value: Any) -> str:
+    """What messages call the type of a value that is not plain."""
+    return f"{type(value).__name__}{f' of {value.dtype}' if isinstance(value, np.ndarray) else ''}"
+
+
 def write_dump(path: Path, dump: dict[str, Any]) -> None:
     """Write plain values, arrays and tensors to `path`, in the place of what is there; its directory is made.
 
@@ -77,10 +87,10 @@ def write_dump(path: Path, dump: dict[str, Any]) -> None:
     tensors: dict[str, Any] = {}
 
     def put(value: Any, where: str) -> dict[str, str]:
-        tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        tensor = torch.from_numpy(value) if is_plain_array(value) else value
         if not torch.is_tensor(tensor):
             raise TypeError(
-                f"{path}: {where} is a {type(value).__name__}; only plain values, arrays and tensors are written"
+                f"{path}: {where} is a {type_name(value)}; only plain values, arrays and tensors are written"
             )
         name = f"tensor_{len(tensors)}"
         # A clone: a view would share the storage of its whole column.

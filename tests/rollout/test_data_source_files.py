@@ -1,8 +1,9 @@
-"""Custom data sources: what is asked of them."""
+"""Custom data sources: what is asked of them, and what their states may hold."""
 
+import numpy as np
 import pytest
 
-from slime.rollout.data_source_files import check_methods, prompts_per_epoch
+from slime.rollout.data_source_files import check_methods, prompts_per_epoch, write_state
 from slime.utils.errors import UserError
 from tests.support.models.data_sources import Flat, make_args
 
@@ -39,3 +40,8 @@ def test_a_source_without_length_needs_a_number_of_rollouts():
     assert prompts_per_epoch(make_args(), Flat([])) is None
     with pytest.raises(UserError, match="Flat has no __len__; give --num-rollout"):
         prompts_per_epoch(make_args(num_rollout=None), Flat([]))
+
+
+def test_arrays_that_no_file_takes_are_refused_by_their_place(tmp_path):
+    with pytest.raises(UserError, match=r"state\['names'\]\[0\] is a ndarray of <U1; keep plain values there"):
+        write_state(tmp_path / "state", {"names": [np.array(["a"])]})
