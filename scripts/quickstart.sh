@@ -226,7 +226,8 @@ write_train_script() {
     printf 'source scripts/lib/ray_node.sh\nSLIME_START_COMMAND="$(quoted bash %q "$@")"\nexport SLIME_START_COMMAND\n' "$RUN_DIR/train.sh"
     printf 'exec'
     if ((${#SERVER[@]})); then
-      printf ' %q' "$PYTHON_BIN" tools/with_server.py --port "$SERVER_PORT" --log "$RUN_DIR/server.log" "${SERVER[@]}" --
+      printf ' %q' "$PYTHON_BIN" tools/with_server.py --port "$SERVER_PORT" --log "$RUN_DIR/server.log" --timeout 600 \
+        "${SERVER[@]}" --
     fi
     printf ' %q' "$PYTHON_BIN" "$PROGRAM" "$@"
     printf ' "$@"\n'

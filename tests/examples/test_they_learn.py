@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 ACCURACIES = {
     "calculator": (0.4, 0.65, 30),
     "coding_agent_rl": (0.4, 0.6, 10),
+    "delta_weight_sync": (0.6, 0.8, 30),
     "eval_multi_task": (0.6, 0.8, 30),
     "fan_out": (0.35, 0.5, 15),
     "fully_async": (0.6, 0.7, 30),
