@@ -156,8 +156,8 @@ _FEW_FILES = 8192
 _FEW_PROCESSES = 4096
 # Two buckets of weights, which are handed over in shared memory where there is no GPU; Ray's smallest object store.
 _BUCKETS, _OBJECT_STORE = 128 * MIB, 512 * MIB
-# Ray, a trainer and two engines of a toy model.
-_LITTLE_MEMORY = 6 * GIB
+# The quick start, Ray, a trainer and two engines of a toy model, takes 2.6 GiB.
+_LITTLE_MEMORY = 4 * GIB
 
 
 def about_machine(found: Machine) -> Iterator[Finding]:

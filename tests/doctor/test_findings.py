@@ -140,7 +140,7 @@ def test_a_torch_that_does_not_import():
         ({"cores_of_container": 1.5}, WARNING),
         ({"cores_of_container": 4.0}, OK),
         ({"available": 2 * GIB}, WARNING),
-        ({"memory_of_container": 4 * GIB}, WARNING),
+        ({"memory_of_container": 3 * GIB}, WARNING),
         ({"shared_memory": None}, WRONG),
         ({"shared_memory": (64 * MIB, 64 * MIB)}, WRONG),
         ({"shared_memory": (512 * MIB, 500 * MIB)}, WARNING),
