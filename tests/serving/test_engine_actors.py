@@ -183,7 +183,13 @@ class Helper:
 @pytest.fixture
 def first_part(monkeypatch, tmp_path):
     """The first part of an engine over two nodes; `outcomes`: what is there of others, by reference."""
-    args = SimpleNamespace(log_level="INFO", engine_start_timeout=5.0, router_api_key=None)
+    args = SimpleNamespace(
+        log_level="INFO",
+        engine_start_timeout=5.0,
+        router_api_key=None,
+        sglang_dp_size=4,
+        sglang_enable_dp_attention=None,
+    )
     engine = EngineActor(args, 2, tmp_path)
     engine.outcomes, engine.started = {}, []
 
@@ -210,6 +216,16 @@ def test_all_parts_meet_at_a_store_that_the_first_one_opens(first_part):
     first_part.outcomes["helper ended"] = RunError("engine 2 died: its scheduler")
     with pytest.raises(RunError, match="engine 2 died: its scheduler"):
         first_part.raise_if_dead()
+
+
+def test_all_parts_of_an_engine_with_groups_of_attention_know_the_ports_of_the_first(first_part):
+    first_part._args.sglang_enable_dp_attention = True
+    first_part.outcomes["helper started"], helper = None, Helper()
+    first_part.init_over_nodes([0, 6], [helper])
+    told = {words["part"].first_port for words in (*first_part.started, *helper.parts)}
+    assert told == {f"127.0.0.1:{first_part._row[0].port}"} and len(first_part._row) == 34
+    for reservation in first_part._row:
+        reservation.release()
 
 
 def test_a_part_that_does_not_start_ends_the_start(first_part):

@@ -92,7 +92,7 @@ def test_still_needed_batched_attention():
 
 
 def test_every_patch_is_checked():
-    assert len(cpu_runtime._PATCHES) == 10
+    assert len(cpu_runtime._PATCHES) == 13
 
 
 def test_still_needed_start_method_and_gc_freeze():
