@@ -389,6 +389,9 @@ def test_prediction_layers_with_experts_go_through(arguments, rehearse, tmp_path
     (plan,) = planned(args, parallel_layout(args), 1)
     for kind in ("weights", "gradients", "optimizer"):
         assert result.peaks["step"][kind] == pytest.approx(plan.step[kind], rel=0.02)
+    # The same is pushed where the trainer has no such layer, and engines draft with the stored one.
+    args = arguments("--hf-checkpoint", str(tmp_path), "--sglang-speculative-algorithm", "EAGLE", *words[3:])
+    assert set(rehearsed(rehearse, args).pushed.names) == set(result.pushed.names)
 
 
 def test_the_same_ranks_of_actor_and_critic_are_rehearsed(arguments, monkeypatch, tmp_path, capsys):
