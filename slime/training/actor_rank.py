@@ -255,7 +255,8 @@ class ActorRank(TrainRank):
 
     def _stored_drafts(self) -> dict[str, StoredTensor]:
         """What engines draft with and the trainer has not: of the layer for multi-token prediction in `--hf-checkpoint`. Pushes
-        bring it as it is stored, because engines that wake, or are reset, have lost it. Nothing where none of them drafts.
+        bring it as it is stored: engines that were reset have lost it, and others that slept may have. Nothing where none of
+        them drafts.
 
         Raises:
             UserError: the checkpoint has none either.
