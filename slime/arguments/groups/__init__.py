@@ -66,7 +66,8 @@ READ = {
     "sglang": (
         "sglang_pp_size", "sglang_tp_size", "sglang_dp_size", "sglang_enable_dp_attention", "sglang_mem_fraction_static",
         "sglang_context_length", "sglang_dtype", "sglang_quantization", "sglang_enable_hierarchical_cache",
-        "sglang_sampling_mask_max_tokens", *OF_ROLES,
+        "sglang_sampling_mask_max_tokens", "sglang_enable_deterministic_inference", "sglang_speculative_algorithm",
+        *(f"sglang_speculative_{name}" for name in ("num_steps", "eagle_topk", "num_draft_tokens")), *OF_ROLES,
     ),
     "router": ("router_backend", "router_prefill_policy", "router_decode_policy"),
 }  # fmt: skip
