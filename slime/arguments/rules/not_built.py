@@ -131,7 +131,8 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
         "{0=} beside engines that only prefill or decode is not built yet; drop it, or {--prefill-num-servers}"),
     refused(lambda args: args.has_engines and any(group.worker_type in ("prefill", "decode") and
             attention_groups(arguments_of_group(args, group)) > 1 for group in served_groups(args)),
-        "{--sglang-enable-dp-attention} in engines that only prefill or decode is not built yet; drop it, or the worker types"),
+        "{--sglang-enable-dp-attention} in engines that only prefill or decode is not built yet; drop it, or "
+        "{--prefill-num-servers} and such worker types"),
     *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),
 )  # fmt: skip
 MODEL_NAME_RULES: tuple[Rule, ...] = (
