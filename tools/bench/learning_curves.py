@@ -136,11 +136,10 @@ def arrangement_row(title: str, runs: Sequence[Run]) -> list[str]:
         str(len(runs)),
         mean_and_spread([run.before for run in runs]),
         mean_and_spread([run.after for run in runs]),
-        f"{statistics.fmean(run.seconds for run in runs):.0f}",
     ]
 
 
-ARRANGEMENT_HEADER = ("Arrangement", "Seeds", "Before", "After", "Seconds")
+ARRANGEMENT_HEADER = ("Arrangement", "Seeds", "Before", "After")
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
