@@ -215,7 +215,7 @@ def _care_for_every_group(node_rank: int) -> None:
     And it wants the ports of the first node's processes to be free on all nodes, where nobody binds them.
     See `run_scheduler` for what it does in those of ranks.
     """
-    from sglang.srt import server_args
+    from sglang.srt import server_args as their_flags
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 
@@ -232,7 +232,7 @@ def _care_for_every_group(node_rank: int) -> None:
 
     TokenizerControlMixin.init_communicators = init_communicators_with_refusals_first
     if node_rank > 0:
-        server_args.wait_port_available = lambda port, name: True
+        their_flags.wait_port_available = lambda port, name: True
     # Where processes are spawned they find it by this name, and not in `__main__`.
     run = importlib.import_module("slime.backends.sglang_utils.server_process").run_scheduler
     http_server.launch_server = functools.partial(http_server.launch_server, run_scheduler_process_func=run)
