@@ -133,6 +133,9 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
             attention_groups(arguments_of_group(args, group)) > 1 for group in served_groups(args)),
         "{--sglang-enable-dp-attention} in engines that only prefill or decode is not built yet; drop it, or "
         "{--prefill-num-servers} and such worker types"),
+    *where(lambda args: args.has_engines, of_groups(refused(
+        lambda args: args.sglang_speculative_algorithm is not None and attention_groups(args) > 1,
+        "{--sglang-speculative-algorithm=} with {--sglang-enable-dp-attention} is not built yet; drop one of them"))),
     *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),
 )  # fmt: skip
 MODEL_NAME_RULES: tuple[Rule, ...] = (

@@ -397,6 +397,11 @@ def test_engines_may_draft_with_the_layer_of_the_model(tmp_path, words):
             {},
             "-algorithm EAGLE beside engines that only prefill",
         ),
+        (
+            f"{EAGLE} --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-enable-dp-attention --sglang-dp-size 2",
+            {"num_experts": 8},
+            "-algorithm EAGLE with --sglang-enable-dp-attention is not built yet; drop one of them",
+        ),
     ],
 )
 def test_what_does_not_go_with_drafts_is_refused(tmp_path, words, entries, message):
