@@ -44,7 +44,12 @@ def watch(tmp_path):
 
     def begin(target, *arguments, name="scheduler_0"):
         process = FORK.Process(target=target, args=arguments)
-        process.start()
+        # Ray leaves a handler in every process in which it has run.
+        handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            process.start()
+        finally:
+            signal.signal(signal.SIGTERM, handler)
         watch = WorkerWatch(tmp_path / "cause", [process], [name], causes.put)
         started.append((process, watch))
         return process, watch, causes
