@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.config_files.serving_config import arguments_of_group, served_groups
 from slime.arguments.server_flags import attention_groups
 from slime.observability.console import StartupClock
 from slime.observability.waiting import wait_for_all, wait_for_each
@@ -168,7 +169,8 @@ class WeightSync:
             What `_compare_log_probs` does.
         """
         # An engine hands them to its groups in turn, and each has to show what it holds.
-        count = max(_PROBE_SEQUENCES, attention_groups(self._args))
+        groups = (arguments_of_group(self._args, group) for group in served_groups(self._args))
+        count = max([_PROBE_SEQUENCES, *map(attention_groups, groups)])
         sequences = probe_sequences(self._args.vocab_size, count)
         # The trainer computes while it has its weights, the engines when they have caches.
         if self._train_group.lives and (unproven.engines or self._args.release_train):

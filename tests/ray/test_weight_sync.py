@@ -9,6 +9,7 @@ import pytest
 from slime.ray import weight_sync
 from slime.ray.weight_sync import WeightSync, mean_difference, probe_sequences
 from slime.scheduling.device_turns import Turn
+from slime.scheduling.served_models import ModelServing, ServerGroup
 from slime.serving.fleet import EngineName, EngineSnapshot, EngineState, FleetSnapshot
 from slime.utils.errors import RunError
 from slime.weights.push import PushReport
@@ -102,8 +103,11 @@ def sync(monkeypatch, events):
     )
     flags = {
         "check_weight_update_equal": False, "use_fault_tolerance": False, "max_weight_staleness": None,
-        "release_train": False, "sglang_dp_size": 6, "sglang_enable_dp_attention": True,
+        "release_train": False, "offload_rollout": False, "hf_checkpoint": None, "sglang_config": "serving.yaml",
+        "sglang_dp_size": None, "sglang_enable_dp_attention": None,
     }  # fmt: skip
+    in_groups = ServerGroup("regular", 6, 6, {"enable_dp_attention": True, "dp_size": 6})
+    flags["served_models"] = [ModelServing("default", None, True, (ServerGroup("regular", 2, 2, {}), in_groups))]
     args = SimpleNamespace(**flags, vocab_size=50)
     turns = []
     ranks = SimpleNamespace(
