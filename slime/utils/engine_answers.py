@@ -9,34 +9,18 @@ like such a stretch is parsed as any JSON.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow
-import pyarrow.csv
 
 from slime.utils.sample_fields import exactly_as, read_only
 
 _TABLES = ("output_token_logprobs", "input_token_logprobs")
 _OPENING = re.compile(rb"\s*:\s*\[(?=\s*\[)")
-_COMMA, _OPEN, _CLOSE, _SPACE, _NEWLINE = b",[] \n"
-# What is read at a time.
-_BLOCK_BYTES = 1 << 20
-_kept = threading.local()
-_COLUMNS = pyarrow.csv.ConvertOptions(
-    column_types={"log_prob": pyarrow.float64(), "token": pyarrow.int64()},
-    include_columns=["log_prob", "token"],
-    # Numbers are trimmed, these are not.
-    null_values=[" " * blanks + "null" for blanks in range(4)],
-)
-# An empty line is what brackets within an entry would make.
-_LINES = pyarrow.csv.ParseOptions(quote_char=False, double_quote=False, ignore_empty_lines=False)
-_BLOCKS = pyarrow.csv.ReadOptions(
-    use_threads=False, block_size=_BLOCK_BYTES + 1, column_names=["nothing", "log_prob", "token", "rest"]
-)
+_COMMA, _OPEN, _CLOSE, _SPACE, _NULL = b",[] n"
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,47 +112,58 @@ def _find_outside(content: bytes, key: bytes, at: int, spans: Sequence[tuple[int
 
 
 def _read_table(content: bytes, start: int, end: int) -> TokenLogProbs | None:
-    """`[[a,b,c],[a,b,c]]` as lines of four columns, the first of them empty; None if it is something else."""
-    pieces = []
-    at = start
-    while at < end - 1:
-        # An entry and what stands before it stay together; the comma between two of them begins a line.
-        stop = content.rfind(b"]", at, min(at + _BLOCK_BYTES, end - 1)) + 1
-        if stop <= at:
-            return None
-        lines = _as_lines(np.frombuffer(content, np.uint8, count=stop - at, offset=at))
-        if at == start:
-            lines[0] = _COMMA
-        try:
-            piece = pyarrow.csv.read_csv(
-                pyarrow.py_buffer(lines), read_options=_BLOCKS, parse_options=_LINES, convert_options=_COLUMNS
-            )
-        except pyarrow.ArrowInvalid:
-            return None
-        if piece["token"].null_count:
-            return None
-        pieces.append(piece)
-        at = stop
-    # Joined is copied: Arrow's own memory would be held with its arrays.
-    log_probs, tokens = (np.concatenate([piece[name].to_numpy() for piece in pieces]) for name in ("log_prob", "token"))
+    """`[[a,b,null],[a,b,null]]`, or the same with a blank after each comma; None if it is something else."""
+    text = np.frombuffer(content, np.uint8, count=end)
+    commas = np.flatnonzero(text[start:end] == _COMMA)
+    if len(commas) % 3 != 2:
+        return None
+    # Of each entry: the comma before it, the two within, and the one behind it, for which brackets stand at the ends.
+    bounds = np.empty((4, len(commas) // 3 + 1), np.int64)
+    bounds[0, 0], bounds[3, -1] = start, end - 1
+    bounds[0, 1:] = bounds[3, :-1] = commas[2::3] + start
+    bounds[1:3] = commas[0::3] + start, commas[1::3] + start
+    before, first, second, behind = bounds
+    blank = int(text[second[0] + 1] == _SPACE)
+    opening = before + 1
+    opening[1:] += blank
+    third = second + (1 + blank)
+    if (
+        (behind - third != len("null]")).any()
+        or (text[third] != _NULL).any()
+        or (text[behind - 1] != _CLOSE).any()
+        or (text[opening] != _OPEN).any()
+        or (blank and (text[first + 1] != _SPACE).any())
+    ):
+        return None
+    try:
+        log_probs = _numbers(content, opening + 1, first, pyarrow.float64(), text[opening + 1] != _NULL)
+        tokens = _numbers(content, first + (1 + blank), second, pyarrow.int64())
+    except pyarrow.ArrowInvalid:
+        return None
     return TokenLogProbs._exact(log_probs, tokens)
 
 
-def _as_lines(entries: np.ndarray) -> np.ndarray:
-    """`entries` with a space for `[`, and the end of a line for `]`: [n] uint8, until this thread asks again.
+def _numbers(
+    content: bytes, starts: np.ndarray, ends: np.ndarray, kind: pyarrow.DataType, present: np.ndarray | None = None
+) -> np.ndarray:
+    """The numbers whose digits lie from `starts` to `ends`; NaN where they are not `present`.
 
-    Whole-array arithmetic never holds the lock, unlike assignment under a mask. It is done in memory that the thread keeps,
-    as new memory, page by page from the system, would cost half as much as all else.
+    Raises:
+        pyarrow.ArrowInvalid: something else lies there.
     """
-    if not hasattr(_kept, "scratch"):
-        _kept.scratch = np.empty((2, _BLOCK_BYTES), np.uint8)
-    lines, change = _kept.scratch[:, : len(entries)]
-    np.equal(entries, _OPEN, out=change.view(np.bool_))
-    np.multiply(change, _OPEN - _SPACE, out=change)
-    np.subtract(entries, change, out=lines)
-    np.equal(entries, _CLOSE, out=change.view(np.bool_))
-    np.multiply(change, _CLOSE - _NEWLINE, out=change)
-    return np.subtract(lines, change, out=lines)
+    # Arrow's texts follow each other, so what lies between two numbers is a text as well: an absent one, which is not read.
+    offsets = np.stack([starts, ends], axis=1)
+    mask = np.zeros(offsets.shape, np.bool_)
+    mask[:, 0] = True if present is None else present
+    buffers = [np.packbits(mask, bitorder="little"), offsets, content]
+    texts = pyarrow.Array.from_buffers(
+        pyarrow.large_string(), offsets.size - 1, [pyarrow.py_buffer(one) for one in buffers]
+    )
+    found = texts.cast(kind)
+    numbers = np.frombuffer(found.buffers()[1], kind.to_pandas_dtype(), count=offsets.size - 1)[::2].copy()
+    if present is not None:
+        numbers[~present] = np.nan
+    return numbers
 
 
 def num_requests(loads: Any) -> int:

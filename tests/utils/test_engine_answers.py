@@ -42,7 +42,7 @@ def test_a_table_is_read_exactly_and_is_not_part_of_what_is_parsed(dump):
     assert len(parsed) == 1 and b"-0.1" not in parsed[0] and b"2147483648" not in parsed[0]
 
 
-@pytest.mark.parametrize("count", [5000, 60_000])  # within one block, and over several
+@pytest.mark.parametrize("count", [1, 2, 7, 60_000])
 def test_random_log_probs_are_those_of_the_engine_bit_by_bit(count):
     generator = np.random.default_rng(0)
     for dtype in (np.float32, np.float64):
@@ -79,6 +79,14 @@ def test_random_log_probs_are_those_of_the_engine_bit_by_bit(count):
 def test_what_is_no_such_table_is_parsed_as_json(value):
     assert decoded(value)[0] == value
     assert decoded(value, lambda value: json.dumps(value, indent=1).encode())[0] == value
+
+
+@pytest.mark.parametrize(
+    "mixed", [b"[-0.5, 12, null], [-0.5,34, null]", b"[-0.5,12,null],[-0.5, 34,null]", b"[ -0.5,12,null]"]
+)
+def test_blanks_that_come_and_go_change_no_number(mixed):
+    content = orjson.dumps(answer([])).replace(b"[]", b"[%b]" % mixed)
+    assert as_json_sees_it(decode_engine_answer(content, json.loads)) == json.loads(content)
 
 
 def test_threads_read_their_answers_at_once():
