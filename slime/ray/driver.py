@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.observability.console import evaluation_line, evaluation_name, rollout_line
 from slime.observability.logging_utils import LoggedMetrics, forget_lost_steps, write_to_trackers
 from slime.scheduling.device_turns import ENGINES, TRAINER, Holds, Sides, Turn, steps_to
+from slime.utils.errors import RunError
+from slime.utils.filesystem import write_json_atomically
 from slime.utils.misc import Box, should_run_periodic_action
 
 if TYPE_CHECKING:
@@ -24,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 # Of each wait for ranks by which a checkpoint is saved from the end of a run that failed.
 _RESCUE_SECONDS = 10.0
+# By `--ci-test`: what is the same may differ by so much, and gradient norms of two runs by the larger of a share and a number.
+_EQUAL = 1e-8
+_NORM_SHARE, _NORM_DIFFERENCE = 0.01, 0.01
+_NORMS = {"train/grad_norm": "actor", "train/critic-grad_norm": "critic"}
 
 
 @dataclass(frozen=True)
@@ -181,10 +190,15 @@ class StepReport:
         self._progress.rollout_saved = rollout_id
 
     def add(self, logged: list[LoggedMetrics]) -> None:
-        """Metrics that came back from an actor."""
+        """Metrics that came back from an actor.
+
+        Raises:
+            RunError: as `check_numbers`.
+        """
         write_to_trackers(logged)
-        for metrics, _ in logged:
+        for metrics, step_key in logged:
             self._merged.update(metrics)
+            check_numbers(self._args, metrics, step_key)
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
         """Metrics of this step that the driver measured."""
@@ -198,6 +212,69 @@ class StepReport:
         for metrics, step_key in logged:
             if step_key == "eval/step":
                 logger.info("%s", evaluation_line(name, metrics))
+
+
+def check_numbers(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> None:
+    """What a test run asks of its metrics: `--ci-test`, `--ci-save-grad-norm`, `--ci-load-grad-norm`.
+
+    Args:
+        metrics: some of one step, with the step under `step_key`.
+
+    Raises:
+        RunError: a number is not as it should be, or there is no file with the one that it should be.
+    """
+    if not args.ci_test and args.ci_save_grad_norm is None and args.ci_load_grad_norm is None:
+        return
+    step = metrics[step_key]
+    rollout_id, step_id = divmod(step, args.num_steps_per_rollout) if step_key == "train/step" else (step, 0)
+    place = {"rollout_id": rollout_id, "step_id": step_id}
+    wrong = _unhealthy(args, metrics, **place) if args.ci_test else []
+    for name in _NORMS.keys() & metrics.keys():
+        norm, place["role"] = float(metrics[name]), _NORMS[name]
+        if args.ci_save_grad_norm is not None:
+            write_json_atomically(args.ci_save_grad_norm.format(**place), norm)
+        if args.ci_load_grad_norm is not None:
+            path = Path(args.ci_load_grad_norm.format(**place))
+            try:
+                before = float(json.loads(path.read_text()))
+            except (OSError, ValueError, TypeError) as error:
+                raise RunError(f"--ci-load-grad-norm {path}: no gradient norm of an earlier run: {error}") from None
+            if not abs(norm - before) <= max(_NORM_SHARE * abs(before), _NORM_DIFFERENCE):
+                wrong.append(f"{name} is {norm:.6g}, and was {before:.6g} in {path} (--ci-load-grad-norm)")
+    if wrong:
+        raise RunError(f"rollout {rollout_id}, step {step_id}: {'; '.join(wrong)}")
+
+
+def _unhealthy(args: argparse.Namespace, metrics: dict[str, Any], rollout_id: int, step_id: int) -> list[str]:
+    """What `--ci-test` says of metrics; no finite number is between anything."""
+    limit = args.ci_train_rollout_logprob_abs_diff_threshold
+    # Both excluded.
+    between = {"rollout/log_probs": (-1, 0), "rollout/entropy": (0, 1), "train/mtp_loss": (-math.inf, 1)}
+    found = [
+        f"{name} is {metrics[name]:.6g}, not between {low} and {high} (--ci-test)"
+        for name, (low, high) in between.items()
+        if name in metrics and not low < metrics[name] < high
+    ]
+    difference = metrics.get("train/train_rollout_logprob_abs_diff", 0)
+    if not difference <= limit:
+        found.append(
+            f"train/train_rollout_logprob_abs_diff is {difference:.6g}, above {limit} "
+            "(--ci-train-rollout-logprob-abs-diff-threshold)"
+        )
+    if args.ci_disable_kl_checker:
+        return found
+    # Where the trainer computes the old log-probs, with the weights that the first step has, and the reference is the actor.
+    zeros = {"train/ppo_kl": step_id == 0 and not (args.use_rollout_logprobs or args.keep_old_actor)}
+    zeros["train/kl_loss"] = rollout_id == step_id == 0
+    differences = {name: metrics[name] for name, is_due in zeros.items() if is_due and name in metrics}
+    if rollout_id == 0 and {"rollout/log_probs", "rollout/ref_log_probs"} <= metrics.keys():
+        name = "rollout/log_probs - rollout/ref_log_probs"
+        differences[name] = metrics["rollout/log_probs"] - metrics["rollout/ref_log_probs"]
+    return found + [
+        f"{name} is {value:.6g}, not 0 (--ci-test; --ci-disable-kl-checker leaves it out)"
+        for name, value in differences.items()
+        if not abs(value) < _EQUAL
+    ]
 
 
 class Saver:

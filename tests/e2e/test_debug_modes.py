@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ LAYOUTS = {
     "two pipeline stages": [*TWO_RANKS, "--pipeline-model-parallel-size", "2"],
     "two context-parallel ranks": [*TWO_RANKS, "--context-parallel-size", "2"],
 }
+NORM = "norm-{role}-{rollout_id}-{step_id}.json"
 # What is added up over ranks before and beside the loss.
 OBJECTIVE = ["--normalize-advantages", "--use-tis", "--get-mismatch-metrics"]
 
@@ -33,25 +36,27 @@ def rollouts(task, tmp_path_factory):
     return process, directory
 
 
-def train(task, dumps, directory, layout):
+def training(task, dumps, directory, flags):
     """Training on those dumps, with one dump of the train data per rollout."""
     flags = [
-        "--hf-checkpoint", task.model, *task.train_flags, *layout, *OBJECTIVE, "--num-rollout", len(ROLLOUTS),
+        "--hf-checkpoint", task.model, *task.train_flags, *flags, *OBJECTIVE, "--num-rollout", len(ROLLOUTS),
         "--rollout-batch-size", ROLLOUT_BATCH_SIZE, "--n-samples-per-prompt", SAMPLES_PER_PROMPT,
         "--load-debug-rollout-data", dumps / "{rollout_id}.pt",
         "--save-debug-train-data", directory / "train_{rollout_id}.pt",
     ]  # fmt: skip
-    return TrainProcess(flags, directory).finish(200)
+    return TrainProcess(flags, directory)
 
 
 @pytest.fixture(scope="module")
 def one_rank(task, rollouts, tmp_path_factory):
-    return train(task, rollouts[1], tmp_path_factory.mktemp("one_rank"), ONE_RANK)
+    directory = tmp_path_factory.mktemp("one_rank")
+    return training(task, rollouts[1], directory, [*ONE_RANK, "--ci-save-grad-norm", directory / NORM]).finish(200)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def other(request, task, rollouts, tmp_path_factory):
-    return train(task, rollouts[1], tmp_path_factory.mktemp("other"), LAYOUTS[request.param])
+def other(request, task, rollouts, one_rank, tmp_path_factory):
+    flags = [*LAYOUTS[request.param], "--ci-load-grad-norm", one_rank.directory / NORM]
+    return training(task, rollouts[1], tmp_path_factory.mktemp("other"), flags).finish(200)
 
 
 def test_rollouts_alone_start_no_training_rank(rollouts):
@@ -80,6 +85,19 @@ def test_every_layout_learns_the_same(one_rank, other, tag):
     # The first KL is zero in all of them. Whitened advantages cancel: the loss is small beside its terms, which are about 1.
     assert found == pytest.approx(one, rel=1e-5, abs=2e-6 if tag == "train/loss" else 1e-7)
     assert one[1] != 0
+
+
+@pytest.mark.slow
+def test_a_gradient_norm_that_is_not_that_of_the_earlier_run_ends_it(task, rollouts, one_rank, tmp_path):
+    earlier = one_rank.directory / "norm-actor-1-0.json"
+    norm = json.loads(earlier.read_text())
+    assert norm == pytest.approx(one_rank.scalars("train/grad_norm")[1])
+    (tmp_path / earlier.name).write_text(str(norm + 0.1))
+    (tmp_path / "norm-actor-0-0.json").write_text((one_rank.directory / "norm-actor-0-0.json").read_text())
+    with training(task, rollouts[1], tmp_path, [*ONE_RANK, "--ci-load-grad-norm", tmp_path / NORM]) as process:
+        assert process.wait(200) == 1
+        process.assert_no_process_left()
+    assert f"rollout 1, step 0: train/grad_norm is {norm:.6g}, and was {norm + 0.1:.6g}" in process.output()
 
 
 @pytest.mark.slow

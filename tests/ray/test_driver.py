@@ -16,6 +16,7 @@ from slime.ray.driver import (
     StartedRun,
     StepReport,
     Turn,
+    check_numbers,
     evaluates,
     evaluates_before_training,
     pushes,
@@ -29,7 +30,9 @@ def make(**values):
     defaults = {
         "has_engines": True, "eval_interval": 5, "skip_eval_before_train": False, "save_interval": 5,
         "loss_type": "policy_loss", "offload_train": False, "release_train": False, "offload_rollout": False,
-        "async_save": False,
+        "async_save": False, "ci_test": False, "ci_disable_kl_checker": False, "ci_save_grad_norm": None,
+        "ci_load_grad_norm": None, "ci_train_rollout_logprob_abs_diff_threshold": 0.1, "num_steps_per_rollout": 2,
+        "use_rollout_logprobs": False, "keep_old_actor": False,
     }  # fmt: skip
     return SimpleNamespace(**{**defaults, **values})
 
@@ -482,3 +485,85 @@ def test_who_sleeps_by_the_flags(make_pool, flags, sides):
     for turn in (Turn.PUSH, Turn.GENERATION, Turn.TRAINING):
         pool.devices.turn_to(turn)
     assert {side for side, _ in pool.told} == sides
+
+
+HEALTHY = {
+    "rollout/step": {"rollout/log_probs": -0.5, "rollout/ref_log_probs": -0.5, "rollout/entropy": 0.7},
+    "train/step": {
+        "train/ppo_kl": 0.0, "train/kl_loss": -1e-9, "train/train_rollout_logprob_abs_diff": 0.1, "train/mtp_loss": 0.9,
+    },
+}  # fmt: skip
+
+
+def check_tested(metrics, step_key, step, **values):
+    check_numbers(make(ci_test=True, **values), {**metrics, step_key: step}, step_key)
+
+
+@pytest.mark.parametrize(
+    "name, step, value",
+    [
+        ("rollout/log_probs", 3, 0.0),
+        ("rollout/log_probs", 3, -1.0),
+        ("rollout/log_probs", 3, float("nan")),
+        ("rollout/entropy", 3, 0.0),
+        ("rollout/entropy", 3, 1.0),
+        ("rollout/ref_log_probs", 0, -0.5 - 2e-8),
+        ("train/ppo_kl", 6, 2e-8),
+        ("train/ppo_kl", 6, -2e-8),
+        ("train/kl_loss", 0, 2e-8),
+        ("train/train_rollout_logprob_abs_diff", 7, 0.11),
+        ("train/train_rollout_logprob_abs_diff", 7, float("nan")),
+        ("train/mtp_loss", 7, 1.0),
+    ],
+)
+def test_a_number_that_no_healthy_test_run_has_ends_it(name, step, value):
+    step_key = name.split("/")[0] + "/step"
+    check_tested(HEALTHY[step_key], step_key, step)
+    with pytest.raises(RunError, match=name):
+        check_tested({**HEALTHY[step_key], name: value}, step_key, step)
+    check_numbers(make(), {name: value, step_key: step}, step_key)
+
+
+@pytest.mark.parametrize(
+    "values, name, step",
+    [
+        ({}, "train/ppo_kl", 7),  # in the second step of a rollout weights have changed
+        ({}, "train/kl_loss", 1),
+        ({"use_rollout_logprobs": True}, "train/ppo_kl", 6),
+        ({"keep_old_actor": True}, "train/ppo_kl", 6),
+        ({"ci_disable_kl_checker": True}, "train/ppo_kl", 6),
+        ({"ci_disable_kl_checker": True}, "train/kl_loss", 0),
+        ({"ci_disable_kl_checker": True}, "rollout/ref_log_probs", 0),
+        ({}, "rollout/ref_log_probs", 1),
+        ({"ci_train_rollout_logprob_abs_diff_threshold": 0.6}, "train/train_rollout_logprob_abs_diff", 6),
+    ],
+)
+def test_what_a_healthy_test_run_may_have(values, name, step):
+    step_key = name.split("/")[0] + "/step"
+    check_tested({**HEALTHY[step_key], name: 0.5}, step_key, step, **values)
+
+
+@pytest.mark.parametrize("name, role", [("train/grad_norm", "actor"), ("train/critic-grad_norm", "critic")])
+def test_gradient_norms_are_those_of_an_earlier_run(tmp_path, name, role):
+    template = f"{tmp_path}/{{role}}-{{rollout_id}}-{{step_id}}.json"
+    check_numbers(make(ci_save_grad_norm=template), {name: 2.0, "train/step": 7}, "train/step")
+    assert [path.name for path in tmp_path.iterdir()] == [f"{role}-3-1.json"]
+    for norm in (1.981, 2.019):
+        check_numbers(make(ci_load_grad_norm=template), {name: norm, "train/step": 7}, "train/step")
+    for norm in (1.979, 2.021, float("nan")):
+        with pytest.raises(RunError, match=f"{name} is .* was 2 in {tmp_path}"):
+            check_numbers(make(ci_load_grad_norm=template), {name: norm, "train/step": 7}, "train/step")
+    with pytest.raises(RunError, match=f"--ci-load-grad-norm {tmp_path}/{role}-3-0.json"):
+        check_numbers(make(ci_load_grad_norm=template), {name: 2.0, "train/step": 6}, "train/step")
+    check_numbers(make(ci_save_grad_norm=template), {name: 0.001, "train/step": 7}, "train/step")
+    check_numbers(make(ci_load_grad_norm=template), {name: 0.0109, "train/step": 7}, "train/step")
+
+
+def test_a_number_is_told_to_trackers_and_ends_the_run(monkeypatch):
+    told = []
+    monkeypatch.setattr("slime.ray.driver.write_to_trackers", told.extend)
+    monkeypatch.setattr("slime.ray.driver.forget_lost_steps", lambda *arguments: None)
+    report = StepReport(make(ci_test=True), started(), RunProgress())
+    with pytest.raises(RunError, match="rollout/entropy is 1.5"), report.step(0):
+        report.add([({"rollout/entropy": 1.5, "rollout/step": 0}, "rollout/step")])
+    assert told

@@ -22,7 +22,6 @@ from slime.arguments.value_types import integers, json_object
 MANAGER, RANKS = Caller.MANAGER, Caller.RANKS
 
 _RECORDING_MEMORY = "recording memory"
-_CHECKED_NUMBERS = "checking the numbers of a test run"
 
 _NO_FAULT_TOLERANCE = Idle(lambda args: not args.use_fault_tolerance, "without --use-fault-tolerance")
 _NO_TENSORBOARD = Idle(lambda args: not args.use_tensorboard, "without --use-tensorboard")
@@ -39,6 +38,7 @@ _STATIC_BATCHES = Idle(lambda args: not args.use_dynamic_batch_size, "without --
 _NEVER_EVALUATES = Idle(lambda args: args.eval_interval is None, "without --eval-interval")
 _NO_PUSH = Idle(lambda a: not (a.has_trainer and (a.rollout_num_gpus or a.rollout_external)), "without a push")
 _NO_REHEARSAL = Idle(lambda args: not args.rehearse, "without --rehearse")
+_NO_CI_TEST = Idle(lambda args: not args.ci_test, "without --ci-test")
 
 CONFIGURATION = Group("configuration", (
     flag("--custom-config-path", str, None, "YAML file whose keys are merged into the arguments before anything is derived; "
@@ -183,16 +183,14 @@ DEBUGGING = Group("debugging", (
     flag("--profile-target", str, ["train_overall"], "what --use-pytorch-profiler traces", "train_overall", "train_actor",
         "train_log_probs", not_yet="profiling", nargs="+"),
     # Assertions
-    switch("--ci-test", "stop when a number leaves the range that a healthy test run has", not_yet=_CHECKED_NUMBERS),
-    switch("--ci-disable-kl-checker", "leave out --ci-test's checks of the KL", not_yet=_CHECKED_NUMBERS),
+    switch("--ci-test", "stop when a number leaves the range that a healthy test run has"),
+    switch("--ci-disable-kl-checker", "leave out --ci-test's checks of the KL", idle=_NO_CI_TEST),
     flag("--ci-train-rollout-logprob-abs-diff-threshold", float, 0.1, "largest mean difference between log-probs of engine "
-        "and trainer that --ci-test allows", bounds=AT_LEAST_ZERO, not_yet=_CHECKED_NUMBERS),
+        "and trainer that --ci-test allows", bounds=AT_LEAST_ZERO, idle=_NO_CI_TEST),
     flag("--ci-save-grad-norm", str, None, "file for the gradient norm of every step: template with `{role}`, `{rollout_id}` "
-        "and `{step_id}`", path=PathKind.WRITTEN, placeholders="role rollout_id step_id",
-        not_yet=_CHECKED_NUMBERS),
+        "and `{step_id}`", path=PathKind.WRITTEN, placeholders="role rollout_id step_id"),
     flag("--ci-load-grad-norm", str, None, "files of an earlier run to compare with, within 1 % or 0.01: template with "
-        "`{role}`, `{rollout_id}` and `{step_id}`", path=PathKind.READ, placeholders="role rollout_id step_id",
-        not_yet=_CHECKED_NUMBERS),
+        "`{role}`, `{rollout_id}` and `{step_id}`", path=PathKind.READ, placeholders="role rollout_id step_id"),
 ))  # fmt: skip
 
 ROLLOUT = Group("rollout", (

@@ -20,7 +20,7 @@ from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.hf_config import no_directory
 from slime.arguments.paths import missing_plug_ins
 from slime.arguments.sizes import longest_sample, micro_batches_at_a_time, positions_of_model
-from slime.arguments.violations import Rule, Violation, about, broken, refused, warned, where
+from slime.arguments.violations import Rule, Violation, about, broken, refused, refused_each, warned, where
 from slime.scheduling.dp_schedule import most_micro_batches
 from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint
 from slime.utils.data_files import parse_data_path, path_without_slice
@@ -353,6 +353,9 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
             and args.save_debug_rollout_data == args.save_debug_train_data,
         "{--save-debug-rollout-data} and {--save-debug-train-data} name the same file {save_debug_rollout_data}; give two, or "
         "{--dump-details} DIRECTORY"),
+    refused_each(("ci_save_grad_norm", "ci_load_grad_norm"), lambda args, value: value is not None and not all(
+        f"{{{name}}}" in value for name in ("rollout_id", "step_id", *["role"] * args.use_critic)),
+        "{0=}: steps of one name; put {{rollout_id}} and {{step_id}} into it, and {{role}} where there is a critic"),
     refused(lambda args: args.load_debug_rollout_data_subsample is not None
             and not 0 < args.load_debug_rollout_data_subsample <= 1,
         "{--load-debug-rollout-data-subsample=}: it must be above 0 and at most 1"),
