@@ -243,7 +243,8 @@ def test_ranks_and_engines_of_a_run_find_each_other_over_four_nodes(nodes, task:
     first, second, third, last = nodes.addresses
     ranks_of = {node: sorted(name for name in names if name.startswith("rank ")) for node, names in actors.items()}
     assert ranks_of == {first: [], second: ["rank 0", "rank 1"], third: ["rank 2", "rank 3"], last: []}
-    assert [actors[node].count("EngineActor") for node in nodes.addresses] == [1, 0, 0, 1]
+    engines_of = {node: [name for name in names if name.startswith("engine ")] for node, names in actors.items()}
+    assert engines_of == {first: ["engine 0"], second: [], third: [], last: ["engine 1"]}
     # Every server is at the address of its own node. Gloo takes the first address of the interface, which all nodes have here.
     servers = {node: addresses_of(listening[node], "server_process") for node in nodes.addresses}
     assert servers == {first: {first}, second: set(), third: set(), last: {last}}
@@ -276,8 +277,8 @@ def test_an_engine_over_parts_of_nodes_beside_a_training_rank(nodes, task: TinyT
         (tmp_path / "checkpoints" / "go").touch()
         run.wait_for_success(120)
     first, second, *others = nodes.addresses
-    assert {node: sorted(set(names) & {"rank 0", "EngineActor"}) for node, names in actors.items()} == {
-        first: ["EngineActor", "rank 0"], second: ["EngineActor"], **dict.fromkeys(others, []),
+    assert {node: sorted(set(names) & {"rank 0", "engine 0"}) for node, names in actors.items()} == {
+        first: ["engine 0", "rank 0"], second: ["engine 0"], **dict.fromkeys(others, []),
     }  # fmt: skip
     servers = {node: addresses_of(listening[node], "server_process") for node in nodes.addresses}
     assert servers == {first: {first}, second: {second}, **dict.fromkeys(others, set())}
