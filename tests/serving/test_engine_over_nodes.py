@@ -1,4 +1,4 @@
-"""A real engine of two servers, each with a device of its own, as if on a node of its own: one engine to everything else."""
+"""A real engine of two servers, each with devices of its own, as if on a node of its own: one engine to everything else."""
 
 import os
 import signal
@@ -19,18 +19,22 @@ MIXTURE = {
     "model_type": "qwen3_moe", "tie": False, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     "norm_topk_prob": True,
 }  # fmt: skip
-GROUPS = {"sglang_dp_size": 2, "sglang_enable_dp_attention": True}
+# Each of two ranks, which share its attention and its output head.
+GROUPS = {"sglang_dp_size": 2, "sglang_enable_dp_attention": True, "sglang_enable_dp_lm_head": True}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "flags"), [({}, {}), (MIXTURE, GROUPS)], ids=["dense", "groups of attention"])
-def test_an_engine_over_two_nodes_serves_gets_weights_and_dies_as_one(tmp_path, model, flags):
+@pytest.mark.parametrize(
+    ("ranks", "model", "flags"), [(2, {}, {}), (4, MIXTURE, GROUPS)], ids=["dense", "groups of attention"]
+)
+def test_an_engine_over_two_nodes_serves_gets_weights_and_dies_as_one(tmp_path, ranks, model, flags):
     old = ReferenceModel(make_tiny_checkpoint(tmp_path / "old", seed=0, **model))
     new = ReferenceModel(make_tiny_checkpoint(tmp_path / "new", seed=1, **model))
-    args = make_args(tmp_path / "old", num_gpus_per_node=1, rollout_num_gpus_per_engine=2, **flags)
-    start_ray(num_cpus=4, num_gpus=2)
+    sizes = {"num_gpus_per_node": ranks // 2, "rollout_num_gpus": ranks, "rollout_num_gpus_per_engine": ranks}
+    args = make_args(tmp_path / "old", **sizes, **flags)
+    start_ray(num_cpus=2 * ranks, num_gpus=ranks)
     try:
-        placement_group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * 2)
+        placement_group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * ranks)
         assert placement_group.wait(120)
         serving = Serving(args, tmp_path / "logs", placement_group)
         try:
@@ -40,12 +44,12 @@ def test_an_engine_over_two_nodes_serves_gets_weights_and_dies_as_one(tmp_path, 
             request = generation_request(PROMPT)
             assert mean_difference(post(generate, request).json(), old) <= 1e-5
             with pushing(serving, load_file(tmp_path / "new/model.safetensors")) as push:
-                report = push([Receiver(0, engine, 2, 0)])
+                report = push([Receiver(0, engine, ranks, 0)])
             assert (report.version, report.failed) == (1, {})
             # Requests go to groups in turn, where there are any.
             for _ in range(2):
                 assert mean_difference(post(generate, request).json(), new) <= 1e-5
-            # Each server has a rank, and the second one has nobody who answers requests.
+            # Each server has ranks, and the second one has nobody who answers requests.
             logs = sorted(path.name for path in (tmp_path / "logs").glob("engine_*"))
             assert logs == ["engine_0.log", "engine_0_node_1.log"]
             assert not serving.owner.ended.done()
@@ -57,8 +61,8 @@ def test_an_engine_over_two_nodes_serves_gets_weights_and_dies_as_one(tmp_path, 
                 and server not in [parent.pid for parent in process.parents()]
                 and os.getpid() in [parent.pid for parent in process.parents()]
             ]
-            (scheduler,) = others
-            os.kill(scheduler, signal.SIGKILL)
+            assert len(others) == ranks // 2
+            os.kill(max(others), signal.SIGKILL)
             with pytest.raises(RunError, match="engine 0 died"):
                 serving.owner.ended.result(60)
         finally:

@@ -376,14 +376,20 @@ def _leave_experts_to_their_ranks(module: types.ModuleType) -> None:
     module.moe_forward_native = forward_own_experts
 
 
-def _scatter_sums_of_unequal_parts(module: types.ModuleType) -> None:
-    """sglang 0.5.21, data-parallel attention with experts of each rank's own: scatters a sum, of which ranks have parts of
-    different lengths, by NCCL, and by an all-reduce where inference is deterministic."""
+def _collect_without_nccl(module: types.ModuleType) -> None:
+    """sglang 0.5.21, data-parallel attention. With experts of each rank's own it scatters a sum, of which ranks have parts of
+    different lengths, by NCCL, and by an all-reduce where inference is deterministic. Ranks of a group that share the output
+    head gather their logits into a tensor with one dimension more: Gloo refuses that, NCCL looks at the bytes alone."""
+    coordinator = module.GroupCoordinator
+    gather = coordinator._all_gather_into_tensor
 
     def reduce_scatterv(self, input_, output=None, sizes=None):
         return self._deterministic_reduce_scatterv(input_, output, sizes)
 
-    module.GroupCoordinator.reduce_scatterv = reduce_scatterv
+    def gather_bytes(self, output, input):
+        gather(self, output.view(-1), input.reshape(-1))
+
+    coordinator.reduce_scatterv, coordinator._all_gather_into_tensor = reduce_scatterv, gather_bytes
 
 
 def _let_the_controller_wait(module: types.ModuleType) -> None:
@@ -421,7 +427,7 @@ _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "sglang.srt.mem_cache.pool_host.common": _plain_host_memory,
     "sglang.srt.arg_groups.choices": _allow_seeded_sampling,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": _no_batch_invariant_kernels,
-    "sglang.srt.distributed.parallel_state": _scatter_sums_of_unequal_parts,
+    "sglang.srt.distributed.parallel_state": _collect_without_nccl,
     "sglang.srt.layers.attention.attention_registry": _attend_in_batches,
     "sglang.srt.layers.moe.fused_moe_native": _leave_experts_to_their_ranks,
     "sglang.srt.layers.rotary_embedding.factory": _rotate_without_scaling,

@@ -59,6 +59,10 @@ def test_still_needed_inert_packages(package):
         ("sglang.srt.batch_invariant_ops.batch_invariant_ops", "def enable_batch_invariant_mode("),
         ("sglang.srt.layers.attention.attention_registry", '@register_attention_backend("torch_native")\n'),
         ("sglang.srt.distributed.parallel_state", '                "pynccl is required for reduce_scatterv"\n'),
+        (
+            "sglang.srt.distributed.parallel_state",
+            "            all_gather_single(output, input, group=self.device_group)\n",
+        ),
         ("sglang.srt.layers.moe.fused_moe_native", "    cnts.scatter_(1, topk_ids.to(torch.int64), 1)\n"),
         ("sglang.srt.layers.rotary_embedding.factory", "    assert rope_scaling is not None\n"),
         (

@@ -89,8 +89,9 @@ class Serving:
 
     def __init__(self, args, log_dir, placement_group) -> None:
         self.args, self.log_dir, self.placement_group = args, log_dir, placement_group
+        places = [(bundle, bundle) for bundle in range(placement_group.bundle_count)]
         self.owner = ServingOwner(
-            args, engines_of_run(args, placement_group, [(0, 0), (1, 1)], log_dir, actor_environment()), log_dir
+            args, engines_of_run(args, placement_group, places, log_dir, actor_environment()), log_dir
         )
         self.router = self.owner.start()["default"]
         self.engines: list[Any] = []
