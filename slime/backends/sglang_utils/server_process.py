@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,7 @@ def _serve(values: dict[str, Any], typed: list[str], cause_path: Path) -> None:
     server_args = ServerArgs(**{**fields, **convert_texts({name: fields[name] for name in typed}, ServerArgs)})
     _leave_gc_freeze_to_engine()
     _name_shared_memory_after(cause_path.parent)
-    _end_when_a_worker_dies(cause_path)
+    _end_when_a_worker_dies(cause_path, values["node_rank"])
     if (values.get("dp_size") or 1) > 1:
         _care_for_every_group(values["node_rank"])
     if gpus_on_this_machine() == 0:
@@ -261,12 +262,31 @@ def run_scheduler(
     scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, pp_rank, group, *further)
 
 
-def _end_when_a_worker_dies(cause_path: Path) -> None:
+def _end_when_a_worker_dies(cause_path: Path, node_rank: int) -> None:
+    """sglang 0.5.21 does not notice that a scheduler below a data-parallel controller dies before all are ready, nor that one
+    on a further node of an engine dies later, unless it is the first there. Who waits for it waits long, and hears no cause.
+    """
     from sglang.srt.entrypoints import engine
 
     from slime.backends.sglang_utils.worker_watch import WorkerWatch
 
     engine.SubprocessWatchdog = functools.partial(WorkerWatch, cause_path)
+    wait_for_ready = engine._wait_for_scheduler_ready
+
+    def wait_and_watch(readers: Sequence[Any], schedulers: Sequence[Any]) -> Any:
+        names = [f"scheduler_{number}" for number in range(len(schedulers))]
+        while_starting = WorkerWatch(cause_path, schedulers, names)
+        while_starting.start_early()
+        try:
+            ready = wait_for_ready(readers, schedulers)
+            if node_rank > 0:
+                WorkerWatch(cause_path, schedulers, names).start()
+            return ready
+        finally:
+            # Where this fails, schedulers are ended next, and the reason is in the log.
+            while_starting.stop()
+
+    engine._wait_for_scheduler_ready = wait_and_watch
 
 
 def _fork_workers(server_args: Any) -> None:

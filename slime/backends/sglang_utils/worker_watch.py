@@ -18,6 +18,8 @@ import psutil
 from slime.utils.child_process import describe_exit_status
 
 _POLL_SECONDS = 0.2
+# In which all processes of the machine are looked through for those that a server has started meanwhile.
+_SEARCH_SECONDS = 1.0
 _EXIT_STATUS = 1
 
 
@@ -45,28 +47,51 @@ class WorkerWatch:
 
     def start(self) -> None:
         """Begin to watch: the children, and what they have started so far (a data-parallel controller its schedulers)."""
-        helpers = [
-            (helper, f"{name} of {parent}")
+        helpers = {
+            helper: f"{name} of {parent}"
             for child, parent in self._children
             for helper in _children_of(child.pid)
             if (name := _sglang_name(helper)) is not None
-        ]
-        threading.Thread(target=self._watch, args=(helpers,), daemon=True, name="worker watch").start()
+        }
+        self._begin(helpers, searches=False)
+
+    def start_early(self) -> None:
+        """Begin to watch a server that is starting: the children, and schedulers of a data-parallel controller as they come."""
+        self._begin({}, searches=True)
 
     def stop(self) -> None:
         """Watch no longer: the server is ending by itself."""
         self._stopped.set()
 
-    def _watch(self, helpers: list[tuple[psutil.Process, str]]) -> None:
-        while not self._stopped.wait(_POLL_SECONDS):
+    def _begin(self, helpers: dict[psutil.Process, str], searches: bool) -> None:
+        threading.Thread(target=self._watch, args=(helpers, searches), daemon=True, name="worker watch").start()
+
+    def _watch(self, helpers: dict[psutil.Process, str], searches: bool) -> None:
+        while not self._stopped.wait(_SEARCH_SECONDS if searches else _POLL_SECONDS):
+            if searches:
+                # Who was found stays: one that has ended has no name any more.
+                helpers |= self._schedulers_of_controllers()
             for child, name in self._children:
                 if not child.is_alive() and child.exitcode != 0:
                     return self._report(f"its {name} (process {child.pid}): {describe_exit_status(child.exitcode)}")
-            for helper, name in helpers:
+            for helper, name in helpers.items():
                 if not _runs(helper):
                     status = _exit_status(helper)
                     end = " is gone" if status is None else f": {describe_exit_status(status)}"
                     return self._report(f"its {name} (process {helper.pid}){end}")
+
+    def _schedulers_of_controllers(self) -> dict[psutil.Process, str]:
+        """Not what schedulers start: that has their name for a moment too, until it is another program."""
+        found = {}
+        for child, parent in self._children:
+            try:
+                process = psutil.Process(child.pid)
+                helpers = process.children() if _sglang_name(process) == "data_parallel_controller" else []
+            except psutil.NoSuchProcess:
+                continue
+            names = {helper: _sglang_name(helper) or "" for helper in helpers}
+            found |= {helper: f"{name} of {parent}" for helper, name in names.items() if name.startswith("scheduler")}
+        return found
 
     def _report(self, cause: str) -> None:
         if self._stopped.is_set():

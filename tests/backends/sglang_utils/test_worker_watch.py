@@ -12,6 +12,7 @@ import types
 
 import psutil
 import pytest
+import setproctitle
 import urllib3
 
 from slime.backends.sglang_utils import sglang_engine, worker_watch
@@ -35,6 +36,14 @@ def sleep_beside_a_helper(pipe, waits=False) -> None:
         pipe.send(helper.pid)
         if waits:
             helper.wait()
+        signal.pause()
+
+
+def start_a_helper_later(name, pipe) -> None:
+    setproctitle.setproctitle(name)
+    pipe.recv()
+    with subprocess.Popen(["sglang::scheduler_DP0", *SLEEPER[1:]], executable=sys.executable) as helper:
+        pipe.send(helper.pid)
         signal.pause()
 
 
@@ -107,6 +116,36 @@ def test_a_scheduler_below_a_controller_is_watched_too(watch, monkeypatch, waits
     of_server.start()
     scheduler.kill()
     assert causes.get(timeout=60).startswith(f"its scheduler_DP0 of controller (process {scheduler.pid}){end}")
+
+
+@pytest.mark.parametrize(
+    "name, is_watched", [("sglang::data_parallel_controller", True), ("sglang::scheduler_TP0", False)]
+)
+def test_a_scheduler_that_dies_while_its_server_starts_is_missed(watch, monkeypatch, name, is_watched):
+    """What a scheduler itself starts has its name only until it is another program."""
+    monkeypatch.setattr(worker_watch, "_SEARCH_SECONDS", 0.01)
+    runs, looked_at = worker_watch._runs, set()
+    monkeypatch.setattr(worker_watch, "_runs", lambda process: looked_at.add(process) or runs(process))
+    searches, search = [], WorkerWatch._schedulers_of_controllers
+    monkeypatch.setattr(WorkerWatch, "_schedulers_of_controllers", lambda of: searches.append(of) or search(of))
+    ours, theirs = multiprocessing.Pipe()
+    process, of_server, causes = watch(start_a_helper_later, name, theirs)
+    wait_until(lambda: psutil.Process(process.pid).cmdline()[:1] == [name])
+    of_server.start_early()
+    wait_until(lambda: searches)
+    ours.send("start it")
+    helper = psutil.Process(ours.recv())
+    wait_until(lambda: helper.cmdline()[:1] == ["sglang::scheduler_DP0"])
+    before = len(searches)
+    wait_until(lambda: helper in looked_at if is_watched else len(searches) > before + 3)
+    helper.kill()
+    if is_watched:
+        cause = causes.get(timeout=60)
+        assert cause.startswith(f"its scheduler_DP0 of scheduler_0 (process {helper.pid}): ended by SIGKILL")
+        return
+    before = len(searches)
+    wait_until(lambda: len(searches) > before + 3)
+    assert causes.empty()
 
 
 def test_a_server_that_ends_by_itself_reports_nothing(watch):
