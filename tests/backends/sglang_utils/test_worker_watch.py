@@ -1,5 +1,6 @@
 """Processes of a server that end, each in its way."""
 
+import importlib
 import multiprocessing
 import os
 import queue
@@ -12,7 +13,6 @@ import types
 
 import psutil
 import pytest
-import setproctitle
 import urllib3
 
 from slime.backends.sglang_utils import sglang_engine, worker_watch
@@ -40,7 +40,7 @@ def sleep_beside_a_helper(pipe, waits=False) -> None:
 
 
 def start_a_helper_later(name, pipe) -> None:
-    setproctitle.setproctitle(name)
+    importlib.import_module("setproctitle").setproctitle(name)
     pipe.recv()
     with subprocess.Popen(["sglang::scheduler_DP0", *SLEEPER[1:]], executable=sys.executable) as helper:
         pipe.send(helper.pid)
@@ -123,6 +123,7 @@ def test_a_scheduler_below_a_controller_is_watched_too(watch, monkeypatch, waits
 )
 def test_a_scheduler_that_dies_while_its_server_starts_is_missed(watch, monkeypatch, name, is_watched):
     """What a scheduler itself starts has its name only until it is another program."""
+    pytest.importorskip("setproctitle")
     monkeypatch.setattr(worker_watch, "_SEARCH_SECONDS", 0.01)
     runs, looked_at = worker_watch._runs, set()
     monkeypatch.setattr(worker_watch, "_runs", lambda process: looked_at.add(process) or runs(process))
