@@ -9,6 +9,7 @@
 set -euo pipefail
 CALLER_DIR="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/lib/programs.sh
 unset PYTHONDONTWRITEBYTECODE # without .pyc files every process of a run starts three times slower
 export SLIME_ACCELERATOR=cpu   # also where a GPU is present: the pinned set has CPU builds
 
@@ -46,11 +47,6 @@ A second run reuses 1 to 3 and trains into a new run directory.
   --dry-run        print the plans of steps 3 and 4 (placement, memory, batch arithmetic) and end; needs step 1
   -- FLAG...       more flags of step 4; they win over its own, and name files from the repository's root
 HELP
-}
-
-refuse() {
-  printf 'quickstart: %s\n' "$@" >&2
-  exit 2
 }
 
 while (($#)); do
@@ -241,12 +237,12 @@ plan() {
   if [[ ! -f "$TASK_DIR/task.json" ]]; then
     TASK_COPY="$(mktemp -d "${TMPDIR:-/tmp}/slime-toy-task-XXXXXX")"
     trap 'rm -rf "$TASK_COPY"' EXIT
-    "$PYTHON_BIN" tools/make_toy_task.py "$TASK_COPY" --seed "$SEED" ${TASK_ARGS[@]+"${TASK_ARGS[@]}"}
+    run "$PYTHON_BIN" tools/make_toy_task.py "$TASK_COPY" --seed "$SEED" ${TASK_ARGS[@]+"${TASK_ARGS[@]}"}
   fi
   step "3/5 teach by demonstrations: plan"
-  "$PYTHON_BIN" train.py "${SFT_RUN_ARGS[@]//"$TASK_DIR/"/"$TASK_COPY/"}" --dry-run
+  run "$PYTHON_BIN" train.py "${SFT_RUN_ARGS[@]//"$TASK_DIR/"/"$TASK_COPY/"}" --dry-run
   step "4/5 reinforce with GRPO: plan"
-  "$PYTHON_BIN" "$PROGRAM" "${GRPO_RUN_ARGS[@]//"$TASK_DIR/"/"$TASK_COPY/"}" --dry-run
+  run "$PYTHON_BIN" "$PROGRAM" "${GRPO_RUN_ARGS[@]//"$TASK_DIR/"/"$TASK_COPY/"}" --dry-run
 }
 
 # Tells what is wrong with flags and files of step 4 before step 3, which takes minutes. The model that nobody has taught stands
@@ -275,13 +271,13 @@ if [[ -n "$DRY_RUN" ]]; then
 fi
 
 step "1/5 install"
-bash scripts/install.sh
+run bash scripts/install.sh
 
 step "2/5 toy task: $TASK_DIR"
 if [[ -f "$TASK_DIR/task.json" ]]; then
   echo "reused"
 else
-  "$PYTHON_BIN" tools/make_toy_task.py "$TASK_DIR" --seed "$SEED" ${TASK_ARGS[@]+"${TASK_ARGS[@]}"}
+  run "$PYTHON_BIN" tools/make_toy_task.py "$TASK_DIR" --seed "$SEED" ${TASK_ARGS[@]+"${TASK_ARGS[@]}"}
 fi
 
 step "3/5 teach by demonstrations: $SFT_DIR"
@@ -289,7 +285,7 @@ if [[ -f "$SFT_DIR/latest_checkpointed_iteration.txt" ]]; then
   echo "reused"
 else
   check_step_4
-  TENSORBOARD_DIR="$SFT_DIR/tensorboard" "$PYTHON_BIN" train.py "${SFT_RUN_ARGS[@]}"
+  TENSORBOARD_DIR="$SFT_DIR/tensorboard" run "$PYTHON_BIN" train.py "${SFT_RUN_ARGS[@]}"
 fi
 
 prepare
@@ -297,8 +293,8 @@ prepare
 step "4/5 reinforce with GRPO: $RUN_DIR"
 mkdir -p "$RUN_DIR"
 write_train_script "${GRPO_RUN_ARGS[@]}"
-bash "$RUN_DIR/train.sh"
+run bash "$RUN_DIR/train.sh"
 
 step "5/5 report"
-"$PYTHON_BIN" tools/report.py "$RUN_DIR"
+run "$PYTHON_BIN" tools/report.py "$RUN_DIR"
 echo "  bash scripts/quickstart.sh --seed $((SEED + 1))    # the same with another seed"

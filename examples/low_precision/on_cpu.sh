@@ -6,6 +6,7 @@
 set -euo pipefail
 CALLER_DIR="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source scripts/lib/programs.sh
 export SLIME_ACCELERATOR=cpu
 PYTHON_BIN="${PYTHON_BIN:-.venv/bin/python}"
 case "${1:-}" in
@@ -26,7 +27,7 @@ fi
 train() {
   local format="$1"
   shift
-  env TENSORBOARD_DIR="$OUT/$format/tensorboard" "$@" "$PYTHON_BIN" train.py \
+  run env TENSORBOARD_DIR="$OUT/$format/tensorboard" "$@" "$PYTHON_BIN" train.py \
     --hf-checkpoint "$OUT/model-$format" \
     --ref-load "$OUT/model" \
     --model-args-from-hf \

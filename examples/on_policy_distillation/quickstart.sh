@@ -20,7 +20,7 @@ prepare() {
   if [[ -d "$TEACHER_DIR/hf" ]]; then
     echo "reused"
   else
-    TENSORBOARD_DIR="$TEACHER_DIR/tensorboard" "$PYTHON_BIN" train.py "${SFT_RUN_ARGS[@]}" \
+    TENSORBOARD_DIR="$TEACHER_DIR/tensorboard" run "$PYTHON_BIN" train.py "${SFT_RUN_ARGS[@]}" \
       --prompt-data "$TASK_DIR/teacher.jsonl" --load "$TEACHER_DIR" --save "$TEACHER_DIR" --save-hf "$TEACHER_DIR/hf"
   fi
 }

@@ -1,15 +1,20 @@
 """The shell scripts: they parse, explain themselves, keep to one style, and refuse what they cannot serve."""
 
+import contextlib
 import importlib.metadata
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from packaging.requirements import Requirement
+
+from tests.support.processes.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*ROOT.glob("scripts/**/*.sh"), ROOT / ".ci" / "run"])
@@ -125,10 +130,10 @@ def test_quickstart_refuses_bad_arguments(arguments: tuple[str, ...], named: str
 @pytest.fixture
 def quickstart_with_stub(tmp_path: Path) -> str:
     """The script in a copy of the repository whose interpreter prints its arguments, and makes the toy task."""
-    (tmp_path / "scripts").mkdir()
-    copy = tmp_path / "scripts" / "quickstart.sh"
-    copy.write_text((ROOT / "scripts" / "quickstart.sh").read_text())
-    return str(copy)
+    for file in ("scripts/quickstart.sh", "scripts/lib/programs.sh", "scripts/lib/ray_node.sh"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text((ROOT / file).read_text())
+    return str(tmp_path / "scripts" / "quickstart.sh")
 
 
 def add_interpreter(root: Path, first: str = "") -> None:
@@ -178,6 +183,73 @@ def test_quickstart_tells_of_a_wrong_flag_before_it_teaches(tmp_path: Path, quic
     assert result.returncode == 2 and result.stderr.startswith("wrong: train.py ")
     assert f"--ref-load {tmp_path}/out/seed-0/task/model --load" in result.stderr and "--kl-los-coef 1" in result.stderr
     assert "make_toy_task.py" in result.stdout and "sft_loss" not in result.stdout
+
+
+# What teaches, with a process below it. It hears of its end, and `keeps` that process, or is `deaf`.
+TEACHER = """
+import os, signal, subprocess, sys
+kind, mark = {kind!r}, {mark!r}
+child = subprocess.Popen(["sleep", "600"])
+def end(number, frame):
+    if kind != "keeps":
+        child.kill()
+    open(mark + ".ended", "w").write(str(number))
+    sys.exit(1)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if kind == "deaf" else end)
+if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, end)
+open(mark + ".draft", "w").write(f"{{os.getpid()}} {{child.pid}}")
+os.rename(mark + ".draft", mark)
+child.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent", "heard"),
+    [
+        ("ends", signal.SIGTERM, signal.SIGTERM),
+        ("ends", signal.SIGHUP, signal.SIGTERM),
+        ("ends", signal.SIGINT, signal.SIGINT),
+        ("keeps", signal.SIGTERM, signal.SIGTERM),
+        ("deaf", signal.SIGTERM, None),
+    ],
+)
+def test_quickstart_ends_what_it_started_and_nothing_else(
+    tmp_path: Path, quickstart_with_stub: str, kind: str, sent: signal.Signals, heard: signal.Signals | None
+) -> None:
+    """Ctrl-C reaches all processes of a terminal; other signals are sent to the script alone."""
+    mark, teacher = tmp_path / "running", tmp_path / "teacher.py"
+    teacher.write_text(TEACHER.format(kind=kind, mark=str(mark)))
+    case = f'case "$*" in *--check) exit 0 ;; train.py*sft_loss*) exec "{sys.executable}" "{teacher}" ;; esac'
+    add_interpreter(tmp_path, case)
+    (tmp_path / "scripts" / "install.sh").touch()
+    command = ["bash", quickstart_with_stub, "--dir", str(tmp_path / "out")]
+    with (
+        subprocess.Popen(["sleep", "600"]) as another,
+        subprocess.Popen(
+            command, env={**os.environ, "STOP_SECONDS": "1" if kind == "deaf" else "50"}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, process_group=0, preexec_fn=hears_all_signals,
+        ) as script,
+    ):  # fmt: skip
+        try:
+            wait_until(mark.exists, 30)
+            started = [psutil.Process(int(pid)) for pid in mark.read_text().split()]
+            (os.killpg if sent is signal.SIGINT else os.kill)(script.pid, sent)
+            assert script.wait(50) == -sent
+            assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in started)
+            assert another.poll() is None
+        finally:
+            another.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
+    ended = Path(f"{mark}.ended")
+    assert (int(ended.read_text()) if ended.exists() else None) == heard
+
+
+def hears_all_signals() -> None:
+    """As in a terminal, whatever the tests were started with."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def test_quickstart_says_what_a_plan_needs(quickstart_with_stub: str) -> None:
