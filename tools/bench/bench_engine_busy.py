@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tools.bench.bench_loop import MARK
-from tools.bench.bench_peers import LENGTHS, PROMPTS, ROOT, SAMPLES, SHAPES
+from tools.bench.bench_loop import MARK, read_events
+from tools.bench.bench_peers import LENGTHS, PROMPTS, SAMPLES, SHAPES
+from tools.bench.tied import ROOT, run_tied
 
 INTERVAL_S = 0.05
 
@@ -56,12 +56,8 @@ def measure(name: str, directory: Path, options: argparse.Namespace) -> None:
     ]  # fmt: skip
     watch = Watch()
     environment = {**os.environ, "TENSORBOARD_DIR": str(events), "SLIME_ACCELERATOR": "cpu", MARK: watch.mark}
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    run_tied(command, directory / "train.log", environment)
     seconds = watch.stop()
-    if run.returncode:
-        sys.exit(run.stdout[-3000:])
     shares = [share_of(phase, seconds) for phase in phases(events)[1:]]
     lowest, highest = (statistics.median(pick(share) for share in shares) for pick in (min, max))
     mean = statistics.median(statistics.fmean(share) for share in shares)
@@ -115,9 +111,7 @@ class Watch:
 
 def phases(events: Path) -> list[tuple[float, float]]:
     """Begin and end of the generation of each rollout."""
-    accumulator = EventAccumulator(str(events))
-    accumulator.Reload()
-    told = accumulator.Tensors("perf/rollout_time")
+    told = read_events(events).Tensors("perf/rollout_time")
     return [(event.wall_time - event.tensor_proto.float_val[0], event.wall_time) for event in told]
 
 

@@ -25,11 +25,11 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from slime.backends.sglang_utils.server_arguments import environment_on_cpu
-from slime.utils.child_process import environment_for_python
+from slime.utils.child_process import ChildProcess, environment_for_python
 from slime.utils.ports import random_port_start, reserve_port
+from tools.bench.tied import ROOT, tied
 from tools.serve_on_cpu import SERVE, command_line
 
-ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_OURS = (
     "from slime.backends.sglang_utils import cpu_runtime\n"
     "del cpu_runtime._PATCHES['sglang.srt.layers.attention.attention_registry']\n"
@@ -79,16 +79,17 @@ def server(code: str, model: Path, options: argparse.Namespace) -> Iterator[str]
         port = reservation.port
     words = ["--model-path", str(model), "--port", str(port), "--max-running-requests", str(options.answers)]
     environment = {**environment_on_cpu(environment_for_python(), 1), "OMP_NUM_THREADS": str(options.threads)}
-    process = subprocess.Popen([sys.executable, "-c", code, *command_line(words)], cwd=ROOT, env=environment)
+    program = tied([sys.executable, "-c", code, *command_line(words)])
+    process = ChildProcess("server", program, model.parent / f"server-{port}.log", environment)
+    process.start()
     try:
         asyncio.run(until_healthy(f"http://127.0.0.1:{port}", process))
         yield f"http://127.0.0.1:{port}"
     finally:
-        process.terminate()
-        process.wait(timeout=30)
+        process.terminate(30)
 
 
-async def until_healthy(url: str, process: subprocess.Popen) -> None:
+async def until_healthy(url: str, process: ChildProcess) -> None:
     deadline = time.monotonic() + SECONDS_TO_START
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
         while time.monotonic() < deadline and process.poll() is None:
@@ -97,7 +98,7 @@ async def until_healthy(url: str, process: subprocess.Popen) -> None:
                     if answer.status == 200:
                         return
             await asyncio.sleep(0.5)  # between two questions
-    raise SystemExit(f"the server at {url} did not start within {SECONDS_TO_START} s")
+    raise SystemExit(f"the server at {url} did not start within {SECONDS_TO_START} s: {process.describe_end()}")
 
 
 async def rounds(urls: dict[str, str], lengths: list[int], options: argparse.Namespace) -> dict[str, float]:

@@ -13,19 +13,18 @@ answers of four weight versions ago a correction ends higher than none; every ar
 """
 
 import argparse
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from slime.utils.filesystem import write_text_atomically  # noqa: E402
-from tools.bench import learning_curves as curves  # noqa: E402
-from tools.bench.learning_recipes import ARRANGEMENTS, ESTIMATORS, OFF_POLICY, RECIPES, names_of  # noqa: E402
+from slime.utils.filesystem import write_text_atomically
+from tools.bench import learning_curves as curves
+from tools.bench.learning_recipes import ARRANGEMENTS, ESTIMATORS, OFF_POLICY, RECIPES, names_of
+from tools.bench.tied import ROOT, tied
 
 PAGE = ROOT / "docs" / "en" / "advanced" / "learning.md"
 TABLES = {
@@ -87,16 +86,24 @@ def result_path(name: str, seed: int, directory: Path) -> Path:
 
 def quickstart(*words: str) -> float:
     """Run the quick start; returns the seconds between the titles of its steps 4 and 5. Ends the program when it fails."""
-    command = ["bash", "scripts/quickstart.sh", *words]
+    command = tied(["bash", "scripts/quickstart.sh", *words])
     output: list[str] = []
     at = dict.fromkeys(("== 4/5", "== 5/5"), 0.0)
+    # Until it has ended its input stays open: that is what ties it to this process.
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ)
+        command,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as process:
         for line in process.stdout:
             output.append(line)
             at |= {title: time.perf_counter() for title in at if line.startswith(title)}
-    if process.returncode:
+        status = process.wait()
+    if status:
         sys.exit("".join(output)[-5000:])
     return at["== 5/5"] - at["== 4/5"]
 

@@ -19,9 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from slime.utils.child_process import ChildProcess
+from tools.bench.tied import ROOT, tied
+
 PHASES = ("perf/rollout_time", "perf/train_time", "perf/update_weights_time", "perf/save_model_time")
 MARK = "SLIME_BENCH_RUN"
 
@@ -34,7 +37,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-loop-") as directory:
         task, events = Path(directory) / "task", Path(directory) / "events"
         subprocess.run([sys.executable, ROOT / "tools/make_toy_task.py", task], check=True)
-        output, peak = run(train_command(task, options), events)
+        output, peak = run(train_command(task, options), events, Path(directory) / "train.log")
         report(output, read_scalars(events), peak)
 
 
@@ -48,19 +51,21 @@ def train_command(task: Path, options: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
-def run(command: list[str], events: Path) -> tuple[str, float]:
-    """Output of the command and the peak PSS of all its processes, in GiB."""
+def run(command: list[str], events: Path, log: Path) -> tuple[str, float]:
+    """Output of the command, which goes to the log, and the peak PSS of all its processes, in GiB."""
     run_id = uuid.uuid4().hex
     environment = {**os.environ, "TENSORBOARD_DIR": str(events), MARK: run_id}
     peak = 0.0
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    process = ChildProcess("train.py", tied(command), log, environment)
+    process.start()
+    try:
         while process.poll() is None:
             peak = max(peak, proportional_memory(run_id))
             time.sleep(2.0)  # sampling interval of the memory
-        log.seek(0)
-        text = log.read()
-    if process.returncode:
+    finally:
+        status = process.terminate()
+    text = log.read_text(errors="replace")
+    if status != 0:
         sys.exit(text[-3000:])
     return text, peak / 2**30
 
@@ -77,9 +82,15 @@ def proportional_memory(run_id: str) -> float:
     return total
 
 
-def read_scalars(directory: Path) -> dict[str, dict[int, float]]:
-    accumulator = EventAccumulator(str(directory))
+def read_events(directory: Path) -> EventAccumulator:
+    """All that the event files in a directory hold: without the zero, ten of the values of each metric, drawn by chance."""
+    accumulator = EventAccumulator(str(directory), size_guidance={TENSORS: 0})
     accumulator.Reload()
+    return accumulator
+
+
+def read_scalars(directory: Path) -> dict[str, dict[int, float]]:
+    accumulator = read_events(directory)
     return {
         tag: {event.step: event.tensor_proto.float_val[0] for event in accumulator.Tensors(tag)}
         for tag in accumulator.Tags()["tensors"]

@@ -21,8 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench.bench_loop import read_scalars
 from tools.bench.long_answers import answer_tokens
+from tools.bench.tied import ROOT, run_tied
 
-ROOT = Path(__file__).resolve().parents[2]
 # The last release when this was written; it takes the torch of our own pins.
 PEER = "trl==1.16.0"
 SHAPES = {
@@ -72,7 +72,7 @@ def compare(name: str, directory: Path, python: Path, options: argparse.Namespac
     theirs: list[float] = []
     ours: dict[str, list[float]] = {"step": [], **{phase: [] for phase in PHASES}}
     for turn in range(options.turns):
-        theirs += steps_of_peer(python, task, lengths)[1:]
+        theirs += steps_of_peer(python, task, lengths, directory / f"peer-{turn}.log")[1:]
         scalars = steps_of_ours(task, directory / f"turn-{turn}", options)
         for phase, tag in {"step": "perf/step_time", **PHASES}.items():
             ours[phase] += list(scalars[tag].values())[1:]
@@ -93,7 +93,7 @@ def lengths_of_steps(kind: str, steps: int) -> list[list[int]]:
     return drawn if function == "custom_generate" else [[longest] * count] * steps
 
 
-def steps_of_peer(python: Path, task: Path, lengths: list[list[int]]) -> list[float]:
+def steps_of_peer(python: Path, task: Path, lengths: list[list[int]], log: Path) -> list[float]:
     """Seconds of the steps of a turn."""
     drawn = task.parent / "lengths.json"
     drawn.write_text(json.dumps(lengths))
@@ -101,8 +101,8 @@ def steps_of_peer(python: Path, task: Path, lengths: list[list[int]]) -> list[fl
         python, ROOT / "tools/bench/peer_trl.py", task / "model", task / "train.jsonl", "--lengths", drawn,
         "--samples-per-prompt", str(SAMPLES), "--threads", str(os.cpu_count()),
     ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    # Warnings of its libraries stand around what it says, which is one list.
+    return json.loads([line for line in run_tied(command, log).splitlines() if line[:1] + line[-1:] == "[]"][-1])
 
 
 def steps_of_ours(task: Path, directory: Path, options: argparse.Namespace) -> dict[str, dict[int, float]]:
@@ -119,11 +119,7 @@ def steps_of_ours(task: Path, directory: Path, options: argparse.Namespace) -> d
         "--train-env-vars", json.dumps({"OMP_NUM_THREADS": str(os.cpu_count())}),
     ]  # fmt: skip
     environment = {**os.environ, "TENSORBOARD_DIR": str(directory), "SLIME_ACCELERATOR": "cpu"}
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if run.returncode:
-        sys.exit(run.stdout[-3000:])
+    run_tied(command, directory.with_suffix(".log"), environment)
     return read_scalars(directory)
 
 

@@ -26,12 +26,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from slime.utils.child_process import ChildProcess, describe_exit_status
+from tools.bench.tied import ROOT, tied
 from tools.report import read_run
 from tools.simulate import resample
 from tools.simulation.arrangements import ARRANGEMENTS, Split, Work, replay
 from tools.simulation.measured import measured, step_seconds
 
-ROOT = Path(__file__).resolve().parents[2]
 # Earlier steps pay for imports and compilations.
 _FIRST = 1
 _OVER_SAMPLING = 12
@@ -101,18 +102,19 @@ def start(name: str, directory: Path, rollouts: int, seconds: int) -> None:
     command += ["--save-debug-rollout-data", str(target / "rollout_{rollout_id}.pt")]
     target.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "SLIME_ACCELERATOR": "cpu", "TENSORBOARD_DIR": str(target / "events")}
-    with open(target / "log.txt", "w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            # Steps that are finished count.
-            process.terminate()
-            status = process.wait(60)
-            print(f"{name}: ended after {seconds} s")
-        else:
-            if status:
-                sys.exit(f"{name}: exit status {status}, see {log.name}")
+    log = target / "log.txt"
+    log.unlink(missing_ok=True)
+    child = ChildProcess(name, tied(["env", "-C", ROOT, *command]), log, environment)
+    child.start()
+    try:
+        status = child.wait(seconds)
+    finally:
+        child.terminate(60)
+    if status is None:
+        # Steps that are finished count.
+        print(f"{name}: ended after {seconds} s")
+    elif status != 0:
+        sys.exit(f"{name}: {describe_exit_status(status)}, see {log}")
     (target / "done").touch()
 
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from slime.utils.child_process import ChildProcess, describe_exit_status
 from slime.utils.errors import UserError
 from tools.bench.gpu.common import Report, enter, make_device_parser, rendered
+from tools.bench.tied import tied
 
 # What may be wrong comes before what may be slow.
 MEASUREMENTS = ("grid", "families", "kernels", "mfu", "waits", "memory", "buckets", "handles", "asleep")
@@ -64,7 +65,7 @@ def measure(name: str, command: Sequence[str], out: Path, seconds: float) -> str
     said, record = out / f"{name}.txt", out / f"{name}.json"
     for file in (said, record):
         file.unlink(missing_ok=True)
-    child = ChildProcess(name, [*command, "--record", str(record)], said)
+    child = ChildProcess(name, tied([*command, "--record", str(record)]), said)
     child.start()
     try:
         status = child.wait(seconds)
