@@ -147,7 +147,7 @@ runtime_env_json() {
 # Prints the address that the latest `ray start` on this machine wrote down, if somebody still answers there.
 started_by_hand() {
   local address
-  address="$(cat "${RAY_TMPDIR:-/tmp}/ray/ray_current_cluster" 2>/dev/null)" || return 0
+  address="$(cat "${RAY_TMPDIR:-${TMPDIR:-/tmp}}/ray/ray_current_cluster" 2>/dev/null)" || return 0
   if listens "${address%:*}" "${address##*:}"; then printf '%s' "$address"; fi
 }
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-RAY_SESSIONS = "sessions of Ray"
+RAY_SESSIONS, MODELS = "sessions of Ray", "models of Hugging Face"
 # What processes of a run import of each package; where there is no GPU, behind an adapter, which does nothing elsewhere.
 IMPORTS = {
     "ray": "import ray",
@@ -272,11 +272,11 @@ def read_disks(variables: Mapping[str, str]) -> list[Disk]:
 
     home, cache = os.path.expanduser("~"), env.cache_home()
     places = {
-        RAY_SESSIONS: os.path.join(variables.get("RAY_TMPDIR") or "/tmp", "ray"),
+        RAY_SESSIONS: str(_directory_of_ray(variables)),
         "temporary files": tempfile.gettempdir(),
         "this directory, with outputs/": os.getcwd(),
         "caches": str(cache / "slime") if cache else home,
-        "models of Hugging Face": variables.get("HF_HOME") or os.path.join(str(cache or home), "huggingface"),
+        MODELS: variables.get("HF_HOME") or os.path.join(str(cache or home), "huggingface"),
     }
     found: dict[int, Disk] = {}
     for use, place in places.items():
@@ -288,6 +288,11 @@ def read_disks(variables: Mapping[str, str]) -> list[Disk]:
         if problem is not None:
             disk.unwritable[place] = problem
     return list(found.values())
+
+
+def _directory_of_ray(variables: Mapping[str, str]) -> Path:
+    """Where Ray keeps its sessions, and the address of the cluster that it has started on this machine."""
+    return Path(variables.get("RAY_TMPDIR") or variables.get("TMPDIR") or "/tmp") / "ray"
 
 
 def read_listeners() -> dict[int, str]:
@@ -323,7 +328,7 @@ class Cluster:
 
 def read_cluster(variables: Mapping[str, str], time_limit: float) -> Cluster | None:
     """None where no cluster is named."""
-    file = Path(variables.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
+    file = _directory_of_ray(variables) / "ray_current_cluster"
     source, address = "RAY_ADDRESS", variables.get("RAY_ADDRESS", "")
     if address in ("", "auto") and file.is_file():
         source, address = f"RAY_ADDRESS=auto, {file}" if address else str(file), file.read_text().strip()

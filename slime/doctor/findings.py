@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from slime.doctor.facts import RAY_SESSIONS, Answer, Cluster, Devices, Disk, Machine, Packages
+from slime.doctor.facts import MODELS, RAY_SESSIONS, Answer, Cluster, Devices, Disk, Machine, Packages
 
 OK, WARNING, WRONG = "ok", "warning", "wrong"
 GIB, MIB = 2**30, 2**20
@@ -211,10 +211,10 @@ def about_disks(disks: Sequence[Disk]) -> Iterator[Finding]:
         uses = ", ".join(f"{use} ({place})" for use, place in disk.uses.items())
         text = f"{disk.free / GIB:.1f} of {disk.total / GIB:.1f} GiB free for {uses}"
         for place, problem in disk.unwritable.items():
-            yield wrong(
-                f"{place} {problem}",
-                "give this user a directory there, or name another (TMPDIR, RAY_TMPDIR, HF_HOME)",
-            )
+            # Models that are there can be read all the same.
+            level = WARNING if place == disk.uses.get(MODELS) else WRONG
+            remedy = "give this user a directory there, or name another (TMPDIR, RAY_TMPDIR, HF_HOME)"
+            yield Finding(level, f"{place} {problem}", remedy)
         if RAY_SESSIONS in disk.uses and disk.free < (1 - _FULL) * disk.total:
             yield wrong(
                 f"{text}: Ray writes no objects to a disk that is {_FULL:.0%} full",

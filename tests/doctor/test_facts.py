@@ -91,6 +91,25 @@ def test_disks_are_told_once_with_all_that_lies_on_them(tmp_path):
     assert disk.uses[facts.RAY_SESSIONS] == f"{tmp_path}/not/there/ray" and 0 < disk.free <= disk.total
 
 
+def test_sessions_of_ray_lie_where_ray_puts_them(tmp_path, monkeypatch):
+    from ray._common.utils import get_default_ray_temp_dir
+
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    given = ({}, {"TMPDIR": str(tmp_path)}, {"TMPDIR": str(tmp_path), "RAY_TMPDIR": "/var/tmp"})
+    for variables in given:
+        with monkeypatch.context() as patched:
+            for name, value in variables.items():
+                patched.setenv(name, value)
+            told = [
+                disk.uses[facts.RAY_SESSIONS] for disk in facts.read_disks(variables) if facts.RAY_SESSIONS in disk.uses
+            ]
+            assert told == [get_default_ray_temp_dir()]
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/ray_current_cluster").write_text("no port")
+    assert facts.read_cluster({"TMPDIR": str(tmp_path)}, 1).address == "no port"
+
+
 def test_listeners_have_their_process():
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert facts.read_listeners()[server.getsockname()[1]].endswith(f"process {facts.os.getpid()}")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from slime.doctor import findings
-from slime.doctor.facts import RAY_SESSIONS, Answer, Cluster, Devices, Disk, Machine, Packages
+from slime.doctor.facts import MODELS, RAY_SESSIONS, Answer, Cluster, Devices, Disk, Machine, Packages
 from slime.doctor.findings import GIB, MIB, OK, WARNING, WRONG, Finding
 
 PINS = {"torch": "2.13.0", "sglang": "0.5.21", "numpy": "2.4.1", "six": "1.17.0"}
@@ -166,6 +166,8 @@ def test_disks():
     assert only(findings.about_disks([full])).level == WRONG
     assert only(findings.about_disks([nearly])).level == WARNING
     assert only(findings.about_disks([closed])).level == WRONG
+    shared = Disk({MODELS: "/models"}, 100 * GIB, 50 * GIB, {"/models": "cannot be written (Permission denied)"})
+    assert only(findings.about_disks([shared])).level == WARNING
 
 
 RUNNING = Cluster("10.0.0.1:6379", "RAY_ADDRESS", True, Answer({"nodes": 2, "GPU": 16.0, "CPU": 64.0}))

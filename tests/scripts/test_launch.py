@@ -87,13 +87,17 @@ def test_joins_the_head_of_cluster_sh_and_leaves_it_running(stub) -> None:
     assert "--address http://127.0.0.1:21265" in next(line for line in calls(stub) if line.startswith("job"))
 
 
-def test_joins_a_head_that_was_started_by_hand(stub, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["RAY_TMPDIR", "TMPDIR"])
+def test_joins_a_head_that_was_started_by_hand(stub, tmp_path: Path, named: str) -> None:
+    """Ray takes the directory for temporary files where it has none of its own."""
     with socket.create_server(("127.0.0.1", 0)) as gcs:
         address = f"127.0.0.1:{gcs.getsockname()[1]}"
         (tmp_path / "ray").rename(tmp_path / "ray-program")
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-        result = bash(f"bash {ONE_NODE}", **{**stub, "RAY": str(tmp_path / "ray-program")})
+        places = {"RAY_TMPDIR": "", "TMPDIR": str(tmp_path / "empty"), named: str(tmp_path)}
+        (tmp_path / "empty").mkdir()
+        result = bash(f"bash {ONE_NODE}", **{**stub, "RAY": str(tmp_path / "ray-program"), **places})
     assert result.returncode == 0, result.stderr
     assert [line.split()[:4] for line in calls(stub)] == [["job", "submit", "--address", address]]
 
