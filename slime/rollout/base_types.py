@@ -79,7 +79,8 @@ def check_eval_output(output: RolloutFnEvalOutput, source: str) -> None:
 
 def _check_column(key: str, column: Any, where: str) -> None:
     of_samples = key in ("samples", "failed")
-    if not isinstance(column, list | tuple) and (of_samples or not hasattr(column, "tolist")):
+    # A mean of numpy's has all that an array has but a length.
+    if not isinstance(column, list | tuple) and (of_samples or not getattr(column, "ndim", 0)):
         raise UserError(f"{where}: `{key}` is {type(column).__name__}; expected a list")
     for position, entry in enumerate(column):
         if of_samples and not isinstance(entry, Sample):

@@ -249,6 +249,8 @@ EVALUATIONS = {
     "set 'aime' has list; expected": {"aime": [1.0]},
     "set 'aime': `rewards` is float; expected a list": {"aime": {"rewards": 1.0}},
     "set 'aime': `rewards` is NoneType; expected a list": {"aime": {"rewards": None}},
+    "set 'aime': `rewards` is float64; expected a list": {"aime": {"rewards": np.mean([1.0])}},
+    "set 'aime': `truncated` is ndarray; expected a list": {"aime": {"rewards": [1.0], "truncated": np.array(True)}},
     "set 'aime': `samples` is ndarray; expected a list": {"aime": {"rewards": [1.0], "samples": np.zeros(1)}},
     "set 'aime': samples[0] is list; expected Samples": {"aime": {"rewards": [1.0], "samples": [[Sample()]]}},
     "set 'aime': failed[0] is dict; expected Samples": {"aime": {"rewards": [1.0], "failed": [{"reward": None}]}},
