@@ -8,15 +8,15 @@ A prompt is a task: `metadata["task_index"]`. What the model is shown, the rules
 says, comes from the environment. So does its reward: 1 where the conversation has left the data base as the task asks.
 """
 
-import asyncio
 import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from slime.agent.adapters.parsing import parse_model_output
+from slime.agent.adapters.parsing import END_OF_THINK, parse_model_output
 from slime.rollout.dialogue import dialogue
 from slime.rollout.generate_state import GenerateState
+from slime.rollout.user_functions import run_in_daemon_thread
 from slime.utils.async_utils import slots
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
@@ -32,7 +32,10 @@ TAU_CONFIGS: dict[str, Any] = {
     "reasoning_parser": None,
     "concurrency": 64,  # steps of environments under way at a time: each may ask the customer's model
 }
-UNREADABLE = "This call could not be read: give a name and arguments, as JSON."
+UNREADABLE = "This call could not be read: give the name of a tool that there is, and arguments, as JSON."
+
+# What opens a call, as most models write them.
+CALL = "<tool_call>"
 
 
 class EnvironmentFailed(Exception):
@@ -67,14 +70,14 @@ def library(module: str) -> Any:
 
 
 async def in_environment(config: SimpleNamespace, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a method of an environment returns; it may wait for the customer's model, so it has a thread.
+    """What a method of an environment returns; it may wait for the customer's model, so it has a thread of its own.
 
     Raises:
         EnvironmentFailed: it raised.
     """
     async with slots("tau", config.concurrency):
         try:
-            return await asyncio.to_thread(function, *arguments)
+            return await run_in_daemon_thread(function, *arguments)
         except Exception as error:  # whatever a client of a service raises
             raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
 
@@ -82,13 +85,13 @@ async def in_environment(config: SimpleNamespace, function: Callable[..., Any], 
 def action_of(said: str, tools: list[dict[str, Any]], config: SimpleNamespace) -> tuple[str, dict[str, Any]] | None:
     """What a turn of the model does: the tool that it calls first, with arguments, or what it tells the customer.
 
-    None for a call that cannot be read. Reasoning is not told to the customer.
+    None for a call that cannot be read, or of a tool that there is not. Neither these nor reasoning are told to the customer.
     """
     types = library("tau_bench.types")
     found = parse_model_output(said, tools, config.tool_parser, config.reasoning_parser)
     if found.tool_uses:
         return found.tool_uses[0].name, found.tool_uses[0].arguments
-    if found.ill_formed:
+    if found.ill_formed or CALL in said.rpartition(END_OF_THINK)[2]:
         return None
     return types.RESPOND_ACTION_NAME, {types.RESPOND_ACTION_FIELD_NAME: found.text}
 

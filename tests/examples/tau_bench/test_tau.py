@@ -1,7 +1,9 @@
 """The example of τ-bench, with an environment that has the interface of the package: actions, masks, rewards, failures."""
 
+import asyncio
 import json
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -24,7 +26,8 @@ def load(name, module="generate_with_tau"):
     return load_function(f"{EXAMPLE}/{module}.py:{name}")
 
 
-generate, action_of, settings, library = (load(name) for name in ("generate", "action_of", "settings", "library"))
+NAMES = ("generate", "action_of", "settings", "library", "in_environment")
+generate, action_of, settings, library, in_environment = map(load, NAMES)
 NO_PARSERS = SimpleNamespace(tool_parser=None, reasoning_parser=None)
 
 
@@ -96,6 +99,8 @@ def played(checkpoint, *turns, **changes):
         (f"{CALL}{CALL.replace('a@b', 'c@d')}", ("find_user", {"email": "a@b"})),
         ("<think>He is angry.</think>\n\nHello!", ("respond", {"content": "Hello!"})),
         ('<tool_call>{"name": "find_user", </tool_call>', None),
+        (f"Let me see. {CALL.replace('find_user', 'refund')}", None),
+        ("<think>A <tool_call>?</think>Hello!", ("respond", {"content": "Hello!"})),
         ("", ("respond", {"content": ""})),
     ],
 )
@@ -156,6 +161,18 @@ def test_a_customer_who_does_not_answer_is_no_wrong_answer(checkpoint, tau, cust
     answer, _ = played(checkpoint, "Hello.")
     assert answer.status is Sample.Status.FAILED and answer.reward is None
     assert answer.metadata["fail_reason"] == "τ-bench: ConnectionError: no key"
+
+
+def test_as_many_environments_work_at_a_time_as_the_run_says():
+    """More than a pool of threads has, which is the event loop's and not theirs."""
+    config = settings(SimpleNamespace())
+    together = threading.Barrier(config.concurrency)
+
+    async def all_of_them():
+        calls = [in_environment(config, together.wait, 20) for _ in range(config.concurrency)]
+        return sorted(await asyncio.gather(*calls))
+
+    assert asyncio.run(all_of_them()) == list(range(config.concurrency))
 
 
 @pytest.mark.usefixtures("fresh_state")
