@@ -3,18 +3,18 @@
     python examples/delta_weight_sync/follow.py --pushes /shared/pushes --hf-checkpoint MODEL --local /disk/weights \\
         --engines http://10.1.0.5:30000 http://10.1.0.6:30000
 
-It runs on the host of the engines, beside them; `--local` is a directory there that is empty or was written by this program.
-What the run publishes in its `--update-weight-disk-dir` is read once for all engines of the host and applied to the copy there,
-which they load. Nobody of the run knows of them, so they may lag behind. Engines with an `--api-key` are asked with the one in
-`SLIME_ENGINE_API_KEY`.
+It runs on the host of the engines, beside them, one for all of them; `--local` is a directory there that is empty or was
+written by this program, and that nobody else has. What the run publishes in its `--update-weight-disk-dir` is read once for
+all engines of the host and applied to the copy there, which they load. Nobody of the run knows of them, so they may lag
+behind. Engines with an `--api-key` are asked with the one in `SLIME_ENGINE_API_KEY`.
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,7 +91,8 @@ class Follower:
         self, pushes: Path, hf_checkpoint: Path, local: Path, engines: Sequence[str], time_limit: float
     ) -> None:
         self._pushes, self._local, self._engines, self._time_limit = pushes, local, engines, time_limit
-        self._copy = LocalCheckpoint(local, hf_checkpoint, time_limit)
+        # Two that write the same directory would each have engines load it while the other changes it.
+        self._copy = LocalCheckpoint(local, hf_checkpoint, time_limit, alone=True)
         # What the local directory is, what it could not be made of, and what each engine has loaded.
         self._copied: Push | None = None
         self._unusable: Push | None = None
@@ -103,7 +104,7 @@ class Follower:
         """Bring every engine to what was published last; its version if all have it now and one of them had not, else None.
 
         Raises:
-            UserError: the local directory is somebody else's.
+            UserError: the local directory is somebody else's, or another follower or a run has it.
             RunError: it cannot be written.
         """
         wanted = newest(self._pushes)
@@ -120,6 +121,10 @@ class Follower:
             self._copied = wanted
         loaded = [self._load(engine, wanted) for engine in behind]
         return wanted.version if all(loaded) else None
+
+    def close(self) -> None:
+        """Leave the local directory to others."""
+        self._copy.close()
 
     def _has(self, engine: str, wanted: Push) -> bool:
         """Whether the engine has loaded it, and was not started anew since."""
@@ -173,26 +178,25 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s")
     if not (given.hf_checkpoint / "config.json").is_file():
         parser.error(f"--hf-checkpoint {given.hf_checkpoint} has no config.json; give the directory of the run's model")
-    ending = threading.Event()
+    # At once, also while an engine does not answer: a copy that is left in the middle is known as one.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ending.set())
+        signal.signal(number, lambda *_: sys.exit(0))
     engines = [engine.rstrip("/") for engine in given.engines]
     follower = Follower(given.pushes, given.hf_checkpoint, given.local.absolute(), engines, given.time_limit)
-    while not ending.is_set():
-        began = time.monotonic()
-        try:
-            version = follower.step()
-        except (UserError, RunError) as error:
-            logger.error("%s", error)
-            return 2
-        if version is not None:
-            logger.info(
-                "weights %d: %d engines have them after %.1f s", version, len(engines), time.monotonic() - began
-            )
-        if version is not None and given.until is not None and version >= given.until:
-            return 0
-        ending.wait(given.poll_seconds)
-    return 0
+    with contextlib.closing(follower):
+        while True:
+            began = time.monotonic()
+            try:
+                version = follower.step()
+            except (UserError, RunError) as error:
+                logger.error("%s", error)
+                return 2
+            if version is not None:
+                seconds = time.monotonic() - began
+                logger.info("weights %d: %d engines have them after %.1f s", version, len(engines), seconds)
+                if given.until is not None and version >= given.until:
+                    return 0
+            time.sleep(given.poll_seconds)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ Invariants:
 - What is there is patched where it is the base of what is published. Otherwise it is built anew: from the last whole
   publication, or `--hf-checkpoint`, and the deltas since. Nothing comes into a file whose digest is not right.
 - The state names the boot of the machine: until that ends, a file has what any process wrote into it, dead ones included.
-- The engines of a host share the directory: the first one does the work. Two runs do not share it.
+- The engines of a host share the directory: the first one does the work. Two runs do not share it, nor does who has it `alone`.
 """
 
 from __future__ import annotations
@@ -55,12 +55,19 @@ class LocalCheckpoint:
         timeout: how long, in seconds, another engine of the host may take to do the work.
         before_read: path of the user's function `fn(source_dir, target_version)`, called before a published file is read: for a
             store that has to be asked for what others wrote.
+        alone: nobody else may have the directory, engines of the same run neither: they may load it while it changes.
     """
 
     def __init__(
-        self, directory: str | Path, hf_checkpoint: str | Path, timeout: float, before_read: str | None = None
+        self,
+        directory: str | Path,
+        hf_checkpoint: str | Path,
+        timeout: float,
+        before_read: str | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
-        self._before_read = before_read
+        self._before_read, self._alone = before_read, alone
         self._directory, self._hf_checkpoint = Path(directory), Path(hf_checkpoint)
         self._timeout = timeout
         # Held until this process ends: another run's engines see by it that the directory is in use.
@@ -70,7 +77,8 @@ class LocalCheckpoint:
         """Make the directory the weights that `published` holds. Returns why that cannot be, if they have to come whole.
 
         Raises:
-            UserError: the directory is another run's, or holds files that no run has written; the user's function raised.
+            UserError: the directory is another run's or somebody has it alone, or it holds files that no run has written; the
+                user's function raised.
             RunError: it cannot be written (the disk is full), or another engine of the host takes too long.
         """
         try:
@@ -185,18 +193,20 @@ class LocalCheckpoint:
         """Have the directory together with the other engines of the run whose trainer publishes `chain`.
 
         Raises:
-            UserError: engines of another run have it; their files would change under them.
+            UserError: engines of another run, or somebody alone, have it; their files would change under them.
         """
         if self._run_lock is None:
             self._run_lock = os.open(self._directory / _RUN, os.O_RDWR | os.O_CREAT, 0o666)
-        if os.pread(self._run_lock, len(chain) + 1, 0) != chain.encode():
-            if not _lock(self._run_lock, fcntl.LOCK_EX):
-                raise UserError(
-                    f"{_FLAG} {self._directory}: another run has its weights here; end that run, or name another directory"
-                )
+        is_new = os.pread(self._run_lock, len(chain) + 1, 0) != chain.encode()
+        if not _lock(self._run_lock, fcntl.LOCK_EX if is_new or self._alone else fcntl.LOCK_SH):
+            raise UserError(
+                f"{_FLAG} {self._directory}: another run has its weights here; end that run, or name another directory"
+            )
+        if is_new:
             os.ftruncate(self._run_lock, 0)
             os.pwrite(self._run_lock, chain.encode(), 0)
-        _lock(self._run_lock, fcntl.LOCK_SH)
+        if not self._alone:
+            _lock(self._run_lock, fcntl.LOCK_SH)
 
 
 def _identity(chain: str, version: int) -> dict[str, str | int]:

@@ -113,6 +113,22 @@ def test_two_runs_do_not_share_a_directory_and_one_that_ended_leaves_it(args, lo
     assert value(local) == 4.0
 
 
+def test_who_has_a_directory_alone_shares_it_with_nobody(args, local):
+    first = publish(args, 3.0)
+    engine, others = host_of(args), [host_of(args), LocalCheckpoint(local, args.hf_checkpoint, 5.0, alone=True)]
+    alone = LocalCheckpoint(local, args.hf_checkpoint, 5.0, alone=True)
+    assert engine.bring_to(first) is None
+    with pytest.raises(UserError, match="another run has its weights here"):
+        alone.bring_to(first)
+    engine.close()
+    assert alone.bring_to(first) is None and alone.bring_to(first) is None
+    for other in others:
+        with pytest.raises(UserError, match="another run has its weights here"):
+            other.bring_to(first)
+    alone.close()
+    assert others[0].bring_to(first) is None
+
+
 def test_a_full_disk_is_named_and_room_on_it_is_enough(args, local, monkeypatch):
     published = publish(args, 3.0)
 

@@ -3,6 +3,10 @@
 import contextlib
 import json
 import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -212,6 +216,16 @@ def test_what_is_no_push_is_passed_by(tmp_path):
     assert newest(tmp_path) is None
 
 
+def test_two_followers_do_not_write_one_directory(run, tmp_path, engine):
+    run.push(1, a=1.0)
+    first = follower_of(run, tmp_path, engine)
+    assert first.step() == 1
+    with pytest.raises(UserError, match="another run has its weights here"):
+        follower_of(run, tmp_path, engine).step()
+    first.close()
+    assert follower_of(run, tmp_path, engine).step() == 1
+
+
 def test_a_directory_with_files_of_somebody_is_refused(run, tmp_path, engine):
     (tmp_path / "local").mkdir()
     (tmp_path / "local/thesis.tex").write_text("years of work")
@@ -242,10 +256,26 @@ def test_the_command_ends_when_a_version_is_reached_and_shows_its_key_to_engines
         assert main([*map(str, words), "--until", "2"]) == 2
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_ends_at_a_signal_while_an_engine_does_not_answer(run, tmp_path, number):
+    run.push(1, a=1.0)
+    with socket.create_server(("127.0.0.1", 0)) as engine:
+        words = ["--pushes", run.pushes, "--hf-checkpoint", run.hf, "--local", tmp_path / "local", "--engines"]
+        with subprocess.Popen(
+            [sys.executable, EXAMPLE / "follow.py", *words, f"http://127.0.0.1:{engine.getsockname()[1]}"],
+            stdin=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        ) as command:  # fmt: skip
+            try:
+                engine.settimeout(60)
+                engine.accept()[0].recv(1)
+                command.send_signal(number)
+                assert command.wait(20) == 0
+            finally:
+                command.kill()
+
+
 @contextlib.contextmanager
 def signals_as_before():
-    import signal
-
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
