@@ -220,7 +220,9 @@ class Recorder:
 
         try:
             yield done
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except GeneratorExit:
+            raise
+        except BaseException as error:
             if POINTS[self.flag].is_forgiven:
                 # Nobody cancels it before its time is over.
                 late = isinstance(error, asyncio.CancelledError)

@@ -148,6 +148,8 @@ async def awaited(args, rollout_id, rollout_data): ...
 async def endless_log(rollout_id, args, samples, metrics, seconds): await asyncio.Event().wait()
 def endless_plain_log(rollout_id, args, samples, metrics, seconds): forever.wait()
 def leaving_log(rollout_id, args, samples, metrics, seconds): raise SystemExit("x")
+class TimeLimit(BaseException): ...
+def limited_log(rollout_id, args, samples, metrics, seconds): raise TimeLimit("5 s")
 class AwaitedSource:
     def __init__(self, args): ...
     def get_samples(self, num_samples): return []
@@ -473,6 +475,7 @@ def test_several_functions_work_together_and_a_class(file):
         ("--custom-advantage-function-path", "long_advantages", "38"),
         ("--custom-rollout-log-function-path", "broken_log", "it raised RuntimeError: disk is full"),
         ("--custom-rollout-log-function-path", "leaving_log", "it raised SystemExit: x; a run reports that"),
+        ("--custom-rollout-log-function-path", "limited_log", "it raised TimeLimit: 5 s; a run reports that"),
     ],
 )
 def test_what_a_run_would_stumble_over(file, flag, name, problem):
