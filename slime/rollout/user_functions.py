@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from slime.utils.async_utils import run
+from slime.utils.async_utils import run, time_limit
 from slime.utils.errors import RunError, UserError
 from slime.utils.plugin_loader import (
     containing_endings,
@@ -219,13 +219,12 @@ async def _telling(who: str, call: Awaitable[Any]) -> Any:
 
 
 async def _within(timeout: float | None, awaitable: Awaitable[Any]) -> Any:
-    scope = asyncio.timeout(timeout)
+    limit = time_limit(timeout)
     try:
-        async with scope:
-            with containing_endings():
-                return await awaitable
+        with limit, containing_endings():
+            return await awaitable
     except TimeoutError as error:
-        if scope.expired():
+        if limit.expired:
             raise CallTimedOut(f"no result within {timeout:g} s") from error
         raise
 

@@ -99,6 +99,85 @@ async def turn_of_async_loop() -> None:
     await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), get_async_loop()))
 
 
+class time_limit:
+    """`asyncio.timeout(seconds)` (None: no limit) for a `with` block: TimeoutError where it does not end in time.
+
+    For blocks of which thousands are under way at a time, and most of which take less than setting a timer does: those of one
+    limit end in the order in which they began, so one timer, for the oldest, does for all of them.
+
+    Attributes:
+        expired: the block was ended for its time.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self.expired = False
+        self._seconds = seconds
+        self._deadlines: _Deadlines | None = None
+
+    def __enter__(self) -> "time_limit":
+        self._task = asyncio.current_task()
+        self._cancelling = self._task.cancelling()
+        if self._seconds is not None:
+            loop = self._task.get_loop()
+            self._deadlines = _Deadlines.of(loop, self._seconds)
+            self._deadlines.add(self, loop)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._deadlines is not None:
+            self._deadlines.discard(self)
+        # Who was cancelled by somebody else meanwhile stays so.
+        if self.expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise TimeoutError from error
+
+    def expire(self) -> None:
+        """End the block."""
+        self.expired = True
+        self._task.cancel()
+
+
+class _Deadlines:
+    """When the blocks of one event loop that have the same limit have to end: in the order in which they began."""
+
+    # A loop is not held here, which would keep it in memory.
+    _known: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[float, "_Deadlines"]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop, seconds: float) -> "_Deadlines":
+        try:
+            return cls._known[loop][seconds]
+        except KeyError:
+            return cls._known.setdefault(loop, {}).setdefault(seconds, cls(seconds))
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._ends: dict[time_limit, float] = {}
+        self._timer_is_set = False
+
+    def add(self, block: time_limit, loop: asyncio.AbstractEventLoop) -> None:
+        self._ends[block] = end = loop.time() + self._seconds
+        if not self._timer_is_set:
+            self._timer_is_set = True
+            loop.call_at(end, self._expire, loop)
+
+    def discard(self, block: time_limit) -> None:
+        self._ends.pop(block, None)
+
+    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the blocks whose time is over, and come back when that of the next one may be."""
+        now, due = loop.time(), []
+        for block, end in self._ends.items():
+            if end > now:
+                loop.call_at(end, self._expire, loop)
+                break
+            due.append(block)
+        else:
+            self._timer_is_set = False
+        for block in due:
+            del self._ends[block]
+            block.expire()
+
+
 class SingleFlight:
     """Whoever asks while an answer is under way in the same event loop gets that answer, or its failure."""
 

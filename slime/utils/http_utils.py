@@ -32,6 +32,7 @@ import numpy as np
 import orjson
 
 from slime.utils import env
+from slime.utils.async_utils import time_limit
 from slime.utils.errors import RunError
 from slime.utils.misc import get_current_node_ip, unique_hex
 from slime.utils.ports import host_for_url
@@ -206,13 +207,11 @@ async def post(
     Raises:
         HttpError: no success within the attempts, a status of 400 and above that is not retried, or too late.
     """
-    client, content = _client(), payload if json is None else json
-    timeout = _timeout(client.settings.request_timeout)
-    supply, ids = _supplies.get(_origin(url)), _noted_ids.get()
+    content, ids = payload if json is None else json, _noted_ids.get()
     if not _asks_our_engines(url) or not isinstance(content, dict) or "rid" in content:
         ids = None
-    with _identified(content, ids) as body:
-        return await _send(client.generation_slots, timeout, "POST", url, body, headers, max_retries, supply=supply)
+    with _Body(content, ids) as body:
+        return await _generation(url, body, headers, max_retries)
 
 
 async def post_generate(
@@ -236,12 +235,8 @@ async def post_generate(
     # Arrow takes a moment to load and is needed where engines are asked only.
     from slime.utils.engine_answers import decode_engine_answer
 
-    client, supply = _client(), _supplies.get(_origin(url))
-    timeout = _timeout(client.settings.request_timeout)
-    with _identified(payload, request_ids) as body:
-        content = await _send(
-            client.generation_slots, timeout, "POST", url, body, headers, receive=_read, supply=supply, engine=engine
-        )
+    with _Body(payload, request_ids) as body:
+        content = await _generation(url, body, headers, receive=aiohttp.ClientResponse.read, engine=engine)
     if len(content) < _THREAD_FROM_BYTES:
         return _decode(content)
     return await asyncio.get_running_loop().run_in_executor(_decoders, decode_engine_answer, content, _decode)
@@ -264,13 +259,9 @@ async def post_generate_stream(
     Raises:
         HttpError: as `post`; or the engine tells of an error in the stream.
     """
-    client, supply = _client(), _supplies.get(_origin(url))
-    timeout = _timeout(client.settings.request_timeout)
     receive = functools.partial(_receive_events, on_answer)
-    with _identified(payload, request_ids) as body:
-        await _send(
-            client.generation_slots, timeout, "POST", url, body, headers, receive=receive, supply=supply, engine=engine
-        )
+    with _Body(payload, request_ids) as body:
+        await _generation(url, body, headers, receive=receive, engine=engine)
 
 
 async def _receive_events(on_answer: Callable[[dict[str, Any]], None], response: aiohttp.ClientResponse) -> None:
@@ -311,29 +302,31 @@ def noted_request_ids() -> set[str] | None:
     return _noted_ids.get()
 
 
-@contextlib.contextmanager
-def _identified(payload: Any, ids: set[str] | None) -> Iterator[Callable[[], bytes | None]]:
-    """What makes the body of an attempt, with an id where `ids` takes it. Each has one of its own: an engine refuses one that
-    it still works on, as it may after its connection broke."""
-    if ids is None or _is_multiplied(payload):
-        plain = _encode(payload)
-        yield lambda: plain
-        return
-    own: list[str] = []
-    prompts = _num_prompts(payload)
+class _Body:
+    """Makes the body of each attempt, with an id where `ids` takes it until the end of the block. Each attempt has one of its
+    own: an engine refuses one that it still works on, as it may after its connection broke."""
 
-    def body() -> bytes:
-        request_id = unique_hex()
+    def __init__(self, payload: Any, ids: set[str] | None = None) -> None:
+        self._payload, self._own = payload, set[str]()
+        self._ids = None if ids is None or _is_multiplied(payload) else ids
+        self._plain = _encode(payload) if self._ids is None else None
+
+    def __enter__(self) -> "_Body":
+        return self
+
+    def __call__(self) -> bytes | None:
+        if self._ids is None:
+            return self._plain
+        request_id, prompts = unique_hex(), _num_prompts(self._payload)
         # SGLang numbers the prompts of a list, and knows none by the id alone. The router takes no list of ids.
-        names = [request_id] if prompts is None else [f"{request_id}_{place}" for place in range(prompts)]
-        own.extend(names)
-        ids.update(names)
-        return _encode({**payload, "rid": request_id})
+        names = {request_id} if prompts is None else {f"{request_id}_{place}" for place in range(prompts)}
+        self._own |= names
+        self._ids |= names
+        return _encode({**self._payload, "rid": request_id})
 
-    try:
-        yield body
-    finally:
-        ids.difference_update(own)
+    def __exit__(self, *error: object) -> None:
+        if self._ids is not None:
+            self._ids -= self._own
 
 
 def _is_multiplied(payload: dict[str, Any]) -> bool:
@@ -362,22 +355,36 @@ async def post_control(
     url: str, payload: Any = None, max_retries: int | None = None, headers: dict[str, str] | None = None
 ) -> Any:
     """As `post`, for control requests: past the limit of generation, and within `--http-control-timeout`."""
-    body = _encode(payload)
-    timeout = _timeout(_settings.control_timeout)
-    return await _send(_UNLIMITED, timeout, "POST", url, lambda: body, headers, max_retries)
+    client = _client()
+    limit = client.settings.control_timeout
+    return await _send(client.session, _UNLIMITED, limit, "POST", url, _Body(payload), headers, max_retries)
 
 
 async def get(url: str, max_retries: int | None = None) -> Any:
     """GET within `--http-control-timeout`; returns and raises as `post`."""
-    return await _send(_UNLIMITED, _timeout(_settings.control_timeout), "GET", url, lambda: None, None, max_retries)
+    client = _client()
+    return await _send(
+        client.session, _UNLIMITED, client.settings.control_timeout, "GET", url, _Body(None), None, max_retries
+    )
+
+
+def _generation(
+    url: str, body: "_Body", headers: dict[str, str] | None, max_retries: int | None = None, **options: Any
+) -> Awaitable[Any]:
+    """`_send` within the limits of generation, to a router whose engines may be replaced."""
+    client = _client()
+    slots, limit = client.generation_slots, client.settings.request_timeout
+    options["supply"] = _supplies.get(_origin(url))
+    return _send(client.session, slots, limit, "POST", url, body, headers, max_retries, **options)
 
 
 async def _send(
+    session: aiohttp.ClientSession,
     slots: contextlib.AbstractAsyncContextManager[Any],
-    timeout: aiohttp.ClientTimeout,
+    limit: float,
     method: str,
     url: str,
-    body: Callable[[], bytes | None],
+    body: "_Body",
     headers: dict[str, str] | None,
     max_retries: int | None = None,
     *,
@@ -385,8 +392,7 @@ async def _send(
     supply: EngineSupply | None = None,
     engine: Callable[[], Address] | None = None,
 ) -> Any:
-    """What `receive` makes of the answer; by default it is parsed. `body` makes that of an attempt, when its turn has come."""
-    session = _client().session
+    """What `receive` makes of the answer; by default it is parsed. `limit`: seconds, of an attempt."""
     request_id = unique_hex()
     headers = {"X-Request-Id": request_id, **(_with_token(url, headers) or {})}
     attempts = max(1, _settings.max_retries if max_retries is None else max_retries)
@@ -394,18 +400,21 @@ async def _send(
     while True:
         address = url
         if supply is not None:
-            await _wait_until(supply.is_serving, url, timeout.total)
+            await _wait_until(supply.is_serving, url, limit)
         try:
             async with slots:
                 # It outlives no engine that dies while it waits for its slot.
                 deaths = 0 if supply is None else supply.deaths()
-                async with (
-                    contextlib.nullcontext(url) if engine is None else engine() as address,
-                    session.request(method, address, data=body(), headers=headers, timeout=timeout) as response,
-                ):
-                    if response.status < 400:
-                        return await (receive or _read_json)(response)
-                    failure = _status_error(method, address, response.status, await response.read())
+                async with contextlib.nullcontext(url) if engine is None else engine() as address:
+                    with time_limit(limit):
+                        response = await session.request(method, address, data=body(), headers=headers)
+                        try:
+                            if response.status < 400:
+                                return await (receive or _read_json)(response)
+                            failure = _status_error(method, address, response.status, await response.read())
+                        finally:
+                            # What was read to its end waits for nothing, unlike at the end of an `async with`.
+                            response.release()
                     if failure.status == 429 or failure.status >= 500:
                         raise _FailedForNow
             raise failure
@@ -415,7 +424,7 @@ async def _send(
             failure = HttpError(f"{method} {address} failed: {type(error).__name__}: {error}", url=address)
         except TimeoutError as error:
             raise HttpError(
-                f"{method} {address} did not answer within {timeout.total:g} s "
+                f"{method} {address} did not answer within {limit:g} s "
                 "(--http-request-timeout for generation, --http-control-timeout for control requests)",
                 url=address,
             ) from error
@@ -427,7 +436,7 @@ async def _send(
             logger.log(level, "%s; attempt %d of request %s", failure, attempt, request_id)
             await asyncio.sleep(RETRY_DELAY_S)
         if supply is not None:
-            await _wait_until(supply.is_decided, url, timeout.total)
+            await _wait_until(supply.is_decided, url, limit)
             if supply.deaths() != deaths:
                 survived += 1
                 if survived == SURVIVED_ENGINES:
@@ -443,10 +452,6 @@ async def _send(
             tried = f"{failure} ({attempts} attempts)" if attempts > 1 else str(failure)
             raise HttpError(tried, url=address, status=failure.status, body=failure.body)
         attempt += 1
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    return await response.read()
 
 
 async def _read_json(response: aiohttp.ClientResponse) -> Any:
@@ -527,16 +532,14 @@ def _client() -> _LoopClient:
     return client
 
 
-def _timeout(total: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=total, sock_connect=CONNECT_TIMEOUT_S)
-
-
 def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, limit_per_host=0),
         headers={"Content-Type": "application/json"},
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
+        # The time of an attempt as a whole is that of a `time_limit`.
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
     )
 
 
@@ -551,7 +554,8 @@ def _asks_our_engines(url: str) -> bool:
 
 
 def _is_trusted(url: str) -> bool:
-    return _origin(url) in _settings.trusted_origins | _engine_origins
+    origin = _origin(url)
+    return origin in _settings.trusted_origins or origin in _engine_origins
 
 
 def _origin(url: str) -> str:

@@ -1,8 +1,11 @@
 """The shared background loop."""
 
 import asyncio
+import gc
 import sys
 import threading
+import time
+import weakref
 
 import pytest
 
@@ -133,3 +136,90 @@ def test_an_answer_under_way_is_everybodys_and_goes_on_without_who_asked_first()
         assert await flight.join(ask) == 7 and len(asked) == 2
 
     asyncio.run(main())
+
+
+async def _within(seconds, awaitable):
+    """(result or exception, whether the limit ended it)."""
+    limit = async_utils.time_limit(seconds)
+    try:
+        with limit:
+            return await awaitable, limit.expired
+    except (TimeoutError, asyncio.CancelledError) as error:
+        return type(error), limit.expired
+
+
+def test_a_block_beyond_its_limit_ends_with_a_timeout_and_no_other_does():
+    async def main():
+        return await asyncio.gather(
+            _within(0.05, asyncio.sleep(0, "early")),
+            _within(0.05, asyncio.sleep(30)),
+            _within(0.05, asyncio.sleep(30)),
+            _within(None, asyncio.sleep(0.2, "unlimited")),
+            _within(30, asyncio.sleep(0.2, "in time")),
+        )
+
+    late = (TimeoutError, True)
+    assert asyncio.run(main()) == [("early", False), late, late, ("unlimited", False), ("in time", False)]
+
+
+def test_each_block_has_all_of_its_time_whatever_became_of_those_before():
+    async def main():
+        loop = asyncio.get_running_loop()
+        first = asyncio.create_task(_within(0.3, asyncio.sleep(0.1, "early")))
+        await first
+        started = loop.time()
+        outcome = await _within(0.3, asyncio.sleep(30))
+        return first.result(), outcome, loop.time() - started
+
+    first, outcome, waited = asyncio.run(main())
+    assert (first, outcome) == (("early", False), (TimeoutError, True))
+    assert 0.3 <= waited < 25
+
+
+def test_who_is_cancelled_by_another_is_cancelled_and_not_late():
+    async def main():
+        task = asyncio.create_task(_within(30, asyncio.sleep(30)))
+        await asyncio.sleep(0)
+        task.cancel()
+        return await task
+
+    assert asyncio.run(main()) == (asyncio.CancelledError, False)
+
+
+def test_of_nested_blocks_whose_time_is_over_at_once_the_outer_one_is_late():
+    inner, outer = async_utils.time_limit(0.05), async_utils.time_limit(0.05)
+
+    async def nested():
+        with outer:
+            try:
+                with inner:
+                    # Both are over when the loop comes round.
+                    time.sleep(0.1)
+                    await asyncio.sleep(30)
+            except TimeoutError:
+                return "the inner one"
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(nested())
+    assert outer.expired and inner.expired
+
+
+def test_blocks_of_one_limit_have_one_timer():
+    async def main():
+        loop, timers = asyncio.get_running_loop(), []
+        set_timer = loop.call_at
+        loop.call_at = lambda when, *args, **keywords: (timers.append(when), set_timer(when, *args, **keywords))[1]
+        await asyncio.gather(*[_within(30, asyncio.sleep(0, number)) for number in range(100)])
+        return len(timers)
+
+    assert asyncio.run(main()) == 1
+
+
+def test_a_closed_loop_is_kept_by_no_limit():
+    async def main():
+        await _within(30, asyncio.sleep(0))
+        return weakref.ref(asyncio.get_running_loop())
+
+    loop = asyncio.run(main())
+    gc.collect()
+    assert loop() is None
