@@ -1,8 +1,6 @@
 """Samples that could not be produced or graded: they stay in their group, masked and counted, with a reason."""
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 from slime.rollout.base_types import leaves
@@ -27,20 +25,23 @@ class SampleFailed(Exception):
         self.abandoned = abandoned
 
 
-@contextlib.contextmanager
-def failing_alone(args: Any) -> Iterator[None]:
+class failing_alone:
     """With `--use-fault-tolerance`, what a user's function or a request raises in the block fails its sample, and not the run.
 
     Raises:
         SampleFailed: in the place of UserError and HttpError. What a function of the user's raised may succeed at a second
             attempt; a request was sent again as often as `--http-max-retries` says, or is what engines died of.
     """
-    try:
-        yield
-    except (UserError, HttpError) as error:
-        if not args.use_fault_tolerance:
-            raise
-        raise SampleFailed(str(error), retryable=not isinstance(error, HttpError)) from error
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, UserError | HttpError) and self._args.use_fault_tolerance:
+            raise SampleFailed(str(error), retryable=not isinstance(error, HttpError)) from error
 
 
 class _Causes(metaclass=SingletonMeta):
@@ -97,11 +98,12 @@ class FailureTally:
 
     def add(self, group: list[Any]) -> None:
         """Count the samples of a finished group."""
-        failed = [sample for sample in leaves(group) if failed_and_masked(sample)]
+        samples = leaves(group)
+        failed = [sample for sample in samples if failed_and_masked(sample)]
         if failed and not self._first:
             reason = failed[0].metadata.get("fail_reason", "no reason was given (metadata['fail_reason'])")
             self._first = f"sample {failed[0].index}: {reason}"
-        self.samples += len(leaves(group))
+        self.samples += len(samples)
         self.failed += len(failed)
 
     def stop_when_most_failed(self, total: int | None = None) -> None:

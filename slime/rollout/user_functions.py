@@ -100,8 +100,11 @@ class CallSlots:
         return level if self.kind > kind else level + 1
 
     def _at(self, level: int) -> asyncio.Semaphore:
-        per_level = self._semaphores.setdefault(asyncio.get_running_loop(), {})
-        return per_level.setdefault(level, asyncio.Semaphore(self.size))
+        try:
+            return self._semaphores[asyncio.get_running_loop()][level]
+        except KeyError:
+            per_level = self._semaphores.setdefault(asyncio.get_running_loop(), {})
+            return per_level.setdefault(level, asyncio.Semaphore(self.size))
 
 
 @functools.cache
@@ -110,14 +113,9 @@ def call_slots(kind: CallKind, size: int) -> CallSlots:
     return CallSlots(kind, size)
 
 
-def parameter_names(fn: Callable[..., Any]) -> list[str]:
-    """Names of the parameters of `fn` (without self); empty for callables that do not tell."""
-    return [parameter.name for parameter in parameters_of(fn)]
-
-
 def is_batch_form(fn: Callable[..., Any]) -> bool:
     """Whether `fn` takes a list of samples: its second parameter is named `samples`."""
-    return parameter_names(fn)[1:2] == ["samples"]
+    return parameters_of(fn).names[1:2] == ("samples",)
 
 
 class CallTimedOut(Exception):

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from slime.utils.errors import RunError, UserError
 
@@ -69,7 +69,7 @@ def load_function(path: str, flag: str | None = None, *, batched: bool = False) 
             f"{subject_of(flag, path)}: a plug-in path is a string like pkg.mod.function or file.py:function"
         )
     path = path.strip()
-    found = _load_cached(_key_of(path, "" if os.path.isabs(path) else os.getcwd()), path, flag, batched)
+    found = _load_cached(_key_of(path, "" if path.startswith(os.sep) else os.getcwd()), path, flag, batched)
     if _observer is not None:
         found = _observer(flag, path, found)
     if flag is not None and flag not in _AWAITED and is_coroutine_function(found):
@@ -79,6 +79,8 @@ def load_function(path: str, flag: str | None = None, *, batched: bool = False) 
 
 def is_coroutine_function(fn: Callable[..., Any]) -> bool:
     """Whether calling `fn` gives an awaitable, also for objects with an async `__call__`."""
+    if inspect.isfunction(fn):
+        return parameters_of(fn).with_coroutine
     called = getattr(fn, "__call__", None)  # noqa: B004
     return not inspect.isclass(fn) and any(map(inspect.iscoroutinefunction, (fn, called)))
 
@@ -288,8 +290,24 @@ def _kind_of(flag: str | None) -> str:
     return flag.removeprefix("--").replace("-", "_").removesuffix("_path") if flag else ""
 
 
-def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """The parameters of `fn`, without self; none of a callable that does not tell."""
+class Parameters(NamedTuple):
+    """What a callable can be given, and what it gives.
+
+    Attributes:
+        names: of its parameters, in order and without self.
+        by_name: those that can be given by name.
+        takes_any_name: whether others can as well.
+        with_coroutine: whether it is a coroutine function.
+    """
+
+    names: tuple[str, ...]
+    by_name: frozenset[str]
+    takes_any_name: bool
+    with_coroutine: bool
+
+
+def parameters_of(fn: Callable[..., Any]) -> Parameters:
+    """The parameters of `fn`; none of a callable that does not tell."""
     try:
         return _parameters_of(fn)
     except TypeError:  # it has no hash
@@ -298,21 +316,24 @@ def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
 
 # Asked at every call of a plug-in, and slow to find out.
 @functools.lru_cache(maxsize=256)
-def _parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+def _parameters_of(fn: Callable[..., Any]) -> Parameters:
+    with_coroutine = inspect.iscoroutinefunction(fn)
     try:
-        return tuple(inspect.signature(fn).parameters.values())
+        parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):
-        return ()
+        return Parameters((), frozenset(), False, with_coroutine)
+    kinds = [parameter.kind for parameter in parameters.values()]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = frozenset(name for name, kind in zip(parameters, kinds, strict=True) if kind in by_name)
+    return Parameters(tuple(parameters), named, inspect.Parameter.VAR_KEYWORD in kinds, with_coroutine)
 
 
 def accepted_keywords(fn: Callable[..., Any], candidates: dict[str, Any]) -> dict[str, Any]:
     """The entries of `candidates` that `fn` can be given by name."""
     parameters = parameters_of(fn)
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+    if parameters.takes_any_name:
         return dict(candidates)
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = {parameter.name for parameter in parameters if parameter.kind in by_name}
-    return {name: value for name, value in candidates.items() if name in names}
+    return {name: value for name, value in candidates.items() if name in parameters.by_name}
 
 
 _PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
@@ -322,8 +343,7 @@ class EndingRaised(RuntimeError):
     """The user's code raised what would end more than its call; that is the cause."""
 
 
-@contextlib.contextmanager
-def containing_endings() -> Iterator[None]:
+class containing_endings:
     """Raise EndingRaised for what the block, code of the user's, raises that is no `Exception`: SystemExit and
     KeyboardInterrupt, which would end the event loop or the actor that it runs in, a CancelledError, for which its caller would
     count as cancelled, and what is to pass every `except Exception`, ours too, such as time limits of graders.
@@ -331,15 +351,16 @@ def containing_endings() -> Iterator[None]:
     A cancellation of the task that the block runs in, its end (GeneratorExit), and the interruption of the main thread, by
     Ctrl-C, pass as they are.
     """
-    try:
-        yield
-    except (Exception, GeneratorExit):
-        raise
-    except BaseException as error:
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, Exception | GeneratorExit):
+            return
         interrupted = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
-        if interrupted or (isinstance(error, asyncio.CancelledError) and _is_being_cancelled()):
-            raise
-        raise EndingRaised(f"the function raised {error!r}") from error
+        if not interrupted and not (isinstance(error, asyncio.CancelledError) and _is_being_cancelled()):
+            raise EndingRaised(f"the function raised {error!r}") from error
 
 
 def _is_being_cancelled() -> bool:

@@ -22,8 +22,6 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from slime.rollout.attempts import own_copy
@@ -44,14 +42,19 @@ from slime.rollout.user_functions import (
     call_within_request_time,
     describe_samples,
     is_batch_form,
-    is_coroutine_function,
-    parameter_names,
     wrong_result_error,
 )
 from slime.utils.async_utils import SingleFlight
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
-from slime.utils.plugin_loader import accepted_keywords, calling_user_code, load_function, user_function_error
+from slime.utils.plugin_loader import (
+    accepted_keywords,
+    calling_user_code,
+    is_coroutine_function,
+    load_function,
+    parameters_of,
+    user_function_error,
+)
 from slime.utils.reward_types import BOXED, REMOTE, bare_reward_type, known_reward_types
 from slime.utils.types import Sample
 
@@ -125,7 +128,11 @@ async def _grade_batch(args: Any, samples: list[Sample], evaluation: bool, kwarg
 
 async def _grade_by_type(args: Any, sample: Sample, at_a_time: int, limit: float | None) -> Any:
     options = {"source": "--rm-type", "at_a_time": at_a_time, "timeout": limit}
-    reward = await call_user_function(compute_builtin_reward, args, sample, **options)
+    if _type_of(args, sample) == REMOTE:
+        # Nothing is looked at here: what comes back asks the service.
+        reward = compute_builtin_reward(args, sample)
+    else:
+        reward = await call_user_function(compute_builtin_reward, args, sample, **options)
     return await call_user_function(reward, **options) if callable(reward) else reward
 
 
@@ -280,28 +287,21 @@ def clear_reward_instances() -> None:
     _instances.clear()
 
 
-@dataclass(frozen=True)
 class CustomReward:
-    """A reward of the user, by path."""
+    """A reward of the user, by path.
 
-    path: str
-    args: Any
+    Attributes:
+        source: flag and path, for messages.
+        takes_batch: whether one call grades a list.
+    """
 
-    @cached_property
-    def _loaded(self) -> Any:
-        return load_function(self.path, flag=FLAG, batched=self.args.group_rm)
-
-    @property
-    def source(self) -> str:
-        return f"{FLAG} {self.path}"
-
-    @property
-    def takes_batch(self) -> bool:
-        """Whether one call grades a list."""
-        function = self._loaded
-        if inspect.isclass(function) or is_batch_form(function):
-            return True
-        return bool(self.args.group_rm) and parameter_names(function)[1:2] != ["sample"]
+    def __init__(self, path: str, args: Any) -> None:
+        self.path, self.args = path, args
+        self.source = f"{FLAG} {path}"
+        self._loaded = function = load_function(path, flag=FLAG, batched=args.group_rm)
+        self.takes_batch = inspect.isclass(function) or is_batch_form(function)
+        if args.group_rm and parameters_of(function).names[1:2] != ("sample",):
+            self.takes_batch = True
 
     async def grade_one(self, sample: Sample, timeout: float | None, keywords: dict[str, Any]) -> Any:
         """The raw reward of one sample."""

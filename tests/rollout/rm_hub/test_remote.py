@@ -7,6 +7,7 @@ import logging
 import pytest
 from aiohttp import web
 
+from slime.rollout import user_functions
 from slime.rollout.rm_hub import async_rm, batched_async_rm, remote
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.utils import http_utils
@@ -68,6 +69,11 @@ def test_a_sample_is_a_request_and_its_answer_the_reward():
     assert graded(service) == [0.5]
     assert service.bodies == [{"prompt": sample().prompt, "response": sample().response, "label": 2}]
     assert service.keys == [None]
+
+
+def test_a_service_is_asked_without_a_thread(monkeypatch):
+    monkeypatch.setattr(user_functions, "_ThreadCall", None)
+    assert graded(Service((200, 0.5)), sample(), sample(index=8)) == [0.5, 0.5]
 
 
 def test_the_type_of_a_row_the_last_box_and_a_dict():
