@@ -42,10 +42,10 @@ _open: contextvars.ContextVar[_Open] = contextvars.ContextVar("open_spans", defa
 # What stands in the place of a target that is None.
 _bound: contextvars.ContextVar[Any] = contextvars.ContextVar("bound_trace", default=None)
 
-_ENGINE_VALUES = (
+_ENGINE_VALUES = {
     "id", "prompt_tokens", "completion_tokens", "cached_tokens", "weight_version", "e2e_latency", "queue_time",
     "decode_throughput", "num_retractions", "spec_accept_token_num", "spec_draft_token_num", "spec_verify_ct",
-)  # fmt: skip
+}  # fmt: skip
 _PREFILL, _DECODE, _TRANSFER = "pd_prefill_", "pd_decode_", "pd_transfer_"
 _DURATION = "_duration"
 
@@ -63,10 +63,12 @@ class trace_span:
     """
 
     def __init__(self, target: Any, name: str, attrs: dict[str, Any] | None = None) -> None:
-        self._target, self.name = target, name
-        self.attrs: dict[str, Any] = dict(attrs or {})
+        self.name = name
+        self.attrs: dict[str, Any] = dict(attrs) if attrs else {}
         self.span_id: str | None = None
-        self._targets: list[Any] = []
+        self._targets: list[Any] = [target]
+        # The traces that it was put into, by id, with its record there.
+        self._put_into: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._outer: _Open = ()
         self._token: contextvars.Token[Any] | None = None
 
@@ -83,13 +85,17 @@ class trace_span:
         with _harmless(f"what span {self.name!r} includes"):
             self._targets.append(target)
             for trace in _traces_of(target):
-                if not any(record.get("span_id") == self.span_id for record in trace["events"]):
+                if self._record_in(trace) is None:
                     self._put(trace)
 
     def child(self, name: str, start: float, end: float, attrs: dict[str, Any] | None = None) -> None:
         """A span within this one that somebody else has measured, in seconds from the start of this one."""
         with _harmless("a span of somebody else's"):
-            for trace, own in self._records():
+            traces = {id(trace): trace for target in self._targets for trace in _traces_of(target)}
+            for trace in traces.values():
+                own = self._record_in(trace)
+                if own is None:
+                    continue
                 record = _record("span", name, own["attempt"], self.span_id, attrs)
                 record["span_id"] = unique_hex(16)
                 record.update(start=self._start + start, end=self._start + end, status="ok")
@@ -98,7 +104,7 @@ class trace_span:
     def __enter__(self) -> trace_span:
         # Every sample has some spans: a context manager for each would take longer than what it guards.
         try:
-            self._begin()
+            self._begin(self._targets[0])
         except Exception as error:
             _tell_once(f"span {self.name!r}", error)
         return self
@@ -115,11 +121,11 @@ class trace_span:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self.__exit__(kind, error, trace)
 
-    def _begin(self) -> None:
-        target = _bound.get() if self._target is None else self._target
+    def _begin(self, target: Any) -> None:
+        if target is None:
+            self._targets[0] = target = _bound.get()
         self.span_id, self._started, self._start = unique_hex(16), time.perf_counter(), time.time()
         self._outer = _open.get()
-        self._targets.append(target)
         traces = _traces_of(target)
         for trace in traces:
             self._put(trace)
@@ -131,27 +137,29 @@ class trace_span:
         """Have a record in `trace`."""
         record = _record("span", self.name, trace["attempt"], _parent_in(trace, self._outer), self.attrs)
         record["span_id"], record["start"], record["end"], record["status"] = self.span_id, self._start, None, None
+        self._put_into[id(trace)] = trace, record
         _append(trace, record)
 
-    def _records(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """(trace, the span's record in it), as they are by now: functions that got a copy of a sample give it back."""
-        traces = {id(trace): trace for target in self._targets for trace in _traces_of(target)}
-        return [
-            (trace, record)
-            for trace in traces.values()
-            for record in trace["events"]
-            if record.get("span_id") == self.span_id
-        ]
+    def _record_in(self, trace: dict[str, Any]) -> dict[str, Any] | None:
+        """The span's record in `trace`, which may be a copy of one that it was put into: functions give copies back."""
+        if id(trace) in self._put_into:
+            return self._put_into[id(trace)][1]
+        for record in trace["events"]:
+            if record.get("span_id") == self.span_id:
+                return record
+        return None
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         if self._token is not None:
             _open.reset(self._token)
-        length = time.perf_counter() - self._started
-        attrs = {name: _plain(value) for name, value in self.attrs.items()}
+        end = self._start + time.perf_counter() - self._started
+        attrs = _plain(self.attrs) if self.attrs else {}
         if error is not None:
             attrs["error"] = _plain(f"{kind.__name__}: {error}")
-        for _, record in self._records():
-            record.update(end=self._start + length, status="ok" if error is None else "error", attrs=attrs)
+        for target in self._targets:
+            for trace in _traces_of(target):
+                if (record := self._record_in(trace)) is not None:
+                    record["end"], record["status"], record["attrs"] = end, "ok" if error is None else "error", attrs
 
 
 def trace_event(target: Any, name: str, attrs: dict[str, Any] | None = None) -> None:
@@ -281,7 +289,7 @@ def trace_next_attempt(target: Any) -> None:
 
 def build_sglang_meta_trace_attrs(meta_info: dict[str, Any]) -> dict[str, Any]:
     """Attributes out of an engine's `meta_info`: its counters and times, and why it stopped; those that are there."""
-    attrs = {name: meta_info[name] for name in _ENGINE_VALUES if meta_info.get(name) is not None}
+    attrs = {name: value for name, value in meta_info.items() if name in _ENGINE_VALUES and value is not None}
     reason = meta_info.get("finish_reason")
     if reason is not None:
         attrs["finish_reason"] = reason.get("type") if isinstance(reason, dict) else reason
@@ -294,9 +302,9 @@ def trace_engine_answer(span: trace_span, answer: dict[str, Any]) -> None:
         meta_info = answer.get("meta_info") or {}
         span.attrs |= build_sglang_meta_trace_attrs(meta_info)
         parts = {name: value for name, value in meta_info.items() if name.startswith((_PREFILL, _DECODE, _TRANSFER))}
-        parts = {name: value for name, value in parts.items() if isinstance(value, int | float)}
         if not parts:
             return
+        parts = {name: value for name, value in parts.items() if isinstance(value, int | float)}
         lengths = {
             prefix: sum(value for name, value in parts.items() if name.startswith(prefix) and name.endswith(_DURATION))
             for prefix in (_PREFILL, _DECODE)
@@ -315,7 +323,7 @@ def _traces_of(target: Any) -> list[dict[str, Any]]:
     if target is None:
         return []
     if isinstance(target, Sample):
-        return [_trace_of(target)]
+        return [target.__dict__.get("trace") or _new_trace(target)]
     if isinstance(target, dict):
         return list(target["traces"])
     return [trace for entry in target for trace in _traces_of(entry)]
@@ -325,18 +333,16 @@ def _samples_of(entry: Any) -> list[Sample]:
     return [entry] if isinstance(entry, Sample) else [sample for inner in entry for sample in _samples_of(inner)]
 
 
-def _trace_of(sample: Sample) -> dict[str, Any]:
-    trace = sample.__dict__.get("trace")
-    if trace is None:
-        trace = sample.trace = {
-            "version": TRACE_VERSION,
-            "trace_id": unique_hex(),
-            "sample_id": sample.index,
-            "group_id": sample.group_index,
-            "attempt": 0,
-            "events": [],
-        }
-    return trace
+def _new_trace(sample: Sample) -> dict[str, Any]:
+    sample.trace = {
+        "version": TRACE_VERSION,
+        "trace_id": unique_hex(),
+        "sample_id": sample.index,
+        "group_id": sample.group_index,
+        "attempt": 0,
+        "events": [],
+    }
+    return sample.trace
 
 
 def _parent_in(trace: dict[str, Any], spans: _Open | None = None) -> str | None:
@@ -349,7 +355,7 @@ def _parent_in(trace: dict[str, Any], spans: _Open | None = None) -> str | None:
 
 
 def _record(kind: str, name: str, attempt: int, parent_id: str | None, attrs: dict[str, Any] | None) -> dict[str, Any]:
-    plain = {key: _plain(value) for key, value in (attrs or {}).items()}
+    plain = _plain(attrs) if attrs else {}
     return {"kind": kind, "name": name, "parent_id": parent_id, "attempt": attempt, "attrs": plain}
 
 
@@ -379,13 +385,23 @@ def _plain(value: Any) -> Any:
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
-@contextmanager
-def _harmless(subject: str) -> Iterator[None]:
-    """What the block raises is told, once for each subject, and goes no further."""
-    try:
-        yield
-    except Exception as error:
-        _tell_once(subject, error)
+class _harmless:
+    """What the block raises is told, once for each subject, and goes no further.
+
+    A class, because every sample comes here: a generator would take longer than what it guards.
+    """
+
+    def __init__(self, subject: str) -> None:
+        self._subject = subject
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, Exception):
+            _tell_once(self._subject, error)
+            return True
+        return False
 
 
 def _tell_once(subject: str, error: Exception) -> None:

@@ -47,16 +47,26 @@ def new_attempt(entry: Any) -> Any:
 def own_copy(sample: Sample) -> Sample:
     """A copy with dicts, lists and sets of its own, also within those; other objects, which may be the user's, are shared."""
     copied = object.__new__(type(sample))
-    copied.__dict__ = {
-        # Most values are looked at here: a call for each would take longer than the copy.
-        name: value if type(value) in _WITHOUT_CONTAINERS else _own_containers(value)
-        for name, value in sample.__dict__.items()
-    }
+    copied.__dict__ = _own_values(sample.__dict__)
     return copied
 
 
 # Of most fields.
 _WITHOUT_CONTAINERS = frozenset({str, int, float, bool, type(None), np.ndarray, Sample.Status})
+
+
+def _own_values(values: dict[Any, Any]) -> dict[Any, Any]:
+    own = values.copy()
+    for name, value in values.items():
+        # Most values are looked at here: a call for each would take longer than the copy.
+        kind = type(value)
+        if kind is list and not value:
+            own[name] = []
+        elif kind is dict:
+            own[name] = _own_values(value) if value else {}
+        elif kind not in _WITHOUT_CONTAINERS:
+            own[name] = _own_containers(value)
+    return own
 
 
 def _own_containers(value: Any) -> Any:
@@ -69,7 +79,7 @@ def _own_containers(value: Any) -> Any:
         flat = _WITHOUT_CONTAINERS.issuperset(map(type, value))
         return value.copy() if flat else [_own_containers(entry) for entry in value]
     if type(value) is dict:
-        return {name: _own_containers(entry) for name, entry in value.items()}
+        return _own_values(value)
     if type(value) in (SpecInfo, PrefixCacheInfo):
         counters = object.__new__(type(value))
         counters.__dict__.update(value.__dict__)
@@ -119,11 +129,11 @@ def can_be_continued(entry: Any) -> bool:
     A failed one starts again: what it holds is what went wrong. So does an execution that fanned out, unless all of it is
     finished.
     """
-    if all(sample.status in FINISHED for sample in leaves(entry)):
-        return True
-    if not isinstance(entry, Sample) or entry.status is Sample.Status.FAILED:
+    if not isinstance(entry, Sample):
+        return all(sample.status in FINISHED for sample in leaves(entry))
+    if entry.status is Sample.Status.FAILED:
         return False
-    return bool(entry.response_length or entry.response)
+    return entry.status in FINISHED or bool(entry.response_length or entry.response)
 
 
 def as_continuable_group(args: Any, original: list[Any], group: list[Any]) -> list[Any]:
