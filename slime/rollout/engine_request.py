@@ -96,9 +96,10 @@ def check_kept_sets(args: Any, sample: Sample) -> None:
 def check_token_ids(state: GenerateState, sample: Sample) -> None:
     """Raise UserError, naming sample, id and vocabulary size, when an id lies outside the vocabulary."""
     tokens = token_array(sample, "tokens")
-    if tokens.min() >= 0 and tokens.max() < state.vocab_size:
+    outside = (tokens < 0) | (tokens >= state.vocab_size)
+    if not outside.any():
         return
-    position = int(np.argmax((tokens < 0) | (tokens >= state.vocab_size)))
+    position = int(np.argmax(outside))
     raise UserError(
         f"sample {sample.index}: token id {tokens[position]} at position {position} is outside the vocabulary of "
         f"{state.vocab_size} tokens (config.json of --hf-checkpoint); do tokenizer and model belong together?"
@@ -179,7 +180,7 @@ async def _addressed(args: Any, sample: Sample, payload: dict[str, Any], model_n
     session = sample.session_id if args.router_policy == "consistent_hashing" else None
     headers = {"X-SMG-Routing-Key": session} if session else None
     engine = None
-    asked = frozenset(field for field in _ANSWERED_BY if payload.get(field))
+    asked = frozenset(filter(payload.get, _ANSWERED_BY))
     if asked:
         engines = await _Engines().behind(url, model_name, asked)
         engine = None if engines is None else functools.partial(engines.one, session)

@@ -7,7 +7,7 @@ import logging
 import marshal
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -148,25 +148,20 @@ class GenerateState(metaclass=SingletonMeta):
         Ours is `args.rollout_max_context_len`: evaluation passes arguments of its own (`evaluation_args`).
         """
         engine_limit = args.sglang_context_length or self._hf_config.get("max_position_embeddings")
-        return min([limit for limit in (args.rollout_max_context_len, engine_limit) if limit], default=None)
+        return min(filter(None, (args.rollout_max_context_len, engine_limit)), default=None)
 
     async def encode_prompt(self, sample: Sample) -> np.ndarray:
         """As `prompt_ids`, off the event loop: a read-only int64 array that siblings share."""
         if type(sample.prompt) is not str or images_of(sample):
             return await self.in_encoder(self._prompt_array, sample)
-        encoding = self._text_in_encoder(*self._prompt_source(sample)[:2])
+        source = asyncio.get_running_loop(), *self._prompt_source(sample)[:2]
+        encoding = self._text_in_encoder(*source)
         if encoding.done() and encoding.exception() is not None:
             # It failed for those who asked before: whoever asks again gets a new try.
             self._text_in_encoder.cache_clear()
-            encoding = self._text_in_encoder(*self._prompt_source(sample)[:2])
-        if encoding.done():
-            return encoding.result()
-        waiting = asyncio.wrap_future(encoding)
-        waiting.add_done_callback(
-            lambda done: done.exception()
-        )  # asyncio complains of a failure that nobody waited for
+            encoding = self._text_in_encoder(*source)
         # It is its siblings' too: one that is cancelled leaves it alone.
-        return await asyncio.shield(waiting)
+        return encoding.result() if encoding.done() else await asyncio.shield(encoding)
 
     def prompt_ids(self, sample: Sample) -> list[int]:
         """Token ids of the prompt. A chat template writes the special tokens itself, other text gets the tokenizer's.
@@ -216,8 +211,14 @@ class GenerateState(metaclass=SingletonMeta):
         # In this version of the format equal values give equal bytes, from which they come back unchanged.
         return self._encode_once(marshal.dumps(source, 2))
 
-    def _send_to_encoder(self, text: str, rendered: bool) -> Future[np.ndarray]:
-        return self._encoder.submit(self._encode_once, marshal.dumps((text, rendered, None, {}), 2))
+    def _send_to_encoder(
+        self, loop: asyncio.AbstractEventLoop, text: str, rendered: bool
+    ) -> "asyncio.Future[np.ndarray]":
+        source = marshal.dumps((text, rendered, None, {}), 2)
+        encoding = loop.run_in_executor(self._encoder, self._encode_once, source)
+        # asyncio complains of a failure that nobody waited for.
+        encoding.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return encoding
 
     def _encode_marshalled(self, source: bytes) -> np.ndarray:
         return self._encode(*marshal.loads(source))

@@ -157,20 +157,23 @@ def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> N
     meta_info = output["meta_info"]
     _require_log_probs(args, meta_info)
     generated = TokenLogProbs.of(meta_info.get("output_token_logprobs"))
-    wrong = first_not_finite(generated.log_probs)
-    if wrong is not None:
+    try:
+        sample.append_response_tokens(
+            args,
+            tokens=generated.tokens,
+            log_probs=generated.log_probs,
+            meta_info=meta_info,
+            text=output.get("text") if len(generated) else None,
+        )
+    except ValueError as error:
+        wrong = first_not_finite(generated.log_probs)
+        if wrong is None:
+            raise
         position = sample.response_length + wrong
         raise SampleFailed(
             f"the engine gave response token {position} (id {generated.tokens[wrong]}) of sample {sample.index} the "
             f"log-prob {generated.log_probs[wrong]}"
-        )
-    sample.append_response_tokens(
-        args,
-        tokens=generated.tokens,
-        log_probs=generated.log_probs,
-        meta_info=meta_info,
-        text=output.get("text") if len(generated) else None,
-    )
+        ) from error
 
 
 def _require_log_probs(args: Any, meta_info: dict[str, Any]) -> None:
@@ -218,30 +221,20 @@ def _failed(args: Any, origin: Sample, attempt: Sample, failure: SampleFailed) -
 async def _generate_and_rm_once(
     args: Any, attempt: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Any]:
-    with trace_span(attempt, "generate_and_rm") as span:
-        entry = await _generated_and_graded(args, attempt, sampling_params, evaluation)
-        span.include(carry_trace(attempt, entry))
-    return entry
-
-
-async def _generated_and_graded(
-    args: Any, attempt: Sample, sampling_params: dict[str, Any], evaluation: bool
-) -> Sample | list[Any]:
     entry: Sample | list[Any] = attempt
-    if attempt.status in FINISHED:
-        if not evaluation:
-            check_kept_sets(args, attempt)
-            await _look_again(args, attempt)
-        mask_finished_earlier(args, attempt)
-    else:
-        entry = await _generate_entry(args, attempt, sampling_params, evaluation)
-        if is_aborted(entry):
-            return entry
-        entry = await apply_rollout_sample_hooks(
-            args, entry, rollout_id=current_call().rollout_id, evaluation=evaluation
-        )
-    if evaluation or not args.group_rm:
-        await _grade_or_fail(args, entry, evaluation)
+    with trace_span(attempt, "generate_and_rm") as span:
+        if attempt.status not in FINISHED:
+            entry = await _generate_entry(args, attempt, sampling_params, evaluation)
+            entry = await _hook_and_grade(args, entry, evaluation)
+        else:
+            if not evaluation:
+                check_kept_sets(args, attempt)
+                await _look_again(args, attempt)
+            mask_finished_earlier(args, attempt)
+            if evaluation or not args.group_rm:
+                await _grade_or_fail(args, attempt, evaluation)
+        if entry is not attempt:
+            span.include(carry_trace(attempt, entry))
     return entry
 
 
@@ -256,7 +249,7 @@ async def _generate_entry(
         tokens_before = tokens_to_continue(sample)
         with failing_alone(args):
             if function is None:
-                entry: Sample | list[Any] = await generate(args, sample, dict(sampling_params))
+                entry: Sample | list[Any] = await generate(args, sample, sampling_params)
             else:
                 entry = await function.call_single(args, sample, sampling_params, evaluation)
     mask_tokens_before_resumption(args, entry, tokens_before)
@@ -267,12 +260,13 @@ async def grade(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
     """Set the reward of every leaf that has none. An execution with an aborted leaf is left ungraded."""
     if is_aborted(entry):
         return
+    if isinstance(entry, Sample):
+        if entry.reward is None:
+            with trace_span(entry, "reward_model"):
+                entry.reward = await async_rm(args, entry, evaluation=evaluation)
+        return
     ungraded = [sample for sample in leaves(entry) if sample.reward is None]
     if not ungraded:
-        return
-    if isinstance(entry, Sample):
-        with trace_span(entry, "reward_model"):
-            entry.reward = await async_rm(args, entry, evaluation=evaluation)
         return
     with trace_span(ungraded, "group_reward_model"):
         rewards = await batched_async_rm(args, ungraded, evaluation=evaluation)
@@ -295,7 +289,9 @@ async def _grade_or_fail(args: Any, entry: Sample | list[Any], evaluation: bool)
 
 def is_aborted(entry: Any) -> bool:
     """Whether any leaf was interrupted, or never started."""
-    return any(sample.status in (Status.ABORTED, Status.PENDING) for sample in leaves(entry))
+    if isinstance(entry, list | tuple):
+        return any(map(is_aborted, entry))
+    return entry.status in (Status.ABORTED, Status.PENDING)
 
 
 async def generate_and_rm_group(
@@ -426,7 +422,8 @@ async def _hook_and_grade(args: Any, entry: Sample | list[Any], evaluation: bool
 
 async def run_side_by_side(coroutines: list[Any]) -> list[Any]:
     """All results in order; when one raises, the others are cancelled and their end is awaited before it is raised."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
     except BaseException:

@@ -211,6 +211,8 @@ def images_of(sample: Sample) -> list[Any]:
 
     Each is the path of a file, a data URI, base64, bytes or a PIL image.
     """
+    if isinstance(sample.prompt, str) and not sample.multimodal_inputs:
+        return []
     messages = sample.prompt if isinstance(sample.prompt, list) else []
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
