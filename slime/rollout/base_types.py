@@ -7,6 +7,7 @@ from typing import Any
 
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
+from slime.utils.packed_sample import pack_sample
 from slime.utils.types import Sample, failed_and_masked
 
 _EVAL_DATA = 'set name → {"rewards": [...], "truncated": [...], "samples": [...]}, three lists of one length'
@@ -114,7 +115,19 @@ def leaves(entry: Any) -> list[Sample]:
     """The samples of a group, an entry or one sample, in order, with all nesting removed."""
     if not isinstance(entry, list | tuple):
         return [entry]
-    return [sample for inner in entry for sample in leaves(inner)]
+    found = []
+    for inner in entry:
+        if isinstance(inner, list | tuple):
+            found += leaves(inner)
+        else:
+            found.append(inner)
+    return found
+
+
+def pack_groups(groups: list[list[Any]]) -> None:
+    """Let the samples of `groups` hold arrays (`pack_sample`). For a thread: to make them of lists takes long."""
+    for sample in leaves(groups):
+        pack_sample(sample)
 
 
 def first_index(group: Any) -> int:

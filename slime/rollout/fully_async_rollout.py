@@ -17,7 +17,7 @@ from collections import Counter, deque
 from typing import Any
 
 from slime.rollout.attempts import as_continuable_group, as_partial_group, as_prompts, group_name, new_attempt
-from slime.rollout.base_types import RolloutFnTrainOutput, first_index, leaves
+from slime.rollout.base_types import RolloutFnTrainOutput, first_index, leaves, pack_groups
 from slime.rollout.draws import current_draws, draw_groups, drawing_ahead, give_back, wait_for_source
 from slime.rollout.failures import FailureTally, failed_samples
 from slime.rollout.filter_hub.base_types import (
@@ -37,7 +37,6 @@ from slime.utils.async_utils import run
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import generation_concurrency
 from slime.utils.misc import SingletonMeta
-from slime.utils.packed_sample import pack_sample
 from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
 
@@ -115,7 +114,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
                         continue
                     taken.append((origin, group))
                     progress.advance(len(group))
-            await asyncio.to_thread(_pack, [group for _, group in taken])
+            await asyncio.to_thread(pack_groups, [group for _, group in taken])
             groups = sorted((group for _, group in taken), key=first_index)
             failures = FailureTally(f"rollout {rollout_id}")
             for group in groups:
@@ -322,8 +321,3 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         }
         self._reset_counts()
         return metrics
-
-
-def _pack(groups: list[list[Any]]) -> None:
-    for sample in leaves(groups):
-        pack_sample(sample)

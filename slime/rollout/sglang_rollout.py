@@ -23,6 +23,7 @@ from slime.rollout.base_types import (
     RolloutFnTrainOutput,
     first_index,
     leaves,
+    pack_groups,
     sample_line,
 )
 from slime.rollout.draws import draw_groups, give_back, wait_for_source
@@ -55,7 +56,6 @@ from slime.rollout.user_functions import (
 )
 from slime.utils.async_utils import run
 from slime.utils.errors import RunError, UserError
-from slime.utils.packed_sample import pack_sample
 from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
 
@@ -77,6 +77,8 @@ logger = logging.getLogger(__name__)
 REPORT_AFTER_S = 30.0
 SLEEP_REPORT_S = 600.0
 MAX_INTERRUPTIONS_OF_A_GROUP = 5
+# Kept groups that one way to a thread packs: it takes longer than to pack one whose samples hold arrays already.
+GROUPS_PER_THREAD = 16
 ALL_SAMPLES_FLAG = "--rollout-all-samples-process-path"
 
 
@@ -134,6 +136,7 @@ class RolloutStep:
         self.started_at: dict[asyncio.Task[Any], float] = {}
         self.done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self.interruptions: Counter[Any] = Counter()
+        self.unpacked: list[list[Any]] = []
         self.packing: list[asyncio.Future[Any]] = []
         self.busy_with = ""  # what the step itself does beside waiting for groups
         self.exchange: asyncio.Future[None] | None = None  # the last one with the data source
@@ -149,6 +152,7 @@ class RolloutStep:
                         await self._fetch_prompts()
                         await self._judge(await self.done.get())
                 await self._wind_down()
+                self._pack()
                 await asyncio.gather(*self.packing)
                 return await self._output()
             except BaseException as error:
@@ -248,8 +252,14 @@ class RolloutStep:
                 self.failures.stop_when_most_failed()
             return
         self.kept.append(group)
-        self.packing.append(asyncio.ensure_future(asyncio.to_thread(_pack_group, group)))
+        self.unpacked.append(group)
+        if len(self.unpacked) == GROUPS_PER_THREAD:
+            self._pack()
         self.progress.advance(n)
+
+    def _pack(self) -> None:
+        groups, self.unpacked = self.unpacked, []
+        self.packing.append(asyncio.ensure_future(asyncio.to_thread(pack_groups, groups)))
 
     def _count_finished(self, group: list[Any]) -> None:
         self.counts["finished"] += 1
@@ -398,8 +408,3 @@ class RolloutStep:
             returned = await call_within_request_time(self.args, *called, process, *given)
         if returned is not None and returned is not self.all_finished:
             raise wrong_result_error(*called, returned, "None: what it returns would be used nowhere")
-
-
-def _pack_group(group: list[Any]) -> None:
-    for sample in leaves(group):
-        pack_sample(sample)

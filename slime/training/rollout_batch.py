@@ -59,26 +59,28 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
         "sample_indices": np.array([-1 if s.index is None else s.index for s in samples], dtype=np.int64),
         "rollout_ids": execution_ids([s.rollout_id for s in samples]),
     }
+    trained = [bool(mask.any()) for mask in masks]
     optional: dict[str, list[np.ndarray | None]] = {
         "rollout_log_probs": [p.rollout_log_probs for p in packed],
         "teacher_log_probs": [p.teacher_log_probs for p in packed],
         "rollout_top_p_token_ids": [_as_int32(s.rollout_top_p_token_ids) for s in samples],
         "rollout_top_p_token_offsets": [_as_int32(s.rollout_top_p_token_offsets) for s in samples],
     }
-    _drop_halves_of_kept_sets(optional, masks)
+    _drop_halves_of_kept_sets(optional, trained)
     for name, rows in optional.items():
-        column = _optional_rows(samples, masks, rows, name)
+        column = _optional_rows(samples, masks, trained, rows, name)
         if column is not None:
             batch[name] = column
-    images = _images_column(samples, masks)
+    images = _images_column(samples, trained)
     if any(images):
         batch[IMAGES] = images
     if any(s.train_metadata is not None for s in samples):
         batch["metadata"] = [s.train_metadata or {} for s in samples]
     if any("round_number" in s.metadata for s in samples):
         batch["round_number"] = np.array([turns_of(s) for s in samples], dtype=np.int64)
-    if any(map(failed_and_masked, samples)):
-        batch["failed"] = np.array([failed_and_masked(s) for s in samples])
+    failed = [failed_and_masked(s) for s in samples]
+    if any(failed):
+        batch["failed"] = np.array(failed)
     sources = [get_source(s) for s in samples]
     if any(source is not None for source in sources):
         batch["source_names"] = sources
@@ -278,12 +280,11 @@ def _pack(sample: Sample) -> PackedSample:
     return pack_sample(sample)
 
 
-def _images_column(samples: Sequence[Sample], masks: Sequence[np.ndarray]) -> list[dict[str, Any] | None]:
+def _images_column(samples: Sequence[Sample], trained: Sequence[bool]) -> list[dict[str, Any] | None]:
     """What the processor made of each sample's images, its tensors as arrays; None where there are none, or nothing is trained.
 
     Samples that share a tensor share the array.
     """
-    trained = [bool(mask.any()) for mask in masks]
     without = [
         sample.index
         for sample, trains in zip(samples, trained, strict=True)
@@ -319,17 +320,21 @@ def _require_prompts(samples: Sequence[Sample], packed: Sequence[PackedSample]) 
             )
 
 
-def _drop_halves_of_kept_sets(optional: dict[str, list[np.ndarray | None]], masks: Sequence[np.ndarray]) -> None:
+def _drop_halves_of_kept_sets(optional: dict[str, list[np.ndarray | None]], trained: Sequence[bool]) -> None:
     """Ids of kept tokens are read by their offsets: a sample that trains nothing has both or neither."""
     halves = optional["rollout_top_p_token_ids"], optional["rollout_top_p_token_offsets"]
-    for row, mask in enumerate(masks):
-        if not mask.any() and any(half[row] is None for half in halves):
+    for row, trains in enumerate(trained):
+        if not trains and any(half[row] is None for half in halves):
             for half in halves:
                 half[row] = None
 
 
 def _optional_rows(
-    samples: Sequence[Sample], masks: Sequence[np.ndarray], rows: list[np.ndarray | None], field: str
+    samples: Sequence[Sample],
+    masks: Sequence[np.ndarray],
+    trained: Sequence[bool],
+    rows: list[np.ndarray | None],
+    field: str,
 ) -> list[np.ndarray] | None:
     """A row for every sample, or None when no sample has one that counts.
 
@@ -339,7 +344,6 @@ def _optional_rows(
     Raises:
         UserError: some of the samples that train have a row and others have none.
     """
-    trained = [bool(mask.any()) for mask in masks]
     # Where nothing is trained at all, what there is may still be reported.
     counts = trained if any(trained) else [s.response_length > 0 for s in samples]
     present = [row is not None for row, counted in zip(rows, counts, strict=True) if counted]

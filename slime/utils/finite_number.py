@@ -10,6 +10,8 @@ def finite_number(value: Any) -> float | None:
 
     Text is no number, not even "1"; an array is none, not even of one element.
     """
+    if type(value) is float:
+        return value if math.isfinite(value) else None
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if not isinstance(value, numbers.Real):

@@ -55,10 +55,13 @@ class SingletonMeta(type):
     _lock = threading.RLock()
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        with SingletonMeta._lock:
-            if cls not in SingletonMeta._instances:
-                SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
-            return SingletonMeta._instances[cls]
+        instance = SingletonMeta._instances.get(cls)
+        if instance is None:
+            with SingletonMeta._lock:
+                if cls not in SingletonMeta._instances:
+                    SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
+                instance = SingletonMeta._instances[cls]
+        return instance
 
     @classmethod
     def clear_instances(mcs) -> None:
@@ -181,10 +184,11 @@ def decode_int32_meta_array(meta: dict[str, Any], keys: str | Sequence[str]) -> 
         ValueError: the value cannot be decoded; the message names the key.
     """
     names = (keys,) if isinstance(keys, str) else keys
-    name = next((name for name in names if meta.get(name) is not None), None)
-    if name is None:
+    for name in names:
+        if (value := meta.get(name)) is not None:
+            break
+    else:
         return None
-    value = meta[name]
     try:
         if isinstance(value, str | bytes):
             return np.frombuffer(base64.b64decode(value, validate=True), dtype="<i4").astype(np.int32)

@@ -131,7 +131,7 @@ def join(sample: Sample, name: str, present: Any, added: Any) -> np.ndarray:
 def hold_arrays(sample: Sample) -> None:
     """Let the sample hold arrays in place of lists, where these are flat and have only numbers."""
     for name in TOKEN_FIELDS:
-        value = held(sample, name)
+        value = sample.__dict__.get(name)
         if isinstance(value, list) and value:
             array = _exact_array(name, value)
             if array is not None:
@@ -249,14 +249,14 @@ def _kept_sets_of(meta_info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | 
     return ids, offsets
 
 
-def routed_experts(sample: Sample, meta_info: dict[str, Any], total_length: int, args: Any) -> np.ndarray | None:
+def routed_experts(sample: Sample, meta_info: dict[str, Any], count: int, args: Any) -> np.ndarray | None:
     """The sample's rows with those of the answer, int32 [total length − 1, layers, k]; None if the engine sent none.
 
     The answer's rows begin at `routed_experts_start_len`; what the sample has before is kept, what it has from there on is
     replaced.
 
     Args:
-        total_length: tokens of the sample, those of the answer included.
+        count: tokens of the answer, which the sample does not have yet.
 
     Raises:
         ValueError: the answer does not have one row per remaining position, or the sample has too few before it.
@@ -267,7 +267,7 @@ def routed_experts(sample: Sample, meta_info: dict[str, Any], total_length: int,
     where = f"sample {sample.index}: routed_experts"
     if args is None:
         raise ValueError(f"{where}: their shape is that of the model; give `args`")
-    start = meta_info.get("routed_experts_start_len") or 0
+    start, total_length = meta_info.get("routed_experts_start_len") or 0, len(held(sample, "tokens")) + count
     shape = (total_length - 1 - start, args.num_layers, args.moe_router_topk)
     if start < 0 or shape[0] < 0 or flat.size != shape[0] * shape[1] * shape[2]:
         raise ValueError(

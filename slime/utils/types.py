@@ -28,6 +28,10 @@ from slime.utils.sample_fields import TOKEN_FIELDS, TokenField, first_not_finite
 # One list (or tensor) entry per sample under each key.
 RolloutBatch = dict[str, Any]
 
+# Fields that follow the response → how many more entries they have than it has tokens.
+_ENTRIES_BESIDE_RESPONSE = {
+    "loss_mask": 0, "rollout_log_probs": 0, "teacher_log_probs": 0, "rollout_top_p_token_offsets": 1,
+}  # fmt: skip
 # What generation writes into `metadata`; a retry must not see the values of the attempt before.
 _GENERATED_METADATA_KEYS = ("raw_reward", "round_number", "turn_start", "start_rollout_id", "fail_reason")
 
@@ -231,24 +235,23 @@ class Sample:
         """
         new_tokens = _as_list_or_array([] if tokens is None else tokens)
         new_log_probs = None if log_probs is None else _as_list_or_array(log_probs)
+        meta_info, count = meta_info or {}, len(new_tokens)
         self.validate_lengths()
         self._check_append(new_tokens, new_log_probs, trainable)
-        terminal = bool(meta_info) and bool(meta_info.get("finish_reason")) and update_terminal_info
-        experts, kept = None, sample_meta_info.kept_sets(self, meta_info or {}, len(new_tokens), trainable)
+        terminal = bool(meta_info.get("finish_reason")) and update_terminal_info
+        kept = sample_meta_info.kept_sets(self, meta_info, count, trainable)
         if kept is not None and new_log_probs is not None:
-            sample_meta_info.check_log_probs_among_kept(self, meta_info or {}, new_log_probs)
-        if meta_info:
-            total = len(held(self, "tokens")) + len(new_tokens)
-            experts = sample_meta_info.routed_experts(self, meta_info, total, args)
-            if terminal:
-                sample_meta_info.check_version_spans(meta_info, self.response_length + len(new_tokens))
-        if len(new_tokens):
+            sample_meta_info.check_log_probs_among_kept(self, meta_info, new_log_probs)
+        experts = sample_meta_info.routed_experts(self, meta_info, count, args)
+        if terminal:
+            sample_meta_info.check_version_spans(meta_info, self.response_length + count)
+        if count:
             self._extend_response(new_tokens, new_log_probs, trainable)
         if experts is not None:
             self.rollout_routed_experts = experts
         if kept is not None:
             self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = kept
-        if text and (len(new_tokens) or not meta_info):
+        if text and (count or not meta_info):
             self.response += text
         if terminal:
             sample_meta_info.apply_terminal_info(self, meta_info, args)
@@ -284,19 +287,14 @@ class Sample:
 
     def validate_lengths(self) -> None:
         """Raise ValueError, naming the field and both numbers, when the per-token fields do not fit together."""
-        total = len(held(self, "tokens"))
+        values, total = self.__dict__, len(held(self, "tokens"))
         if not 0 <= self.response_length <= total:
             raise ValueError(f"sample {self.index}: response_length {self.response_length} does not fit {total} tokens")
-        expected = {
-            "loss_mask": self.response_length,
-            "rollout_log_probs": self.response_length,
-            "teacher_log_probs": self.response_length,
-            "rollout_top_p_token_offsets": self.response_length + 1,
-        }
-        for name, length in expected.items():
-            value = self.__dict__.get(name)
-            if value is not None and len(value) != length:
-                raise ValueError(f"sample {self.index}: {name} has {len(value)} entries, expected {length}")
+        for name, more in _ENTRIES_BESIDE_RESPONSE.items():
+            value = values.get(name)
+            if value is not None and len(value) != self.response_length + more:
+                expected = self.response_length + more
+                raise ValueError(f"sample {self.index}: {name} has {len(value)} entries, expected {expected}")
         experts = self.rollout_routed_experts
         if experts is not None and len(experts) > max(total - 1, 0):
             raise ValueError(
@@ -334,18 +332,19 @@ class Sample:
             log_probs = np.zeros(count, np.float32) if as_array else [0.0] * count
         mask = np.full(count, int(trainable), np.int32) if as_array else [int(trainable)] * count
         added = {"tokens": tokens, "loss_mask": mask, "rollout_log_probs": log_probs}
-        present = {name: held(self, name) for name in added}
+        present = {"tokens": held(self, "tokens"), "loss_mask": [], "rollout_log_probs": []}
         if self.response_length == 0:
             # The ids of a prompt may be shared by the samples of its group.
-            prompt = present["tokens"]
-            present = {"tokens": list(prompt) if isinstance(prompt, list) else prompt}
-            present |= {"loss_mask": [], "rollout_log_probs": []}
-        elif present["loss_mask"] is None:
-            present["loss_mask"] = [1] * self.response_length
+            if isinstance(present["tokens"], list):
+                present["tokens"] = list(present["tokens"])
+        else:
+            mask_before = held(self, "loss_mask")
+            present["loss_mask"] = [1] * self.response_length if mask_before is None else mask_before
+            present["rollout_log_probs"] = held(self, "rollout_log_probs")
         if present["rollout_log_probs"] is None:
             del present["rollout_log_probs"]
         # Lists stay lists as long as lists are added: a stream that grows token by token copies nothing.
-        growing = [name for name in present if isinstance(present[name], list) and isinstance(added[name], list)]
+        growing = [name for name in present if type(added[name]) is list and isinstance(present[name], list)]
         joined = {name: join(self, name, present[name], added[name]) for name in present if name not in growing}
         for name in growing:
             present[name].extend(added[name])

@@ -240,7 +240,7 @@ def test_a_bound_on_staleness_holds_while_a_rollout_is_packed_and_frees_all_of_i
     server, checkpoint, monkeypatch
 ):
     args = make_args(checkpoint, server.port, max_weight_staleness=1, rollout_batch_size=4)
-    source, pack, while_packing = CountingDataSource(2), fully_async_rollout._pack, []
+    source, pack, while_packing = CountingDataSource(2), fully_async_rollout.pack_groups, []
     server.hold = lambda payload: prompt_number(payload, args) >= 4
 
     async def main():
@@ -254,7 +254,7 @@ def test_a_bound_on_staleness_holds_while_a_rollout_is_packed_and_frees_all_of_i
                 asyncio.run_coroutine_threadsafe(look(), loop).result(60)
                 pack(groups)
 
-            monkeypatch.setattr(fully_async_rollout, "_pack", watched)
+            monkeypatch.setattr(fully_async_rollout, "pack_groups", watched)
             await rollout(worker, 0, trained_as=1)
             await until(lambda: len(worker.in_flight) == 4)
             assert source.handed_out == list(range(8))
