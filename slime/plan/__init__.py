@@ -305,7 +305,7 @@ def _template_problems(args: argparse.Namespace) -> Iterator[str]:
 
 def _processor_problems(args: argparse.Namespace) -> Iterator[str]:
     """Why prompts with images cannot be encoded. A generate function of the user's may do so in another way."""
-    seeing = [file for file in _files_of_the_run(args) if file.keys.images and file.prompts == "renderable"]
+    seeing = [file for file in _files_of_the_run(args) if file.keys.images and file.prompts != "any"]
     if not seeing or args.hf_checkpoint is None:
         return
     try:

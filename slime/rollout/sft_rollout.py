@@ -1,7 +1,8 @@
 """Rollout function of supervised fine-tuning: chats from the data source become samples, without any engine.
 
 The response of a sample is everything from the first trained token to the end, with `loss_mask` 0 on what the assistant
-did not say. A chat without trained tokens keeps its place in the batch with one masked token.
+did not say. A chat without trained tokens keeps its place in the batch with one masked token. Of a chat with images the tokens
+are those of the processor, and what that gives beside them is in `multimodal_train_inputs`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ from slime.rollout.attempts import new_attempt
 from slime.rollout.base_types import RolloutFnTrainOutput, leaves
 from slime.rollout.draws import draw_groups
 from slime.utils.errors import UserError
-from slime.utils.mask_utils import MultiTurnLossMaskGenerator
-from slime.utils.processing_utils import load_tokenizer
+from slime.utils.mask_utils import MultiTurnLossMaskGenerator, TokensAndMask
+from slime.utils.processing_utils import (
+    at_row,
+    encode_with_images,
+    images_of,
+    load_processor,
+    load_tokenizer,
+    no_processor,
+)
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -28,7 +36,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     Metrics: `sft_cut_samples` (longer than `rollout_max_context_len`), `sft_untrained_samples` (no trained token).
 
     Raises:
-        UserError: evaluation is asked for; a prompt is no list of messages, or the template cannot render it.
+        UserError: evaluation is asked for; a prompt is no list of messages, or the template cannot render it; or it has images,
+            and the checkpoint has no processor, or that refuses them.
     """
     if evaluation:
         raise UserError(
@@ -38,9 +47,10 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     groups = new_attempt(draw_groups(args, data_source, args.rollout_batch_size, rollout_id))
     samples = leaves(groups)
     generator = mask_generator(args)
-    masked = generator.get_loss_masks([_conversation(sample) for sample in samples])
+    texts = iter(generator.get_loss_masks([_conversation(sample) for sample in samples if not images_of(sample)]))
     counts = {"sft_cut_samples": 0, "sft_untrained_samples": 0}
-    for sample, (token_ids, loss_mask) in zip(samples, masked, strict=True):
+    for sample in samples:
+        token_ids, loss_mask = _tokens_with_images(args, generator, sample) if images_of(sample) else next(texts)
         fill_sample(sample, token_ids, loss_mask, args.rollout_max_context_len, counts)
         sample.reward = 0.0
     responses = [sample.tokens[len(sample.tokens) - sample.response_length :] for sample in samples]
@@ -71,6 +81,31 @@ def _conversation(sample: Sample) -> tuple[list[dict[str, Any]], list[dict[str, 
             "list of messages; name that field with --input-key and leave out --apply-chat-template"
         )
     return sample.prompt, sample.metadata.get("tools")
+
+
+_processor = functools.lru_cache(maxsize=4)(load_processor)
+
+
+def _tokens_with_images(args: Any, generator: MultiTurnLossMaskGenerator, sample: Sample) -> TokensAndMask:
+    """Ids and mask of a chat with images; `sample` gets what the processor gives beside the ids.
+
+    Where the chat is going to be cut and an image stands behind its first answer, the mask is zero: a part of that image may be
+    cut off, and a model sees images whole.
+    """
+    messages, tools = _conversation(sample)
+    processor = _processor(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    if processor is None:
+        raise UserError(no_processor(args.hf_checkpoint, "--multimodal-keys"))
+    with at_row(sample):
+        text = generator.render(messages, tools)
+        token_ids, beside, _ = encode_with_images(processor, text, images_of(sample), add_special_tokens=False)
+    sample.multimodal_train_inputs = beside
+    _, loss_mask = generator.get_loss_mask_with_multimodal_alignment(messages, token_ids, tools)
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    is_cut = args.rollout_max_context_len is not None and len(token_ids) > args.rollout_max_context_len
+    if is_cut and answers and images_of(Sample(prompt=messages[answers[0] :])):
+        loss_mask = [0] * len(token_ids)
+    return token_ids, loss_mask
 
 
 def fill_sample(

@@ -134,7 +134,8 @@ class MultiTurnLossMaskGenerator:
             previous = trained
         return [self.tokenizer.decode(run) for run in runs]
 
-    def _render(self, messages: Messages, tools: Any = None, generation_prompt: bool = False) -> str:
+    def render(self, messages: Messages, tools: Any = None, generation_prompt: bool = False) -> str:
+        """The text of a chat in the chat template. Raises UserError where that refuses it."""
         try:
             return render_chat(
                 self.tokenizer, messages, tools, self._template_kwargs, add_generation_prompt=generation_prompt
@@ -150,11 +151,11 @@ class MultiTurnLossMaskGenerator:
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, **kwargs)
 
     def _probe_turn_format(self) -> _TurnFormat:
-        one = self._render([_USER])
-        two = self._render([_USER, _USER])
+        one = self.render([_USER])
+        two = self.render([_USER, _USER])
         user_turn = two[len(one) :]
-        generation_prompt = self._render([_USER], generation_prompt=True)[len(one) :]
-        answer = self._render([_USER, {"role": "assistant", "content": _ANSWER}])[len(one) :]
+        generation_prompt = self.render([_USER], generation_prompt=True)[len(one) :]
+        answer = self.render([_USER, {"role": "assistant", "content": _ANSWER}])[len(one) :]
         header, found, closer = answer.partition(_ANSWER)
         role_header = os.path.commonprefix([header, generation_prompt]).partition(_THINK_OPENER.strip())[0]
         if not (user_turn and one.endswith(user_turn) and found and role_header and closer):
@@ -167,7 +168,7 @@ class MultiTurnLossMaskGenerator:
     def _turn_pieces(self, messages: Messages, tools: Any) -> list[tuple[str, bool]]:
         """The chat as texts, each trained or not: what precedes the first turn, then the turns."""
         is_system = bool(messages) and messages[0]["role"] == "system"
-        lead = self._render([*messages[:is_system], _USER], tools)
+        lead = self.render([*messages[:is_system], _USER], tools)
         if not lead.endswith(self._format.user_turn):
             raise UserError(f"--loss-mask-type {self.tokenizer_type}: the chat template does not put tools first")
         pieces = [(lead.removesuffix(self._format.user_turn), False)]
@@ -182,14 +183,14 @@ class MultiTurnLossMaskGenerator:
 
     def _render_turn(self, turn: Messages) -> str:
         if self.tokenizer_type == "qwen3":
-            return self._render([_USER, *turn])[len(self._format.prefix) + len(self._format.user_turn) :]
-        return self._render(turn).removeprefix(self._format.prefix)
+            return self.render([_USER, *turn])[len(self._format.prefix) + len(self._format.user_turn) :]
+        return self.render(turn).removeprefix(self._format.prefix)
 
     def _prompt_and_answer(self, messages: Messages, tools: Any) -> list[tuple[str, bool]]:
         answer = messages[-1]
         if len(messages) < 2 or answer["role"] != "assistant" or not isinstance(answer.get("content"), str):
             raise UserError("--loss-mask-type distill_qwen: the last message must be the assistant's answer, as text")
-        prompt = self._render(messages[:1], tools, generation_prompt=True)
+        prompt = self.render(messages[:1], tools, generation_prompt=True)
         text = answer["content"]
         if prompt.endswith(_THINK_OPENER):
             text = text.removeprefix(_THINK_OPENER)
@@ -210,7 +211,7 @@ class MultiTurnLossMaskGenerator:
         return result
 
     def _mask_by_spans(self, conversations: list[Conversation]) -> list[TokensAndMask]:
-        texts = [self._render(messages, tools) for messages, tools in conversations]
+        texts = [self.render(messages, tools) for messages, tools in conversations]
         encoded = self._encode(texts, return_offsets_mapping=True)
         result = []
         for (messages, _), text, ids, offsets in zip(
@@ -254,7 +255,7 @@ class MultiTurnLossMaskGenerator:
         """Report, once, the first chat whose turns do not add up to the template's rendering of the whole."""
         if self._difference_reported:
             return
-        whole = self._encode([self._render(messages, tools) for messages, tools in conversations])["input_ids"]
+        whole = self._encode([self.render(messages, tools) for messages, tools in conversations])["input_ids"]
         for number, (expected, (ids, _)) in enumerate(zip(whole, masked, strict=True)):
             if ids != expected:
                 position = len(os.path.commonprefix([ids, expected]))

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -416,6 +417,26 @@ def test_a_checkpoint_without_processor_is_told_with_the_key_of_the_set(tmp_path
         f"--hf-checkpoint {tmp_path}/model: a prompt has images, and the checkpoint has no processor"
     )
     assert told.endswith(f"or drop {tmp_path}/eval.yaml:3: multimodal_keys (evaluation set seen)")
+
+
+def test_chats_with_images_need_a_processor_too(tmp_path):
+    from tests.support.models.vision import make_seeing_checkpoint, save_image
+
+    save_image(tmp_path / "red.png")
+    chat = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "red"}]
+    path = write(tmp_path / "chats.jsonl", {"messages": chat, "images": "red.png"})
+    words = [
+        "--prompt-data", path, "--input-key", "messages", *IMAGES[:2], "--debug-train-only", "--loss-type", "sft_loss",
+        "--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout",
+        "--custom-model-provider-path", "slime_plugins.models.qwen3_5_vl.get_qwen3_5_vl_model_provider",
+    ]  # fmt: skip
+    [told] = problems(tmp_path, *words)
+    assert told.startswith(
+        f"--hf-checkpoint {tmp_path}/model: a prompt has images, and the checkpoint has no processor"
+    )
+    make_seeing_checkpoint(tmp_path / "seeing")
+    shutil.copy(tmp_path / "model/config.json", tmp_path / "seeing")
+    check_before_start(parse(tmp_path, *words, "--hf-checkpoint", str(tmp_path / "seeing")))
 
 
 def test_rows_with_images_and_their_processor(tmp_path):

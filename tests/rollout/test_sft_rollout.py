@@ -7,8 +7,10 @@ from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.data_source import RolloutDataSource
 from slime.rollout.sft_rollout import generate_rollout
 from slime.utils.errors import UserError
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 from tests.support.models.tokenizer import build_tokenizer, save_tokenizer
+from tests.support.models.vision import PLACEHOLDER, TOKENS_OF_IMAGE, make_seeing_checkpoint, save_image
 
 USER = {"role": "user", "content": "hello"}
 ASSISTANT = {"role": "assistant", "content": "hi"}
@@ -109,3 +111,57 @@ def test_from_a_file_of_messages_through_the_caller_of_rollout_functions(checkpo
     )
     output = call_rollout_fn(generate_rollout, args, 0, RolloutDataSource(args), evaluation=False)
     assert [group[0].response for group in output.samples] == ["hi<|im_end|>\n"] * 2
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("seeing")
+    return make_seeing_checkpoint(directory / "model"), save_image(directory / "red.png")
+
+
+def asking(image, text="hello"):
+    return {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}
+
+
+def ids_of(checkpoint, text):
+    return load_tokenizer(checkpoint)(text)["input_ids"]
+
+
+@pytest.mark.parametrize("loss_mask_type", ["qwen", "qwen3", "qwen3_5"])
+def test_chats_with_images_have_the_tokens_of_the_processor(seeing, loss_mask_type):
+    checkpoint, red = seeing
+    args = make_args(checkpoint, rollout_batch_size=3, loss_mask_type=loss_mask_type)
+    later = [USER, ASSISTANT, asking(red), ASSISTANT]
+    samples = [group[0] for group in rollout(args, [[asking(red), ASSISTANT], [USER, ASSISTANT], later]).samples]
+    whole = "<|im_start|>user\n{}hello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n"
+    with_image = whole.format(PLACEHOLDER * TOKENS_OF_IMAGE)
+    texts = [with_image, whole.format(""), whole.format("") + with_image]
+    assert [sample.tokens for sample in samples] == [ids_of(checkpoint, text) for text in texts]
+    answer = ids_of(checkpoint, "hi<|im_end|>\n")
+    for sample, answers in zip(samples, (1, 1, 2), strict=True):
+        response = sample.tokens[-sample.response_length :]
+        trained = [token for token, mask in zip(response, sample.loss_mask, strict=True) if mask]
+        assert trained == answer * answers and sample.loss_mask[0] == 1
+    shapes = [s.multimodal_train_inputs and s.multimodal_train_inputs["pixel_values"].shape for s in samples]
+    assert shapes == [(1, 3, 28, 28), None, (1, 3, 28, 28)]
+
+
+def test_a_chat_that_is_cut_trains_nothing_where_an_image_may_be_cut_with_it(seeing):
+    checkpoint, red = seeing
+    long_answer = {"role": "assistant", "content": "x" * 50}
+    prompt = len(
+        ids_of(checkpoint, "<|im_start|>user\n" + PLACEHOLDER * 4 + "hello<|im_end|>\n<|im_start|>assistant\n")
+    )
+    args = make_args(checkpoint, rollout_batch_size=3, rollout_max_context_len=prompt + 10)
+    chats = [[asking(red), long_answer], [USER, long_answer, asking(red), ASSISTANT], [asking(red), ASSISTANT]]
+    output = rollout(args, chats)
+    first, behind, whole = (group[0] for group in output.samples)
+    assert first.loss_mask == [1] * 10 and first.status is Sample.Status.TRUNCATED
+    assert behind.loss_mask == [0] and behind.status is Sample.Status.TRUNCATED
+    assert whole.status is Sample.Status.COMPLETED and sum(whole.loss_mask) == len(whole.loss_mask)
+    assert output.metrics == {"sft_cut_samples": 2, "sft_untrained_samples": 1}
+
+
+def test_images_for_a_model_without_processor_are_told(checkpoint, seeing):
+    with pytest.raises(UserError, match="has no processor for them .*or drop --multimodal-keys"):
+        rollout(make_args(checkpoint), [[asking(seeing[1]), ASSISTANT]])
