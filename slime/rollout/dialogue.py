@@ -6,6 +6,7 @@ and the model's own tokens and log-probs are never made again from text.
 """
 
 import inspect
+import reprlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,11 +18,11 @@ from slime.rollout.generation import generate, run_side_by_side
 from slime.rollout.generation_call import current_call
 from slime.utils.errors import UserError
 from slime.utils.misc import unique_hex
-from slime.utils.processing_utils import render_chat
+from slime.utils.processing_utils import REPLIES_WITH_IMAGES, as_text, images_of, render_chat
 from slime.utils.sample_fields import held
 from slime.utils.types import Sample
 
-Reply = str | dict[str, Any] | None
+Reply = str | dict[str, Any] | list[dict[str, Any]] | None
 
 _SPOKEN = "probe answer"
 # In the metadata of a sample: the character of the response at which the model's turn begins.
@@ -33,9 +34,12 @@ async def dialogue(
 ) -> Sample:
     """`sample` after turns of the model and replies to them, until there is none.
 
-    `reply(said)` is given the text of the model's turn. It returns a chat message (`{"role": "tool", "content": …}`), which the
-    chat template renders, a text that is put behind the turn as it is, or None: the dialogue is over. What waits in it should
-    be `async`: other dialogues go on meanwhile.
+    `reply(said)` is given the text of the model's turn. It returns a chat message (`{"role": "tool", "content": …}`) or a list
+    of them, which the chat template renders, a text that is put behind the turn as it is, or None: the dialogue is over.
+    What waits in it should be `async`: other dialogues go on meanwhile.
+
+    A message may have images, as parts of its content (`{"type": "image", "image": …}`) that are read as those of a prompt are.
+    The model is asked about them with those of the prompt, and trained on them.
 
     Turns end where the model ends them, or by a stop string (`--rollout-stop`). The dialogue is over, too, after
     `--max-turns` turns of the model, and where a length limit cuts one off or leaves no room for the reply: then it is
@@ -44,7 +48,8 @@ async def dialogue(
 
     Raises:
         TypeError: `reply` returned something else.
-        UserError: the chat template cannot put such a message behind an answer.
+        UserError: the chat template cannot put such a message behind an answer; or it has images that cannot be read, or for
+            which the checkpoint has no processor.
     """
     metadata = sample.metadata
     while True:
@@ -66,7 +71,7 @@ async def dialogue(
         sample.non_generation_time += time.monotonic() - started
         if said is None:
             return sample
-        if not _append(args, sample, sampling_params, said):
+        if not await _append(args, sample, sampling_params, said):
             sample.status = Sample.Status.TRUNCATED
             return sample
 
@@ -106,31 +111,47 @@ async def ask_all(
     )
 
 
-def _append(args: Any, sample: Sample, sampling_params: dict[str, Any], said: Any) -> bool:
+async def _append(args: Any, sample: Sample, sampling_params: dict[str, Any], said: Any) -> bool:
     """Put a reply behind what the sample has; False where no room would be left for the model's next token."""
-    if not isinstance(said, str | dict):
-        raise TypeError(f"reply returned {type(said).__name__}; expected a chat message, a str or None")
-    tokenizer = GenerateState(args).tokenizer
-    text = said if isinstance(said, str) else _rendered_reply(args, tokenizer, said)
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    if isinstance(said, dict) and tokens[:1] == [int(held(sample, "tokens")[-1])]:
+    messages = [said] if isinstance(said, dict) else said
+    is_text, are_messages = isinstance(said, str), isinstance(messages, list) and messages
+    if not is_text and not (are_messages and all(isinstance(message, dict) for message in messages)):
+        raise TypeError(f"reply returned {type(said).__name__}; expected chat messages, one at least, a str or None")
+    state = GenerateState(args)
+    text = said if is_text else _rendered_reply(args, state.tokenizer, messages)
+    tokens = state.tokenizer.encode(text, add_special_tokens=False)
+    if not is_text and tokens[:1] == [int(held(sample, "tokens")[-1])]:
         # The mark that ends a turn: the model itself has written it.
         tokens = tokens[1:]
-        text = tokenizer.decode(tokens)
+        text = state.tokenizer.decode(tokens)
+    sources = [] if is_text else images_of(Sample(prompt=messages))
+    if sources:
+        images = await state.in_encoder(lambda: [as_text(source) for source in sources])
+        tokens = await state.encode_reply(text, images)
     if len(tokens) >= token_budget(args, sample, sampling_params):
         return False
+    if sources:
+        seen = {"at": sample.response_length, "text": text, "images": images}
+        sample.metadata.setdefault(REPLIES_WITH_IMAGES, []).append(seen)
     sample.append_response_tokens(args, tokens=tokens, trainable=False, text=text)
     return True
 
 
-def _rendered_reply(args: Any, tokenizer: Any, message: dict[str, Any]) -> str:
+def _rendered_reply(args: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> str:
     """What the chat template writes from the end of the model's turn to the begin of its next one."""
     spoken = [{"role": "user", "content": "probe question"}, {"role": "assistant", "content": _SPOKEN}]
     try:
-        text = render_chat(tokenizer, [*spoken, message], template_kwargs=args.apply_chat_template_kwargs)
-    except Exception as error:  # a template runs arbitrary code over the message
-        raise UserError(f"the chat template refused the reply {message!r} ({type(error).__name__}: {error})") from error
+        text = render_chat(tokenizer, [*spoken, *messages], template_kwargs=args.apply_chat_template_kwargs)
+    except Exception as error:  # a template runs arbitrary code over the messages
+        raise UserError(
+            f"the chat template refused the reply {_shown(messages)} ({type(error).__name__}: {error})"
+        ) from error
     _, found, rest = text.partition(_SPOKEN)
     if not found:
-        raise UserError(f"the chat template left out the answer before the reply {message!r}; reply with a str")
+        raise UserError(f"the chat template left out the answer before the reply {_shown(messages)}; reply with a str")
     return rest
+
+
+def _shown(messages: list[dict[str, Any]]) -> str:
+    """Messages without images that stand in them, which may have millions of characters."""
+    return reprlib.repr(messages[0] if len(messages) == 1 else messages)

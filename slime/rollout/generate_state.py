@@ -6,7 +6,7 @@ import json
 import logging
 import marshal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -22,6 +22,7 @@ from slime.utils.http_utils import generation_concurrency, init_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import (
     ANY_KEYS,
+    REPLIES_WITH_IMAGES,
     at_row,
     encode_image_for_rollout_engine,
     encode_with_images,
@@ -31,6 +32,7 @@ from slime.utils.processing_utils import (
     no_processor,
     render_chat,
     require_chat_template,
+    sees_images,
 )
 from slime.utils.sample_fields import read_only, token_array
 from slime.utils.types import Sample
@@ -171,12 +173,24 @@ class GenerateState(metaclass=SingletonMeta):
         return self._prompt_array(sample).tolist()
 
     async def encode_images(self, sample: Sample) -> "PromptWithImages | None":
-        """What a prompt with images becomes, off the event loop; siblings share it. None: the prompt has none.
+        """What a prompt with images becomes, off the event loop; siblings share it. None: it has none.
+
+        So does a prompt whose response has replies with images; siblings share their parts.
 
         Raises:
-            UserError: the checkpoint has no processor, an image cannot be read, or prompt and images do not go together.
+            UserError: the checkpoint has no processor, an image cannot be read, or a text and its images do not go together.
         """
-        return await self.in_encoder(self._with_images, sample) if images_of(sample) else None
+        return await self.in_encoder(self._with_replies, sample) if sees_images(sample) else None
+
+    async def encode_reply(self, text: str, images: list[str]) -> list[int]:
+        """Token ids of a reply with images that the chat template has rendered, off the event loop.
+
+        An image is as many placeholder tokens as the model sees of it. `images`: what they are read from.
+
+        Raises:
+            UserError: as `encode_images`.
+        """
+        return (await self.in_encoder(self._encoded, (text, True, None, {}), images)).token_ids.tolist()
 
     async def in_encoder(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The result of `function`, which may encode, from the thread for that, which works for the call of here."""
@@ -235,11 +249,26 @@ class GenerateState(metaclass=SingletonMeta):
             return render_chat(self.encoder_tokenizer, prompt, tools, template_kwargs), True
 
     def _with_images(self, sample: Sample) -> "PromptWithImages":
-        source, images = self._prompt_source(sample), images_of(sample)
         with at_row(sample):
-            if not _is_plain(source) or not _is_plain(images):
-                return self._encode_with_images(source, images)
-            return self._encode_images_once(marshal.dumps((source, images), 2))
+            return self._encoded(self._prompt_source(sample), images_of(sample))
+
+    def _with_replies(self, sample: Sample) -> "PromptWithImages":
+        if images_of(sample):
+            prompt = self._with_images(sample)
+        else:
+            ids = self._prompt_array(sample)
+            prompt = PromptWithImages(ids, ids, {}, [])
+        with at_row(sample):
+            replies = [
+                (reply["at"], self._encoded((reply["text"], True, None, {}), reply["images"]))
+                for reply in sample.metadata.get(REPLIES_WITH_IMAGES, ())
+            ]
+            return prompt.followed_by(replies) if replies else prompt
+
+    def _encoded(self, source: tuple[Any, ...], images: list[Any]) -> "PromptWithImages":
+        if not _is_plain(source) or not _is_plain(images):
+            return self._encode_with_images(source, images)
+        return self._encode_images_once(marshal.dumps((source, images), 2))
 
     def _encode_marshalled_images(self, source: bytes) -> "PromptWithImages":
         return self._encode_with_images(*marshal.loads(source))
@@ -265,23 +294,55 @@ class PromptWithImages:
     Attributes:
         token_ids: int64, read-only, with as many placeholder tokens for an image as the model sees of it.
         unexpanded_ids: the same with what the chat template wrote for an image, which engines expand themselves.
-        train_inputs: what the processor gave beside the ids: pixel values and their grids, tensors of torch.
-        image_data: data URIs of the images.
+        train_inputs: what the processor gave beside the ids: pixel values and their grids, tensors of torch. Those of replies
+            follow those of the prompt.
+        image_data: data URIs of the images, those of replies behind those of the prompt.
+        replies: of its dialogue, those that have images: the place in the response, and the same of the reply.
     """
 
     token_ids: np.ndarray
     unexpanded_ids: np.ndarray
     train_inputs: dict[str, Any]
     image_data: list[str]
+    replies: Sequence[tuple[int, "PromptWithImages"]] = ()
+
+    def followed_by(self, replies: Sequence[tuple[int, "PromptWithImages"]]) -> "PromptWithImages":
+        """The prompt with replies in its response.
+
+        Raises:
+            UserError: what the processor gave for one image cannot stand behind what it gave for another.
+        """
+        import torch
+
+        joined, parts = {}, [self, *(reply for _, reply in replies)]
+        for name in dict.fromkeys(name for part in parts for name in part.train_inputs):
+            # Kinds of tokens are told of a text, whose ids tell them too.
+            if name.endswith("token_type_ids"):
+                continue
+            values = [part.train_inputs[name] for part in parts if name in part.train_inputs]
+            try:
+                joined[name] = torch.cat(values)
+            except (RuntimeError, TypeError) as error:
+                raise UserError(
+                    f"the processor of --hf-checkpoint gives {name} of different shapes for the images of the prompt and of "
+                    f"replies, which cannot be put together ({error}); scale images of replies to one size, or reply without"
+                ) from error
+        return PromptWithImages(
+            self.token_ids, self.unexpanded_ids, joined, [uri for part in parts for uri in part.image_data], replies
+        )
 
     def request(self, sample: Sample) -> dict[str, Any]:
         """The fields by which an engine is asked to go on behind `sample.tokens`."""
         tokens = token_array(sample, "tokens")
         prompt, response = np.split(tokens, [len(tokens) - sample.response_length])
         # Other ids than ours are the user's, who knows how the engine reads them.
-        is_ours = np.array_equal(prompt, self.token_ids)
-        ids = np.concatenate([self.unexpanded_ids, response]) if is_ours else tokens
-        return {"input_ids": ids, "image_data": self.image_data}
+        ids = [self.unexpanded_ids if np.array_equal(prompt, self.token_ids) else prompt]
+        done = 0
+        for at, reply in self.replies:
+            if np.array_equal(response[at : at + len(reply.token_ids)], reply.token_ids):
+                ids += [response[done:at], reply.unexpanded_ids]
+                done = at + len(reply.token_ids)
+        return {"input_ids": np.concatenate([*ids, response[done:]]), "image_data": self.image_data}
 
 
 def _is_plain(value: Any) -> bool:

@@ -39,7 +39,7 @@ from slime.rollout.rm_hub.grading import async_rm, batched_async_rm
 from slime.training.rollout_batch import takes_images
 from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.errors import RunError, UserError
-from slime.utils.processing_utils import images_of
+from slime.utils.processing_utils import sees_images
 from slime.utils.sample_fields import first_not_finite, held
 from slime.utils.types import Sample
 
@@ -361,7 +361,7 @@ async def _already_finished(args: Any, entry: list[Any]) -> list[Any]:
 async def _look_again(args: Any, sample: Sample) -> None:
     """Give an answer that was finished in an earlier step what a processor makes of its images: it is trained on them, and
     checkpoints of the data have none of it."""
-    if sample.multimodal_train_inputs is None and images_of(sample) and takes_images(args):
+    if sample.multimodal_train_inputs is None and sees_images(sample) and takes_images(args):
         images = await GenerateState(args).encode_images(sample)
         sample.multimodal_train_inputs = dict(images.train_inputs)
 

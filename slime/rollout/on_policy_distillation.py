@@ -29,7 +29,7 @@ from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.errors import RunError, UserError
 from slime.utils.finite_number import finite_number
 from slime.utils.http_utils import post_generate
-from slime.utils.processing_utils import images_of, load_tokenizer
+from slime.utils.processing_utils import load_tokenizer, sees_images
 from slime.utils.sample_fields import held, read_only, token_array
 from slime.utils.types import Sample, failed_and_masked
 
@@ -47,7 +47,7 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
         RunError: the teacher's answer does not hold the log-probs of the sample's tokens.
         HttpError: the teacher refuses the request, or cannot be reached.
     """
-    if images_of(sample):
+    if sees_images(sample):
         raise UserError(
             f"sample {sample.index} has images, and a teacher behind HTTP is asked with token ids alone; distil on prompts "
             "without images, or give a --custom-rm-path of your own"

@@ -21,7 +21,7 @@ from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
 from slime.utils.misc import Box
 from slime.utils.packed_sample import PackedSample, RaggedArray, as_loss_mask, get_source, pack_sample
-from slime.utils.processing_utils import images_of
+from slime.utils.processing_utils import sees_images
 from slime.utils.sample_fields import first_not_finite, held
 from slime.utils.types import Sample, failed_and_masked, turns_of
 
@@ -288,7 +288,7 @@ def _images_column(samples: Sequence[Sample], trained: Sequence[bool]) -> list[d
     without = [
         sample.index
         for sample, trains in zip(samples, trained, strict=True)
-        if trains and not sample.multimodal_train_inputs and images_of(sample)
+        if trains and not sample.multimodal_train_inputs and sees_images(sample)
     ]
     if without:
         raise UserError(

@@ -221,6 +221,26 @@ def images_of(sample: Sample) -> list[Any]:
     return found or [source_of(entry) for entry in image_entries((sample.multimodal_inputs or {}).get("images"))]
 
 
+# In the metadata of a sample: the replies of its dialogue that have images, in their order, each `{"at": …, "text": …,
+# "images": […]}`: the place of its first token in the response, what the chat template wrote, and what the images are read
+# from, as text.
+REPLIES_WITH_IMAGES = "replies_with_images"
+
+
+def sees_images(sample: Sample) -> bool:
+    """Whether the prompt of a sample has images, or a reply in its response."""
+    return bool(images_of(sample) or sample.metadata.get(REPLIES_WITH_IMAGES))
+
+
+def as_text(source: Any) -> str:
+    """What an image can be read from, `source`, as a text that files can hold: itself, or a data URI.
+
+    Raises:
+        UserError: it cannot be decoded.
+    """
+    return source if isinstance(source, str) else encode_image_for_rollout_engine(_image(source))
+
+
 @contextlib.contextmanager
 def at_row(sample: Sample) -> Iterator[None]:
     """Errors about the images of `sample` name its row, where it was read from a file."""

@@ -33,7 +33,9 @@ _ENTRIES_BESIDE_RESPONSE = {
     "loss_mask": 0, "rollout_log_probs": 0, "teacher_log_probs": 0, "rollout_top_p_token_offsets": 1,
 }  # fmt: skip
 # What generation writes into `metadata`; a retry must not see the values of the attempt before.
-_GENERATED_METADATA_KEYS = ("raw_reward", "round_number", "turn_start", "start_rollout_id", "fail_reason")
+_GENERATED_METADATA_KEYS = (
+    "raw_reward", "round_number", "turn_start", "start_rollout_id", "fail_reason", "replies_with_images",
+)  # fmt: skip
 
 
 @dataclass

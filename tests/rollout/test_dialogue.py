@@ -110,6 +110,13 @@ def test_a_turn_that_a_stop_string_ended_is_closed_by_the_template(talk):
     assert sample.loss_mask[len(encode("ask</q>"))] == 0
 
 
+def test_several_messages_are_one_reply(talk):
+    results = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]
+    sample, _ = talk(["a<|im_end|>", "b<|im_end|>"], replies(results, None))
+    chat = [*PROMPT, {"role": "assistant", "content": "a"}, *results, {"role": "assistant", "content": "b"}]
+    assert TOKENIZER.decode(sample.tokens) == TOKENIZER.apply_chat_template(chat, tokenize=False).removesuffix("\n")
+
+
 def test_text_is_put_behind_the_turn_as_it_is(talk):
     async def reply(said):
         return "<r>5</r>" if "?" in said else None
@@ -150,7 +157,12 @@ def test_nothing_is_asked_after_an_abort(talk):
 
 @pytest.mark.parametrize(
     ("answer", "error", "words"),
-    [(7, TypeError, "returned int"), ({"content": "no role"}, Exception, "refused the reply")],
+    [
+        (7, TypeError, "returned int"),
+        ([], TypeError, "returned list; expected chat messages, one at least"),
+        ([PROMPT[0], "text"], TypeError, "returned list"),
+        ({"content": "no role"}, Exception, "refused the reply"),
+    ],
 )
 def test_a_wrong_reply_is_told(talk, answer, error, words):
     with pytest.raises(error, match=words):

@@ -1,7 +1,5 @@
 """Samples whose prompts have images: what engines are asked, how an interrupted answer goes on, and what is stored of them."""
 
-import base64
-import io
 import json
 import subprocess
 import sys
@@ -12,7 +10,7 @@ from PIL import Image
 from slime.rollout import on_policy_distillation
 from slime.rollout.base_types import leaves
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.dialogue import ask
+from slime.rollout.dialogue import ask, dialogue
 from slime.rollout.evaluation import clear_dataset_cache, eval_rollout
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group, generate_streaming
@@ -24,10 +22,15 @@ from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args, make_checkpoint
 from tests.support.models.rollout_steps import params, run, run_step
 from tests.support.models.seen_batch import PROVIDER
-from tests.support.models.vision import PLACEHOLDER, TOKENS_OF_IMAGE, make_seeing_checkpoint, save_image
+from tests.support.models.vision import (
+    PLACEHOLDER,
+    TOKENS_OF_IMAGE,
+    color_of,
+    make_seeing_checkpoint,
+    save_image,
+)
 
 Status = Sample.Status
-SIZE = (40, 30)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def pictures(tmp_path):
-    return [save_image(tmp_path / f"{color}.png", color, SIZE) for color in ("red", "blue")]
+    return [save_image(tmp_path / f"{color}.png", color) for color in ("red", "blue")]
 
 
 @pytest.fixture
@@ -59,14 +62,6 @@ def samples_of(path, tokenizer=None):
 
 def ids(args, text):
     return GenerateState(args).tokenizer.encode(text, add_special_tokens=False)
-
-
-def color_of(uri):
-    head, _, content = uri.partition(",")
-    assert head == "data:image/png;base64"
-    image = Image.open(io.BytesIO(base64.b64decode(content)))
-    assert (image.size, image.mode) == (SIZE, "RGB")
-    return image.getpixel((0, 0))
 
 
 @pytest.mark.parametrize("rendered", [False, True])
@@ -313,15 +308,21 @@ print(json.dumps(BaseMultimodalProcessor._expand_input_ids(ids, counts, placehol
 
 
 @pytest.mark.slow
-def test_what_an_engine_makes_of_a_request_are_the_tokens_of_the_sample(server, checkpoint, data):
-    args = make_args(checkpoint, server.port)
+@pytest.mark.parametrize("replies", [False, True])
+def test_what_an_engine_makes_of_a_request_are_the_tokens_of_the_sample(server, checkpoint, data, pictures, replies):
+    args = make_args(checkpoint, server.port, rollout_max_response_len=200, max_turns=2)
     sample = samples_of(data)[0]
-    for _ in range(2):
+    if replies:
+        shown = {"role": "user", "content": [{"type": "image", "image": pictures[0]}]}
+        run(dialogue(args, sample, params(args), lambda said: shown))
+    for _ in range(1 if replies else 2):
         before = None if not sample.tokens else list(sample.tokens)
         sample.status = Status.PENDING
         run(generate(args, sample, params(args)))
-    request = server.requests[1]["input_ids"]
-    asked = json.dumps([request, [TOKENS_OF_IMAGE] * 2, ids(args, PLACEHOLDER)[0]])
+    request = server.requests[-1]
+    asked = json.dumps(
+        [request["input_ids"], [TOKENS_OF_IMAGE] * len(request["image_data"]), ids(args, PLACEHOLDER)[0]]
+    )
     done = subprocess.run([sys.executable, "-c", _EXPAND, asked], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == before

@@ -42,6 +42,7 @@ def build(samples):
     "fields",
     [
         {"multimodal_inputs": {"images": ["/x.png"]}},
+        {"metadata": {"replies_with_images": [{"at": 0, "text": "x", "images": ["/x.png"]}]}},
         {
             "prompt": [
                 {"role": "user", "content": [{"type": "image", "image": "/x.png"}, {"type": "text", "text": "?"}]}

@@ -6,6 +6,8 @@ four patches, and stands in a prompt as four tokens `<picture>`.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from tests.support.models.tokenizer import build_tokenizer
 
 PLACEHOLDER = "<picture>"
 TOKENS_OF_IMAGE = 4
+# Of a picture of `save_image`.
+SIZE = (40, 30)
 
 # Contents are texts, or lists of parts.
 TEMPLATE = (
@@ -60,7 +64,16 @@ def make_seeing_checkpoint(directory: Path) -> str:
     return str(directory)
 
 
-def save_image(path: Path, color: str = "red", size: tuple[int, int] = (40, 30)) -> str:
+def color_of(uri: str) -> tuple[int, int, int]:
+    """The colour of a picture of `save_image`, as engines are sent it."""
+    head, _, content = uri.partition(",")
+    assert head == "data:image/png;base64"
+    image = Image.open(io.BytesIO(base64.b64decode(content)))
+    assert (image.size, image.mode) == (SIZE, "RGB")
+    return image.getpixel((0, 0))
+
+
+def save_image(path: Path, color: str = "red", size: tuple[int, int] = SIZE) -> str:
     """A picture in one colour; returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, color).save(path)
