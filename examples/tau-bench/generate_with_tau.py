@@ -129,7 +129,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample = await dialogue(args, sample, sampling_params, reply)
         sample.reward = reward
     except EnvironmentFailed as error:
-        sample.status = Sample.Status.FAILED
+        sample.status, sample.remove_sample = Sample.Status.FAILED, True
         sample.metadata["fail_reason"] = f"τ-bench: {error}"
     return sample
 

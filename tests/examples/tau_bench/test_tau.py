@@ -161,6 +161,8 @@ def test_a_customer_who_does_not_answer_is_no_wrong_answer(checkpoint, tau, cust
     answer, _ = played(checkpoint, "Hello.")
     assert answer.status is Sample.Status.FAILED and answer.reward is None
     assert answer.metadata["fail_reason"] == "τ-bench: ConnectionError: no key"
+    # Also where the model has said something already.
+    assert answer.remove_sample
 
 
 def test_as_many_environments_work_at_a_time_as_the_run_says():
