@@ -17,20 +17,20 @@ def spoken(
     checkpoint: str,
     function: Callable[..., Any],
     sample: Sample,
-    turns: Sequence[str] | Callable[[str], str],
+    turns: Sequence[str | list[int]] | Callable[[str], str],
     arguments: tuple[Any, ...] = (),
     **changes: Any,
 ) -> tuple[Any, list[dict[str, Any]]]:
     """What `function(args, sample, sampling_params, *arguments)` returns, and the requests that it made.
 
-    `turns`: what the engine says, one after the other; or what it says to a text that it is sent.
+    `turns`: what the engine says, as text or as ids, one after the other; or what it says to a text that it is sent.
     """
     tokenizer = build_tokenizer()
     left = iter(turns) if not callable(turns) else None
 
     def answer(payload: dict[str, Any]) -> list[int]:
-        text = next(left) if left else turns(tokenizer.decode(payload["input_ids"]))
-        return tokenizer.encode(text, add_special_tokens=False)
+        said = next(left) if left else turns(tokenizer.decode(payload["input_ids"]))
+        return tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else said
 
     async def main(args: Any) -> Any:
         with GenerationCall().under_way():
