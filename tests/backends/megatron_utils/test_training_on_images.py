@@ -10,8 +10,11 @@ import torch
 
 from slime.utils.errors import UserError
 from tests.support.models.seen_batch import (
+    BEGIN,
+    END,
     IMAGE,
     PROVIDER,
+    features_of,
     make_seen_samples,
     processed,
     seen_alone,
@@ -45,6 +48,22 @@ def generated_a_placeholder():
     sample.tokens[-2] = IMAGE
     sample.loss_mask = None
     return [sample]
+
+
+def replied_with_an_image():
+    """A sample with an image, whose response has a reply with another one, and goes on."""
+    (sample,) = some_samples([2])
+    grid = (1, 2, 4)
+    reply = [BEGIN, *[IMAGE] * features_of(grid), END]
+    sample.loss_mask = list(sample.loss_mask)
+    sample.append_response_tokens(tokens=reply, trainable=False)
+    sample.append_response_tokens(tokens=[5, 9, 7], log_probs=[-1.0, -2.0, -1.5])
+    first, other = sample.multimodal_train_inputs, processed([grid], 9)
+    sample.multimodal_train_inputs = {name: torch.cat([first[name], other[name]]) for name in first}
+    return [sample]
+
+
+OWN = {"generated": generated_a_placeholder, "replied": replied_with_an_image}
 
 
 class OneMicroBatch:
@@ -95,9 +114,9 @@ class OneMicroBatch:
 
 
 def in_one_micro_batch(args):
-    """Log-probs and gradients of every order of samples, and of an answer with a placeholder token."""
+    """Log-probs and gradients of every order of samples, and of each sample of `OWN`."""
     run = OneMicroBatch(args)
-    batches = {order: some_samples(order) for order in ORDERS} | {"generated": generated_a_placeholder()}
+    batches = {order: some_samples(order) for order in ORDERS} | {name: make() for name, make in OWN.items()}
     data = {name: run.data(samples) for name, samples in batches.items()}
     before = run.bytes_of_weights()
     found = {name: (run.log_probs(of_batch), run.gradients(of_batch)) for name, of_batch in data.items()}
@@ -135,11 +154,11 @@ def test_bfloat16_stays_near(in_float32_and_16_bits):
     assert 0 < differences.abs().mean() < 0.03
 
 
-@pytest.mark.parametrize("name", [*ORDERS, "generated"])
+@pytest.mark.parametrize("name", [*ORDERS, *OWN])
 def test_d11_texts_and_images_in_one_micro_batch_are_what_each_is_alone(seeing, packed, name):
     _, model = seeing
     model.zero_grad()
-    samples = generated_a_placeholder() if name == "generated" else some_samples(name)
+    samples = OWN[name]() if name in OWN else some_samples(name)
     log_probs, gradients = packed[name]
     for sample, found in zip(samples, log_probs, strict=True):
         rows = torch.log_softmax(seen_alone(model, sample), -1)[:-1]

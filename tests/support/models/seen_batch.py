@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from slime.utils.types import Sample
 from tests.support.models.grpo_batch import make_samples
 from tests.support.models.tiny_families import TINY_FAMILIES, VOCABULARY
 from tests.support.models.tiny_model import write_tiny_delta_net
+from tests.support.models.tokenizer import build_tokenizer
+from tests.support.models.vision import PLACEHOLDER, TEMPLATE
 
 PROVIDER = "slime_plugins.models.qwen3_5_vl.get_qwen3_5_vl_model_provider"
 # Begin, feature, end, frame of a video: the last ones of the vocabulary.
@@ -22,9 +25,14 @@ GRIDS = {2: [(1, 4, 6)], 4: [(1, 2, 2)], 5: [(1, 4, 6)], 7: [(1, 2, 4), (1, 6, 2
 _PATCH = 12
 
 
-def write_seeing_model(directory: Path, model_type: str = "qwen3_5") -> Any:
+def write_seeing_model(
+    directory: Path,
+    model_type: str = "qwen3_5",
+    vocab_size: int = VOCABULARY,
+    marks: tuple[int, int, int, int] = (BEGIN, IMAGE, END, VIDEO),
+) -> Any:
     """Save a random float32 model and return it in transformers: half of a head's channels are rotated, three pairs by time,
-    three by height and two by width."""
+    three by height and two by width. `marks`: the ids of begin, feature, end and frame of a video."""
     family = TINY_FAMILIES[model_type]
     entries = {
         **family.entries,
@@ -34,10 +42,47 @@ def write_seeing_model(directory: Path, model_type: str = "qwen3_5") -> Any:
         },
         "vision": {**family.entries["vision"], "depth": 2, "num_position_embeddings": 16, "spatial_merge_size": MERGE},
     }  # fmt: skip
-    whole = {
-        "vision_start_token_id": BEGIN, "image_token_id": IMAGE, "vision_end_token_id": END, "video_token_id": VIDEO,
-    }  # fmt: skip
-    return write_tiny_delta_net(directory, model_type=model_type, vocab_size=VOCABULARY, whole=whole, **entries)
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
+    whole = dict(zip(names, marks, strict=True))
+    return write_tiny_delta_net(directory, model_type=model_type, vocab_size=vocab_size, whole=whole, **entries)
+
+
+# Qwen's image processor, and of a processor of texts and images one that writes an image as Qwen's does, and needs no videos.
+_PROCESSOR = """
+from transformers.models.paddleocr_vl.processing_paddleocr_vl import PaddleOCRVLProcessor
+
+
+class PictureProcessor(PaddleOCRVLProcessor):
+    image_processor_class = "Qwen2VLImageProcessorPil"
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
+        tokenizer.image_token = "<|image_pad|>"
+        tokenizer.image_token_id = tokenizer.convert_tokens_to_ids(tokenizer.image_token)
+        super().__init__(image_processor, tokenizer, chat_template=chat_template, **kwargs)
+"""
+
+
+def write_chatting_model(directory: Path) -> Any:
+    """`write_seeing_model` of bytes, with a chat template and Qwen's image processor: a picture has 16 patches at most.
+
+    Its processor is code of the checkpoint (`--trust-remote-code`).
+    """
+    names = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+    tokenizer = build_tokenizer(TEMPLATE.replace(PLACEHOLDER, "".join(names[:3])))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(names)})
+    marks = tokenizer.convert_tokens_to_ids(list(names))
+    model = write_seeing_model(directory, vocab_size=len(tokenizer), marks=tuple(marks))
+    tokenizer.save_pretrained(str(directory))
+    (directory / "picture_processor.py").write_text(_PROCESSOR)
+    code = {"AutoProcessor": "picture_processor.PictureProcessor"}
+    sizes = {"patch_size": 2, "temporal_patch_size": 1, "merge_size": MERGE, "min_pixels": 64, "max_pixels": 64}
+    files = {
+        "processor_config": {"processor_class": "PictureProcessor", "auto_map": code},
+        "preprocessor_config": {"image_processor_type": "Qwen2VLImageProcessor", **sizes},
+    }
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return model
 
 
 def features_of(grid: tuple[int, int, int]) -> int:
@@ -77,10 +122,12 @@ def seen_alone(model: Any, sample: Sample) -> Any:
     if not inputs:
         return model(tokens).logits[0]
     kinds = (tokens == IMAGE).int()
-    if not kinds[:, -sample.response_length :].any():
+    is_trained = torch.ones(sample.response_length) if sample.loss_mask is None else torch.tensor(sample.loss_mask)
+    generated = kinds[:, -sample.response_length :] * is_trained.int()
+    if not generated.any():
         return model(tokens, **inputs, mm_token_type_ids=kinds).logits[0]
     # It was generated, and is a token like others. The class itself takes all of them for features.
-    kinds[:, -sample.response_length :] = 0
+    kinds[:, -sample.response_length :] -= generated
     embedded = model.get_input_embeddings()(tokens)
     features = torch.cat(model.get_image_features(**inputs).pooler_output)
     embedded = embedded.masked_scatter(kinds[..., None].bool(), features)
