@@ -210,6 +210,12 @@ class Forgetting(Agent):
         return await super()._asked()
 
 
+class Editing(Agent):
+    async def _asked(self):
+        self.messages[0]["content"][0]["text"] += "!"
+        return await super()._asked()
+
+
 class Wrapping(Forgetting):
     async def invoke_async(self, prompt):
         try:
@@ -218,7 +224,7 @@ class Wrapping(Forgetting):
             raise RuntimeError("the loop of the agent failed") from error
 
 
-@pytest.mark.parametrize("agent", [Forgetting, Wrapping])
+@pytest.mark.parametrize("agent", [Forgetting, Editing, Wrapping])
 def test_an_agent_that_changes_what_was_said_is_refused(checkpoint, strands, agent):
     strands.Agent = agent
     with pytest.raises(UserError, match="changed what its model has been told .* NullConversationManager"):
