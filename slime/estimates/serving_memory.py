@@ -63,7 +63,7 @@ class ServingSetup:
 
 @dataclass(frozen=True)
 class ServingMemory:
-    """Bytes of one GPU of an engine.
+    """Bytes of one GPU of an engine, of the pipeline stage that takes most.
 
     reserve: for activations, graphs and communication, left free beside weights and cache.
     cache_bytes_per_token: on this GPU. cache_tokens: of all groups of the engine; 0: the weights do not fit.
@@ -87,19 +87,22 @@ def serving_memory(shape: ModelShape, setup: ServingSetup) -> ServingMemory:
         UserError: the groups of data-parallel attention do not divide the engine.
     """
     require_whole_groups(setup.tensor, setup.attention_data)
-    weights = _weights(shape, setup)
-    per_token = _cache_bytes_per_token(shape, setup)
+    stages = range(min(setup.pipeline, shape.num_layers))
+    held = [(_weights(shape, setup, stage), _cache_bytes_per_token(shape, setup, stage)) for stage in stages]
     if setup.static_fraction is None:
-        tokens = setup.max_total_tokens or 0
-        return ServingMemory(weights, round(tokens * per_token), 0, per_token, tokens * setup.attention_data)
-    static = round(setup.gpu_memory * setup.static_fraction)
-    tokens = int(max(static - weights, 0) / per_token) if per_token else 0
-    if setup.max_total_tokens is not None:
-        tokens = min(tokens, setup.max_total_tokens)
+        tokens, reserve = setup.max_total_tokens or 0, 0
+    else:
+        static = round(setup.gpu_memory * setup.static_fraction)
+        reserve = setup.gpu_memory - static
+        # All stages cache the same tokens: as many as have room on each.
+        tokens = min((int(max(static - weights, 0) / per_token) for weights, per_token in held if per_token), default=0)
+        if setup.max_total_tokens is not None:
+            tokens = min(tokens, setup.max_total_tokens)
+    weights, per_token = max(held, key=lambda stage: stage[0] + tokens * stage[1])
     return ServingMemory(
         weights=weights,
         kv_cache=round(tokens * per_token),
-        reserve=setup.gpu_memory - static,
+        reserve=reserve,
         cache_bytes_per_token=per_token,
         cache_tokens=tokens * setup.attention_data,
     )
@@ -130,14 +133,20 @@ def served_expert_bytes(shape: ModelShape, weight_bytes: WeightBytes) -> int:
     return round(sum(layer.routed_experts for layer in count_parameters(shape).layers) * weight_bytes.routed_experts)
 
 
-def _weights(shape: ModelShape, setup: ServingSetup) -> int:
-    """The first of the engine's pipeline stages, which has the embedding and, rounded up, its share of the layers."""
+def _layers_of(shape: ModelShape, setup: ServingSetup, stage: int) -> range:
+    """The layers of a pipeline stage as SGLang deals them: where they do not divide, the last stages have one more."""
+    each, more = divmod(shape.num_layers, setup.pipeline)
+    starts = [number * each + max(0, number - (setup.pipeline - more)) for number in (stage, stage + 1)]
+    return range(*starts)
+
+
+def _weights(shape: ModelShape, setup: ServingSetup, stage: int) -> int:
+    """Of a rank of a pipeline stage: the first has the embedding, the last what follows the layers."""
     counts = count_parameters(replace(shape, mtp_num_layers=setup.draft_layers))
     attention_ranks = setup.tensor // setup.attention_data
-    count = -(-shape.num_layers // setup.pipeline)
-    # The costliest run of layers: experts usually come last.
     layers = sum(
-        _layer_bytes(layer, setup.weight_bytes, setup.tensor, attention_ranks) for layer in counts.layers[-count:]
+        _layer_bytes(counts.layers[layer], setup.weight_bytes, setup.tensor, attention_ranks)
+        for layer in _layers_of(shape, setup, stage)
     )
     # Each rank has the whole projection of a layer that drafts, and it is not quantised.
     layers += sum(
@@ -145,11 +154,15 @@ def _weights(shape: ModelShape, setup: ServingSetup) -> int:
         + _layer_bytes(draft.layer, setup.weight_bytes, setup.tensor, attention_ranks)
         for draft in counts.mtp
     )
-    # A rank looks up the tokens of its own group.
-    vocabulary = counts.embedding / attention_ranks
-    if setup.pipeline == 1:
-        vocabulary += counts.output_head / (setup.tensor if setup.sharded_head else attention_ranks)
-    return round(layers + (vocabulary + counts.final_norm) * setup.weight_bytes.rest)
+    vocabulary = 0.0
+    if stage == 0:
+        # A rank looks up the tokens of its own group.
+        vocabulary += counts.embedding / attention_ranks
+    if stage == min(setup.pipeline, shape.num_layers) - 1:
+        # A head that is the embedding is there again where that is on another stage.
+        head = counts.output_head or (counts.embedding if stage > 0 else 0)
+        vocabulary += head / (setup.tensor if setup.sharded_head else attention_ranks) + counts.final_norm
+    return round(layers + vocabulary * setup.weight_bytes.rest)
 
 
 def _layer_bytes(layer: LayerParameters, size: WeightBytes, ranks: int, attention_ranks: int) -> float:
@@ -161,10 +174,10 @@ def _layer_bytes(layer: LayerParameters, size: WeightBytes, ranks: int, attentio
     return attention + linear + mlp + (layer.router + layer.norms) * size.rest
 
 
-def _cache_bytes_per_token(shape: ModelShape, setup: ServingSetup) -> float:
+def _cache_bytes_per_token(shape: ModelShape, setup: ServingSetup, stage: int) -> float:
     """Keys and values of one token in the layers of one stage; latent attention keeps its latent vector on every rank."""
-    layers = [not shape.has_linear_attention(layer) for layer in range(shape.num_layers)]
-    count = (sum(layers) + setup.draft_layers) / setup.pipeline
+    layers = [not shape.has_linear_attention(layer) for layer in _layers_of(shape, setup, stage)]
+    count = sum(layers) + setup.draft_layers
     if shape.mla is not None:
         elements = shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim
         indexer = shape.mla.indexer.head_dim if shape.mla.indexer is not None else 0

@@ -50,6 +50,27 @@ def test_data_parallel_attention_keeps_caches_of_their_own():
         serving_memory(SHAPE, dataclasses.replace(setup, attention_data=3))
 
 
+def test_stages_have_layers_of_their_own_and_cache_the_same_tokens():
+    """Of five layers the second stage has three, and what follows them."""
+    shape = dataclasses.replace(SHAPE, num_layers=5)
+    counts = count_parameters(shape)
+    each, embedding = counts.layers[0].total, 32000 * 512
+    one, two = (serving_memory(shape, dataclasses.replace(SETUP, pipeline=stages)) for stages in (1, 2))
+    assert one.weights == 2 * counts.total
+    assert two.weights == 2 * (3 * each + counts.output_head + counts.final_norm)
+    assert two.cache_bytes_per_token == 3 * 1024
+    assert two.cache_tokens == (GIB // 2 - two.weights) // (3 * 1024)
+    # The first stage may be the one with most: its experts come first, or its share of the layers is as large.
+    even = serving_memory(SHAPE, dataclasses.replace(SETUP, pipeline=2))
+    assert even.weights == 2 * (2 * each + embedding + 512)
+    # A head that is the embedding is there twice, once on each end.
+    tied = dataclasses.replace(SHAPE, tied_embeddings=True)
+    assert count_parameters(tied).output_head == 0
+    for pipeline, weights in ((1, 4 * each + embedding + 512), (2, 2 * each + embedding + 512)):
+        assert serving_memory(tied, dataclasses.replace(SETUP, pipeline=pipeline)).weights == 2 * weights
+    assert serving_memory(SHAPE, dataclasses.replace(SETUP, pipeline=4)).weights == 2 * (each + embedding + 512)
+
+
 def test_latent_and_linear_attention():
     mla = MlaShape(None, kv_lora_rank=128, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=32)
     latent = dataclasses.replace(SHAPE, mla=mla)
