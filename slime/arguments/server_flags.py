@@ -95,7 +95,7 @@ def attention_groups(args: argparse.Namespace) -> int:
 # Tokens of a kept set that a server tells where --sglang-sampling-mask-max-tokens does not say how many.
 TOLD_TOKENS = 4096
 # Of those below, what a model may be given whose weights stay.
-ONLY_AGAINST_PUSHES = ("sglang_cpu_offload_gb", "sglang_pp_size", "sglang_quantization")
+ONLY_AGAINST_PUSHES = ("sglang_cpu_offload_gb", "sglang_quantization")
 _WEIGHTS_ON_THE_HOST = "engine weights in host memory (pushed weights would not reach them)"
 
 NOT_YET: tuple[NotYet, ...] = (
@@ -135,7 +135,6 @@ NOT_YET: tuple[NotYet, ...] = (
         "router_client_key_path", "router_ca_cert_paths", "router_server_cert_path", "router_server_key_path"),
     *features("separate keys for the router's control plane", "router_control_plane_*", "router_jwt_*"),
     # Other values than these
-    NotYet("sglang_pp_size", "a weight group over pipeline stages of an engine", works=(1,)),
     NotYet("sglang_quantization", "quantisation by the engine (pushed weights would not be quantised)", works=("unquant",)),
     NotYet("sglang_cpu_offload_gb", _WEIGHTS_ON_THE_HOST, works=(0,)),
     NotYet("sglang_offload_group_size", _WEIGHTS_ON_THE_HOST, works=(-1,)),

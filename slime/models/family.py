@@ -84,6 +84,8 @@ class Family:
     predictions_follow: layers for multi-token prediction have the numbers behind the last layer's.
     num_layers: of the model whose names are asked for, where predictions follow (`of_model`).
     engines_draft: SGLang makes a draft model of a layer for multi-token prediction of the family.
+    engines_have_stages: SGLang divides models of the family into pipeline stages.
+    stages_tie: then the last stage keeps a head that is the embedding equal to it.
     """
 
     model_types: tuple[str, ...]
@@ -102,6 +104,8 @@ class Family:
     predictions_follow: bool = False
     num_layers: int = 0
     engines_draft: bool = False
+    engines_have_stages: bool = True
+    stages_tie: bool = False
 
     def of_model(self, num_layers: int) -> Family:
         """The family for a model of so many layers: with these, names of layers for multi-token prediction are known."""

@@ -49,4 +49,5 @@ MIMO = Family(
     ),
     predictions=re.compile(r"^model\.mtp_layers\."),
     engines_draft=True,
+    engines_have_stages=False,
 )

@@ -41,6 +41,7 @@ QWEN2 = Family(
     parts=_DENSE,
     constants={"add_qkv_bias": True},
     rules=ENDS + DENSE_LAYER,
+    stages_tie=True,
 )
 QWEN3 = Family(
     model_types=("qwen3",),
@@ -49,6 +50,7 @@ QWEN3 = Family(
     parts=_DENSE,
     constants={"qk_layernorm": True},
     rules=ENDS + DENSE_LAYER,
+    stages_tie=True,
 )
 
 _SHARED_AND_ROUTED = routed_experts() + shared_experts("mlp.shared_expert") + SHARED_EXPERT_GATE
@@ -121,6 +123,7 @@ QWEN3_NEXT = Family(
     not_trained=_OF_PREDICTION,
     predictions=_OF_PREDICTION,
     engines_draft=True,
+    engines_have_stages=False,
 )
 
 
@@ -154,7 +157,11 @@ _QWEN3_5_TEXT = Family(
     engines_draft=True,
 )
 _QWEN3_5 = dataclasses.replace(
-    _QWEN3_5_TEXT, model_types=("qwen3_5",), names=("qwen35",), rules=_of_language_model(_QWEN3_5_TEXT.rules)
+    _QWEN3_5_TEXT,
+    model_types=("qwen3_5",),
+    names=("qwen35",),
+    rules=_of_language_model(_QWEN3_5_TEXT.rules),
+    stages_tie=True,
 )
 _QWEN3_5_MOE_TEXT = dataclasses.replace(
     _QWEN3_5_TEXT,
@@ -169,6 +176,7 @@ _QWEN3_5_MOE = dataclasses.replace(
     model_types=("qwen3_5_moe",),
     names=("qwen35moe",),
     rules=_of_language_model(_QWEN3_5_MOE_TEXT.rules),
+    stages_tie=True,
 )
 # Known by name; what its config says is not written down yet.
 _QWEN3_VL = Family(model_types=(), names=("qwen3vl",))

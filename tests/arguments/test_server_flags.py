@@ -62,6 +62,24 @@ def test_a_server_tells_as_many_kept_tokens_as_the_installed_one():
             "--sglang-enable-dp-attention-local-control-broadcast",
         ),
         ("--sglang-dwdp-size 2", "--sglang-dwdp-size 2"),
+        (
+            "--prefill-num-servers 1 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 --sglang-pp-size 2",
+            "--sglang-pp-size in engines that only prefill or decode",
+        ),
+        *(
+            (
+                f"{words} --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-pp-size 2",
+                f"{words} with --sglang-pp-size 2",
+            )
+            for words in (
+                "--sglang-enable-dp-attention",
+                "--sglang-enable-mixed-chunk",
+                "--sglang-enable-hierarchical-cache",
+                "--sglang-enable-return-hidden-states",
+                "--sglang-speculative-algorithm EAGLE",
+                "--use-rollout-routing-replay",
+            )
+        ),
         ("--sglang-encoder-only", "--sglang-encoder-only"),
         ("--router-dp-aware", "--router-dp-aware"),
         ("--sglang-ssl-keyfile-password s3cret", "--sglang-ssl-keyfile-password <redacted>"),
@@ -75,7 +93,7 @@ def test_a_run_refuses_what_is_not_built(tmp_path, words, flag):
 
 
 def test_values_that_mean_no_such_feature_pass(tmp_path):
-    words = "--sglang-pp-size 1 --sglang-quantization unquant --sglang-cpu-offload-gb 0 --no-sglang-enable-lora"
+    words = "--sglang-quantization unquant --sglang-cpu-offload-gb 0 --no-sglang-enable-lora"
     parse(tmp_path, *words.split())
 
 

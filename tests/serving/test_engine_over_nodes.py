@@ -25,7 +25,9 @@ GROUPS = {"sglang_dp_size": 2, "sglang_enable_dp_attention": True, "sglang_enabl
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "model", "flags"), [(2, {}, {}), (4, MIXTURE, GROUPS)], ids=["dense", "groups of attention"]
+    ("ranks", "model", "flags"),
+    [(2, {}, {}), (4, MIXTURE, GROUPS), (2, {}, {"sglang_pp_size": 2})],
+    ids=["dense", "groups of attention", "pipeline stages"],
 )
 def test_an_engine_over_two_nodes_serves_gets_weights_and_dies_as_one(tmp_path, ranks, model, flags):
     old = ReferenceModel(make_tiny_checkpoint(tmp_path / "old", seed=0, **model))

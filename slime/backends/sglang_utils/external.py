@@ -219,6 +219,12 @@ def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
             f"it was started with --dp-size {groups}: it calls its caches flushed when one of its {groups} schedulers has done "
             "so, and others would go on with keys and values of older weights; start it with --dp-size 1"
         )
+    stages = told.get("pp_size") or told.get("pp") or 1
+    if stages > 1:
+        yield (
+            f"it was started with --pp-size {stages}: its stages would take the same places in a weight group, and go on where "
+            "it is paused; start it with --pp-size 1"
+        )
     for row in NOT_YET:
         value = told.get(row.name.removeprefix("sglang_"))
         if row.works and value is not None and value is not False and value not in row.works:

@@ -10,6 +10,7 @@ owner only and is deleted as soon as it was read.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import gc
 import importlib
@@ -19,7 +20,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,7 @@ def hide_from_logs(secret: str | None) -> None:
 
 def _serve(values: dict[str, Any], typed: list[str], cause_path: Path) -> None:
     from sglang.launch_server import run_server
+    from sglang.srt.entrypoints import http_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
@@ -120,6 +122,10 @@ def _serve(values: dict[str, Any], typed: list[str], cause_path: Path) -> None:
     _end_when_a_worker_dies(cause_path, values["node_rank"])
     if (values.get("dp_size") or 1) > 1:
         _care_for_every_group(values["node_rank"])
+    if max(values.get(size) or 1 for size in ("dp_size", "pp_size")) > 1:
+        # Where processes are spawned they find it by this name, and not in `__main__`.
+        run = importlib.import_module("slime.backends.sglang_utils.server_process").run_scheduler
+        http_server.launch_server = functools.partial(http_server.launch_server, run_scheduler_process_func=run)
     if gpus_on_this_machine() == 0:
         _fork_workers(server_args)
     gc.enable()
@@ -217,7 +223,6 @@ def _care_for_every_group(node_rank: int) -> None:
     See `run_scheduler` for what it does in those of ranks.
     """
     from sglang.srt import server_args as their_flags
-    from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 
     init_communicators = TokenizerControlMixin.init_communicators
@@ -234,19 +239,11 @@ def _care_for_every_group(node_rank: int) -> None:
     TokenizerControlMixin.init_communicators = init_communicators_with_refusals_first
     if node_rank > 0:
         their_flags.wait_port_available = lambda port, name: True
-    # Where processes are spawned they find it by this name, and not in `__main__`.
-    run = importlib.import_module("slime.backends.sglang_utils.server_process").run_scheduler
-    http_server.launch_server = functools.partial(http_server.launch_server, run_scheduler_process_func=run)
 
 
-def run_scheduler(
-    server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, pp_rank: int, group: int, *further: Any
-) -> None:
-    """A rank of an engine with data-parallel attention, in its process.
-
-    sglang 0.5.21 gives all groups one seed: of a prompt that several have, each would write the same answer. And where ranks
-    sleep while they are idle, each wakes for what comes to its own group, and those that are awake wait for it.
-    """
+def _draw_in_group(group: int) -> None:
+    """sglang 0.5.21 gives all groups one seed: of a prompt that several have, each would write the same answer. And where ranks
+    sleep while they are idle, each wakes for what comes to its own group, and those that are awake wait for it."""
     from sglang.srt.managers import scheduler
 
     set_random_seed, idle_sleeper = scheduler.set_random_seed, scheduler.IdleSleeper
@@ -259,6 +256,188 @@ def run_scheduler(
 
     scheduler.set_random_seed = lambda seed: set_random_seed(seed + group * _SEEDS_OF_A_GROUP)
     scheduler.IdleSleeper = make_idle_sleeper
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline stages: the schedulers of all stages go through one loop, step by step. The first stage takes the requests and hands
+# them on, computes its part of a batch and hands that on, and gives the answers.
+
+# Requests for which all stages have to wait for each other, or for the trainer, or look at all requests that run.
+_ALONE = (
+    "PauseGenerationReqInput", "FlushCacheReqInput", "InitWeightsUpdateGroupReqInput", "DestroyWeightsUpdateGroupReqInput",
+    "BeginWeightUpdateReqInput", "UpdateWeightsFromDistributedReqInput", "UpdateWeightsFromTensorReqInput",
+    "UpdateWeightFromDiskReqInput", "EndWeightUpdateReqInput", "CheckWeightsReqInput", "ReleaseMemoryOccupationReqInput",
+    "ResumeMemoryOccupationReqInput",
+)  # fmt: skip
+# What carries these out, and answers whether it went well.
+_CARRIED_OUT_BY_ALL = (
+    "init_weights_update_group", "destroy_weights_update_group", "begin_weight_update", "update_weights_from_distributed",
+    "update_weights_from_tensor", "update_weights_from_disk", "end_weight_update",
+)  # fmt: skip
+# Behind the requests of a step: no stage begins a batch in it.
+_BEGIN_NOTHING = "begin nothing"
+
+
+class StepsOfStages:
+    """Which requests a stage carries out in a step of the loop, and whether it may begin a batch (`begins`).
+
+    Between two steps a batch that was begun may wait for another stage. A request for which stages wait for each other would
+    then be waited for in vain. So it is kept, with all that came behind it, until every batch has ended; the stages begin none
+    meanwhile. The first stage decides, the others hear of it.
+
+    Args:
+        is_first: of the stages.
+        is_alone: whether a request has to wait for the end of all batches.
+    """
+
+    def __init__(self, is_first: bool, is_alone: Callable[[Any], bool]) -> None:
+        self._is_first, self._is_alone = is_first, is_alone
+        self._kept: list[Any] = []
+        self.begins = True
+
+    def take(self, arrived: list[Any], has_batches: bool) -> list[Any]:
+        """The requests to carry out now, in their order. `has_batches`: some that were begun have not ended."""
+        if not self._is_first:
+            self.begins = arrived[-1:] != [_BEGIN_NOTHING]
+            return arrived if self.begins else arrived[:-1]
+        waiting = [*self._kept, *arrived]
+        first = next((place for place, request in enumerate(waiting) if self._is_alone(request)), len(waiting))
+        now = first if has_batches else len(waiting)
+        self._kept = waiting[now:]
+        self.begins = not self._kept
+        return waiting[:now]
+
+    def to_hand_on(self, requests: list[Any]) -> list[Any]:
+        """What the next stage takes in this step."""
+        return requests if self.begins else [*requests, _BEGIN_NOTHING]
+
+
+def answer_of_all(answers: Sequence[Any]) -> Any:
+    """The one answer to a request that every stage has answered: the first that says that it failed; none failed: the first."""
+    return next((answer for answer in answers if not answer.success), answers[0])
+
+
+def _go_through_steps_together(is_first: bool, is_last: bool) -> None:
+    """sglang 0.5.21, pipeline stages: a stage hands requests on when it has carried them out, so that one for which stages wait
+    for each other is never heard of by the next. And a paused engine goes on with all its batches.
+
+    Here a request is handed on first. A paused stage begins no batch, and gives back the requests of all of them.
+    """
+    from sglang.srt.managers import io_struct
+    from sglang.srt.managers.schedule_batch import NextBatchPlan
+    from sglang.srt.managers.scheduler import Scheduler
+
+    alone = tuple(getattr(io_struct, name) for name in _ALONE)
+    steps = StepsOfStages(is_first, lambda request: isinstance(request, alone))
+    carry_out, hand_on = Scheduler.process_input_requests, Scheduler._pp_send_pyobj_to_next_stage
+    plan, pause, idle = Scheduler.get_next_batch_to_run, Scheduler.pause_generation, Scheduler.on_idle
+    load, have_ended = Scheduler.init_load_inquirer, Scheduler._pp_microbatches_drained
+    on_the_way: list[Any] = []
+
+    def hand_on_and_carry_out(self: Any, requests: list[Any]) -> None:
+        requests = steps.take(requests, any(batch is not None for batch in self.mbs))
+        if not is_last:
+            self._pp_commit_comm_work(on_the_way)
+            on_the_way.extend(hand_on(self, steps.to_hand_on(requests), async_send=True))
+        carry_out(self, requests)
+
+    def begin_batch(self: Any, running_batch: Any, last_batch: Any) -> Any:
+        if self._engine_paused or not steps.begins:
+            return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+        return plan(self, running_batch=running_batch, last_batch=last_batch)
+
+    def give_back_requests(self: Any, request: Any) -> None:
+        if request.mode == "in_place":
+            return pause(self, request)
+        current, running = self.running_batch, _unfinished(self)
+        for batch in self.running_mbs:
+            batch.reqs, batch.batch_is_full = [], False
+        self.last_mbs = [None] * len(self.last_mbs)
+        # It gives back those of the batch that it takes for the only one.
+        self.running_batch, self.last_batch = types.SimpleNamespace(reqs=running, batch_is_full=False), None
+        pause(self, request)
+        self.running_batch = current
+
+    def be_idle(self: Any) -> None:
+        # Requests that it has not begun again have caches, which it would take for lost.
+        if not self._engine_paused and steps.begins:
+            idle(self)
+        elif steps.begins:
+            self.maybe_sleep_on_idle()
+
+    def count_all_batches(self: Any) -> None:
+        load(self)
+        of_all = {"get_running_batch": lambda: types.SimpleNamespace(reqs=_unfinished(self))}
+        self.load_inquirer = dataclasses.replace(self.load_inquirer, **of_all)
+
+    Scheduler.process_input_requests = hand_on_and_carry_out
+    Scheduler._pp_send_pyobj_to_next_stage = lambda self, data, async_send=False: []
+    Scheduler.get_next_batch_to_run = begin_batch
+    Scheduler.pause_generation = give_back_requests
+    Scheduler.on_idle = be_idle
+    Scheduler.init_load_inquirer = count_all_batches
+    # Between two steps requests may be in a batch that is none of these: their prompts were computed, and nothing else.
+    Scheduler._pp_microbatches_drained = lambda self: have_ended(self) and not _unfinished(self)
+
+
+def _unfinished(scheduler: Any) -> list[Any]:
+    """The requests of all batches that were begun and not given back, each once, in an order that all stages have."""
+    batches = [*scheduler.running_mbs, *scheduler.mbs, *scheduler.last_mbs]
+    found = dict.fromkeys(request for batch in batches if batch is not None for request in batch.reqs)
+    return [request for request in found if not request.finished()]
+
+
+def _be_ranks_of_one_engine(stage: int, tp_size: int) -> None:
+    """sglang 0.5.21 counts the ranks of a weight group, and the handles of an order, within a stage; and answers what the first
+    stage says of itself."""
+    import torch.distributed as dist
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.managers.tp_worker import BaseTpWorker
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.runtime_context import get_parallel
+
+    first_rank = stage * tp_size
+    join, open_handles = WeightUpdater.init_weights_update_group, BaseTpWorker.deserialize_own_rank
+
+    def join_behind(self: Any, address: str, port: int, rank_offset: int, *further: Any) -> Any:
+        return join(self, address, port, rank_offset + first_rank, *further)
+
+    def answers_of_stages(answer: Any) -> list[Any]:
+        group = get_parallel().pp_group
+        answers: list[Any] = [None] * group.world_size
+        dist.all_gather_object(answers, answer, group=group.cpu_group)
+        return answers
+
+    def carried_out_by_all(carry_out: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        return lambda self, request: answer_of_all(answers_of_stages(carry_out(self, request)))
+
+    def check_all(self: Any, request: Any) -> Any:
+        answers = answers_of_stages(check(self, request))
+        answer = answer_of_all(answers)
+        if answer.payload is not None:
+            answer.payload = [rank for of_stage in answers for rank in of_stage.payload or []]
+        return answer
+
+    WeightUpdater.init_weights_update_group = join_behind
+    BaseTpWorker.deserialize_own_rank = lambda self, handles: open_handles(self, handles[first_rank:])
+    check = SchedulerWeightUpdaterManager.check_weights
+    SchedulerWeightUpdaterManager.check_weights = check_all
+    for name in _CARRIED_OUT_BY_ALL:
+        carry_out = getattr(SchedulerWeightUpdaterManager, name)
+        setattr(SchedulerWeightUpdaterManager, name, carried_out_by_all(carry_out))
+
+
+def run_scheduler(
+    server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, pp_rank: int, group: int | None, *further: Any
+) -> None:
+    """A rank of an engine with groups of attention or pipeline stages, in its process. `group`: of attention, or None."""
+    from sglang.srt.managers import scheduler
+
+    if group is not None:
+        _draw_in_group(group)
+    if server_args.pp_size > 1:
+        _go_through_steps_together(is_first=pp_rank == 0, is_last=pp_rank == server_args.pp_size - 1)
+        _be_ranks_of_one_engine(pp_rank, server_args.tp_size)
     scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, pp_rank, group, *further)
 
 

@@ -193,9 +193,8 @@ def group_lines(*groups):
     [
         (group_lines("{num_gpus: 2}", "{worker_type: encoder, num_gpus: 2}"),
          ["5: engines that only encode media are not built yet; give worker_type regular"]),
-        (group_lines("{num_gpus: 2, num_gpus_per_engine: 2}", "{num_gpus: 2, overrides: {quantization: fp8, pp: 2}}"),
-         ["5: --sglang-pp-size 2: a weight group over pipeline stages of an engine is not built yet; drop the flag",
-          "5: --sglang-quantization fp8: quantisation by the engine (pushed weights would not be quantised) is not built yet; "
+        (group_lines("{num_gpus: 2, num_gpus_per_engine: 2}", "{num_gpus: 2, overrides: {quantization: fp8}}"),
+         ["5: --sglang-quantization fp8: quantisation by the engine (pushed weights would not be quantised) is not built yet; "
           "drop the flag"]),
         (group_lines("{num_gpus: 3, num_gpus_per_engine: 3}", "{num_gpus: 1}"),
          ["4: num_gpus_per_engine 3: 3 tensor-parallel ranks cannot share the model's 4 attention heads and 2 key-value heads "

@@ -150,7 +150,7 @@ def test_sizes_and_roles_under_all_their_names(told, expected):
         ({"skip_tokenizer_init": True}, {}, "--skip-tokenizer-init: rollouts need the text of responses"),
         ({"disaggregation_mode": "decode"}, {}, "it only does decode: prefill and decode on different engines"),
         ({"speculative_algorithm": "EAGLE"}, {}, "--speculative-algorithm EAGLE: speculative decoding by engines of others"),
-        ({"pp_size": 2}, {}, "--pp-size 2: a weight group over pipeline stages of an engine is not built yet"),
+        ({"pp_size": 2}, {}, "--pp-size 2: its stages would take the same places in a weight group"),
         ({"quantization": "fp8"}, {}, "--quantization fp8: quantisation by the engine"),
         ({"dp_size": 2, "enable_dp_attention": True}, {}, "--dp-size 2: it calls its caches flushed when one of its 2"),
         ({}, {"use_rollout_routing_replay": True}, "started with --enable-return-routed-experts"),

@@ -1,16 +1,20 @@
-"""What a server process changes in SGLang, most of it for data-parallel attention: where a test of its source fails, the change
-is no longer needed.
+"""What a server process changes in SGLang, most of it for data-parallel attention and pipeline stages.
 
-What follows from it is shown by `tests/serving/test_groups_of_attention.py`.
+Where a test of its source fails, the change is no longer needed.
+
+What follows from it is shown by `tests/serving/test_groups_of_attention.py` and `tests/serving/test_engine_of_stages.py`.
 """
 
 import contextlib
+import re
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from slime.backends.sglang_utils import server_process, worker_watch
+from slime.backends.sglang_utils.server_process import StepsOfStages, answer_of_all
+from slime.models.families import FAMILIES
 from tests.backends.sglang_utils.test_cpu_runtime import source_of
 
 
@@ -36,6 +40,103 @@ from tests.backends.sglang_utils.test_cpu_runtime import source_of
 )
 def test_sglang_still_does_what_is_changed(module, assumption):
     assert assumption in source_of(module)
+
+
+PIPELINE, SCHEDULER = "sglang.srt.managers.scheduler_pp_mixin", "sglang.srt.managers.scheduler"
+RUNNER_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
+
+
+def function_of(module, name):
+    """The text of a function or method."""
+    pattern = rf"^( *)def {name}\(.*?(?=^\1(?:def|@|class|async) ?|\Z)"
+    return re.search(pattern, source_of(module), re.DOTALL | re.MULTILINE)[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "assumption"),
+    [
+        (SCHEDULER, "ingest_requests", "self.process_input_requests(recv_reqs)\n        return recv_reqs\n"),
+        (SCHEDULER, "is_fully_idle", "and self._pp_microbatches_drained()\n"),
+        (SCHEDULER, "pause_generation", "retract_reqs = [r for r in self.running_batch.reqs if not r.finished()]\n"),
+        (SCHEDULER, "on_idle", "self.invariant_checker._check_all_pools("),
+        (SCHEDULER, "init_load_inquirer", "get_running_batch=lambda: self.running_batch,\n"),
+        (RUNNER_UPDATER, "init_weights_update_group", "rank = rank_offset + self.tp_rank\n"),
+        (
+            "sglang.srt.managers.tp_worker",
+            "deserialize_own_rank",
+            "serialized_named_tensors[self.model_runner.tp_rank]\n",
+        ),
+        (UPDATER, "check_weights", "all_payloads, payload, group=self.tp_cpu_group\n"),
+    ],
+)
+def test_sglang_still_does_so_on_each_stage(module, name, assumption):
+    assert assumption in function_of(module, name)
+
+
+def test_a_stage_still_hands_requests_on_when_it_has_carried_them_out_and_does_not_pause():
+    loop = function_of(PIPELINE, "event_loop_pp")
+    takes, sends, plans = (
+        loop.index(text)
+        for text in ("self.ingest_requests()", "self._pp_send_pyobj_to_next_stage(", "self.get_next_batch_to_run(")
+    )
+    assert takes < sends < plans
+    assert loop.count("_pp_send_pyobj_to_next_stage") == 1 and "_engine_paused" not in source_of(PIPELINE)
+
+
+def test_what_is_carried_out_by_all_stages_is_there_and_answers_whether_it_went_well():
+    updater, requests = source_of(UPDATER), source_of("sglang.srt.managers.io_struct")
+    for name in server_process._CARRIED_OUT_BY_ALL:
+        assert "ReqOutput(" in function_of(UPDATER, name) and "success=" in function_of(UPDATER, name)
+    assert "class SchedulerWeightUpdaterManager:" in updater
+    assert all(f"class {name}(" in requests for name in server_process._ALONE)
+
+
+MODELS = "sglang.srt.models"
+
+
+def test_models_that_are_refused_stages_still_have_none():
+    files = {family.model_types[0] for family in FAMILIES.values() if not family.engines_have_stages}
+    assert files == {"mimo", "qwen3_next"}
+    assert not any("pp_proxy_tensors" in source_of(f"{MODELS}.{file}") for file in files)
+
+
+def test_the_last_stage_of_models_with_one_vocabulary_still_takes_the_embedding_for_its_head():
+    files = {family.model_types[0] for family in FAMILIES.values() if family.stages_tie}
+    assert files == {"qwen2", "qwen3", "qwen3_5", "qwen3_5_moe"}
+    for file in ("qwen2", "qwen3", "qwen3_5"):
+        loading = source_of(f"{MODELS}.{file}")
+        taken = loading[loading.index('"model.embed_tokens.weight"') - 200 :][:600]
+        for text in ("pp_group.is_last_rank", "self.config.tie_word_embeddings", 'if "lm_head.weight" in params_dict:'):
+            assert text in taken, (file, text)
+
+
+def steps(is_first=True):
+    return StepsOfStages(is_first, lambda request: request.isupper())
+
+
+def test_a_request_for_all_stages_waits_for_the_end_of_all_batches_and_holds_back_what_came_behind():
+    first, second = steps(), steps(is_first=False)
+
+    def step(arrived, has_batches):
+        requests = first.take(arrived, has_batches)
+        assert second.take(first.to_hand_on(requests), has_batches) == requests
+        assert first.begins == second.begins
+        return requests, first.begins
+
+    assert step(["a", "b"], True) == (["a", "b"], True)
+    assert step(["c", "PUSH", "d"], True) == (["c"], False)
+    assert step([], True) == ([], False)
+    assert step(["e", "FLUSH"], True) == ([], False)
+    assert step(["f"], False) == (["PUSH", "d", "e", "FLUSH", "f"], True)
+    assert step([], True) == ([], True)
+    assert step(["PUSH"], False) == (["PUSH"], True)
+
+
+def test_the_answer_is_that_of_a_stage_that_failed():
+    answers = [SimpleNamespace(success=number != 1, message=str(number)) for number in range(3)]
+    assert answer_of_all(answers).message == "1"
+    assert answer_of_all(answers[2:]).message == "2"
 
 
 def test_torch_native_still_cannot_fill_up_a_batch():
