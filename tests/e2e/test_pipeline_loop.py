@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.e2e.test_weight_transports import by_deltas
 from tests.support.processes.train_process import TrainProcess
 
 ROLLOUTS = range(3)
@@ -53,6 +54,28 @@ def test_every_stage_feeds_the_engine_through_a_group_of_its_own(finished):
         r"init custom process group: .*world_size=2, group_name=(\S+?),", log.read_text(errors="replace")
     )
     assert joined == ["slime-pp_0", "slime-pp_1"]
+
+
+ENGINE_OF_STAGES = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--sglang-pp-size", "2"]
+WAYS = {
+    "apart": lambda directory: ["--pipeline-model-parallel-size", "2"],
+    "together": lambda directory: ["--pipeline-model-parallel-size", "2", "--colocate"],
+    "deltas": lambda directory: by_deltas(directory, "xor"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_of_two_stages_holds_the_weights_of_both_stages_of_the_trainer(task, tmp_path, way):
+    more = [
+        *task.loop_flags, "--actor-num-gpus-per-node", "2", *ENGINE_OF_STAGES, *WAYS[way](tmp_path), "--num-rollout",
+        len(ROLLOUTS), "--check-weight-update-equal",
+    ]  # fmt: skip
+    process = TrainProcess(more, tmp_path / "run").finish(500)
+    assert re.search(r"weight check: \d+ tensors equal on 1 engines", process.output())
+    differences = process.scalars("train/train_rollout_logprob_abs_diff")
+    assert sorted(differences) == list(ROLLOUTS)
+    assert all(0 < difference <= 1e-5 for difference in differences.values()), differences
 
 
 @pytest.mark.slow
