@@ -67,6 +67,7 @@ class ServingMemory:
 
     reserve: for activations, graphs and communication, left free beside weights and cache.
     cache_bytes_per_token: on this GPU. cache_tokens: of all groups of the engine; 0: the weights do not fit.
+    stage: which one; stage_totals: of a GPU of each.
     """
 
     weights: int
@@ -74,6 +75,8 @@ class ServingMemory:
     reserve: int
     cache_bytes_per_token: float
     cache_tokens: int
+    stage: int
+    stage_totals: tuple[int, ...]
 
     @property
     def total(self) -> int:
@@ -98,13 +101,17 @@ def serving_memory(shape: ModelShape, setup: ServingSetup) -> ServingMemory:
         tokens = min((int(max(static - weights, 0) / per_token) for weights, per_token in held if per_token), default=0)
         if setup.max_total_tokens is not None:
             tokens = min(tokens, setup.max_total_tokens)
-    weights, per_token = max(held, key=lambda stage: stage[0] + tokens * stage[1])
+    totals = tuple(weights + round(tokens * per_token) + reserve for weights, per_token in held)
+    stage = max(stages, key=totals.__getitem__)
+    weights, per_token = held[stage]
     return ServingMemory(
         weights=weights,
         kv_cache=round(tokens * per_token),
         reserve=reserve,
         cache_bytes_per_token=per_token,
         cache_tokens=tokens * setup.attention_data,
+        stage=stage,
+        stage_totals=totals,
     )
 
 

@@ -210,6 +210,8 @@ def _serving(
         cache_bytes_per_token=memory.cache_bytes_per_token,
         cache_tokens=memory.cache_tokens,
         sequences=memory.cache_tokens / longest if longest else None,
+        stage=memory.stage,
+        stage_totals=memory.stage_totals,
     )
     return memory, plan
 

@@ -147,7 +147,10 @@ class TrainingMemoryPlan:
 
 @dataclass(frozen=True)
 class ServingMemoryPlan:
-    """One GPU of an engine. `cache_tokens`: of the whole engine; `sequences`: of the longest allowed length in them."""
+    """One GPU of an engine, of the pipeline stage with most (`stage`). `stage_totals`: of a GPU of each.
+
+    `cache_tokens`: of the whole engine; `sequences`: of the longest allowed length in them.
+    """
 
     parts: tuple[PartPlan, ...]
     total: int
@@ -155,6 +158,8 @@ class ServingMemoryPlan:
     cache_bytes_per_token: float
     cache_tokens: int
     sequences: float | None
+    stage: int
+    stage_totals: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,9 @@ def _memory(memory: MemoryPlan | None, missing: Sequence[str], batch: BatchPlan)
         yield from _training(memory.training, unit)
     if memory.serving is not None:
         yield ""
-        yield from _parts("engine, per GPU", memory.serving.parts, memory.serving.total, unit)
+        title = f"engine, per GPU{_stage_of(memory.serving)}"
+        yield from _parts(title, memory.serving.parts, memory.serving.total, unit)
+        yield from _peaks(memory.serving, unit)
         yield from _cache(memory.serving, batch)
     if memory.phases:
         yield ""
@@ -163,12 +165,9 @@ def _memory(memory: MemoryPlan | None, missing: Sequence[str], batch: BatchPlan)
 
 
 def _training(training: TrainingMemoryPlan, unit: "_Unit") -> Iterator[str]:
-    stages = len(training.stage_totals)
-    where = f", pipeline stage {training.stage} of 0-{stages - 1}" if stages > 1 else ""
-    yield from _parts(f"training rank at its peak ({training.moment}){where}", training.parts, training.total, unit)
-    if stages > 1:
-        peaks = ", ".join(f"{stages}: {unit(total)}" for stages, total in _equal_runs(training.stage_totals))
-        yield from textwrap.wrap(f"peak by pipeline stage, {unit.name}: {peaks}", WIDTH - 2, subsequent_indent="  ")
+    title = f"training rank at its peak ({training.moment}){_stage_of(training)}"
+    yield from _parts(title, training.parts, training.total, unit)
+    yield from _peaks(training, unit)
     if training.host:
         yield f"host memory, {unit.name}: {unit(training.host)} of a rank, {unit(training.host_of_node)} of a node"
         yield from _of_a_rank(training.host_parts, unit)
@@ -176,6 +175,18 @@ def _training(training: TrainingMemoryPlan, unit: "_Unit") -> Iterator[str]:
         rank, node = unit(training.saving), unit(training.saving_of_node)
         yield f"host memory for a checkpoint while it is written, {unit.name}: {rank} of a rank, {node} of a node"
         yield from _of_a_rank(training.saving_parts, unit)
+
+
+def _stage_of(part: TrainingMemoryPlan | ServingMemoryPlan) -> str:
+    stages = len(part.stage_totals)
+    return f", pipeline stage {part.stage} of 0-{stages - 1}" if stages > 1 else ""
+
+
+def _peaks(part: TrainingMemoryPlan | ServingMemoryPlan, unit: "_Unit") -> Iterator[str]:
+    """One line for all pipeline stages, where there are several."""
+    if len(part.stage_totals) > 1:
+        peaks = ", ".join(f"{stages}: {unit(total)}" for stages, total in _equal_runs(part.stage_totals))
+        yield from textwrap.wrap(f"peak by pipeline stage, {unit.name}: {peaks}", WIDTH - 2, subsequent_indent="  ")
 
 
 def _of_a_rank(parts: Sequence[PartPlan], unit: "_Unit") -> Iterator[str]:

@@ -60,6 +60,11 @@ def test_stages_have_layers_of_their_own_and_cache_the_same_tokens():
     assert two.weights == 2 * (3 * each + counts.output_head + counts.final_norm)
     assert two.cache_bytes_per_token == 3 * 1024
     assert two.cache_tokens == (GIB // 2 - two.weights) // (3 * 1024)
+    first = 2 * (2 * each + embedding) + 2 * 1024 * two.cache_tokens + GIB // 2
+    assert (two.stage, two.stage_totals) == (1, (first, two.total)) and (one.stage, one.stage_totals) == (
+        0,
+        (one.total,),
+    )
     # The first stage may be the one with most: its experts come first, or its share of the layers is as large.
     even = serving_memory(SHAPE, dataclasses.replace(SETUP, pipeline=2))
     assert even.weights == 2 * (2 * each + embedding + 512)

@@ -52,3 +52,13 @@ def test_layer_patterns_are_short():
 def test_nothing_is_cut():
     path = "/nowhere/" + "long/" * 30 + "model"
     assert path in render(make_plan(planned(SMALL, "--save", path)))
+
+
+def test_what_an_engine_takes_is_told_of_every_stage():
+    """The model's head is its embedding, which both stages have then; the second one has a norm more."""
+    one, two = (make_plan(planned(SMALL, "--sglang-pp-size", size)) for size in ("1", "2"))
+    assert two.memory.serving.stage == 1 and two.memory.serving.total == two.memory.serving.stage_totals[1]
+    first, second = (f"{total / 2**30:.2f}" for total in two.memory.serving.stage_totals)
+    assert "engine, per GPU, pipeline stage 1 of 0-1 " in render(two)
+    assert f"peak by pipeline stage, GiB: 0: {first}, 1: {second}\n" in render(two)
+    assert "engine, per GPU  " in render(one) and "peak by pipeline stage" not in render(one)
