@@ -325,7 +325,7 @@ def external_addresses(args: argparse.Namespace) -> Iterator[Violation]:
 
 # A run that only trains ignores the flags of engines and router.
 SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
-    models, one_topology, engine_sizes, of_groups(attention_heads), of_groups(drafts),
+    models, one_topology, of_groups(engine_sizes), of_groups(attention_heads), of_groups(drafts),
     of_groups(refused_each(_DRAFTED, lambda args, value: value is not None and args.sglang_speculative_algorithm is None,
         "{0=} has no effect without {--sglang-speculative-algorithm}; drop it, or add that with EAGLE")),
     of_groups(refused(

@@ -7,6 +7,7 @@ import pytest
 from slime.arguments.config_files.serving_config import (
     arguments_of_group,
     load_serving_config,
+    served_groups,
 )
 from slime.backends.sglang_utils.server_arguments import compute_server_arguments
 from slime.scheduling.served_models import ModelServing, ServerGroup
@@ -208,6 +209,18 @@ def test_what_is_not_built_is_refused_by_line(tmp_path, text, lines):
     assert [line.removesuffix(" (--dry-run plans with it)") for line in found] == [f"{path}:{line}" for line in lines]
     if "cannot share" not in lines[0]:
         assert parse(tmp_path, "--rollout-num-gpus", "4", "--sglang-config", str(path), "--dry-run").plan_notes == found
+
+
+def test_stages_divide_the_engines_of_their_group(tmp_path):
+    groups = ("{num_gpus: 2, num_gpus_per_engine: 2, overrides: {pp_size: 2}}", "{num_gpus: 2, overrides: {pp: 2}}")
+    path = written(tmp_path, group_lines(*groups), "serving.yaml")
+    assert refusals(tmp_path, f"--rollout-num-gpus 4 --sglang-config {path}") == [
+        f"{path}:5: num_gpus_per_engine 1 is not divisible by --sglang-pp-size 2; give --sglang-pp-size 1, or "
+        "num_gpus_per_engine 2"
+    ]
+    path = written(tmp_path, group_lines(groups[0], "{num_gpus: 2}"), "serving.yaml")
+    args = parse(tmp_path, "--rollout-num-gpus", "4", "--sglang-config", str(path))
+    assert [arguments_of_group(args, group).sglang_pp_size for group in served_groups(args)] == [2, None]
 
 
 JUDGE = """  - name: judge
