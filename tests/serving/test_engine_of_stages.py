@@ -19,7 +19,11 @@ from tests.support.processes.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 STAGES = range(2)
-ENGINE = {"rollout_num_gpus_per_engine": 2, "sglang_pp_size": 2, "sglang_chunked_prefill_size": 64}
+ENGINE = {
+    "rollout_num_gpus_per_engine": 2, "sglang_pp_size": 2, "sglang_chunked_prefill_size": 64,
+    # Which would keep no prefixes.
+    "sglang_enable_deterministic_inference": None,
+}  # fmt: skip
 TOGETHER = {"colocate": True, "has_trainer": True}
 LONG = 1500
 
