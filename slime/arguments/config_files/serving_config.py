@@ -68,7 +68,7 @@ def arguments_of_group(args: argparse.Namespace, group: ServerGroup, *, sleeps: 
     values = {PREFIX + name: value for name, value in group.overrides.items()}
     copied = copy.copy(args)
     vars(copied).update(values, rollout_num_gpus_per_engine=group.num_gpus_per_engine, sglang_config=None)
-    copied.hf_checkpoint = group.model_path or args.hf_checkpoint
+    copied.hf_checkpoint, copied.sglang_tp_size = group.model_path or args.hf_checkpoint, None
     copied.offload_rollout = args.offload_rollout and sleeps
     copied.origins = dict.fromkeys(vars(args), Origin.DEFAULT) | dict.fromkeys(values, Origin.YAML)
     if not group.update_weights:
