@@ -336,6 +336,18 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
         lambda args: args.sglang_speculative_algorithm is not None and args.sglang_enable_deterministic_inference,
         "{--sglang-speculative-algorithm=} with {--sglang-enable-deterministic-inference} ({--true-on-policy-mode} means it "
         "too): which answer a seed gives would depend on the drafts; drop one of them")),
+    of_groups(refused(
+        lambda args: args.sglang_speculative_algorithm and attention_groups(args) > 1 and not args.sglang_enable_dp_lm_head,
+        "{--sglang-speculative-algorithm=} with {--sglang-enable-dp-attention} needs {--sglang-enable-dp-lm-head}: without it "
+        "SGLang writes over other memory where log-probs of a prompt are asked for; add it")),
+    of_groups(refused(lambda args: args.use_rollout_routing_replay and attention_groups(args) > 1
+            and args.sglang_cuda_graph_backend_prefill not in (None, "disabled"),
+        "{--sglang-cuda-graph-backend-prefill=} with {--sglang-enable-dp-attention} and {--use-rollout-routing-replay}: SGLang "
+        "tells experts of other tokens then; drop it")),
+    refused(lambda args: any(len({arguments_of_group(args, group).sglang_speculative_algorithm is None
+            for group in model.groups if group.worker_type in ("prefill", "decode")}) == 2 for model in served_models(args)),
+        "{--sglang-config}: of a model's engines that prefill and decode all draft, or none: the second go on from what the "
+        "first have drafted; give speculative_algorithm to all their groups"),
     refused(lambda args: args.sglang_config is not None and args.sglang_tp_size is not None,
         "{--sglang-tp-size=}: in {--sglang-config} each group has a size of its own; drop it"),
     of_groups(groups_of_attention),

@@ -25,7 +25,7 @@ from typing import Any
 
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.rules.serving import engine_sizes
-from slime.arguments.server_flags import other_names, tensor_parallel_size
+from slime.arguments.server_flags import attention_groups, other_names, tensor_parallel_size
 from slime.arguments.surface import FlagSpec
 from slime.models.families import FAMILIES
 from slime.plan.placement import sleeping_sides
@@ -205,6 +205,9 @@ def compute_server_arguments(
         values["dtype"] = "float16"
     if args.use_rollout_routing_replay:
         values["enable_return_routed_experts"] = True
+        if attention_groups(args) > 1:
+            # sglang 0.5.21 reads what such a graph notes of a group where graphs that decode would have it.
+            values["cuda_graph_backend_prefill"] = "disabled"
     if not on_cpu and sleeping_sides(args).engines:
         values["enable_memory_saver"] = True
         # sglang 0.5.21 captures prefill in graphs of a kind that cannot give memory back, and refuses to start with both.

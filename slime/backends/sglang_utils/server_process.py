@@ -241,12 +241,21 @@ def _care_for_every_group(node_rank: int) -> None:
         their_flags.wait_port_available = lambda port, name: True
 
 
-def _draw_in_group(group: int) -> None:
+def _be_a_group(server_args: Any, group: int) -> None:
     """sglang 0.5.21 gives all groups one seed: of a prompt that several have, each would write the same answer. And where ranks
-    sleep while they are idle, each wakes for what comes to its own group, and those that are awake wait for it."""
+    sleep while they are idle, each wakes for what comes to its own group, and those that are awake wait for it.
+
+    Of the experts that a graph has noted for all groups, each takes its own: it skips as many rows as those before it have
+    requests, where graphs that verify drafts have a row for every token. And ranks of an engine that prefills are listed by
+    its server, which they look for where they meet each other. On one node that is loopback, and the server listens at the
+    address of the node.
+    """
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
     from sglang.srt.managers import scheduler
+    from sglang.srt.state_capturer import routed_experts
 
     set_random_seed, idle_sleeper = scheduler.set_random_seed, scheduler.IdleSleeper
+    rows_of_group, register = routed_experts.get_dp_local_slice_cpu, CommonKVManager.register_to_bootstrap
 
     def make_idle_sleeper(*arguments: Any, **options: Any) -> Any:
         sleeper = idle_sleeper(*arguments, **options)
@@ -254,8 +263,19 @@ def _draw_in_group(group: int) -> None:
         sleeper.poller = types.SimpleNamespace(poll=lambda milliseconds: poll(min(milliseconds, _SLEEP_MILLISECONDS)))
         return sleeper
 
+    def rows_of_verified_tokens(batch: Any, by_graph: bool, requests: int | None) -> tuple[int, int]:
+        tokens = batch.spec_info.num_tokens_per_req if by_graph and batch.spec_info is not None else 1
+        return rows_of_group(batch, by_graph, requests if requests is None else requests * tokens)
+
+    def register_with_the_server(manager: Any) -> None:
+        if server_args.nnodes == 1:
+            manager.dist_init_addr = None
+        register(manager)
+
     scheduler.set_random_seed = lambda seed: set_random_seed(seed + group * _SEEDS_OF_A_GROUP)
     scheduler.IdleSleeper = make_idle_sleeper
+    routed_experts.get_dp_local_slice_cpu = rows_of_verified_tokens
+    CommonKVManager.register_to_bootstrap = register_with_the_server
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -434,7 +454,7 @@ def run_scheduler(
     from sglang.srt.managers import scheduler
 
     if group is not None:
-        _draw_in_group(group)
+        _be_a_group(server_args, group)
     if server_args.pp_size > 1:
         _go_through_steps_together(is_first=pp_rank == 0, is_last=pp_rank == server_args.pp_size - 1)
         _be_ranks_of_one_engine(pp_rank, server_args.tp_size)

@@ -28,7 +28,8 @@ from slime.utils.ports import interface_of
 def make_args(**overrides) -> SimpleNamespace:
     values = {
         "hf_checkpoint": "/models/m", "seed": 1234, "num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 2,
-        "sglang_pp_size": None, "sglang_tp_size": None, "fp16": False, "use_rollout_routing_replay": False,
+        "sglang_pp_size": None, "sglang_tp_size": None, "sglang_dp_size": None, "sglang_enable_dp_attention": None,
+        "fp16": False, "use_rollout_routing_replay": False,
         "trust_remote_code": False, "router_api_key": None, "has_trainer": True, "has_engines": True, "colocate": False,
         "offload_train": False, "offload_rollout": False, "release_train": False, "rollout_external": False,
     }  # fmt: skip
@@ -74,6 +75,15 @@ def test_engines_that_sleep_have_no_graphs_of_prefill_unless_they_are_asked_for(
     assert typed["cuda_graph_backend_prefill"] == "full"
     awake = compute(make_args(), on_cpu=False).values
     assert awake.keys().isdisjoint({"enable_memory_saver", "cuda_graph_backend_prefill"})
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+@pytest.mark.parametrize("groups", [2, None])
+def test_experts_of_groups_of_attention_are_not_read_from_graphs_of_prefill(replayed, groups):
+    attention = {"sglang_enable_dp_attention": groups is not None, "sglang_dp_size": groups}
+    args = make_args(use_rollout_routing_replay=replayed, rollout_num_gpus_per_engine=2, **attention)
+    values = compute(args, on_cpu=False).values
+    assert (values.get("cuda_graph_backend_prefill") == "disabled") is (replayed and groups == 2)
 
 
 def test_still_so_graphs_of_prefill_do_not_go_with_memory_that_is_given_back():

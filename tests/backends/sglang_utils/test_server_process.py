@@ -2,7 +2,8 @@
 
 Where a test of its source fails, the change is no longer needed.
 
-What follows from it is shown by `tests/serving/test_groups_of_attention.py` and `tests/serving/test_engine_of_stages.py`.
+What follows from it is shown by `test_groups_of_attention.py`, `test_groups_that_hand_over.py` and `test_engine_of_stages.py` in
+`tests/serving`.
 """
 
 import contextlib
@@ -16,6 +17,14 @@ from slime.backends.sglang_utils import server_process, worker_watch
 from slime.backends.sglang_utils.server_process import StepsOfStages, answer_of_all
 from slime.models.families import FAMILIES
 from tests.backends.sglang_utils.test_cpu_runtime import source_of
+from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.patched_rank import registered, rows_of_experts
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(make_tiny_checkpoint(tmp_path_factory.mktemp("model")))
 
 
 @pytest.mark.parametrize(
@@ -36,6 +45,12 @@ from tests.backends.sglang_utils.test_cpu_runtime import source_of
         ("sglang.srt.entrypoints.engine", "            scheduler_init_result.block_until_scheduler_exits()\n"),
         ("sglang.srt.managers.data_parallel_controller", "scheduler_info.append(scheduler_pipe_readers[i].recv())\n"),
         ("sglang.srt.entrypoints.http_server", "    run_scheduler_process_func: Callable = run_scheduler_process,\n"),
+        ("sglang.srt.layers.dp_attention", "        local_start_pos = dp_rank * cuda_graph_batch\n"),
+        ("sglang.srt.model_executor.model_runner", '=getattr(self.decode_cuda_graph_runner, "bs", None),\n'),
+        (
+            "sglang.srt.disaggregation.common.conn",
+            "            host = NetworkAddress.parse(self.dist_init_addr).resolved().host\n        else:\n",
+        ),
     ],
 )
 def test_sglang_still_does_what_is_changed(module, assumption):
@@ -172,3 +187,18 @@ def test_schedulers_are_watched_while_a_server_starts_and_on_further_nodes_for_g
     with pytest.raises(RuntimeError, match="no model") if load is fail else contextlib.nullcontext():
         assert engine._wait_for_scheduler_ready("pipes", ["one", "other"]) == "ready"
     assert told == ["start_early", "waits", *later, "stop"]
+
+
+@pytest.mark.slow
+def test_groups_take_the_experts_of_their_own_tokens(model):
+    """Of a graph for three requests, of which a group has four drafted tokens each, the second group's rows begin at twelve."""
+    found = run_distributed(rows_of_experts, 1, (model,), start_method="spawn")[0]
+    assert found["verified by a graph"] == [*range(12, 20)]
+    assert found["verified"] == [*range(4, 12)]
+    assert found["decoded by a graph"] == [3, 4]
+
+
+@pytest.mark.slow
+def test_ranks_that_prefill_register_where_their_server_listens(model):
+    """They meet on loopback, and it is at the address of the node."""
+    assert run_distributed(registered, 1, (model,), start_method="spawn")[0] == 200
