@@ -53,11 +53,6 @@ def test_a_server_tells_as_many_kept_tokens_as_the_installed_one():
         ("--sglang-quantization fp8", "--sglang-quantization fp8"),
         ("--sglang-hicache-storage-backend file", "--sglang-hicache-storage-backend file"),
         (
-            "--prefill-num-servers 1 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 --sglang-enable-dp-attention "
-            "--sglang-dp-size 2",
-            "--sglang-enable-dp-attention in engines that only prefill or decode",
-        ),
-        (
             "--sglang-enable-dp-attention-local-control-broadcast",
             "--sglang-enable-dp-attention-local-control-broadcast",
         ),

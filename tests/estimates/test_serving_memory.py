@@ -125,6 +125,17 @@ def test_a_layer_that_drafts_is_one_layer_more_in_weights_and_cache():
     assert [serving_memory(mixed, setup).cache_bytes_per_token for setup in (SETUP, drafting)] == [1024, 2048]
 
 
+def test_a_layer_that_drafts_has_the_groups_of_the_others():
+    """A rank has the attention of its group, the MLP of all, and the cache of its group's requests."""
+    pairs = dataclasses.replace(SETUP, tensor=4, attention_data=2)
+    plain, more = (serving_memory(SHAPE, dataclasses.replace(pairs, draft_layers=layers)) for layers in (0, 1))
+    (layer,) = count_parameters(dataclasses.replace(SHAPE, mtp_num_layers=1)).mtp
+    whole = layer.projection + layer.norms + layer.layer.norms
+    split = layer.layer.attention / 2 + (layer.layer.total - layer.layer.norms - layer.layer.attention) / 4
+    assert more.weights - plain.weights == 2 * (whole + split)
+    assert more.cache_bytes_per_token == plain.cache_bytes_per_token * 5 / 4
+
+
 def test_quantised_weights_leave_vocabulary_and_norms_alone():
     one_byte = dataclasses.replace(WeightBytes.everywhere(1.0), rest=2.0)
     plain, quantised = served_bytes(SHAPE, PLAIN), served_bytes(SHAPE, one_byte)

@@ -15,7 +15,6 @@ from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.megatron import effects
 from slime.arguments.origins import Origin
 from slime.arguments.rules.serving import has_roles, of_groups
-from slime.arguments.server_flags import attention_groups
 from slime.arguments.violations import Rule, Violation, about, broken, refused, refused_each, where
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
 
@@ -126,18 +125,15 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
         "{--rollout-top-p=}, {--rollout-top-k=}: engines that prefill or decode, or draft, tell no sets of kept tokens; give 1 "
         "and -1"),
     refused_each(
-        ("sglang_router_ip", "use_rollout_routing_replay", "update_weights_in_flight", "sglang_speculative_algorithm"),
+        ("sglang_router_ip", "use_rollout_routing_replay", "update_weights_in_flight"),
         lambda args, value: value and args.has_engines and has_roles(args),
         "{0=} beside engines that only prefill or decode is not built yet; drop it, or {--prefill-num-servers}"),
-    *(refused(lambda args, size=size: args.has_engines and any(group.worker_type in ("prefill", "decode") and
-            size(arguments_of_group(args, group)) > 1 for group in served_groups(args)),
-        f"{{{flag}}} in engines that only prefill or decode is not built yet; drop it, or "
-        "{--prefill-num-servers} and such worker types") for flag, size in (
-            ("--sglang-enable-dp-attention", attention_groups), ("--sglang-pp-size", lambda args: args.sglang_pp_size or 1))),
-    *where(lambda args: args.has_engines, of_groups(refused(
-        lambda args: args.sglang_speculative_algorithm is not None and attention_groups(args) > 1,
-        "{--sglang-speculative-algorithm=} with {--sglang-enable-dp-attention} is not built yet; drop one of them")),
-        of_groups(refused_each(("use_rollout_routing_replay", "sglang_speculative_algorithm", "sglang_enable_dp_attention",
+    refused(lambda args: args.has_engines and any(group.worker_type in ("prefill", "decode") and
+            (arguments_of_group(args, group).sglang_pp_size or 1) > 1 for group in served_groups(args)),
+        "{--sglang-pp-size} in engines that only prefill or decode is not built yet; drop it, or {--prefill-num-servers} and "
+        "such worker types"),
+    *where(lambda args: args.has_engines, of_groups(
+        refused_each(("use_rollout_routing_replay", "sglang_speculative_algorithm", "sglang_enable_dp_attention",
             "sglang_enable_mixed_chunk", "sglang_enable_hierarchical_cache", "sglang_enable_return_hidden_states"),
             lambda args, value: value and (args.sglang_pp_size or 1) > 1,
             "{0=} with {--sglang-pp-size=} is not built yet; drop one of them"))),

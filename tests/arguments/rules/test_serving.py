@@ -327,6 +327,7 @@ def test_external_engines_need_no_gpus_of_the_run(tmp_path):
 MIMO = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
 EAGLE = "--sglang-speculative-algorithm EAGLE"
 STEPS = "--sglang-speculative-num-steps 3 --sglang-speculative-eagle-topk 1 --sglang-speculative-num-draft-tokens 4"
+GROUPS = "--rollout-num-gpus-per-engine 2 --sglang-enable-dp-attention --sglang-dp-size 2"
 
 
 def parse_drafting(directory, words: str, **entries):
@@ -347,6 +348,16 @@ def parse_drafting(directory, words: str, **entries):
 )
 def test_engines_may_draft_with_the_layer_of_the_model(tmp_path, words):
     assert parse_drafting(tmp_path, words).sglang_speculative_algorithm in ("EAGLE", "NEXTN")
+
+
+@pytest.mark.parametrize("roles", ["--rollout-num-gpus 2", "--rollout-num-gpus 4 --prefill-num-servers 1"])
+@pytest.mark.parametrize("groups", ["", f"{GROUPS} --sglang-enable-dp-lm-head"], ids=["", "groups"])
+@pytest.mark.parametrize("drafts", ["", EAGLE], ids=["", "drafts"])
+def test_drafts_groups_of_attention_and_roles_go_together(tmp_path, drafts, groups, roles):
+    args = parse_drafting(tmp_path, f"{drafts} {groups} {roles}", num_experts=8)
+    assert (args.sglang_speculative_algorithm, args.sglang_enable_dp_attention) == (
+        "EAGLE" if drafts else None, True if groups else None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -393,14 +404,9 @@ def test_engines_may_draft_with_the_layer_of_the_model(tmp_path, words):
             "--rollout-top-p 0.9, --rollout-top-k .*: engines that .* draft, tell no sets",
         ),
         (
-            f"{EAGLE} --prefill-num-servers 1 --rollout-num-gpus 2",
-            {},
-            "-algorithm EAGLE beside engines that only prefill",
-        ),
-        (
-            f"{EAGLE} --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-enable-dp-attention --sglang-dp-size 2",
+            f"{EAGLE} {GROUPS} --rollout-num-gpus 2",
             {"num_experts": 8},
-            "-algorithm EAGLE with --sglang-enable-dp-attention is not built yet; drop one of them",
+            "EAGLE with --sglang-enable-dp-attention needs --sglang-enable-dp-lm-head: .* of a prompt are asked for; add it",
         ),
     ],
 )
@@ -417,3 +423,36 @@ def test_drafts_of_a_group_are_refused_by_its_line(tmp_path):
     )
     with pytest.raises(UserError, match=f"{path}:4: --sglang-speculative-num-steps 3 has no effect without"):
         parse_drafting(tmp_path, f"--sglang-config {path}")
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(True, True), (False, False), (True, False), (False, True)])
+def test_engines_that_prefill_and_decode_draft_together_or_not_at_all(tmp_path, prefill, decode):
+    """Of a model whose weights stay each group says for itself whether it drafts."""
+    path = tmp_path / "serving.yaml"
+    groups = "".join(
+        f"      - {{num_gpus: 1, worker_type: {role}, overrides: {{{'speculative_algorithm: EAGLE' if given else ''}}}}}\n"
+        for role, given in {"prefill": prefill, "decode": decode}.items()
+    )
+    path.write_text(
+        "sglang:\n  - {name: actor, server_groups: [{num_gpus: 1}]}\n"
+        f"  - name: start\n    update_weights: false\n    server_groups:\n{groups}"
+    )
+    words = f"--sglang-config {path} --rollout-num-gpus 3"
+    if prefill == decode:
+        assert len(parse_drafting(tmp_path, words).served_models) == 2
+        return
+    with pytest.raises(UserError, match="--sglang-config: .* all draft, or none: .* give speculative_algorithm to all"):
+        parse_drafting(tmp_path, words)
+
+
+def test_replay_of_experts_wants_no_graphs_of_prefill_in_groups_of_attention(tmp_path):
+    replay = "--num-experts 8 --use-rollout-routing-replay --debug-rollout-only"
+    for graph in ("disabled", "breakable"):
+        words = f"{GROUPS} {replay} --rollout-num-gpus 2 --sglang-cuda-graph-backend-prefill {graph}"
+        if graph == "disabled":
+            parse_with_heads(tmp_path, 4, *words.split(), num_experts=8)
+            continue
+        with pytest.raises(
+            UserError, match="-backend-prefill breakable with .*: SGLang tells experts of other tokens then"
+        ):
+            parse_with_heads(tmp_path, 4, *words.split(), num_experts=8)
