@@ -13,8 +13,10 @@ run() {
 
 # Prints the processes below process $1 as `number:start time`, by which another that gets the number later is told apart.
 processes_below() {
-  local child started
-  for child in $(cat "/proc/$1/task/"*/children 2>/dev/null); do
+  local child started children
+  # A line of numbers for each thread, without an end.
+  read -r -d '' -a children < <(cat "/proc/$1/task/"*/children 2>/dev/null) || true
+  for child in ${children[@]+"${children[@]}"}; do
     started="$(start_time "$child")"
     if [[ -n "$started" ]]; then printf '%s:%s\n' "$child" "$started"; fi
     processes_below "$child"

@@ -23,7 +23,6 @@ from slime.arguments.derivation import derive, derive_critic, resolve_aliases
 from slime.arguments.flag import attribute_of, flag_of
 from slime.arguments.groups import BOUNDS, OWN_FLAGS
 from slime.arguments.hf_config import apply_hf_config, read_hf_config, takes_shape_of_config
-from slime.arguments.model_shape import padded_vocabulary
 from slime.arguments.origins import Origin, recording
 from slime.arguments.parser import ArgumentParser, build_parser, parse_known
 from slime.arguments.paths import make_paths_absolute
@@ -44,6 +43,7 @@ from slime.arguments.violations import (
     of_kind,
     without_consequences,
 )
+from slime.models.shape_of_flags import padded_vocabulary
 from slime.observability.logging_utils import said_when_it_ends
 from slime.utils.errors import UserError
 

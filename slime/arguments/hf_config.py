@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.flag import flag_of
-from slime.arguments.model_shape import SHAPE_FLAGS
 from slime.arguments.violations import Kind, Violation, about
 from slime.estimates.shape import expert_layers
 from slime.models.config_entries import FIXED_BY_SCALING, rope_scaling, rope_type
 from slime.models.families import SUPPORTED_MODEL_TYPES, TRAINED_MODEL_TYPES, family_of, misnomer, model_args_from_hf
 from slime.models.layer_pattern import written_pattern
+from slime.models.shape_of_flags import SHAPE_FLAGS
 from slime.utils.errors import UserError
 
 Config = dict[str, Any]

@@ -77,11 +77,6 @@ def keep_names_equal(args: argparse.Namespace) -> None:
             args.origins[f"sglang_{name}"] = args.origins.get(attribute, Origin.DEFAULT)
 
 
-def other_names(args: argparse.Namespace) -> set[str]:
-    """The names without `sglang_` under which `keep_names_equal` repeated a field: no fields themselves."""
-    return {name for field, names in OTHER_NAMES.items() if hasattr(args, f"sglang_{field}") for name in names}
-
-
 def tensor_parallel_size(args: argparse.Namespace) -> int:
     """Ranks that share each layer of an engine: its GPUs over its pipeline stages."""
     return args.rollout_num_gpus_per_engine // (args.sglang_pp_size or 1)

@@ -19,6 +19,9 @@ from slime.estimates.shape import (
 )
 from slime.models.families import qk_norm_spans_heads
 
+# Without these no model is described.
+SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+
 
 def model_shape_from_args(args: Any) -> ModelShape:
     """The shape of the run's model.
@@ -53,6 +56,18 @@ def model_shape_from_args(args: Any) -> ModelShape:
         linear_attention=_linear_attention(args),
         mtp_num_layers=_get(args, "mtp_num_layers", 0),
     )
+
+
+def padded_vocabulary(args: Any) -> int:
+    """Rows of the embedding as they are held in memory: typed, or `--vocab-size` rounded up so that ranks share evenly.
+
+    Args:
+        args: flags of a parser; `vocab_size` is known.
+    """
+    if args.padded_vocab_size is not None:
+        return args.padded_vocab_size
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-args.vocab_size // multiple) * multiple
 
 
 def flops_model_from_args(args: Any) -> FlopsModel:

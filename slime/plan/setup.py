@@ -7,14 +7,13 @@ from dataclasses import replace
 from slime.arguments.checkpoints import OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER, other_model_states
 from slime.arguments.config_files.role_config import CRITIC
 from slime.arguments.megatron.values import pipeline_stages
-from slime.arguments.model_shape import SHAPE_FLAGS, padded_vocabulary
 from slime.arguments.sizes import longest_sample, plans_for_gpus
 from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.shape import ModelShape
 from slime.estimates.training_memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES, StateBytes, TrainingSetup
 from slime.models.qwen import DELTA_RULE_PACKAGES
-from slime.models.shape_of_flags import model_shape_from_args
+from slime.models.shape_of_flags import SHAPE_FLAGS, model_shape_from_args, padded_vocabulary
 from slime.plan.placement import sleeping_sides, trains
 
 # Context of the CUDA driver, workspaces of cuBLAS, buffers of NCCL: what a rank takes before its first tensor.

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from slime.arguments.checkpoints import OLD_ACTOR, TEACHER
 from slime.arguments.config_files.serving_config import arguments_of_group, served_groups
 from slime.arguments.hf_config import read_hf_config
-from slime.arguments.model_shape import SHAPE_FLAGS
 from slime.models.families import FAMILIES
 from slime.models.family import Family
-from slime.models.shape_of_flags import calculate_fwd_flops
+from slime.models.shape_of_flags import SHAPE_FLAGS, calculate_fwd_flops
 from slime.observability.logging_utils import LoggedMetrics
 from slime.observability.timer import Timer, phase
 from slime.scheduling.device_turns import Holds

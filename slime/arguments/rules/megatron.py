@@ -16,11 +16,11 @@ from slime.arguments.hf_config import read_hf_config, takes_shape_of_config
 from slime.arguments.megatron.effects import ACTS_WITH, FIXED
 from slime.arguments.megatron.names import HISTORICAL
 from slime.arguments.megatron.values import counted_as_layers, pipeline_stages
-from slime.arguments.model_shape import SHAPE_FLAGS
 from slime.arguments.sizes import train_iterations
 from slime.arguments.surface import load_surface
 from slime.arguments.violations import Rule, Violation, about, broken, divisors, hint, refused, refused_each, where
 from slime.estimates.layout import parts_of_layout
+from slime.models.shape_of_flags import SHAPE_FLAGS
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)

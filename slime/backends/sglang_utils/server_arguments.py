@@ -25,7 +25,7 @@ from typing import Any
 
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.rules.serving import engine_sizes
-from slime.arguments.server_flags import attention_groups, other_names, tensor_parallel_size
+from slime.arguments.server_flags import OTHER_NAMES, attention_groups, tensor_parallel_size
 from slime.arguments.surface import FlagSpec
 from slime.models.families import FAMILIES
 from slime.plan.placement import sleeping_sides
@@ -378,7 +378,9 @@ def typed_fields(args: Any) -> dict[str, Any]:
         for attribute, value in vars(args).items()
         if attribute.startswith("sglang_") and value is not None
     }
-    not_fields = _NOT_SERVER_FIELDS | DERIVED_FIELDS | other_names(args)
+    # Fields are repeated under other names, which are none.
+    repeated = {name for field, names in OTHER_NAMES.items() if hasattr(args, f"sglang_{field}") for name in names}
+    not_fields = _NOT_SERVER_FIELDS | DERIVED_FIELDS | repeated
     return {name: value for name, value in fields.items() if name not in not_fields}
 
 

@@ -2,7 +2,7 @@
 
 Where a test of its source fails, the change is no longer needed.
 
-What follows from it is shown by `test_groups_of_attention.py`, `test_groups_that_hand_over.py` and `test_engine_of_stages.py` of
+What follows is shown by `test_groups_of_attention.py`, `test_groups_that_hand_over.py` and `test_engine_of_stages.py` of
 `tests/serving`.
 """
 

@@ -22,7 +22,7 @@ class ToyTask:
     def __init__(self, directory: Path) -> None:
         self._directory = directory.resolve()
         self._copy = self._directory / "script"
-        (self._copy / "scripts").mkdir(parents=True)
+        shutil.copytree(REPOSITORY / "scripts/lib", self._copy / "scripts/lib")
         shutil.copy(REPOSITORY / "scripts/quickstart.sh", self._copy / "scripts")
         interpreter = self._copy / ".venv/bin/python"
         interpreter.parent.mkdir(parents=True)
