@@ -2,7 +2,7 @@
 
 The checkpoint decides: `quantization_config` in its `config.json` how, and its tensors which. A weight is quantised where the
 checkpoint has its scale, so norms, embeddings, routers and whatever else its maker left alone stay as they are. What comes out
-must have the names, dtypes and shapes that the checkpoint has.
+must have the names, dtypes and shapes that the checkpoint has. Where there are settings and no checkpoint, names decide.
 
 Scales of FP8 are the largest magnitude over 448, the largest number of `float8_e4m3fn`; where the checkpoint has powers of two
 (`scale_fmt` ue8m0), the next one. Those of INT4, the rounding and the packing are those of the `compressed-tensors` package,
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,6 +39,12 @@ _PACKED = "weight_packed"
 _STRIP_NUMBERS = 2**17
 # So many integers of any number of bits fill whole words.
 _INTEGERS_OF_WHOLE_WORDS = 32
+
+# What the matrices of attention (also latent, linear, and that of an indexer) and of dense and expert layers are called.
+LINEAR_WEIGHTS = re.compile(
+    r"(?:\.(?:[qkvo]_proj|qkv_proj|gate_proj|up_proj|down_proj|gate_up_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|wq_b|wk"
+    r"|in_proj_qkv|in_proj_qkvz|in_proj_z|out_proj)|\.experts\.\d+\.w[123])\.weight$"
+)
 
 ScaleFormat = Literal["float", "ue8m0"]
 
@@ -256,7 +263,7 @@ class Quantiser:
             if place is not None and place.shape != tensor.shape and place.shape in ((1,), ()) and tensor.numel() == 1:
                 tensor = tensor.reshape(place.shape)
             if part == "weight_shape" and place is not None:
-                tensor = tensor.to(_integer_type(place.dtype))
+                tensor = tensor.int() if place.dtype == "I32" else tensor.long()
             form = (safetensors_dtype(tensor.dtype), tuple(tensor.shape))
             if place is not None and form != (place.dtype, place.shape):
                 raise RunError(
@@ -295,21 +302,87 @@ def quantiser_of(directory: str | Path) -> Quantiser | None:
     if not places:
         # A configuration alone, with which a run is rehearsed.
         return None
+    return Quantiser(directory, *_method(directory, settings), places)
+
+
+def quantise_by_names(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], settings: Mapping[str, Any], where: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a checkpoint with the `quantization_config` `settings` has, where there is none to say which.
+
+    Quantised are the matrices whose names `LINEAR_WEIGHTS` knows, but for the modules that `settings` leave alone, and for
+    matrices whose columns are no whole groups. Scales of INT4 have the dtype of their weight.
+
+    Args:
+        where: who has given the settings, for errors.
+
+    Raises:
+        UserError: the weights are to be quantised in a way that is not known here.
+    """
+    _, quantise = _method(where, settings)
+    groups = list(settings.get("config_groups", {}).values())
+    targets = [target for group in groups for target in group.get("targets", ()) if target != "Linear"]
+    if targets:
+        raise _refusal(where, f"targets {targets[0]}, where names decide")
+    columns = groups[0]["weights"].get("group_size") or 1 if groups else 1
+    is_left = _left_alone(settings, where)
+    for name, tensor in named_tensors:
+        module = name.removesuffix(".weight")
+        if not LINEAR_WEIGHTS.search(name) or tensor.ndim != 2 or tensor.shape[1] % columns or is_left(module):
+            yield name, tensor
+        else:
+            yield from ((f"{module}.{part}", made) for part, made in quantise(tensor).items())
+
+
+def modules_by_name(rules: Sequence[str], where: str) -> Callable[[str], bool]:
+    """Whether a module is one of those that `rules` name: by its name, its end after a dot, or a pattern after `re:`.
+
+    Args:
+        where: who has given the rules, for the error.
+
+    Raises:
+        UserError: a pattern is none.
+    """
+    try:
+        patterns = [re.compile(rule.removeprefix("re:")) for rule in rules if rule.startswith("re:")]
+    except re.error as error:
+        raise UserError(f"{where}: {error} in {error.pattern!r}") from error
+    names = [rule for rule in rules if not rule.startswith("re:")]
+
+    def is_named(module: str) -> bool:
+        by_name = any(module == name or module.endswith("." + name) for name in names)
+        return by_name or any(pattern.match(module) for pattern in patterns)
+
+    return is_named
+
+
+def _left_alone(settings: Mapping[str, Any], where: str) -> Callable[[str], bool]:
+    """Whether settings leave a module alone. Those of packed weights name it as `modules_by_name` knows. Those of FP8 mean what
+    lies inside a named module too, and a leading `model.` may be missing there."""
+    if "config_groups" in settings:
+        return modules_by_name(settings.get("ignore") or (), where)
+    names = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or ()
+    within = [f".{name.removeprefix('model.').strip('.')}." for name in names]
+    return lambda module: any(name in f".{module}." for name in within)
+
+
+def _method(where: str | Path, settings: Mapping[str, Any]) -> tuple[str, Callable[[Any], Mapping[str, Any]]]:
+    """`suffix` and `quantise` of a `Quantiser`; `where` the settings are, for errors."""
     method = settings.get("quant_method")
     if method == "fp8":
-        return _fp8(directory, settings, places)
+        return _fp8(where, settings)
     if method == "compressed-tensors" and settings.get("format") == "pack-quantized":
-        scheme = int4_scheme(directory, settings)
-        return Quantiser(directory, _PACKED, lambda weight: quantise_int4(weight, scheme), places)
-    raise _refusal(directory, f"quant_method {method}, format {settings.get('format')}")
+        scheme = int4_scheme(where, settings)
+        return _PACKED, lambda weight: quantise_int4(weight, scheme)
+    raise _refusal(where, f"quant_method {method}, format {settings.get('format')}")
 
 
-def _fp8(directory: Path, settings: Mapping[str, Any], places: Mapping[str, Place]) -> Quantiser:
+def _fp8(where: str | Path, settings: Mapping[str, Any]) -> tuple[str, Callable[[Any], Mapping[str, Any]]]:
     if settings.get("activation_scheme", "dynamic") != "dynamic" or settings.get("fmt", "e4m3") != "e4m3":
-        raise _refusal(directory, f"activation_scheme {settings.get('activation_scheme')}, fmt {settings.get('fmt')}")
+        raise _refusal(where, f"activation_scheme {settings.get('activation_scheme')}, fmt {settings.get('fmt')}")
     scale_format, block = settings.get("scale_fmt") or "float", settings.get("weight_block_size")
     if scale_format not in ("float", "ue8m0") or (scale_format == "ue8m0" and block is None):
-        raise _refusal(directory, f"scale_fmt {scale_format}, weight_block_size {block}")
+        raise _refusal(where, f"scale_fmt {scale_format}, weight_block_size {block}")
     if block is None:
         names = ("weight", "weight_scale")
         quantise: Callable[[Any], Any] = quantise_fp8_tensor
@@ -319,10 +392,10 @@ def _fp8(directory: Path, settings: Mapping[str, Any], places: Mapping[str, Plac
         def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return quantise_fp8_blocks(weight, tuple(block), scale_format)
 
-    return Quantiser(directory, names[1], lambda weight: dict(zip(names, quantise(weight), strict=True)), places)
+    return names[1], lambda weight: dict(zip(names, quantise(weight), strict=True))
 
 
-def int4_scheme(directory: Path, settings: Mapping[str, Any]) -> Any:
+def int4_scheme(where: str | Path, settings: Mapping[str, Any]) -> Any:
     """The `QuantizationScheme` of a `pack-quantized` checkpoint.
 
     Raises:
@@ -333,9 +406,7 @@ def int4_scheme(directory: Path, settings: Mapping[str, Any]) -> Any:
     schemes = list(settings.get("config_groups", {}).values())
     weights = schemes[0].get("weights") or {} if len(schemes) == 1 else {}
     if weights.get("strategy") not in ("group", "channel") or weights.get("actorder"):
-        raise _refusal(
-            directory, "pack-quantized with more than one group, another strategy, or an order of activations"
-        )
+        raise _refusal(where, "pack-quantized with more than one group, another strategy, or an order of activations")
     return QuantizationScheme.model_validate({"targets": ["Linear"], **schemes[0]})
 
 
@@ -348,15 +419,9 @@ def moves_when_read(directory: str | Path) -> bool:
     return (quantisation_settings(Path(directory)) or {}).get("format") == "pack-quantized"
 
 
-def _integer_type(name: str) -> torch.dtype:
-    import torch
-
-    return torch.int32 if name == "I32" else torch.int64
-
-
-def _refusal(directory: Path, what: str) -> UserError:
+def _refusal(where: str | Path, what: str) -> UserError:
     return UserError(
-        f"{directory}: weights are neither quantised nor read as its quantization_config asks for ({what}); FP8 (e4m3, dynamic "
+        f"{where}: weights are neither quantised nor read as its quantization_config asks for ({what}); FP8 (e4m3, dynamic "
         "activations) and INT4 (compressed-tensors, pack-quantized) are"
     )
 
@@ -445,12 +510,9 @@ class _Fp8:
         while first < rows.stop:
             last = min(first // height * height + height, rows.stop)
             own = slice(first - rows.start, last - rows.start)
+            place = (slice(first, first + 1), columns)
+            scale = _spread(self._scale, place, self._block) if self._block else self._scale[...]
             found = table.index_select(0, codes[own].flatten().int()).view(codes[own].shape)
-            scale = (
-                _spread(self._scale, (slice(first, first + 1), columns), self._block)
-                if self._block
-                else self._scale[...]
-            )
             torch.mul(found, scale.float(), out=numbers[own])
             first = last
         return numbers

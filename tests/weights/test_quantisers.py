@@ -14,6 +14,7 @@ from slime.weights.quantisers import (
     _scale_and_zero,
     moves_when_read,
     open_checkpoint,
+    quantise_by_names,
     quantise_fp8_blocks,
     quantise_fp8_tensor,
     quantise_int4,
@@ -187,6 +188,92 @@ def test_o7_an_export_of_fp8_has_plain_scales_and_is_read_again(checkpoint, tmp_
         assert open_checkpoint(export).tensor(name)[:].equal(open_checkpoint(source).tensor(name)[:]), name
     again = dict(quantiser_of(export)(named_weights()))
     assert all(tensor.float().equal(again[name].float()) for name, tensor in read_files(export).items())
+
+
+LAYER = "model.layers.0."
+# By name: what a matrix is for says whether it is quantised.
+MATRICES = [f"{LAYER}{name}" for name in (
+    "self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.indexer.wq_b", "linear_attn.in_proj_qkv", "mlp.down_proj",
+    "mlp.experts.1.gate_proj", "mlp.shared_expert.up_proj",
+)]  # fmt: skip
+LEFT = ["model.embed_tokens", "lm_head", f"{LAYER}mlp.gate", f"{LAYER}mlp.shared_expert_gate", "model.norm"]
+
+
+def by_names(settings, weight, names=(*MATRICES, *LEFT)):
+    """The tensors in place of `weight`, by module and part."""
+    found = {}
+    for name, tensor in quantise_by_names([(f"{name}.weight", weight) for name in names], settings, "here"):
+        module, _, part = name.rpartition(".")
+        found.setdefault(module, {})[part] = tensor
+    return found
+
+
+def of_blocks(weight):
+    return dict(zip(("weight", "weight_scale_inv"), quantise_fp8_blocks(weight, (128, 128)), strict=True))
+
+
+def of_tensor(weight):
+    return dict(zip(("weight", "weight_scale"), quantise_fp8_tensor(weight), strict=True))
+
+
+def of_int4(**options):
+    scheme = QuantizationScheme.model_validate(int4(**options)["config_groups"]["group_0"])
+    return int4(**options), lambda weight: quantise_int4(weight, scheme)
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (BLOCK, of_blocks),
+        (TENSOR, of_tensor),
+        of_int4(),
+        of_int4(symmetric=False),
+        of_int4(strategy="channel", group_size=None),
+    ],
+    ids=["block", "tensor", "int4", "zero", "channel"],
+)
+def test_without_a_checkpoint_names_say_what_is_quantised(settings, expected):
+    weight = matrix()
+    found, parts = by_names(settings, weight), expected(weight)
+    assert len(found) == len(MATRICES) + len(LEFT)
+    for module in MATRICES:
+        assert found[module].keys() == parts.keys(), module
+        for part, tensor in parts.items():
+            made = found[module][part]
+            assert (made.dtype, made.shape) == (tensor.dtype, tensor.shape)
+            assert made.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+    assert all(found[module]["weight"] is weight and len(found[module]) == 1 for module in LEFT)
+
+
+def test_modules_that_settings_name_are_left_alone():
+    weight, query, down, expert = matrix(32, 64), MATRICES[0], MATRICES[4], MATRICES[5]
+
+    def left(settings):
+        found = by_names(settings, weight, MATRICES)
+        return {
+            module for module in MATRICES if found[module].keys() == {"weight"} and found[module]["weight"] is weight
+        }
+
+    # FP8 checkpoints name a module or what it lies in, also without `model.`; what begins alike is another module.
+    assert left({**BLOCK, "modules_to_not_convert": ["layers.0.self_attn.q_proj", "down_proj", "mlp.expert"]}) == {
+        query,
+        down,
+    }
+    assert left({**BLOCK, "ignored_layers": ["model.layers.0.mlp."]}) == {name for name in MATRICES if ".mlp." in name}
+    # Packed ones a module, its end, or a pattern: who names a parent does not mean its children.
+    assert left({**int4(), "ignore": ["re:.*experts.*", "mlp.down_proj", "model.layers.0"]}) == {expert, down}
+    assert left(int4(group_size=48)) == set(MATRICES), "no whole groups"
+
+
+def test_settings_that_name_their_targets_are_refused_without_a_checkpoint():
+    settings = int4()
+    settings["config_groups"]["group_0"]["targets"] = ["re:.*experts.*"]
+    with pytest.raises(UserError, match=r"^here: .*\(targets re:\.\*experts"):
+        by_names(settings, matrix())
+    with pytest.raises(UserError, match=r"^here: .*\(quant_method awq"):
+        by_names({"quant_method": "awq"}, matrix())
+    with pytest.raises(UserError, match=r"^here: .* in '\('"):
+        by_names({**int4(), "ignore": ["re:("]}, matrix())
 
 
 def test_a_checkpoint_that_is_not_quantised_has_no_quantiser(tmp_path):

@@ -21,6 +21,8 @@ from slime.utils.hf_files import INDEX_FILE
 from slime.weights.hf_reader import Place, SafetensorsDirectory, StoredTensor, places_of_checkpoint
 from slime.weights.hf_writer import copy_auxiliary_files, number_shards
 from slime.weights.quantisers import (
+    LINEAR_WEIGHTS,
+    modules_by_name,
     open_checkpoint,
     quantisation_settings,
     quantise_fp8_blocks,
@@ -32,11 +34,6 @@ from tools.conversion.units import Conversion, Unit, split_into_units, write_str
 if TYPE_CHECKING:
     import torch
 
-# What the matrices of attention (also latent, linear, and that of an indexer) and of dense and expert layers are called.
-_LINEAR = re.compile(
-    r"(?:\.(?:[qkvo]_proj|qkv_proj|gate_proj|up_proj|down_proj|gate_up_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|wq_b|wk"
-    r"|in_proj_qkv|in_proj_qkvz|in_proj_z|out_proj)|\.experts\.\d+\.w[123])\.weight$"
-)
 _EMBEDDING = re.compile(r"embed")
 # Types of numbers that are not quantised.
 _PLAIN_TYPES = ("BF16", "F16", "F32")
@@ -70,16 +67,7 @@ def quantised_matrices(
     Raises:
         UserError: a pattern is none; no weight is left; experts are stored several in one tensor.
     """
-    try:
-        patterns = [re.compile(rule.removeprefix("re:")) for rule in rules if rule.startswith("re:")]
-    except re.error as error:
-        raise UserError(f"--ignore-rules: {error} in {error.pattern!r}") from error
-    names = [rule for rule in rules if not rule.startswith("re:")]
-
-    def is_ignored(module: str) -> bool:
-        by_name = any(module == name or module.endswith("." + name) for name in names)
-        return by_name or any(pattern.match(module) for pattern in patterns)
-
+    is_ignored = modules_by_name(rules, "--ignore-rules")
     chosen, left = [], []
     for name, place in places.items():
         if len(place.shape) == 3 and ".experts." in name:
@@ -90,7 +78,7 @@ def quantised_matrices(
         if not name.endswith(".weight") or len(place.shape) != 2 or _EMBEDDING.search(name):
             continue
         module = name.removesuffix(".weight")
-        fits = _LINEAR.search(name) and not is_ignored(module) and place.shape[1] % columns == 0
+        fits = LINEAR_WEIGHTS.search(name) and not is_ignored(module) and place.shape[1] % columns == 0
         (chosen if fits and place.dtype in _PLAIN_TYPES else left).append(name if fits else module)
     if not chosen:
         raise UserError(

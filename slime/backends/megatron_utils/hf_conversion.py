@@ -32,7 +32,7 @@ from slime.models.family import Family, Rule, next_expert, strip_wrappers
 from slime.models.tensor_layouts import Layout, TensorSizes
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import SafetensorsDirectory
-from slime.weights.quantisers import moves_when_read, open_checkpoint
+from slime.weights.quantisers import moves_when_read, open_checkpoint, quantise_by_names
 
 logger = logging.getLogger(__name__)
 
@@ -304,16 +304,18 @@ def convert_to_hf(
     Args:
         model_name: decides the family ("qwen3", "Qwen3ForCausalLM", ...).
         name: the parameter's global name; `module.` prefixes are allowed.
+        quantization_config: that of the `config.json` of a quantised checkpoint: the tensors are as such a checkpoint has
+            them, FP8 or INT4 with their scales. It and the names of the tensors say what is quantised: matrices of attention
+            and of dense and expert layers.
 
     Raises:
-        UserError: unknown family, or a `quantization_config` (conversion to quantised checkpoints does not exist).
+        UserError: unknown family, or a `quantization_config` that is not known here.
         KeyError: the family has no such parameter.
     """
+    converted = _to_hf(_trained_family(model_name).of_model(args.num_layers), tensor_sizes(args), name, param)
     if quantization_config:
-        raise UserError(
-            f"export to a quantised checkpoint ({quantization_config.get('quant_method')}) is not supported"
-        )
-    return list(_to_hf(_trained_family(model_name).of_model(args.num_layers), tensor_sizes(args), name, param))
+        converted = quantise_by_names(converted, quantization_config, "convert_to_hf")
+    return list(converted)
 
 
 def remove_padding(name: str, param: torch.Tensor, vocab_size: int) -> torch.Tensor:

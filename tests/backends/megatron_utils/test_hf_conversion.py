@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from slime.backends.megatron_utils.hf_conversion import convert_to_hf, expected_hf_names, family_of_directory
 from slime.models.qwen import QWEN3
 from slime.utils.errors import UserError
+from slime.weights.quantisers import quantise_fp8_blocks, quantise_fp8_tensor
 from tests.support.models.tiny_model import tiny_args, write_tiny_latent, write_tiny_model
 from tests.support.processes.distributed import run_distributed
 
@@ -18,6 +19,32 @@ from tests.support.processes.distributed import run_distributed
 def test_names_of_other_families_are_refused(name):
     with pytest.raises(UserError, match="qwen2.*qwen3"):
         convert_to_hf(None, name, "decoder.final_layernorm.weight", torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "settings, quantise, suffix",
+    [
+        ({"weight_block_size": [8, 16]}, lambda weight: quantise_fp8_blocks(weight, (8, 16)), "weight_scale_inv"),
+        ({"modules_to_not_convert": ["lm_head"]}, quantise_fp8_tensor, "weight_scale"),
+    ],
+    ids=["blocks", "tensor"],
+)
+def test_a_parameter_is_quantised_as_a_config_asks_for(tmp_path, settings, quantise, suffix):
+    write_tiny_model(tmp_path)
+    args, settings = tiny_args(tmp_path), {**settings, "quant_method": "fp8"}
+    fc1 = torch.randn(32, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    name = "module.module.decoder.layers.1.mlp.linear_fc1.weight"
+    plain = dict(convert_to_hf(args, "qwen3", name, fc1))
+    assert list(plain) == ["model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"]
+    found = dict(convert_to_hf(args, "qwen3", name, fc1, settings))
+    for weight, tensor in plain.items():
+        numbers, scale = quantise(tensor)
+        assert found.pop(weight).view(torch.uint8).equal(numbers.view(torch.uint8))
+        assert found.pop(weight.removesuffix("weight") + suffix).equal(scale)
+    assert not found
+    norm = torch.ones(48)
+    ((_, kept),) = convert_to_hf(args, "qwen3", "decoder.final_layernorm.weight", norm, settings)
+    assert kept.equal(norm)
 
 
 def test_by_directory(tmp_path):

@@ -97,7 +97,7 @@ def _errors(sources, tiny):
     before = {name: parameter.clone() for name, parameter in chunks[0].named_parameters()}
     messages = {}
     try:
-        convert_to_hf(args, "qwen3", "decoder.final_layernorm.weight", torch.ones(1), {"quant_method": "fp8"})
+        convert_to_hf(args, "qwen3", "decoder.final_layernorm.weight", torch.ones(1), {"quant_method": "awq"})
     except ValueError as error:
         messages["quantised"] = str(error)
     for name, source in sources.items():
@@ -143,7 +143,7 @@ def test_checkpoints_that_do_not_fit_are_refused_whole(directories, tmp_path):
     assert "model.safetensors" in messages["cut"]
     assert "*.safetensors" in messages["empty"]
     assert "1 missing: lm_head.weight" in messages["tied"]
-    assert "fp8" in messages["quantised"]
+    assert "convert_to_hf: " in messages["quantised"] and "quant_method awq" in messages["quantised"]
     assert untouched
     assert converted == [
         ("model.layers.1.mlp.gate_proj.weight", (96, 32)),
