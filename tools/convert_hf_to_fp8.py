@@ -48,7 +48,7 @@ def main(words: list[str] | None = None) -> None:
     if min(args.block_size) < 1:
         parser.error("--block-size takes positive numbers")
     require_checkpoint("--model-dir", args.model_dir)
-    start_server(args.max_workers)
+    start_server(args.max_workers, "tools.conversion.hugging_face")
     recipe = fp8_recipe(args.strategy, args.block_size, args.scale_fmt)
     quantise_checkpoint(args.model_dir, args.save_dir, recipe, (), 1, args)
     if args.strategy == "channel":

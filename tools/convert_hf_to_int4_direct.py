@@ -41,7 +41,7 @@ def main(words: list[str] | None = None) -> None:
     if args.group_size < 1:
         parser.error("--group-size takes a positive number")
     require_checkpoint("--model-dir", args.model_dir)
-    start_server(args.max_workers)
+    start_server(args.max_workers, "tools.conversion.hugging_face")
     recipe = integer_recipe(4, args.group_size, args.is_symmetric)
     quantise_checkpoint(args.model_dir, args.save_dir, recipe, args.ignore_rules, args.group_size, args)
 

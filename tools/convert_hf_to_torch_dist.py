@@ -36,7 +36,7 @@ def main(words: list[str] | None = None, *, source: str = "--hf-checkpoint", tar
     parser.add_argument("-f", "--force", action="store_true", help="replace the target if it exists")
     args, flags = parser.parse_known_args(words)
     require_checkpoint(source, args.source)
-    start_server(args.max_workers)
+    start_server(args.max_workers, "tools.conversion.torch_dist")
     from tools.conversion.torch_dist import convert_hf_to_torch_dist
 
     convert_hf_to_torch_dist(

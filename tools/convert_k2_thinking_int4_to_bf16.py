@@ -36,7 +36,7 @@ def main(words: list[str] | None = None) -> None:
     source = args.model_dir
     target = args.output_dir or source.resolve().with_name(f"{source.resolve().name}-bf16")
     require_checkpoint("--model-dir", args.model_dir)
-    start_server(args.max_workers)
+    start_server(args.max_workers, "tools.conversion.hugging_face")
     dequantise_checkpoint(source, target, args, args.files, args.config_path)
 
 

@@ -57,7 +57,7 @@ def convert(args: argparse.Namespace, workers: int) -> None:
     """The conversion that `args` of `parser_without_workers` ask for, by so many processes."""
     require_directory("--input-dir", args.input_dir)
     require_checkpoint("--origin-hf-dir", args.origin_hf_dir)
-    start_server(workers)
+    start_server(workers, "tools.conversion.torch_dist")
     from tools.conversion.torch_dist import convert_torch_dist_to_hf
 
     convert_torch_dist_to_hf(

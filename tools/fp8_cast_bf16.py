@@ -25,7 +25,7 @@ def main(words: list[str] | None = None) -> None:
     add_options(parser)
     args = parser.parse_args(words)
     require_checkpoint("--input-fp8-hf-path", args.input_fp8_hf_path)
-    start_server(args.max_workers)
+    start_server(args.max_workers, "tools.conversion.hugging_face")
     dequantise_checkpoint(args.input_fp8_hf_path, args.output_bf16_hf_path, args)
 
 

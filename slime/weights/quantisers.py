@@ -35,8 +35,8 @@ _LEAST_AMAX = 1e-12
 # Engines that compute with powers of two take no smaller one.
 _LEAST_AMAX_OF_POWERS = 1e-4
 _PACKED = "weight_packed"
-# Numbers that a processor's cache holds in float32.
-_STRIP_NUMBERS = 2**17
+# Enough numbers that calls cost little beside them, and few enough for a cache in float32.
+_STRIP_NUMBERS = 2**19
 # So many integers of any number of bits fill whole words.
 _INTEGERS_OF_WHOLE_WORDS = 32
 
@@ -58,16 +58,15 @@ def quantise_fp8_blocks(
     """
     import torch
 
-    parts = [_fp8_strip(strip, block, scale_format) for strip in _strips(weight, block[0])]
-    quantised, scales = zip(*parts, strict=True)
-    # Torch joins no FP8.
-    joined = torch.cat([part.view(torch.uint8) for part in quantised]).view(torch.float8_e4m3fn)
-    return joined, torch.cat(scales)
+    quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    strips = zip(_strips(weight, block[0]), _strips(quantised, block[0]), strict=True)
+    return quantised, torch.cat([_fp8_strip(strip, into, block, scale_format) for strip, into in strips])
 
 
 def _fp8_strip(
-    weight: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat
-) -> tuple[torch.Tensor, torch.Tensor]:
+    weight: torch.Tensor, into: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat
+) -> torch.Tensor:
+    """The scales of a strip, whose numbers come to lie in `into`."""
     import torch
 
     (rows, columns), (height, width) = weight.shape, block
@@ -75,7 +74,9 @@ def _fp8_strip(
     if rows % height or columns % width:
         numbers = torch.nn.functional.pad(numbers, (0, -columns % width, 0, -rows % height))
     blocks = numbers.view(numbers.shape[0] // height, height, numbers.shape[1] // width, width)
-    amax = torch.maximum(blocks.amax(dim=(1, 3), keepdim=True), -blocks.amin(dim=(1, 3), keepdim=True))
+    # Down the columns first: of rows that lie side by side the larger numbers are found many at a time.
+    largest = torch.maximum(blocks.amax(dim=1, keepdim=True), -blocks.amin(dim=1, keepdim=True))
+    amax = largest.amax(dim=3, keepdim=True)
     scale = _of_largest(amax)
     if scale_format == "ue8m0":
         mantissa, exponent = torch.frexp(_of_largest(amax.clamp(min=_LEAST_AMAX_OF_POWERS)))
@@ -83,7 +84,8 @@ def _fp8_strip(
         scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
     scale = torch.where(amax == 0, 1.0, scale)
     blocks.div_(scale).clamp_(-_FP8_LARGEST, _FP8_LARGEST)
-    return numbers[:rows, :columns].to(torch.float8_e4m3fn).contiguous(), scale[:, 0, :, 0].contiguous()
+    into.copy_(numbers[:rows, :columns])
+    return scale[:, 0, :, 0].contiguous()
 
 
 def _of_largest(amax: torch.Tensor) -> torch.Tensor:
@@ -108,7 +110,7 @@ def quantise_fp8_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _strips(weight: torch.Tensor, height: int = 1) -> Sequence[torch.Tensor]:
-    """Whole multiples of `height` rows, as many as a processor's cache holds in float32. Other devices take all at once."""
+    """Whole multiples of `height` rows, about as many as a cache holds in float32. Other devices take all at once."""
     if weight.device.type != "cpu":
         return [weight]
     return weight.split(height * max(_STRIP_NUMBERS // (height * max(weight.shape[1], 1)), 1))
@@ -156,14 +158,17 @@ def _integers_of_strip(
 
     rows, columns = weight.shape
     groups = weight.view(rows, -1, group_size or columns)
-    # Extremes of few numbers each are found faster in float32.
-    wide = groups.float()
-    scale, zero = scale_and_zero(wide.amin(-1).to(weight.dtype), wide.amax(-1).to(weight.dtype), bits, symmetric)
+    # Extremes of few numbers each are found faster in float32. Of a symmetric group the magnitude is enough.
+    wide = (groups.abs() if symmetric else groups).float()
+    largest = wide.amax(-1).to(weight.dtype)
+    least = torch.zeros_like(largest) if symmetric else wide.amin(-1).to(weight.dtype)
+    scale, zero = scale_and_zero(least, largest, bits, symmetric)
     scaled = groups / scale[..., None]
     if not symmetric:
         scaled += zero[..., None].to(weight.dtype)
     least = -(1 << (bits - 1))
-    integers = scaled.clamp_(least, -least - 1).round_().to(torch.int8)
+    # What 16 bits hold is rounded and cut off faster in float32, and stays the same.
+    integers = scaled.float().clamp_(least, -least - 1).round_().to(torch.int8)
     return pack_integers(integers.view(rows, columns), bits), scale, zero
 
 
@@ -194,7 +199,8 @@ def pack_integers(integers: torch.Tensor, bits: int) -> torch.Tensor:
         return pack_to_int32(integers, bits).contiguous()
     stored = integers.view(torch.uint8) + (1 << (bits - 1))
     # Flat: one row or column counts as contiguous with strides that no view of wider numbers takes.
-    stored = torch.nn.functional.pad(stored, (0, -integers.shape[1] % (32 // bits))).reshape(-1)
+    missing = -integers.shape[1] % (32 // bits)
+    stored = (torch.nn.functional.pad(stored, (0, missing)) if missing else stored).reshape(-1)
     if bits == 4:
         pairs = stored.view(torch.int16)
         stored = (pairs | (pairs >> 4)).to(torch.uint8)
@@ -502,8 +508,6 @@ class _Fp8:
 
         rows, columns = _ranges(index, self.shape)
         codes = self._numbers[rows, columns].view(torch.uint8)
-        # What each code means: torch finds it out number by number.
-        table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         numbers = torch.empty(codes.shape, dtype=torch.float32)
         height = self._block[0] if self._block else max(_STRIP_NUMBERS // max(codes.shape[1], 1), 1)
         first = rows.start
@@ -512,10 +516,23 @@ class _Fp8:
             own = slice(first - rows.start, last - rows.start)
             place = (slice(first, first + 1), columns)
             scale = _spread(self._scale, place, self._block) if self._block else self._scale[...]
-            found = table.index_select(0, codes[own].flatten().int()).view(codes[own].shape)
-            torch.mul(found, scale.float(), out=numbers[own])
+            torch.mul(_fp8_numbers(codes[own]), scale.float(), out=numbers[own])
             first = last
         return numbers
+
+
+def _fp8_numbers(codes: torch.Tensor) -> torch.Tensor:
+    """What codes (uint8) of `float8_e4m3fn` mean, float32; torch finds it out number by number.
+
+    Their bits are those of a float16 that is 256 times smaller, also below the normal numbers; but for codes of no number.
+    """
+    import torch
+
+    if not codes.numel() or (codes & 0x7F).amax() == 0x7F:
+        return codes.view(torch.float8_e4m3fn).float()
+    # The sign comes twice, once at the place of an exponent's bit.
+    halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
+    return halves.view(torch.float16).float().mul_(256.0)
 
 
 class _Packed:

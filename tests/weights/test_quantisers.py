@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from slime.utils.errors import RunError, UserError
 from slime.weights.hf_writer import write_hf_checkpoint
 from slime.weights.quantisers import (
+    _fp8_numbers,
     _scale_and_zero,
     moves_when_read,
     open_checkpoint,
@@ -99,6 +100,15 @@ def test_scales_that_are_powers_of_two_as_the_engine_makes_them():
     assert scale.equal(expected_scale) and quantised.view(torch.uint8).equal(expected.view(torch.uint8))
     assert scale[0, 1] == 4 and scale[1, 1] == 2**-22 and torch.frexp(scale).mantissa.eq(0.5).all()
     assert quantise_fp8_blocks(torch.zeros(2, 2), (2, 2), "ue8m0")[1].item() == 1
+
+
+def test_every_code_of_fp8_is_read_as_torch_reads_it():
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes[(codes & 0x7F) != 0x7F]
+    # Also zeros of both signs, and the smallest numbers; with a code of no number among them too.
+    for read in (numbers, codes, codes[:0]):
+        expected = read.view(torch.float8_e4m3fn).float()
+        assert _fp8_numbers(read).view(torch.int32).equal(expected.view(torch.int32))
 
 
 def test_s3_a_tensor_of_fp8():

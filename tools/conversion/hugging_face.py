@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 _EMBEDDING = re.compile(r"embed")
 # Types of numbers that are not quantised.
 _PLAIN_TYPES = ("BF16", "F16", "F32")
-# Numbers that a processor's cache holds in float32.
-_STRIP_NUMBERS = 2**17
+# Enough numbers that calls cost little beside them, and few enough for a cache in float32.
+_STRIP_NUMBERS = 2**19
 DEFAULT_SHARD_BYTES = 5 * 1024**3
 
 

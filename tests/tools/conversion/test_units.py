@@ -238,6 +238,27 @@ def test_nothing_is_overwritten(source, tmp_path):
     assert not (target / "mine").exists() and (target / "all").exists()
 
 
+# Run elsewhere: what the tools are imported from is not where a new process looks.
+_SERVED = """
+import multiprocessing, os, sys
+sys.path.insert(0, sys.argv[1])
+from tools.conversion.units import start_server
+before = dict(os.environ)
+start_server(2, "tools.conversion.hugging_face")
+assert dict(os.environ) == before
+with multiprocessing.get_context("forkserver").Pool(1) as pool:
+    names = pool.apply(eval, ("list(__import__('sys').modules)",))
+print(*[name for name in ("torch", "tools.conversion.hugging_face") if name in names])
+"""
+
+
+def test_workers_have_imported_what_they_run(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", _SERVED, str(ROOT)]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.stdout.split() == ["torch", "tools.conversion.hugging_face"], run.stderr
+
+
 def test_units_keep_the_order_and_the_bounds(monkeypatch):
     sizes = [("a", 3), ("b", 3), ("c", 10), ("d", 1)]
     assert split_into_units(sizes, 1, 6) == [
