@@ -1,4 +1,7 @@
-"""Seconds and memory per phase of a process, collected under the phase's name and read once per rollout."""
+"""Seconds and memory per phase of a process, collected under the phase's name and read once per rollout.
+
+While the process is traced by a profiler, every phase is a range of that trace too.
+"""
 
 import contextlib
 import functools
@@ -10,11 +13,19 @@ from typing import Any
 from slime.utils.device import get_accelerator
 from slime.utils.misc import SingletonMeta
 
+# What the name of a phase's range in a trace begins with.
+RANGE_PREFIX = "phase "
+
 
 class Timer(metaclass=SingletonMeta):
-    """Sums the seconds of every phase since the last `pop_seconds()`."""
+    """Sums the seconds of every phase since the last `pop_seconds()`.
+
+    Attributes:
+        range_of: makes the range of a name in the trace that is being made; None while none is.
+    """
 
     def __init__(self) -> None:
+        self.range_of: Callable[[str], contextlib.AbstractContextManager] | None = None
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
 
@@ -76,9 +87,13 @@ def phase(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def timer(name: str) -> Iterator[None]:
     """Add the time spent in the block to the phase `name`, also when the block raises."""
-    start = time.perf_counter()
+    range_of, start = Timer().range_of, time.perf_counter()
     try:
-        yield
+        if range_of is None:
+            yield
+        else:
+            with range_of(f"{RANGE_PREFIX}{name}"):
+                yield
     finally:
         Timer().add(name, time.perf_counter() - start)
 

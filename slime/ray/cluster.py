@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib.util
 import logging
 import os
 import secrets
@@ -34,7 +35,7 @@ from slime.arguments.derivation import settle_precision
 from slime.arguments.origins import Origin, recording
 from slime.arguments.rules.megatron import MEGATRON_RULES
 from slime.arguments.rules.serving import engine_around_a_sender
-from slime.arguments.sizes import GpuRanges, layout_of
+from slime.arguments.sizes import GpuRanges, expects_gpus, layout_of
 from slime.arguments.violations import Refusal
 from slime.backends.sglang_utils.server_arguments import require_cache_transfer, require_drafts, require_stages
 from slime.plan import place_of_images, require_memory_of_machine
@@ -190,6 +191,20 @@ def refuse_images_on_cpus(args: argparse.Namespace) -> None:
             f"{places[0]}: engines on CPUs have no image processors, so answers to images need GPUs; run on GPUs, or give a "
             "--custom-generate-function-path that asks somebody else"
         )
+
+
+def refuse_recording(args: argparse.Namespace) -> None:
+    """Raise UserError where training ranks could not record their memory, as far as this machine tells: `--memory-recorder`
+    records on GPUs alone, or by a package that is missing."""
+    if not args.record_memory_history or not args.has_trainer:
+        return
+    if args.memory_recorder == "torch" and expects_gpus(args) is False:
+        raise UserError(
+            "--record-memory-history: --memory-recorder torch records the memory of GPUs, and this run has none; give "
+            "--memory-recorder memray, which records that of the host, or drop the flag"
+        )
+    if args.memory_recorder == "memray" and env.ray_address() is None and importlib.util.find_spec("memray") is None:
+        raise UserError("--memory-recorder memray needs the package memray: pip install memray")
 
 
 def _asks(function: str, generate: str | None) -> bool:

@@ -91,9 +91,10 @@ def main(
                 show_plan(args, build_parser(add_custom_arguments))
             return 0
         if finished is None:
-            from slime.ray.cluster import check_machine, refuse_images_on_cpus
+            from slime.ray.cluster import check_machine, refuse_images_on_cpus, refuse_recording
 
             refuse_images_on_cpus(args)
+            refuse_recording(args)
             check_before_start(args)
             if not args.check:
                 _sweep()
@@ -257,7 +258,7 @@ def _session(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
     directory = tracking_directory(args).absolute()
     run_id = args.wandb_run_id or (new_run_id() if args.use_wandb else None)
-    args = with_run_values(args, log_dir=str(directory / "logs"), wandb_run_id=run_id)
+    args = with_run_values(args, run_dir=str(directory), log_dir=str(directory / "logs"), wandb_run_id=run_id)
     Path(args.log_dir).mkdir(parents=True, exist_ok=True)
     failed = True
     with _sigterm_as_interrupt():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -27,6 +28,7 @@ from slime.training.checkpoint_publication import publish_checkpoint
 from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.training.metric_reduction import all_reduce_sum
 from slime.training.model_states import ACTOR, REFERENCE, ModelStates, StateSchedule
+from slime.training.profiling import Part
 from slime.training.reports import phase_speeds, rollout_data_metrics, save_train_data, worst_token_lines
 from slime.training.resident_memory import Residents
 from slime.training.rollout_data import RolloutData, refresh_mask_sums
@@ -79,7 +81,7 @@ class ActorRank(TrainRank):
 
     def train(self, rollout_id: int, shards: list[Box]) -> list[LoggedMetrics]:
         """Train on this rank's shard of a rollout. Returns what was logged (the same numbers on every rank)."""
-        with self._collected() as logged:
+        with self._collected() as logged, self._recorded(Part.OVERALL, rollout_id):
             self._train(rollout_id, shards, (), logged)
         return logged
 
@@ -92,7 +94,7 @@ class ActorRank(TrainRank):
             What was logged, and this rank's part of what the critic is to learn, if it is the one that tells: the returns, and
             the masks where `--rollout-data-postprocess-path` may have changed them.
         """
-        with self._collected() as logged:
+        with self._collected() as logged, self._recorded(Part.OVERALL, rollout_id):
             data = self._train(rollout_id, shards, values, logged)
         names = ["returns"] if self.args.rollout_data_postprocess_path is None else ["returns", "loss_masks"]
         return logged, send_columns(data, names, self.groups) if self.groups.is_last_stage else None
@@ -302,7 +304,11 @@ class ActorRank(TrainRank):
             self._prepare(rollout_id, data, logged)
             self._dump(rollout_id, data)
             if rollout_id >= self.args.num_critic_only_steps:
-                with phase("actor_train"), self.backend.routing_replay.training():
+                with (
+                    self._recorded(Part.STEPS, rollout_id),
+                    phase("actor_train"),
+                    self.backend.routing_replay.training(),
+                ):
                     self._train_steps(rollout_id, data, logged)
             else:
                 self.backend.routing_replay.clear()
@@ -326,12 +332,15 @@ class ActorRank(TrainRank):
     def _prepare(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> None:
         """Log-probs, advantages (both on the last pipeline stage) and the user's last word on the data (on every rank)."""
         args = self.args
-        with self.states.turns():
-            for state in (REFERENCE, TEACHER):
-                if state in self.states:
-                    with phase(f"{state}_log_probs"), self.states(state):
-                        data.update(forward_log_probs(args, self.backend, data, with_entropy=False, prefix=f"{state}_"))
-            if needs_log_prob_pass(args, steps=len(data["num_microbatches"])):
+        others = [state for state in (REFERENCE, TEACHER) if state in self.states]
+        needs_own = needs_log_prob_pass(args, steps=len(data["num_microbatches"]))
+        # Where there is no pass there is nothing to look at.
+        recorded = self._recorded(Part.LOG_PROBS, rollout_id) if others or needs_own else contextlib.nullcontext()
+        with recorded, self.states.turns():
+            for state in others:
+                with phase(f"{state}_log_probs"), self.states(state):
+                    data.update(forward_log_probs(args, self.backend, data, with_entropy=False, prefix=f"{state}_"))
+            if needs_own:
                 state = OLD_ACTOR if args.keep_old_actor else ACTOR
                 with phase("log_probs"), self.states(state), self.backend.routing_replay.log_prob_pass():
                     data.update(forward_log_probs(args, self.backend, data, with_entropy=args.use_rollout_entropy))

@@ -25,6 +25,7 @@ from slime.training.backend import RankGroups, UnfinishedSave, make_backend
 from slime.training.checkpoint_publication import forget_checkpoints, show_checkpoint
 from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.training.metric_reduction import mean_of_steps
+from slime.training.profiling import Part, Records, records_of
 from slime.training.resident_memory import ResidentMemory, Residents
 from slime.training.rollout_batch import process_rollout_data
 from slime.training.rollout_data import RolloutData, refresh_mask_sums
@@ -54,6 +55,8 @@ class TrainRank:
     role = "actor"
     metric_prefix = "train/"
     phase_prefix = ""
+    # What the rank records about itself, once it has joined; None: nothing.
+    _records: Records | None = None
 
     def __init__(self, args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -> None:
         configure_logger(args.log_level)
@@ -132,6 +135,8 @@ class TrainRank:
 
     def dispose(self) -> None:
         """Leave all process groups."""
+        if self._records is not None:
+            self._records.close()
         self.backend.close()
 
     def _join(self, rendezvous: tuple[str, int]) -> None:
@@ -153,6 +158,8 @@ class TrainRank:
         )
         self.device = get_accelerator().device(self.local_rank)
         get_accelerator().set_device(self.local_rank)
+        # The memory of the model is to be among what is recorded.
+        self._records = records_of(args, self.rank)
         # Before Gloo has threads. Engines that generate meanwhile would miss cores on which threads wait awake.
         if not args.asynchronous:
             get_accelerator().compute_in_this_thread()
@@ -166,6 +173,9 @@ class TrainRank:
         if self.rank == 0:
             logger.info("%s weights: %s%s", self.role, source, ", resuming" if source.resume else "")
         iteration = self.backend.load(source)
+        if self._records is not None:
+            # Ranks that end with every rollout begin as often.
+            self._records.begin(iteration + 1, logger.debug if self.args.release_train else logger.info)
         # Not before: what loading takes is not needed again.
         get_accelerator().keep_freed_memory()
         return iteration
@@ -192,6 +202,10 @@ class TrainRank:
         ranks = dist.get_world_size(self.groups.sample_group)
         data = process_rollout_data(self.args, shards, self.groups.data_rank, ranks, self.device)
         return RolloutData.of_rank(data, self.groups.cp)
+
+    def _recorded(self, part: Part, rollout_id: int) -> contextlib.AbstractContextManager:
+        """The block is that part of the work on a rollout."""
+        return contextlib.nullcontext() if self._records is None else self._records.within(part, rollout_id)
 
     @contextlib.contextmanager
     def _collected(self) -> Iterator[list[LoggedMetrics]]:
@@ -268,7 +282,7 @@ class CriticRank(TrainRank):
         returns them."""
         self.require(Holds.ALL, "it computes values")
         self._rollout_id, self._data = rollout_id, RolloutData()
-        with self._collected() as logged, phase("critic_values"):
+        with self._collected() as logged, self._recorded(Part.VALUES, rollout_id), phase("critic_values"):
             data = self._fetch(shards)
             data.update(forward_values(self.args, self.backend, data))
             part = send_columns(data, ["values"], self.groups) if self.groups.is_last_stage else None
@@ -290,7 +304,7 @@ class CriticRank(TrainRank):
         with self._collected() as logged:
             logged += self._logged_with_values
             self._logged_with_values = ()
-            with phase("critic_train"):
+            with self._recorded(Part.OVERALL, rollout_id), phase("critic_train"):
                 if self.groups.is_last_stage:
                     data["returns"] = fetch_column(parts, "returns", data, self.args.http_control_timeout)
                 if any("loss_masks" in part.boxes for part in parts):

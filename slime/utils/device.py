@@ -23,8 +23,11 @@ from slime.utils import env
 from slime.utils.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     import torch.distributed as dist
+    from torch.profiler import ProfilerActivity
 
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,9 @@ logger = logging.getLogger(__name__)
 # Of glibc's malloc.h, and the bytes up to which a piece of memory is kept.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_KEPT = 2**30
+
+# Of a recording of allocations on a GPU so many are kept, the newest; each takes some kilobytes in a snapshot.
+_RECORDED_EVENTS = 100_000
 
 
 class Accelerator:
@@ -140,6 +146,34 @@ class Accelerator:
 
     def reset_peak_memory(self) -> None:
         """Let the peak begin at what is allocated now; does nothing where the device counts none."""
+
+    def profiled_activities(self) -> list[ProfilerActivity]:
+        """What torch's profiler can look at here."""
+        from torch.profiler import ProfilerActivity
+
+        return [ProfilerActivity.CPU]
+
+    def record_memory(self, out_of_memory: Callable[[], None]) -> None:
+        """Begin to record allocations on the device, and where in the source they are made. `out_of_memory` is called where one
+        fails, before that raises; once begun it stays, whatever is recorded.
+
+        Raises:
+            UserError: this device has no such recording.
+        """
+        raise UserError(
+            "--memory-recorder torch records the memory of GPUs, and this rank computes on a CPU; give --memory-recorder "
+            "memray, which records that of the host, or drop --record-memory-history"
+        )
+
+    def write_recorded_memory(self, path: Path) -> None:
+        """Write what was recorded and what is allocated, for https://pytorch.org/memory_viz.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+
+    def stop_recording_memory(self) -> None:
+        """Record no more, and forget what was recorded."""
 
     def device_name(self) -> str:
         """What the maker calls the device."""
@@ -281,6 +315,28 @@ class CudaAccelerator(Accelerator):
         import torch
 
         torch.cuda.reset_peak_memory_stats()
+
+    def profiled_activities(self) -> list[ProfilerActivity]:
+        from torch.profiler import ProfilerActivity
+
+        return [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+
+    def record_memory(self, out_of_memory: Callable[[], None]) -> None:
+        import torch
+
+        # Frames of C++ would be looked up one by one when a snapshot is written, for minutes.
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=_RECORDED_EVENTS)
+        torch._C._cuda_attach_out_of_memory_observer(lambda device, size, total, free: out_of_memory())
+
+    def write_recorded_memory(self, path: Path) -> None:
+        import torch
+
+        torch.cuda.memory._dump_snapshot(str(path))
+
+    def stop_recording_memory(self) -> None:
+        import torch
+
+        torch.cuda.memory._record_memory_history(enabled=None)
 
     def device_name(self) -> str:
         import torch

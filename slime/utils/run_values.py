@@ -18,7 +18,8 @@ Arguments = TypeVar("Arguments")
 class RunValues(TypedDict, total=False):
     """Each value by who finds it and who gets it."""
 
-    # The session, before anything starts: all processes.
+    # The session, before anything starts: all processes. The run's directory, and that of its logs.
+    run_dir: str
     log_dir: str
     wandb_run_id: str | None
     # Who asked the engines that the run did not start: all processes.

@@ -164,6 +164,9 @@ DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 512"
         ("--no-save-optim", "--no-save-optim: no effect without --save"),
         ("--custom-loss-function-path m.f", "--custom-loss-function-path: no effect without --loss-type custom_loss"),
         ("--no-use-tensorboard --tb-project-name p", "--tb-project-name: no effect without --use-tensorboard"),
+        ("--profile-target train_actor", "--profile-target: no effect without --use-pytorch-profiler"),
+        ("--memory-recorder memray", "--memory-recorder: no effect without --record-memory-history"),
+        ("--memory-snapshot-num-steps 3", "--memory-snapshot-num-steps: no effect without --record-memory-history"),
         ("--eval-prompt-data a {tmp}/prompts.jsonl", "--eval-prompt-data: no effect without --eval-interval"),
     ],
 )  # fmt: skip

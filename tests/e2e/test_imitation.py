@@ -26,8 +26,10 @@ def imitation_flags(task, tmp_path_factory):
 
 @pytest.mark.slow
 def test_imitation_in_bfloat16_ends_the_same_in_two_halves(imitation_flags, tmp_path):
-    """And checkpoints that are written in the background are those that training waits for."""
+    """And checkpoints that are written in the background are those that training waits for. A profiler changes nothing; it
+    traces the rollouts of its window wherever they are trained."""
     background = ["--async-save", "--keep-last", "1"]
+    background += ["--use-pytorch-profiler", "--profile-step-start", "2", "--profile-step-end", "5"]
     for name, lengths, more in [("whole", (6,), []), ("halves", (3, 6), background)]:
         for length in lengths:
             directory = tmp_path / name
@@ -39,3 +41,7 @@ def test_imitation_in_bfloat16_ends_the_same_in_two_halves(imitation_flags, tmp_
     whole, halves = (checkpoint_tensors(tmp_path / name / "iter_0000005") for name in ("whole", "halves"))
     assert whole.keys() == halves.keys() and any(name.startswith("/optimizer.state.param") for name in whole)
     assert [name for name in whole if whole[name] != halves[name]] == []
+    for length, traced in {3: [2], 6: [3, 4]}.items():
+        found = (tmp_path / f"halves_{length}" / "tensorboard").glob("*.pt.trace.json*")
+        names = [f"actor_train_overall_rank_0.{rollout_id}.pt.trace.json.gz" for rollout_id in traced]
+        assert sorted(path.name for path in found) == names

@@ -351,6 +351,39 @@ def test_engines_on_cpus_are_not_asked_about_images(tmp_path, monkeypatch, accel
     cluster.refuse_images_on_cpus(parse(tmp_path, *IMAGES, "--rollout-external-engine-addrs", "10.0.0.2:30000"))
 
 
+@pytest.mark.parametrize(
+    ("words", "address", "gpus", "problem"),
+    [
+        ("", None, 0, "--memory-recorder torch records the memory of GPUs, and this run has none"),
+        ("", None, 1, None),
+        # What the machines of a cluster have is not known here; each rank looks for itself.
+        ("", "10.0.0.1:6379", 0, None),
+        ("--memory-recorder memray", None, 0, "--memory-recorder memray needs the package memray: pip install memray"),
+        ("--memory-recorder memray", "10.0.0.1:6379", 0, None),
+        ("--debug-rollout-only", None, 0, None),
+    ],
+)
+def test_memory_that_ranks_cannot_record_is_refused_before_they_start(
+    tmp_path, monkeypatch, words, address, gpus, problem
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("slime.arguments.sizes.gpus_on_this_machine", lambda: gpus)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    args = parse(tmp_path, "--no-use-tensorboard", *words.split())
+    cluster.refuse_recording(args)
+    args.record_memory_history = True
+    with pytest.raises(UserError, match=problem) if problem else contextlib.nullcontext():
+        cluster.refuse_recording(args)
+
+
+def test_a_check_refuses_what_ranks_could_not_record(tmp_path, capsys):
+    assert run(tmp_path, "--record-memory-history", "--check") == 2
+    assert "--memory-recorder torch records the memory of GPUs, and this run has none" in capsys.readouterr().err
+
+
 def set_with_images(tmp_path, field="x", **entry):
     """The words of a run that evaluates a set whose images are in `field`; its key stands in line 3 of the file."""
     parse(tmp_path)

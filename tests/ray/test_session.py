@@ -123,8 +123,9 @@ def test_processes_of_a_run_are_told_where_its_logs_are_and_the_parsed_arguments
         before.update(vars(parsed[0]))
 
     run(train)
-    assert given[0].log_dir.endswith("/logs") and "log_dir" not in before
-    assert vars(given[0]) == {**vars(parsed[0]), "log_dir": given[0].log_dir}
+    assert given[0].log_dir == f"{given[0].run_dir}/logs" and not {"run_dir", "log_dir"} & before.keys()
+    assert vars(given[0]) == {**vars(parsed[0]), "run_dir": given[0].run_dir, "log_dir": given[0].log_dir}
+    assert str(next(tmp_path.rglob("args.json")).parent) == given[0].run_dir
     record = json.loads(next(tmp_path.rglob("args.json")).read_text())
     assert record["arguments"]["log_dir"] == {"value": given[0].log_dir, "origin": None}
 

@@ -15,6 +15,8 @@ TOOLS = sorted(
 )
 # Command line → exit status and what the message names: the option, its value.
 REFUSED = {
+    "analyze_profile.py --profile-dir /nowhere": (2, "--profile-dir /nowhere"),
+    "analyze_profile.py --profile-dir {tmp}": (2, "--profile-dir {tmp}: there is no trace"),
     "convert_hf_to_fp8.py --model-dir /nowhere --save-dir {tmp}/to": (2, "--model-dir /nowhere"),
     "convert_hf_to_fp8.py --model-dir {tmp} --save-dir {tmp}/to": (2, "--model-dir {tmp} has no config.json"),
     "convert_hf_to_int4.py --input-dir /nowhere --output-dir {tmp}/to --data-dir {tmp}": (2, "--input-dir /nowhere"),

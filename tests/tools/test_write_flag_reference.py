@@ -33,6 +33,13 @@ def test_the_reference_is_fresh(generated, name):
     assert not changes, f"run `{COMMAND}`:\n{changes}"
 
 
+# What of the example is not built, whatever the product has.
+PLANNED = (
+    write_flag_reference.NotYet("record_mem*", "recording"),
+    write_flag_reference.NotYet("train_backend", "x", ("megatron",)),
+)
+
+
 def example() -> ArgumentParser:
     parser = ArgumentParser(add_help=False)
     group = parser.add_argument_group("rollout")
@@ -50,6 +57,7 @@ def test_a_line_holds_what_makes_a_flag(monkeypatch):
         "hook": plug_in("--hook", Caller.RANKS, "text"),
     }
     monkeypatch.setattr(write_flag_reference, "OWN_FLAGS", declared)
+    monkeypatch.setattr(write_flag_reference, "rows", lambda: PLANNED)
     monkeypatch.setattr(write_flag_reference, "BOUNDS", {"size": below_one(0), "lr_x": weight()})
     parser = example()
     for own in ("save", "hook"):
@@ -74,11 +82,7 @@ def test_rows_of_the_reference():
 
 
 def test_planned_features_are_marked(monkeypatch):
-    rows = (
-        write_flag_reference.NotYet("record_mem*", "recording"),
-        write_flag_reference.NotYet("train_backend", "x", ("megatron",)),
-    )
-    monkeypatch.setattr(write_flag_reference, "rows", lambda: rows)
+    monkeypatch.setattr(write_flag_reference, "rows", lambda: PLANNED)
     own = reference(example())[REFERENCE / "flags.md"]
     assert "| share *Planned, refused by a run.* |" in own
     assert "| engine *Other values than `megatron` are planned, refused by a run.* |" in own

@@ -41,7 +41,9 @@ def awake(rank_class: type[TrainRank]) -> TrainRank:
 
 def make_rank() -> TrainRank:
     rank = awake(TrainRank)
-    rank.args = SimpleNamespace(num_steps_per_rollout=2, reset_optimizer_states=False)
+    rank.args = SimpleNamespace(
+        num_steps_per_rollout=2, reset_optimizer_states=False, use_pytorch_profiler=False, record_memory_history=False
+    )
     rank.rank, rank.backend = 0, None
     rank._not_handed_over = []
     drain_outbox()

@@ -1,7 +1,9 @@
 import ast
 import functools
 import gc
+import inspect
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -431,3 +433,34 @@ def test_clearing_collects_garbage_and_gives_memory_back(monkeypatch):
     del cycle
     device.clear_memory()
     assert released == [True] and gone() is None
+
+
+def test_torch_records_the_memory_of_gpus_alone(monkeypatch, tmp_path):
+    """Calls that no machine without one makes: torch's own functions take them, so far as their signatures tell."""
+    with pytest.raises(UserError, match="--memory-recorder torch .* this rank computes on a CPU; give"):
+        device.Accelerator().record_memory(list)
+    record = inspect.signature(torch.cuda.memory._record_memory_history)
+    asked, observers, failed = [], [], []
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda *a, **k: asked.append(record.bind(*a, **k).arguments)
+    )
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda *arguments, **options: {"segments": []})
+    accelerator = device.CudaAccelerator()
+    accelerator.record_memory(lambda: failed.append(True))
+    accelerator.write_recorded_memory(tmp_path / "a.pickle")
+    assert pickle.loads((tmp_path / "a.pickle").read_bytes()) == {"segments": []}
+    accelerator.stop_recording_memory()
+    assert [call.get("enabled", "all") for call in asked] == ["all", None]
+    # Torch tells its observers the device, what was asked for, and how much of what there is is left.
+    (observer,) = observers
+    observer(0, 2**30, 2**33, 2**20)
+    assert failed == [True]
+
+
+def test_a_profiler_looks_at_the_device_where_there_is_one():
+    names = [
+        [activity.name for activity in kind().profiled_activities()]
+        for kind in (device.Accelerator, device.CudaAccelerator)
+    ]
+    assert names == [["CPU"], ["CPU", "CUDA"]]

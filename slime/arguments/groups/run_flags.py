@@ -21,9 +21,9 @@ from slime.arguments.value_types import integers, json_object
 
 MANAGER, RANKS = Caller.MANAGER, Caller.RANKS
 
-_RECORDING_MEMORY = "recording memory"
 
 _NO_FAULT_TOLERANCE = Idle(lambda args: not args.use_fault_tolerance, "without --use-fault-tolerance")
+_NO_RECORDING = Idle(lambda args: not args.record_memory_history, "without --record-memory-history")
 _NO_TENSORBOARD = Idle(lambda args: not args.use_tensorboard, "without --use-tensorboard")
 _OLD_ACTOR_UNREAD = (
     Idle(lambda args: args.loss_type == "sft_loss", "with --loss-type sft_loss"),
@@ -174,14 +174,13 @@ DEBUGGING = Group("debugging", (
     # Memory and time
     either("--memory-probe", "before the first step, run one micro-batch of the longest allowed length; unset: on GPUs",
         not_yet="the probe of the longest micro-batch"),
-    switch("--record-memory-history", "record allocations, for snapshots of the memory", not_yet=_RECORDING_MEMORY),
-    flag("--memory-recorder", str, "torch", "what records them: GPU or host memory", "torch", "memray",
-        not_yet=_RECORDING_MEMORY),
-    flag("--memory-snapshot-dir", str, ".", "directory of the snapshots", path=PathKind.WRITTEN, not_yet=_RECORDING_MEMORY),
-    flag("--memory-snapshot-num-steps", int, None, "stop recording after that many rollouts", bounds=AT_LEAST_ONE,
-        not_yet=_RECORDING_MEMORY),
-    flag("--profile-target", str, ["train_overall"], "what --use-pytorch-profiler traces", "train_overall", "train_actor",
-        "train_log_probs", not_yet="profiling", nargs="+"),
+    switch("--record-memory-history", "training ranks record their allocations, for a snapshot when memory runs out"),
+    flag("--memory-recorder", str, "torch", "what records them: GPU or host memory", "torch", "memray", idle=_NO_RECORDING),
+    flag("--memory-snapshot-dir", str, ".", "directory of the snapshots", path=PathKind.WRITTEN, idle=_NO_RECORDING),
+    flag("--memory-snapshot-num-steps", int, None, "take a snapshot after that many rollouts, counted from the first of all, "
+        "and stop recording", bounds=AT_LEAST_ONE, idle=_NO_RECORDING),
+    flag("--profile-target", str, ["train_overall"], "what is traced", "train_overall", "train_actor", "train_log_probs",
+        nargs="+", idle=Idle(lambda args: not args.use_pytorch_profiler, "without --use-pytorch-profiler")),
     # Assertions
     switch("--ci-test", "stop when a number leaves the range that a healthy test run has"),
     switch("--ci-disable-kl-checker", "leave out --ci-test's checks of the KL", idle=_NO_CI_TEST),

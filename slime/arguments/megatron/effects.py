@@ -215,7 +215,7 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--ckpt-fully-parallel-load}", _given("ckpt_fully_parallel_load"), ("ckpt_fully_parallel_load_exchange_algo",)),
     ActsWith("{--load}", _given("load"), ("exit_on_missing_checkpoint",)),
     ActsWith("{--use-pytorch-profiler}", _given("use_pytorch_profiler"), (
-        "profile_step_start", "profile_step_end", "profile_ranks", "pytorch_profiler_collect_shapes",
+        "profile", "profile_step_start", "profile_step_end", "profile_ranks", "pytorch_profiler_collect_shapes",
         "pytorch_profiler_collect_callstack",
     )),
     ActsWith("{--timing-log-level}", _given("timing_log_level"), (
@@ -274,5 +274,5 @@ NOT_YET: tuple[NotYet, ...] = (
         "log_world_size_to_tensorboard", "log_validation_ppl_to_tensorboard", "log_memory_interval",
         "log_max_attention_logit", timing_log_level=0, tensorboard_log_interval=1, tensorboard_queue_size=1000),
     NotYet("logging_level", "log levels as numbers (--log-level takes names)"),
-    *features("profiling of training steps", "profile", "use_pytorch_profiler", memory_snapshot_path="snapshot.pickle"),
+    NotYet("memory_snapshot_path", "a snapshot of that name (--memory-snapshot-dir takes a directory)", ("snapshot.pickle",)),
 )  # fmt: skip

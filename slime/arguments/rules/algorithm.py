@@ -386,5 +386,12 @@ TRACKER_RULES: tuple[Rule, ...] = (
         "{--use-tensorboard} needs the package tensorboard: pip install tensorboard"),
     refused(lambda args: args.wandb_host is not None and not args.wandb_host.startswith(_SCHEMES),
         "{--wandb-host=}: it must start with http:// or https://, as in https://wandb.example.com"),
+    *where(lambda args: args.use_pytorch_profiler and args.has_trainer,
+        refused(lambda args: not 0 <= args.profile_step_start < args.profile_step_end,
+            "{--profile-step-start=}, {--profile-step-end=}: the end must come after the start, and the start not before 0"),
+        refused(lambda args: args.num_rollout and args.profile_step_start >= args.num_rollout,
+            "{--profile-step-start=}: none of {--num-rollout=} rollouts is traced, they count from 0; give a smaller number"),
+        refused(lambda args: not set(args.profile_ranks or ()) <= set(range(args.world_size)),
+            "{--profile-ranks=}: there are {world_size} training ranks, which count from 0; give some of these")),
     idle_tracker_flags,
 )  # fmt: skip
