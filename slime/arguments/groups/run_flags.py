@@ -21,7 +21,6 @@ from slime.arguments.value_types import integers, json_object
 
 MANAGER, RANKS = Caller.MANAGER, Caller.RANKS
 
-
 _NO_FAULT_TOLERANCE = Idle(lambda args: not args.use_fault_tolerance, "without --use-fault-tolerance")
 _NO_RECORDING = Idle(lambda args: not args.record_memory_history, "without --record-memory-history")
 _NO_TENSORBOARD = Idle(lambda args: not args.use_tensorboard, "without --use-tensorboard")

@@ -215,7 +215,7 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--ckpt-fully-parallel-load}", _given("ckpt_fully_parallel_load"), ("ckpt_fully_parallel_load_exchange_algo",)),
     ActsWith("{--load}", _given("load"), ("exit_on_missing_checkpoint",)),
     ActsWith("{--use-pytorch-profiler}", _given("use_pytorch_profiler"), (
-        "profile", "profile_step_start", "profile_step_end", "profile_ranks", "pytorch_profiler_collect_shapes",
+        "profile_step_start", "profile_step_end", "profile_ranks", "pytorch_profiler_collect_shapes",
         "pytorch_profiler_collect_callstack",
     )),
     ActsWith("{--timing-log-level}", _given("timing_log_level"), (

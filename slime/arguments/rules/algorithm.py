@@ -386,6 +386,8 @@ TRACKER_RULES: tuple[Rule, ...] = (
         "{--use-tensorboard} needs the package tensorboard: pip install tensorboard"),
     refused(lambda args: args.wandb_host is not None and not args.wandb_host.startswith(_SCHEMES),
         "{--wandb-host=}: it must start with http:// or https://, as in https://wandb.example.com"),
+    refused(lambda args: args.profile and not args.use_pytorch_profiler and args.has_trainer,
+        "{--profile} traces nothing by itself; give {--use-pytorch-profiler}"),
     *where(lambda args: args.use_pytorch_profiler and args.has_trainer,
         refused(lambda args: not 0 <= args.profile_step_start < args.profile_step_end,
             "{--profile-step-start=}, {--profile-step-end=}: the end must come after the start, and the start not before 0"),

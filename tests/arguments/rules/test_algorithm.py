@@ -326,7 +326,7 @@ def test_event_files_are_written_unless_another_tracker_is_chosen(monkeypatch, t
 
 def tracker_problems(**changes):
     values = {"use_wandb": True, "use_tensorboard": True, "wandb_host": None, "typed_flags": set(),
-              "use_pytorch_profiler": False}  # fmt: skip
+              "use_pytorch_profiler": False, "profile": False}  # fmt: skip
     args = SimpleNamespace(**{**values, **changes})
     return [violation.message for rule in TRACKER_RULES for violation in rule(args)]
 
