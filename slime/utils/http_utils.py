@@ -321,12 +321,13 @@ class _Body:
         # SGLang numbers the prompts of a list, and knows none by the id alone. The router takes no list of ids.
         names = {request_id} if prompts is None else {f"{request_id}_{place}" for place in range(prompts)}
         self._own |= names
-        self._ids |= names
+        # By methods: what holds the ids may be a set that does more than hold them.
+        self._ids.update(names)
         return _encode({**self._payload, "rid": request_id})
 
     def __exit__(self, *error: object) -> None:
         if self._ids is not None:
-            self._ids -= self._own
+            self._ids.difference_update(self._own)
 
 
 def _is_multiplied(payload: dict[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from slime.utils.errors import UserError
-from slime.utils.plugin_loader import calling_user_code, load_module, parameters_of
+from slime.utils.plugin_loader import calling_user_code, load_module
 from slime_plugins.rollout_buffer.items import Item, ItemError, checked_item, has_answer
 from slime_plugins.rollout_buffer.store import Group
 
@@ -90,7 +90,7 @@ class Generator:
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = parameters_of(function)
+        parameters = inspect.signature(function).parameters.values()
         if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
             arguments = arguments[: sum(parameter.kind in by_place for parameter in parameters)]
         with calling_user_code(FLAG, self.source, function.__name__):
