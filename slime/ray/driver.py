@@ -71,10 +71,12 @@ class StartedRun:
 class RunProgress:
     """How far a run has come: its loop says so, and whoever ends the run tells by it what is kept and what is lost.
 
+    With `--max-restarts` the starts of one command are one run.
+
     Attributes:
-        start_rollout_id, num_rollout: the first rollout of this start, and the number of all; None before the loop.
+        start_rollout_id, num_rollout: the first rollout of this run, and the number of all; None before the loop.
         rollouts_done: the number of rollouts that are finished, counted from rollout 0; None before the loop.
-        rollout_saved: the last one of which this start has written a checkpoint, None before the first.
+        rollout_saved: the last one of which this run has written a checkpoint, None before the first.
     """
 
     start_rollout_id: int | None = None
@@ -161,7 +163,9 @@ class StepReport:
         self._rollout_id: int | None = None
         self._merged: dict[str, Any] = {}
         # From here on the end of the run has something to tell, before the first rollout is done too.
-        progress.start_rollout_id = progress.rollouts_done = run.start_rollout_id
+        progress.rollouts_done = self._start_rollout_id = run.start_rollout_id
+        if progress.start_rollout_id is None:
+            progress.start_rollout_id = run.start_rollout_id
         progress.num_rollout = run.length.num_rollout
         forget_lost_steps(args, run.start_rollout_id, run.length.num_rollout)
 
@@ -208,7 +212,7 @@ class StepReport:
         """Metrics of an evaluation, before the first step or after the last one; prints its line."""
         write_to_trackers(logged)
         before = self._rollout_id is None
-        name = evaluation_name(self._progress.start_rollout_id if before else self._rollout_id, before=before)
+        name = evaluation_name(self._start_rollout_id if before else self._rollout_id, before=before)
         for metrics, step_key in logged:
             if step_key == "eval/step":
                 logger.info("%s", evaluation_line(name, metrics))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import shlex
@@ -66,48 +67,32 @@ def main(
         add_custom_arguments: adds the flags of a driver of the user's own, as `parse_args` takes it.
     """
     # A plan and the result of a check have the standard output for themselves: a program may read them.
-    words = sys.argv[1:] if argv is None else argv
+    words = list(sys.argv[1:] if argv is None else argv)
     plans = any(word in ("--check", "--dry-run", "--rehearse") or word.startswith("--dry-run-json") for word in words)
     stream = sys.stderr if plans else sys.stdout
     configure_logger(stream=stream)
     _terminated.clear()
-    args, progress = None, RunProgress()
+    args, progress, run_id = None, RunProgress(), None
+    parse = functools.partial(parse_args, add_custom_arguments=add_custom_arguments, asynchronous=asynchronous)
     try:
-        args = parse_args(add_custom_arguments=add_custom_arguments, argv=argv, asynchronous=asynchronous)
+        args = args_of_start = parse(argv=words)
         StartupClock().mark("arguments")
         configure_logger(args.log_level, stream)
         for message in env.warnings_about_names():
             logger.warning("%s", message)
-        # Everything up to the session happens before Ray, trackers or directories are touched.
-        finished = nothing_left(args)
         if args.dry_run:
-            if finished is not None:
-                logger.warning("%s", finished)
-            if args.rehearse:
-                from slime.rehearsal.run import show_rehearsal
-
-                show_rehearsal(args)
-            else:
-                show_plan(args, build_parser(add_custom_arguments))
+            _show_plan(args, add_custom_arguments)
             return 0
-        if finished is None:
-            from slime.ray.cluster import check_machine, refuse_images_on_cpus, refuse_recording
-
-            refuse_images_on_cpus(args)
-            refuse_recording(args)
-            check_before_start(args)
-            if not args.check:
-                _sweep()
-            check_machine(args)
-            if args.rollout_external:
-                from slime.backends.sglang_utils.external import with_external_engines
-
-                args = with_external_engines(args)
-        if args.check or finished is not None:
-            _tell_result(finished or _needs_of(args), stream)
-            return 0
-        with _checkpoints_claimed(args), _session(args) as args_of_run:
-            train(args_of_run, progress)
+        for restarts_left in range(args.max_restarts, -1, -1):
+            # Everything up to the session happens before Ray, trackers or directories are touched.
+            args_of_start = _ready(args_of_start, stream)
+            if args_of_start is None:
+                return 0
+            with _checkpoints_claimed(args), _session(args_of_start, run_id) as args_of_run:
+                run_id = args_of_run.wandb_run_id
+                if _comes_to_its_end(train, args_of_run, progress, restarts_left):
+                    break
+            args_of_start = parse(argv=words_of_restart(args, progress, words))
         _tell_what_is_kept(args, progress, words, finished=True)
     except (UserError, RunError) as error:
         if env.debug_enabled():
@@ -130,6 +115,66 @@ def main(
         _tell_what_is_kept(args, progress, words)
         return 1
     return 0
+
+
+def _show_plan(
+    args: argparse.Namespace, add_custom_arguments: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None
+) -> None:
+    finished = nothing_left(args)
+    if finished is not None:
+        logger.warning("%s", finished)
+    if args.rehearse:
+        from slime.rehearsal.run import show_rehearsal
+
+        show_rehearsal(args)
+    else:
+        show_plan(args, build_parser(add_custom_arguments))
+
+
+def _ready(args: argparse.Namespace, stream: TextIO) -> argparse.Namespace | None:
+    """The arguments of a run that may start, after all that can be known before it does; None where nothing is to start, which
+    is told."""
+    finished = nothing_left(args)
+    if finished is None:
+        from slime.ray.cluster import check_machine, refuse_images_on_cpus, refuse_recording
+
+        refuse_images_on_cpus(args)
+        refuse_recording(args)
+        check_before_start(args)
+        if not args.check:
+            _sweep()
+        check_machine(args)
+        if args.rollout_external:
+            from slime.backends.sglang_utils.external import with_external_engines
+
+            args = with_external_engines(args)
+    if args.check or finished is not None:
+        _tell_result(finished or _needs_of(args), stream)
+        return None
+    return args
+
+
+def _comes_to_its_end(
+    train: Callable[[argparse.Namespace, RunProgress], None],
+    args: argparse.Namespace,
+    progress: RunProgress,
+    restarts_left: int,
+) -> bool:
+    """Run it. False: a part of it has failed, which is told, and it is to start again."""
+    try:
+        train(args, progress)
+    except UserError:
+        raise
+    except Exception as error:
+        # What fails before the loop would fail again.
+        if restarts_left == 0 or progress.rollouts_done is None:
+            raise
+        known = isinstance(error, RunError) and not env.debug_enabled()
+        logger.error("%s", error if known else "the run failed", exc_info=not known)
+        number = args.max_restarts - restarts_left + 1
+        logger.warning("restart %d of %d (--max-restarts)", number, args.max_restarts)
+        return False
+    return True
 
 
 def _sweep() -> None:
@@ -252,12 +297,15 @@ def _checkpoints_claimed(args: argparse.Namespace) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _session(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Gives the arguments for the processes of the run: `args` with what is known before they start."""
+def _session(args: argparse.Namespace, run_id: str | None) -> Iterator[argparse.Namespace]:
+    """Gives the arguments for the processes of the run: `args` with what is known before they start.
+
+    `run_id`: of W&B, of an earlier start of this run.
+    """
     from slime.ray.cluster import ray_cluster
 
     directory = tracking_directory(args).absolute()
-    run_id = args.wandb_run_id or (new_run_id() if args.use_wandb else None)
+    run_id = args.wandb_run_id or run_id or (new_run_id() if args.use_wandb else None)
     args = with_run_values(args, run_dir=str(directory), log_dir=str(directory / "logs"), wandb_run_id=run_id)
     Path(args.log_dir).mkdir(parents=True, exist_ok=True)
     failed = True
@@ -384,22 +432,48 @@ def _rollouts(first: int, last: int) -> str:
     return f"rollout {first}" if first == last else f"rollouts {first} to {last}"
 
 
+def words_of_restart(args: argparse.Namespace, progress: RunProgress, words: Sequence[str]) -> list[str]:
+    """The words that a run goes on with from its newest checkpoint; where it has none, the same ones.
+
+    Args:
+        args: of the first start, by `words`.
+
+    Raises:
+        UserError: words alone do not do it.
+    """
+    if not _kept(args, progress)[1]:
+        return list(words)
+    values = {"--load": args.save}
+    if notes := _beside_the_words(words, args, values):
+        raise UserError(f"--max-restarts: the run cannot start again by itself, only {' and '.join(notes)}")
+    return _going_on(words, values, _changed(args, values))
+
+
 def _continuing(command: Sequence[str], args: argparse.Namespace, values: Mapping[str, str]) -> str:
     """The command with `values`, and a word about flags of this start that stand where no command line reaches them."""
-    changed = {flag: value for flag, value in values.items() if flag != "--load" or args.load != value}
+    words = _going_on(command, values, _changed(args, values))
+    return "    # ".join([_shown(words), *_beside_the_words(command, args, values)])
+
+
+def _changed(args: argparse.Namespace, values: Mapping[str, str]) -> dict[str, str]:
+    return {flag: value for flag, value in values.items() if flag != "--load" or args.load != value}
+
+
+def _beside_the_words(command: Sequence[str], args: argparse.Namespace, values: Mapping[str, str]) -> list[str]:
+    """What else is to change where the command is to go on with `values`: flags of this start that it does not hold."""
     typed = {word.partition("=")[0] for word in command}
     flags = {flag_of(name) for name in args.typed_flags} if "--load" in values else set()
     elsewhere = [flag for flag in OF_THIS_START if flag in flags and flag not in typed]
-    note = f"    # without {' '.join(elsewhere)}, which the script or its file of flags gives" if elsewhere else ""
+    notes = [f"without {' '.join(elsewhere)}, which the script or its file of flags gives"] if elsewhere else []
     of_role = args.role_overrides.get("actor", {})
     in_yaml = [
         f"`{name}: {value}` in {args.megatron_config_path if name in of_role else args.custom_config_path}"
-        for name, value in ((attribute_of(flag), value) for flag, value in changed.items())
+        for name, value in ((attribute_of(flag), value) for flag, value in _changed(args, values).items())
         if args.origins.get(name) is Origin.YAML
     ]
     if in_yaml:
-        note += f"    # with {' and '.join(in_yaml)}, which goes before the command line"
-    return f"{_shown(_going_on(command, values, changed))}{note}"
+        notes.append(f"with {' and '.join(in_yaml)}, which goes before the command line")
+    return notes
 
 
 def _going_on(command: Sequence[str], values: Mapping[str, str], changed: Mapping[str, str]) -> list[str]:

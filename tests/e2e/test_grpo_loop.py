@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -42,8 +43,8 @@ class LoopRun:
     temporary: Path | None = None
 
 
-def run_loop(task: TinyTask, directory: Path, env: dict[str, str] | None = None) -> LoopRun:
-    """The command, the same but for the directories."""
+def run_loop(task: TinyTask, directory: Path, env: dict[str, str] | None = None, *more: str) -> LoopRun:
+    """The command, the same but for the directories and `more` flags."""
     checkpoints, dumps = directory / "checkpoints", directory / "dumps"
     flags = [
         *task.loop_flags,
@@ -55,6 +56,7 @@ def run_loop(task: TinyTask, directory: Path, env: dict[str, str] | None = None)
         "--save-debug-rollout-data", dumps / "{rollout_id}.pt",
         "--rollout-data-postprocess-path", f"{PLUG_INS}:hashed_token",
         "--train-env-vars", json.dumps({"HUB_TOKEN": PLANTED_SECRET}),
+        *more,
     ]  # fmt: skip
     return LoopRun(TrainProcess(flags, directory, env), checkpoints, dumps)
 
@@ -81,21 +83,32 @@ def finished_run(task, tmp_path_factory) -> Iterator[LoopRun]:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def resumed_run(task, tmp_path_factory):
-    """Killed while rollout 5 of 6 generates, when the checkpoint of rollout 3 is there; then run to its end."""
+@pytest.fixture(scope="module", params=["by a person", "by itself"])
+def resumed_run(request, task, tmp_path_factory):
+    """Killed while rollout 5 of 6 generates, when the checkpoint of rollout 3 is there; then run to its end.
+
+    It is started again by a person after its driver was killed, or by itself after a training rank was.
+    """
     directory = tmp_path_factory.mktemp("killed")
-    killed = run_loop(task, directory, {"E2E_HOLD_ROLLOUT": "4"})
+    more = ["--max-restarts", "1"] if request.param == "by itself" else []
+    killed = run_loop(task, directory, {"E2E_HOLD_ROLLOUT": "4"}, *more)
     with killed.process as process:
         process.wait_for_line("holding rollout 4", 300)
         left_alone = process.processes()
+        rank = next(pid for pid, command in left_alone.items() if "RankProcess" in command)
+        assert (killed.checkpoints / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+        if more:
+            os.kill(rank, signal.SIGKILL)
+            process.wait_for_line("restart 1 of 1", 60)
+            (directory / "go").touch()
+            process.wait_for_success(400)
+            process.assert_no_process_left()
+            return killed
         process.send_signal_to_driver(signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL
         process.assert_no_process_left(60)
     # Engines, ranks and Ray's own processes were there and followed their driver.
     assert any("server_process" in command for command in left_alone.values())
-    assert any("RankProcess" in command for command in left_alone.values())
-    assert (killed.checkpoints / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
 
     resumed = run_loop(task, directory)
     resumed.process.finish(300)
@@ -280,7 +293,7 @@ def test_the_output_is_for_people(output):
 
 @pytest.mark.slow
 def test_it_goes_on_after_the_published_checkpoint(resumed_run):
-    output = resumed_run.process.output()
+    output = resumed_run.process.output().rpartition("restart 1 of 1")[2]
     assert ", resuming" in output
     assert "rollout 2 (3/6) |" not in output and "rollout 3 (4/6) |" in output and "rollout 5 (6/6) |" in output
     # No second evaluation before training.

@@ -11,8 +11,9 @@ from slime.arguments.origins import Origin
 from slime.arguments.parser import build_parser
 from slime.ray import session
 from slime.ray.driver import RunProgress
-from slime.ray.session import OF_THIS_START, closing_lines
+from slime.ray.session import OF_THIS_START, closing_lines, words_of_restart
 from slime.utils.checkpoint_directory import POINTER
+from slime.utils.errors import UserError
 
 COMMAND = ["python", "train.py", "--load", "hf/model", "--num-rollout", "8", "--ckpt-step=3", "--lr", "1e-6"]
 
@@ -95,6 +96,19 @@ def test_a_flag_of_the_first_start_that_stands_in_a_script_is_named(saved):
     assert closing_lines(*run, ["bash", "run.sh"], finished=False)[1].endswith(
         "    # without --finetune, which the script or its file of flags gives"
     )
+
+
+def test_a_run_starts_again_by_words_that_load_its_newest_checkpoint_where_it_has_one(saved):
+    words = [*COMMAND, "--save", str(saved)]
+    assert words_of_restart(*make(saved, load="hf/model"), words) == [
+        "python", "train.py", "--num-rollout", "8", "--lr", "1e-6", "--save", str(saved), "--load", str(saved)
+    ]  # fmt: skip
+    assert words_of_restart(*make(saved, rollout_saved=None), words) == words
+    of_file = {"origins": {"load": Origin.YAML}, "load": "hf", "typed_flags": {"finetune"}}
+    with pytest.raises(
+        UserError, match="--max-restarts: .*only without --finetune, .* and with `load: .*` in /run.yaml"
+    ):
+        words_of_restart(*make(saved, **of_file), words)
 
 
 def test_a_value_of_a_file_that_would_overrule_the_command_is_to_be_changed_there(saved):

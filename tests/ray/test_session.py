@@ -11,7 +11,7 @@ import pytest
 from slime.ray import session
 from slime.ray.session import main
 from slime.utils import filesystem
-from slime.utils.errors import RunError
+from slime.utils.errors import RunError, UserError
 from tests.support.models.args import command_line
 
 
@@ -87,6 +87,87 @@ def test_however_a_run_ends_its_last_lines_say_what_was_kept_and_how_to_go_on(ru
     assert kept == f"kept: the checkpoint of rollout 1 in {save}/iter_0000001"
     assert go_on.startswith("to train on, raise --num-rollout: " if ending is None else "go on: ")
     assert go_on.endswith("--num-rollout 8" if ending is None else f"--load {save}")
+
+
+@pytest.fixture
+def restarting(run, tmp_path):
+    """Runs a loop that ends with `endings`, start by start, in a run that may start twice again; `saved`: before the first end.
+
+    Gives exit status, lines, and by start what it loaded and the run's id.
+    """
+    save = tmp_path / "checkpoints"
+
+    def restarting(*endings, saved=False, begins=True):
+        loaded, left = [], list(endings)
+
+        def train(args, progress):
+            loaded.append((args.load, args.wandb_run_id))
+            if begins:
+                if progress.start_rollout_id is None:
+                    progress.start_rollout_id = 0
+                progress.num_rollout, progress.rollouts_done = 4, 2
+            if saved and len(loaded) == 1:
+                (save / "iter_0000001").mkdir()
+                (save / "iter_0000001/.metadata").touch()
+                (save / "latest_checkpointed_iteration.txt").write_text("1")
+                progress.rollout_saved = 1
+            if (ending := left.pop(0)) is not None:
+                raise ending
+
+        words = [
+            "--save",
+            str(save),
+            "--save-interval",
+            "1",
+            "--max-restarts",
+            "2",
+            "--use-wandb",
+            "--wandb-mode",
+            "offline",
+        ]
+        status, lines = run(train, *words)
+        assert not left
+        return status, lines, loaded
+
+    return restarting
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(
+    "failure", [RunError("rank 1 died"), ZeroDivisionError("by us"), OSError("lost a disk")], ids=repr
+)
+def test_a_run_that_fails_goes_on_from_its_newest_checkpoint_by_itself(restarting, tmp_path, failure, saved):
+    status, lines, loaded = restarting(failure, failure, None, saved=saved)
+    newest = str(tmp_path / "checkpoints") if saved else None
+    assert status == 0 and [load for load, _ in loaded] == [None, newest, newest]
+    assert len({run_id for _, run_id in loaded}) == 1 and loaded[0][1], "one run of the tracker"
+    told = [line for line in lines if line.startswith(("ERROR: ", "WARNING: restart"))]
+    assert [line for line in told if "WARNING" in line] == [
+        f"WARNING: restart {n} of 2 (--max-restarts)" for n in (1, 2)
+    ]
+    assert sum(str(failure) in line for line in lines if "Error: " in line or "ERROR: " in line) == 2
+
+
+def test_after_the_last_restart_the_run_ends_as_any_other(restarting, tmp_path):
+    failure, save = RunError("rank 1 died"), tmp_path / "checkpoints"
+    status, lines, _ = restarting(failure, failure, failure, saved=True)
+    assert status == 1
+    *_, told, kept, go_on = lines
+    assert told == "ERROR: rank 1 died" and kept == f"kept: the checkpoint of rollout 1 in {save}/iter_0000001"
+    # The command that it was started with has no --load.
+    assert go_on.endswith(f" --load {save}")
+
+
+@pytest.mark.parametrize(
+    ("ending", "begins", "status"),
+    [(UserError("--lr"), True, 2), (KeyboardInterrupt(), True, 130), (RunError("rank 1 died"), False, 1)],
+    ids=["bad input", "Ctrl-C", "before the loop"],
+)
+def test_what_would_fail_again_and_who_is_told_to_end_does_not_start_again(restarting, ending, begins, status):
+    found, lines, _ = restarting(ending, begins=begins)
+    assert found == status and not [
+        line for line in lines if "restart" in line and "--max-restarts" in line and "WARN" in line
+    ]
 
 
 @pytest.mark.parametrize("ending", [None, KeyboardInterrupt()], ids=lambda value: type(value).__name__)

@@ -61,8 +61,8 @@ CLUSTER = Group("cluster and placement", (
     flag("--distributed-timeout-minutes", int, 10, "time limit of one collective, in minutes", bounds=AT_LEAST_ONE),
     flag("--train-backend", str, "megatron", "training engine: Megatron-Core, or PyTorch FSDP2 over the Hugging Face model",
         "megatron", "fsdp", not_yet="the FSDP backend"),
-    flag("--max-restarts", int, 0, "how often training restarts from the last checkpoint (--save) after a training rank "
-        "failed", bounds=AT_LEAST_ZERO, not_yet="restarting training by itself"),
+    flag("--max-restarts", int, 0, "how often a run of which a part failed starts again by itself, from its last checkpoint",
+        bounds=AT_LEAST_ZERO),
     # Time limits
     flag("--engine-start-timeout", float, None, "time limit of an engine from its start until it is healthy, in seconds; "
         "unset: from the size of the weights of --hf-checkpoint", bounds=SECONDS),

@@ -344,6 +344,8 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
     warned(lambda args: _saves(args) and args.save_interval is None,
         "{--save=} without --save-interval: no checkpoint is written; give --save-interval N, which also writes one after the "
         "last rollout"),
+    refused(lambda args: args.max_restarts > 0 and not (_saves(args) and args.save_interval is not None),
+        "{--max-restarts=}: a run starts again from its checkpoints; train with {--save} and {--save-interval}, or drop it"),
     saved_among_others,
     templates,
     warned(lambda args: args.save_debug_rollout_data is not None and "{" not in args.save_debug_rollout_data,

@@ -176,6 +176,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
     "files and checkpoints": (
         ("--save-interval 2", "--save-interval --save", WRONG),
         ("--keep-last 2", "--keep-last --save", WRONG),
+        ("--max-restarts 1 --save /run", "--max-restarts --save --save-interval", WRONG),
         ("--save-hf /export", "--save-hf --save", WRONG),
         ("--save {tmp}/run --save-hf {tmp}/model", "--save-hf --hf-checkpoint", WRONG),
         ("--save-debug-rollout-data /d/a.pt --save-debug-train-data /d/a.pt",
