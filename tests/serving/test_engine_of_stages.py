@@ -5,15 +5,22 @@ import os
 import signal
 
 import pytest
-import ray
-import requests
 
 from slime.utils.errors import RunError
 from slime.weights.transports import Receiver
 from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
 from tests.support.oracles.log_probs import ReferenceModel, generation_request, response_of
-from tests.support.processes.local_ray import start_ray
-from tests.support.processes.served_engines import API_KEY, PROMPT, Serving, make_args, post, pushing, server_tree
+from tests.support.processes.served_engines import (
+    PROMPT,
+    assert_computed_by,
+    flush,
+    make_args,
+    post,
+    pushing,
+    requests_of_groups,
+    server_tree,
+    serving_of,
+)
 from tests.support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -40,16 +47,8 @@ def new(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serving(old, tmp_path_factory):
-    start_ray(num_cpus=4, num_gpus=2)
-    placement_group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * 2)
-    assert placement_group.wait(120)
-    serving = Serving(make_args(old, **ENGINE), tmp_path_factory.mktemp("logs"), placement_group)
-    try:
-        serving.wait_ready()
+    with serving_of(make_args(old, **ENGINE), tmp_path_factory.mktemp("logs")) as serving:
         yield serving
-    finally:
-        serving.owner.shutdown()
-        ray.shutdown()
 
 
 @pytest.fixture
@@ -62,24 +61,6 @@ def ask(serving):
             return pool.submit(lambda: post(f"{serving.urls[0]}/generate", request).json())
 
         yield send
-
-
-def running(serving):
-    headers = {"Authorization": f"Bearer {API_KEY}"}
-    answer = requests.get(f"{serving.urls[0]}/v1/loads?include=core", headers=headers, timeout=60).json()
-    (load,) = answer["loads"]
-    return load["num_running_reqs"]
-
-
-def flush(serving):
-    return post(f"{serving.urls[0]}/flush_cache", {}).status_code
-
-
-def assert_computed_by(answer, model, prompt=PROMPT):
-    tokens, log_probs = response_of(answer)
-    expected = model.log_probs(prompt, tokens)
-    assert log_probs == pytest.approx(expected, abs=1e-4)
-    assert sum(abs(a - b) for a, b in zip(log_probs, expected, strict=True)) <= 1e-5 * len(tokens)
 
 
 def test_log_probs_are_those_of_the_model(ask, old):
@@ -118,7 +99,7 @@ def test_a_push_reaches_every_stage(serving, ask, old, new, placement):
         (after_reset,) = serving.checksums().values()
         assert not from_disk.items() & after_reset.items()
         aborted = ask(length=LONG)
-        wait_until(lambda: running(serving) == 1)
+        wait_until(lambda: requests_of_groups(serving.urls[0]) == [1])
         with pushing(serving, on_disk(checkpoint), **placement) as push:
             report = push([Receiver(0, serving.engines[0], 2, 0)])
         assert (report.version, report.failed) == (1, {})
@@ -137,8 +118,8 @@ def on_disk(checkpoint):
 
 def test_caches_are_flushed_when_no_batch_has_requests(serving, ask):
     answers = [ask(length=LONG) for _ in range(3)]
-    wait_until(lambda: running(serving) == 3)
-    assert [flush(serving) for _ in range(5)] == [400] * 5
+    wait_until(lambda: requests_of_groups(serving.urls[0]) == [3])
+    assert [flush(serving.urls[0]) for _ in range(5)] == [400] * 5
     assert serving.call_all("has_requests") == [True]
     serving.call_all("pause_generation")
     for answer in answers:
@@ -154,7 +135,7 @@ def test_requests_of_every_batch_wait_for_new_weights_and_go_on(serving, ask, ol
     serving.call_all("update_weights_from_disk", str(old), "1")
     prompts = [[*PROMPT, position] for position in range(3)]
     answers = [ask(prompt, LONG // 4) for prompt in prompts]
-    wait_until(lambda: running(serving) == 3)
+    wait_until(lambda: requests_of_groups(serving.urls[0]) == [3])
     serving.call_all("pause_generation", "retract")
     serving.call_all("flush_cache")
     serving.call_all("update_weights_from_disk", str(new), "7")
@@ -175,7 +156,7 @@ def test_requests_of_every_batch_wait_for_new_weights_and_go_on(serving, ask, ol
 
 def test_an_abort_reaches_every_batch(serving, ask):
     answers = [ask(length=LONG) for _ in range(3)]
-    wait_until(lambda: running(serving) == 3)
+    wait_until(lambda: requests_of_groups(serving.urls[0]) == [3])
     assert post(f"{serving.urls[0]}/abort_request", {"abort_all": True}).ok
     for answer in answers:
         assert answer.result()["meta_info"]["finish_reason"]["type"] == "abort"

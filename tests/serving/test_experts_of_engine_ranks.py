@@ -1,20 +1,14 @@
 """A real engine whose ranks host experts of their own takes from a bucket that differs by rank what each rank hosts."""
 
 import pytest
-import ray
 from safetensors.torch import load_file
 
 from slime.weights.buckets import BucketFlattener
 from slime.weights.transports.shared_handles import SharedMemory, handle_of
 from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
-from tests.support.processes.local_ray import start_ray
-from tests.support.processes.served_engines import Serving, make_args
+from tests.support.processes.served_engines import MIXTURE, make_args, serving_of
 
-RANKS, EXPERTS = 2, 4
-MIXTURE = {
-    "model_type": "qwen3_moe", "tie": False, "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-}  # fmt: skip
+RANKS = 2
 
 
 @pytest.mark.slow
@@ -25,34 +19,24 @@ def test_each_rank_of_an_engine_takes_a_bucket_of_its_own(tmp_path):
         rollout_num_gpus_per_engine=RANKS,
         sglang_ep_size=RANKS,
     )
-    start_ray(num_cpus=4, num_gpus=RANKS)
-    try:
-        placement_group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * RANKS)
-        assert placement_group.wait(120)
-        serving = Serving(args, tmp_path / "logs", placement_group)
-        try:
-            serving.wait_ready()
-            serving.call_all("update_weights_from_disk", str(new))
-            from_disk = serving.checksums()
-            serving.call_all("reset_weights")
-            assert serving.checksums() != from_disk
-            tensors = load_file(new / "model.safetensors")
-            serving.call_all("begin_weight_update")
-            of_rank, nothing = (BucketFlattener(memory=SharedMemory()) for _ in range(2))
-            for place in range(RANKS):
-                hosted = [(name, t) for name, t in tensors.items() if expert_of(name) is None or rank_of(name) == place]
-                bucket = of_rank.flatten(hosted)
-                # The other rank has nothing to take.
-                handles = [handle_of(bucket if rank == place else nothing.flatten([])) for rank in range(RANKS)]
-                serving.call_all("update_weights_from_tensor", handles, "flattened_bucket", 60.0)
-            serving.call_all("end_weight_update")
-            assert serving.checksums() == from_disk
-            of_rank.release()
-            nothing.release()
-        finally:
-            serving.owner.shutdown()
-    finally:
-        ray.shutdown()
+    with serving_of(args, tmp_path / "logs") as serving:
+        serving.call_all("update_weights_from_disk", str(new))
+        from_disk = serving.checksums()
+        serving.call_all("reset_weights")
+        assert serving.checksums() != from_disk
+        tensors = load_file(new / "model.safetensors")
+        serving.call_all("begin_weight_update")
+        of_rank, nothing = (BucketFlattener(memory=SharedMemory()) for _ in range(2))
+        for place in range(RANKS):
+            hosted = [(name, t) for name, t in tensors.items() if expert_of(name) is None or rank_of(name) == place]
+            bucket = of_rank.flatten(hosted)
+            # The other rank has nothing to take.
+            handles = [handle_of(bucket if rank == place else nothing.flatten([])) for rank in range(RANKS)]
+            serving.call_all("update_weights_from_tensor", handles, "flattened_bucket", 60.0)
+        serving.call_all("end_weight_update")
+        assert serving.checksums() == from_disk
+        of_rank.release()
+        nothing.release()
 
 
 def expert_of(name):
@@ -60,4 +44,4 @@ def expert_of(name):
 
 
 def rank_of(name):
-    return expert_of(name) * RANKS // EXPERTS
+    return expert_of(name) * RANKS // MIXTURE["num_experts"]

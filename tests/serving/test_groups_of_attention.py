@@ -6,24 +6,28 @@ import signal
 
 import psutil
 import pytest
-import ray
-import requests
 
 from slime.utils.errors import RunError
 from slime.weights.transports import Receiver
 from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
 from tests.support.oracles.log_probs import ReferenceModel, generation_request, response_of
-from tests.support.processes.local_ray import start_ray
-from tests.support.processes.served_engines import API_KEY, PROMPT, Serving, make_args, post, pushing, server_tree
+from tests.support.processes.served_engines import (
+    MIXTURE,
+    PROMPT,
+    assert_computed_by,
+    flush,
+    make_args,
+    post,
+    pushing,
+    requests_of_groups,
+    server_tree,
+    serving_of,
+)
 from tests.support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 GROUPS = range(2)
-MIXTURE = {
-    "model_type": "qwen3_moe", "tie": False, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-}  # fmt: skip
 ENGINE = {
     "rollout_num_gpus_per_engine": 2, "sglang_ep_size": 2, "sglang_dp_size": 2, "sglang_enable_dp_attention": True,
     "sglang_enable_dp_lm_head": True,
@@ -46,16 +50,8 @@ def new(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def serving(old, tmp_path_factory):
-    start_ray(num_cpus=4, num_gpus=2)
-    placement_group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * 2)
-    assert placement_group.wait(120)
-    serving = Serving(make_args(old, **ENGINE), tmp_path_factory.mktemp("logs"), placement_group)
-    try:
-        serving.wait_ready()
+    with serving_of(make_args(old, **ENGINE), tmp_path_factory.mktemp("logs")) as serving:
         yield serving
-    finally:
-        serving.owner.shutdown()
-        ray.shutdown()
 
 
 @pytest.fixture
@@ -73,25 +69,6 @@ def ask(serving, pool):
         return pool.submit(lambda: post(f"{serving.urls[0]}/generate", request).json())
 
     return send
-
-
-def running(serving):
-    """Requests of each group."""
-    headers = {"Authorization": f"Bearer {API_KEY}"}
-    answer = requests.get(f"{serving.urls[0]}/v1/loads?include=core", headers=headers, timeout=60).json()
-    return [load["num_running_reqs"] for load in sorted(answer["loads"], key=lambda load: load["dp_rank"])]
-
-
-def flush(serving):
-    return post(f"{serving.urls[0]}/flush_cache", {}).status_code
-
-
-def assert_computed_by(answer, model, prompt=PROMPT):
-    tokens, log_probs = response_of(answer)
-    assert log_probs == pytest.approx(model.log_probs(prompt, tokens), abs=1e-4)
-    assert sum(abs(a - b) for a, b in zip(log_probs, model.log_probs(prompt, tokens), strict=True)) <= 1e-5 * len(
-        tokens
-    )
 
 
 def test_groups_draw_different_answers_to_one_prompt(ask):
@@ -142,9 +119,9 @@ def on_disk(checkpoint):
 @pytest.mark.parametrize("group", GROUPS)
 def test_caches_are_flushed_when_no_group_has_requests(serving, ask, group):
     answer = ask(group, length=LONG)
-    wait_until(lambda: running(serving)[group] == 1)
-    assert running(serving)[1 - group] == 0
-    assert [flush(serving) for _ in range(5)] == [400] * 5
+    wait_until(lambda: requests_of_groups(serving.urls[0])[group] == 1)
+    assert requests_of_groups(serving.urls[0])[1 - group] == 0
+    assert [flush(serving.urls[0]) for _ in range(5)] == [400] * 5
     assert serving.call_all("has_requests") == [True]
     serving.call_all("pause_generation")
     assert answer.result()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -157,7 +134,7 @@ def test_caches_are_flushed_when_no_group_has_requests(serving, ask, group):
 def test_requests_of_every_group_wait_for_new_weights_and_go_on(serving, ask, old, new):
     """Both stop, compute anew what they had in the cache, and write the rest with the new weights."""
     answers = [ask(group, length=LONG // 4) for group in GROUPS]
-    wait_until(lambda: running(serving) == [1, 1])
+    wait_until(lambda: requests_of_groups(serving.urls[0]) == [1, 1])
     serving.call_all("pause_generation", "retract")
     serving.call_all("flush_cache")
     serving.call_all("update_weights_from_disk", str(new), "7")
@@ -178,7 +155,7 @@ def test_requests_of_every_group_wait_for_new_weights_and_go_on(serving, ask, ol
 
 def test_an_abort_reaches_every_group(serving, ask):
     answers = [ask(group, length=LONG) for group in GROUPS]
-    wait_until(lambda: running(serving) == [1, 1])
+    wait_until(lambda: requests_of_groups(serving.urls[0]) == [1, 1])
     assert post(f"{serving.urls[0]}/abort_request", {"abort_all": True}).ok
     for answer in answers:
         assert answer.result()["meta_info"]["finish_reason"]["type"] == "abort"

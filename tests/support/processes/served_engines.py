@@ -2,11 +2,14 @@
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pytest
+import ray
 import requests
 
 from slime.arguments import build_parser
@@ -14,7 +17,8 @@ from slime.observability.waiting import wait_for_all
 from slime.serving.engines import engines_of_run
 from slime.serving.owner import ServingOwner
 from slime.utils.env import actor_environment
-from tests.support.oracles.log_probs import response_of
+from tests.support.oracles.log_probs import ReferenceModel, response_of
+from tests.support.processes.local_ray import start_ray
 from tests.support.processes.waiting import wait_until
 
 API_KEY = "key-of-this-test-run"
@@ -25,6 +29,11 @@ TYPED_FLAGS = (
     "--sglang-cuda-graph-config", '{"decode": {"backend": "disabled"}}', "--no-sglang-dllm-fdfo",
     "--sglang-served-model-name", "tiny",
 )  # fmt: skip
+# Of a checkpoint with experts.
+MIXTURE = {
+    "model_type": "qwen3_moe", "tie": False, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}  # fmt: skip
 PROMPT = [5, 9, 77, 200, 31, 8, 90, 3]
 
 
@@ -109,6 +118,36 @@ class Serving:
         return wait_for_all([getattr(engine, method).remote(*arguments) for engine in self.engines], method, 120)
 
 
+@contextlib.contextmanager
+def serving_of(args: SimpleNamespace, log_dir: Path) -> Iterator[Serving]:
+    """What serves by `args`, when it is ready; with a Ray of its own, which ends with it."""
+    devices = args.rollout_num_gpus
+    start_ray(num_cpus=2 * devices, num_gpus=devices)
+    try:
+        placement_group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * devices)
+        assert placement_group.wait(120)
+        serving = Serving(args, log_dir, placement_group)
+        try:
+            serving.wait_ready()
+            yield serving
+        finally:
+            serving.owner.shutdown()
+    finally:
+        ray.shutdown()
+
+
+def requests_of_groups(url: str) -> list[int]:
+    """How many requests each group of an engine is answering; an engine without groups is one."""
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    answer = requests.get(f"{url}/v1/loads?include=core", headers=headers, timeout=60).json()
+    return [load["num_running_reqs"] for load in sorted(answer["loads"], key=lambda load: load["dp_rank"])]
+
+
+def flush(url: str) -> int:
+    """The status by which an engine answers when it is asked to empty its caches."""
+    return post(f"{url}/flush_cache", {}).status_code
+
+
 def post(url, payload, key=API_KEY):
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return requests.post(url, json=payload, headers=headers, timeout=300)
@@ -119,6 +158,14 @@ def mean_difference(answer, model) -> float:
     assert len(tokens) == 24
     reference = model.log_probs(PROMPT, tokens)
     return sum(abs(a - b) for a, b in zip(log_probs, reference, strict=True)) / len(tokens)
+
+
+def assert_computed_by(answer: dict[str, Any], model: ReferenceModel, prompt: list[int] = PROMPT) -> None:
+    """Every log-prob of the answer, of two tokens at least, is the model's to 1e-4, and their mean difference at most 1e-5."""
+    tokens, log_probs = response_of(answer)
+    expected = model.log_probs(prompt, tokens)
+    assert len(tokens) > 1 and log_probs == pytest.approx(expected, abs=1e-4)
+    assert sum(abs(a - b) for a, b in zip(log_probs, expected, strict=True)) <= 1e-5 * len(tokens)
 
 
 def server_tree(pid: int) -> list[psutil.Process]:
