@@ -129,6 +129,25 @@ def misnomer(model_name: str, config: Config) -> Iterator[str]:
         )
 
 
+def undivided_by_engines(config: Config, stages: int) -> Iterator[str]:
+    """Why SGLang 0.5.21 cannot divide the config's model into so many pipeline stages, or goes wrong; nothing where it can.
+
+    It does not divide models of this type; or there are fewer layers than stages; or the last stage would compute with a head
+    that no weight reaches: that of most types where it is the embedding, which the first stage has.
+    """
+    if stages == 1:
+        return
+    kind, layers = config.get("model_type"), config.get("num_hidden_layers")
+    # Entries of the wrong kind are told elsewhere.
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is not None and not family.engines_have_stages:
+        yield f"SGLang does not divide models of type {kind}; leave it out"
+    elif config.get("tie_word_embeddings") and not (family is not None and family.stages_tie):
+        yield f"SGLang's last stage of a model of type {kind} gets no head that is the embedding; leave it out"
+    elif type(layers) is int and layers < stages:
+        yield f"the model has {layers} layers; give {layers}, or fewer"
+
+
 def qk_norm_spans_heads(spec: Sequence[str]) -> bool:
     """Whether norms of queries and keys have a weight for each channel of all heads; no flag says so.
 

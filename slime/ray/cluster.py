@@ -37,7 +37,7 @@ from slime.arguments.rules.megatron import MEGATRON_RULES
 from slime.arguments.rules.serving import engine_around_a_sender
 from slime.arguments.sizes import GpuRanges, expects_gpus, layout_of
 from slime.arguments.violations import Refusal
-from slime.backends.sglang_utils.server_arguments import require_cache_transfer, require_drafts, require_stages
+from slime.backends.sglang_utils.server_arguments import require_cache_transfer, require_drafts
 from slime.plan import place_of_images, require_memory_of_machine
 from slime.plan.batch import kept_tokens, train_batch_bytes
 from slime.utils import env
@@ -240,7 +240,6 @@ def check_machine(args: argparse.Namespace) -> None:
     for group in served_groups(args) if args.has_engines else ():
         of_group = arguments_of_group(args, group)
         require_drafts(of_group, on_cpu=real == 0)
-        require_stages(of_group)
         if group.worker_type in ("prefill", "decode"):
             require_cache_transfer(of_group, on_cpu=real == 0)
     require_memory_of_machine(args)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.estimates.layout import ParallelLayout
+
 WORKER_TYPES = ("regular", "prefill", "decode", "placeholder", "encoder")
 
 
@@ -48,3 +50,18 @@ def node_parts(first: int, size: int, gpus_per_node: int) -> list[int]:
         parts.append(min(size, gpus_per_node - first % gpus_per_node))
         first, size = first + parts[-1], size - parts[-1]
     return parts
+
+
+def first_uneven(total: int, first: int, size: int, gpus_per_node: int) -> int | None:
+    """Of engines with `size` GPUs each, on `total` GPUs from GPU `first` of the run on: the first GPU of the first one that has
+    more of them on one of its nodes than on another; None where there is none."""
+    starts = range(first, first + total - size + 1, size)
+    return next((start for start in starts if len(set(node_parts(start, size, gpus_per_node))) > 1), None)
+
+
+def first_beside_a_sender(total: int, first: int, size: int, layout: ParallelLayout) -> tuple[int, int] | None:
+    """Of such engines, the first GPU of one that has GPUs of training ranks and others, and the first rank among those that
+    sends weights; None where there is none."""
+    ranks = layout.world_size
+    starts = [start for start in range(first, first + total - size + 1, size) if start < ranks < start + size]
+    return next(((start, sender) for start in starts for sender in layout.first_of_stages if sender >= start), None)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from slime.arguments.config_files.serving_config import FLAG, arguments_of_group, served_groups, served_models
 from slime.arguments.flag import flag_of
 from slime.arguments.groups import OF_ROLES
-from slime.arguments.hf_config import read_hf_config
+from slime.arguments.hf_config import Config, read_hf_config
 from slime.arguments.server_flags import (
     NO_SHARE,
     REFUSED,
@@ -28,8 +28,8 @@ from slime.arguments.violations import Kind, Rule, Violation, about, broken, div
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import require_whole_groups
 from slime.models.config_entries import NUM_EXPERTS
-from slime.models.families import FAMILIES
-from slime.scheduling.served_models import node_parts
+from slime.models.families import FAMILIES, undivided_by_engines
+from slime.scheduling.served_models import first_beside_a_sender, first_uneven, node_parts
 from slime.utils.errors import UserError
 from slime.utils.ports import normalize_external_engine_addr
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS
@@ -55,14 +55,12 @@ def engine_sizes(args: argparse.Namespace) -> Iterator[Violation]:
             "{--rollout-num-gpus-per-engine} {fitting}"
         )
         yield broken(args, template, fitting=max(1, stages) * gpus)
-        return
-    typed, derived = args.sglang_tp_size, tensor_parallel_size(args)
-    if typed not in (None, derived):
+    elif args.sglang_tp_size not in (None, derived := tensor_parallel_size(args)):
         template = (
             "{--sglang-tp-size=} contradicts the tensor-parallel size {derived} of {--rollout-num-gpus-per-engine=}; leave it "
             "out, or give {--rollout-num-gpus-per-engine} {fitting}"
         )
-        yield broken(args, template, derived=derived, fitting=typed * stages)
+        yield broken(args, template, derived=derived, fitting=args.sglang_tp_size * stages)
 
 
 def of_groups(rule: Rule) -> Rule:
@@ -106,34 +104,45 @@ def _fits(heads: int, groups: int, size: int) -> bool:
 
 def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool, bool]:
     """Attention heads and key-value heads of the model that the engines load, None where they are not known; latent? dense?"""
-    if args.hf_checkpoint is None:
-        return None, False, False
-    try:
-        config = read_hf_config(args.hf_checkpoint)
-    except UserError:
-        return None, False, False  # said elsewhere
+    config = _config(args)
     heads = config.get("num_attention_heads")
     # Latent attention has no key-value heads to divide.
     latent = bool(config.get("kv_lora_rank"))
     groups = heads if latent else config.get("num_key_value_heads") or heads
     known = all(type(count) is int and count > 0 for count in (heads, groups))
-    return ((heads, groups) if known else None), latent, not any(config.get(name) for name in NUM_EXPERTS)
+    return (
+        ((heads, groups) if known else None),
+        latent,
+        bool(config) and not any(config.get(name) for name in NUM_EXPERTS),
+    )
+
+
+def _config(args: argparse.Namespace) -> Config:
+    """That of the model that the engines load; empty where there is none, which is said elsewhere."""
+    with contextlib.suppress(UserError):
+        return read_hf_config(args.hf_checkpoint) if args.hf_checkpoint is not None else {}
+    return {}
+
+
+def stages_of_engines(args: argparse.Namespace) -> Iterator[Violation]:
+    """SGLang divides the model that the engines load into their pipeline stages."""
+    for problem in undivided_by_engines(_config(args), args.sglang_pp_size or 1):
+        yield broken(args, "{--sglang-pp-size=}: {problem}", problem=problem)
 
 
 def drafts(args: argparse.Namespace) -> Iterator[Violation]:
     """Engines draft with the one layer for multi-token prediction that SGLang makes a draft model of."""
-    if args.sglang_speculative_algorithm is None or args.hf_checkpoint is None:
+    config = _config(args)
+    if args.sglang_speculative_algorithm is None or not config:
         return
-    with contextlib.suppress(UserError):  # said elsewhere
-        config = read_hf_config(args.hf_checkpoint)
-        family = FAMILIES.get(config.get("model_type"))
-        layers = 0 if family is None else family.drafting_layers(config)
-        if layers != 1:
-            template = (
-                "{--sglang-speculative-algorithm=}: engines draft with one layer for multi-token prediction of the model, and "
-                "{--hf-checkpoint=} has {layers} that they can draft with; drop the flag"
-            )
-            yield broken(args, template, layers=layers or "none")
+    family = FAMILIES.get(config.get("model_type"))
+    layers = 0 if family is None else family.drafting_layers(config)
+    if layers != 1:
+        template = (
+            "{--sglang-speculative-algorithm=}: engines draft with one layer for multi-token prediction of the model, and "
+            "{--hf-checkpoint=} has {layers} that they can draft with; drop the flag"
+        )
+        yield broken(args, template, layers=layers or "none")
 
 
 def groups_of_attention(args: argparse.Namespace) -> Iterator[Violation]:
@@ -257,7 +266,7 @@ def engine_around_a_sender(args: argparse.Namespace) -> Iterator[Violation]:
     first = layout_of(args).first_rollout_gpu
     for group in served_groups(args):
         total, each = group.num_gpus if group.num_engines else 0, group.num_gpus_per_engine
-        found = _beside_a_sender(first, total, each, layout) if group.update_weights else None
+        found = first_beside_a_sender(total, first, each, layout) if group.update_weights else None
         if found is not None:
             name = "num_gpus_per_engine" if group.where else "{--rollout-num-gpus-per-engine}"
             template = (
@@ -266,20 +275,12 @@ def engine_around_a_sender(args: argparse.Namespace) -> Iterator[Violation]:
                 f"and is on one of them: NCCL refuses two ranks on a GPU; give {name} {{fitting}}, or "
                 "{--update-weight-transport} disk"
             )
-            fitting = [n for n in divisors(total) if n < each and not _beside_a_sender(first, total, n, layout)]
+            fitting = [n for n in divisors(total) if n < each and not first_beside_a_sender(total, first, n, layout)]
             start, sender = found
             numbers = {"start": start, "last": start + each - 1, "ranks": ranks, "sender": sender}
             violation = broken(args, template, **numbers, fitting=" or ".join(map(str, fitting[-2:])))
             yield replace(violation, flags=(FLAG,)).at(group.where) if group.where else violation
         first += group.num_gpus
-
-
-def _beside_a_sender(first: int, total: int, each: int, layout: ParallelLayout) -> tuple[int, int] | None:
-    """Of `total` GPUs from `first` on, for engines of `each`: where one begins that has GPUs of training ranks and others, and
-    the first sender among those ranks; None where there is none."""
-    ranks = layout.world_size
-    starts = [start for start in range(first, first + total - each + 1, each) if start < ranks < start + each]
-    return next(((start, sender) for start in starts for sender in layout.first_of_stages if sender >= start), None)
 
 
 def engines_over_nodes(args: argparse.Namespace) -> Iterator[Violation]:
@@ -290,9 +291,9 @@ def engines_over_nodes(args: argparse.Namespace) -> Iterator[Violation]:
     training = f", training takes the first {first}" if first else ""
     for group in served_groups(args):
         total, each = group.num_gpus if group.num_engines else 0, group.num_gpus_per_engine
-        start = _first_uneven(total, first, each, per_node)
+        start = first_uneven(total, first, each, per_node)
         if start is not None:
-            fitting = [n for n in divisors(total) if n < each and _first_uneven(total, first, n, per_node) is None]
+            fitting = [n for n in divisors(total) if n < each and first_uneven(total, first, n, per_node) is None]
             name = "num_gpus_per_engine" if group.where else "{--rollout-num-gpus-per-engine}"
             template = (
                 f"{name} {each}: an engine would have the GPUs {{start}} to {{last}} of the run, {{parts}} on its nodes "
@@ -304,11 +305,6 @@ def engines_over_nodes(args: argparse.Namespace) -> Iterator[Violation]:
             found = broken(args, template, start=start, last=last, parts=parts, fitting=some)
             yield replace(found, flags=(FLAG,)).at(group.where) if group.where else found
         first += group.num_gpus
-
-
-def _first_uneven(total: int, first: int, each: int, per_node: int) -> int | None:
-    starts = range(first, first + total - each + 1, each)
-    return next((start for start in starts if len(set(node_parts(start, each, per_node))) > 1), None)
 
 
 def external_addresses(args: argparse.Namespace) -> Iterator[Violation]:
@@ -325,7 +321,8 @@ def external_addresses(args: argparse.Namespace) -> Iterator[Violation]:
 
 # A run that only trains ignores the flags of engines and router.
 SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
-    models, one_topology, of_groups(engine_sizes), of_groups(attention_heads), of_groups(drafts),
+    models, one_topology, of_groups(engine_sizes), of_groups(attention_heads), of_groups(stages_of_engines),
+    of_groups(drafts),
     of_groups(refused_each(_DRAFTED, lambda args, value: value is not None and args.sglang_speculative_algorithm is None,
         "{0=} has no effect without {--sglang-speculative-algorithm}; drop it, or add that with EAGLE")),
     of_groups(refused(

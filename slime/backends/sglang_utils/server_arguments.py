@@ -14,7 +14,6 @@ parser (`server_process`).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -23,11 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.hf_config import read_hf_config
 from slime.arguments.rules.serving import engine_sizes
 from slime.arguments.server_flags import OTHER_NAMES, attention_groups, tensor_parallel_size
 from slime.arguments.surface import FlagSpec
-from slime.models.families import FAMILIES
 from slime.plan.placement import sleeping_sides
 from slime.utils.child_process import environment_for_python
 from slime.utils.errors import UserError
@@ -180,12 +177,11 @@ def compute_server_arguments(
 
     Raises:
         UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`, or the sizes do not divide, or not over the
-            nodes; or caches cannot be moved here, or nothing drafted; or the model has no pipeline stages.
+            nodes; or caches cannot be moved here, or nothing drafted.
     """
     for problem in engine_sizes(args):
         raise UserError(problem.message)
     require_drafts(args, on_cpu)
-    require_stages(args)
     stages, nodes = args.sglang_pp_size or 1, part.nodes if part else 1
     if stages % nodes and nodes % stages:
         raise UserError(
@@ -281,30 +277,6 @@ def require_drafts(args: Any, on_cpu: bool) -> None:
             f"--sglang-speculative-algorithm {algorithm}: engines draft on GPUs alone, and this machine has none; leave "
             "out all flags that begin with --sglang-speculative"
         )
-
-
-def require_stages(args: Any) -> None:
-    """Refuse engines with pipeline stages where sglang 0.5.21 cannot divide the model into them, or goes wrong.
-
-    Raises:
-        UserError: it does not divide models of this type; or has fewer layers than stages; or its last stage would compute with
-            a head that no weight reaches: that of most types where it is the embedding, which the first stage has.
-    """
-    stages, config = args.sglang_pp_size or 1, {}
-    if stages == 1:
-        return
-    with contextlib.suppress(UserError):  # said elsewhere
-        config = read_hf_config(args.hf_checkpoint)
-    kind, layers = config.get("model_type"), config.get("num_hidden_layers") or stages
-    family, problem = FAMILIES.get(kind), None
-    if family is not None and not family.engines_have_stages:
-        problem = f"SGLang does not divide models of type {kind}; leave it out"
-    elif config.get("tie_word_embeddings") and not (family is not None and family.stages_tie):
-        problem = f"SGLang's last stage of a model of type {kind} gets no head that is the embedding; leave it out"
-    elif layers < stages:
-        problem = f"the model has {layers} layers; give {layers}, or fewer"
-    if problem:
-        raise UserError(f"--sglang-pp-size {stages}: {problem}")
 
 
 # In which a thread waits awake for the next operator; OpenMP has 300,000. Between two steps there is none, and the router, the

@@ -7,6 +7,7 @@ import pytest
 from slime.arguments import parse_args
 from slime.arguments.server_flags import REFUSED
 from slime.backends.sglang_utils.server_arguments import compute_server_arguments
+from slime.models.families import undivided_by_engines
 from slime.utils.errors import UserError
 from tests.support.models.args import command_line, parse, write_config
 
@@ -53,6 +54,47 @@ def test_groups_of_attention_are_those_of_a_group_of_engines(tmp_path, group, me
         return
     with pytest.raises(UserError, match=f"serving.yaml:4: .*{message}"):
         parse_with_heads(tmp_path, 4, *words.split(), num_experts=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "stages", "message"),
+    [
+        ({"tie_word_embeddings": True}, 2, None),
+        ({}, 4, "--sglang-pp-size 4: the model has 2 layers; give 2, or fewer"),
+        ({"model_type": "llama", "tie_word_embeddings": False}, 2, None),
+        ({"model_type": "llama", "tie_word_embeddings": True}, 1, None),
+        (
+            {"model_type": "llama", "tie_word_embeddings": True},
+            2,
+            "last stage of a model of type llama gets no head that is",
+        ),
+        ({"model_type": "qwen3_next"}, 2, "SGLang does not divide models of type qwen3_next; leave it out"),
+        ({"model_type": "mimo"}, 2, "SGLang does not divide models of type mimo; leave it out"),
+    ],
+)
+@pytest.mark.parametrize("by_file", [False, True], ids=["flag", "file"])
+def test_models_that_have_no_stages_are_refused_by_a_plan_too(tmp_path, by_file, config, stages, message):
+    base, engine = command_line(tmp_path), f"num_gpus: {stages}, num_gpus_per_engine: {stages}"
+    write_config(tmp_path / "model", **config)
+    serving = tmp_path / "serving.yaml"
+    serving.write_text(
+        f"sglang:\n  - name: actor\n    server_groups: [{{{engine}, overrides: {{pp_size: {stages}}}}}]\n"
+    )
+    words = f"--rollout-num-gpus {stages} --debug-rollout-only --dry-run"
+    flags = f"--rollout-num-gpus-per-engine {stages} --sglang-pp-size {stages}"
+    argv = [*base, *words.split(), *([f"--sglang-config={serving}"] if by_file else flags.split())]
+    if message is None:
+        parse_args(argv=argv)
+        return
+    with pytest.raises(UserError, match=f"serving.yaml:3: .*{message}" if by_file else message):
+        parse_args(argv=argv)
+
+
+def test_a_model_of_a_type_that_nobody_knows_has_stages_if_its_head_is_its_own():
+    assert [*undivided_by_engines({"model_type": "unknown"}, 2)] == []
+    (problem,) = undivided_by_engines({"model_type": "unknown", "tie_word_embeddings": True}, 2)
+    assert "last stage of a model of type unknown gets no head" in problem
+    assert [*undivided_by_engines({"model_type": ["qwen3"], "num_hidden_layers": "one"}, 2)] == []
 
 
 @pytest.mark.parametrize(

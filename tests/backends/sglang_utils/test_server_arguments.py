@@ -169,42 +169,6 @@ def test_engines_draft_on_gpus_alone():
         compute(args)
 
 
-@pytest.mark.parametrize(
-    ("config", "stages", "message"),
-    [
-        ({"model_type": "qwen3", "tie_word_embeddings": True, "num_hidden_layers": 3}, 3, None),
-        (
-            {"model_type": "qwen3", "num_hidden_layers": 3},
-            4,
-            "--sglang-pp-size 4: the model has 3 layers; give 3, or fewer",
-        ),
-        ({"model_type": "llama", "num_hidden_layers": 4}, 2, None),
-        (
-            {"model_type": "llama", "tie_word_embeddings": True},
-            2,
-            "last stage of a model of type llama gets no head that is",
-        ),
-        ({"model_type": "llama", "tie_word_embeddings": True}, 1, None),
-        ({"model_type": "unknown"}, 2, None),
-        (
-            {"model_type": "unknown", "tie_word_embeddings": True},
-            2,
-            "last stage of a model of type unknown gets no head",
-        ),
-        ({"model_type": "qwen3_next"}, 2, "SGLang does not divide models of type qwen3_next"),
-        ({"model_type": "mimo"}, 2, "SGLang does not divide models of type mimo"),
-    ],
-)
-def test_models_that_have_no_stages_are_refused(tmp_path, config, stages, message):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    args = make_args(hf_checkpoint=str(tmp_path), rollout_num_gpus_per_engine=stages, sglang_pp_size=stages)
-    if message is None:
-        assert compute(args).values["pp_size" if stages > 1 else "tp_size"] == stages
-        return
-    with pytest.raises(UserError, match=message):
-        compute(args)
-
-
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_without_a_gpu_caches_move_in_host_memory_or_the_engine_does_not_start(monkeypatch, role):
     args = make_args(sglang_disaggregation_transfer_backend=None)

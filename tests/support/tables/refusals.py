@@ -211,6 +211,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
     ),
     "serving": (
         ("--router-policy power_of_two", "--router-policy", WRONG),
+        ("--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --sglang-pp-size 4", "--sglang-pp-size", WRONG),
         ("--sglang-speculative-algorithm EAGLE", "--sglang-speculative-algorithm --hf-checkpoint", WRONG),
         ("--sglang-speculative-num-steps 3", "--sglang-speculative-num-steps --sglang-speculative-algorithm", WRONG),
         ("--debug-rollout-only --debug-train-only",
