@@ -5,8 +5,8 @@
 
 It runs on the host of the engines, beside them, one for all of them; `--local` is a directory there that is empty or was
 written by this program, and that nobody else has. What the run publishes in its `--update-weight-disk-dir` is read once for
-all engines of the host and applied to the copy there, which they load. Nobody of the run knows of them, so they may lag
-behind. Engines with an `--api-key` are asked with the one in `SLIME_ENGINE_API_KEY`.
+all engines of the host and applied to the copy there, which all of them load at once. Nobody of the run knows of them, so they
+may lag behind. Engines with an `--api-key` are asked with the one in `SLIME_ENGINE_API_KEY`.
 """
 
 import argparse
@@ -15,8 +15,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,22 @@ def ask(
     raise RunError(f"{engine}{path}: {answer.status_code} {answer.text[:200]}")
 
 
+def of_each(engines: Sequence[str], work: Callable[[str], bool]) -> list[bool]:
+    """What `work` gives for each engine; it is done for all at once, so that the slowest alone is waited for."""
+
+    def do(engine: str, done: Future[bool]) -> None:
+        try:
+            done.set_result(work(engine))
+        except BaseException as error:
+            done.set_exception(error)
+
+    futures = [Future[bool]() for _ in engines]
+    for engine, done in zip(engines, futures, strict=True):
+        # A daemon: whoever ends the process does not wait for an engine that does not answer.
+        threading.Thread(target=do, args=(engine, done), name=engine, daemon=True).start()
+    return [done.result() for done in futures]
+
+
 class Follower:
     """Brings a directory of this host, and engines that load it, to what a run publishes.
 
@@ -108,7 +126,10 @@ class Follower:
             RunError: it cannot be written.
         """
         wanted = newest(self._pushes)
-        behind = [] if wanted is None else [engine for engine in self._engines if not self._has(engine, wanted)]
+        if wanted is None:
+            return None
+        have = of_each(self._engines, lambda engine: self._has(engine, wanted))
+        behind = [engine for engine, has in zip(self._engines, have, strict=True) if not has]
         if not behind or wanted == self._unusable:
             return None
         if self._copied != wanted:
@@ -119,7 +140,7 @@ class Follower:
                 logger.warning("%s cannot be used, and the next one is waited for: %s", wanted.directory, refused)
                 return None
             self._copied = wanted
-        loaded = [self._load(engine, wanted) for engine in behind]
+        loaded = of_each(behind, lambda engine: self._load(engine, wanted))
         return wanted.version if all(loaded) else None
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """Engines that follow a run: what they are given, and when; what is published comes from the real transport."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import load_function
 from slime.weights.transports.disk_delta import DiskDeltaTransport
+from tests.support.processes.waiting import wait_until
 
 EXAMPLE = Path(__file__).parents[3] / "examples/delta_weight_sync"
 Follower, newest, main = (load_function(f"{EXAMPLE}/follow.py:{name}") for name in ("Follower", "newest", "main"))
@@ -28,16 +30,22 @@ class Engine:
     """Loads a directory when it is told to, and tells its version, as a server does; `failing` answers an error."""
 
     def __init__(self):
-        self.version, self.weights, self.failing, self.keys = "default", {}, False, []
+        self.version, self.weights, self.failing, self.keys, self.asked = "default", {}, False, [], 0
+        # While it is not set, the engine answers nothing.
+        self.answers = threading.Event()
+        self.answers.set()
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
+                engine.asked += 1
+                engine.answers.wait(60)
                 self.answer({"weight_version": engine.version})
 
             def do_POST(self):
                 payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 engine.keys.append(self.headers["Authorization"])
+                engine.answers.wait(60)
                 if not engine.failing:
                     files = Path(payload["model_path"]).glob("*.safetensors")
                     engine.weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -59,12 +67,21 @@ class Engine:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
 
+@contextlib.contextmanager
+def served():
+    engine = Engine()
+    try:
+        yield engine
+    finally:
+        engine.answers.set()
+        engine.server.shutdown()
+        engine.server.server_close()
+
+
 @pytest.fixture
 def engine():
-    engine = Engine()
-    yield engine
-    engine.server.shutdown()
-    engine.server.server_close()
+    with served() as engine:
+        yield engine
 
 
 class Run:
@@ -104,7 +121,7 @@ def run(tmp_path):
 
 
 def follower_of(run, tmp_path, *engines):
-    return Follower(run.pushes, run.hf, tmp_path / "local", [engine.url for engine in engines], 10)
+    return Follower(run.pushes, run.hf, tmp_path / "local", [engine.url for engine in engines], 60)
 
 
 def assert_serves(engine, run, version):
@@ -150,22 +167,41 @@ def test_an_engine_that_was_started_anew_is_given_the_weights_again(run, tmp_pat
     assert_serves(engine, run, 1)
 
 
+def test_engines_are_asked_and_load_at_once(run, tmp_path, engine):
+    """While the first one takes its time, the second one has done all that it does."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, served() as slow:
+        follower = follower_of(run, tmp_path, slow, engine)
+        run.push(1, a=1.0)
+        slow.answers.clear()
+        step = pool.submit(follower.step)
+        wait_until(lambda: engine.version == "1" and engine.asked == 1, 30)
+        assert slow.version == "default" and not step.done()
+        slow.answers.set()
+        assert step.result(30) == 1
+        assert_serves(slow, run, 1)
+        # What they have is asked of both before one of them is given anything.
+        slow.answers.clear()
+        step = pool.submit(follower.step)
+        wait_until(lambda: engine.asked == 2, 30)
+        assert not step.done()
+        slow.answers.set()
+        assert step.result(30) is None
+
+
 def test_an_engine_that_fails_is_asked_again_and_complained_of_once(run, tmp_path, engine, caplog):
-    well = Engine()
-    follower = follower_of(run, tmp_path, well, engine)
-    run.push(1, a=1.0)
-    engine.failing = True
-    assert follower.step() is None and follower.step() is None
-    assert_serves(well, run, 1)
-    assert [record.message for record in caplog.records] == [
-        f'{engine.url}/update_weights_from_disk: 400 {{"success": false}}; it is asked again'
-    ]
-    engine.failing = False
-    assert follower.step() == 1
-    assert_serves(engine, run, 1)
-    assert len(well.keys) == 1
-    well.server.shutdown()
-    well.server.server_close()
+    with served() as well:
+        follower = follower_of(run, tmp_path, well, engine)
+        run.push(1, a=1.0)
+        engine.failing = True
+        assert follower.step() is None and follower.step() is None
+        assert_serves(well, run, 1)
+        assert [record.message for record in caplog.records] == [
+            f'{engine.url}/update_weights_from_disk: 400 {{"success": false}}; it is asked again'
+        ]
+        engine.failing = False
+        assert follower.step() == 1
+        assert_serves(engine, run, 1)
+        assert len(well.keys) == 1
 
 
 def test_damaged_files_are_not_loaded_and_the_next_ones_are(run, tmp_path, engine, caplog):
