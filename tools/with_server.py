@@ -4,10 +4,13 @@
     python tools/with_server.py --port 8181 --log server.log SERVER WORDS... -- COMMAND WORDS...
 
 The server is ready when it listens on loopback at the port. Its output goes to the log; it stops when the command ends, by
-itself or by a signal. The exit status is the command's; 2 where the server did not come up.
+itself or by a signal. The exit status is the command's; 2 where the server did not come up. The command has no standard input,
+and both end with this program, `kill -9` included.
 """
 
 import argparse
+import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -19,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.utils.child_process import ChildProcess, environment_for_python
+from tools.tied import tied
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
@@ -65,22 +69,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if listens(given.port):
         print(f"with_server: port {given.port} is taken; end what listens there, or choose another", file=sys.stderr)
         return 2
-    server = ChildProcess("server", words[:middle], given.log, env=environment_for_python())
+    server = ChildProcess("server", tied(words[:middle]), given.log, env=environment_for_python())
     command: subprocess.Popen | None = None
 
     def hand_on(number: int, frame: object) -> None:
         if command is None:
             raise SystemExit(128 + number)
-        # Of Ctrl-C the command hears by itself.
-        if number != signal.SIGINT:
-            command.send_signal(number)
+        # What a terminal tells, Ctrl-C and its own end, is for a whole group, and that of the command is another than ours.
+        with contextlib.suppress(ProcessLookupError):
+            (os.kill if number == signal.SIGTERM else os.killpg)(command.pid, number)
 
-    signal.signal(signal.SIGINT, hand_on)
-    signal.signal(signal.SIGTERM, hand_on)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # By `nohup` the end of a terminal is to be passed by.
+        if number != signal.SIGHUP or signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, hand_on)
     try:
         server.start()
         wait_until_ready(server, given.port, given.timeout)
-        command = subprocess.Popen(words[middle + 1 :])
+        # That its input stays open until it has ended is what ties it to this process.
+        command = subprocess.Popen(tied(words[middle + 1 :]), stdin=subprocess.PIPE, process_group=0)
         status = command.wait()
     except (OSError, RuntimeError) as error:
         print(f"with_server: {error}", file=sys.stderr)

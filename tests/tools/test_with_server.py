@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from slime.utils.http_utils import find_available_port
+from tests.support.processes.waiting import wait_until
 from tests.support.tables.shell_arrays import ROOT
 
 SERVER = (
@@ -78,3 +80,41 @@ def test_a_signal_ends_both(tmp_path, port):
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 128 + signal.SIGTERM
     assert not listens(port)
+
+
+# Both would wait longer than the test.
+LASTING_SERVER = SERVER.replace("sleep(60)", "sleep(600)")
+COMMAND = """
+import os, signal, sys, time
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, lambda *_: sys.exit(42))
+with open("running.draft", "w") as file:
+    file.write(str(os.getpid()))
+os.rename("running.draft", "running")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGHUP])
+def test_neither_outlives_what_started_them(tmp_path, port, number):
+    """Without a terminal, which would have told the command of Ctrl-C, and of its own end, too."""
+    with subprocess.Popen(
+        words(tmp_path, port, LASTING_SERVER.format(port=port), sys.executable, "-c", COMMAND), cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    ) as process:  # fmt: skip
+        try:
+            wait_until((tmp_path / "running").exists, 60)
+            command = psutil.Process(int((tmp_path / "running").read_text()))
+            process.send_signal(number)
+            assert process.wait(30) == (-number if number == signal.SIGKILL else 42)
+            wait_until(lambda: not command.is_running() or command.status() == psutil.STATUS_ZOMBIE, 30)
+            wait_until(lambda: not listens(port), 30)
+        finally:
+            process.terminate()
+
+
+def test_a_command_that_there_is_not_is_told(tmp_path, port):
+    done = subprocess.run(
+        words(tmp_path, port, SERVER.format(port=port), "no-such-program"), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (127, "no-such-program: No such file or directory\n")

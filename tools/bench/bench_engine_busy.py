@@ -24,7 +24,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench.bench_loop import MARK, read_events
 from tools.bench.bench_peers import LENGTHS, PROMPTS, SAMPLES, SHAPES
-from tools.bench.tied import ROOT, run_tied
+from tools.tied import ROOT, run_tied
 
 INTERVAL_S = 0.05
 

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from slime.backends.sglang_utils.server_arguments import environment_on_cpu
 from slime.utils.child_process import ChildProcess, environment_for_python
 from slime.utils.ports import random_port_start, reserve_port
-from tools.bench.tied import ROOT, tied
 from tools.serve_on_cpu import SERVE, command_line
+from tools.tied import ROOT, tied
 
 WITHOUT_OURS = (
     "from slime.backends.sglang_utils import cpu_runtime\n"

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from slime.utils.filesystem import write_text_atomically
 from tools.bench import learning_curves as curves
 from tools.bench.learning_recipes import ARRANGEMENTS, ESTIMATORS, OFF_POLICY, RECIPES, names_of
-from tools.bench.tied import ROOT, tied
+from tools.tied import ROOT, tied
 
 PAGE = ROOT / "docs" / "en" / "advanced" / "learning.md"
 TABLES = {

@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import TENSORS, Even
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from slime.utils.child_process import ChildProcess
-from tools.bench.tied import ROOT, tied
+from tools.tied import ROOT, tied
 
 PHASES = ("perf/rollout_time", "perf/train_time", "perf/update_weights_time", "perf/save_model_time")
 MARK = "SLIME_BENCH_RUN"

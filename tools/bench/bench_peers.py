@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench.bench_loop import read_scalars
 from tools.bench.long_answers import answer_tokens
-from tools.bench.tied import ROOT, run_tied
+from tools.tied import ROOT, run_tied
 
 # The last release when this was written; it takes the torch of our own pins.
 PEER = "trl==1.16.0"

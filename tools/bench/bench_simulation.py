@@ -27,11 +27,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slime.utils.child_process import ChildProcess, describe_exit_status
-from tools.bench.tied import ROOT, tied
 from tools.report import read_run
 from tools.simulate import resample
 from tools.simulation.arrangements import ARRANGEMENTS, Split, Work, replay
 from tools.simulation.measured import measured, step_seconds
+from tools.tied import ROOT, tied
 
 # Earlier steps pay for imports and compilations.
 _FIRST = 1

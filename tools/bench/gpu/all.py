@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from slime.utils.child_process import ChildProcess, describe_exit_status
 from slime.utils.errors import UserError
 from tools.bench.gpu.common import Report, enter, make_device_parser, rendered
-from tools.bench.tied import tied
+from tools.tied import tied
 
 # What may be wrong comes before what may be slow.
 MEASUREMENTS = ("grid", "families", "kernels", "mfu", "waits", "memory", "buckets", "handles", "asleep")

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.support.processes.waiting import wait_until
-from tools.bench.tied import ROOT, run_tied, tied
+from tools.tied import ROOT, run_tied, tied
 
 # Tells the processes that there are, and waits.
 PROGRAM = """
@@ -24,7 +24,8 @@ BENCH = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from tools.bench import bench_learning, tied
+from tools import tied
+from tools.bench import bench_learning
 {start}
 """
 # As most benches run a program, through a shell here; and as the one that reads what its program writes.
