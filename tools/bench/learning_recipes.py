@@ -3,7 +3,11 @@
 Flags that come later win, so a recipe only says what it does differently from the quick start.
 """
 
+import hashlib
+import json
 from dataclasses import dataclass
+
+from tools.tied import ROOT
 
 STUDIES = ESTIMATORS, OFF_POLICY, ARRANGEMENTS = "estimators", "off-policy", "arrangements"
 _BENCH = "tools/bench"
@@ -25,6 +29,14 @@ class Recipe:
     flags: tuple[str, ...]
     rollouts: int
     words: tuple[str, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """Twelve digits for what its results depend on: flags, words and budget, and what the files have that flags name."""
+        paths = {word: ROOT / word.partition(":")[0] for word in self.flags}
+        files = {word: path.read_text() for word, path in paths.items() if path.is_file()}
+        told = json.dumps([self.flags, self.words, self.rollouts, files])
+        return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
 # Two optimizer steps per rollout, so that ratios leave 1, and clipping and the level of the ratio matter.

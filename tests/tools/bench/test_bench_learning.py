@@ -1,6 +1,7 @@
 """The learning benchmark without its runs: recipes, curves, tables, pictures, and the delay of off-policy answers."""
 
 import argparse
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from slime.arguments import parse_args
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.types import Sample
 from tests.support.models.args import command_line
-from tools.bench import bench_learning, delayed_rollout, learning_curves
+from tools.bench import bench_learning, delayed_rollout, learning_curves, learning_recipes
 from tools.bench.delayed_rollout import DelayLine
 from tools.bench.learning_curves import Run
 from tools.bench.learning_recipes import ESTIMATORS, RECIPES, STUDIES, names_of
@@ -115,13 +116,30 @@ class TestTables:
         # Nothing is known of the other study, so the page keeps what it says.
         assert not (tmp_path / "learning-off-policy.svg").exists()
 
-    def test_results_of_other_flags_do_not_count(self, tmp_path):
-        run = make_run()
-        learning_curves.save_run(
-            Run(run.recipe, 0, ("--lr", "1"), run.rollouts, 1.0, run.curves),
-            bench_learning.result_path("grpo", 0, tmp_path),
-        )
-        assert bench_learning.read_results(tmp_path) == {}
+    @pytest.mark.parametrize(
+        "changes",
+        [{"flags": ("--lr", "1")}, {"words": ("--async",)}, {"rollouts": 16}, {"file": "delay: 5"}, {"title": "G"}],
+    )
+    def test_results_of_a_recipe_that_was_changed_do_not_count(self, tmp_path, monkeypatch, changes):
+        """A title is no part of what is run."""
+        monkeypatch.setattr(learning_recipes, "ROOT", tmp_path)
+        config, flags = tmp_path / "delay.yaml", ("--custom-config-path", "delay.yaml")
+        config.write_text("delay: 4")
+        recipe = dataclasses.replace(RECIPES["grpo"], flags=flags)
+        monkeypatch.setitem(RECIPES, "grpo", recipe)
+        asked = []
+        monkeypatch.setattr(bench_learning, "quickstart", lambda *words: asked.append(words) or 100.0)
+        monkeypatch.setattr(learning_curves, "kept_curves", lambda directory: make_run().curves)
+        first = bench_learning.result_of("grpo", 0, tmp_path)
+        assert bench_learning.read_results(tmp_path) == {"grpo": [first]} and len(asked) == 1
+        same = "title" in changes
+        config.write_text(changes.get("file", "delay: 4"))
+        fields = {name: value for name, value in changes.items() if name != "file"}
+        monkeypatch.setitem(RECIPES, "grpo", dataclasses.replace(recipe, **fields))
+        assert bench_learning.read_results(tmp_path) == ({"grpo": [first]} if same else {})
+        second = bench_learning.result_of("grpo", 0, tmp_path)
+        assert bench_learning.read_results(tmp_path) == {"grpo": [second]}
+        assert len(asked) == (1 if same else 2)
 
 
 class TestDelay:
