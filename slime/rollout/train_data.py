@@ -48,7 +48,7 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
     if path is not None:
         flag = "--custom-convert-samples-to-train-data-path"
         columns = call_for_step(args, flag, path, f"{len(samples)} samples", args, samples)
-        batch = train_batch_from_columns(columns, f"{flag} {path}")
+        batch = train_batch_from_columns(columns, f"{flag} {path}", samples)
     else:
         raw_rewards, rewards = post_process_rewards(args, samples)
         batch = build_train_batch(samples, raw_rewards, rewards)

@@ -9,7 +9,8 @@ split.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,11 +88,15 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
     return _complete(batch)
 
 
-def train_batch_from_columns(columns: dict[str, Any], source: str) -> TrainBatch:
+def train_batch_from_columns(columns: dict[str, Any], source: str, samples: Sequence[Sample] = ()) -> TrainBatch:
     """A batch from a plug-in's dict of per-sample lists.
+
+    As in `build_train_batch`, samples that are to be left out have masks of zeros, and `failed` tells which of them failed, but
+    where the plug-in tells it.
 
     Args:
         source: flag and path of the plug-in, for messages.
+        samples: what it made them of; `sample_indices` tells whose a row is.
 
     Raises:
         UserError: it is no dict, a required column is missing or has another number of rows, a mask holds something else than 1
@@ -118,6 +123,11 @@ def train_batch_from_columns(columns: dict[str, Any], source: str) -> TrainBatch
                 raise UserError(f"{where} `{name}` is {value!r}; expected a finite number")
     masks = [(mask, f"{where} `loss_masks`") for mask, where in zip(batch["loss_masks"], of_samples, strict=True)]
     batch["loss_masks"] = [as_loss_mask(_as_row(mask, None, name), name) for mask, name in masks]
+    for position, sample in _samples_of_rows(samples, batch["sample_indices"]):
+        if sample.remove_sample:
+            batch["loss_masks"][position] = np.zeros_like(batch["loss_masks"][position])
+        if failed_and_masked(sample) and "failed" not in columns:
+            batch.setdefault("failed", np.zeros(rows, np.bool_))[position] = True
     batch["rollout_ids"] = execution_ids(list(batch.get("rollout_ids", [None] * rows)))
     for name in columns:
         known = column_of(name)
@@ -133,6 +143,16 @@ def train_batch_from_columns(columns: dict[str, Any], source: str) -> TrainBatch
 
 # Columns of a plug-in with one number per sample, of which each counts in a mean or in a length.
 _OF_NUMBERS = ("rewards", "raw_reward", "response_lengths", "rollout_mask_sums")
+
+
+def _samples_of_rows(samples: Sequence[Sample], sample_indices: Sequence[Any]) -> Iterator[tuple[int, Sample]]:
+    """Rows that are of one of the samples, and that sample. Siblings have one index: they follow each other as in `samples`."""
+    waiting: dict[Any, deque[Sample]] = defaultdict(deque)
+    for sample in samples:
+        waiting[-1 if sample.index is None else sample.index].append(sample)
+    for position, index in enumerate(np.asarray(sample_indices).tolist()):
+        if own := waiting[-1 if index is None else index]:
+            yield position, own.popleft()
 
 
 def _as_row(row: Any, dtype: Any, name: str) -> np.ndarray:

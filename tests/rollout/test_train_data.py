@@ -301,6 +301,36 @@ def test_the_content_of_a_custom_batch_is_checked(tmp_path):
         convert_samples_to_train_batch(args, samples)
 
 
+def test_what_is_to_be_left_out_trains_nothing_by_a_custom_batch_either():
+    """Its mask is of ones. Rows stand in another order, one is of nobody, and of siblings with one index the second failed."""
+    lost = {"status": Sample.Status.FAILED, "remove_sample": True}
+    samples = make([1, 0, 1, 0, 1], [0] * 5)
+    for position, fields in ((1, lost), (2, {"remove_sample": True}), (4, lost)):
+        vars(samples[position]).update(fields)
+    samples[3].index = samples[4].index = 9
+    args = objective(custom_convert_samples_to_train_data_path=f"{__file__}:reordered", told={})
+    batch = convert_samples_to_train_batch(args, samples)
+    assert batch["sample_indices"] == [9, 2, 1, 0, 77, 9]
+    trains = [bool(mask.any()) for mask in batch["loss_masks"]]
+    assert trains == [True, False, False, True, True, False]
+    assert batch["failed"].tolist() == [False, False, True, False, False, True]
+    assert batch["rollout_mask_sums"].tolist() == [2 * one for one in trains]
+    # What the function tells counts.
+    args.told = {"failed": [True] * 6}
+    assert convert_samples_to_train_batch(args, samples)["failed"].tolist() == [True] * 6
+    args.told = {}
+    assert "failed" not in convert_samples_to_train_batch(args, make([1, 0], [0, 0]))
+
+
+def reordered(args, samples):
+    """Last sample first, but for the siblings, and a row that is of no sample."""
+    siblings = [sample for sample in samples if sample.index == 9]
+    others = [sample for sample in reversed(samples) if sample.index != 9]
+    extra = make([1], [0])
+    extra[0].index = 77
+    return {**columns(args, [*siblings[:1], *others, *extra, *siblings[1:]]), **args.told}
+
+
 def test_custom_conversion(tmp_path):
     args = parse(tmp_path, "--custom-convert-samples-to-train-data-path", f"{__file__}:columns")
     assert convert_samples_to_train_batch(args, make([1, 0], [0, 0]))["rewards"].tolist() == [3, 3]
