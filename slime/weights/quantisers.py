@@ -1,4 +1,4 @@
-"""Quantised checkpoints: FP8 by blocks or by tensors, INT4 in groups. How a trained model becomes one, and one is read again.
+"""Quantised checkpoints: FP8 by blocks or by tensors, INT4 in groups. How a trained model becomes one.
 
 The checkpoint decides: `quantization_config` in its `config.json` how, and its tensors which. A weight is quantised where the
 checkpoint has its scale, so norms, embeddings, routers and whatever else its maker left alone stay as they are. What comes out
@@ -7,9 +7,6 @@ must have the names, dtypes and shapes that the checkpoint has. Where there are 
 Scales of FP8 are the largest magnitude over 448, the largest number of `float8_e4m3fn`; where the checkpoint has powers of two
 (`scale_fmt` ue8m0), the next one. Those of INT4, the rounding and the packing are those of the `compressed-tensors` package,
 with which engines read it.
-
-Who reads a quantised checkpoint gets the numbers that engines compute with, under the names of the weights. What is indexed is
-read, with the scales of the blocks or groups that it touches.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime.utils.errors import RunError, UserError
-from slime.weights.hf_reader import Place, SafetensorsDirectory, StoredTensor, places_of_checkpoint, safetensors_dtype
+from slime.weights.hf_reader import Place, places_of_checkpoint, safetensors_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +31,11 @@ _FP8_LARGEST = 448.0
 _LEAST_AMAX = 1e-12
 # Engines that compute with powers of two take no smaller one.
 _LEAST_AMAX_OF_POWERS = 1e-4
-_PACKED = "weight_packed"
+PACKED = "weight_packed"
 # Enough numbers that calls cost little beside them, and few enough for a cache in float32.
-_STRIP_NUMBERS = 2**19
+STRIP_NUMBERS = 2**19
 # So many integers of any number of bits fill whole words.
-_INTEGERS_OF_WHOLE_WORDS = 32
+INTEGERS_OF_WHOLE_WORDS = 32
 
 # What the matrices of attention (also latent, linear, and that of an indexer) and of dense and expert layers are called.
 LINEAR_WEIGHTS = re.compile(
@@ -113,7 +110,7 @@ def _strips(weight: torch.Tensor, height: int = 1) -> Sequence[torch.Tensor]:
     """Whole multiples of `height` rows, about as many as a cache holds in float32. Other devices take all at once."""
     if weight.device.type != "cpu":
         return [weight]
-    return weight.split(height * max(_STRIP_NUMBERS // (height * max(weight.shape[1], 1)), 1))
+    return weight.split(height * max(STRIP_NUMBERS // (height * max(weight.shape[1], 1)), 1))
 
 
 def quantise_int4(weight: torch.Tensor, scheme: Any) -> dict[str, torch.Tensor]:
@@ -379,7 +376,7 @@ def _method(where: str | Path, settings: Mapping[str, Any]) -> tuple[str, Callab
         return _fp8(where, settings)
     if method == "compressed-tensors" and settings.get("format") == "pack-quantized":
         scheme = int4_scheme(where, settings)
-        return _PACKED, lambda weight: quantise_int4(weight, scheme)
+        return PACKED, lambda weight: quantise_int4(weight, scheme)
     raise _refusal(where, f"quant_method {method}, format {settings.get('format')}")
 
 
@@ -430,168 +427,3 @@ def _refusal(where: str | Path, what: str) -> UserError:
         f"{where}: weights are neither quantised nor read as its quantization_config asks for ({what}); FP8 (e4m3, dynamic "
         "activations) and INT4 (compressed-tensors, pack-quantized) are"
     )
-
-
-def open_checkpoint(directory: str | Path) -> SafetensorsDirectory:
-    """The tensors of a Hugging Face checkpoint by name; weights that are quantised there as plain numbers.
-
-    Raises:
-        UserError: it has no weights, or they are quantised in a way that is not known here.
-    """
-    directory = Path(directory)
-    settings = quantisation_settings(directory)
-    if settings is None:
-        return SafetensorsDirectory(directory)
-    # What cannot be written is not read either.
-    quantiser_of(directory)
-    if settings["quant_method"] == "fp8":
-        block = tuple(settings.get("weight_block_size") or ())
-        return _Dequantised(
-            directory, "weight_scale_inv" if block else "weight_scale", lambda parts: _Fp8(parts, block)
-        )
-    scheme = int4_scheme(directory, settings)
-    return _Dequantised(directory, _PACKED, lambda parts: _Packed(parts, scheme.weights))
-
-
-class _Dequantised(SafetensorsDirectory):
-    """`suffix` as of a `Quantiser`; `read` gives a weight by the stored parts of its module."""
-
-    _PARTS = ("weight", _PACKED, "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point")
-
-    def __init__(
-        self, directory: Path, suffix: str, read: Callable[[Mapping[str, StoredTensor]], StoredTensor]
-    ) -> None:
-        super().__init__(directory)
-        self._read, stored = read, super().names()
-        modules = {name.removesuffix(suffix) for name in stored if name.endswith(suffix)}
-        self._parts = {
-            module: {part: module + part for part in self._PARTS if module + part in stored} for module in modules
-        }
-        hidden = {name for parts in self._parts.values() for name in parts.values()}
-        self._names = (stored - hidden) | {f"{module}weight" for module in modules}
-
-    def names(self) -> set[str]:
-        return set(self._names)
-
-    def tensor(self, name: str) -> StoredTensor:
-        parts = self._parts.get(name.removesuffix("weight"))
-        if parts is None or not name.endswith("weight"):
-            return super().tensor(name)
-        found = {part: super(_Dequantised, self).tensor(stored) for part, stored in parts.items()}
-        try:
-            return self._read(found)
-        except KeyError as error:
-            raise UserError(f"{self._directory}: {name} is quantised, and its {error.args[0]} is missing") from error
-
-    def parts(self, name: str) -> dict[str, StoredTensor]:
-        module = self._parts.get(name.removesuffix("weight")) if name.endswith("weight") else None
-        stored = (name,) if module is None else tuple(module.values())
-        return {part: super(_Dequantised, self).tensor(part) for part in stored}
-
-
-class _Fp8:
-    """A matrix in FP8, read as float32: its numbers times the scale of their block, or of the tensor."""
-
-    def __init__(self, parts: Mapping[str, StoredTensor], block: tuple[int, ...]) -> None:
-        self._numbers, self._block = parts["weight"], block
-        self._scale = parts["weight_scale_inv" if block else "weight_scale"]
-        self.shape = self._numbers.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        import torch
-
-        return torch.float32
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
-        import torch
-
-        rows, columns = _ranges(index, self.shape)
-        codes = self._numbers[rows, columns].view(torch.uint8)
-        numbers = torch.empty(codes.shape, dtype=torch.float32)
-        height = self._block[0] if self._block else max(_STRIP_NUMBERS // max(codes.shape[1], 1), 1)
-        first = rows.start
-        while first < rows.stop:
-            last = min(first // height * height + height, rows.stop)
-            own = slice(first - rows.start, last - rows.start)
-            place = (slice(first, first + 1), columns)
-            scale = _spread(self._scale, place, self._block) if self._block else self._scale[...]
-            torch.mul(_fp8_numbers(codes[own]), scale.float(), out=numbers[own])
-            first = last
-        return numbers
-
-
-def _fp8_numbers(codes: torch.Tensor) -> torch.Tensor:
-    """What codes (uint8) of `float8_e4m3fn` mean, float32; torch finds it out number by number.
-
-    Their bits are those of a float16 that is 256 times smaller, also below the normal numbers; but for codes of no number.
-    """
-    import torch
-
-    if not codes.numel() or (codes & 0x7F).amax() == 0x7F:
-        return codes.view(torch.float8_e4m3fn).float()
-    # The sign comes twice, once at the place of an exponent's bit.
-    halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
-    return halves.view(torch.float16).float().mul_(256.0)
-
-
-class _Packed:
-    """A matrix of packed integers, read in the dtype of its scales: (integer - zero point) times the scale of its group."""
-
-    def __init__(self, parts: Mapping[str, StoredTensor], weights: Any) -> None:
-        self._integers, self._scale, self._bits = parts[_PACKED], parts["weight_scale"], weights.num_bits
-        self._zero = None if weights.symmetric else parts["weight_zero_point"]
-        if weights.group_size:
-            columns = self._scale.shape[1] * weights.group_size
-        else:
-            columns = int(parts["weight_shape"][:][1])
-        self.shape, self._group = (self._integers.shape[0], columns), weights.group_size or columns
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._scale.dtype
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
-        import torch
-
-        rows, columns = _ranges(index, self.shape)
-        numbers = self._unpacked(self._integers, rows, columns, self.shape[1], 1).to(self.dtype)
-        groups = slice(columns.start // self._group, -(-columns.stop // self._group))
-        # Whole groups, so that a scale and a zero point are one number for each.
-        before, after = columns.start - groups.start * self._group, groups.stop * self._group - columns.stop
-        if before or after:
-            numbers = torch.nn.functional.pad(numbers, (before, after))
-        numbers = numbers.view(numbers.shape[0], groups.stop - groups.start, self._group)
-        if self._zero is not None:
-            zero = self._unpacked(self._zero, groups, rows, self.shape[0], 0)
-            numbers -= zero[..., None].to(self.dtype)
-        numbers *= self._scale[rows, groups][..., None]
-        return numbers.flatten(1)[:, before : before + columns.stop - columns.start]
-
-    def _unpacked(self, stored: StoredTensor, across: slice, along: slice, length: int, dim: int) -> torch.Tensor:
-        """Integers [rows, columns] of a matrix that is packed along `dim`, where it has `length` of them."""
-        whole = _INTEGERS_OF_WHOLE_WORDS
-        first, last = along.start // whole * whole, min(-(-along.stop // whole) * whole, length)
-        words = slice(first * self._bits // 32, -(-last * self._bits // 32))
-        own = slice(along.start - first, along.stop - first)
-        if dim == 1:
-            return unpack_integers(stored[across, words], self._bits, last - first)[:, own]
-        return unpack_integers(stored[words, across].T, self._bits, last - first).T[own]
-
-
-def _ranges(index: slice | tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, slice]:
-    """The rows and columns that are meant by an index of a matrix."""
-    given = index if isinstance(index, tuple) else (index,)
-    given = (*given, *[slice(None)] * (2 - len(given)))
-    rows, columns = (slice(*part.indices(length)[:2]) for part, length in zip(given, shape, strict=True))
-    return rows, columns
-
-
-def _spread(scale: StoredTensor, place: tuple[slice, slice], block: tuple[int, ...]) -> torch.Tensor:
-    """The scale of every entry of `place`, of blocks of the size `block`; nothing else of `scale` is read."""
-    read = tuple(slice(own.start // size, -(-own.stop // size)) for own, size in zip(place, block, strict=True))
-    found = scale[read]
-    for dim, (own, size) in enumerate(zip(place, block, strict=True)):
-        spread = found.repeat_interleave(size, dim=dim)
-        found = spread.narrow(dim, own.start % size, own.stop - own.start)
-    return found

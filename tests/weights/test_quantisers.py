@@ -10,11 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import RunError, UserError
 from slime.weights.hf_writer import write_hf_checkpoint
+from slime.weights.quantised_checkpoint import _fp8_numbers, open_checkpoint
 from slime.weights.quantisers import (
-    _fp8_numbers,
     _scale_and_zero,
     moves_when_read,
-    open_checkpoint,
     quantise_by_names,
     quantise_fp8_blocks,
     quantise_fp8_tensor,
@@ -412,7 +411,7 @@ def test_a_weight_without_its_scale_is_an_error(checkpoint):
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_integers_are_those_of_the_package_bit_for_bit(monkeypatch, dtype, bits, symmetric):
-    monkeypatch.setattr("slime.weights.quantisers._STRIP_NUMBERS", 300)
+    monkeypatch.setattr("slime.weights.quantisers.STRIP_NUMBERS", 300)
     for rows, columns, group in ((1, 32, 32), (37, 96, 32), (5, 24, None), (9, 8, 8), (40, 64, 16)):
         weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * 3
         weight[0, :8], weight[-1] = 0, weight[-1].abs()
@@ -436,7 +435,7 @@ def test_strips_change_no_bit_of_fp8_and_leave_the_weight_alone(monkeypatch, dty
     weight[64:128, :64] *= 1e-40
     given = weight.clone()
     whole = [*quantise_fp8_blocks(weight, (64, 64), scale_format), *quantise_fp8_tensor(weight)]
-    monkeypatch.setattr("slime.weights.quantisers._STRIP_NUMBERS", 64 * 200)
+    monkeypatch.setattr("slime.weights.quantisers.STRIP_NUMBERS", 64 * 200)
     strips = [*quantise_fp8_blocks(weight, (64, 64), scale_format), *quantise_fp8_tensor(weight)]
     assert all(one.float().equal(other.float()) for one, other in zip(whole, strips, strict=True))
     assert weight.equal(given)

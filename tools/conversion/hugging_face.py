@@ -20,10 +20,10 @@ from slime.utils.filesystem import write_json_atomically
 from slime.utils.hf_files import INDEX_FILE
 from slime.weights.hf_reader import Place, SafetensorsDirectory, StoredTensor, places_of_checkpoint
 from slime.weights.hf_writer import copy_auxiliary_files, number_shards
+from slime.weights.quantised_checkpoint import open_checkpoint
 from slime.weights.quantisers import (
     LINEAR_WEIGHTS,
     modules_by_name,
-    open_checkpoint,
     quantisation_settings,
     quantise_fp8_blocks,
     quantise_fp8_tensor,

@@ -17,7 +17,7 @@ import torch
 from slime.models.family import Family
 from slime.models.tensor_layouts import QueryKeyValue, TensorSizes
 from slime.utils.errors import UserError
-from slime.weights.quantisers import open_checkpoint
+from slime.weights.quantised_checkpoint import open_checkpoint
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EMBEDDING = "embedding.word_embeddings.weight"

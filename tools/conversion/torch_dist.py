@@ -29,7 +29,8 @@ from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, it
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_text_atomically
 from slime.weights.hf_reader import StoredTensor
-from slime.weights.quantisers import open_checkpoint, quantiser_of
+from slime.weights.quantised_checkpoint import open_checkpoint
+from slime.weights.quantisers import quantiser_of
 from tools.conversion.hugging_face import finish_hf_checkpoint, read_config, reopen_hf_checkpoint, shard_name
 from tools.conversion.origin import require_same_model, require_same_tensors
 from tools.conversion.torch_dist_files import COMMON, TorchDistDirectory, dtype_of, read_common, save_in_parts

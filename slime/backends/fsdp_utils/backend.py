@@ -32,7 +32,7 @@ from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.utils.process_groups import get_gloo_group, join_world
 from slime.weights.hf_reader import SafetensorsDirectory
-from slime.weights.quantisers import open_checkpoint
+from slime.weights.quantised_checkpoint import open_checkpoint
 
 _HEAD = "lm_head.weight"
 # The one value that each of these has here.

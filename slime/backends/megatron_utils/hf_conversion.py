@@ -32,7 +32,8 @@ from slime.models.family import Family, Rule, next_expert, strip_wrappers
 from slime.models.tensor_layouts import Layout, TensorSizes
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import SafetensorsDirectory
-from slime.weights.quantisers import moves_when_read, open_checkpoint, quantise_by_names
+from slime.weights.quantised_checkpoint import open_checkpoint
+from slime.weights.quantisers import moves_when_read, quantise_by_names
 
 logger = logging.getLogger(__name__)
 

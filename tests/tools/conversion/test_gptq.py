@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 
 from slime.utils.errors import RunError, UserError
-from slime.weights.quantisers import open_checkpoint, quantise_integers, unpack_integers
+from slime.weights.quantised_checkpoint import open_checkpoint
+from slime.weights.quantisers import quantise_integers, unpack_integers
 from tests.support.models.tiny_model import write_tiny_mixture, write_tiny_model
 from tests.support.models.tokenizer import build_tokenizer
 from tools import convert_hf_to_int4

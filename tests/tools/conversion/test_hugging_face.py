@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import RunError, UserError
 from slime.weights.hf_reader import Place
-from slime.weights.quantisers import open_checkpoint, quantise_fp8_blocks, quantiser_of, rounded_as_int4
+from slime.weights.quantised_checkpoint import open_checkpoint
+from slime.weights.quantisers import quantise_fp8_blocks, quantiser_of, rounded_as_int4
 from tools import (
     convert_hf_to_fp8,
     convert_hf_to_int4_direct,
