@@ -126,9 +126,12 @@ class trace_span:
             self._targets[0] = target = _bound.get()
         self.span_id, self._started, self._start = unique_hex(16), time.perf_counter(), time.time()
         self._outer = _open.get()
+        self._put_into = {}
         traces = _traces_of(target)
         for trace in traces:
-            self._put(trace)
+            # What came of one sample may share its trace.
+            if id(trace) not in self._put_into:
+                self._put(trace)
         of_any = isinstance(target, list | tuple) and not target
         ids = None if of_any else frozenset([trace["trace_id"] for trace in traces])
         self._token = _open.set((*self._outer, (self.span_id, ids)))

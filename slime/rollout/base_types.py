@@ -81,7 +81,8 @@ def check_eval_output(output: RolloutFnEvalOutput, source: str) -> None:
 def _check_column(key: str, column: Any, where: str) -> None:
     of_samples = key in ("samples", "failed")
     # A mean of numpy's has all that an array has but a length.
-    if not isinstance(column, list | tuple) and (of_samples or not getattr(column, "ndim", 0)):
+    is_array = hasattr(column, "tolist") and getattr(column, "ndim", 1) > 0
+    if not isinstance(column, list | tuple) and (of_samples or not is_array):
         raise UserError(f"{where}: `{key}` is {type(column).__name__}; expected a list")
     for position, entry in enumerate(column):
         if of_samples and not isinstance(entry, Sample):

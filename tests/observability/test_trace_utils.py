@@ -107,6 +107,20 @@ def test_a_span_of_what_comes_of_its_block():
     assert second.trace is first.trace and copied.trace is not first.trace
 
 
+def test_a_span_of_samples_that_share_a_trace_is_in_it_once_and_ends(sample):
+    other = Sample()
+    with trace_span(sample, "once"):
+        pass
+    carry_trace(sample, other)
+    both = trace_span([sample, other], "group_reward_model")
+    for _ in range(2):
+        with both:
+            pass
+    assert [record["name"] for record in sample.trace["events"]] == ["once", *["group_reward_model"] * 2]
+    assert all(record["end"] is not None and record["status"] == "ok" for record in sample.trace["events"])
+    assert len({record["span_id"] for record in other.trace["events"]}) == 3
+
+
 def test_a_span_whose_block_raises_says_so_and_lets_it_pass(sample):
     with pytest.raises(KeyError), trace_span(sample, "broken"):
         raise KeyError("no such tool")

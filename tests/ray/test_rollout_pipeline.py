@@ -1,5 +1,6 @@
 """What a rollout and an evaluation consist of, without Ray: plug-ins that fail, states, shards, and two calls at once."""
 
+import array
 import asyncio
 import re
 import threading
@@ -279,9 +280,10 @@ def test_an_evaluation_of_rewards_alone_is_reported_and_dumped(tmp_path, plug_in
     assert RolloutPipeline(args).evaluate(3)[-1][0]["eval/aime"] == 0.5
 
 
-def test_columns_of_an_evaluation_may_be_arrays(tmp_path, plug_ins):
+@pytest.mark.parametrize("make_array", [np.array, lambda values: array.array("d", values)], ids=["numpy", "array"])
+def test_columns_of_an_evaluation_may_be_arrays(tmp_path, plug_ins, make_array):
     args = parse(tmp_path, "--eval-function-path", f"{plug_ins}:returns_what_is_asked_for")
-    args.returned = {"aime": {"rewards": np.array([1.0, 0.0]), "truncated": np.array([True, False]), "samples": None}}
+    args.returned = {"aime": {"rewards": make_array([1.0, 0.0]), "truncated": np.array([True, False]), "samples": None}}
     metrics, _ = RolloutPipeline(args).evaluate(3)[-1]
     assert (metrics["eval/aime"], metrics["eval/aime-truncated_ratio"]) == (0.5, 0.5)
 

@@ -5,7 +5,7 @@ import pytest
 
 from slime.utils.data import get_source
 from slime.utils.errors import UserError
-from slime.utils.packed_sample import RaggedArray, pack_sample
+from slime.utils.packed_sample import RaggedArray, as_loss_mask, pack_sample
 from slime.utils.types import Sample
 
 
@@ -54,11 +54,22 @@ def test_a_mask_of_any_type_tells_what_is_trained(mask):
 
 @pytest.mark.parametrize(
     ("mask", "shown"),
-    [([1, 0.5], "0.5"), ([1, float("nan")], "nan"), ([1, 2], "2"), ([1.0, -1.0], "-1")],
-)
+    [
+        ([1, 0.5], "0.5"), ([1, float("nan")], "nan"), ([1, 2], "2"), ([1, -1], "-1"), ([1.0, -1.0], "-1"),
+        (np.array([1, 2**24], ">i4"), str(2**24)),
+    ],
+)  # fmt: skip
 def test_a_mask_that_weighs_tokens_is_refused(mask, shown):
-    with pytest.raises(UserError, match=rf"sample 7: `loss_mask` is {shown} at response token 1; .* 1 or 0"):
+    message = rf"sample 7: `loss_mask` is {shown}(\.0)? at response token 1; .* 1 or 0"
+    with pytest.raises(UserError, match=message):
         pack_sample(response_sample(index=7, loss_mask=mask))
+    with pytest.raises(UserError, match=message):
+        as_loss_mask(mask, "sample 7: `loss_mask`")
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "<i8", ">i2", ">u4"])
+def test_a_mask_of_integers_in_any_order_of_bytes_is_read(dtype):
+    assert as_loss_mask(np.array([1, 0], dtype), "mask").tolist() == [1, 0]
 
 
 def test_lengths_are_checked():

@@ -6,6 +6,7 @@ on answering its health endpoint and every request with an error, or never.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -21,6 +22,8 @@ _POLL_SECONDS = 0.2
 # In which all processes of the machine are looked through for those that a server has started meanwhile.
 _SEARCH_SECONDS = 1.0
 _EXIT_STATUS = 1
+# A word of the command line by which `multiprocessing` starts the processes that it spawns.
+_SPAWNED = "--multiprocessing-fork"
 
 
 class WorkerWatch:
@@ -89,8 +92,8 @@ class WorkerWatch:
                 helpers = process.children() if _sglang_name(process) == "data_parallel_controller" else []
             except psutil.NoSuchProcess:
                 continue
-            names = {helper: _sglang_name(helper) or "" for helper in helpers}
-            found |= {helper: f"{name} of {parent}" for helper, name in names.items() if name.startswith("scheduler")}
+            names = {helper: _scheduler_name(helper) for helper in helpers}
+            found |= {helper: f"{name} of {parent}" for helper, name in names.items() if name is not None}
         return found
 
     def _report(self, cause: str) -> None:
@@ -141,6 +144,17 @@ def _sglang_name(process: psutil.Process) -> str | None:
     except psutil.Error:
         return None
     return title[0].removeprefix("sglang::") if title and title[0].startswith("sglang::") else None
+
+
+def _scheduler_name(process: psutil.Process) -> str | None:
+    """The name of a scheduler, by which what else a data-parallel controller starts has none. One that is spawned, as where
+    there are GPUs, imports for many seconds before sglang gives it its name."""
+    name = _sglang_name(process)
+    if name is not None:
+        return name if name.startswith("scheduler") else None
+    with contextlib.suppress(psutil.Error):
+        return "scheduler" if _SPAWNED in process.cmdline() else None
+    return None
 
 
 def _exit_status(process: psutil.Process) -> int | None:

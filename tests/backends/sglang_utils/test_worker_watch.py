@@ -47,6 +47,14 @@ def start_a_helper_later(name, pipe) -> None:
         signal.pause()
 
 
+def spawn_one_that_never_gets_its_name(pipe) -> None:
+    importlib.import_module("setproctitle").setproctitle("sglang::data_parallel_controller")
+    process = multiprocessing.get_context("spawn").Process(target=pipe.recv)
+    process.start()
+    pipe.send(process.pid)
+    signal.pause()
+
+
 @pytest.fixture
 def watch(tmp_path):
     started, causes = [], queue.Queue()
@@ -147,6 +155,23 @@ def test_a_scheduler_that_dies_while_its_server_starts_is_missed(watch, monkeypa
     before = len(searches)
     wait_until(lambda: len(searches) > before + 3)
     assert causes.empty()
+
+
+def test_a_scheduler_that_dies_before_it_has_its_name_is_missed_too(watch, monkeypatch):
+    """It is spawned, and imports for long; what keeps account of shared memory beside it is none."""
+    pytest.importorskip("setproctitle")
+    monkeypatch.setattr(worker_watch, "_SEARCH_SECONDS", 0.01)
+    runs, looked_at = worker_watch._runs, set()
+    monkeypatch.setattr(worker_watch, "_runs", lambda process: looked_at.add(process) or runs(process))
+    ours, theirs = multiprocessing.Pipe()
+    process, of_server, causes = watch(spawn_one_that_never_gets_its_name, theirs)
+    spawned = psutil.Process(ours.recv())
+    wait_until(lambda: len(psutil.Process(process.pid).children()) == 2)
+    of_server.start_early()
+    wait_until(lambda: looked_at)
+    spawned.kill()
+    assert causes.get(timeout=60).startswith(f"its scheduler of scheduler_0 (process {spawned.pid}): ended by SIGKILL")
+    assert looked_at == {spawned}
 
 
 def test_a_server_that_ends_by_itself_reports_nothing(watch):
