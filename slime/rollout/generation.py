@@ -228,8 +228,9 @@ async def _generate_and_rm_once(
             entry = await _hook_and_grade(args, entry, evaluation)
         else:
             if not evaluation:
-                check_kept_sets(args, attempt)
-                await _look_again(args, attempt)
+                with failing_alone(args):
+                    check_kept_sets(args, attempt)
+                    await _look_again(args, attempt)
             mask_finished_earlier(args, attempt)
             if evaluation or not args.group_rm:
                 await _grade_or_fail(args, attempt, evaluation)
@@ -329,7 +330,7 @@ async def _finished_group(args: Any, group: list[Any], sampling_params: dict[str
             [
                 generate_and_rm(args, entry, own_params, evaluation=evaluation)
                 if isinstance(entry, Sample)
-                else _already_finished(args, entry)
+                else _already_finished(args, entry, own_params, evaluation)
                 for entry, own_params in zip(group, params, strict=True)
             ]
         )
@@ -349,12 +350,19 @@ def cancelled_error(task: asyncio.Task[Any]) -> RunError:
     return RunError(f"{task.get_name()} was cancelled; does a function of yours cancel tasks that are not its own?")
 
 
-async def _already_finished(args: Any, entry: list[Any]) -> list[Any]:
-    """An execution that fanned out in an earlier step and was finished then."""
+async def _already_finished(
+    args: Any, entry: list[Any], sampling_params: dict[str, Any], evaluation: bool
+) -> Sample | list[Any]:
+    """An execution that fanned out in an earlier step and was finished then; another one of its prompt where it has images
+    that are not there any more."""
     attempt = new_attempt(entry)
-    for sample in leaves(attempt):
-        await _look_again(args, sample)
-        mask_finished_earlier(args, sample)
+    try:
+        with failing_alone(args):
+            for sample in leaves(attempt):
+                await _look_again(args, sample)
+                mask_finished_earlier(args, sample)
+    except SampleFailed:
+        return await generate_and_rm(args, prompt_of(entry), sampling_params, evaluation)
     return attempt
 
 

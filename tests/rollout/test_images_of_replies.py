@@ -1,6 +1,7 @@
 """Replies of a dialogue that have images: what engines are asked, what is trained, and what an interruption leaves."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from slime.rollout.dialogue import dialogue
 from slime.rollout.generate_state import GenerateState, PromptWithImages
 from slime.rollout.generation import generate, generate_and_rm_group
 from slime.utils.errors import UserError
+from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import REPLIES_WITH_IMAGES
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args
@@ -137,6 +139,25 @@ def test_an_answer_that_was_finished_before_a_resumption_is_trained_on_the_image
     sample.multimodal_train_inputs = None
     [again] = leaves(run(generate_and_rm_group(args, [sample], params(args))))
     assert again.multimodal_train_inputs["pixel_values"].equal(trained["pixel_values"])
+
+
+@pytest.mark.parametrize("fans_out", [False, True])
+def test_an_answer_whose_images_are_gone_at_a_resumption_fails_alone(server, checkpoint, pictures, fans_out):
+    flags = {"custom_model_provider_path": PROVIDER, "rm_type": "random"}
+    args = of_args(checkpoint, server, **flags)
+    sample = run(dialogue(args, seen(), params(args), replying(*pictures)))
+    sample.multimodal_train_inputs, sample.reward = None, 1.0
+    group = [[sample] if fans_out else sample]
+    Path(pictures[1]).unlink()
+    # What is encoded once is kept for a while.
+    SingletonMeta.clear_instances()
+    with pytest.raises(UserError, match=f"could not be read from {pictures[1]}"):
+        run(generate_and_rm_group(args, group, params(args)))
+    server.requests.clear()
+    tolerant = of_args(checkpoint, server, use_fault_tolerance=True, **flags)
+    [again] = run(generate_and_rm_group(tolerant, group, params(args)))
+    assert len(server.requests) == 1 and again.status is Status.COMPLETED
+    assert again.response == "FGH" and again.metadata == {"own": 1}
 
 
 def test_a_reply_whose_images_leave_no_room_ends_the_dialogue(server, checkpoint, pictures):

@@ -176,6 +176,20 @@ def test_each_block_has_all_of_its_time_whatever_became_of_those_before():
     assert 0.3 <= waited < 25
 
 
+def test_a_block_after_all_others_were_late_has_its_limit_too_and_may_end_as_it_likes():
+    async def finishes_all_the_same():
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            return "all the same"
+
+    async def main():
+        return [await _within(0.05, work) for work in (asyncio.sleep(30), asyncio.sleep(30), finishes_all_the_same())]
+
+    late = (TimeoutError, True)
+    assert asyncio.run(main()) == [late, late, ("all the same", True)]
+
+
 def test_who_is_cancelled_by_another_is_cancelled_and_not_late():
     async def main():
         task = asyncio.create_task(_within(30, asyncio.sleep(30)))
