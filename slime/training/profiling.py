@@ -87,7 +87,7 @@ class Profiler:
         self._made: list[tuple[Path, torch.profiler.profile]] = []
 
     def begin(self, first: int, tell: Callable[[str], None]) -> None:
-        """The rank's first rollout is `first`: who resumes behind the window is told."""
+        """The rank works on its first rollout, `first`: who resumes behind the window is told."""
         if first >= self._rollouts.stop:
             tell(f"no traces: the run goes on at rollout {first}, and --profile-step-end is {self._rollouts.stop}")
 
@@ -296,7 +296,7 @@ class MemoryRecording:
         self._last = last
 
     def begin(self, first: int, tell: Callable[[str], None]) -> None:
-        """The rank's first rollout is `first`: nothing is recorded where the last to be is past."""
+        """The rank works on its first rollout, `first`: nothing is recorded any more where the last to be is past."""
         if self._last is not None and first > self._last:
             said = f"--memory-snapshot-num-steps is {self._last + 1}"
             tell(f"memory is not recorded: the run goes on at rollout {first}, and {said}")
@@ -328,23 +328,23 @@ def _memory_of(args: argparse.Namespace, rank: int) -> MemoryRecording | None:
     return MemoryRecording(recorder, None if rollouts is None else rollouts - 1)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Records:
-    """All that a rank records about itself; at least one of the two."""
+    """All that a rank records about itself; at least one of the two. `tell` logs what it will not record, and why."""
 
     profiler: Profiler | None
     memory: MemoryRecording | None
-
-    def begin(self, first: int, tell: Callable[[str], None]) -> None:
-        """The rank's first rollout is `first`; `tell` logs what it will not record because of that."""
-        if self.profiler is not None:
-            self.profiler.begin(first, tell)
-        if self.memory is not None:
-            self.memory.begin(first, tell)
+    tell: Callable[[str], None]
+    _has_begun: bool = False
 
     @contextlib.contextmanager
     def within(self, part: Part, rollout_id: int) -> Iterator[None]:
         """The block is that part of the rank's work on a rollout."""
+        if not self._has_begun:
+            # Not by the checkpoint that was loaded: `--start-rollout-id` may count from elsewhere.
+            self._has_begun = True
+            for record in filter(None, (self.profiler, self.memory)):
+                record.begin(rollout_id, self.tell)
         with contextlib.nullcontext() if self.profiler is None else self.profiler.traced(part, rollout_id):
             yield
         if self.memory is not None and part is Part.OVERALL:
@@ -363,7 +363,9 @@ def records_of(args: argparse.Namespace, rank: int) -> Records | None:
         UserError: a directory cannot be written, a package is missing, or the device has no such recording.
     """
     profiler, memory = _profiler_of(args, rank), _memory_of(args, rank)
-    return None if profiler is memory is None else Records(profiler, memory)
+    # Ranks that end with every rollout begin as often.
+    tell = logger.debug if args.release_train else logger.info
+    return None if profiler is memory is None else Records(profiler, memory, tell)
 
 
 def _made_directory(path: str, flag: str, rank: int) -> Path:

@@ -173,9 +173,6 @@ class TrainRank:
         if self.rank == 0:
             logger.info("%s weights: %s%s", self.role, source, ", resuming" if source.resume else "")
         iteration = self.backend.load(source)
-        if self._records is not None:
-            # Ranks that end with every rollout begin as often.
-            self._records.begin(iteration + 1, logger.debug if self.args.release_train else logger.info)
         # Not before: what loading takes is not needed again.
         get_accelerator().keep_freed_memory()
         return iteration

@@ -219,7 +219,7 @@ def make_args(tmp_path: Path, **changes) -> SimpleNamespace:
         "run_dir": str(tmp_path / "run"), "profile_step_start": 1, "profile_step_end": 2,
         "pytorch_profiler_collect_shapes": False, "pytorch_profiler_collect_callstack": False,
         "record_memory_history": False, "memory_recorder": "torch", "memory_snapshot_dir": str(tmp_path / "memory"),
-        "memory_snapshot_num_steps": None,
+        "memory_snapshot_num_steps": None, "release_train": False,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -239,13 +239,19 @@ def test_a_directory_that_a_rank_cannot_write_is_refused_when_it_starts(tmp_path
         records_of(make_args(tmp_path), 0)
 
 
-def test_who_resumes_behind_the_window_is_told(tmp_path):
-    told = []
-    records = records_of(make_args(tmp_path), 0)
-    records.begin(1, told.append)
-    assert told == []
-    records.begin(2, told.append)
-    assert told == ["no traces: the run goes on at rollout 2, and --profile-step-end is 2"]
+@pytest.mark.parametrize("first, expected", [
+    (1, []), (2, ["no traces: the run goes on at rollout 2, and --profile-step-end is 2"]),
+])  # fmt: skip
+def test_who_resumes_behind_the_window_is_told_once(tmp_path, caplog, first, expected):
+    caplog.set_level(logging.INFO)
+    after(records_of(make_args(tmp_path), 0), first, 2, 3)
+    assert [record.getMessage() for record in caplog.records if "no traces" in record.getMessage()] == expected
+
+
+def test_ranks_that_begin_with_every_rollout_say_so_only_when_asked(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    after(records_of(make_args(tmp_path, release_train=True), 0), 2)
+    assert caplog.text == ""
 
 
 class Gpu:
@@ -328,14 +334,12 @@ def test_a_rollout_that_fails_is_not_the_one_that_is_looked_at(tmp_path, gpu):
 
 
 @pytest.mark.parametrize("first, records", [(2, True), (3, False)])
-def test_a_resume_counts_rollouts_on(tmp_path, gpu, first, records):
-    told = []
-    resumed = recording(tmp_path, memory_snapshot_num_steps=3)
-    resumed.begin(first, told.append)
-    after(resumed, first)
+def test_a_resume_counts_rollouts_on(tmp_path, gpu, caplog, first, records):
+    caplog.set_level(logging.INFO)
+    after(recording(tmp_path, memory_snapshot_num_steps=3), first)
     assert (files(tmp_path / "memory") == ["memory_actor_rank_5_rollout_2.pickle"]) == records
     expected = "memory is not recorded: the run goes on at rollout 3, and --memory-snapshot-num-steps is 3"
-    assert told == ([] if records else [expected]) and gpu.done == ["begin", "stop"]
+    assert (expected in caplog.text) != records and gpu.done == ["begin", "stop"]
 
 
 @pytest.mark.parametrize("when", ["out of memory", "rollout"])
