@@ -233,20 +233,20 @@ def check_numbers(args: argparse.Namespace, metrics: dict[str, Any], step_key: s
     rollout_id, step_id = divmod(step, args.num_steps_per_rollout) if step_key == "train/step" else (step, 0)
     place = {"rollout_id": rollout_id, "step_id": step_id}
     wrong = _unhealthy(args, metrics, **place) if args.ci_test else []
-    for name in _NORMS.keys() & metrics.keys():
-        norm, place["role"] = float(metrics[name]), _NORMS[name]
-        if args.ci_save_grad_norm is not None:
-            write_json_atomically(args.ci_save_grad_norm.format(**place), norm)
-        if args.ci_load_grad_norm is not None:
-            path = Path(args.ci_load_grad_norm.format(**place))
-            try:
-                before = float(json.loads(path.read_text()))
-            except (OSError, ValueError, TypeError) as error:
-                raise RunError(f"--ci-load-grad-norm {path}: no gradient norm of an earlier run: {error}") from None
-            if not abs(norm - before) <= max(_NORM_SHARE * abs(before), _NORM_DIFFERENCE):
-                wrong.append(f"{name} is {norm:.6g}, and was {before:.6g} in {path} (--ci-load-grad-norm)")
+    norms = {name: float(metrics[name]) for name in _NORMS if name in metrics}
+    for name, norm in norms.items() if args.ci_load_grad_norm is not None else ():
+        path = Path(args.ci_load_grad_norm.format(role=_NORMS[name], **place))
+        try:
+            before = float(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise RunError(f"--ci-load-grad-norm {path}: no gradient norm of an earlier run: {error}") from None
+        if norm != before and not abs(norm - before) <= max(_NORM_SHARE * abs(before), _NORM_DIFFERENCE) < math.inf:
+            wrong.append(f"{name} is {norm:.6g}, and was {before:.6g} in {path} (--ci-load-grad-norm)")
     if wrong:
         raise RunError(f"rollout {rollout_id}, step {step_id}: {'; '.join(wrong)}")
+    # Not before: they may be the files that were compared with.
+    for name, norm in norms.items() if args.ci_save_grad_norm is not None else ():
+        write_json_atomically(args.ci_save_grad_norm.format(role=_NORMS[name], **place), norm)
 
 
 def _unhealthy(args: argparse.Namespace, metrics: dict[str, Any], rollout_id: int, step_id: int) -> list[str]:

@@ -1,5 +1,6 @@
 import contextlib
 import functools
+import json
 import weakref
 from types import SimpleNamespace
 
@@ -557,6 +558,29 @@ def test_gradient_norms_are_those_of_an_earlier_run(tmp_path, name, role):
         check_numbers(make(ci_load_grad_norm=template), {name: 2.0, "train/step": 6}, "train/step")
     check_numbers(make(ci_save_grad_norm=template), {name: 0.001, "train/step": 7}, "train/step")
     check_numbers(make(ci_load_grad_norm=template), {name: 0.0109, "train/step": 7}, "train/step")
+
+
+def test_a_norm_that_was_not_finite_is_that_of_no_other(tmp_path):
+    """Of a step that float16 overflowed in, which trains nothing."""
+    template, infinite = f"{tmp_path}/{{rollout_id}}-{{step_id}}.json", float("inf")
+    check_numbers(make(ci_save_grad_norm=template), {"train/grad_norm": infinite, "train/step": 0}, "train/step")
+    check_numbers(make(ci_load_grad_norm=template), {"train/grad_norm": infinite, "train/step": 0}, "train/step")
+    for norm in (5.0, -infinite, float("nan")):
+        with pytest.raises(RunError, match="train/grad_norm is .* was inf in"):
+            check_numbers(make(ci_load_grad_norm=template), {"train/grad_norm": norm, "train/step": 0}, "train/step")
+
+
+def test_a_norm_is_not_compared_with_itself(tmp_path):
+    """Where a run saves into the files that it compares with, and where it fails, these stay."""
+    path = tmp_path / "0-0.json"
+    path.write_text("2.0")
+    template = f"{tmp_path}/{{rollout_id}}-{{step_id}}.json"
+    args = make(ci_save_grad_norm=template, ci_load_grad_norm=template)
+    with pytest.raises(RunError, match="train/grad_norm is 3, and was 2 in"):
+        check_numbers(args, {"train/grad_norm": 3.0, "train/step": 0}, "train/step")
+    assert json.loads(path.read_text()) == 2.0
+    check_numbers(args, {"train/grad_norm": 2.01, "train/step": 0}, "train/step")
+    assert json.loads(path.read_text()) == 2.01
 
 
 def test_a_number_is_told_to_trackers_and_ends_the_run(monkeypatch):
