@@ -9,11 +9,11 @@ from slime.utils.types import Sample
 
 RULES = "Answer the question. Use the calculator for every calculation, and give the answer in \\boxed{}."
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.USub: operator.neg}
-MOST_DIGITS = 12
+MOST_DIGITS, LONGEST = 12, 200
 
 
 def value_of(expression: str) -> str:
-    """The value of whole numbers joined by +, - and *, with brackets; "error" of all else, and of what becomes too large."""
+    """The value of whole numbers joined by +, - and *, with brackets; "error" of all else, and of what is too large."""
 
     def value(node: ast.AST) -> int:
         if isinstance(node, ast.BinOp):
@@ -28,8 +28,10 @@ def value_of(expression: str) -> str:
             raise ValueError
         return found
 
+    if len(expression) > LONGEST:
+        return "error"
     try:
-        return str(value(ast.parse(expression[:200].strip(), mode="eval").body))
+        return str(value(ast.parse(expression.strip(), mode="eval").body))
     except (SyntaxError, ValueError, KeyError, RecursionError, MemoryError):
         return "error"
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from slime.agent.adapters.parsing import ModelOutput, parse_model_output
+from slime.agent.adapters.parsing import END_OF_THINK, ModelOutput, parse_model_output
 from slime.rollout.dialogue import dialogue
 from slime.rollout.failures import mark_failed
 from slime.rollout.generate_state import GenerateState
@@ -35,7 +35,9 @@ STRANDS_CONFIGS: dict[str, Any] = {
 }
 # That an agent may take to end, once it is told to.
 END_SECONDS = 10.0
-UNREADABLE = "This call could not be read: give a name and arguments, as JSON."
+UNREADABLE = "This call could not be read: give the name of a tool that there is, and arguments, as JSON."
+# What opens a call, as most models write them.
+CALL = "<tool_call>"
 
 
 class AgentFailed(Exception):
@@ -210,6 +212,8 @@ class Requests:
             raise AgentFailed(f"its tools took more than {seconds} s")
         if self._refusal is not None:
             raise self._refusal
+        if agent.cancelled():
+            raise AgentFailed("it was cancelled")
         error = agent.exception()
         if error is not None:
             raise AgentFailed(f"{type(error).__name__}: {error}") from error
@@ -272,9 +276,13 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             output = parse_model_output(
                 said.removesuffix(end_of_turn), request.tools, config.tool_parser, config.reasoning_parser
             )
-            if output.ill_formed and not output.tool_uses:
+            # Of a tool that there is not, no call is left.
+            is_call = output.ill_formed or CALL in said.rpartition(END_OF_THINK)[2]
+            if is_call and not output.tool_uses:
                 return {"role": "tool", "content": UNREADABLE}
-            request.answer.set_result(output)
+            # An agent may have given its model up meanwhile: what it does instead is seen next.
+            if not request.answer.done():
+                request.answer.set_result(output)
             request = await requests.next(running, config.seconds)
             return None if request is None else request.messages
 

@@ -150,7 +150,8 @@ def test_results_of_several_calls_stand_in_one_turn(checkpoint):
 
 
 @pytest.mark.usefixtures("strands")
-def test_a_call_that_cannot_be_read_is_told_to_the_model_and_not_to_the_agent(checkpoint, monkeypatch):
+@pytest.mark.parametrize("call", ['{"name": ', '{"name": "abacus", "arguments": {}}'])
+def test_a_call_that_cannot_be_read_or_served_is_told_to_the_model_and_not_to_the_agent(checkpoint, monkeypatch, call):
     heard = []
     asked = Requests.ask
 
@@ -160,7 +161,7 @@ def test_a_call_that_cannot_be_read_is_told_to_the_model_and_not_to_the_agent(ch
         return output
 
     monkeypatch.setattr(Requests, "ask", ask)
-    answer, _ = played(checkpoint, '<tool_call>{"name": </tool_call>', "\\boxed{1}<|im_end|>")
+    answer, _ = played(checkpoint, f"<tool_call>{call}</tool_call>", "\\boxed{1}<|im_end|>")
     assert UNREADABLE in answer.response and heard == ["\\boxed{1}"]
 
 
@@ -188,12 +189,31 @@ class Silent(Agent):
         return None
 
 
+class Impatient(Agent):
+    """Its model has hardly any time: it has gone when the answer comes."""
+
+    async def _asked(self):
+        asked = asyncio.ensure_future(super()._asked())
+        await asyncio.wait({asked}, timeout=0)
+        asked.cancel()
+        raise TimeoutError("no answer")
+
+
+class Cancelled(Agent):
+    """A client of a tool gives up, and lets that out."""
+
+    def _used(self, use):
+        raise asyncio.CancelledError
+
+
 @pytest.mark.parametrize(
     ("agent", "reason"),
     [
         (Failing, "ConnectionError: no net"),
         (Hanging, "its tools took more than 0.5 s"),
         (Silent, "it asked its model nothing"),
+        (Impatient, "TimeoutError: no answer"),
+        (Cancelled, "it was cancelled"),
     ],
 )
 def test_an_agent_that_fails_is_no_wrong_answer(checkpoint, strands, agent, reason):
@@ -316,6 +336,8 @@ def test_the_provider_has_the_methods_of_the_library_s():
         ("47*38+6", "1792"), ("-(2-5)*4", "12"), ("2**9", "error"), ("1/2", "error"), ("x", "error"), ("", "error"),
         ("9" * 13, "error"), ("999999999999*10", "error"), ("1.5+1", "error"), ("__import__('os')", "error"),
         ("(" * 150 + "1" + ")" * 49, "error"), ("True+1", "error"),
+        # What is too long to be looked at has no value, and not that of its begin.
+        ("+".join(["11"] * 66) + "+1", "727"), ("+".join(["11"] * 80), "error"),
     ],
 )  # fmt: skip
 def test_the_calculator_computes_whole_numbers_alone(expression, value):
