@@ -212,7 +212,7 @@ def about_disks(disks: Sequence[Disk]) -> Iterator[Finding]:
         text = f"{disk.free / GIB:.1f} of {disk.total / GIB:.1f} GiB free for {uses}"
         for place, problem in disk.unwritable.items():
             # Models that are there can be read all the same.
-            level = WARNING if place == disk.uses.get(MODELS) else WRONG
+            level = WARNING if [use for use, used in disk.uses.items() if used == place] == [MODELS] else WRONG
             remedy = "give this user a directory there, or name another (TMPDIR, RAY_TMPDIR, HF_HOME)"
             yield Finding(level, f"{place} {problem}", remedy)
         if RAY_SESSIONS in disk.uses and disk.free < (1 - _FULL) * disk.total:

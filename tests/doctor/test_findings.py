@@ -168,6 +168,9 @@ def test_disks():
     assert only(findings.about_disks([closed])).level == WRONG
     shared = Disk({MODELS: "/models"}, 100 * GIB, 50 * GIB, {"/models": "cannot be written (Permission denied)"})
     assert only(findings.about_disks([shared])).level == WARNING
+    # Who keeps models there keeps something else there too.
+    both = dataclasses.replace(shared, uses={"temporary files": "/models", MODELS: "/models"})
+    assert only(findings.about_disks([both])).level == WRONG
 
 
 RUNNING = Cluster("10.0.0.1:6379", "RAY_ADDRESS", True, Answer({"nodes": 2, "GPU": 16.0, "CPU": 64.0}))
