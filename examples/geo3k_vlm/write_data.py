@@ -8,6 +8,7 @@ the rows become files beside the output.
 """
 
 import argparse
+import base64
 import json
 import os
 import sys
@@ -16,9 +17,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from slime.utils.data import read_file
+from slime.utils.data_files import BadRow, iterate_rows, path_without_slice
 from slime.utils.errors import UserError
-from slime.utils.processing_utils import image_entries, open_image, source_of
+from slime.utils.filesystem import write_text_atomically
+from slime.utils.image_rows import image_sources, messages_with_images
+from slime.utils.processing_utils import open_image
 from tools.command_line import run_tool
 
 REQUEST = "Think step by step, then give the answer in \\boxed{}."
@@ -30,16 +33,29 @@ def question(problem: str, figures: int) -> str:
     return f"{PLACE * (figures - problem.count(PLACE))}{problem.strip()}\n{REQUEST}"
 
 
-def store(entry: Any, folder: Path, name: str) -> str:
-    """Where a row finds its figure: a path relative to `folder`, in which it becomes a file, or the path that the data has."""
-    source = source_of(entry)
+def figures_of(row: dict[str, Any], folder: str) -> list[str]:
+    """The figures of a row, as a run reads them: absolute paths, relative ones beginning at `folder`, and data URIs.
+
+    Raises:
+        BadRow: a field is missing, or a figure, or a place has none.
+    """
+    missing = [name for name in ("problem", "images", "answer") if row.get(name) is None]
+    if missing:
+        raise BadRow(f"there is no {', '.join(missing)}")
+    images = image_sources(row["images"], folder, "images")
+    messages_with_images(question(row["problem"], len(images)), images, folder, ("problem", "images"))
+    return images
+
+
+def store(source: str, folder: Path, name: str) -> str:
+    """Where a row finds its figure: a path relative to `folder`, in which a data URI becomes a file, or the path that it is."""
+    if not source.startswith("data:"):
+        return source
     with open_image(source) as image:
         suffix = image.format.lower()
-    if not isinstance(source, bytes):
-        return os.path.abspath(source)
     path = folder / "images" / f"{name}.{suffix}"
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(source)
+    path.write_bytes(base64.b64decode(source.partition(",")[2]))
     return str(path.relative_to(folder))
 
 
@@ -59,18 +75,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--chats", action="store_true", help="messages to imitate, in place of prompts with labels")
     given = parser.parse_args(argv)
     given.output.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for number, row in enumerate(read_file(given.input, "--input")):
-        missing = [name for name in ("problem", "images", "answer") if row.get(name) is None]
-        if missing:
-            raise UserError(f"--input {given.input}: row {number} has no {', '.join(missing)}")
-        names = [f"{given.output.stem}-{number}-{place}" for place in range(len(image_entries(row["images"])))]
-        images = [
-            store(entry, given.output.parent, name)
-            for entry, name in zip(image_entries(row["images"]), names, strict=True)
+    folder, rows = os.path.dirname(os.path.abspath(path_without_slice(given.input))), []
+    for number, (where, row) in enumerate(iterate_rows(given.input, "--input")):
+        try:
+            images = figures_of(row, folder)
+        except BadRow as error:
+            raise UserError(f"{where}: {error}") from error
+        stored = [
+            store(image, given.output.parent, f"{given.output.stem}-{number}-{place}")
+            for place, image in enumerate(images)
         ]
-        rows.append(as_row(row, images, given.chats))
-    given.output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        rows.append(as_row(row, stored, given.chats))
+    write_text_atomically(given.output, "".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} rows written to {given.output}")
 
 

@@ -1,6 +1,7 @@
 """Geometry3K as prompts and as chats: what a run makes of rows, how answers are graded, and the plans of the scripts."""
 
 import asyncio
+import base64
 import io
 import json
 import shlex
@@ -91,10 +92,40 @@ def test_figures_that_are_files_already_stay_where_they_are(source, tmp_path):
     assert not (path.parent / "images").exists()
 
 
-def test_a_row_without_its_fields_is_told(tmp_path):
-    (tmp_path / "mine.jsonl").write_text('{"problem": "x", "images": []}\n')
-    with pytest.raises(UserError, match="mine.jsonl: row 0 has no answer"):
+@pytest.mark.parametrize("head", ["", "data:image/png;base64,"])
+def test_figures_that_are_text_become_files_and_paths_are_those_of_the_input(tmp_path, head):
+    """In JSON there are no bytes; and a path lies beside the file that has it, as for a run."""
+    folder = tmp_path / "input"
+    folder.mkdir()
+    Image.new("RGB", (40, 30), "blue").save(folder / "blue.png")
+    inline = head + base64.b64encode(figure("red")["bytes"]).decode()
+    row = {"problem": "<image><image>", "images": [inline, "blue.png"], "answer": "1"}
+    (folder / "mine.jsonl").write_text(json.dumps(row) + "\n")
+    path = written(folder / "mine.jsonl", tmp_path)
+    assert json.loads(path.read_text())["images"] == ["images/train-0-0.png", f"{folder}/blue.png"]
+    [sample] = Dataset(str(path), None, multimodal_keys={"image": "images"}).samples
+    with Image.open(sample.prompt[0]["content"][0]["image"]) as image:
+        assert image.getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "cause"),
+    [
+        ({"problem": "x", "images": []}, "there is no answer"),
+        ({"problem": "x", "images": ["none.png"], "answer": "1"}, "image 0 of 'images': there is no file .*/none.png"),
+        (
+            {"problem": "<image>", "images": [], "answer": "1"},
+            "'problem' has 1 <image> placeholders and 'images' 0 images",
+        ),
+    ],
+)
+def test_a_row_that_no_run_could_read_is_told_with_its_place(tmp_path, row, cause):
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"problem": "a", "images": [], "answer": "1"}) + "\n")
+    with open(tmp_path / "mine.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=f"mine.jsonl:2: {cause}"):
         written(tmp_path / "mine.jsonl", tmp_path)
+    assert not (tmp_path / "data" / "train.jsonl").exists()
 
 
 def test_of_chats_the_answers_are_trained_and_figures_are_not(source, tmp_path):
