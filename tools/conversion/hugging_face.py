@@ -23,6 +23,7 @@ from slime.weights.hf_writer import copy_auxiliary_files, number_shards
 from slime.weights.quantised_checkpoint import open_checkpoint
 from slime.weights.quantisers import (
     LINEAR_WEIGHTS,
+    STRIP_NUMBERS,
     modules_by_name,
     quantisation_settings,
     quantise_fp8_blocks,
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 _EMBEDDING = re.compile(r"embed")
 # Types of numbers that are not quantised.
 _PLAIN_TYPES = ("BF16", "F16", "F32")
-# Enough numbers that calls cost little beside them, and few enough for a cache in float32.
-_STRIP_NUMBERS = 2**19
 DEFAULT_SHARD_BYTES = 5 * 1024**3
 
 
@@ -293,7 +292,7 @@ def _plain(source: Path, dtype: str, names: Sequence[str]) -> Iterator[tuple[str
             yield name, stored[...]
             continue
         whole = torch.empty(stored.shape, dtype=getattr(torch, dtype))
-        rows = max(_STRIP_NUMBERS // stored.shape[1], 1)
+        rows = max(STRIP_NUMBERS // stored.shape[1], 1)
         for first in range(0, stored.shape[0], rows):
             whole[first : first + rows] = stored[first : first + rows]
         yield name, whole
