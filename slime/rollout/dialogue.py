@@ -18,7 +18,7 @@ from slime.rollout.generation import generate, run_side_by_side
 from slime.rollout.generation_call import current_call
 from slime.utils.errors import UserError
 from slime.utils.misc import unique_hex
-from slime.utils.processing_utils import REPLIES_WITH_IMAGES, as_text, images_of, render_chat
+from slime.utils.processing_utils import REPLIES_WITH_IMAGES, as_data_uri, images_of, render_chat
 from slime.utils.sample_fields import held
 from slime.utils.types import Sample
 
@@ -126,7 +126,7 @@ async def _append(args: Any, sample: Sample, sampling_params: dict[str, Any], sa
         text = state.tokenizer.decode(tokens)
     sources = [] if is_text else images_of(Sample(prompt=messages))
     if sources:
-        images = await state.in_encoder(lambda: [as_text(source) for source in sources])
+        images = await state.in_encoder(lambda: [as_data_uri(source) for source in sources])
         tokens = await state.encode_reply(text, images)
     if len(tokens) >= token_budget(args, sample, sampling_params):
         return False

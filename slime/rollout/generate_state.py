@@ -5,6 +5,7 @@ import contextvars
 import json
 import logging
 import marshal
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from slime.utils.processing_utils import (
     load_processor,
     load_tokenizer,
     no_processor,
+    path_of,
     render_chat,
     require_chat_template,
     sees_images,
@@ -38,6 +40,9 @@ from slime.utils.sample_fields import read_only, token_array
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
+
+# Of Linux. Images that are text themselves are longer.
+_LONGEST_PATH = 4096
 
 
 def _of_current_call(name: str) -> property:
@@ -268,10 +273,13 @@ class GenerateState(metaclass=SingletonMeta):
     def _encoded(self, source: tuple[Any, ...], images: list[Any]) -> "PromptWithImages":
         if not _is_plain(source) or not _is_plain(images):
             return self._encode_with_images(source, images)
-        return self._encode_images_once(marshal.dumps((source, images), 2))
+        # A user's function may write a file anew.
+        written = [_last_change(image) for image in images]
+        return self._encode_images_once(marshal.dumps((source, images, written), 2))
 
-    def _encode_marshalled_images(self, source: bytes) -> "PromptWithImages":
-        return self._encode_with_images(*marshal.loads(source))
+    def _encode_marshalled_images(self, key: bytes) -> "PromptWithImages":
+        source, images, _ = marshal.loads(key)
+        return self._encode_with_images(source, images)
 
     def _encode_with_images(self, source: tuple[Any, ...], sources: list[Any]) -> "PromptWithImages":
         text, rendered = self._text(*source)
@@ -343,6 +351,17 @@ class PromptWithImages:
                 ids += [response[done:at], reply.unexpanded_ids]
                 done = at + len(reply.token_ids)
         return {"input_ids": np.concatenate([*ids, response[done:]]), "image_data": self.image_data}
+
+
+def _last_change(image: Any) -> tuple[int, int] | None:
+    """When the file was written that an image is read from, and how large it is; None: it is in no file."""
+    if not isinstance(image, str) or len(image) > _LONGEST_PATH:
+        return None
+    try:
+        state = os.stat(path_of(image))
+    except (OSError, ValueError):
+        return None
+    return state.st_mtime_ns, state.st_size
 
 
 def _is_plain(value: Any) -> bool:

@@ -6,7 +6,6 @@ image is held for a row. That the file is there and begins as an image is looked
 
 from __future__ import annotations
 
-import base64
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from slime.utils.data_files import BadRow
 from slime.utils.errors import UserError
 from slime.utils.processing_utils import (
+    as_data_uri,
     decoded_base64,
     image_entries,
     no_source,
@@ -118,7 +118,7 @@ def _source(value: Any, folder: str, name: str) -> str:
         raise BadRow(f"{name} {no_source(value)}")
     try:
         if isinstance(value, bytes):
-            return _data_uri(value)
+            return as_data_uri(value)
         if not isinstance(value, str) or not value:
             raise BadRow(f"{name} is {type(value).__name__}, expected a path, a data URI, base64 or bytes")
         if value.startswith("data:") or "://" in path_of(value):
@@ -126,7 +126,7 @@ def _source(value: Any, folder: str, name: str) -> str:
         else:
             source = os.path.join(folder, path_of(value))
             if not os.path.isfile(source):
-                return _data_uri(_decoded(value, name, source))
+                return as_data_uri(_decoded(value, name, source))
         with open_image(source):
             return source
     except UserError as error:
@@ -141,9 +141,3 @@ def _decoded(text: str, name: str, path: str) -> bytes:
     if len(path) < 512 and "\n" not in text:
         raise BadRow(f"{name}: there is no file {path}")
     raise BadRow(f"{name}: {text[:64] + '…'!r} is neither a file nor base64")
-
-
-def _data_uri(content: bytes) -> str:
-    with open_image(content) as image:
-        kind = image.get_format_mimetype()
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"

@@ -11,6 +11,7 @@ import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -222,8 +223,7 @@ def images_of(sample: Sample) -> list[Any]:
 
 
 # In the metadata of a sample: the replies of its dialogue that have images, in their order, each `{"at": …, "text": …,
-# "images": […]}`: the place of its first token in the response, what the chat template wrote, and what the images are read
-# from, as text.
+# "images": […]}`: the place of its first token in the response, what the chat template wrote, and the images, as data URIs.
 REPLIES_WITH_IMAGES = "replies_with_images"
 
 
@@ -232,13 +232,21 @@ def sees_images(sample: Sample) -> bool:
     return bool(images_of(sample) or sample.metadata.get(REPLIES_WITH_IMAGES))
 
 
-def as_text(source: Any) -> str:
-    """What an image can be read from, `source`, as a text that files can hold: itself, or a data URI.
+def as_data_uri(source: Any) -> str:
+    """The image that is read from `source`, as it is now: files are written anew, and images are drawn on.
 
     Raises:
-        UserError: it cannot be decoded.
+        UserError: it is not there, or is no image.
     """
-    return source if isinstance(source, str) else encode_image_for_rollout_engine(_image(source))
+    if isinstance(source, str) and source.startswith("data:"):
+        return source
+    if not isinstance(source, str | bytes):
+        return encode_image_for_rollout_engine(_image(source))
+    with open_image(source) as image:
+        kind = image.get_format_mimetype()
+    file = _file_of(source)
+    content = file.getvalue() if isinstance(file, io.BytesIO) else Path(file).read_bytes()
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 @contextlib.contextmanager

@@ -197,6 +197,14 @@ def test_a_context_of_its_own_has_the_images_of_its_messages(server, checkpoint,
     assert "image_data" not in server.requests[1]
 
 
+def test_contexts_whose_image_is_written_to_one_file_have_each_its_own(server, checkpoint, data, tmp_path):
+    args, sample, screen = make_args(checkpoint, server.port), samples_of(data)[0], tmp_path / "screen.png"
+    for color in ("red", "blue"):
+        parts = [{"type": "image", "image": save_image(screen, color)}, {"type": "text", "text": "?"}]
+        run(ask(args, sample, [{"role": "user", "content": parts}], params(args)))
+    assert [color_of(request["image_data"][0]) for request in server.requests] == [(255, 0, 0), (0, 0, 255)]
+
+
 def test_siblings_share_what_the_processor_made(server, checkpoint, data):
     args = make_args(checkpoint, server.port)
     first, other = (run(generate(args, samples_of(data)[0], params(args))) for _ in range(2))

@@ -104,7 +104,22 @@ def test_images_in_memory_are_kept_as_text(server, checkpoint, pictures):
     sample = run(dialogue(args, seen(), params(args), replying(Image.open(pictures[0]), pictures[1])))
     assert colors(server.requests[1]) == [(255, 0, 0), (0, 0, 255)]
     [kept] = json.loads(json.dumps(sample.metadata))[REPLIES_WITH_IMAGES]
-    assert color_of(kept["images"][0]) == (255, 0, 0) and kept["images"][1] == pictures[1] and kept["at"] == 3
+    assert [color_of(image) for image in kept["images"]] == [(255, 0, 0), (0, 0, 255)] and kept["at"] == 3
+
+
+def test_a_file_that_every_reply_is_written_to_anew_is_read_each_time(server, checkpoint, tmp_path):
+    """As environments do that show a screen."""
+    args, left = of_args(checkpoint, server), ["red", "blue", None]
+
+    def reply(said):
+        color = left.pop(0)
+        return color and {"role": "user", "content": parts(save_image(tmp_path / "screen.png", color))}
+
+    sample = run(dialogue(args, seen(), params(args), reply))
+    red, blue = (255, 0, 0), (0, 0, 255)
+    assert [colors(request) for request in server.requests[1:]] == [[red], [red, blue]]
+    first, second = sample.multimodal_train_inputs["pixel_values"]
+    assert not first.equal(second)
 
 
 def test_an_answer_that_was_interrupted_behind_a_reply_goes_on_with_all_images(server, checkpoint, pictures):
