@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 # Levels above the first make files little smaller, and take several times as long.
 _COMPRESSION = 1
+# Bytes: a line with the path of the file.
+_LONGEST_END = 16384
 # Kineto tells at every trace that it begins and ends; above all of its levels it tells errors alone.
 _KINETO_LOG_LEVEL = "99"
 
@@ -172,12 +174,14 @@ def write_trace(profile: torch.profiler.profile, path: Path) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file is there, to its last brace."""
+    """Whether the file is there, to its end: behind the last event stands the name. Every event ends with a brace, as the file
+    does."""
     if not path.exists():
         return False
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 16))
-        return file.read().rstrip().endswith(b"}")
+        file.seek(max(0, path.stat().st_size - _LONGEST_END))
+        last = file.read().rstrip().rpartition(b"\n")[2]
+    return b'"traceName"' in last and last.endswith(b"}")
 
 
 def _profiler_of(args: argparse.Namespace, rank: int) -> Profiler | None:

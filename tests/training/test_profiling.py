@@ -165,7 +165,13 @@ def test_a_disk_that_is_full_is_said_and_ends_nothing(tmp_path, caplog):
     assert len(files(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("content", ["", '{"traceEvents": [', '{"traceEvents": [{"ph": "X"},'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", '{"traceEvents": [', '{"traceEvents": [{"ph": "X"},', '{"traceEvents": [\\n  {\\n    "ph": "X"\\n  }',
+        '{"traceEvents": [\\n  {\\n    "ph": "X"\\n  }\\n  ],"traceName": "/run/a',
+    ],
+)  # fmt: skip
 def test_a_trace_that_ends_early_is_none(tmp_path, content):
     broken = SimpleNamespace(export_chrome_trace=lambda path: Path(path).write_text(content))
     with pytest.raises(OSError, match="ends early"):
