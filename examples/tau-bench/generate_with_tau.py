@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.agent.adapters.parsing import END_OF_THINK, parse_model_output
 from slime.rollout.dialogue import dialogue
+from slime.rollout.failures import mark_failed
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.user_functions import run_in_daemon_thread
 from slime.utils.async_utils import slots
@@ -129,8 +130,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample = await dialogue(args, sample, sampling_params, reply)
         sample.reward = reward
     except EnvironmentFailed as error:
-        sample.status, sample.remove_sample = Sample.Status.FAILED, True
-        sample.metadata["fail_reason"] = f"τ-bench: {error}"
+        return mark_failed(args, sample, f"τ-bench: {error}")
     return sample
 
 

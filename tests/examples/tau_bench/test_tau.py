@@ -9,10 +9,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from slime.rollout.generation import grade
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
-from tests.support.models.rollout_args import VOCAB_SIZE
+from tests.support.models.rollout_args import VOCAB_SIZE, make_args
 from tests.support.models.tokenizer import build_tokenizer, save_tokenizer
 from tests.support.processes.spoken import spoken
 
@@ -159,10 +160,14 @@ def test_a_wrong_end_and_no_end_are_worth_nothing(checkpoint, tau):
 def test_a_customer_who_does_not_answer_is_no_wrong_answer(checkpoint, tau, customer):
     tau.customer = customer
     answer, _ = played(checkpoint, "Hello.")
-    assert answer.status is Sample.Status.FAILED and answer.reward is None
+    assert answer.status is Sample.Status.FAILED
     assert answer.metadata["fail_reason"] == "τ-bench: ConnectionError: no key"
     # Also where the model has said something already.
     assert answer.remove_sample
+    # It is not graded by what the script of the model asks for, which would find no label, and end the run.
+    args = SimpleNamespace(**{**vars(make_args(checkpoint)), "rm_type": "deepscaler"})
+    asyncio.run(grade(args, answer, evaluation=False))
+    assert answer.reward == 0.0
 
 
 def test_as_many_environments_work_at_a_time_as_the_run_says():
