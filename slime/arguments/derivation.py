@@ -30,7 +30,7 @@ from slime.arguments.sizes import (
     model_parallel_size,
 )
 from slime.arguments.violations import Violation, about, broken, divisors
-from slime.utils.checkpoint_directory import latest_iteration
+from slime.utils.checkpoint_directory import require_backend
 from slime.utils.errors import UserError
 from slime.utils.eval_config import build_eval_dataset_configs
 from slime.utils.hf_files import checkpoint_bytes
@@ -351,8 +351,7 @@ def source_of_actor(args: argparse.Namespace) -> WeightSource:
         UserError: there is none that can be used.
     """
     source = resolve_initial_weights(args)
-    if source.resume and source.step is None:
-        latest_iteration(source.path)
+    require_backend(args.train_backend, source.kind, source.path, source.step)
     return source
 
 

@@ -1,11 +1,18 @@
-"""What a directory of Megatron checkpoints looks like: one directory for each iteration, and a pointer file, written last."""
+"""How a directory of checkpoints looks, as Megatron's: one directory for each iteration, and a pointer file, written last.
 
+The metadata in that of an iteration, also written last, name what wrote it.
+"""
+
+import json
 import os
 from pathlib import Path
 
 from slime.utils.errors import UserError
 
 POINTER = "latest_checkpointed_iteration.txt"
+METADATA = "metadata.json"
+# What the metadata name of a checkpoint of FSDP's; those of Megatron's have torch_dist.
+FSDP2 = "fsdp2"
 
 
 def is_megatron_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -26,3 +33,36 @@ def latest_iteration(path: str | os.PathLike[str]) -> int:
 
 def iteration_directory(path: str | os.PathLike[str], iteration: int) -> Path:
     return Path(path) / f"iter_{iteration:07d}"
+
+
+def sharded_backend(directory: Path) -> str | None:
+    """What has written the checkpoint of an iteration, by its metadata; None: nobody did to the end, or they are damaged."""
+    try:
+        return json.loads((directory / METADATA).read_text()).get("sharded_backend")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def require_backend(backend: str, kind: str, path: str | os.PathLike[str] | None, step: int | None) -> None:
+    """Refuse what the trainer of `--train-backend` cannot load, although it is a checkpoint.
+
+    Args:
+        kind, path, step: of a source of weights.
+
+    Raises:
+        UserError: another backend has written it, or its pointer is damaged; the message names the way out.
+    """
+    if kind != "megatron":
+        return
+    directory = iteration_directory(path, latest_iteration(path) if step is None else step)
+    is_of_fsdp = sharded_backend(directory) == FSDP2
+    if is_of_fsdp and backend != "fsdp":
+        raise UserError(
+            f"{directory} was saved with --train-backend fsdp, and goes on with that alone; to start from its weights, give it "
+            "itself: it is a Hugging Face directory too"
+        )
+    if backend == "fsdp" and not is_of_fsdp:
+        raise UserError(
+            f"{directory} was not saved with --train-backend fsdp, which starts from a Hugging Face directory and goes on from "
+            "its own checkpoints; tools/convert_torch_dist_to_hf.py makes such a directory of Megatron's"
+        )

@@ -77,6 +77,18 @@ def test_a7_explicit_start_id_is_kept(tmp_path):
     assert parse(tmp_path, "--load", str(run), "--start-rollout-id", "5").start_rollout_id == 5
 
 
+@pytest.mark.parametrize("flag", ["--load", "--ref-load"])
+@pytest.mark.parametrize("written_by, other", [("fsdp", "megatron"), ("megatron", "fsdp")])
+def test_a_checkpoint_of_another_backend_is_refused(tmp_path, flag, written_by, other):
+    run = megatron_checkpoint(tmp_path / "run")
+    metadata = {"fsdp": '{"sharded_backend": "fsdp2"}', "megatron": '{"sharded_backend": "torch_dist"}'}[written_by]
+    (run / "iter_0000003" / "metadata.json").write_text(metadata)
+    source = parse(tmp_path, flag, str(run), "--train-backend", written_by).initial_weights
+    assert (source.path, source.resume) == (str(run), flag == "--load")
+    with pytest.raises(UserError, match=r"run/iter_0000003 was (not )?saved with --train-backend fsdp, .*Hugging Face"):
+        parse(tmp_path, flag, str(run), "--train-backend", other)
+
+
 def test_load_of_an_hf_directory(tmp_path):
     other = write_config(tmp_path / "other")
     args = parse(tmp_path, "--load", str(other))

@@ -22,7 +22,7 @@ from slime.arguments.paths import missing_plug_ins
 from slime.arguments.sizes import longest_sample, micro_batches_at_a_time, positions_of_model
 from slime.arguments.violations import Rule, Violation, about, broken, refused, refused_each, warned, where
 from slime.scheduling.dp_schedule import most_micro_batches
-from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint
+from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, require_backend
 from slime.utils.data_files import parse_data_path, path_without_slice
 from slime.utils.dataset import RowKeys, check_first_row
 from slime.utils.errors import UserError
@@ -233,8 +233,8 @@ def other_models(args: argparse.Namespace) -> Iterator[Violation]:
         models.append((source_of_teacher, args.opd_teacher_load, "--opd-teacher-load", "--opd-teacher-ckpt-step"))
     for source, path, *flags in models:
         try:
-            if path is not None:
-                source(args)
+            if (found := source(args) if path is not None else None) is not None:
+                require_backend(args.train_backend, found.kind, found.path, found.step)
         except UserError as error:
             yield from about([error], *flags)
 

@@ -1,9 +1,5 @@
 """Optimizer and learning-rate schedule of one training rank.
 
-The scheduler counts rollouts ("samples" in Megatron's words), not iterations: a step that lost some of its rollouts
-moves the schedule on by what it really trained. Lengths given in iterations are therefore multiplied by the global
-batch size.
-
 One update of Megatron's optimizers that can still be called off when the gradients are known, and the reset of their states.
 
 Megatron's own `step` reports no gradient norm when the loss scale was too high, and updates the weights with gradients that
@@ -31,13 +27,12 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.arguments.sizes import train_iterations
 from slime.backends.megatron_utils.adam import Adam, HostShare, PrecisionAwareAdam, as_megatrons_adam
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
 from slime.backends.megatron_utils.stateless_adam import StatelessAdam
 from slime.training.backend import Update
+from slime.training.parameter_schedule import schedule_settings
 from slime.utils.device import get_accelerator
-from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +76,7 @@ def build_optimizer_and_scheduler(
     if args.optimizer == "sgd":
         for part in parts_of(optimizer):
             part.init_state_fn = _start_momentum
-    return optimizer, _build_scheduler(args, optimizer)
+    return optimizer, OptimizerParamScheduler(optimizer, **schedule_settings(args))
 
 
 def takes_both_dtypes(args: Any) -> bool:
@@ -151,58 +146,6 @@ def build_optimizer_config(args: Any) -> OptimizerConfig:
     # This one says what the distributed optimizer does; the other one, what Transformer Engine's Adam is given.
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     return config
-
-
-def _build_scheduler(args: Any, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    decay_steps, warmup_steps = _schedule_lengths(args)
-    weight_decay = args.weight_decay
-    from_checkpoint = args.use_checkpoint_opt_param_scheduler
-    last_phase = None if args.lr_wsd_decay_iters is None else args.lr_wsd_decay_iters * args.global_batch_size
-    if args.lr_decay_style == "WSD" and last_phase > decay_steps - warmup_steps:
-        raise UserError(
-            f"the last phase of the learning rate ({last_phase} rollouts) is longer than its schedule behind the warm-up "
-            f"({decay_steps - warmup_steps} rollouts); lower --lr-wsd-decay-iters or raise --lr-decay-iters"
-        )
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=args.lr_warmup_init,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=decay_steps,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=weight_decay if args.start_weight_decay is None else args.start_weight_decay,
-        end_wd=weight_decay if args.end_weight_decay is None else args.end_weight_decay,
-        wd_incr_steps=train_iterations(args) * args.global_batch_size,
-        wd_incr_style=args.weight_decay_incr_style,
-        # On resume the flags of this run hold, unless the checkpoint's are asked for; Megatron's third way, to stop
-        # when they differ, would forbid to prolong a run, since the schedule's length follows --num-rollout.
-        use_checkpoint_opt_param_scheduler=from_checkpoint,
-        override_opt_param_scheduler=not from_checkpoint,
-        wsd_decay_steps=last_phase,
-        lr_wsd_decay_style=args.lr_wsd_decay_style,
-    )
-
-
-def _schedule_lengths(args: Any) -> tuple[int, int]:
-    """(decay, warmup) in rollouts."""
-    decay_iterations = args.lr_decay_iters or train_iterations(args)
-    decay_steps = decay_iterations * args.global_batch_size
-    if decay_steps <= 0:
-        raise UserError(
-            f"the learning-rate schedule is empty: --num-rollout {args.num_rollout} gives no optimizer step with "
-            f"--global-batch-size {args.global_batch_size}; raise --num-rollout or set --lr-decay-iters"
-        )
-    if args.lr_warmup_fraction is not None:
-        warmup_steps = int(args.lr_warmup_fraction * decay_steps)
-    else:
-        warmup_steps = args.lr_warmup_iters * args.global_batch_size
-    if warmup_steps >= decay_steps:
-        raise UserError(
-            f"the learning-rate warmup ({warmup_steps} rollouts) is not shorter than the schedule ({decay_steps} "
-            "rollouts); lower --lr-warmup-iters / --lr-warmup-fraction or raise --lr-decay-iters"
-        )
-    return decay_steps, warmup_steps
 
 
 # What an optimizer remembers of earlier steps. Float32 copies of the weights, which may stand beside these, are not history.

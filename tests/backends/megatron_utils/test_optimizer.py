@@ -202,11 +202,13 @@ def _schedule_worker():
 
     cpu_runtime.install()
     from slime.arguments.sizes import train_iterations
-    from slime.backends.megatron_utils.optimizer import _build_scheduler, build_optimizer_config
+    from slime.backends.megatron_utils.optimizer import OptimizerParamScheduler, build_optimizer_config
+    from slime.training.parameter_schedule import schedule_settings
 
     def scheduler(**changes):
         args = default_args(**{**SCHEDULE, **changes})
-        return _build_scheduler(args, SimpleNamespace(param_groups=[{"wd_mult": 0.5}, {}]))
+        optimizer = SimpleNamespace(param_groups=[{"wd_mult": 0.5}, {}])
+        return OptimizerParamScheduler(optimizer, **schedule_settings(args))
 
     found = {
         "iterations": train_iterations(default_args(**{**SCHEDULE, "global_batch_size": 3})),

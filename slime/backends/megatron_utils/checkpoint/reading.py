@@ -19,21 +19,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime.arguments.checkpoints import WeightSource
 from slime.backends.megatron_utils.checkpoint.gathered_state import has_float32_copies, prefix_in, put_copies
 from slime.backends.megatron_utils.checkpoint.optimizer_state import (
-    changed_curves,
     groups_in,
     is_stateless,
     leave_out_groups,
     load_optimizer,
     put_loss_scales,
     put_settings,
-    restore_schedule,
     trained_parts,
 )
 from slime.backends.megatron_utils.checkpoint.stored import Stored, other_sizes, read_stored
 from slime.backends.megatron_utils.checkpoint.writing import (
     chunks_by_key,
-    describe,
-    directory_of_state,
     has_layout,
     replicas,
     sharded_state,
@@ -42,7 +38,9 @@ from slime.backends.megatron_utils.generator_states import load_generators
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.parameter_selection import as_flags, selection_of
 from slime.backends.megatron_utils.value_head import leave_out_missing_head
-from slime.utils.checkpoint_directory import iteration_directory, latest_iteration
+from slime.training.checkpoint_parts import describe, directory_of_state
+from slime.training.parameter_schedule import changed_curves, restore_schedule
+from slime.utils.checkpoint_directory import iteration_directory, latest_iteration, require_backend
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -70,6 +68,7 @@ def load_checkpoint(
     Raises:
         UserError: the directory is no loadable checkpoint, is of another model, or lacks what is asked for.
     """
+    require_backend("megatron", source.kind, source.path, source.step)
     iteration = latest_iteration(source.path) if source.step is None else source.step
     directory = iteration_directory(source.path, iteration)
     if not (directory / "metadata.json").is_file():

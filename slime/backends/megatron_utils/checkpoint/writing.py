@@ -37,7 +37,6 @@ from slime.backends.megatron_utils.checkpoint.optimizer_state import (
     memory_of,
     optimizer_state,
     put_step,
-    schedule_state,
     trained_parts,
 )
 from slime.backends.megatron_utils.checkpoint.stored import (
@@ -49,13 +48,22 @@ from slime.backends.megatron_utils.checkpoint.stored import (
 from slime.backends.megatron_utils.generator_states import save_generators
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.parameter_selection import selection_of
+from slime.training.checkpoint_parts import (
+    describe,
+    directory_of_state,
+    exchange,
+    first_error,
+    free_room,
+    fresh_directory,
+    run_on_rank_zero,
+)
 from slime.training.checkpoint_publication import unpublished
 from slime.training.model_states import ModelStates
+from slime.training.parameter_schedule import schedule_state
 from slime.utils.checkpoint_directory import iteration_directory
 from slime.utils.child_process import ForkedCall
 from slime.utils.errors import RunError
 from slime.utils.filesystem import fsync_tree
-from slime.weights.push import write_weight_version
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +89,7 @@ def begin_checkpoint(
     """
     unfinished = UnfinishedCheckpoint(iteration_directory(args.save, iteration), args.checkpoint_write_timeout)
     temporary = unfinished.directory
-    unfinished.error = _run_on_rank_zero(lambda: _fresh_directory(temporary, stored, weight_version))
+    unfinished.error = run_on_rank_zero(lambda: fresh_directory(temporary, stored, weight_version))
     begin_parts = [functools.partial(_begin, args, iteration, unfinished, model, optimizer, scheduler)]
     begin_parts += [functools.partial(_begin_state, args, unfinished, model, states, name) for name in stored]
     for begin_part in begin_parts:
@@ -146,7 +154,7 @@ class UnfinishedCheckpoint:
         if self.error is None:
             self.error = self.finish_parts()
         if self.error is None:
-            self.error = _run_on_rank_zero(lambda: fsync_tree(self.directory))
+            self.error = run_on_rank_zero(lambda: fsync_tree(self.directory))
         self._let_parts_go()
         if self.error is None:
             return self._final
@@ -154,8 +162,8 @@ class UnfinishedCheckpoint:
             # Whoever touches a disk that hangs hangs too.
             there = f"What there is of it stays in {self.directory}"
         else:
-            _run_on_rank_zero(lambda: shutil.rmtree(self.directory, ignore_errors=True))
-            there = _free_room(self._final.parent)
+            run_on_rank_zero(lambda: shutil.rmtree(self.directory, ignore_errors=True))
+            there = free_room(self._final.parent)
         raise RunError(
             f"checkpoint {self._final} could not be written: {self.error}. {there}. Older checkpoints are untouched"
         )
@@ -163,10 +171,10 @@ class UnfinishedCheckpoint:
     def finish_parts(self) -> str | None:
         """Wait until all that was added is on the disk, and let it go; the first error of any rank, or None. Collective."""
         error = self._take_answers()
-        late, error = _exchange(self._is_late, error)
+        late, error = exchange(self._is_late, error)
         self._is_late = any(late)
         if error is None:
-            error = _first_error(self._write_metadata())
+            error = first_error(self._write_metadata())
         self._let_parts_go()
         return error
 
@@ -271,7 +279,7 @@ def _begin(
     except Exception as cause:
         logger.debug("the state of the run could not be read", exc_info=True)
         error = describe(cause)
-    memories, error = _exchange(memory, error)
+    memories, error = exchange(memory, error)
     if error is not None:
         return error
     memory = Memory.of_all(memories)
@@ -297,7 +305,7 @@ def _begin(
         # the limit of their wait (--checkpoint-write-timeout).
         logger.debug("writing %s failed", unfinished.directory, exc_info=True)
         error = describe(cause)
-    return _first_error(error)
+    return first_error(error)
 
 
 def _begin_state(
@@ -316,7 +324,7 @@ def _begin_state(
     except (Exception, CheckpointException) as cause:
         logger.debug("writing %s failed", directory, exc_info=True)
         error = describe(cause)
-    return _first_error(error)
+    return first_error(error)
 
 
 def _save_strategy(args: argparse.Namespace) -> Any:
@@ -338,46 +346,6 @@ def _common_state(args: argparse.Namespace, iteration: int, optimizer: Any, sche
         **model_sizes(args),
         "parameter_selection": selection_of(args),
     }
-
-
-def _fresh_directory(directory: Path, stored: Sequence[str], weight_version: int | None) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True)
-    for name in stored:
-        directory_of_state(directory, name).mkdir(parents=True)
-    if weight_version is not None:
-        write_weight_version(directory, weight_version)
-
-
-def _free_room(directory: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(directory).free / 1e6:.0f} MB are free there"
-    except OSError as error:
-        # Above all: there is no such directory.
-        return str(error)
-
-
-def _run_on_rank_zero(action: Any) -> str | None:
-    """Run `action` on rank 0; its OSError as text on every rank, or None."""
-    error = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as cause:
-            error = str(cause)
-    return _first_error(error)
-
-
-def _first_error(error: str | None) -> str | None:
-    return _exchange(None, error)[1]
-
-
-def _exchange(value: Any, error: str | None) -> tuple[list[Any], str | None]:
-    """Every rank's value, and the first error of any rank."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (value, error))
-    return [value for value, _ in gathered], next((found for _, found in gathered if found is not None), None)
 
 
 _LAYOUT = (
@@ -440,11 +408,6 @@ def chunks_by_key(model: list[torch.nn.Module]) -> dict[str, torch.nn.Module]:
     return {"model" if len(model) == 1 else f"model{index}": chunk for index, chunk in enumerate(model)}
 
 
-def directory_of_state(checkpoint: Path, name: str) -> Path:
-    """Where the further set of weights `name` lies in a checkpoint."""
-    return checkpoint / "states" / name
-
-
 def replicas() -> dist.ProcessGroup:
     """The ranks that hold the same weights."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -461,13 +424,3 @@ def has_layout(args: argparse.Namespace, noted: Mapping[str, Any] | None) -> boo
     """Whether a checkpoint that notes this layout was saved by that of `args`. Older ones do not tell how experts are cut."""
     own = layout_of(args)
     return noted is not None and {**own, **noted} == own
-
-
-def describe(cause: BaseException) -> str:
-    """An error of the writer in one line; of what torch gathered from several ranks the first, without its traceback."""
-    if isinstance(cause, RunError):
-        return str(cause)
-    if isinstance(cause, CheckpointException) and cause.failures:
-        rank, (first, _) = next(iter(cause.failures.items()))
-        return f"rank {rank}: {describe(first)}"
-    return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
