@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # run-qwen3-4B.sh with FSDP2 in place of Megatron: the model comes from transformers, and its layout needs no flags.
-# The trainer behind it is not for runs yet: --dry-run plans this one, and without it the run is refused.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib/launch.sh"
 

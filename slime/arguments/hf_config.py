@@ -15,6 +15,7 @@ from typing import Any
 from slime.arguments.flag import flag_of
 from slime.arguments.violations import Kind, Violation, about
 from slime.estimates.shape import expert_layers
+from slime.models import fsdp
 from slime.models.config_entries import FIXED_BY_SCALING, rope_scaling, rope_type
 from slime.models.families import SUPPORTED_MODEL_TYPES, TRAINED_MODEL_TYPES, family_of, misnomer, model_args_from_hf
 from slime.models.layer_pattern import written_pattern
@@ -47,9 +48,9 @@ def apply_hf_config(args: argparse.Namespace, config: Config) -> list[Violation]
     for name, value in derived.items():
         if name not in args.typed_flags and (takes_shape_of_config(args) or name in SUPPLEMENTS):
             setattr(args, name, value)
-    limits = about(training_limits(config, derived), "--hf-checkpoint", kind=Kind.NOT_BUILT)
+    limits = [*training_limits(config, derived), *(fsdp.unknown_models(config) if args.train_backend == "fsdp" else ())]
     names = about(misnomer(args.model_name or "", config), "--model-name", "--hf-checkpoint")
-    return [*limits, *names, *_differences(args, derived)]
+    return [*about(limits, "--hf-checkpoint", kind=Kind.NOT_BUILT), *names, *_differences(args, derived)]
 
 
 def takes_shape_of_config(args: argparse.Namespace) -> bool:

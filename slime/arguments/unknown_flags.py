@@ -31,7 +31,6 @@ _REWARD_MODEL = (
 _QUANTISED = "training on quantised weights is not here yet; engines serve what {--hf-checkpoint} holds"
 _ENGINE = "the engines are SGLang servers: set them up with --sglang-*"
 _ZERO = "training is Megatron-Core: shard the optimizer with {--use-distributed-optimizer}"
-_SHARDED = "FSDP is not here yet ({--train-backend} fsdp plans it): training is Megatron-Core"
 _CRITIC = "values of the critic alone stand in {--megatron-config-path}; {--advantage-estimator} ppo switches it on"
 _EPOCHS = "one rollout is trained once, in {--num-steps-per-rollout} steps; drop it"
 _STEPS = "count rollouts: {--num-rollout}"
@@ -100,7 +99,7 @@ ANSWERS: dict[str, str] = _by_name(
     ("param-offload optimizer-offload fsdp-config.param-offload offload-policy", "--offload-train"),
     ("adam-offload cpu-offload", "--optimizer-cpu-offload"),
     ("zero-stage deepspeed deepspeed-config zpg", _ZERO),
-    ("fsdp fsdp-config fsdp2 dtensor-cfg.* actor.strategy", _SHARDED),
+    ("fsdp fsdp-config fsdp2 dtensor-cfg.* actor.strategy", "--train-backend"),
     ("gradient-checkpointing-enable enable-gradient-checkpointing activation-checkpointing", "--gradient-checkpointing"),
     ("flash-attn use-flash-attention attn-impl", "--attention-backend"),
     ("use-liger use-liger-kernel liger-kernel", "fused kernels are those of Megatron-Core and Transformer Engine; drop it"),

@@ -104,7 +104,8 @@ def broken(
 def as_given(args: argparse.Namespace, name: str) -> str:
     """The flag of an attribute with its value as it would be typed; switches stand alone, secrets are not shown."""
     value = vars(args)[name]
-    return flag_of(name) if value is True else f"{flag_of(name)} {as_typed(redacted({name: value})[name])}"
+    flag = flag_of(name) if value is not False else flag_of(name).replace("--", "--no-", 1)
+    return flag if isinstance(value, bool) else f"{flag} {as_typed(redacted({name: value})[name])}"
 
 
 def about(messages: Iterable[object], *flags: str, kind: Kind = Kind.WRONG) -> Iterator[Violation]:

@@ -37,6 +37,7 @@ LLAMA = Family(
     parts=(*_DENSE, hf.llama3_rope),
     rope_types=("default", "llama3"),
     rules=ENDS + DENSE_LAYER,
+    fsdp=True,
 )
 
 # Every layer has experts; norms of queries and keys span all heads.

@@ -86,6 +86,8 @@ class Family:
     engines_draft: SGLang makes a draft model of a layer for multi-token prediction of the family.
     engines_have_stages: SGLang divides models of the family into pipeline stages.
     stages_tie: then the last stage keeps a head that is the embedding equal to it.
+    fsdp: the model that transformers makes of its config is trained too: its parameters are called as in checkpoints, and
+        samples that share a stream do not see each other.
     """
 
     model_types: tuple[str, ...]
@@ -106,6 +108,7 @@ class Family:
     engines_draft: bool = False
     engines_have_stages: bool = True
     stages_tie: bool = False
+    fsdp: bool = False
 
     def of_model(self, num_layers: int) -> Family:
         """The family for a model of so many layers: with these, names of layers for multi-token prediction are known."""

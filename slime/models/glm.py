@@ -41,6 +41,7 @@ GLM4 = Family(
     absent={"partial_rotary_factor": 0.5, "attention_bias": True},
     layer_spec="slime_plugins.models.glm4.get_glm_spec",
     rules=ENDS + LAYER_NORMS + ATTENTION + _FURTHER_NORMS + _MLP,
+    fsdp=True,
 )
 
 _LAYER_WITH_EXPERTS = DENSE_LAYER + routed_experts() + EXPERT_BIAS + shared_experts("mlp.shared_experts")

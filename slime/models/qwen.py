@@ -42,6 +42,7 @@ QWEN2 = Family(
     constants={"add_qkv_bias": True},
     rules=ENDS + DENSE_LAYER,
     stages_tie=True,
+    fsdp=True,
 )
 QWEN3 = Family(
     model_types=("qwen3",),
@@ -51,6 +52,7 @@ QWEN3 = Family(
     constants={"qk_layernorm": True},
     rules=ENDS + DENSE_LAYER,
     stages_tie=True,
+    fsdp=True,
 )
 
 _SHARED_AND_ROUTED = routed_experts() + shared_experts("mlp.shared_expert") + SHARED_EXPERT_GATE

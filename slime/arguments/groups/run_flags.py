@@ -60,7 +60,7 @@ CLUSTER = Group("cluster and placement", (
         "nccl", "gloo"),
     flag("--distributed-timeout-minutes", int, 10, "time limit of one collective, in minutes", bounds=AT_LEAST_ONE),
     flag("--train-backend", str, "megatron", "training engine: Megatron-Core, or PyTorch FSDP2 over the Hugging Face model",
-        "megatron", "fsdp", not_yet="the FSDP backend"),
+        "megatron", "fsdp"),
     flag("--max-restarts", int, 0, "how often a run of which a part failed starts again by itself, from its last checkpoint",
         bounds=AT_LEAST_ZERO),
     # Time limits

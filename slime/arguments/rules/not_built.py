@@ -16,6 +16,7 @@ from slime.arguments.megatron import effects
 from slime.arguments.origins import Origin
 from slime.arguments.rules.serving import has_roles, of_groups
 from slime.arguments.violations import Rule, Violation, about, broken, refused, refused_each, where
+from slime.models import fsdp
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
 
 # Our own declare it: nothing but the default is fine.
@@ -138,6 +139,9 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
             lambda args, value: value and (args.sglang_pp_size or 1) > 1,
             "{0=} with {--sglang-pp-size=} is not built yet; drop one of them"))),
     *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),
+    *where(lambda args: args.train_backend == "fsdp" and args.has_trainer, lambda args: (broken(args,
+        "{0=} is not built for {--train-backend=}; drop it, or give {--train-backend} megatron", flag_of(name))
+        for name in fsdp.other_values(vars(args)))),
 )  # fmt: skip
 MODEL_NAME_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.model_name is not None and args.has_trainer and family_name(args.model_name) is None,

@@ -399,8 +399,6 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
             "{0=}: {--train-backend=} shards parameters over all ranks instead; give 1, or {--train-backend} megatron"),
         refused(lambda args: args.use_critic,
             "{--advantage-estimator=}: {--train-backend=} has no critic; give grpo, or {--train-backend} megatron"),
-        refused(lambda args: args.linear_attention_freq is not None,
-            "{--train-backend=}: linear attention would mix the samples of a packed stream; give {--train-backend} megatron"),
         refused(lambda args: args.opd_type == "megatron",
             "{--opd-type=} needs {--train-backend} megatron; with fsdp give {--opd-type} sglang")),
 )  # fmt: skip

@@ -1,18 +1,27 @@
 """The trainer's protocol on PyTorch's FSDP2: a dense model of transformers, sharded over all ranks, which are data-parallel.
 
-What it does not have yet, it refuses by name: checkpoints of its own (so no resume, and no states stored in them), curves of
-learning rate and weight decay, other optimizers than AdamW, float16, frozen parameters, recomputation, context parallelism.
+What flags may ask of it says `slime.models.fsdp`.
+
+A checkpoint of it is a Hugging Face directory: the weights in float32, as they are trained, with config and tokenizer. Beside
+them stand what the optimizer remembers and further sets of weights (`states/`), written by torch.distributed.checkpoint, the
+states of generators, and `metadata.json`, the last file, with the schedule. Another number of ranks can go on from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
+import logging
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,31 +29,46 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from slime.arguments.checkpoints import WeightSource
-from slime.arguments.flag import as_typed, flag_of
 from slime.training.backend import Collect, RankGroups, StepLoss, StepResult, UnfinishedSave, Update
+from slime.training.checkpoint_parts import (
+    describe,
+    directory_of_state,
+    exchange,
+    first_error,
+    free_room,
+    fresh_directory,
+    load_generators,
+    run_on_rank_zero,
+    save_generators,
+)
+from slime.training.checkpoint_publication import unpublished
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL
 from slime.training.model_states import ModelStates
+from slime.training.parameter_schedule import changed_curves, restore_schedule, schedule_settings, schedule_state
 from slime.training.resident_memory import Residents
 from slime.training.rollout_data import MicroBatch
 from slime.training.routing_replay import RoutingReplay
 from slime.training.train_step import MicroBatches
+from slime.utils.checkpoint_directory import (
+    FSDP2,
+    METADATA,
+    iteration_directory,
+    latest_iteration,
+    require_backend,
+)
 from slime.utils.device import get_accelerator
-from slime.utils.errors import UserError
+from slime.utils.errors import RunError, UserError
+from slime.utils.filesystem import fsync_tree, write_json_atomically
 from slime.utils.process_groups import get_gloo_group, join_world
 from slime.weights.hf_reader import SafetensorsDirectory
+from slime.weights.hf_writer import write_hf_checkpoint
 from slime.weights.quantised_checkpoint import open_checkpoint
 
+logger = logging.getLogger(__name__)
+
 _HEAD = "lm_head.weight"
-# The one value that each of these has here.
-_FIXED = {
-    "fp16": False, "optimizer": "adam", "decoupled_weight_decay": True, "use_stateless_adam": False,
-    "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False,
-    "start_weight_decay": None, "end_weight_decay": None, "weight_decay_incr_style": "constant", "decoupled_lr": None,
-    "only_train_params_name_list": None, "freeze_params_name_list": None, "freeze_indexer": False,
-    "log_num_zeros_in_grad": False, "log_params_norm": False, "gradient_checkpointing": False, "context_parallel_size": 1,
-    "manual_gc": False, "train_sync_interval": None, "empty_unused_memory_level": 0,
-    "distributed_timeout_seconds_after_init": None, "check_weight_hash_across_dp_replicas_interval": None,
-}  # fmt: skip
+# What the optimizer remembers, in a checkpoint.
+_OPTIMIZER = "optimizer"
 
 
 class FSDPBackend:
@@ -53,15 +77,11 @@ class FSDPBackend:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.optimizer: torch.optim.AdamW | None = None
+        self.scheduler: Any = None
         self.routing_replay = RoutingReplay()
 
     def place(self) -> None:
-        """Join the default group, all of whose ranks are data-parallel, and build the model.
-
-        Raises:
-            UserError: a flag asks for something that this backend would not do.
-        """
-        self._refuse_other_flags()
+        """Join the default group, all of whose ranks are data-parallel, and build the model."""
         timeout = datetime.timedelta(minutes=self.args.distributed_timeout_minutes)
         join_world(get_accelerator().process_group_backend, timeout)
         world = dist.group.WORLD
@@ -79,42 +99,53 @@ class FSDPBackend:
         self.model = self._build()
 
     def load(self, source: WeightSource) -> int:
-        """Load the weights and build the optimizer over them.
+        """Load the weights, build the optimizer over them and, in a resume, put it back where it was.
 
         Raises:
-            UserError: the source is no Hugging Face directory, or the flags ask for a curve of the learning rate.
+            UserError: the source is no Hugging Face directory and no checkpoint of this backend, is damaged, or is of another
+                model; the schedule of the learning rate is none.
         """
         self.load_weights(source)
         if self.args.num_rollout > 0:
-            self.optimizer = self._make_optimizer()
-        return -1
+            self.optimizer, self.scheduler = self._make_optimizer()
+        if not source.resume:
+            return -1
+        directory = _directory_of(source)
+        stored = json.loads((directory / METADATA).read_text())
+        if self.optimizer is not None:
+            self._resume(directory, stored)
+        return stored["iteration"]
 
     @torch.no_grad()
     def load_weights(self, source: WeightSource, state: str | None = None) -> bool:
-        """Fill this rank's part of every parameter from a Hugging Face directory; random weights stay as they were drawn."""
+        """Fill this rank's part of every parameter from a Hugging Face directory, a checkpoint of this backend being one, or
+        from a state in it; random weights stay as they were drawn."""
+        if source.kind == "random":
+            return True
+        directory, parameters = _directory_of(source), dict(self.model.named_parameters())
         if state is not None:
-            raise UserError(
-                f"{source.path}: --train-backend fsdp takes no state out of a checkpoint yet, and not {state!r}"
+            place = directory_of_state(directory, state)
+            if not place.is_dir():
+                return False
+            _read(place, {name: parameter.detach() for name, parameter in parameters.items()})
+            return True
+        files = open_checkpoint(directory)
+        further = sorted(files.names() - parameters.keys()) if source.kind == "megatron" else []
+        if further:
+            raise UserError(f"{directory} is of another model than --hf-checkpoint, which has no {further[0]}")
+        for name, parameter in parameters.items():
+            shape, start = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
             )
-        if source.kind == "megatron":
-            raise UserError(
-                f"{source.path} is a checkpoint of Megatron's: --train-backend fsdp starts from a Hugging Face directory"
-            )
-        if source.kind == "hf":
-            files = open_checkpoint(source.path)
-            for name, parameter in self.model.named_parameters():
-                shape, start = compute_local_shape_and_global_offset(
-                    parameter.shape, parameter.device_mesh, parameter.placements
+            stored = files.tensor(name)
+            if stored.shape != parameter.shape:
+                raise UserError(
+                    f"{directory}: {name} of shape {list(stored.shape)} does not fit the model of --hf-checkpoint, "
+                    f"which has {list(parameter.shape)}"
                 )
-                stored = files.tensor(name)
-                if stored.shape != parameter.shape:
-                    raise UserError(
-                        f"{source.path}: {name} of shape {list(stored.shape)} does not fit the model of --hf-checkpoint, "
-                        f"which has {list(parameter.shape)}"
-                    )
-                # Every rank reads its own rows; none are sent.
-                own = tuple(slice(first, first + count) for first, count in zip(start, shape, strict=True))
-                parameter.to_local().copy_(stored[own])
+            # Every rank reads its own rows; none are sent.
+            own = tuple(slice(first, first + count) for first, count in zip(start, shape, strict=True))
+            parameter.to_local().copy_(stored[own])
         return True
 
     def save(
@@ -124,9 +155,47 @@ class FSDPBackend:
         stored: Sequence[str] = (),
         weight_version: int | None = None,
     ) -> UnfinishedSave:
-        raise UserError(
-            "--save: --train-backend fsdp writes no checkpoints yet; give --save-hf alone, or --train-backend megatron"
-        )
+        """Write the checkpoint of `rollout_id`: nothing is left to wait for."""
+        args, final = self.args, iteration_directory(self.args.save, rollout_id)
+        directory, has_optimizer = unpublished(final), bool(self.optimizer.state) and not args.no_save_optim
+
+        def write_weights() -> None:
+            write_hf_checkpoint(
+                directory,
+                self._whole_tensors(torch.float32),
+                args.hf_checkpoint,
+                rank=dist.get_rank(),
+                writes=dist.get_rank() == 0,
+                exchange=lambda value: exchange(value, None)[0],
+            )
+
+        def write_training_state() -> None:
+            if has_optimizer:
+                dcp.save(self._remembered(), checkpoint_id=directory / _OPTIMIZER)
+            for name in stored:
+                with states(name):
+                    live = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+                    dcp.save(live, checkpoint_id=directory_of_state(directory, name))
+            if not args.no_save_rng:
+                save_generators(directory, {})
+
+        def complete() -> None:
+            settings = [{name: group[name] for name in ("betas", "eps")} for group in self.optimizer.param_groups]
+            metadata = {
+                "sharded_backend": FSDP2, "format_version": 1, "iteration": rollout_id, "has_optimizer": has_optimizer,
+                "world_size": dist.get_world_size(), "scheduler": schedule_state(self.scheduler),
+                "parameter_groups": settings,
+            }  # fmt: skip
+            write_json_atomically(directory / METADATA, metadata)
+            fsync_tree(directory)
+
+        error = run_on_rank_zero(lambda: fresh_directory(directory, stored, weight_version))
+        for write in (write_weights, write_training_state):
+            error = error or first_error(_error_of(write))
+        error = error or run_on_rank_zero(complete)
+        if error is not None:
+            run_on_rank_zero(lambda: shutil.rmtree(directory, ignore_errors=True))
+        return _Written(final, error)
 
     @torch.no_grad()
     def forward(self, batches: MicroBatches, collect: Collect, prefix: str = "") -> list[dict[str, list[torch.Tensor]]]:
@@ -156,6 +225,7 @@ class FSDPBackend:
             if self.args.clip_grad > 0:
                 clip_grads_with_norm_(parameters, self.args.clip_grad, norm)
             self.optimizer.step()
+            self.scheduler.step(increment=rollouts)
         return StepResult(metrics, learning_rates, Update(taken, float(norm)))
 
     def bad_gradients(self) -> list[str]:
@@ -198,21 +268,13 @@ class FSDPBackend:
             dist.destroy_process_group()
 
     @torch.no_grad()
-    def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _whole_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.full_tensor().to(self._compute_dtype)
+            yield name, parameter.full_tensor().to(dtype or self._compute_dtype)
 
     @property
     def _compute_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.args.bf16 else torch.float32
-
-    def _refuse_other_flags(self) -> None:
-        given = {name: value for name, value in vars(self.args).items() if name in _FIXED and value != _FIXED[name]}
-        if given:
-            words = ", ".join(_as_typed(flag_of(name), value) for name, value in given.items())
-            raise UserError(
-                f"{words}: --train-backend fsdp does not do that yet; drop it, or give --train-backend megatron"
-            )
 
     def _build(self) -> torch.nn.Module:
         """The model with random weights, the same in every layout; sharded layer by layer."""
@@ -243,20 +305,49 @@ class FSDPBackend:
             module.set_force_sum_reduction_for_comms(True)
         return model
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
+    def _make_optimizer(self) -> tuple[torch.optim.AdamW, Any]:
+        """The optimizer, and the schedule of its learning rate and weight decay; biases and norms have no decay."""
+        # It brings much of Megatron-Core with it, which other processes that know this class have no use for.
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
         args = self.args
-        if args.lr_decay_style != "constant" or args.lr_warmup_iters or args.lr_warmup_fraction:
-            raise UserError(
-                "--train-backend fsdp keeps the learning rate constant yet: give --lr-decay-style constant without warmup"
-            )
         matrices, vectors = [], []
         for parameter in self.model.parameters():
             (matrices if parameter.ndim > 1 else vectors).append(parameter)
-        groups = [
-            {"params": matrices, "weight_decay": args.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps)
+        groups = [{"params": matrices, "wd_mult": 1.0}, {"params": vectors, "wd_mult": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps)
+        return optimizer, OptimizerParamScheduler(optimizer, **schedule_settings(args))
+
+    def _remembered(self) -> dict[str, torch.Tensor]:
+        """What the optimizer remembers of each weight, by names for a checkpoint."""
+        named = self.model.named_parameters()
+        states = ((name, self.optimizer.state.get(parameter, {})) for name, parameter in named)
+        return {f"{kind}.{name}": value for name, state in states for kind, value in state.items()}
+
+    def _resume(self, directory: Path, stored: dict[str, Any]) -> None:
+        """Put optimizer, schedule and generators back where they were."""
+        args, is_first = self.args, dist.get_rank() == 0
+        if stored["has_optimizer"] and not args.no_load_optim:
+            names = dcp.FileSystemReader(directory / _OPTIMIZER).read_metadata().state_dict_metadata
+            for name, parameter in self.model.named_parameters():
+                if f"step.{name}" in names:
+                    moments = {kind: torch.zeros_like(parameter.detach()) for kind in ("exp_avg", "exp_avg_sq")}
+                    self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+            _read(directory / _OPTIMIZER, self._remembered())
+        elif not args.no_load_optim and stored["scheduler"]["num_steps"] and is_first:
+            logger.warning(
+                "%s was saved without optimizer state: the optimizer starts fresh, its schedule goes on", directory
+            )
+        if args.use_checkpoint_opt_param_scheduler:
+            for group, saved in zip(self.optimizer.param_groups, stored["parameter_groups"], strict=True):
+                group.update(saved, betas=tuple(saved["betas"]))
+        restore_schedule(self.scheduler, stored["scheduler"])
+        for line in changed_curves(args, self.scheduler, stored["scheduler"]) if is_first else ():
+            logger.warning(line)
+        if not args.no_load_rng and stored["world_size"] == dist.get_world_size():
+            load_generators(directory)
+        elif not args.no_load_rng:
+            logger.warning("another number of ranks saved %s: random generators start from --seed", directory)
 
     def _logits(self, batch: MicroBatch) -> torch.Tensor:
         """Logits [T, V] of the stream. Without a mask, transformers takes rows whose positions start anew for another sequence,
@@ -272,7 +363,56 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _as_typed(flag: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return flag if value else flag.replace("--", "--no-", 1)
-    return f"{flag} {as_typed(value)}"
+class _Written:
+    """A checkpoint that is on the disk, or of which a rank could not write its part; as `UnfinishedSave`."""
+
+    bytes_on_host = 0
+
+    def __init__(self, final: Path, error: str | None) -> None:
+        self._final, self._error = final, error
+
+    def has_ended(self) -> bool:
+        return True
+
+    def finish(self) -> Path:
+        if self._error is None:
+            return self._final
+        raise RunError(
+            f"checkpoint {self._final} could not be written: {self._error}. {free_room(self._final.parent)}. Older checkpoints "
+            "are untouched"
+        )
+
+
+def _directory_of(source: WeightSource) -> Path:
+    """Where the weights of a source are.
+
+    Raises:
+        UserError: it is a checkpoint of another backend.
+    """
+    if source.kind == "hf":
+        return Path(source.path)
+    require_backend("fsdp", source.kind, source.path, source.step)
+    iteration = latest_iteration(source.path) if source.step is None else source.step
+    return iteration_directory(source.path, iteration)
+
+
+def _read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill the tensors with those of a directory of torch.distributed.checkpoint. Collective."""
+    try:
+        dcp.load(tensors, checkpoint_id=directory)
+    except (Exception, CheckpointException) as error:
+        raise UserError(
+            f"{directory} cannot be loaded into the model that the flags describe; it is damaged or of another shape "
+            f"({describe(error)[:500]})"
+        ) from error
+
+
+def _error_of(write: Callable[[], None]) -> str | None:
+    """What went wrong in a rank's part of a save, or None. Who fails between two collectives leaves the others to the limit of
+    their wait (--checkpoint-write-timeout)."""
+    try:
+        write()
+    except (Exception, CheckpointException) as cause:
+        logger.debug("a part of the checkpoint could not be written", exc_info=True)
+        return describe(cause.__cause__ or cause)
+    return None

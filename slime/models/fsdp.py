@@ -1,0 +1,52 @@
+"""What the trainer on FSDP2 does: the types of models that it trains, and the values that flags have there.
+
+The model is the one that transformers makes of its config. Whoever teaches the trainer more deletes a row here.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from slime.models.families import FAMILIES
+from slime.models.family import Config
+
+MODEL_TYPES = tuple(name for name, family in FAMILIES.items() if family.fsdp)
+
+# Flag -> the one value that it has there; nothing is told from 0 or off.
+ONLY_VALUES: dict[str, Any] = {
+    "linear_attention_freq": None, "mtp_num_layers": None, "fp16": False, "fp32_residual_connection": False,
+    "attention_backend": "auto", "hidden_dropout": 0.0, "deterministic_mode": False, "recompute_granularity": None,
+    "gradient_checkpointing": False, "context_parallel_size": 1,
+    "optimizer": "adam", "decoupled_weight_decay": True, "use_stateless_adam": False, "optimizer_cpu_offload": False,
+    "use_precision_aware_optimizer": False, "decoupled_lr": None,
+    "only_train_params_name_list": None, "freeze_params_name_list": None, "freeze_indexer": False,
+    "log_num_zeros_in_grad": False, "log_params_norm": False, "manual_gc": False, "train_sync_interval": None,
+    "empty_unused_memory_level": 0, "distributed_timeout_seconds_after_init": None,
+    "check_weight_hash_across_dp_replicas_interval": None, "async_save": False,
+    "custom_model_provider_path": None, "custom_megatron_init_path": None,
+    "custom_megatron_before_log_prob_hook_path": None, "custom_megatron_before_train_step_hook_path": None,
+}  # fmt: skip
+
+
+def other_values(values: dict[str, Any]) -> Iterator[str]:
+    """Names out of `values`, which are those of all flags, that have another value than they can have there."""
+    for name, only in ONLY_VALUES.items():
+        if values[name] != only and (values[name] or only):
+            yield name
+
+
+def unknown_models(config: Config) -> Iterator[str]:
+    """What of a model is not known to be trained as the engines serve it, in a sentence each.
+
+    Args:
+        config: of a known `model_type`.
+    """
+    if config["model_type"] not in MODEL_TYPES:
+        yield (
+            f"model_type {config['model_type']!r} of --hf-checkpoint is not built for --train-backend fsdp, which trains "
+            f"models of type {' or '.join(MODEL_TYPES)}; give --train-backend megatron"
+        )
+    if config.get("quantization_config"):
+        yield (
+            "config.json of --hf-checkpoint: quantization_config is not built for --train-backend fsdp; give a checkpoint in "
+            "bfloat16 or float32, or --train-backend megatron"
+        )
