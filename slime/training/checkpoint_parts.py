@@ -1,5 +1,7 @@
 """What checkpoints of all backends have in common: a hidden directory to begin with, errors of one rank that all hear of, and
 states of random generators, in one safetensors file per rank, so that no pickle is needed.
+
+And a save that ranks write themselves, one part after the other, while nobody trains.
 """
 
 from __future__ import annotations
@@ -12,11 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slime.training.checkpoint_publication import unpublished
 from slime.utils.device import get_accelerator
-from slime.utils.errors import RunError
+from slime.utils.errors import RunError, UserError
+from slime.utils.filesystem import fsync_tree
 from slime.weights.push import write_weight_version
 
 logger = logging.getLogger(__name__)
@@ -33,6 +38,60 @@ def fresh_directory(directory: Path, stored: Sequence[str], weight_version: int 
         directory_of_state(directory, name).mkdir(parents=True)
     if weight_version is not None:
         write_weight_version(directory, weight_version)
+
+
+def write_whole(
+    final: Path, begin: Callable[[], None], parts: Sequence[Callable[[], None]], complete: Callable[[], None]
+) -> WrittenCheckpoint:
+    """Write the checkpoint that will be `final`, under its hidden name. Collective; nothing is left to wait for.
+
+    Args:
+        begin, complete: called on rank 0 alone, before all parts and after them.
+        parts: called on all ranks, in this order, up to the first that any rank fails in. A rank that fails between two
+            collectives of a part leaves the others to the limit of their wait (--checkpoint-write-timeout).
+    """
+    directory, error = unpublished(final), run_on_rank_zero(begin)
+    for part in parts:
+        error = error or first_error(_error_of(part))
+    error = error or run_on_rank_zero(complete) or run_on_rank_zero(lambda: fsync_tree(directory))
+    if error is not None:
+        run_on_rank_zero(lambda: shutil.rmtree(directory, ignore_errors=True))
+    return WrittenCheckpoint(final, error)
+
+
+class WrittenCheckpoint:
+    """A checkpoint that is on the disk, or of which a rank could not write its part; an `UnfinishedSave`."""
+
+    bytes_on_host = 0
+
+    def __init__(self, final: Path, error: str | None) -> None:
+        self._final, self._error = final, error
+
+    def has_ended(self) -> bool:
+        return True
+
+    def finish(self) -> Path:
+        if self._error is None:
+            return self._final
+        raise RunError(
+            f"checkpoint {self._final} could not be written: {self._error}. {free_room(self._final.parent)}. Older checkpoints "
+            "are untouched"
+        )
+
+
+def read_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill the tensors with those of a directory of torch.distributed.checkpoint, by name. Collective.
+
+    Raises:
+        UserError: they are not there, or of another shape.
+    """
+    try:
+        dcp.load(tensors, checkpoint_id=directory)
+    except (Exception, CheckpointException) as error:
+        raise UserError(
+            f"{directory} cannot be loaded into the model that the flags describe; it is damaged or of another shape "
+            f"({describe(error)[:500]})"
+        ) from error
 
 
 def directory_of_state(checkpoint: Path, name: str) -> Path:
@@ -80,6 +139,15 @@ def describe(cause: BaseException) -> str:
         rank, (first, _) = next(iter(cause.failures.items()))
         return f"rank {rank}: {describe(first)}"
     return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+
+
+def _error_of(part: Callable[[], None]) -> str | None:
+    try:
+        part()
+    except (Exception, CheckpointException) as cause:
+        logger.debug("a part of the checkpoint could not be written", exc_info=True)
+        return describe(cause.__cause__ or cause)
+    return None
 
 
 def save_generators(directory: Path, further: Mapping[str, torch.Tensor]) -> None:

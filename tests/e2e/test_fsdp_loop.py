@@ -45,11 +45,15 @@ def megatron(task, tmp_path_factory) -> SavingRun:
     return run_of(task, tmp_path_factory.mktemp("megatron"), *APART).finish()
 
 
-def weights_of(run: SavingRun) -> dict[str, torch.Tensor]:
+def weights_in(directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    files = iteration_directory(run.checkpoints, ROLLOUTS[-1]).glob("model-*.safetensors")
+    files = directory.glob("model-*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def weights_of(run: SavingRun) -> dict[str, torch.Tensor]:
+    return weights_in(iteration_directory(run.checkpoints, ROLLOUTS[-1]))
 
 
 def remembered_by(run: SavingRun) -> dict[str, bytes]:
@@ -122,6 +126,23 @@ def test_sides_that_sleep_in_turn_change_no_number(task, apart, tmp_path):
     logs = [path.read_text(errors="replace") for path in shared.process.event_directory.glob("logs/engine_*.log")]
     assert len(logs) == 2 and all("POST /update_weights_from_tensor " in log for log in logs)
     assert_same(shared, apart)
+
+
+def test_files_carry_the_weights_too(task, apart, tmp_path):
+    """Beside them an export, and older copies of the actor, one of which a checkpoint holds."""
+    words = ["--update-weight-transport", "disk", "--update-weight-disk-dir", tmp_path / "pushes", "--keep-old-actor"]
+    run = run_of(task, tmp_path, *FSDP, *APART, *words, "--save-hf", tmp_path / "export-{rollout_id}").finish()
+    assert_engines_held_the_weights(run, 1)
+    assert run.process.scalars("rollout/raw_reward")[0] == apart.process.scalars("rollout/raw_reward")[0]
+    exported, saved = weights_in(tmp_path / "export-3"), weights_of(run)
+    assert exported.keys() == saved.keys() and all(torch.equal(exported[name], saved[name]) for name in saved)
+    states = iteration_directory(run.checkpoints, ROLLOUTS[-1]) / "states"
+    assert {path.name for path in states.iterdir()} == {"ref", "rollout_actor"}
+    # What generated the last rollout is what the one before it had trained.
+    older = checkpoint_tensors(states / "rollout_actor")
+    before = weights_in(iteration_directory(run.checkpoints, ROLLOUTS[-2]))
+    assert older.keys() == before.keys()
+    assert all(before[name].numpy().tobytes() == older[name] for name in before)
 
 
 def test_megatron_learns_the_same(apart, megatron):

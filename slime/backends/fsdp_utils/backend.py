@@ -13,7 +13,6 @@ import argparse
 import datetime
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -31,15 +29,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from slime.arguments.checkpoints import WeightSource
 from slime.training.backend import Collect, RankGroups, StepLoss, StepResult, UnfinishedSave, Update
 from slime.training.checkpoint_parts import (
-    describe,
     directory_of_state,
     exchange,
-    first_error,
-    free_room,
     fresh_directory,
     load_generators,
-    run_on_rank_zero,
+    read_tensors,
     save_generators,
+    write_whole,
 )
 from slime.training.checkpoint_publication import unpublished
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL
@@ -49,16 +45,10 @@ from slime.training.resident_memory import Residents
 from slime.training.rollout_data import MicroBatch
 from slime.training.routing_replay import RoutingReplay
 from slime.training.train_step import MicroBatches
-from slime.utils.checkpoint_directory import (
-    FSDP2,
-    METADATA,
-    iteration_directory,
-    latest_iteration,
-    require_backend,
-)
+from slime.utils.checkpoint_directory import FSDP2, METADATA, iteration_directory, latest_iteration, require_backend
 from slime.utils.device import get_accelerator
-from slime.utils.errors import RunError, UserError
-from slime.utils.filesystem import fsync_tree, write_json_atomically
+from slime.utils.errors import UserError
+from slime.utils.filesystem import write_json_atomically
 from slime.utils.process_groups import get_gloo_group, join_world
 from slime.weights.hf_reader import SafetensorsDirectory
 from slime.weights.hf_writer import write_hf_checkpoint
@@ -127,7 +117,7 @@ class FSDPBackend:
             place = directory_of_state(directory, state)
             if not place.is_dir():
                 return False
-            _read(place, {name: parameter.detach() for name, parameter in parameters.items()})
+            read_tensors(place, {name: parameter.detach() for name, parameter in parameters.items()})
             return True
         files = open_checkpoint(directory)
         further = sorted(files.names() - parameters.keys()) if source.kind == "megatron" else []
@@ -179,23 +169,17 @@ class FSDPBackend:
             if not args.no_save_rng:
                 save_generators(directory, {})
 
-        def complete() -> None:
-            settings = [{name: group[name] for name in ("betas", "eps")} for group in self.optimizer.param_groups]
-            metadata = {
-                "sharded_backend": FSDP2, "format_version": 1, "iteration": rollout_id, "has_optimizer": has_optimizer,
-                "world_size": dist.get_world_size(), "scheduler": schedule_state(self.scheduler),
-                "parameter_groups": settings,
-            }  # fmt: skip
-            write_json_atomically(directory / METADATA, metadata)
-            fsync_tree(directory)
-
-        error = run_on_rank_zero(lambda: fresh_directory(directory, stored, weight_version))
-        for write in (write_weights, write_training_state):
-            error = error or first_error(_error_of(write))
-        error = error or run_on_rank_zero(complete)
-        if error is not None:
-            run_on_rank_zero(lambda: shutil.rmtree(directory, ignore_errors=True))
-        return _Written(final, error)
+        metadata = {
+            "sharded_backend": FSDP2, "format_version": 1, "iteration": rollout_id, "has_optimizer": has_optimizer,
+            "world_size": dist.get_world_size(), "scheduler": schedule_state(self.scheduler),
+            "parameter_groups": [{name: group[name] for name in ("betas", "eps")} for group in self.optimizer.param_groups],
+        }  # fmt: skip
+        return write_whole(
+            final,
+            lambda: fresh_directory(directory, stored, weight_version),
+            (write_weights, write_training_state),
+            lambda: write_json_atomically(directory / METADATA, metadata),
+        )
 
     @torch.no_grad()
     def forward(self, batches: MicroBatches, collect: Collect, prefix: str = "") -> list[dict[str, list[torch.Tensor]]]:
@@ -333,7 +317,7 @@ class FSDPBackend:
                 if f"step.{name}" in names:
                     moments = {kind: torch.zeros_like(parameter.detach()) for kind in ("exp_avg", "exp_avg_sq")}
                     self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
-            _read(directory / _OPTIMIZER, self._remembered())
+            read_tensors(directory / _OPTIMIZER, self._remembered())
         elif not args.no_load_optim and stored["scheduler"]["num_steps"] and is_first:
             logger.warning(
                 "%s was saved without optimizer state: the optimizer starts fresh, its schedule goes on", directory
@@ -363,26 +347,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class _Written:
-    """A checkpoint that is on the disk, or of which a rank could not write its part; as `UnfinishedSave`."""
-
-    bytes_on_host = 0
-
-    def __init__(self, final: Path, error: str | None) -> None:
-        self._final, self._error = final, error
-
-    def has_ended(self) -> bool:
-        return True
-
-    def finish(self) -> Path:
-        if self._error is None:
-            return self._final
-        raise RunError(
-            f"checkpoint {self._final} could not be written: {self._error}. {free_room(self._final.parent)}. Older checkpoints "
-            "are untouched"
-        )
-
-
 def _directory_of(source: WeightSource) -> Path:
     """Where the weights of a source are.
 
@@ -394,25 +358,3 @@ def _directory_of(source: WeightSource) -> Path:
     require_backend("fsdp", source.kind, source.path, source.step)
     iteration = latest_iteration(source.path) if source.step is None else source.step
     return iteration_directory(source.path, iteration)
-
-
-def _read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill the tensors with those of a directory of torch.distributed.checkpoint. Collective."""
-    try:
-        dcp.load(tensors, checkpoint_id=directory)
-    except (Exception, CheckpointException) as error:
-        raise UserError(
-            f"{directory} cannot be loaded into the model that the flags describe; it is damaged or of another shape "
-            f"({describe(error)[:500]})"
-        ) from error
-
-
-def _error_of(write: Callable[[], None]) -> str | None:
-    """What went wrong in a rank's part of a save, or None. Who fails between two collectives leaves the others to the limit of
-    their wait (--checkpoint-write-timeout)."""
-    try:
-        write()
-    except (Exception, CheckpointException) as cause:
-        logger.debug("a part of the checkpoint could not be written", exc_info=True)
-        return describe(cause.__cause__ or cause)
-    return None
