@@ -13,11 +13,12 @@ MODEL_TYPES = tuple(name for name, family in FAMILIES.items() if family.fsdp)
 
 # Flag -> the one value that it has there; nothing is told from 0 or off.
 ONLY_VALUES: dict[str, Any] = {
-    "linear_attention_freq": None, "mtp_num_layers": None, "fp16": False, "fp32_residual_connection": False,
-    "attention_backend": "auto", "hidden_dropout": 0.0, "deterministic_mode": False, "recompute_granularity": None,
-    "gradient_checkpointing": False, "context_parallel_size": 1,
-    "optimizer": "adam", "decoupled_weight_decay": True, "use_stateless_adam": False, "optimizer_cpu_offload": False,
-    "use_precision_aware_optimizer": False, "decoupled_lr": None,
+    "linear_attention_freq": None, "mtp_num_layers": None, "softmax_scale": None, "rotary_seq_len_interpolation_factor": None,
+    "init_method_std": 0.02, "embedding_init_method_std": None, "attention_backend": "auto", "hidden_dropout": 0.0,
+    "fp16": False, "fp32_residual_connection": False, "disable_bf16_reduced_precision_matmul": False,
+    "deterministic_mode": False, "recompute_granularity": None, "gradient_checkpointing": False, "context_parallel_size": 1,
+    "optimizer": "adam", "decoupled_weight_decay": True, "apply_wd_to_qk_layernorm": False, "use_stateless_adam": False,
+    "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False, "decoupled_lr": None,
     "only_train_params_name_list": None, "freeze_params_name_list": None, "freeze_indexer": False,
     "log_num_zeros_in_grad": False, "log_params_norm": False, "manual_gc": False, "train_sync_interval": None,
     "empty_unused_memory_level": 0, "distributed_timeout_seconds_after_init": None,
