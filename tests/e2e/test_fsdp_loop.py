@@ -64,8 +64,12 @@ def remembered_by(run: SavingRun) -> dict[str, bytes]:
     }
 
 
-def assert_engines_held_the_weights(run: SavingRun, engines: int) -> None:
+def assert_pushes_were_checked(run: SavingRun, engines: int) -> None:
     assert re.search(rf"weight check: \d+ tensors equal on {engines} engines?", run.process.output())
+
+
+def assert_engines_held_the_weights(run: SavingRun, engines: int) -> None:
+    assert_pushes_were_checked(run, engines)
     differences = run.process.scalars("train/train_rollout_logprob_abs_diff")
     assert sorted(differences) == list(ROLLOUTS)
     assert all(0 < value <= LOG_PROB_GATE for value in differences.values()), differences
@@ -132,7 +136,10 @@ def test_files_carry_the_weights_too(task, apart, tmp_path):
     """Beside them an export, and older copies of the actor, one of which a checkpoint holds."""
     words = ["--update-weight-transport", "disk", "--update-weight-disk-dir", tmp_path / "pushes", "--keep-old-actor"]
     run = run_of(task, tmp_path, *FSDP, *APART, *words, "--save-hf", tmp_path / "export-{rollout_id}").finish()
-    assert_engines_held_the_weights(run, 1)
+    assert_pushes_were_checked(run, 1)
+    # Then the copy that log-probs are taken of is another one than the engines have.
+    differences = run.process.scalars("train/train_rollout_logprob_abs_diff")
+    assert 0 < differences[0] <= LOG_PROB_GATE < differences[3]
     assert run.process.scalars("rollout/raw_reward")[0] == apart.process.scalars("rollout/raw_reward")[0]
     exported, saved = weights_in(tmp_path / "export-3"), weights_of(run)
     assert exported.keys() == saved.keys() and all(torch.equal(exported[name], saved[name]) for name in saved)
