@@ -22,9 +22,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
-from slime.backends.megatron_utils.attention import PackedAttention, StreamParams, attend_over_context
+from slime.backends.megatron_utils.attention import PackedAttention, StreamParams
 from slime.backends.megatron_utils.layer_spec import as_block, with_core_attention
 from slime.backends.megatron_utils.model_provider import get_family_spec
+from slime.training.stream_attention import attend_over_context
 from slime.utils.errors import UserError
 
 # Kernels want widths that are multiples of it.

@@ -1,13 +1,7 @@
 """Core attention of the local layer spec: causal, grouped-query, over packed sequences.
 
 Megatron-Core's own `DotProductAttention` refuses packed input. Here a packed stream holds many sequences end to end;
-each attends to itself only. On CPU every sequence is one call of PyTorch's fused attention: its result depends on
-nothing else in the stream, to the last bit, and no score matrix of the whole stream is ever made. On CUDA one
-variable-length kernel does the stream.
-
-A context-parallel rank holds pieces of sequences (`Segment`), each of which attends to its sequence from the start up to
-itself. Keys and values of all ranks are gathered, queries stay where they are. The gather is one collective per layer; in the
-backward pass the ranks' gradients are summed and each keeps its own rows.
+each attends to itself only, also where context-parallel ranks hold parts of it: see `slime.training.stream_attention`.
 
 Multi-head latent attention makes queries, keys and values of all heads out of one small vector per token; what follows is the
 same attention, with keys that are wider than values.
@@ -15,35 +9,31 @@ same attention, with keys that are wider than values.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding, apply_rotary_pos_emb, rope_utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from slime.training.context_parallel import gather_rows
 from slime.training.packed_stream import PackedStream
 from slime.training.rollout_data import MicroBatch
+from slime.training.stream_attention import (
+    Kernel,
+    as_wide_as,
+    attend_over_context,
+    attend_to_each_sequence,
+    causal_attention,
+    causal_varlen_attention,
+)
 from slime.utils.device import fused, get_accelerator
 from slime.utils.errors import UserError
-
-# Queries, keys and values of any number of sequences, the boundaries of the sequences' queries and keys, the largest numbers of
-# both in one sequence, and `scale=`, to the output of each query, whose sequence's last one sees all of its keys.
-Kernel = Callable[..., torch.Tensor]
-# Of every group of keys a key and a value, [groups, dim] each.
-FirstKey = tuple[torch.Tensor, torch.Tensor]
 
 
 class PackedAttention(MegatronModule):
@@ -106,7 +96,7 @@ class PackedAttention(MegatronModule):
 
     def kernel(self) -> Kernel:
         """What computes streams of 16-bit types on CUDA."""
-        return _causal_varlen_attention()
+        return causal_varlen_attention()
 
     def _attend_packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
@@ -130,18 +120,7 @@ class PackedAttention(MegatronModule):
             if stream is None
             else stream.sequence_lengths
         )
-        # Neighbours of one length are a batch. On a CPU it makes no difference to any of them, to the last bit.
-        runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths) if length]
-        # One split for the whole stream: the gradient of a slice is as long as the stream, so slicing per run would make the
-        # backward pass quadratic in the number of runs.
-        pieces = (tensor.split([length * count for length, count in runs]) for tensor in (query, key, value))
-        outputs = [
-            self._causal_attention(*(piece.unflatten(0, (count, length)).transpose(1, 2) for piece in sequences))
-            .transpose(1, 2)
-            .flatten(0, 1)
-            for (length, count), *sequences in zip(runs, *pieces, strict=True)
-        ]
-        return torch.cat(outputs).flatten(1)
+        return attend_to_each_sequence(query, key, value, lengths, self.softmax_scale)
 
     def _attend_packed_cuda(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
@@ -153,7 +132,7 @@ class PackedAttention(MegatronModule):
         output = self.kernel()(
             query.contiguous(),
             key.contiguous(),
-            _as_wide_as(key, value).contiguous(),
+            as_wide_as(key, value).contiguous(),
             packed.cu_seqlens_q,
             packed.cu_seqlens_kv,
             int(packed.max_seqlen_q),
@@ -163,31 +142,7 @@ class PackedAttention(MegatronModule):
         return output[..., :width].flatten(1)
 
     def _causal_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=True, scale=self.softmax_scale
-        )
-
-
-def _causal_varlen_attention() -> Kernel:
-    """torch's kernel for sequences of any lengths, causal, for fewer groups of keys than heads."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return functools.partial(varlen_attn, window_size=(-1, 0), **_grouped(varlen_attn))
-
-
-@functools.cache
-def _grouped(varlen_attn: Callable[..., torch.Tensor]) -> dict[str, bool]:
-    """torch 2.11 shares keys without being asked, and 2.13 when it is."""
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-
-def _as_wide_as(wide: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` with zeros up to the width of `wide`: the variable-length kernel knows one width."""
-    return F.pad(tensor, (0, wide.shape[-1] - tensor.shape[-1]))
-
-
-# Queries of one call on CPU: their mask over all keys exists as a tensor.
-_CPU_QUERIES = 512
+        return causal_attention(query, key, value, self.softmax_scale)
 
 
 @dataclass
@@ -232,151 +187,6 @@ def is_context_parallel(packed: PackedSeqParams | None) -> bool:
     """Whether the rank holds only a part of the stream."""
     stream = getattr(packed, "stream", None)
     return stream is not None and stream.cp.size > 1
-
-
-def attend_over_context(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    stream: PackedStream,
-    scale: float,
-    chosen: torch.Tensor | None = None,
-    first: FirstKey | None = None,
-    kernel: Callable[[], Kernel] = _causal_varlen_attention,
-) -> torch.Tensor:
-    """Causal attention within each sequence of the whole stream, for the rows of this rank. Collective.
-
-    Args:
-        query: [T, heads, dim]; key, value: [T, groups, dim], rotated, of this rank's rows.
-        chosen: see `StreamParams`.
-        first: a key and a value that stand before every sequence and are seen by all of its rows, without `chosen`. Where the
-            key has more channels than those of the stream, these have zeros there.
-        kernel: gives what computes 16-bit types on CUDA.
-
-    Returns:
-        [T, heads · dim of a value]
-    """
-    key_width = key.shape[-1]
-    gathered = gather_rows(torch.cat([key, value], dim=-1), stream.cp, stream.gather_order)
-    key, value = gathered[..., :key_width], gathered[..., key_width:]
-    if first is not None:
-        key = _as_wide_as(query, key)
-    # The variable-length kernel exists for 16-bit types only.
-    if query.is_cuda and query.dtype != torch.float32 and chosen is None:
-        return _attend_cuda(query, key, value, stream, scale, first, kernel())
-    return _attend_each_segment(query, key, value, stream, scale, chosen, first)
-
-
-def _attend_cuda(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    stream: PackedStream,
-    scale: float,
-    first: FirstKey | None,
-    kernel: Kernel,
-) -> torch.Tensor:
-    """One call of the kernel, for which every segment is a sequence with fewer queries than keys.
-
-    Its causal mask then is aligned at the end: the last query sees all keys.
-    """
-    width = value.shape[-1]
-    rows, boundaries, most_keys = stream.segment_keys, stream.key_boundaries, max(s.keys for s in stream.segments)
-    if first is not None:
-        rows, boundaries, most_keys = *_each_behind(len(key), rows, boundaries), most_keys + 1
-        key, value = (torch.cat([tensor, row[None]]) for tensor, row in zip((key, value), first, strict=True))
-    output = kernel(
-        query.contiguous(),
-        key.index_select(0, rows),
-        _as_wide_as(key, value).index_select(0, rows),
-        stream.query_boundaries,
-        boundaries,
-        max(s.queries for s in stream.segments),
-        most_keys,
-        scale=scale,
-    )
-    return output[..., :width].flatten(1)
-
-
-def _each_behind(first: int, rows: torch.Tensor, boundaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rows` with row `first` before those of every segment, and the segments' boundaries then."""
-    numbers = torch.arange(len(boundaries), dtype=boundaries.dtype, device=boundaries.device)
-    shifts = numbers[1:].repeat_interleave(boundaries.diff(), output_size=len(rows))
-    behind = rows.new_full((len(rows) + len(boundaries) - 1,), first)
-    places = torch.arange(len(rows), device=rows.device) + shifts
-    return behind.index_copy_(0, places, rows), boundaries + numbers
-
-
-def _attend_each_segment(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    stream: PackedStream,
-    scale: float,
-    chosen: torch.Tensor | None,
-    first: FirstKey | None,
-) -> torch.Tensor:
-    # One split per tensor: the gradient of a slice is as long as what it was cut from.
-    counts = [segment.queries for segment in stream.segments]
-    query_pieces = query.transpose(0, 1).split(counts, dim=1)
-    choices = [None] * len(counts) if chosen is None else chosen.split(counts)
-    before = first or (None, None)
-    key_pieces, value_pieces = (_by_sequence(*pair, stream) for pair in zip((key, value), before, strict=True))
-    outputs = []
-    for segment, piece, choice in zip(stream.segments, query_pieces, choices, strict=True):
-        keys, values = key_pieces[segment.first_key], value_pieces[segment.first_key]
-        seen = segment.keys + (first is not None)
-        outputs += _attend_in_blocks(piece, keys, values, seen, scale, choice)
-    return torch.cat(outputs, dim=1).transpose(0, 1).flatten(1)
-
-
-def _by_sequence(tensor: torch.Tensor, first: torch.Tensor | None, stream: PackedStream) -> dict[int, torch.Tensor]:
-    """[groups, length, dim] of every sequence of the stream, under its first row; a row longer where all begin with `first`."""
-    pieces = tensor.transpose(0, 1).split(stream.sequence_lengths, dim=1)
-    if first is not None:
-        pieces = [torch.cat([first[:, None], piece], dim=1) for piece in pieces]
-    starts = [0, *itertools.accumulate(stream.sequence_lengths)]
-    return dict(zip(starts, pieces, strict=False))
-
-
-def _attend_in_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: int,
-    scale: float,
-    chosen: torch.Tensor | None,
-) -> Iterator[torch.Tensor]:
-    """Queries [heads, n, dim], the last of which sees the first `keys` keys, in blocks that bound the size of a mask.
-
-    Of `chosen`, [n, k], they see no others. Each block is computed once more in the backward pass: masks that are kept would
-    take as many bytes as a score matrix of the whole stream.
-    """
-    attend = functools.partial(checkpoint, _attend_block, use_reentrant=False, preserve_rng_state=False)
-    first_key_count = keys - query.shape[1]
-    for start in range(0, query.shape[1], _CPU_QUERIES):
-        block = query[:, start : start + _CPU_QUERIES]
-        rows = block.shape[1]
-        seen = first_key_count + start + rows
-        choice = None if chosen is None else chosen[start : start + rows]
-        yield attend(block, key[:, :seen], value[:, :seen], scale, choice)
-
-
-def _attend_block(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, chosen: torch.Tensor | None
-) -> torch.Tensor:
-    """Queries [heads, n, dim], the last of which sees all of the keys [groups, seen, dim]; of `chosen`, [n, k], no others."""
-    rows, seen = query.shape[1], key.shape[1]
-    if chosen is None:
-        visible = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(seen - rows)
-    else:
-        # A row sees all that it has chosen. A column more is for what is no key.
-        places = chosen.long()
-        visible = torch.zeros(rows, seen + 1, dtype=torch.bool, device=query.device)
-        visible = visible.scatter_(1, places.where(places >= 0, seen), True)[:, :seen]
-    return F.scaled_dot_product_attention(
-        query[None], key[None], value[None], attn_mask=visible, enable_gqa=True, scale=scale
-    )[0]
 
 
 class _Rotation(torch.autograd.Function):

@@ -232,12 +232,12 @@ def attention_worker():
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils import attention as context_attention
+    from slime.training import stream_attention
     from slime.training.context_parallel import ContextParallel, gather_rows
     from slime.training.packed_stream import pack_stream
 
     dist.init_process_group("gloo")
-    context_attention._CPU_QUERIES = BLOCK
+    stream_attention._CPU_QUERIES = BLOCK
     results = {}
     for name in ("zigzag", "gathered"):
         cp = ContextParallel(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, all_gather=name == "gathered")
@@ -250,11 +250,11 @@ def attention_worker():
         for index, heads in enumerate((HEADS, GROUPS, GROUPS)):
             values = [parts[row[0]][index][row[1]] if row else torch.full((heads, DIM), 9.0) for row in rows]
             local.append(torch.stack(values).requires_grad_())
-        output = context_attention.attend_over_context(*local, stream, 1 / math.sqrt(DIM))
+        output = stream_attention.attend_over_context(*local, stream, 1 / math.sqrt(DIM))
         with mock.patch("torch.nn.attention.varlen.varlen_attn", variable_length_attention), torch.no_grad():
             whole = (gather_rows(tensor, cp, stream.gather_order) for tensor in local[1:])
-            kernel = context_attention._causal_varlen_attention()
-            by_kernel = context_attention._attend_cuda(local[0], *whole, stream, 1 / math.sqrt(DIM), None, kernel)
+            kernel = stream_attention.causal_varlen_attention()
+            by_kernel = stream_attention._attend_cuda(local[0], *whole, stream, 1 / math.sqrt(DIM), None, kernel, None)
         results[f"{name}, kernel"] = (by_kernel - output).abs().max().item()
         weights = [
             torch.full_like(line, row[0] + 0.1 * row[1]).sin() if row else 0 * line

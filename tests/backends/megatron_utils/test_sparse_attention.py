@@ -139,7 +139,7 @@ def attention_worker():
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils.attention import attend_over_context
+    from slime.training.stream_attention import attend_over_context
 
     generator = torch.Generator().manual_seed(3)
     rows = sum(LENGTHS)
@@ -184,7 +184,7 @@ def masks_worker():
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils import attention
+    from slime.training import stream_attention
 
     generator = torch.Generator().manual_seed(4)
     rows = sum(LENGTHS)
@@ -197,13 +197,13 @@ def masks_worker():
         return tensor
 
     def gradients():
-        output = attention.attend_over_context(*inputs, _stream(LENGTHS), 0.3, chosen)
+        output = stream_attention.attend_over_context(*inputs, _stream(LENGTHS), 0.3, chosen)
         return torch.autograd.grad(output.square().sum(), inputs)
 
-    with mock.patch.object(attention, "_CPU_QUERIES", 6):
+    with mock.patch.object(stream_attention, "_CPU_QUERIES", 6):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             found = gradients()
-        with mock.patch.object(attention, "checkpoint", lambda attend, *given, **_: attend(*given)):
+        with mock.patch.object(stream_attention, "checkpoint", lambda attend, *given, **_: attend(*given)):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 shapes, without = [], shapes
                 expected = gradients()

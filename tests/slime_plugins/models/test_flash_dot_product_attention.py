@@ -92,11 +92,12 @@ def test_streams_on_a_gpu_go_to_flash_attn(flash, package, deterministic):
 
 
 def test_parts_of_a_context_go_there_too(flash, package):
-    from slime.backends.megatron_utils import attention as core
+    from slime.training import stream_attention
 
     attention, packed = _attention(flash), _stream()
     query, key, value = _tensors()
-    part = core._attend_cuda(query, key, value, packed.stream, attention.softmax_scale, None, attention.kernel())
+    stream, kernel = packed.stream, attention.kernel()
+    part = stream_attention._attend_cuda(query, key, value, stream, attention.softmax_scale, None, kernel, None)
     torch.testing.assert_close(part, attention(query, key, value, None, packed_seq_params=packed), rtol=0, atol=1e-6)
     assert len(package) == 1
 

@@ -79,12 +79,12 @@ def _attention_worker(directory):
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
 
-    from slime.backends.megatron_utils import attention
     from slime.backends.megatron_utils.attention import StreamParams
+    from slime.training import stream_attention
     from slime.training.packed_stream import pack_stream
     from slime_plugins.models.learnable_softmax_attention import LearnableSoftmaxAttention
 
-    attention._CPU_QUERIES = 4
+    stream_attention._CPU_QUERIES = 4
     sizes = {"num_layers": 1, "hidden_size": HEADS * DIM, "num_attention_heads": HEADS, "num_query_groups": GROUPS}
     config = TransformerConfig(**sizes, attention_dropout=0.0)
     module = LearnableSoftmaxAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=SCALE)
@@ -104,10 +104,11 @@ def _attention_worker(directory):
     for parts in zip(*(tensor.split(LENGTHS) for tensor in (query, key, value)), strict=True):
         found["alone"].append(attend_to([len(parts[0])])(*parts, sinks).detach())
 
-    def by_kernel(query, key, value, stream, scale, chosen, first):
-        return attention._attend_cuda(query, key, value, stream, scale, first, _variable_length_attention)
+    def by_kernel(query, key, value, stream, scale, chosen, first, window):
+        kernel = _variable_length_attention
+        return stream_attention._attend_cuda(query, key, value, stream, scale, first, kernel, window)
 
-    with mock.patch.object(attention, "_attend_each_segment", by_kernel):
+    with mock.patch.object(stream_attention, "_attend_each_segment", by_kernel):
         found["kernel"] = _with_gradients(attend_to(LENGTHS), _inputs())
     found["digits"] = (
         module._channels(torch.bfloat16).double().sum(-1),
