@@ -25,7 +25,6 @@ from slime.utils.checkpoint_directory import is_megatron_checkpoint
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 
 _OF_GLM = "{--spec} of layers that have it: slime_plugins.models.glm4 get_glm_spec"
-_FSDP_BACKEND = "the FSDP backend"
 _BLOCK_FP_FORWARD_IN_THE_TRAINER = "block-FP8 forward in the trainer"
 
 RANKS = Caller.RANKS
@@ -190,11 +189,10 @@ FSDP = Group("FSDP", (
         "Megatron: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 unless those are typed"),
     flag("--context-parallel-size", int, 1, "ranks that split one sequence, with either backend", bounds=AT_LEAST_ONE),
     flag("--attn-implementation", str, "auto", "attention kernel of --train-backend fsdp; auto takes the fastest that is "
-        "installed", "auto", "flash_attention_2", "flash_attention_3", "sdpa", "eager", not_yet=_FSDP_BACKEND),
-    switch("--fsdp-cpu-offload", "with --train-backend fsdp, keep parameters and optimizer state in host memory",
-        not_yet=_FSDP_BACKEND),
-    switch("--optimizer-cpu-offload --offload-optimizer-states", "keep the optimizer's state in host memory and update it "
-        "there, with --train-backend megatron"),
+        "installed", "auto", "flash_attention_2", "flash_attention_3", "sdpa", "eager"),
+    switch("--fsdp-cpu-offload", "with --train-backend fsdp, keep parameters and optimizer state in host memory"),
+    switch("--optimizer-cpu-offload --offload-optimizer-states", "keep the optimizer's state in host memory; with "
+        "--train-backend megatron it is updated there"),
 ))  # fmt: skip
 
 MEGATRON_HOOKS = Group("Megatron hooks", (

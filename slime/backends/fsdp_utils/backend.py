@@ -1,17 +1,20 @@
-"""The trainer's protocol on PyTorch's FSDP2: a dense model of transformers, sharded over all ranks, which are data-parallel.
+"""The trainer's protocol on PyTorch's FSDP2: a dense model of transformers, sharded over all ranks.
 
-What flags may ask of it says `slime.models.fsdp`.
+Ranks are data-parallel, or `--context-parallel-size` of them share each sample: they hold zigzag chunks of its sequence, and
+attention gathers keys and values. Parameters are sharded over all of them either way, and gradients summed.
 
-A checkpoint of it is a Hugging Face directory: the weights in float32, as they are trained, with config and tokenizer. Beside
-them stand what the optimizer remembers and further sets of weights (`states/`), written by torch.distributed.checkpoint, the
-states of generators, and `metadata.json`, the last file, with the schedule. Another number of ranks can go on from it.
+Parameters and what the optimizer knows of them are float32; a pass computes in bfloat16 with `--bf16`.
+
+What it does not have yet, it refuses by name: checkpoints of its own (so no resume, and no states stored in them), curves of
+learning rate and weight decay, other optimizers than AdamW, float16, frozen parameters.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
+import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,29 +24,26 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.checkpoint import checkpoint
 
 from slime.arguments.checkpoints import WeightSource
 from slime.training.backend import Collect, RankGroups, StepLoss, StepResult, UnfinishedSave, Update
-from slime.training.checkpoint_parts import (
-    directory_of_state,
-    exchange,
-    fresh_directory,
-    load_generators,
-    read_tensors,
-    save_generators,
-    write_whole,
-)
-from slime.training.checkpoint_publication import unpublished
-from slime.training.context_parallel import NO_CONTEXT_PARALLEL
+from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.training.model_states import ModelStates
-from slime.training.parameter_schedule import changed_curves, restore_schedule, schedule_settings, schedule_state
+from slime.training.packed_stream import PackedStream
 from slime.training.resident_memory import Residents
 from slime.training.rollout_data import MicroBatch
 from slime.training.routing_replay import RoutingReplay
+from slime.training.stream_attention import (
+    Kernel,
+    attend_over_context,
+    attend_to_each_sequence,
+    causal_varlen_attention,
+)
 from slime.training.train_step import MicroBatches
 from slime.utils.checkpoint_directory import FSDP2, METADATA, iteration_directory, latest_iteration, require_backend
 from slime.utils.device import get_accelerator
@@ -57,8 +57,23 @@ from slime.weights.quantised_checkpoint import open_checkpoint
 logger = logging.getLogger(__name__)
 
 _HEAD = "lm_head.weight"
-# What the optimizer remembers, in a checkpoint.
-_OPTIMIZER = "optimizer"
+# Under this name transformers knows the attention of this backend.
+_OF_STREAMS = "slime_streams"
+# Flash attention by its value of --attn-implementation, the fastest first: the module and the package that it comes with.
+_FLASH = {
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+}
+# The one value that each of these has here.
+_FIXED = {
+    "fp16": False, "optimizer": "adam", "decoupled_weight_decay": True, "use_stateless_adam": False,
+    "use_precision_aware_optimizer": False,
+    "start_weight_decay": None, "end_weight_decay": None, "weight_decay_incr_style": "constant", "decoupled_lr": None,
+    "only_train_params_name_list": None, "freeze_params_name_list": None, "freeze_indexer": False,
+    "log_num_zeros_in_grad": False, "log_params_norm": False,
+    "manual_gc": False, "train_sync_interval": None, "empty_unused_memory_level": 0,
+    "distributed_timeout_seconds_after_init": None, "check_weight_hash_across_dp_replicas_interval": None,
+}  # fmt: skip
 
 
 class FSDPBackend:
@@ -71,19 +86,26 @@ class FSDPBackend:
         self.routing_replay = RoutingReplay()
 
     def place(self) -> None:
-        """Join the default group, all of whose ranks are data-parallel, and build the model."""
+        """Join the default group, split it into those of data and context parallelism, and build the model.
+
+        Raises:
+            UserError: a flag asks for something that this backend would not do, or for a package that is not there; or the
+                ranks cannot be divided into context-parallel groups.
+        """
+        self._refuse_other_flags()
+        self._kernel = _kernel_of(self.args)
         timeout = datetime.timedelta(minutes=self.args.distributed_timeout_minutes)
         join_world(get_accelerator().process_group_backend, timeout)
-        world = dist.group.WORLD
+        sample_group, cp = _split_world(self.args.context_parallel_size, timeout)
         self.groups = RankGroups(
-            data_rank=dist.get_rank(),
-            sample_group=world,
-            token_group=world,
+            data_rank=dist.get_rank(sample_group),
+            sample_group=sample_group,
+            token_group=dist.group.WORLD,
             host_token_group=get_gloo_group(),
             replica=0,
             tensor_group=None,
             tensor_rank=0,
-            cp=NO_CONTEXT_PARALLEL,
+            cp=cp,
             is_last_stage=True,
         )
         self.model = self._build()
@@ -183,7 +205,11 @@ class FSDPBackend:
 
     @torch.no_grad()
     def forward(self, batches: MicroBatches, collect: Collect, prefix: str = "") -> list[dict[str, list[torch.Tensor]]]:
-        return [collect(batch, self._logits(batch)) for batch in batches]
+        found = [collect(batch, self._logits(batch)) for batch in batches]
+        if self.args.fsdp_cpu_offload:
+            # Parameters on the host change at once, and not when the device has read them.
+            get_accelerator().synchronize()
+        return found
 
     def step(
         self,
@@ -202,14 +228,13 @@ class FSDPBackend:
             (value / denominator).backward()
             metrics.append(of_batch)
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = get_total_norm([parameter.grad for parameter in parameters]).full_tensor()
+        norm = self._norm([_local(parameter.grad) for parameter in parameters])
         learning_rates = [group["lr"] for group in self.optimizer.param_groups]
         taken = accepts(float(norm), False)
         if taken:
             if self.args.clip_grad > 0:
                 clip_grads_with_norm_(parameters, self.args.clip_grad, norm)
-            self.optimizer.step()
-            self.scheduler.step(increment=rollouts)
+            self._update()
         return StepResult(metrics, learning_rates, Update(taken, float(norm)))
 
     def bad_gradients(self) -> list[str]:
@@ -252,9 +277,31 @@ class FSDPBackend:
             dist.destroy_process_group()
 
     @torch.no_grad()
-    def _whole_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        device = get_accelerator().current_device()
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.full_tensor().to(dtype or self._compute_dtype)
+            # In the dtype of the pass: half the bytes to gather.
+            yield name, parameter.to(device, self._compute_dtype).full_tensor()
+
+    def _norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Of this rank's parts of the gradients the 2-norm over all ranks, on the device: its groups know no other place."""
+        square = get_total_norm(gradients).to(get_accelerator().current_device()).square()
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def _update(self) -> None:
+        """Take the optimizer's step. With `--optimizer-cpu-offload` its moments are on the device meanwhile, when the
+        activations that need most of it are gone."""
+        if not self.args.optimizer_cpu_offload:
+            self.optimizer.step()
+            return
+        self._put_moments(next(self.model.parameters()).device)
+        self.optimizer.step()
+        self._put_moments(torch.device("cpu"))
+
+    def _put_moments(self, device: torch.device) -> None:
+        for state in self.optimizer.state.values():
+            state.update({name: value.to(device) for name, value in state.items() if value.ndim})
 
     @property
     def _compute_dtype(self) -> torch.dtype:
@@ -266,7 +313,7 @@ class FSDPBackend:
 
         args, device = self.args, get_accelerator().name
         config = AutoConfig.from_pretrained(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
-        attention = "sdpa" if args.attn_implementation == "auto" else args.attn_implementation
+        attention = "eager" if args.attn_implementation == "eager" else "sdpa"
         with torch.random.fork_rng(devices=[]):
             torch.random.default_generator.manual_seed(args.seed)
             model = AutoModelForCausalLM.from_config(
@@ -276,24 +323,56 @@ class FSDPBackend:
                 trust_remote_code=args.trust_remote_code,
             )
         # No pass has dropout: log-probs must not depend on chance.
-        model.to(device).eval()
+        model.eval()
+        self._attends_to_streams = attention != "eager" and self._takes_streams(model)
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+        for layer in layers if args.gradient_checkpointing else ():
+            # Around the layer itself, inside of what gathers its parameters: they are there when it is computed once more.
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        offload = self._offload_policy()
         for module in [*layers, model]:
+            # It is moved to the device here, so that no rank has all of the model there at once.
             # Left whole after a forward pass, as the outermost module would be, it would not see weights that change there.
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
             # Gradients are summed; the denominator of the step is the whole normalisation.
             module.set_gradient_divide_factor(1.0)
             # Gloo can only sum; a factor that is part of the collective it refuses.
             module.set_force_sum_reduction_for_comms(True)
         return model
 
-    def _make_optimizer(self) -> tuple[torch.optim.AdamW, Any]:
-        """The optimizer, and the schedule of its learning rate and weight decay; biases and norms have no decay."""
-        # It brings much of Megatron-Core with it, which other processes that know this class have no use for.
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self.args.fsdp_cpu_offload:
+            return OffloadPolicy()
+        device_is_host = get_accelerator().shares_host_memory
+        if device_is_host and dist.get_rank() == 0:
+            logger.info("--fsdp-cpu-offload: the device of this run is the host, where parameters are anyway")
+        return CPUOffloadPolicy(pin_memory=not device_is_host)
 
+    def _takes_streams(self, model: torch.nn.Module) -> bool:
+        """Whether the model leaves attention to this backend; else it has transformers' own, with a mask of the whole stream.
+
+        Raises:
+            UserError: it does not, and the flags ask for what transformers' own attention cannot do.
+        """
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        # What flash attention is not told (another mask than causal ones and windows) this one is not told either.
+        if model._supports_flash_attn and model._can_set_attn_implementation():
+            ALL_ATTENTION_FUNCTIONS.register(_OF_STREAMS, _attend)
+            model.set_attn_implementation(_OF_STREAMS)
+            return True
+        flags = [f"--context-parallel-size {self.args.context_parallel_size}"] * (self.groups.cp.size > 1)
+        flags += [f"--attn-implementation {self.args.attn_implementation}"] * (self.args.attn_implementation in _FLASH)
+        if flags:
+            raise UserError(
+                f"{', '.join(flags)}: {type(model).__name__} has attention that knows neither packed streams nor flash "
+                "attention; drop it"
+            )
+        return False
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
         args = self.args
         matrices, vectors = [], []
         for parameter in self.model.parameters():
@@ -334,13 +413,124 @@ class FSDPBackend:
             logger.warning("another number of ranks saved %s: random generators start from --seed", directory)
 
     def _logits(self, batch: MicroBatch) -> torch.Tensor:
-        """Logits [T, V] of the stream. Without a mask, transformers takes rows whose positions start anew for another sequence,
-        which sees nothing of those before."""
+        """Logits [T, V] of this rank's rows of the stream. Where attention is transformers' own, it takes rows whose positions
+        start anew for another sequence, which sees nothing of those before."""
         stream = batch.stream
+        attention = {"packed_stream": stream, "stream_kernel": self._kernel} if self._attends_to_streams else {}
         output = self.model(
-            input_ids=stream.tokens[None], position_ids=stream.position_ids[None], attention_mask=None, use_cache=False
+            input_ids=stream.tokens[None],
+            position_ids=stream.position_ids[None],
+            attention_mask=None,
+            use_cache=False,
+            **attention,
         )
         return output.logits.squeeze(0)
+
+
+def _split_world(size: int, timeout: datetime.timedelta) -> tuple[dist.ProcessGroup, ContextParallel]:
+    """The ranks that have all samples together, this one among them, and its place among the `size` that share its samples.
+
+    Raises:
+        UserError: the ranks cannot be divided into groups of that size.
+    """
+    ranks = dist.get_world_size()
+    if size == 1:
+        return dist.group.WORLD, NO_CONTEXT_PARALLEL
+    if ranks % size:
+        raise UserError(f"{ranks} training ranks cannot be divided into groups of --context-parallel-size {size}")
+    sharing = [list(range(first, first + size)) for first in range(0, ranks, size)]
+    group, _ = dist.new_subgroups_by_enumeration(sharing, timeout=timeout)
+    sample_group, _ = dist.new_subgroups_by_enumeration(
+        [list(place) for place in zip(*sharing, strict=True)], timeout=timeout
+    )
+    return sample_group, ContextParallel(size, dist.get_rank(group), group)
+
+
+def _kernel_of(args: argparse.Namespace) -> Callable[[], Kernel]:
+    """What gives the kernel for streams of 16-bit types on CUDA, by `--attn-implementation`.
+
+    Raises:
+        UserError: its package is missing, or has nothing to compute on; or eager attention would have to be split.
+    """
+    named = args.attn_implementation
+    if named == "eager" and args.context_parallel_size > 1:
+        raise UserError(
+            f"--attn-implementation eager computes scores of whole sequences, and --context-parallel-size "
+            f"{args.context_parallel_size} splits them; give --attn-implementation sdpa"
+        )
+    has_kernels = args.bf16 and not get_accelerator().shares_host_memory
+    for name in _FLASH if named == "auto" and has_kernels else {named} & _FLASH.keys():
+        module, package = _FLASH[name]
+        try:
+            attend = importlib.import_module(module).flash_attn_varlen_func
+        except (ImportError, AttributeError) as error:
+            if named == "auto":
+                continue
+            raise UserError(
+                f"--attn-implementation {name} needs the package {package}, which cannot be imported here ({error}); "
+                "install it, or give --attn-implementation auto"
+            ) from error
+        if not has_kernels:
+            raise UserError(
+                f"--attn-implementation {name} computes on GPUs and in 16 bits alone; give --attn-implementation auto, "
+                "or --bf16 on a GPU"
+            )
+        kernel = functools.partial(_attend_by_flash, attend)
+        return lambda: kernel
+    return causal_varlen_attention
+
+
+def _attend_by_flash(
+    attend: Callable[..., Any], *stream: torch.Tensor | int, scale: float, window_size: tuple[int, int] = (-1, -1)
+) -> torch.Tensor:
+    output = attend(*stream, softmax_scale=scale, causal=True, window_size=window_size)
+    # Versions of flash-attn-3 give what the backward pass needs, too.
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    packed_stream: PackedStream | None = None,
+    stream_kernel: Callable[[], Kernel] | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of this rank's rows, in the interface that transformers has for it. Collective over a context-parallel group.
+
+    Args:
+        query: [1, heads, T, dim]; key, value: [1, groups, T, dim].
+        packed_stream, stream_kernel: what the model was called with.
+        sliding_window: how many keys a row sees, its own among them.
+
+    Returns:
+        [1, T, heads, dim of a value], and no weights.
+
+    Raises:
+        UserError: the model does not hand on what it was called with, caps scores or has sinks.
+    """
+    if packed_stream is None or softcap is not None or s_aux is not None:
+        raise UserError(
+            f"{type(module).__name__} has attention with more than a packed stream, causal masks and windows; give "
+            "--attn-implementation eager, without --context-parallel-size"
+        )
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    longest = max(packed_stream.sequence_lengths)
+    window = sliding_window if sliding_window is not None and sliding_window < longest else None
+    has_kernel = query.is_cuda and query.dtype != torch.float32
+    if packed_stream.cp.size == 1 and window is None and not has_kernel:
+        output = attend_to_each_sequence(query, key, value, packed_stream.sequence_lengths, scale)
+    else:
+        output = attend_over_context(query, key, value, packed_stream, scale, kernel=stream_kernel, window=window)
+    return output.unflatten(-1, (query.shape[1], -1))[None], None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
