@@ -33,6 +33,21 @@ class ContextParallel:
 
 NO_CONTEXT_PARALLEL = ContextParallel(size=1, rank=0, group=None)
 
+# As the backend of this process told it.
+_told = NO_CONTEXT_PARALLEL
+
+
+def tell_place(cp: ContextParallel) -> None:
+    """Say where this process stands, for functions of users that ask without knowing a backend. Ranks of Megatron need not:
+    its own state tells their places."""
+    global _told
+    _told = cp
+
+
+def told_place() -> ContextParallel:
+    """What was told last; one rank alone, which owns everything, where nothing was."""
+    return _told
+
 
 def slice_with_cp(tokens: torch.Tensor, pad_value: float, cp: ContextParallel) -> torch.Tensor:
     """The rank's two chunks [2·c, …] of a whole sequence [T, …], padded behind its end with `pad_value`."""

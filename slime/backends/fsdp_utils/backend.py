@@ -5,8 +5,11 @@ attention gathers keys and values. Parameters are sharded over all of them eithe
 
 Parameters and what the optimizer knows of them are float32; a pass computes in bfloat16 with `--bf16`.
 
-What it does not have yet, it refuses by name: checkpoints of its own (so no resume, and no states stored in them), curves of
-learning rate and weight decay, other optimizers than AdamW, float16, frozen parameters.
+What flags may ask of it says `slime.models.fsdp`.
+
+A checkpoint of it is a Hugging Face directory: the weights in float32, as they are trained, with config and tokenizer. Beside
+them stand what the optimizer remembers and further sets of weights (`states/`), written by torch.distributed.checkpoint, the
+states of generators, and `metadata.json`, the last file, with the schedule. Another number of ranks can go on from it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import datetime
 import functools
 import importlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,9 +36,20 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.arguments.checkpoints import WeightSource
 from slime.training.backend import Collect, RankGroups, StepLoss, StepResult, UnfinishedSave, Update
-from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
+from slime.training.checkpoint_parts import (
+    directory_of_state,
+    exchange,
+    fresh_directory,
+    load_generators,
+    read_tensors,
+    save_generators,
+    write_whole,
+)
+from slime.training.checkpoint_publication import unpublished
+from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, tell_place
 from slime.training.model_states import ModelStates
 from slime.training.packed_stream import PackedStream
+from slime.training.parameter_schedule import changed_curves, restore_schedule, schedule_settings, schedule_state
 from slime.training.resident_memory import Residents
 from slime.training.rollout_data import MicroBatch
 from slime.training.routing_replay import RoutingReplay
@@ -57,6 +72,8 @@ from slime.weights.quantised_checkpoint import open_checkpoint
 logger = logging.getLogger(__name__)
 
 _HEAD = "lm_head.weight"
+# What the optimizer remembers, in a checkpoint.
+_OPTIMIZER = "optimizer"
 # Under this name transformers knows the attention of this backend.
 _OF_STREAMS = "slime_streams"
 # Flash attention by its value of --attn-implementation, the fastest first: the module and the package that it comes with.
@@ -64,16 +81,6 @@ _FLASH = {
     "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
     "flash_attention_2": ("flash_attn", "flash-attn"),
 }
-# The one value that each of these has here.
-_FIXED = {
-    "fp16": False, "optimizer": "adam", "decoupled_weight_decay": True, "use_stateless_adam": False,
-    "use_precision_aware_optimizer": False,
-    "start_weight_decay": None, "end_weight_decay": None, "weight_decay_incr_style": "constant", "decoupled_lr": None,
-    "only_train_params_name_list": None, "freeze_params_name_list": None, "freeze_indexer": False,
-    "log_num_zeros_in_grad": False, "log_params_norm": False,
-    "manual_gc": False, "train_sync_interval": None, "empty_unused_memory_level": 0,
-    "distributed_timeout_seconds_after_init": None, "check_weight_hash_across_dp_replicas_interval": None,
-}  # fmt: skip
 
 
 class FSDPBackend:
@@ -89,14 +96,14 @@ class FSDPBackend:
         """Join the default group, split it into those of data and context parallelism, and build the model.
 
         Raises:
-            UserError: a flag asks for something that this backend would not do, or for a package that is not there; or the
-                ranks cannot be divided into context-parallel groups.
+            UserError: a flag asks for a package that is not there, or for what the model does not do; or the ranks cannot be
+                divided into context-parallel groups.
         """
-        self._refuse_other_flags()
         self._kernel = _kernel_of(self.args)
         timeout = datetime.timedelta(minutes=self.args.distributed_timeout_minutes)
         join_world(get_accelerator().process_group_backend, timeout)
         sample_group, cp = _split_world(self.args.context_parallel_size, timeout)
+        tell_place(cp)
         self.groups = RankGroups(
             data_rank=dist.get_rank(sample_group),
             sample_group=sample_group,
@@ -235,6 +242,7 @@ class FSDPBackend:
             if self.args.clip_grad > 0:
                 clip_grads_with_norm_(parameters, self.args.clip_grad, norm)
             self._update()
+            self.scheduler.step(increment=rollouts)
         return StepResult(metrics, learning_rates, Update(taken, float(norm)))
 
     def bad_gradients(self) -> list[str]:
@@ -273,15 +281,16 @@ class FSDPBackend:
         )
 
     def close(self) -> None:
+        tell_place(NO_CONTEXT_PARALLEL)
         if dist.is_initialized():
             dist.destroy_process_group()
 
     @torch.no_grad()
-    def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        device = get_accelerator().current_device()
+    def _whole_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        device, dtype = get_accelerator().current_device(), dtype or self._compute_dtype
         for name, parameter in self.model.named_parameters():
-            # In the dtype of the pass: half the bytes to gather.
-            yield name, parameter.to(device, self._compute_dtype).full_tensor()
+            # In that dtype already: 16 bits are half the bytes to gather.
+            yield name, parameter.to(device, dtype).full_tensor()
 
     def _norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Of this rank's parts of the gradients the 2-norm over all ranks, on the device: its groups know no other place."""
@@ -372,7 +381,11 @@ class FSDPBackend:
             )
         return False
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
+    def _make_optimizer(self) -> tuple[torch.optim.AdamW, Any]:
+        """The optimizer, and the schedule of its learning rate and weight decay; biases and norms have no decay."""
+        # It brings much of Megatron-Core with it, which other processes that know this class have no use for.
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
         args = self.args
         matrices, vectors = [], []
         for parameter in self.model.parameters():

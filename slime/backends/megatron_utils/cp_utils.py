@@ -1,7 +1,8 @@
 """Context-parallel helpers for users' plug-ins: the rank's place comes from Megatron's parallel state.
 
-Where Megatron's groups do not exist (or Megatron was never imported) there is one rank, which owns everything. Per-token
-tensors are in the zigzag layout, also under `--allgather-cp`. The framework itself uses `slime.training.context_parallel`.
+Where Megatron's groups do not exist (or Megatron was never imported) it is what another backend told, and where none did there
+is one rank, which owns everything. Per-token tensors are in the zigzag layout, also under `--allgather-cp`. The framework
+itself uses `slime.training.context_parallel`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from slime.algorithms.reduction import masked_sum, sums_of_responses, token_weights
 from slime.scheduling.zigzag import Range, logits_and_tokens_offsets
 from slime.training import context_parallel
-from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
+from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, told_place
 
 _PARALLEL_STATE = "megatron.core.parallel_state"
 
@@ -70,7 +71,7 @@ def get_sum_of_sample_mean(
 def all_gather_with_cp(tensor: torch.Tensor, total_length: int, response_length: int) -> torch.Tensor:
     """The full response [response length, …] from every rank's part; differentiable. All ranks of the group must call it."""
     cp = _context_parallel()
-    if cp.size > 1:
+    if cp.size > 1 and cp.group is None:
         parallel_state = sys.modules[__name__].mpu
         cp = dataclasses.replace(cp, group=parallel_state.get_context_parallel_group())
     return context_parallel.gather_response(tensor, total_length, response_length, cp)
@@ -93,10 +94,10 @@ def slice_log_prob_with_cp(
 
 
 def _context_parallel() -> ContextParallel:
-    """The rank's place, without the group: only a gather needs that."""
+    """The rank's place; Megatron's without the group: only a gather needs that."""
     parallel_state = globals().get("mpu") or sys.modules.get(_PARALLEL_STATE)
     if parallel_state is None or not _is_laid_out(parallel_state):
-        return NO_CONTEXT_PARALLEL
+        return told_place()
     size = parallel_state.get_context_parallel_world_size()
     # 0 without a process group
     return ContextParallel(size, parallel_state.get_context_parallel_rank(), None) if size > 1 else NO_CONTEXT_PARALLEL

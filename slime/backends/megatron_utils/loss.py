@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from slime.training import advantages as estimation
 from slime.training import loss as losses
-from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
+from slime.training.context_parallel import ContextParallel, told_place
 from slime.training.custom_functions import icepop_function, vanilla_tis_function
 from slime.training.packed_stream import PackedStream, pack_stream
 from slime.training.rollout_data import Metrics, MicroBatch, Reducer, RolloutData
@@ -182,7 +182,7 @@ def _laid_out() -> Any:
 
 def _context_parallel(args: argparse.Namespace) -> ContextParallel:
     if _laid_out() is None:
-        return NO_CONTEXT_PARALLEL
+        return told_place()
     from slime.backends.megatron_utils.initialize import context_parallel
 
     return context_parallel(args)

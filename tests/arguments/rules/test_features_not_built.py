@@ -87,7 +87,6 @@ def test_every_own_flag_has_a_reader_or_a_row():
 # Read where it changes nothing yet: attribute → why.
 READ_ALREADY = {
     "update_weights_interval": "when the old actor moves",
-    "train_backend": "the trainer makes its backend of it; a run with FSDP is refused",
     "update_weight_transport": "the plan",
 }
 

@@ -25,6 +25,7 @@ SAMPLES = ([5, 9, 7, 3, 11, 2, 8, 30, 4], [1, 2], [8, 8, 4, 11, 2, 7], [9, 4, 1]
 NEIGHBOURS = ([77, 1, 50, 60, 3, 3, 9, 100, 12], [1, 2], [61, 5, 90, 2, 44, 31], [70, 2, 9])
 WINDOW = 3
 ATTENTION = {"sdpa": {"attn_implementation": "sdpa"}, "eager": {"attn_implementation": "eager"}, "auto": {}}
+PLUG_INS_OF_ONE = ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], 1)
 
 
 def flash_attn_varlen_func(
@@ -237,8 +238,19 @@ def worker(directories, context):
             "alone": log_probs(SAMPLES, [[0], [1], [2], [3]]),
             "among others": log_probs(changed, [[0, 1, 2, 3]]),
             "implementation": backend.model.config._attn_implementation,
+            "of plug-ins": as_plug_ins_see_it(),
         }
-    return results
+    backend.close()
+    return results, as_plug_ins_see_it()
+
+
+def as_plug_ins_see_it():
+    """Of a response of 5 in 8 tokens what this rank owns, the whole of all parts, and what the loss asks by."""
+    from slime.backends.megatron_utils import cp_utils, loss
+
+    own = cp_utils.slice_log_prob_with_cp(torch.arange(5.0), 8, 5)
+    whole = cp_utils.all_gather_with_cp(own, 8, 5)
+    return own.tolist(), whole.tolist(), loss._context_parallel(default_args()).size
 
 
 @pytest.fixture(scope="module")
@@ -251,12 +263,14 @@ def directories(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(directories):
-    return run_distributed(worker, 1, (directories, 1))[0]
+    return run_distributed(worker, 1, (directories, 1))[0][0]
 
 
 @pytest.fixture(scope="module")
 def sharing_ranks(directories):
-    return run_distributed(worker, 2, (directories, 2))
+    results, afterwards = zip(*run_distributed(worker, 2, (directories, 2)), strict=True)
+    assert afterwards == (PLUG_INS_OF_ONE,) * 2
+    return results
 
 
 @pytest.mark.parametrize("model", ["qwen3", "mistral"])
@@ -291,6 +305,14 @@ def test_ranks_that_share_samples_find_the_log_probs_of_one(one_rank, sharing_ra
     for rank in sharing_ranks:
         for row, expected in zip(rank[model, name]["packed"], one_rank[model, name]["packed"], strict=True):
             torch.testing.assert_close(row, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_helpers_of_plug_ins_know_what_a_rank_owns(one_rank, sharing_ranks):
+    whole = [0, 1, 2, 3, 4]
+    assert all(found["of plug-ins"] == PLUG_INS_OF_ONE for found in one_rank.values())
+    # Of the first rank's logits, at 0, 1, 6 and 7, one predicts a token of the response: the last.
+    for rank, own in zip(sharing_ranks, ([4], [0, 1, 2, 3]), strict=True):
+        assert all(found["of plug-ins"] == (own, whole, 2) for found in rank.values())
 
 
 def test_eager_attention_is_the_models_own(one_rank):

@@ -288,6 +288,17 @@ def test_two_ranks_train_the_weights_of_one(hf_dir, one_rank, two_ranks, sharing
     assert min(moved.values()) > 1e-4
 
 
+def test_learning_rate_and_weight_decay_follow_their_curves(one_rank, two_ranks):
+    for rank in (one_rank, *two_ranks):
+        rates, decays = zip(*rank["scheduled"], strict=True)
+        assert [rate for rate, _ in rates] == pytest.approx([0.0, 1e-3, 0.75e-3])
+        assert all(one == other for one, other in rates)
+        # Biases and norms have none.
+        assert [decay for decay, _ in decays] == pytest.approx([0.0, 0.02, 0.04]) and not any(
+            last for _, last in decays
+        )
+
+
 def test_states_take_turns(one_rank, two_ranks, sharing_ranks, plain, hf_dir):
     for rank in (one_rank, *two_ranks, *sharing_ranks):
         states = rank["states"]
@@ -320,40 +331,3 @@ def test_a_push_names_the_tensors_of_the_checkpoint(hf_dir, one_rank, two_ranks,
     total = sum(tensor.nbytes for tensor in stored.values())
     assert one_rank["push"]["read"] == sum(rank["push"]["read"] for rank in two_ranks) == total
     assert all(0.45 * total < rank["push"]["read"] < 0.55 * total for rank in two_ranks)
-
-
-@pytest.mark.parametrize(
-    "words, values",
-    [
-        ("--fp16", {"fp16": True}),
-        ("--optimizer sgd", {"optimizer": "sgd"}),
-        ("--no-decoupled-weight-decay", {"decoupled_weight_decay": False}),
-        ("--use-stateless-adam", {"use_stateless_adam": True}),
-        ("--freeze-params-name-list", {"freeze_params_name_list": ["norm"]}),
-        ("--only-train-params-name-list", {"only_train_params_name_list": ["norm"]}),
-        ("--freeze-indexer", {"freeze_indexer": True}),
-        ("--start-weight-decay 0.0", {"start_weight_decay": 0.0, "end_weight_decay": 0.1}),
-        ("--end-weight-decay 0.1", {"start_weight_decay": 0.0, "end_weight_decay": 0.1}),
-        ("--weight-decay-incr-style linear", {"weight_decay_incr_style": "linear"}),
-        ("--log-num-zeros-in-grad", {"log_num_zeros_in_grad": True}),
-        ("--log-params-norm", {"log_params_norm": True}),
-        ("--manual-gc", {"manual_gc": True}),
-        ("--train-sync-interval 2", {"train_sync_interval": 2}),
-        ("--empty-unused-memory-level 1", {"empty_unused_memory_level": 1}),
-        ("--distributed-timeout-seconds-after-init 9", {"distributed_timeout_seconds_after_init": 9}),
-        ("--check-weight-hash-across-dp-replicas-interval 5", {"check_weight_hash_across_dp_replicas_interval": 5}),
-    ],
-)
-def test_what_it_does_not_do_is_refused_by_name_before_anything_is_joined(words, values):
-    with pytest.raises(UserError) as refused:
-        FSDPBackend(default_args(train_backend="fsdp", **values)).place()
-    assert words in str(refused.value) and "--train-backend megatron" in str(refused.value)
-
-
-def test_it_has_no_states_in_a_checkpoint():
-    with pytest.raises(UserError, match="/old.*--train-backend fsdp.*'ref'"):
-        FSDPBackend(default_args()).load_weights(WeightSource("hf", "/old"), "ref")
-
-
-def test_a_save_is_refused_by_name(one_rank):
-    assert one_rank["push"]["refused"].startswith("--save: --train-backend fsdp writes no checkpoints yet")
