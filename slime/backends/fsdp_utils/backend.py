@@ -410,6 +410,8 @@ class FSDPBackend:
                     moments = {kind: torch.zeros_like(parameter.detach()) for kind in ("exp_avg", "exp_avg_sq")}
                     self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
             read_tensors(directory / _OPTIMIZER, self._remembered())
+            if args.optimizer_cpu_offload:
+                self._put_moments(torch.device("cpu"))
         elif not args.no_load_optim and stored["scheduler"]["num_steps"] and is_first:
             logger.warning(
                 "%s was saved without optimizer state: the optimizer starts fresh, its schedule goes on", directory

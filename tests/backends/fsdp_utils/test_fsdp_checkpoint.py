@@ -111,6 +111,7 @@ def worker(hf_dir, other, directory, size):
     resumed.backend.load_weights(WeightSource("hf", other))
     found["other"] = digest(tensor for _, tensor in resumed.backend.live_tensors())
     found["weights alone"] = weights_alone(args, directory)
+    found["moments"] = places_of_moments(args, directory)
     found["failed"] = failed_save(resumed, directory)
     return found
 
@@ -122,6 +123,16 @@ def weights_alone(args, directory):
     return [
         (len(run.backend.optimizer.state), run.backend.scheduler.num_steps, run.rollout) for run in (without, begun)
     ]
+
+
+def places_of_moments(args, directory):
+    """Where a resume puts moments that are on the host between updates, before its first one."""
+    from slime.backends.fsdp_utils.backend import FSDPBackend
+
+    asked = []
+    with mock.patch.object(FSDPBackend, "_put_moments", lambda self, device: asked.append(device.type)):
+        Run(changed(args, optimizer_cpu_offload=True), WeightSource("megatron", str(directory), resume=True))
+    return asked
 
 
 def failed_save(run, directory):
@@ -220,6 +231,10 @@ def test_parts_of_a_checkpoint_are_taken_alone(ranks):
     for rank in ranks:
         assert rank["weights alone"] == [(0, rank["saved"]["rollouts"], 2), (0, 0, -1)]
         assert rank["saved"]["rollouts"] > 0
+
+
+def test_moments_that_are_kept_on_the_host_are_there_after_a_resume(ranks):
+    assert all(rank["moments"] == ["cpu"] for rank in ranks)
 
 
 def test_a_rank_that_cannot_write_fails_the_save_on_all(two_ranks, saves):
