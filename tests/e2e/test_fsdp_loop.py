@@ -152,14 +152,33 @@ def test_files_carry_the_weights_too(task, apart, tmp_path):
     assert all(before[name].numpy().tobytes() == older[name] for name in before)
 
 
-def test_megatron_learns_the_same(apart, megatron):
-    """Both compute in float32, and differ in the order of sums only: 1e-7 of a gradient, 1e-3 of which a step keeps."""
-    assert megatron.process.scalars("rollout/raw_reward") == apart.process.scalars("rollout/raw_reward")
+def assert_same_up_to_the_order_of_sums(run: SavingRun, other: SavingRun) -> None:
+    """1e-7 of a gradient, 1e-3 of which a step keeps."""
+    assert run.process.scalars("rollout/raw_reward") == other.process.scalars("rollout/raw_reward")
     for tag, absolute in (
         ("train/lr-pg_0", 1e-12),
         ("train/loss", 1e-5),
         ("train/kl_loss", 1e-5),
         ("train/grad_norm", 1e-4),
     ):
-        expected, found = megatron.process.scalars(tag), apart.process.scalars(tag)
+        expected, found = other.process.scalars(tag), run.process.scalars(tag)
         assert sorted(found) == list(ROLLOUTS) and found == pytest.approx(expected, abs=absolute, rel=1e-3), tag
+
+
+def test_megatron_learns_the_same(apart, megatron):
+    """Both compute in float32."""
+    assert_same_up_to_the_order_of_sums(apart, megatron)
+
+
+def test_ranks_that_share_samples_and_save_memory_learn_the_same(task, apart, tmp_path):
+    words = [
+        "--context-parallel-size",
+        "2",
+        "--gradient-checkpointing",
+        "--fsdp-cpu-offload",
+        "--optimizer-cpu-offload",
+    ]
+    shared = run_of(task, tmp_path, *FSDP, *APART, *words, "--attn-implementation", "sdpa").finish()
+    assert_engines_held_the_weights(shared, 1)
+    assert_same_up_to_the_order_of_sums(shared, apart)
+    assert weights_of(shared).keys() == weights_of(apart).keys()
