@@ -131,8 +131,8 @@ def add_trace(summary: Summary, events: Sequence[dict[str, Any]]) -> None:
         if event.get("cat") == "user_annotation" and event["name"].startswith(RANGE_PREFIX) and event["dur"] > 0
     ]
     around = _Around(phases)
-    for phase in phases:
-        found = summary.phases.setdefault(phase.name, Phase(len(around(phase.start)) - 1))
+    for phase in sorted(phases, key=lambda phase: (phase.start, -phase.end)):
+        found = summary.phases.setdefault(phase.name, Phase(around(phase.start).index(phase.name)))
         found.calls += 1
         found.seconds += (phase.end - phase.start) * _MICROSECOND
     kernels = [event for event in spans if event.get("cat") in _ON_DEVICE]

@@ -102,6 +102,22 @@ def test_phases_and_kernels_by_hand(tmp_path, capsys):
     ]
 
 
+def test_of_what_begins_at_one_moment_the_longer_holds_the_other(tmp_path, capsys):
+    """In whatever order the trace has them."""
+    ranges = [range_of("train", 0, 1000), range_of("log_probs", 0, 400)]
+    operators = [event("aten::mm", "cpu_op", 100, 50), event("aten::matmul", "cpu_op", 100, 150)]
+    for rank in range(2):
+        write_rank(tmp_path, [*ranges, *operators], rank)
+        ranges.reverse()
+        operators.reverse()
+        main(["--profile-dir", str(tmp_path), "--rank", str(rank)])
+        text = capsys.readouterr().out
+        assert re.findall(r"^ *(?:train|log_probs)\b(?=  )", text, re.MULTILINE) == ["train", "  log_probs"]
+        assert [(name, seconds, phase) for name, _, seconds, *_, phase in table(text, "operator")[1:]] == [
+            ("aten::matmul", "0.000100", "log_probs"), ("aten::mm", "0.000050", "log_probs"),
+        ]  # fmt: skip
+
+
 def test_operators_stand_for_kernels_where_no_device_was_traced(tmp_path, capsys):
     """Each with its own time: of 300 µs a product has 200 in what it calls, on the other thread nothing calls anything."""
     events = [
