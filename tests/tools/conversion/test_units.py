@@ -292,6 +292,8 @@ def test_a_shard_is_written_as_its_tensors_come(tmp_path):
             yield name, tensor
 
     write_streamed_shard(tmp_path / "a.safetensors", streamed(), len(tensors))
+    content = (tmp_path / "a.safetensors").read_bytes()
+    assert (8 + int.from_bytes(content[:8], "little")) % 4096 == 0, "the first tensor begins a page"
     found = load_file(tmp_path / "a.safetensors")
     assert held == list(tensors) and found.keys() == tensors.keys()
     for name, tensor in tensors.items():
