@@ -367,9 +367,10 @@ def records_of(args: argparse.Namespace, rank: int) -> Records | None:
         UserError: a directory cannot be written, a package is missing, or the device has no such recording.
     """
     profiler, memory = _profiler_of(args, rank), _memory_of(args, rank)
+    if profiler is memory is None:
+        return None
     # Ranks that end with every rollout begin as often.
-    tell = logger.debug if args.release_train else logger.info
-    return None if profiler is memory is None else Records(profiler, memory, tell)
+    return Records(profiler, memory, logger.debug if args.release_train else logger.info)
 
 
 def _made_directory(path: str, flag: str, rank: int) -> Path:

@@ -168,8 +168,8 @@ def test_a_disk_that_is_full_is_said_and_ends_nothing(tmp_path, caplog):
 @pytest.mark.parametrize(
     "content",
     [
-        "", '{"traceEvents": [', '{"traceEvents": [{"ph": "X"},', '{"traceEvents": [\\n  {\\n    "ph": "X"\\n  }',
-        '{"traceEvents": [\\n  {\\n    "ph": "X"\\n  }\\n  ],"traceName": "/run/a',
+        "", '{"traceEvents": [', '{"traceEvents": [{"ph": "X"},', '{"traceEvents": [\n  {\n    "ph": "X"\n  }',
+        '{"traceEvents": [\n  {\n    "ph": "X"\n  }\n  ],"traceName": "/run/a',
     ],
 )  # fmt: skip
 def test_a_trace_that_ends_early_is_none(tmp_path, content):
