@@ -7,6 +7,7 @@ import logging
 import marshal
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.rollout.failures import SampleFailed
 from slime.rollout.generation_call import current_call
 from slime.rollout.user_functions import CallKind, CallSlots
 from slime.utils.errors import UserError
@@ -339,18 +341,34 @@ class PromptWithImages:
             self.token_ids, self.unexpanded_ids, joined, [uri for part in parts for uri in part.image_data], replies
         )
 
+    @cached_property
+    def placeholders(self) -> list[int]:
+        """The ids that stand for what a model sees of an image."""
+        return list(Counter(self.token_ids.tolist()) - Counter(self.unexpanded_ids.tolist()))
+
     def request(self, sample: Sample) -> dict[str, Any]:
-        """The fields by which an engine is asked to go on behind `sample.tokens`."""
+        """The fields by which an engine is asked to go on behind `sample.tokens`.
+
+        Raises:
+            SampleFailed: the model, or who replied, has written a placeholder, for which the engine would look for an image.
+        """
         tokens = token_array(sample, "tokens")
         prompt, response = np.split(tokens, [len(tokens) - sample.response_length])
         # Other ids than ours are the user's, who knows how the engine reads them.
-        ids = [self.unexpanded_ids if np.array_equal(prompt, self.token_ids) else prompt]
-        done = 0
+        are_ours = np.array_equal(prompt, self.token_ids)
+        ids, written, done = [self.unexpanded_ids if are_ours else prompt], [], 0
         for at, reply in self.replies:
             if np.array_equal(response[at : at + len(reply.token_ids)], reply.token_ids):
-                ids += [response[done:at], reply.unexpanded_ids]
+                written.append(response[done:at])
+                ids += [written[-1], reply.unexpanded_ids]
                 done = at + len(reply.token_ids)
-        return {"input_ids": np.concatenate([*ids, response[done:]]), "image_data": self.image_data}
+            else:
+                are_ours = False
+        written.append(response[done:])
+        placeholders = [one for part in (self, *(reply for _, reply in self.replies)) for one in part.placeholders]
+        if are_ours and np.isin(np.concatenate(written), placeholders).any():
+            raise SampleFailed("it has placeholders of images that it was not shown, and cannot be gone on with")
+        return {"input_ids": np.concatenate([*ids, written[-1]]), "image_data": self.image_data}
 
 
 def _last_change(image: Any) -> tuple[int, int] | None:

@@ -53,7 +53,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
     Raises:
         SampleFailed: the prompt does not fit the context length; or the sample was begun where kept sets were told and is
-            not now, or the other way round.
+            not now, or the other way round; or it has placeholders of images that it was not shown.
         UserError: an id outside the vocabulary, or settings that no engine survives.
         HttpError: the engine refused the request, or did not answer.
     """

@@ -10,6 +10,7 @@ from PIL import Image
 
 from slime.rollout.base_types import leaves
 from slime.rollout.dialogue import dialogue
+from slime.rollout.failures import SampleFailed
 from slime.rollout.generate_state import GenerateState, PromptWithImages
 from slime.rollout.generation import generate, generate_and_rm_group
 from slime.utils.errors import UserError
@@ -194,6 +195,20 @@ def test_ids_that_the_user_changed_are_sent_as_they_are(server, checkpoint, pict
     sample.status = Status.ABORTED
     run(generate(args, sample, params(args)))
     assert server.requests[2]["input_ids"] == sample.tokens[: -len(SAID)]
+
+
+@pytest.mark.parametrize("image", [None, 0])
+def test_a_placeholder_that_the_model_wrote_ends_its_sample_and_not_the_run(server, checkpoint, pictures, image):
+    """Asked to go on, an engine would look for an image of it, and refuse."""
+    args, prompt = of_args(checkpoint, server), seen() if image is None else seen(pictures[image])
+    server.answer = lambda payload: [70, *ids(args, PLACEHOLDER)]
+    server.text_of = GenerateState(args).tokenizer.decode
+    with pytest.raises(SampleFailed, match="of images that it was not shown"):
+        run(dialogue(args, prompt, params(args), replying(pictures[1])))
+    assert len(server.requests) == 1
+    # Where it has not to go on, the token is one as any other.
+    answer = run(generate(args, seen(pictures[0]), params(args)))
+    assert answer.status is Status.COMPLETED and answer.response_length == 2
 
 
 def test_an_image_that_cannot_be_read_and_a_model_that_sees_none_are_told(server, checkpoint, tmp_path):
