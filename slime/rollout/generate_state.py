@@ -7,10 +7,9 @@ import logging
 import marshal
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -289,11 +288,14 @@ class GenerateState(metaclass=SingletonMeta):
             token_ids, beside, images = encode_with_images(
                 self._encoder_processor, text, sources, add_special_tokens=not rendered
             )
+        unexpanded_ids = self.encode_text(text, add_special_tokens=not rendered)
+        placeholder = getattr(self._encoder_processor, "image_token_id", None)
         return PromptWithImages(
             read_only(np.array(token_ids, np.int64)),
-            read_only(np.array(self.encode_text(text, add_special_tokens=not rendered), np.int64)),
+            read_only(np.array(unexpanded_ids, np.int64)),
             beside,
             [encode_image_for_rollout_engine(image) for image in images],
+            placeholder=placeholder if placeholder in unexpanded_ids else None,
         )
 
 
@@ -308,6 +310,7 @@ class PromptWithImages:
             follow those of the prompt.
         image_data: data URIs of the images, those of replies behind those of the prompt.
         replies: of its dialogue, those that have images: the place in the response, and the same of the reply.
+        placeholder: the id that the chat template has written for each image, where the processor tells it.
     """
 
     token_ids: np.ndarray
@@ -315,6 +318,7 @@ class PromptWithImages:
     train_inputs: dict[str, Any]
     image_data: list[str]
     replies: Sequence[tuple[int, "PromptWithImages"]] = ()
+    placeholder: int | None = None
 
     def followed_by(self, replies: Sequence[tuple[int, "PromptWithImages"]]) -> "PromptWithImages":
         """The prompt with replies in its response.
@@ -337,14 +341,8 @@ class PromptWithImages:
                     f"the processor of --hf-checkpoint gives {name} of different shapes for the images of the prompt and of "
                     f"replies, which cannot be put together ({error}); scale images of replies to one size, or reply without"
                 ) from error
-        return PromptWithImages(
-            self.token_ids, self.unexpanded_ids, joined, [uri for part in parts for uri in part.image_data], replies
-        )
-
-    @cached_property
-    def placeholders(self) -> list[int]:
-        """The ids that stand for what a model sees of an image."""
-        return list(Counter(self.token_ids.tolist()) - Counter(self.unexpanded_ids.tolist()))
+        image_data = [uri for part in parts for uri in part.image_data]
+        return replace(self, train_inputs=joined, image_data=image_data, replies=replies)
 
     def request(self, sample: Sample) -> dict[str, Any]:
         """The fields by which an engine is asked to go on behind `sample.tokens`.
@@ -365,8 +363,8 @@ class PromptWithImages:
             else:
                 are_ours = False
         written.append(response[done:])
-        placeholders = [one for part in (self, *(reply for _, reply in self.replies)) for one in part.placeholders]
-        if are_ours and np.isin(np.concatenate(written), placeholders).any():
+        placeholders = {part.placeholder for part in (self, *(reply for _, reply in self.replies))} - {None}
+        if are_ours and np.isin(np.concatenate(written), list(placeholders)).any():
             raise SampleFailed("it has placeholders of images that it was not shown, and cannot be gone on with")
         return {"input_ids": np.concatenate([*ids, written[-1]]), "image_data": self.image_data}
 

@@ -211,6 +211,15 @@ def test_a_placeholder_that_the_model_wrote_ends_its_sample_and_not_the_run(serv
     assert answer.status is Status.COMPLETED and answer.response_length == 2
 
 
+def test_what_a_processor_writes_around_images_may_stand_elsewhere_too():
+    prompt = PromptWithImages(np.array([5, 2, 9, 9, 2]), np.array([5, 9]), {}, ["uri"], placeholder=9)
+    answered = Sample(index=0, tokens=[5, 2, 9, 9, 2, 7, 2], response_length=2)
+    assert prompt.request(answered)["input_ids"].tolist() == [5, 9, 7, 2]
+    answered.tokens = [5, 2, 9, 9, 2, 7, 9]
+    with pytest.raises(SampleFailed, match="of images that it was not shown"):
+        prompt.request(answered)
+
+
 def test_an_image_that_cannot_be_read_and_a_model_that_sees_none_are_told(server, checkpoint, tmp_path):
     args = of_args(checkpoint, server)
     with pytest.raises(UserError, match=f"could not be read from {tmp_path}/none.png"):
