@@ -138,10 +138,17 @@ class FSDPBackend:
     @torch.no_grad()
     def load_weights(self, source: WeightSource, state: str | None = None) -> bool:
         """Fill this rank's part of every parameter from a Hugging Face directory, a checkpoint of this backend being one, or
-        from a state in it; random weights stay as they were drawn."""
+        from a state in it; or with random weights."""
+        parameters = dict(self.model.named_parameters())
         if source.kind == "random":
+            # The same in every layout: a rank draws all of them, and keeps its own.
+            with torch.random.fork_rng(devices=[]):
+                torch.random.default_generator.manual_seed(self.args.seed)
+                drawn = dict(self._make_model().named_parameters())
+            for name, parameter in parameters.items():
+                parameter.to_local().copy_(drawn[name][_own_rows(parameter)])
             return True
-        directory, parameters = _directory_of(source), dict(self.model.named_parameters())
+        directory = _directory_of(source)
         if state is not None:
             place = directory_of_state(directory, state)
             if not place.is_dir():
@@ -153,9 +160,6 @@ class FSDPBackend:
         if further:
             raise UserError(f"{directory} is of another model than --hf-checkpoint, which has no {further[0]}")
         for name, parameter in parameters.items():
-            shape, start = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
             stored = files.tensor(name)
             if stored.shape != parameter.shape:
                 raise UserError(
@@ -163,8 +167,7 @@ class FSDPBackend:
                     f"which has {list(parameter.shape)}"
                 )
             # Every rank reads its own rows; none are sent.
-            own = tuple(slice(first, first + count) for first, count in zip(start, shape, strict=True))
-            parameter.to_local().copy_(stored[own])
+            parameter.to_local().copy_(stored[_own_rows(parameter)])
         return True
 
     def save(
@@ -316,24 +319,27 @@ class FSDPBackend:
     def _compute_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.args.bf16 else torch.float32
 
-    def _build(self) -> torch.nn.Module:
-        """The model with random weights, the same in every layout; sharded layer by layer."""
+    def _make_model(self) -> torch.nn.Module:
+        """The model of the config with random weights, on whatever device is in force."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        args, device = self.args, get_accelerator().name
+        args = self.args
         config = AutoConfig.from_pretrained(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
-        attention = "eager" if args.attn_implementation == "eager" else "sdpa"
-        with torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(args.seed)
-            model = AutoModelForCausalLM.from_config(
-                config,
-                dtype=torch.float32,
-                attn_implementation=attention,
-                trust_remote_code=args.trust_remote_code,
-            )
+        return AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation="eager" if args.attn_implementation == "eager" else "sdpa",
+            trust_remote_code=args.trust_remote_code,
+        )
+
+    def _build(self) -> torch.nn.Module:
+        """The model, sharded layer by layer; no rank ever has memory for all of it. What its weights are is not said yet."""
+        args, device = self.args, get_accelerator().name
+        with torch.device("meta"):
+            model = self._make_model()
         # No pass has dropout: log-probs must not depend on chance.
         model.eval()
-        self._attends_to_streams = attention != "eager" and self._takes_streams(model)
+        self._attends_to_streams = args.attn_implementation != "eager" and self._takes_streams(model)
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
@@ -342,14 +348,27 @@ class FSDPBackend:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         offload = self._offload_policy()
         for module in [*layers, model]:
-            # It is moved to the device here, so that no rank has all of the model there at once.
             # Left whole after a forward pass, as the outermost module would be, it would not see weights that change there.
             fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
             # Gradients are summed; the denominator of the step is the whole normalisation.
             module.set_gradient_divide_factor(1.0)
             # Gloo can only sum; a factor that is part of the collective it refuses.
             module.set_force_sum_reduction_for_comms(True)
+        self._give_memory(model)
         return model
+
+    def _give_memory(self, model: torch.nn.Module) -> None:
+        """Memory for this rank's parts of a model that was made of shapes alone, and its buffers with their values."""
+        device = get_accelerator().current_device()
+        model.to_empty(device=torch.device("cpu") if self.args.fsdp_cpu_offload else device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                # Wherever parameters are, buffers are where a pass computes.
+                setattr(module, name, buffer.to(device))
+        # By this mark transformers knows what has its value; the rest, frequencies of positions, it computes.
+        for parameter in model.parameters():
+            parameter._is_hf_initialized = True
+        model.initialize_weights()
 
     def _offload_policy(self) -> OffloadPolicy:
         if not self.args.fsdp_cpu_offload:
@@ -546,6 +565,12 @@ def _attend(
     else:
         output = attend_over_context(query, key, value, packed_stream, scale, kernel=stream_kernel, window=window)
     return output.unflatten(-1, (query.shape[1], -1))[None], None
+
+
+def _own_rows(parameter: DTensor) -> tuple[slice, ...]:
+    """Which part of the whole parameter this rank has."""
+    shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(first, first + count) for first, count in zip(start, shape, strict=True))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -159,6 +159,37 @@ def sleepers(hf_dir, size, flags):
     }  # fmt: skip
 
 
+def built(hf_dir, size):
+    """Bytes of all tensors that are made on the way to a model and its weights, those of its parts, and random weights."""
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from tests.support.processes.megatron_worker import load_backend
+
+    class Made(TorchDispatchMode):
+        nbytes = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func._schema.name.startswith("aten::empty") and result.device.type != "meta":
+                self.nbytes += (result.to_local() if isinstance(result, DTensor) else result).nbytes
+            return result
+
+    args = layout_args(hf_dir, train_backend="fsdp", data_parallel_size=size, padded_vocab_size=LARGE_VOCABULARY)
+    with Made() as made:
+        backend = load_backend(changed(args, num_rollout=0))
+    parts = sum(part.nbytes for _, part in backend.live_tensors())
+    drawn = load_backend(changed(args, num_rollout=0), loads=False)
+    weights = {name: p.detach().full_tensor().numpy().copy() for name, p in drawn.model.named_parameters()}
+    return made.nbytes, parts, weights
+
+
+def changed(args, **values):
+    from types import SimpleNamespace
+
+    return SimpleNamespace(**{**vars(args), **values})
+
+
 def allocated():
     """Bytes of all tensors of this process."""
     import gc
@@ -302,3 +333,12 @@ def test_what_sleeps_leaves_the_memory_and_comes_back(large, size, flags):
         assert before - after > 3.6 * weights
         assert rank["gathered"] == 0
         assert rank["is_whole"] and rank["is_same"]
+
+
+def test_no_rank_has_memory_for_the_whole_model_and_random_weights_are_the_same_in_every_layout(large):
+    (one,), two = (run_distributed(built, size, (large, size)) for size in (1, 2))
+    whole = one[1]
+    for made, parts, weights in two:
+        assert parts < 0.51 * whole and made < 1.2 * parts
+        assert all((weights[name] == weight).all() for name, weight in one[2].items())
+    assert any(weight.std() > 0 for weight in one[2].values())
