@@ -159,21 +159,23 @@ def test_an_answer_that_was_finished_before_a_resumption_is_trained_on_the_image
 
 @pytest.mark.parametrize("fans_out", [False, True])
 def test_an_answer_whose_images_are_gone_at_a_resumption_fails_alone(server, checkpoint, pictures, fans_out):
+    """Those of its prompt, which are read again; of replies an answer has kept what they were."""
     flags = {"custom_model_provider_path": PROVIDER, "rm_type": "random"}
     args = of_args(checkpoint, server, **flags)
-    sample = run(dialogue(args, seen(), params(args), replying(*pictures)))
+    sample = run(dialogue(args, seen(pictures[0]), params(args), replying(pictures[1])))
     sample.multimodal_train_inputs, sample.reward = None, 1.0
     group = [[sample] if fans_out else sample]
-    Path(pictures[1]).unlink()
+    for picture in pictures[:2]:
+        Path(picture).unlink()
     # What is encoded once is kept for a while.
     SingletonMeta.clear_instances()
-    with pytest.raises(UserError, match=f"could not be read from {pictures[1]}"):
+    with pytest.raises(UserError, match=f"could not be read from {pictures[0]}"):
         run(generate_and_rm_group(args, group, params(args)))
     server.requests.clear()
     tolerant = of_args(checkpoint, server, use_fault_tolerance=True, **flags)
-    [again] = run(generate_and_rm_group(tolerant, group, params(args)))
-    assert len(server.requests) == 1 and again.status is Status.COMPLETED
-    assert again.response == "FGH" and again.metadata == {"own": 1}
+    [again] = leaves(run(generate_and_rm_group(tolerant, group, params(args))))
+    assert not server.requests and again.status is Status.FAILED
+    assert f"could not be read from {pictures[0]}" in again.metadata["fail_reason"]
 
 
 def test_a_reply_whose_images_leave_no_room_ends_the_dialogue(server, checkpoint, pictures):

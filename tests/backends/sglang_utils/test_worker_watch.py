@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import types
+from multiprocessing import resource_tracker
 
 import psutil
 import pytest
@@ -49,6 +50,8 @@ def start_a_helper_later(name, pipe) -> None:
 
 def spawn_one_that_never_gets_its_name(pipe) -> None:
     importlib.import_module("setproctitle").setproctitle("sglang::data_parallel_controller")
+    # It starts a tracker of its own, also where the process that it was forked from has one.
+    resource_tracker._resource_tracker._fd = None
     process = multiprocessing.get_context("spawn").Process(target=pipe.recv)
     process.start()
     pipe.send(process.pid)
