@@ -28,6 +28,15 @@ def test_the_step_reports_what_it_waits_for(server, checkpoint, monkeypatch):
     assert told
 
 
+def test_kept_groups_go_to_the_thread_that_packs_them_a_few_at_a_time_and_all_of_them(server, checkpoint, monkeypatch):
+    sizes, pack = [], sglang_rollout.pack_groups
+    monkeypatch.setattr(sglang_rollout, "GROUPS_PER_THREAD", 2)
+    monkeypatch.setattr(sglang_rollout, "pack_groups", lambda groups: sizes.append(len(groups)) or pack(groups))
+    args = make_args(checkpoint, server.port, rollout_batch_size=5, over_sampling_batch_size=5)
+    assert len(run_step(args, CountingDataSource(2)).samples) == 5
+    assert sorted(sizes) == [1, 2, 2]
+
+
 @pytest.mark.parametrize("which", ["data source", "filter"])
 def test_a_data_source_or_a_filter_that_hangs_is_told_of(server, checkpoint, monkeypatch, caplog, tmp_path, which):
     monkeypatch.setattr(sglang_rollout, "REPORT_AFTER_S", 0.01)

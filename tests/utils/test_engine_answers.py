@@ -61,6 +61,8 @@ def test_random_log_probs_are_those_of_the_engine_bit_by_bit(count):
         answer([[-0.5, 1]]),
         answer([[-0.5, 1, "text ]] of, a token"], [-0.5, 2, None]]),
         answer([[-0.5, 1, None, 4]]),
+        answer([[-0.5, 1, None, 4, 5]]),
+        answer([[-0.5, 1, 1234]]),
         answer([[-0.5, None, None]]),
         answer([[-0.5, 1.5, None]]),
         answer(None),

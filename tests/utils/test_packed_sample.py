@@ -20,6 +20,8 @@ def test_arrays_and_their_types():
     assert packed.rollout_log_probs.dtype == np.float32 and packed.rollout_log_probs.tolist() == [-0.5, 0]
     assert packed.teacher_log_probs is None
     assert (packed.total_length, packed.response_length) == (4, 2)
+    # Which float32 rounds.
+    assert pack_sample(response_sample(teacher_log_probs=[-0.1, 0.0])).teacher_log_probs.dtype == np.float32
 
 
 def test_no_mask_means_all_trained_and_remove_sample_is_not_baked_in():
