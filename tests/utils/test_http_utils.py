@@ -21,6 +21,7 @@ from slime.utils.http_utils import (
     post,
     post_control,
     post_generate,
+    post_generate_stream,
     trust_engine_urls,
 )
 from tests.support.processes.http_server import answering, forget_everything, make_args, serving
@@ -41,6 +42,32 @@ def test_post_sends_json_and_parses_the_answer():
             assert await post(f"{url}/a", payload) == {"ids": [1, 2], "x": 0.5, "array": [0, 1, 2], "7": None}
             assert await post(f"{url}/a", json=[1]) == [1]
             assert await post(f"{url}/a", {"big": 2**70}) == {"big": 2**70}
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_comes_too_late_is_left_at_once():
+    """An engine goes on with an answer as long as its connection is there."""
+
+    async def main():
+        left = asyncio.Event()
+
+        async def begin(request):
+            response = web.StreamResponse()
+            await response.prepare(request)
+            await response.write(b'data: {"meta_info": {}}\n\n')
+            while request.transport is not None and not request.transport.is_closing():
+                await asyncio.sleep(0.01)
+            left.set()
+            return response
+
+        async with serving(begin) as url:
+            init_http_client(make_args(http_request_timeout=0.2))
+            with pytest.raises(HttpError, match="did not answer within 0.2 s") as caught:
+                await post_generate_stream(f"{url}/generate", {}, lambda answer: None)
+            # Nothing is thrown away before the test ends.
+            await asyncio.wait_for(left.wait(), 10)
+            del caught
 
     asyncio.run(main())
 
