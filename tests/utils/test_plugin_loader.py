@@ -1,3 +1,4 @@
+import asyncio
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -5,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from slime.utils.errors import UserError
-from slime.utils.plugin_loader import calling_user_code, load_function
+from slime.utils.plugin_loader import calling_user_code, containing_endings, load_function
 
 
 @pytest.fixture
@@ -145,3 +146,17 @@ def test_threads_that_ask_for_a_file_while_it_runs_wait_for_it(write_plugin):
     path = write_plugin("import time\ntime.sleep(0.3)\ndef f(): return 1\n")
     with ThreadPoolExecutor(4) as threads:
         assert [function() for function in threads.map(load_function, [f"{path}:f"] * 4)] == [1] * 4
+
+
+def test_the_end_of_a_call_that_nobody_goes_on_with_is_no_ending_of_its_function():
+    async def call():
+        with containing_endings():
+            await asyncio.get_running_loop().create_future()
+
+    async def main():
+        waiting = call()
+        waiting.send(None)
+        # Raises what else the coroutine raises.
+        waiting.close()
+
+    asyncio.run(main())
