@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 _CHECKPOINTS_LOCK = ".checkpoints.lock"
 # Set by SIGTERM, which otherwise acts like Ctrl-C: Ray turns whatever a signal handler raises into KeyboardInterrupt.
 _terminated = threading.Event()
+# Set by Ctrl-C and SIGTERM while the parts of a run end, where they interrupt nothing: such a run does not start again.
+_told_to_end = threading.Event()
 
 
 def main(
@@ -72,6 +74,7 @@ def main(
     stream = sys.stderr if plans else sys.stdout
     configure_logger(stream=stream)
     _terminated.clear()
+    _told_to_end.clear()
     args, progress, run_id = None, RunProgress(), None
     parse = functools.partial(parse_args, add_custom_arguments=add_custom_arguments, asynchronous=asynchronous)
     try:
@@ -167,7 +170,7 @@ def _comes_to_its_end(
         raise
     except Exception as error:
         # What fails before the loop would fail again.
-        if restarts_left == 0 or progress.rollouts_done is None:
+        if restarts_left == 0 or progress.rollouts_done is None or _told_to_end.is_set():
             raise
         known = isinstance(error, RunError) and not env.debug_enabled()
         logger.error("%s", error if known else "the run failed", exc_info=not known)
@@ -244,7 +247,7 @@ def started(args: argparse.Namespace) -> Iterator[StartedRun]:
 def ending(part: Any) -> Iterator[None]:
     """End `part` (None: nothing to end) with the block: `part.kill()` after an error where it has that, else `part.dispose()`.
 
-    The first Ctrl-C starts the end; further ones are ignored while it lasts, so that nothing is left running.
+    The first Ctrl-C starts the end; further ones do not interrupt it, so that nothing is left running.
     """
     try:
         yield
@@ -351,7 +354,8 @@ def _uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, lambda *_: _told_to_end.set()) for number in numbers}
     try:
         yield
     finally:

@@ -4,7 +4,9 @@ import argparse
 import contextlib
 import fcntl
 import json
+import os
 import re
+import signal
 
 import pytest
 
@@ -168,6 +170,25 @@ def test_what_would_fail_again_and_who_is_told_to_end_does_not_start_again(resta
     assert found == status and not [
         line for line in lines if "restart" in line and "--max-restarts" in line and "WARN" in line
     ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_told_to_end_while_its_parts_end_does_not_start_again(run, tmp_path, number):
+    class Part:
+        def kill(self):
+            os.kill(os.getpid(), number)
+
+    starts = []
+
+    def train(args, progress):
+        starts.append(args)
+        progress.start_rollout_id, progress.num_rollout, progress.rollouts_done = 0, 4, 2
+        with session.ending(Part()):
+            raise RunError("rank 1 died")
+
+    words = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "1", "--max-restarts", "2"]
+    status, lines = run(train, *words)
+    assert status == 1 and len(starts) == 1 and "ERROR: rank 1 died" in lines
 
 
 @pytest.mark.parametrize("ending", [None, KeyboardInterrupt()], ids=lambda value: type(value).__name__)
