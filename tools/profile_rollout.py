@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.utils.errors import RunError, UserError
+from slime.utils.ports import engine_urls
 from tools.command_line import run_tool
 
 ACTIVITIES = ("CPU", "GPU", "MEM", "RPD")
@@ -32,7 +33,7 @@ def engines_behind(router: str, key: str | None, timeout: float) -> list[str]:
     """
     answer = _ask("GET", f"{router}/workers", key, timeout)
     try:
-        urls = [worker["url"] for worker in answer.json()["workers"]]
+        urls = engine_urls(answer.json()["workers"])
     except (ValueError, KeyError, TypeError):
         raise RunError(
             f"--router-url {router}: answered GET /workers with {answer.text[:200]!r}: it is no router"

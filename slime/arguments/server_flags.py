@@ -102,7 +102,6 @@ NOT_YET: tuple[NotYet, ...] = (
         "control requests to each group of data-parallel attention by itself (groups would be paused one after the other)"),
     NotYet("sglang_dwdp_size", "ranks that fetch experts from each other (each is made a group of data-parallel attention)",
         works=(1,)),
-    NotYet("router_dp_aware", "a router that chooses among the groups of data-parallel attention (engines do that)"),
     *features("growing and shrinking expert-parallel engines", "sglang_ep_join_*", "sglang_elastic_ep_*",
         "sglang_max_ep_size", "sglang_enable_elastic_expert_backup"),
     # Weights

@@ -26,7 +26,7 @@ from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import post_generate, post_generate_stream
 from slime.utils.misc import SingletonMeta
-from slime.utils.ports import host_for_url
+from slime.utils.ports import engine_urls, host_for_url
 from slime.utils.sample_fields import held, token_array
 from slime.utils.types import Sample
 
@@ -340,6 +340,6 @@ async def list_engine_urls(model_name: str, router_url: str, max_retries: int | 
         raise RunError(
             f"the router of model {model_name!r} at {router_url} did not list its workers but answered {answer!r}"
         )
-    urls = [worker["url"] for worker in answer["workers"]]
+    urls = engine_urls(answer["workers"])
     http_utils.trust_engine_urls(urls)
     return urls

@@ -30,7 +30,14 @@ from slime.arguments.surface import FlagSpec
 from slime.utils.child_process import ChildProcess, environment_for_python
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
-from slime.utils.ports import PortReservation, host_for_url, random_port_start, reserve_port, service_host
+from slime.utils.ports import (
+    PortReservation,
+    engine_url,
+    host_for_url,
+    random_port_start,
+    reserve_port,
+    service_host,
+)
 
 _FIRST_PORT = 3000
 # Between two questions: a router tells nobody when it is ready, nor when an engine has come that a person has started.
@@ -104,7 +111,8 @@ class RouterHandle:
     """A router at `ip:port`. `process` is None when the router was started by somebody else.
 
     `found`: engines of this run that it served already, which stay when the run leaves it. `_waiting`: the arguments of one
-    that starts with its first engines, until then: it has no worker, and nobody is to send it requests.
+    that starts with its first engines, until then: it has no worker, and nobody is to send it requests. `_registered`: what it
+    called engines when it was told of them.
     """
 
     ip: str
@@ -116,6 +124,7 @@ class RouterHandle:
     _scratch: Path | None = None
     _waiting: dict[str, Any] | None = None
     _watch: _Watch | None = None
+    _registered: dict[str, str | None] = dataclasses.field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -156,10 +165,21 @@ class RouterHandle:
         return None
 
     def workers(self, deadline: float | None = None) -> list[dict[str, Any]]:
-        """The registered workers, each with `id`, `url` and `is_healthy`; asked for until `deadline` at most."""
+        """The registered engines, each with `id`, `url` and `is_healthy`; asked for until `deadline` at most.
+
+        One whose groups the router lists is healthy when all of those are. Its `id` is that of its registration: with one of a
+        group the router takes nothing out.
+        """
         if self._waiting is not None:
             return []
-        return self._call("GET", "/workers", None, deadline).json()["workers"]
+        engines: dict[str, dict[str, Any]] = {}
+        for worker in self._call("GET", "/workers", None, deadline).json()["workers"]:
+            url = engine_url(worker["url"])
+            if url != worker["url"]:
+                worker = {**worker, "url": url, "id": self._registered.get(url) or worker["id"]}
+            others = engines.get(url)
+            engines[url] = worker if others is None or not worker["is_healthy"] else others
+        return list(engines.values())
 
     def add_workers(self, workers: Sequence[Worker], timeout: float = 60.0, worker_api_key: str | None = None) -> None:
         """Register engines that it does not list, and wait until the router calls every one of them healthy.
@@ -187,7 +207,8 @@ class RouterHandle:
                 "bootstrap_port": worker.bootstrap_port,
                 "api_key": worker_api_key,
             }
-            self._call("POST", "/workers", {name: value for name, value in told.items() if value}, deadline)
+            told = {name: value for name, value in told.items() if value}
+            self._registered[worker.url] = self._call("POST", "/workers", told, deadline).json().get("worker_id")
         urls = {worker.url for worker in workers}
         self._wait_until_none(
             lambda: urls - {worker["url"] for worker in self.workers(deadline) if worker["is_healthy"]},

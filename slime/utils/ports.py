@@ -12,8 +12,10 @@ import contextlib
 import errno
 import ipaddress
 import random
+import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -170,3 +172,17 @@ def normalize_external_engine_addr(address: str) -> str:
 def host_for_url(host: str) -> str:
     """`host` as it stands in a URL: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def engine_url(listed: str) -> str:
+    """The engine that a router lists under this URL: where it chooses among the groups of engines, each is `url@number`."""
+    return re.sub(r"@\d+$", "", listed)
+
+
+def engine_urls(workers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The engines in a router's list, each once.
+
+    Raises:
+        KeyError, TypeError: it is no such list.
+    """
+    return list(dict.fromkeys(engine_url(worker["url"]) for worker in workers))

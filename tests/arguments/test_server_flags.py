@@ -76,7 +76,6 @@ def test_a_server_tells_as_many_kept_tokens_as_the_installed_one():
             )
         ),
         ("--sglang-encoder-only", "--sglang-encoder-only"),
-        ("--router-dp-aware", "--router-dp-aware"),
         ("--sglang-ssl-keyfile-password s3cret", "--sglang-ssl-keyfile-password <redacted>"),
     ],
 )

@@ -33,6 +33,7 @@ ENGINE = {
     "sglang_enable_dp_lm_head": True,
     # Answers are drawn as they are in a run that is not reproducible.
     "sglang_enable_deterministic_inference": None,
+    "router_dp_aware": True,
 }  # fmt: skip
 TOGETHER = {"colocate": True, "has_trainer": True}
 LONG = 1500
@@ -75,6 +76,12 @@ def test_groups_draw_different_answers_to_one_prompt(ask):
     """Asked first, when no group has drawn anything."""
     first, second = [ask(group) for group in GROUPS]
     assert response_of(first.result())[0] != response_of(second.result())[0]
+
+
+def test_the_router_chooses_the_group(serving):
+    assert [worker["url"] for worker in serving.router.workers()] == serving.urls
+    asked = [post(f"{serving.router.url}/generate", generation_request(PROMPT, 4)).json() for _ in range(4)]
+    assert sorted(answer["meta_info"]["dp_rank"] for answer in asked) == [0, 0, 1, 1]
 
 
 def test_log_probs_of_every_group_are_those_of_the_model(ask, old):

@@ -1,4 +1,5 @@
 import argparse
+import contextlib
 import dataclasses
 import http.server
 import json
@@ -211,7 +212,8 @@ def test_a_given_router_that_serves_engines_of_others_is_refused():
 )
 def test_the_router_is_told_the_key_of_the_engines(monkeypatch, own, worker, shown):
     sent = []
-    monkeypatch.setattr(RouterHandle, "_call", lambda self, *request: sent.append(request))
+    answer = SimpleNamespace(json=dict)
+    monkeypatch.setattr(RouterHandle, "_call", lambda self, *request: (sent.append(request), answer)[1])
     listed = [[], [{"url": "http://a", "is_healthy": True}]]
     monkeypatch.setattr(RouterHandle, "workers", lambda self, deadline: listed.pop(0))
     RouterHandle("127.0.0.1", 1, own, None).add_workers([Worker("http://a")], worker_api_key=worker)
@@ -317,6 +319,7 @@ class RecordingWorker(http.server.BaseHTTPRequestHandler):
     """What the router asks of a worker, answered as well as it needs; bodies for `/generate` are kept."""
 
     protocol_version = "HTTP/1.1"
+    facts: ClassVar[dict] = {}
     bodies: ClassVar[list[dict]] = []
 
     def do_GET(self):
@@ -332,6 +335,7 @@ class RecordingWorker(http.server.BaseHTTPRequestHandler):
         pass
 
     def _answer(self, value):
+        value = {**value, **self.facts} if self.path == "/server_info" else value
         content = json.dumps(value).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -340,14 +344,26 @@ class RecordingWorker(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-def test_images_of_a_request_pass_the_router(tmp_path):
-    worker = http.server.ThreadingHTTPServer(("127.0.0.1", 0), RecordingWorker)
-    serving = threading.Thread(target=worker.serve_forever)
+@contextlib.contextmanager
+def recording_worker(router, facts):
+    """The URL of a worker with these `facts`, which has got no request, and the list of what it gets; the router is ready."""
+    handler = type("Worker", (RecordingWorker,), {"facts": facts, "bodies": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    serving = threading.Thread(target=server.serve_forever)
     serving.start()
-    router = start_router(SimpleNamespace(router_log_level="warn"), tmp_path)
     try:
         router.wait_ready(120)
-        url = f"http://127.0.0.1:{worker.server_port}"
+        yield f"http://127.0.0.1:{server.server_port}", handler.bodies
+    finally:
+        router.shutdown()
+        server.shutdown()
+        server.server_close()
+        serving.join(30)
+
+
+def test_images_of_a_request_pass_the_router(tmp_path):
+    router = start_router(SimpleNamespace(router_log_level="warn"), tmp_path)
+    with recording_worker(router, {}) as (url, bodies):
         requests.post(
             f"{router.url}/workers", json={"url": url, "worker_type": "regular"}, timeout=30
         ).raise_for_status()
@@ -355,10 +371,32 @@ def test_images_of_a_request_pass_the_router(tmp_path):
         images = ["data:image/png;base64,AAAA", "data:image/png;base64,BBBB"]
         asked = {"input_ids": [1, 2, 3], "image_data": images, "sampling_params": {"max_new_tokens": 4}}
         requests.post(f"{router.url}/generate", json=asked, timeout=30).raise_for_status()
-        (body,) = RecordingWorker.bodies
+        (body,) = bodies
         assert {name: body[name] for name in asked} == asked
-    finally:
-        router.shutdown()
-        worker.shutdown()
-        worker.server_close()
-        serving.join(30)
+
+
+def test_a_router_that_chooses_among_groups_has_one_worker_of_them(tmp_path):
+    flags = {"router_log_level": "warn", "router_dp_aware": True, "router_policy": "round_robin"}
+    router = start_router(SimpleNamespace(**flags), tmp_path)
+    with recording_worker(router, {"dp_size": 3}) as (url, bodies):
+        for _ in range(2):
+            router.add_workers([Worker(url)])
+            assert [(worker["url"], worker["is_healthy"]) for worker in router.workers()] == [(url, True)]
+            listed = requests.get(f"{router.url}/workers", timeout=30).json()["workers"]
+            assert sorted(worker["url"] for worker in listed) == [f"{url}@{group}" for group in range(3)]
+            for _ in range(6):
+                requests.post(f"{router.url}/generate", json={"input_ids": [1]}, timeout=30).raise_for_status()
+            assert sorted(body["data_parallel_rank"] for body in bodies) == [0, 0, 1, 1, 2, 2]
+            bodies.clear()
+            router.remove_workers([url])
+            assert router.workers() == []
+
+
+def test_an_engine_is_healthy_when_all_of_its_groups_are(monkeypatch):
+    groups = [{"id": str(group), "url": f"http://a:1@{group}", "is_healthy": group != 1} for group in range(3)]
+    answer = SimpleNamespace(json=lambda: {"workers": [*groups, {"id": "b", "url": "http://b:1", "is_healthy": True}]})
+    monkeypatch.setattr(RouterHandle, "_call", lambda self, *request: answer)
+    router = RouterHandle("127.0.0.1", 1, None, None)
+    assert {worker["url"]: worker["is_healthy"] for worker in router.workers()} == {
+        "http://a:1": False, "http://b:1": True,
+    }  # fmt: skip

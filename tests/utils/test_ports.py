@@ -8,6 +8,7 @@ import pytest
 from slime.utils import ports
 from slime.utils.errors import RunError
 from slime.utils.ports import (
+    engine_urls,
     group_environment,
     host_for_url,
     interface_of,
@@ -187,3 +188,14 @@ def test_an_address_that_the_node_announces_and_does_not_have_is_told_with_those
             RunError, match=re.escape(f"{other} is no address of this machine, which has 127.0.0.1 (lo), ")
         ):
             service_host()
+
+
+def test_the_engines_that_a_router_lists_are_there_once_with_all_their_groups():
+    listed = (
+        "http://10.0.0.5:30000@0",
+        "http://10.0.0.5:30000@1",
+        "http://[fd00::1]:30000",
+        "http://user@host:30000@12",
+    )
+    workers = [{"url": url} for url in listed]
+    assert engine_urls(workers) == ["http://10.0.0.5:30000", "http://[fd00::1]:30000", "http://user@host:30000"]

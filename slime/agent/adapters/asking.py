@@ -13,6 +13,7 @@ from aiohttp import web
 
 from slime.agent.trajectory import Message, TurnRecord
 from slime.utils.http_utils import HttpError, get, post_control, post_generate, trust_engine_urls
+from slime.utils.ports import engine_urls
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class Engine:
         try:
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
                 try:
-                    urls = [worker["url"] for worker in (await get(f"{self._base_url}/workers", 1))["workers"]]
+                    urls = engine_urls((await get(f"{self._base_url}/workers", 1))["workers"])
                     trust_engine_urls(urls, listed_by=self._base_url)
                 except (HttpError, KeyError, TypeError):
                     urls = [self._base_url]

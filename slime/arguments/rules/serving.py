@@ -147,14 +147,7 @@ def drafts(args: argparse.Namespace) -> Iterator[Violation]:
 
 def groups_of_attention(args: argparse.Namespace) -> Iterator[Violation]:
     """Data-parallel attention has groups of equally many ranks, and a model whose experts all of them share."""
-    size, groups = args.sglang_dp_size or 1, attention_groups(args)
-    if size != groups:
-        template = (
-            "{--sglang-dp-size=} needs {--sglang-enable-dp-attention} (whole copies of the model are more engines: a smaller "
-            "{--rollout-num-gpus-per-engine})"
-        )
-        yield broken(args, template)
-        return
+    groups = attention_groups(args)
     try:
         require_whole_groups(tensor_parallel_size(args), groups)
     except UserError as error:
@@ -348,6 +341,9 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     refused(lambda args: args.sglang_config is not None and args.sglang_tp_size is not None,
         "{--sglang-tp-size=}: in {--sglang-config} each group has a size of its own; drop it"),
     of_groups(groups_of_attention),
+    of_groups(refused(lambda args: (args.sglang_dp_size or 1) != attention_groups(args),
+        "{--sglang-dp-size=} needs {--sglang-enable-dp-attention} (whole copies of the model are more engines: a smaller "
+        "{--rollout-num-gpus-per-engine})")),
     refused(lambda args: not is_share(args.sglang_mem_fraction_static), f"{{--sglang-mem-fraction-static=}}: {NO_SHARE}"),
     refused_each(("rollout_max_context_len", "eval_max_context_len"),
         lambda args, wanted: None not in (args.sglang_context_length, wanted) and wanted > args.sglang_context_length,
@@ -365,6 +361,13 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
         f"{{--rollout-top-k=}}: an engine tells at most {{--sglang-sampling-mask-max-tokens}} kept tokens ({TOLD_TOKENS} "
         "unless that is given), and refuses to sample among more; give fewer")),
     router_settings, engines_to_compare,
+    refused(lambda args: args.router_dp_aware and all(attention_groups(arguments_of_group(args, group)) == 1
+            for group in served_groups(args)),
+        "{--router-dp-aware}: no engine has groups to choose among; drop it, or add {--sglang-enable-dp-attention} and "
+        "{--sglang-dp-size}"),
+    refused(lambda args: args.router_dp_aware and (has_roles(args) or args.router_policy == "power_of_two"),
+        "{--router-dp-aware} beside engines that only prefill or decode, or with {--router-policy} power_of_two: a dead engine "
+        "would stay with the router; drop one"),
     refused_each(("router_prefill_policy", "router_decode_policy", *OF_ROLES),
         lambda args, value: value not in (None, False) and not has_roles(args),
         "{0=} has no effect: no engine only prefills or decodes; give {--prefill-num-servers}, or drop it"),

@@ -121,6 +121,7 @@ def test_a_model_of_a_type_that_nobody_knows_has_stages_if_its_head_is_its_own()
         ("--prefill-num-servers 2 --rollout-num-gpus 2", "(?m)of the 2 engines .* give 1$"),
         ("--sglang-tp 2", "--sglang-tp-size 2 contradicts"),
         ("--sglang-dp-size 2", "--sglang-dp-size 2 needs --sglang-enable-dp-attention"),
+        ("--router-dp-aware", "no engine has groups to choose among; drop it, or add --sglang-enable-dp-attention"),
         (
             "--sglang-dp-size 3 --sglang-enable-dp-attention --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2",
             "--sglang-dp-size 3 does not divide the engine's tensor-parallel size 2; give --sglang-dp-size 1",
@@ -390,6 +391,14 @@ def parse_drafting(directory, words: str, **entries):
 )
 def test_engines_may_draft_with_the_layer_of_the_model(tmp_path, words):
     assert parse_drafting(tmp_path, words).sglang_speculative_algorithm in ("EAGLE", "NEXTN")
+
+
+def test_a_router_chooses_among_the_groups_that_engines_have(tmp_path):
+    words = f"{GROUPS} --rollout-num-gpus 4 --router-dp-aware"
+    assert parse_drafting(tmp_path, words, num_experts=8).router_dp_aware
+    for others in ("--router-policy power_of_two", "--prefill-num-servers 1"):
+        with pytest.raises(UserError, match="--router-dp-aware beside .*a dead engine would stay with the router"):
+            parse_drafting(tmp_path, f"{words} {others}", num_experts=8)
 
 
 @pytest.mark.parametrize("roles", ["--rollout-num-gpus 2", "--rollout-num-gpus 4 --prefill-num-servers 1"])
