@@ -159,8 +159,7 @@ def _unset_values(args: argparse.Namespace) -> None:
     if args.rollout_max_context_len is not None and args.rollout_max_prompt_len is None:
         args.rollout_max_prompt_len = args.rollout_max_context_len - 1
     args.eval_max_context_len = args.eval_max_context_len or args.rollout_max_context_len
-    if args.eps_clip_high is None:
-        args.eps_clip_high = args.eps_clip
+    args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     args.balance_data = args.balance_data or args.balance_by_flops
     args.use_routing_replay = args.use_routing_replay or args.use_rollout_routing_replay
     if args.n_samples_per_prompt == 1:
@@ -177,7 +176,8 @@ def _unset_values(args: argparse.Namespace) -> None:
         if f"save_debug_{name}_data" not in args.typed_flags:
             setattr(args, f"save_debug_{name}_data", f"{args.dump_details}/{name}_data/{{rollout_id}}.pt")
     if args.true_on_policy_mode:
-        args.deterministic_mode = args.sglang_enable_deterministic_inference = True
+        args.deterministic_mode |= args.train_backend == "megatron"
+        args.sglang_enable_deterministic_inference = True
         if "ci_train_rollout_logprob_abs_diff_threshold" not in args.typed_flags:
             args.ci_train_rollout_logprob_abs_diff_threshold = 0.0
     if args.sglang_router_ip is not None and args.sglang_router_ip.count(":") > 1:

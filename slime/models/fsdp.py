@@ -16,7 +16,7 @@ ONLY_VALUES: dict[str, Any] = {
     "linear_attention_freq": None, "mtp_num_layers": None, "softmax_scale": None, "rotary_seq_len_interpolation_factor": None,
     "init_method_std": 0.02, "embedding_init_method_std": None, "attention_backend": "auto", "hidden_dropout": 0.0,
     "fp16": False, "fp32_residual_connection": False, "disable_bf16_reduced_precision_matmul": False,
-    "deterministic_mode": False, "recompute_granularity": None,
+    "deterministic_mode": False, "true_on_policy_mode": False, "recompute_granularity": None,
     "optimizer": "adam", "decoupled_weight_decay": True, "apply_wd_to_qk_layernorm": False, "use_stateless_adam": False,
     "use_precision_aware_optimizer": False, "decoupled_lr": None,
     "only_train_params_name_list": None, "freeze_params_name_list": None, "freeze_indexer": False,

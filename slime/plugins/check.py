@@ -323,6 +323,8 @@ def _train_in_megatron(args: argparse.Namespace, data: RolloutData) -> None:
     from slime.training.backend import make_backend
     from slime.training.train_step import forward_log_probs, train_one_step
 
+    # Log-probs of the engine are made up: there is nothing to prove.
+    args = argparse.Namespace(**{**vars(args), "true_on_policy_mode": False})
     backend = make_backend(args)
     with _environment(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=_HOST, MASTER_PORT=str(get_free_port())):
         try:

@@ -179,8 +179,8 @@ def _tokenise_response(args: Any, sample: Sample, source: str) -> None:
 
     An evaluation trains nothing, and corrects nothing.
     """
-    needed_by = (correction_flag(args), "--use-rollout-logprobs" if args.use_rollout_logprobs else None)
-    names = ", ".join(filter(None, needed_by))
+    others = {"--use-rollout-logprobs": args.use_rollout_logprobs, "--true-on-policy-mode": args.true_on_policy_mode}
+    names = ", ".join(filter(None, (correction_flag(args), *(flag for flag, given in others.items() if given))))
     if names and not current_call().evaluation:
         raise UserError(
             f"{source} returned text without tokens for sample {sample.index}: re-tokenised text has no engine "

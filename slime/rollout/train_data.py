@@ -54,6 +54,8 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
         batch = build_train_batch(samples, raw_rewards, rewards)
         if args.use_rollout_routing_replay:
             batch[ROUTED_EXPERTS] = routed_experts_column(args, samples)
+        if args.true_on_policy_mode:
+            batch["weight_version_spans"] = [list(sample.weight_version_spans) for sample in samples]
     refuse_images(args, batch)
     if args.use_rollout_routing_replay:
         check_routed_experts(args, batch)

@@ -28,6 +28,7 @@ from slime.training.checkpoint_publication import publish_checkpoint
 from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.training.metric_reduction import all_reduce_sum
 from slime.training.model_states import ACTOR, REFERENCE, ModelStates, StateSchedule
+from slime.training.on_policy import expect_proof
 from slime.training.profiling import Part
 from slime.training.reports import phase_speeds, rollout_data_metrics, save_train_data, worst_token_lines
 from slime.training.resident_memory import Residents
@@ -301,6 +302,7 @@ class ActorRank(TrainRank):
                 data = self._fetch(shards)
                 if values and self.groups.is_last_stage:
                     data["values"] = fetch_column(values, "values", data, self.args.http_control_timeout)
+                expect_proof(self.args, rollout_id, data, self.weight_version)
             self._prepare(rollout_id, data, logged)
             self._dump(rollout_id, data)
             if rollout_id >= self.args.num_critic_only_steps:

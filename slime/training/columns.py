@@ -79,6 +79,10 @@ COLUMNS: dict[str, Column] = {
     "rollout_mask_sums": Column(Kind.SAMPLE, np.float32),
     "metadata": Column(Kind.SAMPLE),
     "source_names": Column(Kind.SAMPLE),
+    # (version of the weights, start, end) in the response; with `--true-on-policy-mode`.
+    "weight_version_spans": Column(Kind.SAMPLE, dumped=False),
+    # Of the weights that the trainer has, as engines were told; with `--true-on-policy-mode`.
+    "live_weight_version": Column(Kind.ROLLOUT),
     # Pixels: large, and made anew from what a dump of the rollout has.
     IMAGES: Column(Kind.SAMPLE, dumped=False),
     "loss_masks": Column(Kind.RESPONSE, np.int32, required=True),
@@ -102,6 +106,7 @@ COLUMNS: dict[str, Column] = {
     "positions": Column(Kind.SAMPLE),
     "stream": Column(Kind.MICRO_BATCH),
     "step_statistics": Column(Kind.MICRO_BATCH),
+    "on_policy_proof": Column(Kind.MICRO_BATCH),
 }
 _OF_A_PLUG_IN = Column(Kind.SAMPLE)
 

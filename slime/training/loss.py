@@ -181,6 +181,8 @@ def policy_loss_function(
     if "rollout_log_probs" in batch:
         trainer = log_probs.detach() if args.use_rollout_logprobs else old_log_probs
         metrics["train_rollout_logprob_abs_diff"] = reduce((trainer - batch.flat("rollout_log_probs")).abs())
+    if batch.get("on_policy_proof") is not None:
+        batch["on_policy_proof"].compare(batch, log_probs.detach())
     if "opd_reverse_kl" in batch:
         metrics["opd_reverse_kl"] = reduce(batch.flat("opd_reverse_kl"))
     return loss, metrics

@@ -30,6 +30,7 @@ from slime.models.shape_of_flags import calculate_fwd_flops
 from slime.training.backend import Backend, Collect, OwnTerm, RankGroups, StepLoss
 from slime.training.loss import loss_function, response_log_probs, response_values
 from slime.training.metric_reduction import all_reduce_sum, reduce_metrics, step_denominator
+from slime.training.on_policy import OnPolicyProof, is_proved
 from slime.training.packed_stream import rows_on_rank
 from slime.training.reports import mismatch_of_step
 from slime.training.rollout_data import Metrics, MicroBatch, RolloutData
@@ -164,7 +165,8 @@ def train_one_step(
 
     Raises:
         RunError: a loss or the gradient norm is not finite, and `check_for_nan_in_loss_and_grad` is on; on all ranks, with
-            one message that names the step, the ranks and the samples.
+            one message that names the step, the ranks and the samples; or, with `--true-on-policy-mode`, engine and trainer
+            differ (`slime.training.on_policy`). The weights are as they were.
     """
     groups, start = backend.groups, time.perf_counter()
     batches = micro_batches(args, data, micro_batches_of_step(data, step))
@@ -177,11 +179,20 @@ def train_one_step(
         mismatch = mismatch_of_step(samples, groups.token_group) if args.get_mismatch_metrics else {}
     place = f"rollout {rollout_id}, step {step}{' of the critic' if role == 'critic' else ''}"
     guard = LossGuard(place, args.check_for_nan_in_loss_and_grad, backend.bad_gradients)
+    proof = OnPolicyProof(args, place, groups, data, batches.indices) if is_proved(args, role) else None
+
+    def accepts(grad_norm: float, overflowed: bool) -> bool:
+        is_good = guard.accepts(grad_norm, overflowed)
+        # A step that is skipped was not on policy either.
+        if proof is not None:
+            proof.require()
+        return is_good
+
     result = backend.step(
         batches,
-        step_loss(args, role, statistics, groups.tensor_group, guard),
+        step_loss(args, role, statistics, groups.tensor_group, guard, proof),
         denominator=denominator,
-        accepts=guard.accepts,
+        accepts=accepts,
         rollouts=global_batch_size,
         place=(rollout_id, step),
     )
@@ -189,6 +200,8 @@ def train_one_step(
     if groups.is_last_stage:
         metrics = reduce_metrics(result.metrics, denominator, groups.host_token_group) | mismatch
     metrics = backend.broadcast(metrics)
+    if proof is not None:
+        metrics["mismatch_max_abs"] = proof.largest
     metrics |= {f"lr-pg_{i}": rate for i, rate in enumerate(result.learning_rates)} | result.measured
     update = result.update
     if update.zeros is not None:
@@ -218,9 +231,10 @@ def step_loss(
     statistics: dict[str, torch.Tensor] | None,
     tensor_group: dist.ProcessGroup | None,
     guard: LossGuard,
+    proof: OnPolicyProof | None = None,
 ) -> StepLoss:
-    """The loss of the step's micro-batches, watched by `guard`. With `--recompute-loss-function` all that a micro-batch keeps
-    for it until its backward pass is the logits: what the loss is made of is made once more there."""
+    """The loss of the step's micro-batches, watched by `guard`, and compared by `proof`. With `--recompute-loss-function` all
+    that a micro-batch keeps for it until its backward pass is the logits: what the loss is made of is made once more there."""
     compute = functools.partial(loss_function, role=role)
     if args.recompute_loss_function:
         # The one that repeats all of a function, on every rank: others may wait for its collectives, though this rank's loss
@@ -228,7 +242,7 @@ def step_loss(
         compute = functools.partial(checkpoint, compute, use_reentrant=True)
 
     def loss(batch: MicroBatch, logits: torch.Tensor, own_term: OwnTerm | None = None) -> tuple[torch.Tensor, Metrics]:
-        batch = batch.with_columns(step_statistics=statistics)
+        batch = batch.with_columns(step_statistics=statistics, on_policy_proof=proof)
         value, metrics = compute(args, batch, logits, tensor_group)
         if own_term is not None:
             term, further = own_term(batch)

@@ -213,7 +213,12 @@ def test_text_without_tokens_is_tokenised_with_one_warning(checkpoint, caplog):
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("use_tis", True), ("use_rollout_logprobs", True), ("custom_tis_function_path", "mine.py:weigh")],
+    [
+        ("use_tis", True),
+        ("use_rollout_logprobs", True),
+        ("true_on_policy_mode", True),
+        ("custom_tis_function_path", "mine.py:weigh"),
+    ],
 )
 def test_text_without_tokens_is_refused_where_engine_log_probs_are_needed(checkpoint, flag, value):
     args = make_args(checkpoint, **{flag: value})

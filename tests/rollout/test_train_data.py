@@ -28,7 +28,8 @@ def objective(**changes):
         "custom_reward_post_process_path": None, "custom_convert_samples_to_train_data_path": None, "reward_key": None,
         "advantage_estimator": "grpo", "loss_type": "policy_loss", "use_rollout_routing_replay": False,
         "rewards_normalization": True, "grpo_std_normalization": True, "n_samples_per_prompt": 2,
-        "rollout_top_p": 1.0, "rollout_top_k": -1, "http_request_timeout": 60.0, **changes,
+        "rollout_top_p": 1.0, "rollout_top_k": -1, "http_request_timeout": 60.0,
+        "true_on_policy_mode": False, **changes,
     }  # fmt: skip
     return SimpleNamespace(**values)
 
@@ -47,6 +48,14 @@ def test_a_batch_without_the_sets_that_sampling_kept_is_refused(limit):
         sample.rollout_top_p_token_offsets = [0, 1, 3]
     batch = convert_samples_to_train_batch(objective(**limit), samples)
     assert [row.tolist() for row in batch["rollout_top_p_token_ids"]] == [[2, 3, 9]] * 2
+
+
+def test_a_proof_is_told_which_weights_made_a_token():
+    samples = make([1.0, 0.0], [0, 0])
+    samples[1].weight_version_spans = [("3", 0, 1), ("4", 1, 2)]
+    assert "weight_version_spans" not in convert_samples_to_train_batch(objective(), samples)
+    batch = convert_samples_to_train_batch(objective(true_on_policy_mode=True), samples)
+    assert batch["weight_version_spans"] == [[], [("3", 0, 1), ("4", 1, 2)]]
 
 
 # Two groups whose rewards are centred to ±.5 and ±.1; divided by their deviation, all are ±1/√2.

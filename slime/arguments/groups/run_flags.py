@@ -38,6 +38,7 @@ _NEVER_EVALUATES = Idle(lambda args: args.eval_interval is None, "without --eval
 _NO_PUSH = Idle(lambda a: not (a.has_trainer and (a.rollout_num_gpus or a.rollout_external)), "without a push")
 _NO_REHEARSAL = Idle(lambda args: not args.rehearse, "without --rehearse")
 _NO_CI_TEST = Idle(lambda args: not args.ci_test, "without --ci-test")
+_NO_GATE = Idle(lambda a: not (a.ci_test or a.true_on_policy_mode), "without --ci-test or --true-on-policy-mode")
 
 CONFIGURATION = Group("configuration", (
     flag("--custom-config-path", str, None, "YAML file whose keys are merged into the arguments before anything is derived; "
@@ -183,8 +184,8 @@ DEBUGGING = Group("debugging", (
     # Assertions
     switch("--ci-test", "stop when a number leaves the range that a healthy test run has"),
     switch("--ci-disable-kl-checker", "leave out --ci-test's checks of the KL", idle=_NO_CI_TEST),
-    flag("--ci-train-rollout-logprob-abs-diff-threshold", float, 0.1, "largest mean difference between log-probs of engine "
-        "and trainer that --ci-test allows", bounds=AT_LEAST_ZERO, idle=_NO_CI_TEST),
+    flag("--ci-train-rollout-logprob-abs-diff-threshold", float, 0.1, "largest difference between log-probs of engine and "
+        "trainer: of the mean with --ci-test, of any token with --true-on-policy-mode", bounds=AT_LEAST_ZERO, idle=_NO_GATE),
     flag("--ci-save-grad-norm", str, None, "file for the gradient norm of every step: template with `{role}`, `{rollout_id}` "
         "and `{step_id}`", path=PathKind.WRITTEN, placeholders="role rollout_id step_id"),
     flag("--ci-load-grad-norm", str, None, "files of an earlier run to compare with, within 1 % or 0.01: template with "

@@ -285,8 +285,7 @@ OFF_POLICY = Group("off-policy corrections", (
     flag("--opsm-delta", float, 0.0001, "that threshold, a mean log-ratio per token", bounds=AT_LEAST_ZERO, idle=_NO_OPSM),
     switch("--true-on-policy-mode", "demand bitwise equal log-probs of engine and trainer: deterministic kernels on both "
         "sides, one optimizer step per rollout, a weight push after each; a difference above "
-        "--ci-train-rollout-logprob-abs-diff-threshold (then 0) stops the run",
-        not_yet="the proof of bitwise equal log-probs"),
+        "--ci-train-rollout-logprob-abs-diff-threshold (then 0) at any token stops the run", idle=_IMITATION),
 ))  # fmt: skip
 
 DISTILLATION = Group("on-policy distillation", (

@@ -162,7 +162,7 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         refused(lambda args: args.asynchronous, f"train_async.py trains on older samples: {_PROOF}; use train.py"),
         refused(lambda args: args.num_steps_per_rollout != 1,
             f"{{num_steps_per_rollout}} optimizer steps per rollout: {_PROOF}; give {{--num-steps-per-rollout}} 1"),
-        refused(lambda args: args.keep_old_actor, f"{{--keep-old-actor}}: {_PROOF}; drop it"),
+        refused_each(("keep_old_actor", "keep_surplus_groups"), lambda args, asked: asked, f"{{0}}: {_PROOF}; drop it"),
         refused(lambda args: args.partial_rollout and not args.mask_offpolicy_in_partial_rollout,
             f"{{--partial-rollout}}: {_PROOF}; add {{--mask-offpolicy-in-partial-rollout}}")),
     rewards,

@@ -59,6 +59,7 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
         "rollout_stop": None,
         "max_turns": None,
         "use_rollout_routing_replay": False,
+        "true_on_policy_mode": False,
         "train_backend": "megatron",
         "custom_model_provider_path": None,
         "rollout_stop_token_ids": None,

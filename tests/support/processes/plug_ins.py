@@ -111,6 +111,13 @@ def misplaced_experts(args: Any, sample: Sample, rollout_id: int) -> Sample:
     return sample
 
 
+def spoiled_log_prob(args: Any, sample: Sample, rollout_id: int) -> Sample:
+    """In rollout 1, the engine tells too small a log-prob of the first token of one sample."""
+    if rollout_id == 1 and sample.index == 21:
+        sample.rollout_log_probs = [sample.rollout_log_probs[0] - 0.25, *sample.rollout_log_probs[1:]]
+    return sample
+
+
 def noted_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     """The advantages of GRPO; notes which rank computed them, and that log-probs were there."""
     import torch
