@@ -38,8 +38,9 @@ def test_a_log_prob_that_a_function_spoils_stops_the_run_before_the_update(task,
         process.assert_no_process_left()
     assert list(process.scalars("train/loss")) == [0], "the second rollout trains nothing"
     assert re.search(
-        r"rollout 1, step 0: log-probs of engine and trainer differ by 0\.25\d* at response token 0 of sample 21 \(engine "
-        r"-\S+, trainer -\S+\), more than --ci-train-rollout-logprob-abs-diff-threshold 0\.0001 allows "
+        r"rollout 1, step 0: log-probs of engine and trainer differ by 0\.2(5|4999)\d* at "
+        r"response token 0 of sample 21 \(engine -\S+, trainer -\S+\), "
+        r"more than --ci-train-rollout-logprob-abs-diff-threshold 0\.0001 allows "
         r"\(--true-on-policy-mode\); 1 of \d+ trained tokens, in 1 of 16 samples, differ by more\. Likely cause: "
         r"15 other samples agree, .* is "
         r"--rollout-sample-hook-path tests\.support\.processes\.plug_ins\.spoiled_log_prob\. ",

@@ -330,8 +330,9 @@ def test_one_token_of_one_rank_stops_all_ranks_with_one_message(ranks, layout):
     assert len(trained) == len(ADVANTAGES)
     counts = rf"1 of {sum(trained)} trained tokens, in 1 of {sum(map(bool, trained))} samples, differ by more\."
     assert re.match(
-        rf"rollout 5, step 0: log-probs of engine and trainer differ by 0\.25\d* at response token {TOKEN} of sample {SPOILED} "
-        rf"\(engine -[\d.]+, trainer -[\d.]+\), more than {LIMIT} 1e-05 allows \(--true-on-policy-mode\); {counts} "
+        r"rollout 5, step 0: log-probs of engine and trainer differ by 0\.2(5|4999)\d* at "
+        rf"response token {TOKEN} of sample {SPOILED} \(engine -[\d.]+, trainer -[\d.]+\), "
+        rf"more than {LIMIT} 1e-05 allows \(--true-on-policy-mode\); {counts} "
         r"Likely cause: \d other samples agree, .*--custom-generate-function-path mine\.py:generate\. ",
         message,
     ), message
@@ -342,6 +343,6 @@ def test_where_log_probs_agree_the_step_is_taken_and_tells_the_largest_differenc
     for rank in ranks:
         metrics, unchanged = rank[f"equal {layout}"]
         assert 0 <= metrics["mismatch_max_abs"] <= 1e-5 and metrics["skipped_steps"] == 0
-        assert unchanged == ("custom" in layout)
+        assert not unchanged
     first, second = (rank[f"equal {layout}"][0] for rank in ranks)
     assert first["mismatch_max_abs"] == second["mismatch_max_abs"]
