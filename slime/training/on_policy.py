@@ -38,6 +38,8 @@ MODE = "--true-on-policy-mode"
 _THRESHOLD = "--ci-train-rollout-logprob-abs-diff-threshold"
 # A larger difference of two log-probs is none that other kernels make, in the precision of the parameters.
 _ROUNDING = {"float32": 1e-3, "float16": 0.2, "bfloat16": 1.0}
+# What SGLang calls them too.
+_PRECISIONS = {"half": "float16", "float": "float32", "bf16": "bfloat16", "auto": None}
 # Functions of the user's that can write log-probs of the engine, or ask it for others.
 _WRITE_LOG_PROBS = (
     "custom_generate_function_path", "rollout_function_path", "rollout_sample_hook_path",
@@ -265,7 +267,8 @@ def _causes(args: argparse.Namespace, found: Finding) -> Iterator[str]:
         yield "--hf-checkpoint is quantised: the engine computes with rounded weights; take a checkpoint that is not"
     engines = [arguments_of_group(args, group) for group in served_groups(args) if group.update_weights]
     for name in ("sglang_kv_cache_dtype", "sglang_dtype"):
-        for value in {vars(engine)[name] for engine in engines} - {None, "auto", args.params_dtype_name}:
+        values = {_PRECISIONS.get(vars(engine)[name], vars(engine)[name]) for engine in engines}
+        for value in values - {None, args.params_dtype_name}:
             yield f"the engine computes with {flag_of(name)} {value}, and the trainer in {args.params_dtype_name}"
     if token.difference <= _ROUNDING[args.params_dtype_name]:
         yield _kernels(args, engines)

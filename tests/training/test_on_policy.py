@@ -215,7 +215,7 @@ CAUSES = {
     "replayed experts": ({"num_experts": 8, "use_rollout_routing_replay": True}, finding(), "^kernels add"),
     "keys in 8 bits": ({"sglang_kv_cache_dtype": "fp8_e5m2"}, finding(LARGE), "--sglang-kv-cache-dtype fp8_e5m2, and"),
     "another precision": ({"sglang_dtype": "bfloat16"}, finding(LARGE), "--sglang-dtype bfloat16, and the trainer in float32"),
-    "the same precision": ({"sglang_dtype": "float32"}, finding(), "^kernels add"),
+    "the same precision": ({"sglang_dtype": "float", "sglang_kv_cache_dtype": "auto"}, finding(), "^kernels add"),
     "rounding of float32": ({}, finding(1e-3), "^kernels add"),
     "more than rounding": ({}, finding(2e-3), "other weights.*--check-weight-update-equal"),
     "rounding of bfloat16": ({"params_dtype_name": "bfloat16"}, finding(0.5), "^kernels add"),
