@@ -261,7 +261,6 @@ def spoiled_steps(cases):
     for name, args in cases.items():
         backend = load_backend(args)
         from slime.training.advantages import compute_advantages_and_returns
-        from slime.training.step_statistics import needs_log_prob_pass
         from slime.training.train_step import forward_log_probs, train_one_step
 
         data = RolloutData.of_rank(shard_of(args, backend.groups.data_rank), backend.groups.cp)
@@ -269,8 +268,8 @@ def spoiled_steps(cases):
         if backend.groups.is_last_stage:
             data["rollout_log_probs"] = [row.clone() for row in log_probs["log_probs"]]
             data.update(log_probs)
-            if not needs_log_prob_pass(args, steps=1):
-                # The training pass alone tells the log-probs.
+            if args.loss_type == "policy_loss" and args.advantage_estimator == "grpo":
+                # As where the pass is left out: the training pass alone tells the log-probs.
                 del data["log_probs"]
             compute_advantages_and_returns(args, data)
             if SPOILED in data["sample_indices"] and name.startswith("spoiled"):
