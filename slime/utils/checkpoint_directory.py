@@ -11,6 +11,8 @@ from slime.utils.errors import UserError
 
 POINTER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
+# The number of the push by which its weights went out, or the last ones before them.
+WEIGHT_VERSION = "weight_version.json"
 # What the metadata name of a checkpoint of FSDP's; those of Megatron's have torch_dist.
 FSDP2 = "fsdp2"
 

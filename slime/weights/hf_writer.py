@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.utils.checkpoint_directory import METADATA, WEIGHT_VERSION
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import fsync_tree, replace_directory, write_json_atomically
 from slime.utils.hf_files import INDEX_FILE
@@ -33,8 +34,10 @@ logger = logging.getLogger(__name__)
 _DEFAULT_SHARD_BYTES = 5 * 1024**3
 _LEAST_SHARD_BYTES = 512 * 1024**2
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
-# The note that `tools/inspect_checkpoint.py` makes of a directory's files: of another directory it is wrong.
+# The note that `tools/inspect_checkpoint.py` makes of a directory's files.
 CHECKSUMS = "checksums.json"
+# What says something of the weights of its directory, and of others would be wrong.
+_OF_THESE_WEIGHTS = (CHECKSUMS, METADATA, WEIGHT_VERSION)
 _ON_ONE_DISK = "the directory has to be on a disk that all nodes share"
 
 
@@ -138,10 +141,10 @@ def _complete(draft: Path, shards: dict[str, list[str]]) -> None:
 
 
 def copy_auxiliary_files(source_hf_dir: str | Path, target: str | Path) -> None:
-    """Copy every top-level file that is not a weight file, its index, or our note of checksums: configuration, tokenizer."""
+    """Copy every top-level file that is not a weight file, its index, or a note about the weights: configuration, tokenizer."""
     for path in sorted(Path(source_hf_dir).iterdir()):
         is_weight_file = any(path.match(pattern) for pattern in _WEIGHT_FILES)
-        is_wanted = not path.name.startswith(".") and path.name != CHECKSUMS
+        is_wanted = not path.name.startswith(".") and path.name not in _OF_THESE_WEIGHTS
         if path.is_file() and is_wanted and not is_weight_file:
             shutil.copyfile(path, Path(target) / path.name)
 

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime.utils.checkpoint_directory import WEIGHT_VERSION
 from slime.utils.errors import RunError
 from slime.utils.filesystem import write_json_atomically
 from slime.weights.source import Connected, Sent
@@ -38,7 +39,6 @@ from slime.weights.verification import NamesDiffer, PushedNames
 
 logger = logging.getLogger(__name__)
 
-_VERSION_FILE = "weight_version.json"
 # Orders that take the longer the larger the model is.
 _LOADING = frozenset({"fetch_weights", "update_weights_from_disk", "end_weight_update"})
 # Between the end of an engine's own time limit and its answer.
@@ -270,12 +270,12 @@ class WeightPush:
 
 def write_weight_version(checkpoint: Path, version: int) -> None:
     """Note in a checkpoint that its weights, or the last ones before them that were pushed, went out as `version`."""
-    write_json_atomically(checkpoint / _VERSION_FILE, {"weight_version": version})
+    write_json_atomically(checkpoint / WEIGHT_VERSION, {"weight_version": version})
 
 
 def read_weight_version(checkpoint: Path) -> int:
     """What `write_weight_version` noted; 0, as in a new run, in a checkpoint that was saved before versions were."""
-    path = checkpoint / _VERSION_FILE
+    path = checkpoint / WEIGHT_VERSION
     return json.loads(path.read_text())["weight_version"] if path.is_file() else 0
 
 

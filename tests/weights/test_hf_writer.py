@@ -15,7 +15,9 @@ from tests.support.processes.distributed import run_distributed
 def source(tmp_path):
     directory = tmp_path / "source"
     directory.mkdir()
-    for name in ("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja", "checksums.json"):
+    copied = ("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja")
+    # The last ones speak of weights that are not written: those of a checkpoint of ours too.
+    for name in (*copied, "checksums.json", "metadata.json", "weight_version.json"):
         (directory / name).write_text(f"content of {name}")
     (directory / "model.safetensors").write_bytes(b"old weights")
     (directory / "model.safetensors.index.json").write_text("{}")
