@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from slime.models.tensor_layouts import GatedLinear, Layout, QueryKeyValue, Replicated, Sharded, Vocabulary
@@ -18,6 +18,7 @@ from slime.models.tensor_layouts import GatedLinear, Layout, QueryKeyValue, Repl
 Config = dict[str, Any]
 Part = Callable[[Config], dict[str, Any]]
 
+HEAD = "lm_head.weight"
 LAYER = "{layer}"
 EXPERT = "{expert}"
 _LAYER_NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
@@ -176,6 +177,13 @@ class Family:
         is_of_model = not is_copy and self.ignored.search(hf_name) is None
         return not is_of_model or self.is_exported_as_stored(hf_name, num_layers, predictions)
 
+    def left_out(self, hf_names: Collection[str], config: Config, predictions: int = 0) -> set[str]:
+        """Those of the tensors of a checkpoint with `config` that its model can do without: what `may_be_left_out`, and a head
+        that is the embedding."""
+        tied = {HEAD} if config.get("tie_word_embeddings", False) else set()
+        layers = config["num_hidden_layers"]
+        return {name for name in hf_names if name in tied or self.may_be_left_out(name, layers, predictions)}
+
     def is_exported_as_stored(self, hf_name: str, num_layers: int, predictions: int = 0) -> bool:
         """Whether an HF tensor is none of the trained weights, and exports have it as the checkpoint has: one of another part,
         or of a layer behind the model's `num_layers` and its `predictions` layers for multi-token prediction."""
@@ -275,7 +283,7 @@ def _query_key_value(kind: str) -> Rule:
 ENDS = (
     Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Vocabulary()),
     Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), Replicated()),
-    Rule(("output_layer.weight",), ("lm_head.weight",), Vocabulary()),
+    Rule(("output_layer.weight",), (HEAD,), Vocabulary()),
 )
 
 # Transformer Engine fuses a norm with the linear layer behind it and keeps the norm's weight there.

@@ -35,6 +35,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 from slime.arguments.checkpoints import WeightSource
+from slime.arguments.hf_config import read_hf_config
+from slime.models.families import family_of
 from slime.training.backend import Collect, RankGroups, StepLoss, StepResult, UnfinishedSave, Update
 from slime.training.checkpoint_parts import (
     directory_of_state,
@@ -71,7 +73,6 @@ from slime.weights.quantised_checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
-_HEAD = "lm_head.weight"
 # What the optimizer remembers, in a checkpoint.
 _OPTIMIZER = "optimizer"
 # Under this name transformers knows the attention of this backend.
@@ -156,9 +157,11 @@ class FSDPBackend:
             read_tensors(place, {name: parameter.detach() for name, parameter in parameters.items()})
             return True
         files = open_checkpoint(directory)
-        further = sorted(files.names() - parameters.keys()) if source.kind == "megatron" else []
-        if further:
-            raise UserError(f"{directory} is of another model than --hf-checkpoint, which has no {further[0]}")
+        names, of_other_model = files.names(), f"{directory} is of another model than --hf-checkpoint"
+        if further := sorted(_of_model(names, directory) - parameters.keys()):
+            raise UserError(f"{of_other_model}, which has no {further[0]}")
+        if missing := sorted(parameters.keys() - names):
+            raise UserError(f"{of_other_model}: it has no {missing[0]}")
         for name, parameter in parameters.items():
             stored = files.tensor(name)
             if stored.shape != parameter.shape:
@@ -267,8 +270,8 @@ class FSDPBackend:
         return self._whole_tensors, dict
 
     def expected_names(self) -> set[str]:
-        tied = {_HEAD} if self.model.config.tie_word_embeddings else set()
-        return SafetensorsDirectory(self.args.hf_checkpoint).names() - tied
+        directory = self.args.hf_checkpoint
+        return _of_model(SafetensorsDirectory(directory).names(), directory)
 
     def live_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
@@ -423,11 +426,9 @@ class FSDPBackend:
         """Put optimizer, schedule and generators back where they were."""
         args, is_first = self.args, dist.get_rank() == 0
         if stored["has_optimizer"] and not args.no_load_optim:
-            names = dcp.FileSystemReader(directory / _OPTIMIZER).read_metadata().state_dict_metadata
-            for name, parameter in self.model.named_parameters():
-                if f"step.{name}" in names:
-                    moments = {kind: torch.zeros_like(parameter.detach()) for kind in ("exp_avg", "exp_avg_sq")}
-                    self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+            for parameter in self.model.parameters():
+                moments = {kind: torch.zeros_like(parameter.detach()) for kind in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
             read_tensors(directory / _OPTIMIZER, self._remembered())
             if args.optimizer_cpu_offload:
                 self._put_moments(torch.device("cpu"))
@@ -565,6 +566,12 @@ def _attend(
     else:
         output = attend_over_context(query, key, value, packed_stream, scale, kernel=stream_kernel, window=window)
     return output.unflatten(-1, (query.shape[1], -1))[None], None
+
+
+def _of_model(names: set[str], directory: str | Path) -> set[str]:
+    """Those of the tensors of a Hugging Face directory that its model needs: without buffers, and a head that is tied."""
+    config = read_hf_config(directory)
+    return names - family_of(config).left_out(names, config)
 
 
 def _own_rows(parameter: DTensor) -> tuple[slice, ...]:

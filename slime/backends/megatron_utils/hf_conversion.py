@@ -28,7 +28,7 @@ import torch.distributed as dist
 from slime.arguments.config_files.role_config import CRITIC
 from slime.arguments.hf_config import read_hf_config
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
-from slime.models.family import Family, Rule, next_expert, strip_wrappers
+from slime.models.family import HEAD, Family, Rule, next_expert, strip_wrappers
 from slime.models.tensor_layouts import Layout, TensorSizes
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import SafetensorsDirectory
@@ -42,7 +42,6 @@ Plan = list[tuple[str, torch.Tensor, Rule, tuple[str, ...]]]
 NamedTensor = tuple[str, torch.Tensor]
 
 _LISTED = 20
-_HEAD = "lm_head.weight"
 
 
 @torch.no_grad()
@@ -189,7 +188,7 @@ def expected_hf_names(hf_dir: str | Path, predictions: int = 0) -> set[str]:
         UserError: unsupported `model_type`, or no safetensors files.
     """
     names = SafetensorsDirectory(hf_dir).names()
-    return names - _left_out(names, family_of_directory(hf_dir), hf_dir, predictions)
+    return names - family_of_directory(hf_dir).left_out(names, read_hf_config(hf_dir), predictions)
 
 
 def _plan(family: Family, model_chunks: Iterable[torch.nn.Module]) -> Plan:
@@ -221,9 +220,10 @@ def _check_names(
     """Args: is_critic: the model has a head of its own, and predicts no tokens."""
     present = source.names()
     if is_critic:
-        present = {name for name in present if name != _HEAD and not family.is_prediction(name)}
+        present = {name for name in present if name != HEAD and not family.is_prediction(name)}
     missing = sorted(needed - present)
-    surplus = sorted(present - needed - _left_out(present - needed, family, hf_dir))
+    surplus = present - needed
+    surplus = sorted(surplus - family.left_out(surplus, read_hf_config(hf_dir, flag="checkpoint")))
     problems = [
         f"{len(names)} {what}: {', '.join(names[:_LISTED])}{', ...' if len(names) > _LISTED else ''}"
         for what, names in (("missing", missing), ("not in the model", surplus))
@@ -234,13 +234,6 @@ def _check_names(
             f"{hf_dir} does not fit the model flags (layers, tied or untied embeddings, biases, norms): "
             f"{'; '.join(problems)}"
         )
-
-
-def _left_out(names: set[str], family: Family, hf_dir: str | Path, predictions: int = 0) -> set[str]:
-    """Those of an HF directory's tensors that its model can do without."""
-    config = read_hf_config(hf_dir, flag="checkpoint")
-    found = {name for name in names if family.may_be_left_out(name, config["num_hidden_layers"], predictions)}
-    return found | (names & {_HEAD} if config.get("tie_word_embeddings", False) else set())
 
 
 def names_of_stage(args: Any, model_chunks: Iterable[torch.nn.Module]) -> set[str]:

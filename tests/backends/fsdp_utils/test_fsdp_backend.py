@@ -318,6 +318,21 @@ def test_samples_of_a_stream_do_not_see_each_other(one_rank, sharing_ranks):
             assert row == pytest.approx(alone, rel=1e-5)
 
 
+def test_buffers_and_a_tied_head_of_the_checkpoint_are_not_waited_for(tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from slime.backends.fsdp_utils.backend import FSDPBackend
+    from tests.support.models.args import default_args
+
+    write_tiny_model(tmp_path, tied=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    further = ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"]
+    save_file({**stored, **{name: torch.ones(2) for name in further}}, tmp_path / "model.safetensors")
+    expected = FSDPBackend(default_args(hf_checkpoint=str(tmp_path))).expected_names()
+    assert expected == stored.keys() - {"lm_head.weight"}
+
+
 def test_a_push_names_the_tensors_of_the_checkpoint(hf_dir, one_rank, two_ranks, sharing_ranks):
     import numpy as np
     from safetensors.numpy import load_file

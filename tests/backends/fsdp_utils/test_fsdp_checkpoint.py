@@ -75,13 +75,13 @@ class Run:
         }
 
 
-def worker(hf_dir, other, directory, size):
+def worker(hf_dir, other, directory, size, bf16):
     """Six steps; three, a checkpoint with a further set of weights, and three behind it; and what else is asked of one."""
     import torch
 
     from slime.training.model_states import REFERENCE, ROLLOUT_ACTOR, ModelStates
 
-    args, start = arguments(hf_dir, directory, size), WeightSource("hf", hf_dir)
+    args, start = arguments(hf_dir, directory, size, bf16=bf16), WeightSource("hf", hf_dir)
     torch.manual_seed(5)
     whole = Run(args, start)
     found = {"whole": [whole.step() for _ in range(2 * STEPS)], "end": whole.digests()}
@@ -154,10 +154,13 @@ def failed_save(run, directory):
     return str(error.value) if dist.get_world_size() > 1 else None
 
 
-def on_one_rank(hf_dir, directory):
-    """The whole tensors of a checkpoint that more ranks wrote, with what the optimizer remembers."""
+def on_one_rank(hf_dir, directory, further):
+    """The whole tensors of a checkpoint that more ranks wrote, with what the optimizer remembers. A run that begins from it as
+    from a model leaves a checkpoint in `further`."""
     run = Run(arguments(hf_dir, directory, 1), WeightSource("megatron", str(directory), resume=True))
     whole = {name: tensor.clone().numpy() for name, tensor in run.backend.stage_tensors()()}
+    model = str(iteration_directory(directory, 2))
+    Run(arguments(model, further, 1), WeightSource("hf", model)).save(0, None, (), 1)
     return whole, run.digests()
 
 
@@ -172,6 +175,10 @@ def refused_sources(hf_dir, directory):
         with pytest.raises(UserError) as error:
             backend.load(WeightSource("megatron", str(place), 2, resume=True))
         found[place.name] = str(error.value)
+    for name in ("deeper", "headless"):
+        with pytest.raises(UserError) as error:
+            backend.load_weights(WeightSource("hf", str(iteration_directory(directory / name, 2))))
+        found[f"{name} as a model"] = str(error.value)
     return found
 
 
@@ -198,12 +205,13 @@ def saves(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(models, saves):
-    return run_distributed(worker, 1, (*models, saves[1], 1), timeout=300)
+    return run_distributed(worker, 1, (*models, saves[1], 1, False), timeout=300)
 
 
 @pytest.fixture(scope="module")
 def two_ranks(models, saves):
-    return run_distributed(worker, 2, (*models, saves[2], 2), timeout=300)
+    """In bfloat16, which cannot hold what a checkpoint has to."""
+    return run_distributed(worker, 2, (*models, saves[2], 2, True), timeout=300)
 
 
 @pytest.fixture(params=["one_rank", "two_ranks"])
@@ -253,7 +261,7 @@ def test_nothing_is_left_beside_what_was_published(ranks, saves):
     assert {path.name for path in (save / "iter_0000002" / "states").iterdir()} == {"ref"}
 
 
-def test_a_checkpoint_is_a_hugging_face_directory(models, saves, two_ranks):
+def test_a_checkpoint_is_a_hugging_face_directory(models, saves, two_ranks, tmp_path):
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
@@ -261,7 +269,7 @@ def test_a_checkpoint_is_a_hugging_face_directory(models, saves, two_ranks):
     directory = iteration_directory(saves[2], 2)
     assert (directory / "tokenizer.json").is_file() and (directory / "config.json").is_file()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    ((whole, digests),) = run_distributed(on_one_rank, 1, (models[0], saves[2]), timeout=300)
+    ((whole, digests),) = run_distributed(on_one_rank, 1, (models[0], saves[2], tmp_path), timeout=300)
     named = dict(model.named_parameters())
     assert named.keys() == whole.keys()
     assert all(np.array_equal(named[name].detach().numpy(), tensor) for name, tensor in whole.items())
@@ -270,24 +278,34 @@ def test_a_checkpoint_is_a_hugging_face_directory(models, saves, two_ranks):
         digests["groups"] == two_ranks[0]["saved"]["groups"]
         and digests["rollouts"] == two_ranks[0]["saved"]["rollouts"]
     )
+    # What it tells of its own weights is nothing that a run which begins from it repeats.
+    assert (read_weight_version(directory), read_weight_version(iteration_directory(tmp_path, 0))) == (7, 1)
+    assert json.loads((iteration_directory(tmp_path, 0) / "metadata.json").read_text())["iteration"] == 0
 
 
 def test_what_cannot_be_loaded_is_refused_by_name(models, saves, one_rank, tmp_path):
     whole = iteration_directory(saves[1], 2)
-    for name in ("cut", "megatron", "optimizer", "deeper"):
+    for name in ("cut", "megatron", "optimizer", "no optimizer", "deeper", "headless"):
         shutil.copytree(whole, iteration_directory(tmp_path / name, 2))
         (tmp_path / name / "latest_checkpointed_iteration.txt").write_text("2")
     (iteration_directory(tmp_path / "cut", 2) / "metadata.json").unlink()
     (iteration_directory(tmp_path / "megatron", 2) / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     for file in (iteration_directory(tmp_path / "optimizer", 2) / "optimizer").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:100])
-    index = iteration_directory(tmp_path / "deeper", 2) / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    file = content["weight_map"]["model.norm.weight"]
-    content["weight_map"]["model.layers.9.mlp.up_proj.weight"] = file
-    index.write_text(json.dumps(content))
+    shutil.rmtree(iteration_directory(tmp_path / "no optimizer", 2) / "optimizer")
+    for name in ("deeper", "headless"):
+        index = iteration_directory(tmp_path / name, 2) / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        file = content["weight_map"].pop("lm_head.weight")
+        content["weight_map"] |= {"model.layers.9.mlp.up_proj.weight": file} if name == "deeper" else {}
+        index.write_text(json.dumps(content))
     (found,) = run_distributed(refused_sources, 1, (models[0], tmp_path), timeout=300)
     for name in ("cut", "megatron"):
         assert "was not saved with --train-backend fsdp" in found[name] and "convert_torch_dist_to_hf" in found[name]
-    assert "/optimizer cannot be loaded" in found["optimizer"]
-    assert "is of another model than --hf-checkpoint, which has no model.layers.9.mlp.up_proj.weight" in found["deeper"]
+    assert (
+        "/optimizer cannot be loaded" in found["optimizer"] and "/optimizer cannot be loaded" in found["no optimizer"]
+    )
+    other = "is of another model than --hf-checkpoint"
+    for given in ("", " as a model"):
+        assert f"{other}, which has no model.layers.9.mlp.up_proj.weight" in found[f"deeper{given}"]
+        assert f"{other}: it has no lm_head.weight" in found[f"headless{given}"]
