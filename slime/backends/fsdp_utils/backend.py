@@ -316,7 +316,11 @@ class FSDPBackend:
 
     def _put_moments(self, device: torch.device) -> None:
         for state in self.optimizer.state.values():
-            state.update({name: value.to(device) for name, value in state.items() if value.ndim})
+            # The host waits for none of the copies: memory that they go to is pinned.
+            moments = {name: value for name, value in state.items() if value.ndim}
+            state.update({name: value.to(device, non_blocking=True) for name, value in moments.items()})
+        # But for all of them, before it reads what they bring.
+        get_accelerator().synchronize()
 
     @property
     def _compute_dtype(self) -> torch.dtype:

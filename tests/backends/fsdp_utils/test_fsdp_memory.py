@@ -290,6 +290,54 @@ def test_moments_are_on_the_device_for_an_update_alone():
         }  # fmt: skip
 
 
+class Queued:
+    """A tensor whose copies are noted: (their device, whether the host waits for each)."""
+
+    ndim = 1
+
+    def __init__(self, events):
+        self.events = events
+
+    def to(self, device, non_blocking=False):
+        self.events.append((device.type, not non_blocking))
+        return self
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """A list in which it is noted when the host waits for the device."""
+    from slime.backends.fsdp_utils import backend
+
+    events = []
+    device = mock.Mock(synchronize=lambda: events.append("waited"))
+    monkeypatch.setattr(backend, "get_accelerator", lambda: device)
+    return events
+
+
+def test_the_host_waits_for_all_moments_together(waits):
+    import torch
+
+    from slime.backends.fsdp_utils.backend import FSDPBackend
+    from tests.support.models.args import default_args
+
+    made = FSDPBackend(default_args(optimizer_cpu_offload=True))
+    state = {"step": torch.zeros(()), "exp_avg": Queued(waits), "exp_avg_sq": Queued(waits)}
+    made.optimizer = mock.Mock(state={"of one": dict(state), "of another": dict(state)})
+    made._put_moments(torch.device("cpu"))
+    assert waits == [("cpu", False)] * 4 + ["waited"]
+
+
+@pytest.mark.parametrize("flags, ends", [({}, []), ({"fsdp_cpu_offload": True}, ["waited"])])
+def test_weights_on_the_host_are_free_to_change_after_a_pass(waits, flags, ends):
+    from slime.backends.fsdp_utils.backend import FSDPBackend
+    from tests.support.models.args import default_args
+
+    made = FSDPBackend(default_args(**flags))
+    with mock.patch.object(made, "_logits", lambda batch: waits.append(batch)):
+        assert made.forward(["one", "two"], lambda batch, logits: {batch: logits}) == [{"one": None}, {"two": None}]
+    assert waits == ["one", "two", *ends]
+
+
 def test_gradients_of_all_ranks_are_clipped_together(ranks, one_rank):
     import numpy as np
 
