@@ -11,6 +11,12 @@ from slime.models.family import Config
 
 MODEL_TYPES = tuple(name for name, family in FAMILIES.items() if family.fsdp)
 
+# Flash attention by its value of --attn-implementation, the fastest first: the module and the package that it comes with.
+FLASH_ATTENTION = {
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+}
+
 # Flag -> the one value that it has there; nothing is told from 0 or off.
 ONLY_VALUES: dict[str, Any] = {
     "linear_attention_freq": None, "mtp_num_layers": None, "softmax_scale": None, "rotary_seq_len_interpolation_factor": None,
@@ -21,6 +27,7 @@ ONLY_VALUES: dict[str, Any] = {
     "use_precision_aware_optimizer": False, "decoupled_lr": None,
     "only_train_params_name_list": None, "freeze_params_name_list": None, "freeze_indexer": False,
     "log_num_zeros_in_grad": False, "log_params_norm": False, "manual_gc": False, "train_sync_interval": None,
+    "grad_reduce_in_bf16": False, "check_for_large_grads": False, "distributed_backend": "nccl",
     "empty_unused_memory_level": 0, "distributed_timeout_seconds_after_init": None,
     "check_weight_hash_across_dp_replicas_interval": None, "async_save": False,
     "custom_model_provider_path": None, "custom_megatron_init_path": None,

@@ -12,9 +12,11 @@ backward pass the ranks' gradients are summed and each keeps its own rows.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +37,27 @@ def causal_varlen_attention() -> Kernel:
     from torch.nn.attention.varlen import varlen_attn
 
     return functools.partial(varlen_attn, window_size=(-1, 0), **_grouped(varlen_attn))
+
+
+def flash_attention(module: str) -> Kernel:
+    """The kernel of a package of flash attention, which has it in `module`.
+
+    Raises:
+        ImportError: the package is not there, or another than the one that is meant.
+    """
+    try:
+        attend = importlib.import_module(module).flash_attn_varlen_func
+    except AttributeError as error:
+        raise ImportError(str(error)) from error
+    return functools.partial(_attend_by_flash, attend)
+
+
+def _attend_by_flash(
+    attend: Callable[..., Any], *stream: torch.Tensor | int, scale: float, window_size: tuple[int, int] = (-1, -1)
+) -> torch.Tensor:
+    output = attend(*stream, softmax_scale=scale, causal=True, window_size=window_size)
+    # Versions of flash-attn-3 give what the backward pass needs, too.
+    return output[0] if isinstance(output, tuple) else output
 
 
 @functools.cache

@@ -23,7 +23,13 @@ def test_another_value_of_a_flag_is_found(name):
     assert list(other_values({**values, name: not only if isinstance(only, bool) else "other"})) == [name]
 
 
-@pytest.mark.parametrize("words", ["--log-params-norm", "--freeze-params-name-list norm", *TYPED.values()])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--log-params-norm", "--freeze-params-name-list norm", "--bf16 --grad-reduce-in-bf16", "--check-for-large-grads",
+        "--distributed-backend gloo", *TYPED.values(),
+    ],
+)  # fmt: skip
 def test_a_run_refuses_the_flag_and_names_the_way_out(tmp_path, words):
     flag = words.split(" --")[-1].split()[0]
     with pytest.raises(UserError, match=rf"(?m)^.*{flag}.* is not built for --train-backend fsdp; .* megatron$"):

@@ -243,8 +243,7 @@ ALGORITHM = Group("algorithm", (
     switch("--use-unbiased-kl", "weight the estimator by the importance ratio", idle=_NO_KL),
     flag("--ref-update-interval", int, None, "copy the actor into the reference model every N rollouts; unset: the reference "
         "never changes", bounds=AT_LEAST_ONE, idle=_NO_KL),
-    flag("--entropy-coef", float, 0.0, "weight of the entropy bonus", bounds=weight(1, "0 to 0.01", low=None),
-        idle=_IMITATION),
+    flag("--entropy-coef", float, 0.0, "weight of the entropy bonus", bounds=weight(1, "0 to 0.01", low=None), idle=_IMITATION),
     switch("--use-rollout-entropy", "store per-token entropy with the log-probs"),
     # Advantages
     flag("--gamma", float, 1.0, "discount of later rewards, per token", bounds=share(1), idle=_DISCOUNTS_NOTHING),

@@ -217,8 +217,7 @@ HISTORICAL: tuple[FlagSpec, ...] = (
     _value("--check-weight-hash-across-dp-replicas-interval", "int", None, "stop where replicas differ after N steps, 2N, …"),
     # Checkpoints
     _value("--save-interval --persistent-save-interval", "int", None, "save every N rollouts"),
-    _value("--ckpt-format", "str", "torch_dist", "format of checkpoints", ("torch", "torch_dist", "torch_dcp",
-           "fsdp_dtensor")),
+    _value("--ckpt-format", "str", "torch_dist", "format of checkpoints", ("torch", "torch_dist", "torch_dcp", "fsdp_dtensor")),
     _on("--auto-detect-ckpt-format", "find out the format of --load"),
     _on("--no-save-rng", "leave the random generators out"),
     _on("--exit-on-missing-checkpoint", "a first launch, with a --load that is still empty, is an error"),

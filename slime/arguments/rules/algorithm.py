@@ -351,8 +351,7 @@ WEIGHT_RULES: tuple[Rule, ...] = (
             "{--update-weight-mode} full {--update-weight-transport} disk instead of {update_weight_mode} over "
             "{update_weight_transport}")),
     *where(lambda args: args.use_stateless_adam,
-        refused(lambda args: args.optimizer != "adam",
-            "{--use-stateless-adam} with {--optimizer=}: give {--optimizer} adam"),
+        refused(lambda args: args.optimizer != "adam", "{--use-stateless-adam} with {--optimizer=}: give {--optimizer} adam"),
         refused(lambda args: not args.decoupled_weight_decay,
             "{--use-stateless-adam} with {--no-decoupled-weight-decay}: its decay is decoupled; drop one of them"),
         refused(lambda args: not args.no_save_optim,

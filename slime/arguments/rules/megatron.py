@@ -20,6 +20,7 @@ from slime.arguments.sizes import train_iterations
 from slime.arguments.surface import load_surface
 from slime.arguments.violations import Rule, Violation, about, broken, divisors, hint, refused, refused_each, where
 from slime.estimates.layout import parts_of_layout
+from slime.models.fsdp import FLASH_ATTENTION
 from slime.models.shape_of_flags import SHAPE_FLAGS
 from slime.utils.errors import UserError
 
@@ -378,11 +379,9 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "{--lr-warmup-fraction=} and {--lr-warmup-iters=} exclude each other; drop one"),
     refused(lambda args: args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1,
         "{--lr-warmup-fraction=}: it must be at least 0 and below 1, 0.1 for example"),
-    refused(lambda args: args.lr_warmup_init > args.lr,
-        "{--lr-warmup-init=} is above {--lr=}; give at most {lr} (0 is usual)"),
+    refused(lambda args: args.lr_warmup_init > args.lr, "{--lr-warmup-init=} is above {--lr=}; give at most {lr} (0 is usual)"),
     phases,
-    refused(lambda args: args.min_lr is not None and args.min_lr > args.lr,
-        "{--min-lr=} is above {--lr=}; give at most {lr}"),
+    refused(lambda args: args.min_lr is not None and args.min_lr > args.lr, "{--min-lr=} is above {--lr=}; give at most {lr}"),
     refused(lambda args: args.use_checkpoint_opt_param_scheduler and args.override_opt_param_scheduler,
         "{--use-checkpoint-opt-param-scheduler} and {--override-opt-param-scheduler} contradict each other; drop one"),
     refused(lambda args: args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None,
@@ -409,6 +408,10 @@ EXTENSION_RULES: tuple[Rule, ...] = where(lambda args: args.has_trainer,
     refused(lambda args: args.recompute_granularity == "selective" and importlib.util.find_spec("transformer_engine") is None
             and not set(RECOMPUTED_BY_ENGINE).isdisjoint(args.recompute_modules or ()),
         "{--recompute-modules}: layernorm and moe_act need Transformer Engine, which is missing here; install it or drop them"),
+    refused(lambda args: args.attn_implementation in FLASH_ATTENTION and args.train_backend == "fsdp" and (
+            args.on_gpus is False or importlib.util.find_spec(FLASH_ATTENTION[args.attn_implementation][0]) is None),
+        "{--attn-implementation=} needs a GPU and the package flash-attn (flash-attn-3 for flash_attention_3), one of which is "
+        "missing here; install it, or give auto"),
 )  # fmt: skip
 
 # Without training ranks no model is built.

@@ -400,6 +400,8 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
         refused_each(("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
             lambda args, size: size > 1,
             "{0=}: {--train-backend=} shards parameters over all ranks instead; give 1, or {--train-backend} megatron"),
+        refused(lambda args: args.attn_implementation == "eager" and args.context_parallel_size > 1,
+            "{--attn-implementation=} computes scores of whole sequences; {--context-parallel-size=} splits them; give sdpa"),
         refused(lambda args: args.use_critic,
             "{--advantage-estimator=}: {--train-backend=} has no critic; give grpo, or {--train-backend} megatron"),
         refused(lambda args: args.opd_type == "megatron",

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
-import importlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from slime.arguments.checkpoints import WeightSource
 from slime.arguments.hf_config import read_hf_config
 from slime.models.families import family_of
+from slime.models.fsdp import FLASH_ATTENTION
 from slime.training.backend import Collect, RankGroups, StepLoss, StepResult, UnfinishedSave, Update
 from slime.training.checkpoint_parts import (
     directory_of_state,
@@ -60,6 +60,7 @@ from slime.training.stream_attention import (
     attend_over_context,
     attend_to_each_sequence,
     causal_varlen_attention,
+    flash_attention,
 )
 from slime.training.train_step import MicroBatches
 from slime.utils.checkpoint_directory import FSDP2, METADATA, iteration_directory, latest_iteration, require_backend
@@ -77,11 +78,6 @@ logger = logging.getLogger(__name__)
 _OPTIMIZER = "optimizer"
 # Under this name transformers knows the attention of this backend.
 _OF_STREAMS = "slime_streams"
-# Flash attention by its value of --attn-implementation, the fastest first: the module and the package that it comes with.
-_FLASH = {
-    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
-    "flash_attention_2": ("flash_attn", "flash-attn"),
-}
 
 
 class FSDPBackend:
@@ -398,8 +394,9 @@ class FSDPBackend:
             ALL_ATTENTION_FUNCTIONS.register(_OF_STREAMS, _attend)
             model.set_attn_implementation(_OF_STREAMS)
             return True
+        named = self.args.attn_implementation
         flags = [f"--context-parallel-size {self.args.context_parallel_size}"] * (self.groups.cp.size > 1)
-        flags += [f"--attn-implementation {self.args.attn_implementation}"] * (self.args.attn_implementation in _FLASH)
+        flags += [f"--attn-implementation {named}"] * (named in FLASH_ATTENTION)
         if flags:
             raise UserError(
                 f"{', '.join(flags)}: {type(model).__name__} has attention that knows neither packed streams nor flash "
@@ -489,20 +486,15 @@ def _kernel_of(args: argparse.Namespace) -> Callable[[], Kernel]:
     """What gives the kernel for streams of 16-bit types on CUDA, by `--attn-implementation`.
 
     Raises:
-        UserError: its package is missing, or has nothing to compute on; or eager attention would have to be split.
+        UserError: its package is missing on this machine, or has nothing to compute on.
     """
     named = args.attn_implementation
-    if named == "eager" and args.context_parallel_size > 1:
-        raise UserError(
-            f"--attn-implementation eager computes scores of whole sequences, and --context-parallel-size "
-            f"{args.context_parallel_size} splits them; give --attn-implementation sdpa"
-        )
     has_kernels = args.bf16 and not get_accelerator().shares_host_memory
-    for name in _FLASH if named == "auto" and has_kernels else {named} & _FLASH.keys():
-        module, package = _FLASH[name]
+    for name in FLASH_ATTENTION if named == "auto" and has_kernels else {named} & FLASH_ATTENTION.keys():
+        module, package = FLASH_ATTENTION[name]
         try:
-            attend = importlib.import_module(module).flash_attn_varlen_func
-        except (ImportError, AttributeError) as error:
+            kernel = flash_attention(module)
+        except ImportError as error:
             if named == "auto":
                 continue
             raise UserError(
@@ -514,17 +506,8 @@ def _kernel_of(args: argparse.Namespace) -> Callable[[], Kernel]:
                 f"--attn-implementation {name} computes on GPUs and in 16 bits alone; give --attn-implementation auto, "
                 "or --bf16 on a GPU"
             )
-        kernel = functools.partial(_attend_by_flash, attend)
         return lambda: kernel
     return causal_varlen_attention
-
-
-def _attend_by_flash(
-    attend: Callable[..., Any], *stream: torch.Tensor | int, scale: float, window_size: tuple[int, int] = (-1, -1)
-) -> torch.Tensor:
-    output = attend(*stream, softmax_scale=scale, causal=True, window_size=window_size)
-    # Versions of flash-attn-3 give what the backward pass needs, too.
-    return output[0] if isinstance(output, tuple) else output
 
 
 def _attend(

@@ -10,6 +10,7 @@ from slime.arguments.derivation import settle_precision
 from slime.arguments.megatron.effects import ACTS_WITH, FIXED
 from slime.arguments.megatron.values import derive_megatron_values
 from slime.arguments.violations import Kind, broken
+from slime.models.fsdp import FLASH_ATTENTION
 from slime.utils.errors import UserError
 from tests.support.models.args import command_line, parse, write_config
 from tests.support.tables.rules import assert_violation, refusal, violations
@@ -292,3 +293,26 @@ def test_an_extension_that_is_not_installed_is_missed_where_it_was_asked_for(
     assert parse(tmp_path, *words.split(), "--dry-run").plan_notes == [found.message]
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: installed("json"))
     parse(tmp_path, *words.split())
+
+
+@pytest.mark.parametrize("name", FLASH_ATTENTION)
+@pytest.mark.parametrize(
+    "on_gpus, has_package", [(False, True), (True, False), (None, False), (True, True), (None, True)]
+)
+def test_flash_attention_that_has_no_package_or_no_gpu_is_missed(tmp_path, monkeypatch, name, on_gpus, has_package):
+    """On another machine ranks find out; with Megatron the flag is refused, and the package found by itself."""
+    installed, module = importlib.util.find_spec, FLASH_ATTENTION[name][0]
+
+    def find(asked, *more):
+        return (installed("json") if has_package else None) if asked == module else installed(asked, *more)
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    monkeypatch.setattr("slime.arguments.derivation.expects_gpus", lambda args: on_gpus)
+    words = f"--train-backend fsdp --attn-implementation {name}"
+    if on_gpus is not False and has_package:
+        parse(tmp_path, *words.split())
+        return
+    (found,) = refusal(tmp_path, words)
+    assert found.flags == ("--attn-implementation",) and found.kind is Kind.MISSING
+    assert parse(tmp_path, *words.split(), "--dry-run").plan_notes == [found.message]
+    parse(tmp_path, *words.split(), "--debug-rollout-only")

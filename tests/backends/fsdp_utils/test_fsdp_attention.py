@@ -113,12 +113,6 @@ def test_flash_attention_is_for_16_bits_on_a_gpu(installed, monkeypatch, flags):
         fsdp._kernel_of(default_args(attn_implementation="flash_attention_2", **flags))
 
 
-def test_eager_attention_is_not_split():
-    args = default_args(train_backend="fsdp", attn_implementation="eager", context_parallel_size=2)
-    with pytest.raises(UserError, match="--attn-implementation eager .* --context-parallel-size 2 "):
-        FSDPBackend(args).place()
-
-
 def third(*arguments, **options):
     return flash_attn_varlen_func(*arguments, **options)
 
