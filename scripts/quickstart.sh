@@ -108,6 +108,8 @@ BASE_DIR="${BASE_DIR:-outputs/${EXAMPLE:-quickstart}}"
 SEED_DIR="$BASE_DIR/seed-$SEED"
 TASK_DIR="$SEED_DIR/task"
 SFT_DIR="$SEED_DIR/sft"
+# The taught model as a Hugging Face directory, from which either trainer starts.
+TAUGHT_DIR="$SEED_DIR/taught"
 RUN_DIR="$SEED_DIR/runs/${RUN_NAME:-$(date +%Y%m%d-%H%M%S)}"
 EVAL_SETS=(--eval-prompt-data held_out "$TASK_DIR/eval.jsonl" --n-samples-per-eval-prompt 1)
 if [[ -n "$EXAMPLE" ]]; then
@@ -144,6 +146,7 @@ OPTIMIZER_ARGS=(
 SFT_ARGS=(
   --load "$SFT_DIR"
   --save "$SFT_DIR"
+  --save-hf "$TAUGHT_DIR"
   --save-interval 30
   --loss-type sft_loss
   --debug-train-only
@@ -161,7 +164,7 @@ SFT_ARGS=(
 )
 
 CKPT_ARGS=(
-  --ref-load "$SFT_DIR"
+  --ref-load "$TAUGHT_DIR"
   --load "$RUN_DIR/checkpoints"
   --save "$RUN_DIR/checkpoints"
   --save-interval 10
@@ -248,8 +251,8 @@ plan() {
 # Tells what is wrong with flags and files of step 4 before step 3, which takes minutes. The model that nobody has taught stands
 # for the one that step 4 starts from.
 check_step_4() {
-  local told
-  if ! told="$("$PYTHON_BIN" "$PROGRAM" "${GRPO_RUN_ARGS[@]//"$SFT_DIR"/"$TASK_DIR/model"}" --check 2>&1 >/dev/null)"; then
+  local told words=("${GRPO_RUN_ARGS[@]//"$TAUGHT_DIR"/"$TASK_DIR/model"}")
+  if ! told="$("$PYTHON_BIN" "$PROGRAM" "${words[@]//"$SFT_DIR"/"$TASK_DIR/model"}" --check 2>&1 >/dev/null)"; then
     printf '%s\n' "$told" >&2
     exit 2
   fi
@@ -281,7 +284,7 @@ else
 fi
 
 step "3/5 teach by demonstrations: $SFT_DIR"
-if [[ -f "$SFT_DIR/latest_checkpointed_iteration.txt" ]]; then
+if [[ -d "$TAUGHT_DIR" ]]; then
   echo "reused"
 else
   check_step_4

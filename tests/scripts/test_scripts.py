@@ -166,6 +166,11 @@ def test_quickstart_passes_flags_on_to_the_second_run(tmp_path: Path, quickstart
     _, taught, reinforced = [line for line in result.stdout.splitlines() if ".py" in line]
     assert reinforced.endswith(" --lr 1e-5 --eval-prompt-data a b c --dry-run") and " --lr 1e-5 " not in taught
     assert f"--save {tmp_path}/out/seed-0/runs/mine/checkpoints" in reinforced
+    # A Hugging Face directory, which every --train-backend starts from.
+    assert (
+        f"--save-hf {tmp_path}/out/seed-0/taught " in taught
+        and f"--ref-load {tmp_path}/out/seed-0/taught " in reinforced
+    )
 
 
 def test_quickstart_reinforces_with_the_asynchronous_loop_when_asked(tmp_path: Path, quickstart_with_stub: str) -> None:
@@ -179,9 +184,13 @@ def test_quickstart_reinforces_with_the_asynchronous_loop_when_asked(tmp_path: P
 def test_quickstart_tells_of_a_wrong_flag_before_it_teaches(tmp_path: Path, quickstart_with_stub: str) -> None:
     add_interpreter(tmp_path, 'case "$*" in *--check) echo "wrong: $*" >&2; exit 2 ;; esac')
     (tmp_path / "scripts" / "install.sh").touch()
-    result = bash(quickstart_with_stub, "--dir", str(tmp_path / "out"), "--", "--kl-los-coef", "1")
+    seed = tmp_path / "out/seed-0"
+    words = ("--opd-teacher-load", str(seed / "sft"), "--kl-los-coef", "1")
+    result = bash(quickstart_with_stub, "--dir", str(tmp_path / "out"), "--", *words)
     assert result.returncode == 2 and result.stderr.startswith("wrong: train.py ")
-    assert f"--ref-load {tmp_path}/out/seed-0/task/model --load" in result.stderr and "--kl-los-coef 1" in result.stderr
+    # What is not there yet is another model's place.
+    assert f"--ref-load {seed}/task/model --load" in result.stderr
+    assert f"--opd-teacher-load {seed}/task/model --kl-los-coef 1" in result.stderr
     assert "make_toy_task.py" in result.stdout and "sft_loss" not in result.stdout
 
 
