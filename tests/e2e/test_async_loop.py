@@ -44,18 +44,23 @@ def run_loop(task: TinyTask, directory: Path, *more: object, env: dict[str, str]
     return AsyncRun(TrainProcess(flags, directory, env, program="train_async.py"), checkpoints, dumps)
 
 
+@pytest.fixture(scope="module", params=["megatron", "fsdp"])
+def trainer(request):
+    return ["--train-backend", "fsdp", "--actor-num-gpus-per-node", "2"] if request.param == "fsdp" else []
+
+
 @pytest.fixture(scope="module")
-def finished(task, tmp_path_factory):
-    run = run_loop(task, tmp_path_factory.mktemp("whole"), "--check-weight-update-equal")
+def finished(task, tmp_path_factory, trainer):
+    run = run_loop(task, tmp_path_factory.mktemp("whole"), *trainer, "--check-weight-update-equal")
     run.process.finish()
     return run
 
 
 @pytest.fixture(scope="module")
-def resumed(task, tmp_path_factory):
+def resumed(task, tmp_path_factory, trainer):
     """Killed while rollout 4 generates, beside whatever is trained; then the same command."""
     directory = tmp_path_factory.mktemp("killed")
-    killed = run_loop(task, directory, env={"E2E_HOLD_ROLLOUT": "4"})
+    killed = run_loop(task, directory, *trainer, env={"E2E_HOLD_ROLLOUT": "4"})
     with killed.process as process:
         process.wait_for_line("holding rollout 4", 300)
         process.wait_for_line(r"rollout 2 \(3/6\)", 60)
@@ -63,7 +68,7 @@ def resumed(task, tmp_path_factory):
         assert process.wait(60) == -signal.SIGKILL
         process.assert_no_process_left(60)
     assert (killed.checkpoints / "latest_checkpointed_iteration.txt").read_text().strip() in ("2", "3")
-    resumed = run_loop(task, directory)
+    resumed = run_loop(task, directory, *trainer)
     resumed.process.finish(300)
     return resumed
 

@@ -53,20 +53,29 @@ def hang_up_front(process: TrainProcess, go) -> None:
     go.touch()
 
 
+ONE_RANK = ["--actor-num-gpus-per-node", "1"]
+# Each has a part of every weight that a new server gets.
+TWO_OF_FSDP = ["--train-backend", "fsdp", "--actor-num-gpus-per-node", "2"]
+
+
 @pytest.mark.parametrize(
-    ("engines", "fault", "cause"),
+    ("trainer", "engines", "fault", "cause"),
     [
-        pytest.param(1, kill_with_requests_in_flight, r"engine 0 died: its scheduler_0 .* SIGKILL", id="the only engine"),
-        pytest.param(2, kill_with_requests_in_flight, r"engine \d died: its scheduler_0 .* SIGKILL", id="one of two"),
-        pytest.param(1, kill_before_any_request, r"engine 0 died: its scheduler_0 .* SIGKILL", id="before any request"),
-        pytest.param(2, hang, r"engine \d hangs: it gave no token within 30 s", id="one hangs"),
-        pytest.param(1, hang, r"engine 0 hangs: it gave no token within 30 s", id="the only one hangs"),
-        pytest.param(1, hang_up_front, r"engine 0 hangs: it gave no token", id="its front end hangs"),
+        pytest.param(ONE_RANK, 1, kill_with_requests_in_flight, r"engine 0 died: its scheduler_0 .* SIGKILL",
+                     id="the only engine"),
+        pytest.param(ONE_RANK, 2, kill_with_requests_in_flight, r"engine \d died: its scheduler_0 .* SIGKILL", id="one of two"),
+        pytest.param(ONE_RANK, 1, kill_before_any_request, r"engine 0 died: its scheduler_0 .* SIGKILL",
+                     id="before any request"),
+        pytest.param(ONE_RANK, 2, hang, r"engine \d hangs: it gave no token within 30 s", id="one hangs"),
+        pytest.param(ONE_RANK, 1, hang, r"engine 0 hangs: it gave no token within 30 s", id="the only one hangs"),
+        pytest.param(ONE_RANK, 1, hang_up_front, r"engine 0 hangs: it gave no token", id="its front end hangs"),
+        pytest.param(TWO_OF_FSDP, 1, kill_with_requests_in_flight, r"engine 0 died: its scheduler_0 .* SIGKILL",
+                     id="the only engine, FSDP"),
     ],
 )  # fmt: skip
-def test_the_run_goes_on_with_a_new_server_that_has_the_weights(task, tmp_path, engines, fault, cause):
+def test_the_run_goes_on_with_a_new_server_that_has_the_weights(task, tmp_path, trainer, engines, fault, cause):
     flags = [
-        *task.rollout_flags, *task.train_flags, "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", engines,
+        *task.rollout_flags, *task.train_flags, *trainer, "--rollout-num-gpus", engines,
         "--num-rollout", len(ROLLOUTS), "--use-fault-tolerance",
         *(HURRIED_CHECKS if fault in (hang, hang_up_front) else PATIENT_CHECKS),
         "--custom-generate-function-path", f"{PLUG_INS}:marked_generate",

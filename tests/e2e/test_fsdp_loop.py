@@ -3,6 +3,7 @@ devices change no number, and Megatron learns the same."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -107,18 +108,26 @@ def test_checkpoints_are_hugging_face_directories_of_which_the_last_are_kept(tas
     assert len(AutoTokenizer.from_pretrained(last)) == len(AutoTokenizer.from_pretrained(task.model))
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(task, apart, tmp_path):
-    killed = run_of(task, tmp_path, *FSDP, *APART, env={"E2E_HOLD_ROLLOUT": "2"})
+@pytest.mark.parametrize("started", ["by a person", "by itself"])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(task, apart, tmp_path, started):
+    """The driver is killed, and somebody starts it again; or one of two ranks, and the run starts again by itself."""
+    more = ["--max-restarts", "1"] if started == "by itself" else []
+    killed = run_of(task, tmp_path, *FSDP, *APART, *more, env={"E2E_HOLD_ROLLOUT": "2"})
     with killed.process as process:
         process.wait_for_line("holding rollout 2", 400)
-        process.send_signal_to_driver(signal.SIGKILL)
-        assert process.wait(60) == -signal.SIGKILL
+        assert (killed.checkpoints / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
+        if more:
+            ranks = [pid for pid, command in process.processes().items() if "RankProcess" in command]
+            assert len(ranks) == 2
+            os.kill(ranks[0], signal.SIGKILL)
+            process.wait_for_line("restart 1 of 1", 120)
+            (tmp_path / "go").touch()
+            process.wait_for_success(600)
+        else:
+            process.send_signal_to_driver(signal.SIGKILL)
+            assert process.wait(60) == -signal.SIGKILL
         process.assert_no_process_left(60)
-    assert (killed.checkpoints / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
-    resumed = run_of(task, tmp_path, *FSDP, *APART).finish()
-    whole = apart.process.scalars("train/loss")
-    assert resumed.process.scalars("train/loss") == whole
-    assert_same(resumed, apart)
+    assert_same(killed if more else run_of(task, tmp_path, *FSDP, *APART).finish(), apart)
 
 
 def test_sides_that_sleep_in_turn_change_no_number(task, apart, tmp_path):
