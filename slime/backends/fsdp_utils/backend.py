@@ -35,7 +35,8 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.arguments.checkpoints import WeightSource
 from slime.arguments.hf_config import read_hf_config
-from slime.models.families import family_of
+from slime.models.families import FAMILIES
+from slime.models.family import Family
 from slime.models.fsdp import FLASH_ATTENTION
 from slime.training.backend import Collect, RankGroups, StepLoss, StepResult, UnfinishedSave, Update
 from slime.training.checkpoint_parts import (
@@ -558,7 +559,9 @@ def _attend(
 def _of_model(names: set[str], directory: str | Path) -> set[str]:
     """Those of the tensors of a Hugging Face directory that its model needs: without buffers, and a head that is tied."""
     config = read_hf_config(directory)
-    return names - family_of(config).left_out(names, config)
+    # Which types are trained is decided elsewhere.
+    family = FAMILIES.get(config["model_type"], Family(model_types=(), names=()))
+    return names - family.left_out(names, config)
 
 
 def _own_rows(parameter: DTensor) -> tuple[slice, ...]:
