@@ -1,4 +1,5 @@
-"""The page on agents: its generate function makes samples of a conversation, and its adapter passes the check."""
+"""The page on agents: its generate function makes samples of a conversation, and its adapter passes the check. The page that
+leads to it: examples that it names are there, and its check passes."""
 
 import copy
 import shlex
@@ -24,6 +25,7 @@ from tests.support.tables.shell_arrays import ROOT, bash
 BLOCKS = blocks(ROOT / "docs/en/advanced/agents.md")
 AGENT, ADAPTER = (text for kind, text in BLOCKS if kind == "python")
 RUN, CHECK = (text for kind, text in BLOCKS if kind == "bash")
+TRY, TRY_FUNCTION = (text for _, text in blocks(ROOT / "docs/en/get_started/agent.md"))
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +84,16 @@ def test_the_adapter_passes_the_check(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", shlex.split(CHECK)[2:])
     assert try_functions() == 0
     assert "trained, with log-probs, completed" in capsys.readouterr().out
+
+
+def test_examples_of_the_page_that_leads_here_have_a_toy_task():
+    named = [words[-1] for words in (shlex.split(line, comments=True) for line in TRY.splitlines())]
+    assert len(named) == 2 and all((ROOT / "examples" / name / "quickstart.sh").exists() for name in named)
+
+
+def test_the_function_of_the_page_that_leads_here_passes_the_check(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", shlex.split(TRY_FUNCTION)[2:])
+    assert try_functions() == 0
+    said = capsys.readouterr().out
+    assert "It is 2" in said and "completed" in said

@@ -1,4 +1,4 @@
-"""Links between the pages lead to files that exist, and to headings that they have."""
+"""Links between the pages lead to files that exist, and to headings that they have, and from the README to every page."""
 
 import re
 from pathlib import Path
@@ -25,3 +25,13 @@ def test_links_lead_somewhere(page):
         if not target.exists() or (heading and heading not in anchors(target)):
             broken.append((file, heading))
     assert broken == []
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, ahead = set(), [ROOT / "README.md"]
+    while ahead:
+        page = ahead.pop()
+        reached.add(page)
+        targets = {(page.parent / file).resolve() for file, _ in _LINK.findall(_CODE.sub("", page.read_text())) if file}
+        ahead += [target for target in targets - reached - {*ahead} if target.suffix == ".md" and target.exists()]
+    assert sorted(str(page.relative_to(ROOT)) for page in {*PAGES} - reached) == []
