@@ -93,7 +93,7 @@ def test_examples_of_the_page_that_leads_here_have_a_toy_task():
 
 def test_the_function_of_the_page_that_leads_here_passes_the_check(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", shlex.split(TRY_FUNCTION)[2:])
+    monkeypatch.setattr(sys, "argv", shlex.split(TRY_FUNCTION.replace("\\\n", " "))[2:])
     assert try_functions() == 0
     said = capsys.readouterr().out
     assert "It is 2" in said and "completed" in said
