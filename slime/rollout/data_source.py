@@ -9,6 +9,7 @@ the state was taken: no prompt is skipped or repeated, and no global random gene
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import inspect
 import logging
@@ -32,6 +33,7 @@ from slime.rollout.data_source_files import (
     state_directory,
     write_state,
 )
+from slime.utils.data_workers import DataWorkers, Preparation
 from slime.utils.dataset import Dataset, RowKeys, StreamedDataset
 from slime.utils.epoch_order import Part, epoch_order
 from slime.utils.errors import UserError
@@ -100,7 +102,20 @@ def build_dataset(args: Any) -> Dataset | StreamedDataset | None:
     processor = None
     if args.multimodal_keys and max_length is not None:
         processor = load_processor(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    workers = None
+    # Rows that are neither rendered nor measured are only read.
+    if args.num_data_workers and tokenizer is not None:
+        preparation = Preparation(
+            checkpoint=args.hf_checkpoint,
+            trust_remote_code=args.trust_remote_code,
+            rendered=args.apply_chat_template,
+            template_kwargs=dict(args.apply_chat_template_kwargs or {}),
+            measures=max_length is not None,
+            sees_images=processor is not None,
+        )
+        workers = DataWorkers(args.num_data_workers, preparation)
     common = {
+        "workers": workers,
         "seed": args.rollout_seed,
         "apply_chat_template": args.apply_chat_template,
         "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
@@ -110,18 +125,19 @@ def build_dataset(args: Any) -> Dataset | StreamedDataset | None:
         images = (args.multimodal_keys or {}).get("image")
         keys = RowKeys(args.input_key, args.label_key, args.tool_key, args.metadata_key, images=images)
         return StreamedDataset(args.prompt_data, tokenizer, max_length, keys=keys, processor=processor, **common)
-    return Dataset(
-        args.prompt_data,
-        tokenizer,
-        processor,
-        max_length,
-        prompt_key=args.input_key,
-        multimodal_keys=args.multimodal_keys,
-        label_key=args.label_key,
-        tool_key=args.tool_key,
-        metadata_key=args.metadata_key,
-        **common,
-    )
+    with contextlib.nullcontext() if workers is None else contextlib.closing(workers):
+        return Dataset(
+            args.prompt_data,
+            tokenizer,
+            processor,
+            max_length,
+            prompt_key=args.input_key,
+            multimodal_keys=args.multimodal_keys,
+            label_key=args.label_key,
+            tool_key=args.tool_key,
+            metadata_key=args.metadata_key,
+            **common,
+        )
 
 
 class RolloutDataSource(DataSource):
@@ -276,13 +292,14 @@ class RolloutDataSource(DataSource):
             if self.sample_offset >= len(self.dataset):
                 self.epoch_id += 1
                 self.sample_offset = 0
-            position = self._epoch_order()[self.sample_offset]
+            order, offset = self._epoch_order(), self.sample_offset
             self.sample_offset += 1
-            item = self.dataset[int(position)]
-            if item is None and isinstance(self.dataset, StreamedDataset):
-                # It has met a row that is of no use.
-                continue
-            return _as_sample(item)
+            if not isinstance(self.dataset, StreamedDataset):
+                return _as_sample(self.dataset[int(order[offset])])
+            sample = self.dataset.in_order(order, offset)
+            # Else it has met a row that is of no use.
+            if sample is not None:
+                return sample
         raise UserError(
             f"--prompt-data {' '.join(self.dataset.paths)}: not one of {len(self.dataset)} rows can be used: they are bad, "
             f"or longer than --rollout-max-prompt-len {self.args.rollout_max_prompt_len}"

@@ -43,14 +43,15 @@ _TAIL_BYTES = 64 * 1024
 _lifelines: set[int] = set()
 
 
-def _open_lifeline() -> tuple[int, int]:
-    """A pipe: what a child watches, and our end, which `_close_lifeline` closes."""
+def open_lifeline() -> tuple[int, int]:
+    """A pipe: what a child watches by `end_with`, and our end, which `close_lifeline` closes."""
     watched, ours = os.pipe()
     _lifelines.add(ours)
     return watched, ours
 
 
-def _close_lifeline(ours: int) -> None:
+def close_lifeline(ours: int) -> None:
+    """Close our end: the child ends, if it has not yet."""
     _lifelines.discard(ours)
     os.close(ours)
 
@@ -90,14 +91,14 @@ class ChildProcess:
         if self._process is not None:
             raise RuntimeError(f"{self.name} was already started")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        read_end, write_end = _open_lifeline()
+        read_end, write_end = open_lifeline()
         try:
             with open(self.log_path, "ab") as log:
                 self._process = subprocess.Popen(
                     self.argv, stdin=read_end, stdout=log, stderr=log, env=self._env, start_new_session=True
                 )
         except BaseException:
-            _close_lifeline(write_end)
+            close_lifeline(write_end)
             raise
         finally:
             os.close(read_end)
@@ -170,7 +171,7 @@ class ChildProcess:
         # The ended leader is still a zombie here, so its id cannot belong to anybody else's group yet.
         self._signal_group(signal.SIGKILL)
         self._process.wait()
-        _close_lifeline(self._lifeline)
+        close_lifeline(self._lifeline)
         self._lifeline = None
 
 
@@ -224,10 +225,10 @@ def exit_when_parent_dies() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    _end_with(lifeline, -os.getpgrp())
+    end_with(lifeline, -os.getpgrp())
 
 
-def _end_with(lifeline: int, owner: int) -> None:
+def end_with(lifeline: int, owner: int) -> None:
     """Have the kernel send SIGKILL to `owner` (negative: a process group) when the other end of the pipe closes."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, owner)
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
@@ -372,12 +373,12 @@ class ForkedCall:
     def __init__(self, function: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("fork")
         self._result, sender = context.Pipe(duplex=False)
-        lifeline, self._lifeline = _open_lifeline()
+        lifeline, self._lifeline = open_lifeline()
         try:
             self._process = context.Process(target=_call_and_send, args=(function, sender, lifeline), daemon=True)
             self._process.start()
         except BaseException:
-            _close_lifeline(self._lifeline)
+            close_lifeline(self._lifeline)
             raise
         finally:
             # So that its end is the end of the pipe.
@@ -423,13 +424,13 @@ class ForkedCall:
             return
         self._process.kill()
         self._process.join(_EXIT_SECONDS)
-        _close_lifeline(self._lifeline)
+        close_lifeline(self._lifeline)
         self._lifeline = None
         self._result.close()
 
 
 def _call_and_send(function: Callable[[], Any], sender: Any, lifeline: int) -> None:
-    _end_with(lifeline, os.getpid())
+    end_with(lifeline, os.getpid())
     # Garbage of our parent's is its own to collect: what it ends may need threads that the copy has not.
     gc.freeze()
     # What our parent does at a signal is not for its copy.

@@ -1,38 +1,32 @@
 """Prompt data sets: files in, `Sample`s out.
 
-A row becomes a sample by the rules of one place, `_RowReader`: which field is the prompt, whether it is rendered in the
-chat template, what is label, tools and metadata. A row that breaks a rule is an error with file, line and cause.
+A row becomes a sample as `slime.utils.prompt_rows` says, here or in other processes (`slime.utils.data_workers`): what comes
+out is the same, in the same order. A row that breaks a rule is an error with file, line and cause.
 Nothing here touches the global random generators.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime.utils.data_files import BadRow, bad_row, fingerprint, iterate_rows, parse_data_path, raise_bad_row, read_file
 from slime.utils.epoch_order import Part, epoch_order, shares
 from slime.utils.errors import UserError
-from slime.utils.image_rows import image_sources, media_keys_problem, messages_with_images
+from slime.utils.image_rows import media_keys_problem
 from slime.utils.misc import no_garbage_collection
-from slime.utils.processing_utils import (
-    ANY_KEYS,
-    at_row,
-    encode_with_images,
-    images_of,
-    no_processor,
-    render_chat,
-    require_chat_template,
-)
+from slime.utils.processing_utils import require_chat_template
+from slime.utils.prompt_rows import PreparedRow, PromptRow, RowKeys, RowReader, prompt_lengths
 from slime.utils.row_index import RowIndex, index_rows
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from slime.utils.data_workers import DataWorkers
 
 __all__ = [
     "Dataset",
@@ -52,38 +46,6 @@ _MOST_PROBLEMS = 5
 _FIRST_ROW_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class RowKeys:
-    """The fields of a row; None: `Dataset` says what is taken.
-
-    Attributes:
-        flags: where the names of the prompt's and the label's field come from, for messages.
-        images: the field of the images; None: prompts are text.
-        folder: of the file, against which paths of images are read; `resolve` fills it in.
-    """
-
-    prompt: str | None
-    label: str | None
-    tools: str | None
-    metadata: str | None
-    flags: tuple[str, str] = ("--input-key", "--label-key")
-    images: str | None = None
-    folder: str = ""
-
-    def resolve(self, row: dict[str, Any], place: str) -> RowKeys:
-        """The names for a file whose first row is `row`."""
-        prompt = self.prompt or next((name for name in ("prompt", "input") if name in row), None)
-        has = ", ".join(map(str, row))
-        if prompt is None:
-            raise UserError(
-                f"{place}: the row has neither `prompt` nor `input`, only {has}; name one with {self.flags[0]}"
-            )
-        for name, flag in zip((prompt, self.label), self.flags, strict=True):
-            if name is not None and name not in row:
-                raise UserError(f"{place}: there is no field {name!r} ({flag}); the row has {has}")
-        return replace(self, prompt=prompt, folder=os.path.dirname(os.path.abspath(place.rpartition(":")[0])))
-
-
 class Dataset:
     """The samples of one or several files, in file order, held in memory.
 
@@ -100,6 +62,7 @@ class Dataset:
         seed: of `shuffle`.
         allow_bad_rows: skip bad rows and count them in `num_bad_rows`.
         flag: the flag that messages name.
+        workers: processes that prepare the rows as the other arguments say; None: this one does.
 
     Raises:
         UserError: missing, unreadable or empty file; missing key; bad row; no prompt left after filtering.
@@ -122,6 +85,7 @@ class Dataset:
         apply_chat_template_kwargs: dict[str, Any] | None = None,
         allow_bad_rows: bool = False,
         flag: str = "--prompt-data",
+        workers: DataWorkers | None = None,
     ):
         if (problem := media_keys_problem(multimodal_keys or {})) is not None:
             raise UserError(f"--multimodal-keys: {problem}")
@@ -134,15 +98,22 @@ class Dataset:
         self._allow_bad_rows = allow_bad_rows
         self._fingerprint: list[dict[str, Any]] | None = None
         keys = RowKeys(prompt_key, label_key, tool_key, metadata_key, images=(multimodal_keys or {}).get("image"))
-        reader = _RowReader(keys, tokenizer if apply_chat_template else None, dict(apply_chat_template_kwargs or {}))
+        reader = RowReader(tokenizer if apply_chat_template else None, dict(apply_chat_template_kwargs or {}))
         # Rows make many objects and no cycles: looking for cycles among them takes longer than reading them.
+        samples, lengths = [], []
         with no_garbage_collection():
-            samples = [list(self._read_samples(file, reader)) for file in self.paths]
+            for file in self.paths:
+                samples.append([])
+                lengths.append([])
+                for sample, length in self._read_samples(file, reader, keys, workers):
+                    samples[-1].append(sample)
+                    lengths[-1].append(length)
         if self.num_bad_rows:
             logger.warning("%s: skipped %d bad rows", flag, self.num_bad_rows)
         special = not apply_chat_template
         kept = [
-            filter_long_prompt(own, tokenizer, processor, max_length, add_special_tokens=special) for own in samples
+            filter_long_prompt(own, tokenizer, processor, max_length, add_special_tokens=special, lengths=known)
+            for own, known in zip(samples, lengths, strict=True)
         ]
         self.origin_samples = [sample for own in kept for sample in own]
         if not self.origin_samples:
@@ -170,21 +141,29 @@ class Dataset:
             self._fingerprint = [fingerprint(path, self._flag) for path in self.paths]
         return self._fingerprint
 
-    def _read_samples(self, path: str, reader: _RowReader) -> Iterator[Sample]:
-        keys: RowKeys | None = None
+    def _read_samples(
+        self, path: str, reader: RowReader, keys: RowKeys, workers: DataWorkers | None
+    ) -> Iterator[tuple[Sample, int | None]]:
+        """Pairs of sample and number of its tokens, as far as a worker has counted them."""
+        rows = self._rows(path, keys)
         empty = True
-        for place, row in iterate_rows(path, self._flag, self._on_bad_row):
-            if keys is None:
-                keys = reader.keys.resolve(row, place)
-            try:
-                sample = reader.read(row, keys, place)
-            except BadRow as error:
-                self._on_bad_row(place, str(error))
-                continue
+        for row, sample, length in map(PreparedRow, rows) if workers is None else workers.prepare(rows):
+            if sample is None:
+                try:
+                    sample = reader.read(row)
+                except BadRow as error:
+                    self._on_bad_row(row.place, str(error))
+                    continue
             empty = False
-            yield sample
+            yield sample, length
         if empty:
             raise UserError(f"{self._flag} {path}: holds no (readable) rows")
+
+    def _rows(self, path: str, keys: RowKeys) -> Iterator[PromptRow]:
+        of_file: RowKeys | None = None
+        for place, row in iterate_rows(path, self._flag, self._on_bad_row):
+            of_file = of_file or keys.resolve(row, place)
+            yield PromptRow(of_file, place, row)
 
     def _on_bad_row(self, place: str, cause: str) -> None:
         if not self._allow_bad_rows:
@@ -217,6 +196,7 @@ class StreamedDataset:
         allow_bad_rows: bool,
         processor: Any = None,
         flag: str = "--prompt-data",
+        workers: DataWorkers | None = None,
     ) -> None:
         if apply_chat_template:
             require_chat_template(tokenizer, "--apply-chat-template is given")
@@ -226,35 +206,70 @@ class StreamedDataset:
         self._flag, self._allow_bad_rows = flag, allow_bad_rows
         self._tokenizer, self._max_length, self._rendered = tokenizer, max_length, apply_chat_template
         self._processor = processor
-        self._reader = _RowReader(
-            keys, tokenizer if apply_chat_template else None, dict(apply_chat_template_kwargs or {})
-        )
+        self._reader = RowReader(tokenizer if apply_chat_template else None, dict(apply_chat_template_kwargs or {}))
         self._indices = [index_rows(file, flag) for file in self.paths]
-        self._keys = [self._keys_of(file, index) for file, index in zip(self.paths, self._indices, strict=True)]
+        self._keys = [self._keys_of(file, index, keys) for file, index in zip(self.paths, self._indices, strict=True)]
         self.parts = _parts(self.paths, map(len, self._indices), flag)
         self._ends = np.cumsum([part.size for part in self.parts])
         self._order: Sequence[int] = range(int(self._ends[-1]))
         self._fingerprint: list[dict[str, Any]] | None = None
+        self._workers = workers
+        # What they prepare, and which place in which order comes out of it next.
+        self._ahead: tuple[Iterator[PreparedRow], Sequence[int], int] | None = None
 
     def __len__(self) -> int:
         return len(self._order)
 
     def __getitem__(self, index: int) -> Sample | None:
-        row = int(self._order[index])
-        file = int(np.searchsorted(self._ends, row, side="right"))
-        rows = self._indices[file]
-        position = row - int(self._ends[file]) + len(rows)
+        file, position = self._place(index)
+        place = self._indices[file].place(position)
         try:
-            sample = self._reader.read(rows.read(position), self._keys[file], rows.place(position))
+            sample = self._reader.read(PromptRow(self._keys[file], place, self._indices[file].read(position)))
         except BadRow as error:
             if not self._allow_bad_rows:
-                raise_bad_row(rows.place(position), str(error))
+                raise_bad_row(place, str(error))
             self.num_bad_rows += 1
-            logger.warning("skipped %s (bad row %d of this run): %s", rows.place(position), self.num_bad_rows, error)
+            logger.warning("skipped %s (bad row %d of this run): %s", place, self.num_bad_rows, error)
             return None
+        return self._unless_long(sample, None)
+
+    def in_order(self, order: Sequence[int], offset: int) -> Sample | None:
+        """`self[order[offset]]`. Where workers prepare the rows, those that follow in `order` are under way meanwhile.
+
+        They were prepared in vain unless the next place that is asked for is `offset + 1` in the same `order`.
+        """
+        if self._workers is None:
+            return self[int(order[offset])]
+        if self._ahead is None or self._ahead[1] is not order or self._ahead[2] != offset:
+            self._ahead = self._workers.prepare(self._rows(order, offset)), order, offset
+        rows, self._ahead = self._ahead[0], None
+        _, sample, length = next(rows)
+        self._ahead = rows, order, offset + 1
+        # Whether it is a bad row, a file that was changed or an image that is not there, is told now.
+        return self[int(order[offset])] if sample is None else self._unless_long(sample, length)
+
+    def _rows(self, order: Sequence[int], offset: int) -> Iterator[PromptRow]:
+        for index in range(offset, len(order)):
+            file, position = self._place(int(order[index]))
+            rows = self._indices[file]
+            try:
+                content = rows.read(position)
+            except (BadRow, UserError):
+                content = None
+            yield PromptRow(self._keys[file], rows.place(position), content)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """(which of the files, which of its rows)."""
+        row = int(self._order[index])
+        file = int(np.searchsorted(self._ends, row, side="right"))
+        return file, row - int(self._ends[file]) + len(self._indices[file])
+
+    def _unless_long(self, sample: Sample, length: int | None) -> Sample | None:
+        """`length`: of its prompt, where it is known."""
         if self._max_length is None:
             return sample
-        [length] = _prompt_lengths([sample], self._tokenizer, self._processor, not self._rendered)
+        if length is None:
+            [length] = prompt_lengths([sample], self._tokenizer, self._processor, not self._rendered)
         if length <= self._max_length:
             return sample
         self.num_long_prompts += 1
@@ -265,6 +280,7 @@ class StreamedDataset:
     def shuffle(self, epoch: int) -> None:
         """Put the samples into the order of `epoch`, whatever their order is now."""
         self._order = epoch_order(self.parts, self.seed, epoch, shuffled=True)
+        self._ahead = None
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """As that of `Dataset`."""
@@ -272,7 +288,7 @@ class StreamedDataset:
             self._fingerprint = [fingerprint(path, self._flag) for path in self.paths]
         return self._fingerprint
 
-    def _keys_of(self, path: str, index: RowIndex) -> RowKeys:
+    def _keys_of(self, path: str, index: RowIndex, keys: RowKeys) -> RowKeys:
         """The names of the fields of a file, from the first of its rows that can be read."""
         for position in range(len(index)):
             try:
@@ -281,7 +297,7 @@ class StreamedDataset:
                 if not self._allow_bad_rows:
                     raise_bad_row(index.place(position), str(error))
             else:
-                return self._reader.keys.resolve(row, index.place(position))
+                return keys.resolve(row, index.place(position))
         raise UserError(f"{self._flag} {path}: holds no (readable) rows")
 
 
@@ -356,7 +372,7 @@ def scan_rows(
         UserError: what is wrong with the file as a whole.
     """
     problems: list[str] = []
-    reader = _RowReader(keys, None, {})
+    reader = RowReader(None, {})
     of_file: RowKeys | None = None
     rows = 0
 
@@ -376,7 +392,7 @@ def scan_rows(
             rows += 1
             advance()
             try:
-                cause = objection(reader.read(row, of_file, place))
+                cause = objection(reader.read(PromptRow(of_file, place, row)))
             except BadRow as error:
                 tell(bad_row(place, str(error)))
             else:
@@ -394,12 +410,13 @@ def filter_long_prompt(
     max_length: int | None,
     *,
     add_special_tokens: bool = False,
+    lengths: Sequence[int | None] | None = None,
 ) -> list[Sample]:
     """The samples whose prompt has at most `max_length` tokens, in their order; the number left out is logged.
 
     Message lists are measured as rendered by the chat template; without a template they are kept, because only the
     function that consumes them knows their length. `add_special_tokens` applies to string prompts. Prompts with images are
-    measured by `processor`, one at a time.
+    measured by `processor`, one at a time. `lengths`: those that are known; the others are measured.
 
     Raises:
         UserError: a prompt has images and there is no processor, or an image cannot be read.
@@ -409,8 +426,12 @@ def filter_long_prompt(
     kept: list[Sample] = []
     for start in range(0, len(samples), _TOKENIZE_BATCH):
         batch = samples[start : start + _TOKENIZE_BATCH]
-        lengths = _prompt_lengths(batch, tokenizer, processor, add_special_tokens)
-        kept.extend(sample for sample, length in zip(batch, lengths, strict=True) if length <= max_length)
+        known = [None] * len(batch) if lengths is None else lengths[start : start + _TOKENIZE_BATCH]
+        open_ones = [sample for sample, length in zip(batch, known, strict=True) if length is None]
+        measured = iter(prompt_lengths(open_ones, tokenizer, processor, add_special_tokens))
+        for sample, length in zip(batch, known, strict=True):
+            if (next(measured) if length is None else length) <= max_length:
+                kept.append(sample)
     if len(kept) < len(samples):
         logger.info(
             "left out %d of %d prompts: more than %d tokens", len(samples) - len(kept), len(samples), max_length
@@ -418,121 +439,5 @@ def filter_long_prompt(
     return kept
 
 
-def _prompt_lengths(samples: list[Sample], tokenizer: Any, processor: Any, add_special_tokens: bool) -> list[int]:
-    lengths = [0] * len(samples)
-    seeing = [bool(images_of(sample)) for sample in samples]
-    for is_text, special in ((True, add_special_tokens), (False, False)):
-        chosen = [
-            index
-            for index, sample in enumerate(samples)
-            if isinstance(sample.prompt, str) is is_text and not seeing[index]
-        ]
-        if not is_text and not getattr(tokenizer, "chat_template", None):
-            continue
-        texts = [_prompt_text(samples[index], tokenizer) for index in chosen]
-        ids = tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
-        for index, prompt_ids in zip(chosen, ids, strict=True):
-            lengths[index] = len(prompt_ids)
-    for index, sample in enumerate(samples):
-        if seeing[index]:
-            special = add_special_tokens and isinstance(sample.prompt, str)
-            lengths[index] = _length_with_images(sample, tokenizer, processor, special)
-    return lengths
-
-
-def _length_with_images(sample: Sample, tokenizer: Any, processor: Any, add_special_tokens: bool) -> int:
-    with at_row(sample):
-        if processor is None:
-            raise UserError(no_processor(getattr(tokenizer, "name_or_path", ""), ANY_KEYS))
-        text = _prompt_text(sample, tokenizer)
-        return len(encode_with_images(processor, text, images_of(sample), add_special_tokens=add_special_tokens)[0])
-
-
-def _prompt_text(sample: Sample, tokenizer: Any) -> str:
-    if isinstance(sample.prompt, str):
-        return sample.prompt
-    return render_chat(tokenizer, sample.prompt, sample.metadata.get("tools"), sample.apply_chat_template_kwargs)
-
-
 class _EndOfScan(Exception):
     """A scan has told enough, or its time is over."""
-
-
-class _RowReader:
-    """Turns a row into a sample. `tokenizer` is None unless prompts are rendered in its chat template."""
-
-    def __init__(self, keys: RowKeys, tokenizer: Any | None, template_kwargs: dict[str, Any]):
-        self.keys = keys
-        self._tokenizer = tokenizer
-        self._template_kwargs = template_kwargs
-
-    def read(self, row: dict[str, Any], keys: RowKeys, place: str) -> Sample:
-        """The sample of `row`, which stands at `place`; raises `BadRow`."""
-        metadata = self._metadata(row, keys)
-        prompt, images = self._prompt(row, keys), []
-        if keys.images is not None:
-            images = image_sources(row.get(keys.images), keys.folder, keys.images)
-            prompt, images = messages_with_images(prompt, images, keys.folder, (keys.prompt, keys.images))
-        sample = Sample(
-            prompt=prompt if self._tokenizer is None else self._rendered(prompt, keys, metadata.get("tools")),
-            label=self._label(row, keys),
-            metadata=metadata,
-            apply_chat_template_kwargs=dict(self._template_kwargs),
-        )
-        if images:
-            sample.multimodal_inputs = {"images": images}
-            # Whether an image is whole is found when it is decoded, long after the row was read.
-            sample.data_place = place
-        return sample
-
-    def _prompt(self, row: dict[str, Any], keys: RowKeys) -> str | list[dict[str, Any]]:
-        if keys.prompt not in row:
-            raise BadRow(f"there is no field {keys.prompt!r}; the row has {', '.join(map(str, row))}")
-        prompt = row[keys.prompt]
-        if isinstance(prompt, list):
-            for position, message in enumerate(prompt):
-                if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                    raise BadRow(f"message {position} of {keys.prompt!r} is no object with a `role`")
-            if not prompt:
-                raise BadRow(f"{keys.prompt!r} is an empty list of messages")
-        elif not isinstance(prompt, str):
-            raise BadRow(f"{keys.prompt!r} is {type(prompt).__name__}, expected a string or a list of messages")
-        return prompt
-
-    def _rendered(self, prompt: str | list[dict[str, Any]], keys: RowKeys, tools: list | None) -> str:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            return render_chat(self._tokenizer, messages, tools, self._template_kwargs)
-        except Exception as error:  # a template runs arbitrary code over the row
-            raise BadRow(f"the chat template refused {keys.prompt!r} ({type(error).__name__}: {error})") from error
-
-    def _label(self, row: dict[str, Any], keys: RowKeys) -> Any:
-        if keys.label is None:
-            return row.get("label")
-        if keys.label not in row:
-            raise BadRow(f"there is no field {keys.label!r} ({keys.flags[1]})")
-        return row[keys.label]
-
-    def _metadata(self, row: dict[str, Any], keys: RowKeys) -> dict[str, Any]:
-        metadata = row.get(keys.metadata) if keys.metadata else None
-        if metadata is None:
-            metadata = {}
-        if not isinstance(metadata, dict):
-            raise BadRow(f"{keys.metadata!r} is {type(metadata).__name__}, expected an object (--metadata-key)")
-        tools = row.get(keys.tools) if keys.tools else None
-        if tools is not None:
-            metadata = {**metadata, "tools": _parse_tools(tools, keys.tools)}
-        return metadata
-
-
-def _parse_tools(tools: Any, key: str) -> list[Any]:
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise BadRow(f"{key!r} is no valid JSON ({error})") from error
-    elif isinstance(tools, np.ndarray):
-        tools = tools.tolist()
-    if not isinstance(tools, list):
-        raise BadRow(f"{key!r} is {type(tools).__name__}, expected a list of tool schemas (--tool-key)")
-    return tools

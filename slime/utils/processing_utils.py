@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -53,9 +53,10 @@ def _compiler_left_out() -> Iterator[None]:
     """Import transformers' tokenizers in the block without torch's compiler, a third of what they take.
 
     transformers 5.12.1 imports what makes attention masks along with them, and that one class of torch 2.13.0's compiler, from
-    a module which needs nothing of it. Here that module is imported alone; whoever asks for the compiler gets it as ever.
+    a module which needs nothing of it. Here that module is imported alone; whoever asks for the compiler gets it as ever. Where
+    torch is left out, as in processes that only prepare rows, tokenizers do without.
     """
-    if _COMPILER not in sys.modules:
+    if _COMPILER not in sys.modules and importlib.util.find_spec("torch") is not None:
         import torch
 
         package = types.ModuleType(_COMPILER)

@@ -113,6 +113,7 @@ def test_far_too_large_weights_and_rates_are_warned_of(tmp_path, caplog, flag):
 
 
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 512"
+AS_THEY_ARE = "on rows that are neither rendered (--apply-chat-template) nor measured (--rollout-max-prompt-len)"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,9 @@ DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 512"
         ("--memory-recorder memray", "--memory-recorder: no effect without --record-memory-history"),
         ("--memory-snapshot-num-steps 3", "--memory-snapshot-num-steps: no effect without --record-memory-history"),
         ("--eval-prompt-data a {tmp}/prompts.jsonl", "--eval-prompt-data: no effect without --eval-interval"),
+        ("--num-data-workers 2", f"--num-data-workers: no effect {AS_THEY_ARE}"),
+        ("--num-data-workers 2 --rollout-max-prompt-len 4 --loss-type sft_loss",
+         f"--num-data-workers: no effect {AS_THEY_ARE}"),
     ],
 )  # fmt: skip
 def test_warning(tmp_path, caplog, words, warning):
@@ -185,6 +189,8 @@ def test_warning(tmp_path, caplog, words, warning):
         "--save {tmp}/run --no-save-optim",
         "--random-init --load {tmp}/run --save {tmp}/run",
         "--loss-type sft_loss --advantage-estimator grpo --entropy-coef 0.0",
+        "--num-data-workers 2 --apply-chat-template",
+        "--num-data-workers 2 --rollout-max-context-len 5",
     ],
 )
 def test_no_warning(tmp_path, caplog, words):

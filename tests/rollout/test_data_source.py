@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from slime.rollout import data_source
 from slime.rollout.data_source import (
     RolloutDataSource,
     RolloutDataSourceWithBuffer,
@@ -22,6 +23,7 @@ from slime.rollout.data_source import (
     pop_first,
 )
 from slime.rollout.data_source_files import write_state
+from slime.utils.data_workers import DataWorkers
 from slime.utils.errors import UserError
 from slime.utils.sample_fields import held
 from slime.utils.types import Sample
@@ -58,6 +60,7 @@ def make_args(tmp_path):
             trust_remote_code=False,
             allow_bad_rows=False,
             streaming_data=False,
+            num_data_workers=0,
             fresh_data_state=False,
             buffer_filter_path=None,
             data_source_path="slime.rollout.data_source.RolloutDataSourceWithBuffer",
@@ -208,11 +211,11 @@ class TestStreaming:
         kept_in_memory.load(0)
         assert prompts(kept_in_memory.get_samples(11)) == expected[9:]
 
-    def test_rows_of_no_use_are_passed_by_and_none_left_is_an_error(self, make_args, tmp_path):
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_rows_of_no_use_are_passed_by_and_none_left_is_an_error(self, make_args, tmp_path, workers):
         save_tokenizer(tmp_path)
-        args = make_args(
-            3, streaming_data=True, allow_bad_rows=True, rollout_max_prompt_len=2, hf_checkpoint=str(tmp_path)
-        )
+        changes = {"rollout_max_prompt_len": 2, "hf_checkpoint": str(tmp_path), "num_data_workers": workers}
+        args = make_args(3, streaming_data=True, allow_bad_rows=True, **changes)
         rows = ['{"prompt": "a"}', "{broken", '{"prompt": "too long"}', '{"prompt": "bc"}']
         (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
         source = RolloutDataSource(args)
@@ -224,6 +227,42 @@ class TestStreaming:
         (tmp_path / "prompts.jsonl").write_text("\n".join(rows[1:3]))
         with pytest.raises(UserError, match="prompts.jsonl: not one of 2 rows can be used"):
             RolloutDataSource(args).get_samples(1)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_workers_change_no_group_over_epochs_weights_and_a_resume(make_args, tmp_path, streaming, monkeypatch):
+    files = []
+    for name, count in (("a", 150), ("b", 40)):
+        rows = [{"prompt": f"{name}{n}" + "!" * (n % 9), "label": n, "metadata": {"n": [n]}} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
+        files.append(str(tmp_path / f"{name}.jsonl"))
+    changes = {"apply_chat_template": True, "apply_chat_template_kwargs": {"x": 1}, "rollout_max_prompt_len": 30}
+    changes |= {"hf_checkpoint": save_tokenizer(tmp_path), "rollout_shuffle": True, "allow_bad_rows": True}
+    changes |= {"prompt_data": [f"{files[0]}@[5:]", files[1] + "*2"], "streaming_data": streaming}
+    made = []
+    monkeypatch.setattr(data_source, "DataWorkers", lambda *given: made.append(DataWorkers(*given)) or made[-1])
+    expected = RolloutDataSource(make_args(**changes)).get_samples(400)
+    assert not made
+    args = make_args(num_data_workers=2, **changes)
+    source = RolloutDataSource(args)
+    assert source.get_samples(250) == expected[:250]
+    source.save(0)
+    assert source.get_samples(100) == expected[250:350]
+    # As after the end of the process.
+    resumed = RolloutDataSource(args)
+    resumed.load(0)
+    assert resumed.get_samples(150) == expected[250:] and len(made) == 2
+    # Those of a set that is held are of no use when it is there.
+    alive = [worker._process.is_alive() for workers in made for worker in workers._workers]
+    assert alive == [streaming] * 4
+    for workers in made:
+        workers.close()
+
+
+def test_workers_start_where_there_is_something_to_prepare(make_args, monkeypatch):
+    monkeypatch.setattr(data_source, "DataWorkers", None)
+    args = make_args(num_data_workers=2, rollout_max_prompt_len=3, loss_type="sft_loss")
+    assert prompts(RolloutDataSource(args).get_samples(1)) == ["p0"]
 
 
 class TestWeights:

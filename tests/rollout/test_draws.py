@@ -95,6 +95,7 @@ def data_args(tmp_path):
     rows.write_text("".join(json.dumps({"prompt": f"p{number}"}) + "\n" for number in range(40)))
     options = ["input_key", "label_key", "buffer_filter_path", "rollout_max_prompt_len", "apply_chat_template"]
     options += ["rollout_shuffle", "fresh_data_state", "trust_remote_code", "allow_bad_rows", "streaming_data"]
+    options += ["num_data_workers"]
     place = {"save": str(tmp_path), "load": str(tmp_path), "prompt_data": str(rows), "loss_type": "policy_loss"}
     keys = {
         "multimodal_keys": None,

@@ -108,6 +108,7 @@ def test_from_a_file_of_messages_through_the_caller_of_rollout_functions(checkpo
         rollout_global_dataset=True,
         allow_bad_rows=False,
         streaming_data=False,
+        num_data_workers=0,
     )
     output = call_rollout_fn(generate_rollout, args, 0, RolloutDataSource(args), evaluation=False)
     assert [group[0].response for group in output.samples] == ["hi<|im_end|>\n"] * 2

@@ -36,6 +36,10 @@ _DYNAMIC_BATCHES = Idle(lambda args: args.use_dynamic_batch_size, "with --use-dy
 _STATIC_BATCHES = Idle(lambda args: not args.use_dynamic_batch_size, "without --use-dynamic-batch-size")
 _NEVER_EVALUATES = Idle(lambda args: args.eval_interval is None, "without --eval-interval")
 _NO_PUSH = Idle(lambda a: not (a.has_trainer and (a.rollout_num_gpus or a.rollout_external)), "without a push")
+_NOTHING_PREPARED = Idle(
+    lambda args: not args.apply_chat_template and (args.rollout_max_prompt_len is None or args.loss_type == "sft_loss"),
+    "on rows that are neither rendered (--apply-chat-template) nor measured (--rollout-max-prompt-len)",
+)
 _NO_REHEARSAL = Idle(lambda args: not args.rehearse, "without --rehearse")
 _NO_CI_TEST = Idle(lambda args: not args.ci_test, "without --ci-test")
 _NO_GATE = Idle(lambda a: not (a.ci_test or a.true_on_policy_mode), "without --ci-test or --true-on-policy-mode")
@@ -259,7 +263,7 @@ DATA = Group("data and batches", (
         "function brings prompts"),
     switch("--streaming-data", "read rows on demand through an index of offsets instead of loading the files; same order"),
     flag("--num-data-workers", int, 0, "processes that render templates and tokenise prompts; 0: none beside the rollout "
-        "manager", bounds=AT_LEAST_ZERO, not_yet="preparing prompts in further processes"),
+        "manager", bounds=AT_LEAST_ZERO, idle=_NOTHING_PREPARED),
     switch("--allow-bad-rows", "skip and count unreadable rows instead of stopping at file:line"),
     switch("--apply-chat-template", "render prompts through the tokenizer's chat template, with generation prompt"),
     flag("--apply-chat-template-kwargs", json_object, {}, "extra template arguments, as JSON object"),

@@ -1,0 +1,257 @@
+"""Processes that prepare the rows of data sets: read them as samples, render their templates, count their tokens.
+
+Invariants:
+- Rows come back in the order in which they were given, and an exception of whoever gives them comes behind them.
+- A row that a worker cannot prepare comes back as it was: whoever asked prepares it, and has the error that a run without
+  workers has.
+- At most two batches of rows for each worker are under way; no more are asked for.
+- A worker that dies, or has not answered in time, is an error that names it and the rows that it had.
+- A worker imports neither Ray nor the program of this process; and torch, which is most of the memory and of the start of a
+  tokenizer, only where code of the checkpoint or its processor may need it.
+- Workers end with this process, in whatever way that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import sys
+import time
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
+
+from slime.utils.child_process import close_lifeline, describe_exit_status, end_with, open_lifeline
+from slime.utils.errors import RunError
+from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.prompt_rows import PreparedRow, PromptRow, RowReader, prompt_lengths
+from slime.utils.types import Sample
+
+# Rendered in some milliseconds, so that the way to a worker and back is little beside them.
+_ROWS_OF_A_BATCH = 64
+_BATCHES_OF_A_WORKER = 2
+# Of one batch, the start of its worker included. Those that have images take seconds.
+_BATCH_SECONDS = 600.0
+_EXIT_SECONDS = 5.0
+_EXIT_POLL_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is done with each row, as a data set is told it.
+
+    Attributes:
+        checkpoint: Hugging Face directory of tokenizer and processor.
+        rendered: whether prompts are rendered in the chat template.
+        template_kwargs: of that template, which a sample has also where its prompt is not rendered yet.
+        measures: whether tokens are counted.
+        sees_images: whether the processor counts those of prompts with images.
+    """
+
+    checkpoint: str
+    trust_remote_code: bool
+    rendered: bool
+    template_kwargs: dict[str, Any]
+    measures: bool
+    sees_images: bool
+
+
+class DataWorkers:
+    """`count` processes, which start at once. They end by `close`, or when nobody has this object any more."""
+
+    def __init__(self, count: int, preparation: Preparation) -> None:
+        self._workers = [_Worker(f"{number} of {count}", preparation) for number in range(1, count + 1)]
+        # At the end of the process they end without being told, and those of a copy's parent are none of its own.
+        weakref.finalize(self, _close_all, self._workers).atexit = False
+
+    def prepare(self, rows: Iterable[PromptRow]) -> Iterator[PreparedRow]:
+        """Each of `rows`, in order, with its sample where it could be read and the number of its tokens where it was counted.
+
+        `rows` is gone through as far as workers have room. What it raises is raised behind the rows that it gave before.
+
+        Raises:
+            RunError: a worker died, cannot load the tokenizer, or did not answer in time. Then all have ended.
+        """
+        source, workers = iter(rows), itertools.cycle(self._workers)
+        under_way: deque[tuple[_Worker, Sequence[PromptRow], Future]] = deque()
+        end: Exception | None = None
+        while True:
+            while end is None and len(under_way) < _BATCHES_OF_A_WORKER * len(self._workers):
+                batch = []
+                try:
+                    while len(batch) < _ROWS_OF_A_BATCH:
+                        batch.append(next(source))
+                except Exception as error:
+                    end = error
+                if batch:
+                    worker = next(workers)
+                    under_way.append((worker, batch, worker.submit(batch)))
+            if not under_way:
+                break
+            worker, batch, answer = under_way.popleft()
+            try:
+                prepared = worker.result(answer, batch)
+            except RunError:
+                self.close()
+                raise
+            for row, (sample, length) in zip(batch, prepared, strict=True):
+                yield PreparedRow(row, sample, length)
+        if not isinstance(end, StopIteration):
+            raise end
+
+    def close(self) -> None:
+        """End the workers; rows that are under way are lost."""
+        _close_all(self._workers)
+
+
+def _close_all(workers: Iterable[_Worker]) -> None:
+    for worker in workers:
+        worker.close()
+
+
+class _Worker:
+    """A pool of one process: of several, it would not be known who has which rows."""
+
+    def __init__(self, name: str, preparation: Preparation) -> None:
+        self._name = name
+        lifeline, self._lifeline = open_lifeline()
+        with contextlib.closing(Connection(lifeline, writable=False)) as watched:
+            context = _Context()
+            self._pool = ProcessPoolExecutor(1, context, initializer=_begin, initargs=(watched, preparation))
+            # Its process starts with the first thing that it is to do.
+            self._pool.submit(_prepare, [])
+            [self._process] = context.started
+
+    def submit(self, batch: Sequence[PromptRow]) -> Future:
+        try:
+            return self._pool.submit(_prepare, batch)
+        except RuntimeError as error:  # it died, or all were closed: whoever asks for these rows is told
+            answer = Future()
+            answer.set_exception(error)
+            return answer
+
+    def result(self, answer: Future, batch: Sequence[PromptRow]) -> list[tuple[Sample | None, int | None]]:
+        try:
+            return answer.result(_BATCH_SECONDS)
+        except BrokenProcessPool:
+            self.close()
+            what = describe_exit_status(self._process.exitcode)
+        except TimeoutError:
+            # It may not end by itself any more.
+            self._process.kill()
+            what = f"no answer for {_BATCH_SECONDS:g} s"
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+        raise RunError(
+            f"data worker {self._name} (--num-data-workers; process {self._process.pid}), which had to prepare "
+            f"{batch[0].place} to {batch[-1].place}: {what}"
+        )
+
+    def close(self) -> None:
+        """Harmless when it was called before."""
+        if self._lifeline is None:
+            return
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._await_end()
+        self._process.kill()
+        self._await_end()
+        close_lifeline(self._lifeline)
+        self._lifeline = None
+
+    def _await_end(self) -> None:
+        # Not by `join`: a thread of the pool waits as well, and for a moment only one of the two knows of the end.
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while self._process.is_alive() and time.monotonic() < deadline:
+            time.sleep(_EXIT_POLL_SECONDS)
+
+
+class _Process(SpawnProcess):
+    """A process that does not run what this one runs as its program, Ray's in an actor, as Python has it otherwise."""
+
+    def start(self) -> None:
+        program = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            super().start()
+        finally:
+            sys.modules["__main__"] = program
+
+
+class _Context(SpawnContext):
+    """Starts processes anew: a copy of this one would have its memory and the locks that other threads hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[_Process] = []
+
+    def Process(self, *arguments: Any, **keywords: Any) -> _Process:
+        self.started.append(_Process(*arguments, **keywords))
+        return self.started[-1]
+
+
+# -- in a worker ---------------------------------------------------------------------------------------------------------
+
+_begun_with: tuple[Connection, Preparation] | None = None
+
+
+def _begin(watched: Connection, preparation: Preparation) -> None:
+    global _begun_with
+    _begun_with = watched, preparation
+    end_with(watched.fileno(), os.getpid())
+    # Who interrupts a run means its driver.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # There are as many processes as were asked for.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if not (preparation.trust_remote_code or preparation.sees_images):
+        sys.modules["torch"] = None
+
+
+@functools.cache
+def _preparer() -> _Preparer:
+    return _Preparer(_begun_with[1])
+
+
+def _prepare(batch: Sequence[PromptRow]) -> list[tuple[Sample | None, int | None]]:
+    return _preparer().prepare(batch)
+
+
+class _Preparer:
+    """Does with rows what a data set does, but for errors: it leaves them to the data set."""
+
+    def __init__(self, preparation: Preparation) -> None:
+        path, trusted = preparation.checkpoint, preparation.trust_remote_code
+        self._tokenizer = load_tokenizer(path, trust_remote_code=trusted)
+        self._processor = load_processor(path, trust_remote_code=trusted) if preparation.sees_images else None
+        self._measures, self._rendered = preparation.measures, preparation.rendered
+        self._reader = RowReader(self._tokenizer if self._rendered else None, preparation.template_kwargs)
+
+    def prepare(self, batch: Sequence[PromptRow]) -> list[tuple[Sample | None, int | None]]:
+        samples = [self._sample(row) for row in batch]
+        there = [sample for sample in samples if sample is not None]
+        lengths = iter(self._lengths(there))
+        return [(sample, None if sample is None else next(lengths)) for sample in samples]
+
+    def _sample(self, row: PromptRow) -> Sample | None:
+        try:
+            return None if row.content is None else self._reader.read(row)
+        except Exception:
+            return None
+
+    def _lengths(self, samples: list[Sample]) -> Sequence[int | None]:
+        try:
+            if self._measures:
+                return prompt_lengths(samples, self._tokenizer, self._processor, not self._rendered)
+        except Exception:
+            # Of one of them; whoever asked finds out of which.
+            pass
+        return [None] * len(samples)

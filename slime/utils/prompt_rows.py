@@ -1,0 +1,185 @@
+"""One row of a data set: which fields it has, how it becomes a sample, how many tokens its prompt has.
+
+A row becomes a sample by the rules of one place, `RowReader`: which field is the prompt, whether it is rendered in the chat
+template, what is label, tools and metadata. A row that breaks a rule is a `BadRow`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from slime.utils.data_files import BadRow
+from slime.utils.errors import UserError
+from slime.utils.image_rows import image_sources, messages_with_images
+from slime.utils.processing_utils import ANY_KEYS, at_row, encode_with_images, images_of, no_processor, render_chat
+from slime.utils.types import Sample
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """The fields of a row; None: `Dataset` says what is taken.
+
+    Attributes:
+        flags: where the names of the prompt's and the label's field come from, for messages.
+        images: the field of the images; None: prompts are text.
+        folder: of the file, against which paths of images are read; `resolve` fills it in.
+    """
+
+    prompt: str | None
+    label: str | None
+    tools: str | None
+    metadata: str | None
+    flags: tuple[str, str] = ("--input-key", "--label-key")
+    images: str | None = None
+    folder: str = ""
+
+    def resolve(self, row: dict[str, Any], place: str) -> RowKeys:
+        """The names for a file whose first row is `row`."""
+        prompt = self.prompt or next((name for name in ("prompt", "input") if name in row), None)
+        has = ", ".join(map(str, row))
+        if prompt is None:
+            raise UserError(
+                f"{place}: the row has neither `prompt` nor `input`, only {has}; name one with {self.flags[0]}"
+            )
+        for name, flag in zip((prompt, self.label), self.flags, strict=True):
+            if name is not None and name not in row:
+                raise UserError(f"{place}: there is no field {name!r} ({flag}); the row has {has}")
+        return replace(self, prompt=prompt, folder=os.path.dirname(os.path.abspath(place.rpartition(":")[0])))
+
+
+class PromptRow(NamedTuple):
+    """A row of a file: the names of its fields, its place (`file:line`) and what it holds; None: it could not be read."""
+
+    keys: RowKeys
+    place: str
+    content: dict[str, Any] | None
+
+
+class PreparedRow(NamedTuple):
+    """A row and, where another process has got so far with it, its sample and the number of tokens of its prompt."""
+
+    row: PromptRow
+    sample: Sample | None = None
+    length: int | None = None
+
+
+class RowReader:
+    """Turns a row into a sample. `tokenizer` is None unless prompts are rendered in its chat template."""
+
+    def __init__(self, tokenizer: Any | None, template_kwargs: dict[str, Any]):
+        self._tokenizer = tokenizer
+        self._template_kwargs = template_kwargs
+
+    def read(self, of: PromptRow) -> Sample:
+        """The sample of a row; raises `BadRow`."""
+        keys, place, row = of
+        metadata = self._metadata(row, keys)
+        prompt, images = self._prompt(row, keys), []
+        if keys.images is not None:
+            images = image_sources(row.get(keys.images), keys.folder, keys.images)
+            prompt, images = messages_with_images(prompt, images, keys.folder, (keys.prompt, keys.images))
+        sample = Sample(
+            prompt=prompt if self._tokenizer is None else self._rendered(prompt, keys, metadata.get("tools")),
+            label=self._label(row, keys),
+            metadata=metadata,
+            apply_chat_template_kwargs=dict(self._template_kwargs),
+        )
+        if images:
+            sample.multimodal_inputs = {"images": images}
+            # Whether an image is whole is found when it is decoded, long after the row was read.
+            sample.data_place = place
+        return sample
+
+    def _prompt(self, row: dict[str, Any], keys: RowKeys) -> str | list[dict[str, Any]]:
+        if keys.prompt not in row:
+            raise BadRow(f"there is no field {keys.prompt!r}; the row has {', '.join(map(str, row))}")
+        prompt = row[keys.prompt]
+        if isinstance(prompt, list):
+            for position, message in enumerate(prompt):
+                if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                    raise BadRow(f"message {position} of {keys.prompt!r} is no object with a `role`")
+            if not prompt:
+                raise BadRow(f"{keys.prompt!r} is an empty list of messages")
+        elif not isinstance(prompt, str):
+            raise BadRow(f"{keys.prompt!r} is {type(prompt).__name__}, expected a string or a list of messages")
+        return prompt
+
+    def _rendered(self, prompt: str | list[dict[str, Any]], keys: RowKeys, tools: list | None) -> str:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            return render_chat(self._tokenizer, messages, tools, self._template_kwargs)
+        except Exception as error:  # a template runs arbitrary code over the row
+            raise BadRow(f"the chat template refused {keys.prompt!r} ({type(error).__name__}: {error})") from error
+
+    def _label(self, row: dict[str, Any], keys: RowKeys) -> Any:
+        if keys.label is None:
+            return row.get("label")
+        if keys.label not in row:
+            raise BadRow(f"there is no field {keys.label!r} ({keys.flags[1]})")
+        return row[keys.label]
+
+    def _metadata(self, row: dict[str, Any], keys: RowKeys) -> dict[str, Any]:
+        metadata = row.get(keys.metadata) if keys.metadata else None
+        if metadata is None:
+            metadata = {}
+        if not isinstance(metadata, dict):
+            raise BadRow(f"{keys.metadata!r} is {type(metadata).__name__}, expected an object (--metadata-key)")
+        tools = row.get(keys.tools) if keys.tools else None
+        if tools is not None:
+            metadata = {**metadata, "tools": _parse_tools(tools, keys.tools)}
+        return metadata
+
+
+def _parse_tools(tools: Any, key: str) -> list[Any]:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise BadRow(f"{key!r} is no valid JSON ({error})") from error
+    elif isinstance(tools, np.ndarray):
+        tools = tools.tolist()
+    if not isinstance(tools, list):
+        raise BadRow(f"{key!r} is {type(tools).__name__}, expected a list of tool schemas (--tool-key)")
+    return tools
+
+
+def prompt_lengths(samples: list[Sample], tokenizer: Any, processor: Any, add_special_tokens: bool) -> list[int]:
+    """Tokens of each prompt, measured as `slime.utils.dataset.filter_long_prompt` says; raises as that."""
+    lengths = [0] * len(samples)
+    seeing = [bool(images_of(sample)) for sample in samples]
+    for is_text, special in ((True, add_special_tokens), (False, False)):
+        chosen = [
+            index
+            for index, sample in enumerate(samples)
+            if isinstance(sample.prompt, str) is is_text and not seeing[index]
+        ]
+        if not is_text and not getattr(tokenizer, "chat_template", None):
+            continue
+        texts = [_prompt_text(samples[index], tokenizer) for index in chosen]
+        ids = tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
+        for index, prompt_ids in zip(chosen, ids, strict=True):
+            lengths[index] = len(prompt_ids)
+    for index, sample in enumerate(samples):
+        if seeing[index]:
+            special = add_special_tokens and isinstance(sample.prompt, str)
+            lengths[index] = _length_with_images(sample, tokenizer, processor, special)
+    return lengths
+
+
+def _length_with_images(sample: Sample, tokenizer: Any, processor: Any, add_special_tokens: bool) -> int:
+    with at_row(sample):
+        if processor is None:
+            raise UserError(no_processor(getattr(tokenizer, "name_or_path", ""), ANY_KEYS))
+        text = _prompt_text(sample, tokenizer)
+        return len(encode_with_images(processor, text, images_of(sample), add_special_tokens=add_special_tokens)[0])
+
+
+def _prompt_text(sample: Sample, tokenizer: Any) -> str:
+    if isinstance(sample.prompt, str):
+        return sample.prompt
+    return render_chat(tokenizer, sample.prompt, sample.metadata.get("tools"), sample.apply_chat_template_kwargs)
