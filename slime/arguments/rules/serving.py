@@ -363,8 +363,7 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     router_settings, engines_to_compare,
     refused(lambda args: args.router_dp_aware and all(attention_groups(arguments_of_group(args, group)) == 1
             for group in served_groups(args)),
-        "{--router-dp-aware}: no engine has groups to choose among; drop it, or add {--sglang-enable-dp-attention} and "
-        "{--sglang-dp-size}"),
+        "{--router-dp-aware}: no engine has groups to choose among; drop it, or add {--sglang-enable-dp-attention}"),
     refused(lambda args: args.router_dp_aware and (has_roles(args) or args.router_policy == "power_of_two"),
         "{--router-dp-aware} beside engines that only prefill or decode, or with {--router-policy} power_of_two: a dead engine "
         "would stay with the router; drop one"),
