@@ -90,6 +90,25 @@ def calculate_log_probs_and_entropy(
     )
 
 
+@torch.no_grad()
+def log_sums(
+    logits: torch.Tensor,
+    tp_group: dist.ProcessGroup | None,
+    chunk_size: int = -1,
+    *,
+    temperature: float = 1.0,
+    rows: Rows,
+) -> torch.Tensor:
+    """log Σ e^{logits / temperature} over the whole vocabulary, float64 [R], the same on every rank: what the log-probs of any
+    token of these rows are relative to. Arguments as of `calculate_log_probs_and_entropy`; without gradient.
+    """
+    _, sums = _exponential_sums(
+        _Chunks(logits, rows, chunk_size, temperature), torch.zeros_like(rows.index), with_entropy=False
+    )
+    _, sums, _ = _over_all_ranks(sums.max, sums, None, tp_group)
+    return sums.max + sums.sum.log()
+
+
 class _LogProbsAndEntropy(torch.autograd.Function):
     """With p = softmax(x), x = logits / τ: ∂lp/∂x_j = 1[j = token] − p_j and ∂H/∂x_j = −p_j·(log p_j + H).
 

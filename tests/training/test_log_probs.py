@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slime.training import log_probs as row_chunks
-from slime.training.log_probs import calculate_log_probs_and_entropy, for_row_chunks
+from slime.training.log_probs import calculate_log_probs_and_entropy, for_row_chunks, log_sums
 from slime.training.packed_stream import Rows
 from slime.utils import device
 from slime.utils.device import Accelerator, CompiledFunction, CudaAccelerator
@@ -499,3 +499,15 @@ def test_log_probs_do_not_depend_on_the_number_of_threads(mode, monkeypatch):
         torch.set_num_threads(outside)
     for one, three in zip(*results, strict=True):
         assert one is three is None or torch.equal(one, three)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_sums_are_what_log_probs_are_relative_to(temperature):
+    logits, tokens, _ = random_case(dtype=torch.float64)
+    rows = Rows.at([range(2, 5), range(9, 20)], logits.device)
+    sums = log_sums(logits, None, 4, temperature=temperature, rows=rows)
+    expected = torch.logsumexp(logits / temperature, dim=1)[rows.index]
+    torch.testing.assert_close(sums, expected, rtol=0, atol=1e-12)
+    chosen = tokens[rows.index]
+    log_probs, _ = calculate_log_probs_and_entropy(logits, chosen, None, 4, temperature=temperature, rows=rows)
+    torch.testing.assert_close(logits[rows.index, chosen] / temperature - sums, log_probs, rtol=0, atol=0)
