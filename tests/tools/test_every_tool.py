@@ -35,6 +35,7 @@ REFUSED = {
     "make_toy_task.py /proc/no-such-place": (1, "/proc/no-such-place"),
     "profile_rollout.py --router-url 10.0.0.1:3000 --action stop": (2, "--router-url 10.0.0.1:3000"),
     "report.py /nowhere": (2, "/nowhere"),
+    "serve_megatron_teacher.py --hf-checkpoint /nowhere": (2, "--hf-checkpoint /nowhere"),
     "simulate.py --phases /nowhere": (2, "/nowhere"),
     "trace_timeline_viewer.py /nowhere": (2, "DUMP /nowhere"),
 }  # fmt: skip
