@@ -4,7 +4,8 @@
     --custom-rm-path slime.rollout.on_policy_distillation.reward_func
     --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
 
-Without `--rm-url` the teacher is the model `teacher` of `--sglang-config`, served by the run.
+Without `--rm-url` the teacher is the model `teacher` of `--sglang-config`, served by the run. The token that a service at
+`--rm-url` may ask for is read as `slime.rollout.rm_hub.remote` reads it.
 
 The teacher's log-probs of the response tokens become `sample.teacher_log_probs`, a column of the train batch; what they are
 worth is decided by `--opd-kl-coef`. The reward itself is 0, unless a function of the user's calls `reward_func` and returns a
@@ -25,6 +26,7 @@ import numpy as np
 
 from slime.rollout.engine_request import get_model_url, router_urls
 from slime.rollout.train_data import relative_rewards
+from slime.utils import env
 from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.errors import RunError, UserError
 from slime.utils.finite_number import finite_number
@@ -54,7 +56,9 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
         )
     url = _teacher_url(args)
     is_first = url not in _compared
-    answer = await post_generate(url, _request(args, sample, with_text=is_first))
+    key = env.reward_service_key() if args.rm_url else None
+    headers = {"Authorization": f"Bearer {key}"} if key else None
+    answer = await post_generate(url, _request(args, sample, with_text=is_first), headers)
     sample.teacher_log_probs = _response_log_probs(answer, sample, url)
     if is_first:
         _compare_tokenizers(args, answer, url)

@@ -69,6 +69,19 @@ def test_w7_the_teacher_scores_at_the_students_temperature(server, checkpoint):
     assert samples[1].teacher_log_probs == pytest.approx([-0.2])
 
 
+def test_the_token_of_the_service_at_rm_url_is_for_that_service_alone(server, checkpoint, monkeypatch):
+    with_own_text(server, checkpoint)
+    run(reward_func(teacher_args(checkpoint, server.url), a_sample(0)))
+    monkeypatch.setenv("SLIME_RM_API_KEY", "secret")
+    run(reward_func(teacher_args(checkpoint, server.url), a_sample(1)))
+    assert [of_request.get("Authorization") for of_request in server.headers] == [None, "Bearer secret"]
+    served = teacher_args(checkpoint, None)
+    monkeypatch.setattr(on_policy_distillation, "router_urls", lambda args: {"teacher": server.url})
+    monkeypatch.setattr(on_policy_distillation, "get_model_url", lambda args, name: f"{server.url}/generate")
+    run(reward_func(served, a_sample(2)))
+    assert "Authorization" not in server.headers[-1]
+
+
 def test_the_teachers_log_probs_become_a_column_and_the_rewards_zero(server, checkpoint):
     with_own_text(server, checkpoint)
     # The path of a server means its method.
