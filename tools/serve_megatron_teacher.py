@@ -50,8 +50,7 @@ _DEATH_SECONDS = 2.0
 _MEETING = datetime.timedelta(minutes=10)
 # A run that builds a model and nothing else.
 _RUN = (
-    "--model-args-from-hf", "--debug-train-only", "--num-rollout", "0", "--rollout-batch-size", "1",
-    "--disable-rewards-normalization",
+    "--model-args-from-hf", "--debug-train-only", "--num-rollout", "0", "--disable-rewards-normalization",
 )  # fmt: skip
 
 
@@ -173,7 +172,8 @@ def serve(given: argparse.Namespace, words: list[str], others: list[ChildProcess
     configure_logger("INFO" if rank == 0 else "ERROR")
     if world != ranks_of_copy(given):
         raise UserError(
-            f"{world} ranks were started, and a copy of the model takes {ranks_of_copy(given)}; see _parallel-size flags"
+            f"{world} ranks were started, and {ranks_of_copy(given)} hold a copy of the model: the product of the "
+            "--*-model-parallel-size flags"
         )
     args = parse_model(given, words, world // local_world, local_world)
     from tools.teacher.ranks import TeacherRank
@@ -196,12 +196,11 @@ def parse_model(given: argparse.Namespace, words: list[str], nodes: int, ranks_o
     """The arguments of a run that has this model on these ranks."""
     from slime.arguments import parse_args
 
-    sizes = [
-        f"--{name}={vars(given)[name.replace('-', '_')]}" for name in _SIZES if vars(given)[name.replace("-", "_")]
-    ]
+    sizes = [f"--{name}={value}" for name in _SIZES if (value := vars(given)[name.replace("-", "_")])]
     # A file that is there, and that nobody reads.
     data = ["--load-debug-rollout-data", str(given.hf_checkpoint / "config.json")]
     ranks = ["--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", str(ranks_of_node)]
+    ranks += ["--rollout-batch-size", str(nodes * ranks_of_node)]
     args = parse_args(argv=["--hf-checkpoint", str(given.hf_checkpoint), *_RUN, *words, *sizes, *data, *ranks])
     if args.context_parallel_size > 1 or args.train_backend != "megatron":
         raise UserError("a teacher has ranks of --train-backend megatron, and --context-parallel-size 1")
@@ -216,13 +215,10 @@ async def listen(
 
     from tools.teacher.server import TeacherServer, ask_first, identity_of
 
-    key, sizes = (
-        env.reward_service_key(),
-        {name.replace("-", "_"): vars(args)[name.replace("-", "_")] for name in _SIZES},
-    )
+    key, names = env.reward_service_key(), [name.replace("-", "_") for name in _SIZES]
     server = TeacherServer(
         teacher.lead,
-        {"hf_checkpoint": args.hf_checkpoint, **sizes},
+        {"hf_checkpoint": args.hf_checkpoint, **{name: vars(args)[name] for name in names}},
         hf_checkpoint=args.hf_checkpoint,
         vocab_size=args.vocab_size,
         max_length=given.megatron_server_max_length,

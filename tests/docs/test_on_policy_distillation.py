@@ -46,7 +46,7 @@ def test_the_commands_of_a_teacher_on_megatron_ranks_are_taken(tmp_path):
     text = PAGE.read_text().partition("## A teacher on Megatron ranks")[2].partition("\n## ")[0]
     commands = [source.replace("\\\n", " ").split() for kind, source in blocks(PAGE) if "serve_megatron" in source]
     assert len(commands) == 2
-    model = write_config(tmp_path / "model")
+    model = write_config(tmp_path / "model", num_attention_heads=8, num_key_value_heads=8)
     for command in commands:
         words = [str(model) if word == "TEACHER" else word for word in command]
         given, others = serve_megatron_teacher.make_parser().parse_known_args(words[words.index(TOOL) + 1 :])
