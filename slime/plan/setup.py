@@ -11,7 +11,14 @@ from slime.arguments.sizes import longest_sample, plans_for_gpus
 from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.shape import ModelShape
-from slime.estimates.training_memory import ACCELERATOR_CHUNK_BYTES, ONE_THREAD_CHUNK_BYTES, StateBytes, TrainingSetup
+from slime.estimates.training_memory import (
+    ACCELERATOR_CHUNK_BYTES,
+    ONE_THREAD_CHUNK_BYTES,
+    RankMemory,
+    StateBytes,
+    TrainingSetup,
+    training_memory,
+)
 from slime.models.qwen import DELTA_RULE_PACKAGES
 from slime.models.shape_of_flags import SHAPE_FLAGS, model_shape_from_args, padded_vocabulary
 from slime.plan.placement import sleeping_sides, trains
@@ -218,6 +225,19 @@ def training_setup(
         shares_saves=args.ckpt_fully_parallel_save,
         overhead=CUDA_OVERHEAD_BYTES if on_gpus else 0,
     )
+
+
+def step_memory(
+    args: argparse.Namespace, layout: ParallelLayout, tokens: int, micro_batches: int
+) -> tuple[RankMemory, ...]:
+    """What the tensors of a step take on a rank of every stage, with streams of `tokens` on each rank, before padding: without
+    weight pushes, the data of a rollout, and what is no tensor.
+
+    Args:
+        args: of a model whose shape is known.
+    """
+    setup = training_setup(args, layout, padded_stream(args, layout, tokens), micro_batches)
+    return training_memory(shape_of(args), replace(setup, push_bucket=0, overhead=0, rollout_tokens=0))
 
 
 def host_copies(args: argparse.Namespace) -> tuple[str, ...]:

@@ -9,12 +9,12 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.observability.console import evaluation_line, evaluation_name, rollout_line
+from slime.observability.console import StartupClock, evaluation_line, evaluation_name, rollout_line
 from slime.observability.logging_utils import LoggedMetrics, forget_lost_steps, write_to_trackers
 from slime.scheduling.device_turns import ENGINES, TRAINER, Holds, Sides, Turn, steps_to
 from slime.utils.errors import RunError
@@ -22,6 +22,7 @@ from slime.utils.filesystem import write_json_atomically
 from slime.utils.misc import Box, should_run_periodic_action
 
 if TYPE_CHECKING:
+    from slime.plan.longest_batch import Lengths, ProbedMemory
     from slime.ray.rollout_manager import RolloutClient, RunningCall
     from slime.ray.train_group import TrainGroup
 
@@ -120,6 +121,41 @@ class RolloutResult:
     shards: list[Box]
     logged: list[LoggedMetrics]
     critic_shards: list[Box] = field(default_factory=list)
+
+
+def probe_memory(args: argparse.Namespace, run: StartedRun) -> None:
+    """Before the first step, with engines as in a step, have the training ranks find out whether the longest one fits: where
+    `--memory-probe` asks for it, and unless it was typed on GPUs.
+
+    Raises:
+        UserError: memory ran out on a rank.
+    """
+    if run.actor is None or run.start_rollout_id >= run.length.num_rollout:
+        return
+    if args.on_gpus is not False if args.memory_probe is None else args.memory_probe:
+        run.actor.probe_memory()
+        StartupClock().mark("memory probe")
+
+
+def log_probe(args: argparse.Namespace, probe: Callable[[list[Lengths]], list[ProbedMemory]]) -> None:
+    """Say what a probe of the longest micro-batches of a model found; or that no flag says how long they are.
+
+    Args:
+        args: of the model's role.
+        probe: has all ranks go through these micro-batches.
+    """
+    # Importing the plan takes as long as all that `--help` does.
+    from slime.plan.longest_batch import longest_micro_batches, probe_line
+
+    batches = longest_micro_batches(args)
+    if batches:
+        logger.info("%s", probe_line(args, batches, probe(batches)))
+        return
+    logger.warning(
+        "no memory probe of the %s: no flag says how large a micro-batch may be (--rollout-max-context-len, or "
+        "--use-dynamic-batch-size with --max-tokens-per-gpu)",
+        args.role,
+    )
 
 
 class RolloutsAhead:

@@ -209,6 +209,12 @@ class ActorCritic(TrainGroup):
         report(results[0][0])
         self._critic.learn(rollout_id, [part for _, part in results if part is not None], report)
 
+    def probe_memory(self, beside: int = 0) -> None:
+        """As of every group, of one model after the other, each with what the optimizer of the other will take beside it."""
+        of_actor, of_critic = self.optimizer_bytes_to_come(), self._critic.optimizer_bytes_to_come()
+        self._critic.probe_memory(beside + of_actor)
+        super().probe_memory(beside + of_critic)
+
     def hold(self, holds: Holds) -> None:
         """Have all ranks of both models hold that much of their memory on the devices; nobody pushes a critic's weights."""
         self._critic.hold(Holds.NOTHING if holds is Holds.WEIGHTS else holds)

@@ -37,7 +37,7 @@ from slime.observability.run_record import (
 )
 from slime.observability.trackers import new_run_id
 from slime.plan import check_before_start, nothing_left, show_plan
-from slime.ray.driver import RunProgress, StartedRun
+from slime.ray.driver import RunProgress, StartedRun, probe_memory
 from slime.utils import env
 from slime.utils.checkpoint_directory import is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.utils.errors import RunError, UserError
@@ -240,6 +240,7 @@ def started(args: argparse.Namespace) -> Iterator[StartedRun]:
     with ending(rollout_manager):
         run = create_training_models(args, placement, rollout_manager)
         with ending(run.actor):
+            probe_memory(args, run)
             yield run
 
 

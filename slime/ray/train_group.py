@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime.arguments.checkpoints import WeightSource
 from slime.observability.logging_utils import LoggedMetrics, drain_outbox
 from slime.observability.waiting import unwatch_actors, wait_for, wait_for_all, watch_actors
-from slime.ray.driver import RolloutResult
+from slime.ray.driver import RolloutResult, log_probe
 from slime.scheduling.device_turns import Holds
 from slime.utils import env
 from slime.utils.checkpoint_directory import is_megatron_checkpoint, latest_iteration
@@ -185,6 +185,19 @@ class TrainGroup:
         if len(set(first_ids)) != 1:
             raise RunError(f"the {self.rank_name}s loaded different iterations: {first_ids}")
         return first_ids[0]
+
+    def optimizer_bytes_to_come(self) -> int:
+        """What the first update takes on a device; of the rank with most."""
+        return max(self._call_all("optimizer_bytes_to_come"))
+
+    def probe_memory(self, beside: int = 0) -> None:
+        """Have all ranks go through a step of the longest micro-batches, without a trace; logs what it took. Another model on
+        their devices will take `beside` bytes more.
+
+        Raises:
+            UserError: memory ran out on a rank; the others may hang in a collective.
+        """
+        log_probe(self._args, lambda batches: self._call_all("probe_memory", batches, beside))
 
     def train(self, rollout_id: int, rollout: RolloutResult, report: Report) -> None:
         """Train on a rollout; `report` gets rank 0's metrics (all ranks log the same), after an error those before it."""

@@ -16,6 +16,7 @@ from slime.arguments.hf_config import spelling
 from slime.rehearsal.recorder import Recorder
 from slime.rehearsal.report import Pushed, Saved, Task
 from slime.training.actor_rank import ActorRank
+from slime.training.memory_probe import made_up_columns, zeros
 from slime.training.model_states import ModelStates, StateSchedule
 from slime.training.rollout_data import RolloutData
 from slime.training.train_rank import CriticRank, TrainRank
@@ -201,34 +202,10 @@ class RehearsedRank(TrainRank, abc.ABC):
 
     def _make_data(self) -> None:
         """Samples of the task's lengths; of values nothing is asked."""
-        batches = self._task.micro_batches
-        totals, responses = ([lengths[side] for batch in batches for lengths in batch] for side in (0, 1))
-        count, device = len(totals), get_accelerator().current_device()
-        places = iter(range(count))
-
-        def column(lengths: list[int], dtype: torch.dtype) -> list[torch.Tensor]:
-            return list(torch.zeros(sum(lengths), dtype=dtype, device=device).split(lengths))
-
-        columns = {
-            "tokens": column(totals, torch.int64),
-            "total_lengths": totals,
-            "response_lengths": responses,
-            "loss_masks": column(responses, torch.int32),
-            "rollout_log_probs": column(responses, torch.float32),
-            "rewards": [0.0] * count,
-            "raw_reward": [0.0] * count,
-            "local_raw_reward": [0.0] * count,
-            "truncated": [0] * count,
-            "sample_indices": list(range(count)),
-            "rollout_ids": list(range(count)),
-            "rollout_mask_sums": [float(length) for length in responses],
-            "partition": list(range(count)),
-            "micro_batch_indices": [[next(places) for _ in batch] for batch in batches],
-            "num_microbatches": [len(batches)],
-            "global_batch_sizes": [count * self.args.data_parallel_size],
-        }
+        device = get_accelerator().current_device()
+        columns, responses = made_up_columns(self._task.micro_batches, device, self.args.data_parallel_size)
         if self.groups.is_last_stage:
-            columns.update({name: column(responses, torch.float32) for name in self.brought()})
+            columns.update({name: zeros(responses, torch.float32, device) for name in self.brought()})
         self._data = RolloutData.of_rank(columns, self.groups.cp)
 
     def _take_first_step(self) -> None:

@@ -8,26 +8,23 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from slime.arguments.config_files.role_config import CRITIC, critic_args
 from slime.arguments.hf_config import spelling
 from slime.arguments.rules.megatron import RECOMPUTED_BY_ENGINE
 from slime.estimates.layout import ParallelLayout
-from slime.estimates.training_memory import RankMemory, push_buffers, training_memory
+from slime.estimates.training_memory import RankMemory, push_buffers
 from slime.plan.batch import plan_batch
+from slime.plan.longest_batch import micro_batches
 from slime.plan.memory import planned_critic
-from slime.plan.setup import parallel_layout, planned_sample, shape_of, tokens_of_stream, training_setup
+from slime.plan.setup import parallel_layout, shape_of, step_memory, tokens_of_stream, training_setup
 from slime.rehearsal.report import Failure, Planned, Pushed, RankReport, Rehearsed, Saved, Task, render
 from slime.rehearsal.stand_in import StandIn, find_or_build
 from slime.utils.child_process import ChildProcess, describe_exit_status, environment_for_python
 from slime.utils.errors import RunError, UserError
 from slime.weights.verification import NamesDiffer, PushedNames
 
-# Of a step, unless a pipeline holds more at once: in the second one the activations of the first are gone, and its gradients
-# are added to what is there.
-_MICRO_BATCHES = 2
 _RANK_SECONDS = 1800.0
 # What has no other way than Transformer Engine's; the rehearsal says where it goes without.
 _NEED_KERNELS = {"fp8": None}
@@ -42,8 +39,6 @@ WITHOUT_KERNELS = {
     # Fake tensors have no numbers to compare.
     "true_on_policy_mode": False,
 }  # fmt: skip
-# Of a sample whose prompt no flag limits.
-_PROMPT_SHARE = 8
 
 
 def show_rehearsal(args: argparse.Namespace) -> None:
@@ -63,6 +58,11 @@ def show_rehearsal(args: argparse.Namespace) -> None:
         layout = parallel_layout(of_role)
         ranks = _ranks(of_role, layout)
         batches = micro_batches(of_role, layout)
+        if not batches:
+            raise UserError(
+                "--rehearse needs the size of a micro-batch: give --max-tokens-per-gpu with --use-dynamic-batch-size, or "
+                "--rollout-max-context-len"
+            )
         memory = planned(of_role, layout, len(batches))
         left_out |= dict.fromkeys(_left_out(of_role, layout, batches, stand_in))
         try:
@@ -155,38 +155,6 @@ def rehearse_rank(
     return Rehearsed(**answer)
 
 
-def micro_batches(args: argparse.Namespace, layout: ParallelLayout) -> list[list[tuple[int, int]]]:
-    """Full micro-batches of samples as long as they may be: of each sample its tokens, and those of its response. There are
-    as many as the first stage of a pipeline holds at once, two at least.
-
-    Raises:
-        UserError: no flag says how large a micro-batch is.
-    """
-    sample, plan = planned_sample(args), plan_batch(args, layout)
-    budget = plan.token_budget or (args.micro_batch_size * sample if sample else None)
-    if budget is None:
-        raise UserError(
-            "--rehearse needs the size of a micro-batch: give --max-tokens-per-gpu with --use-dynamic-batch-size, or "
-            "--rollout-max-context-len"
-        )
-    longest = min(sample or budget, budget)
-    lengths = [longest] * (budget // longest)
-    # What is left of the budget holds a shorter sample.
-    if budget % longest > 1:
-        lengths.append(budget % longest)
-    batch = [(length, _response(args, length)) for length in lengths]
-    wanted = max(_MICRO_BATCHES, layout.pipeline)
-    if layout.virtual_pipeline > 1:
-        # After one group of micro-batches a stage would still be going forward; after two it has been as full as it gets.
-        wanted = 2 * (args.microbatch_group_size_per_vp_stage or layout.pipeline)
-    return [batch] * min(plan.micro_batches or wanted, wanted)
-
-
-def _response(args: argparse.Namespace, length: int) -> int:
-    limit = args.rollout_max_response_len
-    return min(length - max(1, length // _PROMPT_SHARE), limit if limit is not None else length)
-
-
 def _ranks(args: argparse.Namespace, layout: ParallelLayout) -> list[int]:
     """Those that are asked for; else the first of every pipeline stage."""
     if args.rehearse_ranks is None:
@@ -231,8 +199,7 @@ def planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tup
     shape = shape_of(args)
     setup = training_setup(args, layout, tokens_of_stream(args, layout), count)
     # Nothing of the driver is a tensor, and the rehearsal's data are those of its own micro-batches.
-    step = replace(setup, push_bucket=0, overhead=0, rollout_tokens=0)
-    memories = training_memory(shape, step)
+    memories = step_memory(args, layout, setup.stream_tokens, count)
     return tuple(
         _parts(memory, push_buffers(shape, setup, stage)) for memory, stage in zip(memories, setup.stages, strict=True)
     )

@@ -8,6 +8,7 @@ collective over all ranks, unless they say otherwise.
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -216,6 +217,15 @@ class Backend(Protocol):
             rollouts: how far an update that is taken moves the learning-rate schedule on.
             place: the rollout, and the number of the step in it, for functions of the user.
         """
+
+    def leaving_no_trace(self) -> contextlib.AbstractContextManager[None]:
+        """Passes of the block, and steps that are not accepted, leave nothing behind: parameters, what the optimizer knows, the
+        schedule, generators, what experts have counted and what is counted of steps are as they were, gradients are none, and
+        functions of the user are not called. After an error of the block nothing of that holds."""
+
+    def optimizer_bytes_to_come(self) -> int:
+        """What the next update takes on the device of this rank for what the optimizer remembers, beside what it has there. Not
+        collective."""
 
     def bad_gradients(self) -> list[str]:
         """Names of this rank's parameters whose gradient is not finite. Not collective."""

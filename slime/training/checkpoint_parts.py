@@ -6,9 +6,10 @@ And a save that ranks write themselves, one part after the other, while nobody t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,17 @@ def load_generators(directory: Path) -> dict[str, torch.Tensor]:
     if _DEVICE in states:
         get_accelerator().set_generator_state(states.pop(_DEVICE))
     return states
+
+
+@contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
+    """Whatever the block draws from torch's generators of this rank, they are where they were behind it."""
+    accelerator = get_accelerator()
+    on_host, of_device = torch.get_rng_state(), accelerator.generator_state()
+    yield
+    torch.set_rng_state(on_host)
+    if of_device is not None:
+        accelerator.set_generator_state(of_device)
 
 
 def _file(directory: Path) -> Path:

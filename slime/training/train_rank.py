@@ -20,10 +20,12 @@ import torch.distributed as dist
 from slime.arguments.paths import RANK_PLUG_INS, load_plug_ins
 from slime.observability.logging_utils import LoggedMetrics, collected_metrics, configure_logger, drain_outbox
 from slime.observability.timer import PeakMemory, Timer, phase
+from slime.plan.longest_batch import Lengths, ProbedMemory
 from slime.scheduling.device_turns import Holds
 from slime.training.backend import RankGroups, UnfinishedSave, make_backend
 from slime.training.checkpoint_publication import forget_checkpoints, show_checkpoint
 from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
+from slime.training.memory_probe import probe_memory
 from slime.training.metric_reduction import mean_of_steps
 from slime.training.profiling import Part, Records, records_of
 from slime.training.resident_memory import ResidentMemory, Residents
@@ -119,6 +121,15 @@ class TrainRank:
     def residents(self) -> Residents:
         """What the rank has on its device between two steps."""
         return self.backend.residents()
+
+    def optimizer_bytes_to_come(self) -> int:
+        """What the first update will take on this rank's device."""
+        return self.backend.optimizer_bytes_to_come()
+
+    def probe_memory(self, batches: Sequence[Lengths], beside: int) -> ProbedMemory:
+        """Go through a step of the longest micro-batches, and leave no trace of it; see `slime.training.memory_probe`."""
+        self.require(Holds.ALL, "the memory probe")
+        return probe_memory(self.args, self.backend, self.rank, batches, beside)
 
     def save_has_ended(self) -> bool:
         """Whether `finish_save` would not wait for this rank's own part."""

@@ -177,7 +177,7 @@ DEBUGGING = Group("debugging", (
         path=PathKind.WRITTEN),
     # Memory and time
     either("--memory-probe", "before the first step, run one micro-batch of the longest allowed length; unset: on GPUs",
-        not_yet="the probe of the longest micro-batch"),
+        idle=Idle(lambda args: not args.has_trainer, "without training ranks")),
     switch("--record-memory-history", "training ranks record their allocations, for a snapshot when memory runs out"),
     flag("--memory-recorder", str, "torch", "what records them: GPU or host memory", "torch", "memray", idle=_NO_RECORDING),
     flag("--memory-snapshot-dir", str, ".", "directory of the snapshots", path=PathKind.WRITTEN, idle=_NO_RECORDING),

@@ -3,9 +3,8 @@
 Ranks are data-parallel, or `--context-parallel-size` of them share each sample: they hold zigzag chunks of its sequence, and
 attention gathers keys and values. Parameters are sharded over all of them either way, and gradients summed.
 
-Parameters and what the optimizer knows of them are float32; a pass computes in bfloat16 with `--bf16`.
-
-What flags may ask of it says `slime.models.fsdp`.
+Parameters and what the optimizer knows of them are float32; a pass computes in bfloat16 with `--bf16`. What flags may ask of
+it says `slime.models.fsdp`.
 
 A checkpoint of it is a Hugging Face directory: the weights in float32, as they are trained, with config and tokenizer. Beside
 them stand what the optimizer remembers and further sets of weights (`states/`), written by torch.distributed.checkpoint, the
@@ -15,6 +14,7 @@ states of generators, and `metadata.json`, the last file, with the schedule. Ano
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import functools
 import json
@@ -43,6 +43,7 @@ from slime.training.checkpoint_parts import (
     directory_of_state,
     exchange,
     fresh_directory,
+    kept_generators,
     load_generators,
     read_tensors,
     save_generators,
@@ -248,6 +249,17 @@ class FSDPBackend:
             self.scheduler.step(increment=rollouts)
         return StepResult(metrics, learning_rates, Update(taken, float(norm)))
 
+    @contextlib.contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        with kept_generators():
+            yield
+        self.optimizer.zero_grad()
+
+    def optimizer_bytes_to_come(self) -> int:
+        # Moments of the host come when activations are gone.
+        on_host, known = self.args.fsdp_cpu_offload or self.args.optimizer_cpu_offload, self.optimizer.state
+        return 0 if on_host else sum(2 * _local(p).nbytes for p in self.model.parameters() if not known.get(p))
+
     def bad_gradients(self) -> list[str]:
         gradients = [(name, parameter.grad) for name, parameter in self.model.named_parameters()]
         return [name for name, grad in gradients if grad is not None and not grad.to_local().isfinite().all()]
@@ -327,13 +339,12 @@ class FSDPBackend:
         """The model of the config with random weights, on whatever device is in force."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        args = self.args
-        config = AutoConfig.from_pretrained(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+        config = AutoConfig.from_pretrained(self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code)
         return AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32,
-            attn_implementation="eager" if args.attn_implementation == "eager" else "sdpa",
-            trust_remote_code=args.trust_remote_code,
+            attn_implementation="eager" if self.args.attn_implementation == "eager" else "sdpa",
+            trust_remote_code=self.args.trust_remote_code,
         )
 
     def _build(self) -> torch.nn.Module:
@@ -411,10 +422,9 @@ class FSDPBackend:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         args = self.args
-        matrices, vectors = [], []
-        for parameter in self.model.parameters():
-            (matrices if parameter.ndim > 1 else vectors).append(parameter)
-        groups = [{"params": matrices, "wd_mult": 1.0}, {"params": vectors, "wd_mult": 0.0}]
+        parameters = list(self.model.parameters())
+        groups = [{"params": [p for p in parameters if p.ndim > 1], "wd_mult": 1.0}]
+        groups.append({"params": [p for p in parameters if p.ndim <= 1], "wd_mult": 0.0})
         optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps)
         return optimizer, OptimizerParamScheduler(optimizer, **schedule_settings(args))
 

@@ -196,6 +196,16 @@ class PrecisionAwareAdam(Adam):
             state[MAIN] = self._empty(param, MAIN, self._dtypes[MAIN])
             self.set_scaled_state(param, MAIN, param.float())
 
+    def state_bytes(self, param: torch.Tensor) -> int:
+        """Bytes that the states of `param` take on its device, but for the powers of two."""
+        if self._is_hosted(param):
+            return 0
+        each = sum(self._dtypes[name].itemsize for name in MOMENTS)
+        if param.dtype != torch.float32:
+            takes_remainder = self._remainders and param.dtype == torch.bfloat16
+            each += 2 if takes_remainder else self._dtypes[MAIN].itemsize
+        return param.numel() * each
+
     @torch.no_grad()
     def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """A state of `param` in float32, 1-D; it may be the state itself."""

@@ -7,6 +7,7 @@ so are imported in the methods.
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,12 @@ from slime.training.routing_replay import RoutingReplay
 from slime.training.train_step import MicroBatches
 from slime.utils.errors import RunError
 from slime.utils.plugin_loader import call_plug_in
+
+# Functions of the user's, and what is done after so many steps; each without a value.
+_OF_REAL_STEPS = dict.fromkeys(
+    ("custom_megatron_before_log_prob_hook_path", "custom_megatron_before_train_step_hook_path",
+     "check_weight_hash_across_dp_replicas_interval", "distributed_timeout_seconds_after_init")
+)  # fmt: skip
 
 
 class MegatronBackend:
@@ -163,6 +170,35 @@ class MegatronBackend:
         )
         given = self.args, rollout_id, step, self.model, self.optimizer, self.scheduler
         call_plug_in(flag, path, f"rollout {rollout_id}, step {step}", *given)
+
+    @contextlib.contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        from megatron.core import parallel_state
+
+        from slime.backends.megatron_utils.generator_states import kept_generators
+        from slime.backends.megatron_utils.optimizer import kept_loss_scales
+
+        args, housekeeping = self.args, self.housekeeping
+        self.args = argparse.Namespace(**{**vars(args), **_OF_REAL_STEPS})
+        self.housekeeping = initialize.Housekeeping(self.args)
+        # Counts and biases of experts are among them.
+        buffers = [(buffer, buffer.clone()) for chunk in self.model for _, buffer in chunk.named_buffers()]
+        with kept_generators(), kept_loss_scales(self.optimizer):
+            yield
+        self.args, self.housekeeping = args, housekeeping
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        # Of the size that the longest stream takes; the next pass makes what it needs.
+        parallel_state.get_global_memory_buffer().buffer.clear()
+
+    def optimizer_bytes_to_come(self) -> int:
+        from slime.backends.megatron_utils.optimizer import bytes_to_come
+
+        return bytes_to_come(self.optimizer)
 
     def bad_gradients(self) -> list[str]:
         from slime.backends.megatron_utils.parameter_names import parameters_with_bad_gradient

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core import tensor_parallel
@@ -23,3 +25,13 @@ def load_generators(directory: Path) -> None:
     if states:
         tracker = {name.removeprefix(_TRACKER): state for name, state in states.items()}
         tensor_parallel.get_cuda_rng_tracker().set_states(tracker)
+
+
+@contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
+    """Whatever the block draws on this rank, its generators are where they were behind it."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    states = {name: state.clone() for name, state in tracker.get_states().items()}
+    with checkpoint_parts.kept_generators():
+        yield
+    tracker.set_states(states)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from slime.backends.megatron_utils.adam import Adam, HostShare, PrecisionAwareAdam, as_megatrons_adam
+from slime.backends.megatron_utils.adam import MAIN, MOMENTS, Adam, HostShare, PrecisionAwareAdam, as_megatrons_adam
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
 from slime.backends.megatron_utils.stateless_adam import StatelessAdam
 from slime.training.backend import Update
@@ -201,6 +201,44 @@ def tensors_of(optimizer: MegatronOptimizer) -> tuple[list[torch.Tensor], list[t
         values = (value for state in part.optimizer.state.values() for value in state.values())
         kept += [value for value in values if torch.is_tensor(value) and value.device.type == device]
     return kept, gradients
+
+
+def bytes_to_come(optimizer: MegatronOptimizer) -> int:
+    """Bytes that the next update takes on the device for what is to be remembered, of parameters that nothing is known of."""
+    inner = (part.optimizer for part in parts_of(optimizer) if part.optimizer is not None)
+    return sum(
+        _state_bytes(each, group, parameter)
+        for each in inner
+        for group in each.param_groups
+        for parameter in group["params"]
+        if not each.state.get(parameter)
+    )
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> int:
+    if isinstance(optimizer, PrecisionAwareAdam):
+        return optimizer.state_bytes(parameter)
+    if isinstance(optimizer, StatelessAdam) or parameter.device.type != get_accelerator().name:
+        return 0
+    if "betas" not in group:
+        return parameter.nbytes if group.get("momentum", 1) else 0
+    # Transformer Engine's has dtypes of its own, and main parameters of 16-bit ones.
+    dtypes = getattr(optimizer, "name_to_dtype_map", {})
+    moments = sum(dtypes.get(name, parameter.dtype).itemsize for name in MOMENTS)
+    if getattr(optimizer, "master_weights", False) and parameter.dtype != torch.float32:
+        remainders = getattr(optimizer, "store_param_remainders", False)
+        moments += 2 if remainders else dtypes.get(MAIN, torch.float32).itemsize
+    return parameter.numel() * moments
+
+
+@contextlib.contextmanager
+def kept_loss_scales(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Whatever gradients the block finds, the loss scales of float16 are what they were behind it."""
+    parts = [part for part in parts_of(optimizer) if getattr(part, "grad_scaler", None)]
+    states = [part.grad_scaler.state_dict() for part in parts]
+    yield
+    for part, state in zip(parts, states, strict=True):
+        part.grad_scaler.load_state_dict(state)
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

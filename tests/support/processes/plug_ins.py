@@ -146,6 +146,20 @@ def noted_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) 
     _note("postprocess with advantages" if "advantages" in rollout_data else "postprocess")
 
 
+def without_memory_on_rank_1(args: Any) -> None:
+    """Has the loss of a memory probe fail there as an allocator does; the other rank goes on, and waits."""
+    import torch
+    import torch.distributed as dist
+
+    from slime.training import memory_probe
+
+    def fails(*given: Any, **named: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+
+    if dist.get_rank() == 1:
+        memory_probe.step_loss = lambda *given: fails
+
+
 def _note(text: str) -> None:
     import torch.distributed as dist
 
