@@ -32,6 +32,7 @@ _PROMPT_SHARE = 8
 # By whom an execution may become several samples.
 _MAKERS_OF_SAMPLES = (
     "custom_generate_function_path", "custom_convert_samples_to_train_data_path", "load_debug_rollout_data",
+    "load_forge_rollout_data",
 )  # fmt: skip
 
 

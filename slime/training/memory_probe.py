@@ -72,7 +72,7 @@ def probe_memory(
     # On a host nobody takes memory by asking for it.
     held_bytes = 0 if accelerator.shares_host_memory else to_come
     of_probe = _without_functions_of_user(args)
-    name = "the optimizer's state"
+    name = "making room for the optimizer's state"
     try:
         with backend.leaving_no_trace():
             held = torch.empty(held_bytes, dtype=torch.uint8, device=accelerator.current_device())

@@ -5,6 +5,7 @@ import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.support.models.tiny_families import TINY_FAMILIES
 from tests.support.models.tiny_model import write_tiny_model
 from tests.support.processes.actor_run import Rank, command_line, same
 from tests.support.processes.distributed import DistributedFailure, run_distributed
+from tests.support.processes.layout_steps import layout_args
 
 ONE = ["--tensor-model-parallel-size", "1"]
 # Above the budget: the longest sample is alone.
@@ -34,6 +36,9 @@ LAYOUTS = {
     "data": [*ONE, "--overlap-grad-reduce", "--rollout-top-p", "0.9", "--use-tis"],
     "context": [*ONE, "--context-parallel-size", "2", "--advantage-estimator", "gspo", "--num-steps-per-rollout", "2"],
     "recomputed": ["--gradient-checkpointing", "--bf16"],
+    # A step without overflow counts towards a larger loss scale.
+    "float16": [*ONE, "--fp16", "--initial-loss-scale", "256"],
+    "moments in 16 bits": [*ONE, "--bf16", "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"],
     "fsdp": [*ONE, "--train-backend", "fsdp"],
     "fsdp, offloaded": [*ONE, "--train-backend", "fsdp", "--fsdp-cpu-offload", "--gradient-checkpointing"],
 }
@@ -43,7 +48,19 @@ DROPOUT = {name: {"hidden_dropout": 0.2} for name in ("tensor", "recomputed")}
 
 
 class ProbedRank(Rank):
-    """A rank whose samples are cut as its context-parallel group has them."""
+    """A rank whose samples are cut as its context-parallel group has them, and whose model counts its passes, as one of a
+    user's own may."""
+
+    def __init__(self, words: list[str], **overrides) -> None:
+        import torch
+
+        def count(module, *_) -> None:
+            module.passes.add_(1)
+
+        super().__init__(words, **overrides)
+        for chunk in self.actor.backend.model if self.args.train_backend == "megatron" else ():
+            chunk.module.register_buffer("passes", torch.zeros(1), persistent=False)
+            chunk.module.register_forward_hook(count)
 
     def _data(self):
         from slime.training.rollout_data import RolloutData
@@ -76,10 +93,16 @@ class ProbedRank(Rank):
         if self.args.train_backend == "megatron":
             from megatron.core import tensor_parallel
 
+            from slime.backends.megatron_utils.optimizer import parts_of
+
             found |= {
                 name: state.clone() for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
             }
             found["steps"] = torch.tensor(backend.housekeeping._steps)
+            scalers = [part.grad_scaler for part in parts_of(backend.optimizer) if getattr(part, "grad_scaler", None)]
+            found["loss scales"] = [
+                torch.as_tensor(value).clone() for scaler in scalers for value in scaler.state_dict().values()
+            ]
         return found
 
     def end(self) -> None:
@@ -157,6 +180,50 @@ def test_experts_forget_what_they_counted(tmp_path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "unused"}) + "\n")
     for found in run_distributed(worker, 2, (tmp_path, {"experts": EXPERTS}), timeout=300):
         assert found == {"experts": []}
+
+
+def critic_worker(directory: Path, layouts: dict[str, dict]) -> dict[str, list[str]]:
+    """By layout, what a probe changed of a critic; with it the phases that it went through."""
+    import torch
+
+    from slime.training import memory_probe
+    from tests.support.processes.megatron_worker import load_backend
+
+    found = {}
+    for name, layout in layouts.items():
+        critic = {
+            "role": "critic",
+            "untie_embeddings_and_output_weights": True,
+            "value_clip": 0.2,
+            "hidden_dropout": 0.2,
+        }
+        args = layout_args(directory / "actor", **critic, **layout)
+        backend = load_backend(args)
+
+        def state(backend=backend) -> dict:
+            residents = backend.residents()
+            kept = {part: [tensor.clone() for tensor in getattr(residents, part)] for part in vars(residents)}
+            return {**kept, "generator": torch.get_rng_state()}
+
+        before, parts = state(), ("forward_values", "step_loss", "forward_log_probs")
+        with contextlib.ExitStack() as stack:
+            patches = (mock.patch.object(memory_probe, part, wraps=getattr(memory_probe, part)) for part in parts)
+            spies = dict(zip(parts, map(stack.enter_context, patches), strict=True))
+            memory_probe.probe_memory(args, backend, 0, [[(12, 8), (6, 5)]] * 2, 0)
+        phases = [part for part, spy in spies.items() if spy.called]
+        found[name] = [key for key, is_same in same(before, state()).items() if not is_same] + phases
+    return found
+
+
+def test_a_critic_is_probed_with_values_and_a_step_of_its_own(directory):
+    layouts = {
+        "tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "pipeline": {"pipeline_model_parallel_size": 2},
+        "context": {"context_parallel_size": 2},
+        "gathered context": {"context_parallel_size": 2, "allgather_cp": True},
+    }
+    for found in run_distributed(critic_worker, 2, (directory, layouts), timeout=240):
+        assert found == dict.fromkeys(layouts, ["forward_values", "step_loss"])
 
 
 def failing_worker(directory: Path, ranks: list[int], said: str) -> str:
