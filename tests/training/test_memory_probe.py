@@ -58,7 +58,9 @@ class ProbedRank(Rank):
             module.passes.add_(1)
 
         super().__init__(words, **overrides)
-        for chunk in self.actor.backend.model if self.args.train_backend == "megatron" else ():
+        # A reference takes the place of what the model had when it was loaded.
+        counts = self.args.train_backend == "megatron" and not self.args.use_kl_loss
+        for chunk in self.actor.backend.model if counts else ():
             chunk.module.register_buffer("passes", torch.zeros(1), persistent=False)
             chunk.module.register_forward_hook(count)
 
