@@ -10,6 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ENGLISH, CHINESE = ROOT / "docs/en", ROOT / "docs/zh"
 PAGES = sorted(path.relative_to(CHINESE) for path in CHINESE.rglob("*.md"))
+# Tables that a tool writes stand on the English page alone.
+_GENERATED = re.compile(r"<!-- (\w[\w ]*): begin -->.*?<!-- \1: end -->", re.DOTALL)
 _HEADING = re.compile(r"(#{1,6}) (.+)")
 _SPAN = re.compile(r"`([^`]+)`")
 _FLAG = re.compile(r"(?<![\w-])--\w")
@@ -35,7 +37,7 @@ class Section:
 def sections(text: str, folder: Path) -> list[Section]:
     """The parts of a page in `folder`, in order."""
     found, prose, block, table = [Section()], "", None, None
-    for line in [*text.splitlines(), "# end"]:
+    for line in [*_GENERATED.sub("", text).splitlines(), "# end"]:
         last = found[-1]
         if block is not None or line.startswith("```"):
             whole = line if block is None else f"{block}\n{line}"
