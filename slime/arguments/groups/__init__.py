@@ -69,9 +69,9 @@ READ = {
         "sglang_sampling_mask_max_tokens", "sglang_enable_deterministic_inference", "sglang_speculative_algorithm",
         *(f"sglang_speculative_{name}" for name in ("num_steps", "eagle_topk", "num_draft_tokens")), *OF_ROLES,
         "sglang_enable_dp_lm_head", "sglang_cuda_graph_backend_prefill", "sglang_enable_mixed_chunk",
-        "sglang_enable_return_hidden_states",
+        "sglang_enable_return_hidden_states", "sglang_kv_cache_dtype",
     ),
-    "router": ("router_backend", "router_prefill_policy", "router_decode_policy"),
+    "router": ("router_backend", "router_dp_aware", "router_prefill_policy", "router_decode_policy"),
 }  # fmt: skip
 
 # Families that are read from a package: name for `load_surface`, title in `--help`.
