@@ -118,7 +118,7 @@ def test_every_column_has_a_kind():
     assert column_of("of_a_plug_in").kind is Kind.SAMPLE
     assert {name for name, known in COLUMNS.items() if not known.is_per_sample} == {
         "raw_reward", "failed", "partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes", "stream",
-        "step_statistics",
+        "step_statistics", "live_weight_version", "on_policy_proof",
     }  # fmt: skip
     assert {name for name, known in COLUMNS.items() if known.on_host} == {
         "rollout_routed_experts", "rollout_top_p_token_ids", "rollout_top_p_token_offsets",
