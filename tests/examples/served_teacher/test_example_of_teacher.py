@@ -26,7 +26,7 @@ def test_the_reward_grades_and_the_teacher_is_asked(tmp_path, monkeypatch):
     args.sglang_router_ip, args.sglang_router_port = args.sglang_model_routers["actor"]
     asked = []
 
-    async def answer(url, payload):
+    async def answer(url, payload, headers=None):
         asked.append(url)
         return {"meta_info": {"input_token_logprobs": [[None, 1], [-0.5, 2], [-0.25, 3]]}}
 
