@@ -169,7 +169,7 @@ class _Worker:
         self._lifeline = None
 
     def _await_end(self) -> None:
-        # Not by `join`: a thread of the pool waits as well, and for a moment only one of the two knows of the end.
+        # Not by `join` or the sentinel: a thread of the pool waits as well, and for a moment it alone has the exit status.
         deadline = time.monotonic() + _EXIT_SECONDS
         while self._process.is_alive() and time.monotonic() < deadline:
             time.sleep(_EXIT_POLL_SECONDS)

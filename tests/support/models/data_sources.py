@@ -1,4 +1,4 @@
-"""What is asked of data sources: the arguments that say it, and a source that does as little as one may."""
+"""What is asked of data sources: the arguments that say it, a source that does as little as one may, and what came of one."""
 
 from __future__ import annotations
 
@@ -28,3 +28,8 @@ class Flat:
 
     def get_samples(self, num_samples: int) -> list[Any]:
         return self.entries[:num_samples]
+
+
+def prompts(groups: list[list[Any]]) -> list[str]:
+    """Of the first sample of each group."""
+    return [group[0].prompt for group in groups]
