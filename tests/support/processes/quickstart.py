@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -10,10 +11,13 @@ _PAGE = ROOT / "docs/en/get_started/quick_start.md"
 # What stands behind `bash scripts/quickstart.sh` in the rows of the page's tables.
 COMMANDS = sorted(set(re.findall(r"\| `bash scripts/quickstart\.sh([^`]*)` \|", _PAGE.read_text())))
 
+_END_SECONDS = 60
+
 
 def quickstart(directory: Path, *words: str, timeout: float = 900) -> str:
-    """What `bash scripts/quickstart.sh --dir DIRECTORY WORDS` prints; AssertionError, with the end of it, where it fails."""
-    done = subprocess.run(
+    """What `bash scripts/quickstart.sh --dir DIRECTORY WORDS` prints; AssertionError, with the end of it, where it fails, or
+    takes longer: then all that it has started is ended."""
+    process = subprocess.Popen(
         ["bash", "scripts/quickstart.sh", "--dir", str(directory), *words],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "TENSORBOARD_DIR")},
@@ -21,7 +25,13 @@ def quickstart(directory: Path, *words: str, timeout: float = 900) -> str:
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,
-        timeout=timeout,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=_END_SECONDS)
+        raise AssertionError(f"not done after {timeout} s: {output[-4000:]}") from None
+    assert process.returncode == 0, output[-4000:]
+    return output
