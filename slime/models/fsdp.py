@@ -31,6 +31,7 @@ ONLY_VALUES: dict[str, Any] = {
     "empty_unused_memory_level": 0, "distributed_timeout_seconds_after_init": None,
     "check_weight_hash_across_dp_replicas_interval": None, "async_save": False,
     "custom_model_provider_path": None, "custom_megatron_init_path": None,
+    "megatron_deepgemm_forward_layers": None, "megatron_deepgemm_moe_forward_layers": None,
     "custom_megatron_before_log_prob_hook_path": None, "custom_megatron_before_train_step_hook_path": None,
 }  # fmt: skip
 

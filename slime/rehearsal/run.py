@@ -27,7 +27,7 @@ from slime.weights.verification import NamesDiffer, PushedNames
 
 _RANK_SECONDS = 1800.0
 # What has no other way than Transformer Engine's; the rehearsal says where it goes without.
-_NEED_KERNELS = {"fp8": None}
+_NEED_KERNELS = dict.fromkeys(("fp8", "megatron_deepgemm_forward_layers", "megatron_deepgemm_moe_forward_layers"))
 # What Megatron-Core refuses without these.
 _OF_KERNELS = dict.fromkeys(
     ("fp8_param_gather", "moe_router_padding_for_fp8", "moe_router_padding_for_quantization"), False

@@ -69,7 +69,6 @@ def test_every_number_of_ours_has_bounds():
         "log_probs_chunk_size": "0 or less: chosen by the run",
         "fetch_trajectory_retry_times": "-1: no limit",
         "entropy_coef": "a negative weight asks for less entropy",
-        "megatron_deepgemm_forward_layers": "not built", "megatron_deepgemm_moe_forward_layers": "not built",
         "tis_threshold": "another name of --tis-clip",
         # Bounds that stand in rules of their own, beside what else is said of the flag.
         "rollout_temperature": "rules/rollout", "rollout_top_p": "rules/rollout", "rollout_top_k": "rules/rollout",

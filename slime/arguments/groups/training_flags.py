@@ -25,7 +25,6 @@ from slime.utils.checkpoint_directory import is_megatron_checkpoint
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 
 _OF_GLM = "{--spec} of layers that have it: slime_plugins.models.glm4 get_glm_spec"
-_BLOCK_FP_FORWARD_IN_THE_TRAINER = "block-FP8 forward in the trainer"
 
 RANKS = Caller.RANKS
 
@@ -199,14 +198,12 @@ MEGATRON_HOOKS = Group("Megatron hooks", (
     plug_in("--custom-megatron-init-path", RANKS, "called after Megatron is initialised"),
     plug_in("--custom-megatron-before-log-prob-hook-path", RANKS, "called before each forward-only pass"),
     plug_in("--custom-megatron-before-train-step-hook-path", RANKS, "called before the forward pass of each optimizer step"),
-    flag("--megatron-deepgemm-forward-layers", int, None, "decoder layers, counted from 0 over all pipeline stages, whose "
-        "forward uses the engine's block-FP8 GEMM", not_yet=_BLOCK_FP_FORWARD_IN_THE_TRAINER, nargs="+"),
-    flag("--megatron-deepgemm-forward-modules", str, None, "endings of the names of the modules to replace in those layers",
-        not_yet=_BLOCK_FP_FORWARD_IN_THE_TRAINER, nargs="+"),
-    flag("--megatron-deepgemm-moe-forward-layers", int, None, "decoder layers, counted from 0 over all pipeline stages, "
-        "whose forward uses the engine's block-FP8 GEMM", not_yet=_BLOCK_FP_FORWARD_IN_THE_TRAINER, nargs="+"),
-    flag("--megatron-deepgemm-moe-forward-modules", str, ["mlp.experts"], "endings of the names of the modules to replace in "
-        "those layers", not_yet=_BLOCK_FP_FORWARD_IN_THE_TRAINER, nargs="+"),
+    flag("--megatron-deepgemm-forward-layers", int, None, "decoder layers, counted from 0, in which modules multiply "
+        "forwards as engines do in FP8", bounds=AT_LEAST_ZERO, nargs="+", needs="{--megatron-deepgemm-forward-modules}"),
+    flag("--megatron-deepgemm-forward-modules", str, None, "endings of names of these modules, or of what they are in, such as "
+        "mlp.linear_fc1", nargs="+", needs="{--megatron-deepgemm-forward-layers}"),
+    flag("--megatron-deepgemm-moe-forward-layers", int, None, "layers whose experts do so", bounds=AT_LEAST_ZERO, nargs="+"),
+    flag("--megatron-deepgemm-moe-forward-modules", str, ["mlp.experts"], "endings of names in those layers", nargs="+"),
 ))  # fmt: skip
 
 ALGORITHM = Group("algorithm", (

@@ -150,6 +150,9 @@ MEMORY_AND_PRECISION_RULES: tuple[Rule, ...] = (
         "{0} needs {--optimizer} adam with {--use-distributed-optimizer}, and not {--use-stateless-adam}; drop the former"),
     refused_each(_ON_WEIGHTS, lambda args, asked: asked and args.fp16 and not args.accumulate_allreduce_grads_in_fp32,
         "{0} with {--fp16}: gradients in float16 are not clipped; give {--accumulate-allreduce-grads-in-fp32}"),
+    refused_each(("megatron_deepgemm_forward_layers", "megatron_deepgemm_moe_forward_layers"),
+        lambda args, layers: layers and args.num_layers and max(layers) >= args.num_layers,
+        "{0=}: decoder layers are counted from 0, and {--num-layers} is {num_layers}; name those that there are"),
 )  # fmt: skip
 
 

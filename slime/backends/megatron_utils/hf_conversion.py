@@ -110,7 +110,7 @@ def _fill(plan: Plan, source: SafetensorsDirectory, sizes: TensorSizes, hf_dir: 
     narrowed = []
     for name, parameter, rule, hf_names in plan:
         tensors = [source.tensor(hf_name) for hf_name in hf_names]
-        shard = rule.layout.part(tensors, sizes, *_place(rule))
+        shard = rule.layout.part(tensors, sizes, *tensor_place(rule))
         if shard.shape != parameter.shape:
             raise UserError(
                 f"{hf_dir}: {', '.join(hf_names)} of shape {[list(tensor.shape) for tensor in tensors]} give "
@@ -157,7 +157,7 @@ def keep_float32(args: Any, model: torch.nn.Module) -> None:
                 parameter.data = parameter.data.float()
 
 
-def _place(rule: Rule) -> tuple[int, int]:
+def tensor_place(rule: Rule) -> tuple[int, int]:
     """This rank's place among those that a parameter is cut for, and their number."""
     from megatron.core import parallel_state
 

@@ -32,13 +32,13 @@ from slime.backends.megatron_utils.attention import PackedAttention
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
 from slime.backends.megatron_utils.hf_conversion import family_of_run, keep_float32
 from slime.backends.megatron_utils.initialize import has_contiguous_context
-from slime.backends.megatron_utils.int4_training import round_weights_to_int4
 from slime.backends.megatron_utils.layer_spec import (
     get_decoder_spec,
     rotate_by_position,
     rotates_by_position,
     transformer_engine_available,
 )
+from slime.backends.megatron_utils.low_precision import multiply_in_fp8, round_weights_to_int4
 from slime.backends.megatron_utils.optimizer import takes_both_dtypes
 from slime.backends.megatron_utils.parameter_names import EMBEDDING, global_named_parameters, named_expert_biases
 from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
@@ -434,6 +434,7 @@ def setup_model(args: Any) -> list[DistributedDataParallel]:
             wrapped.broadcast_params()
         chunks.append(wrapped)
     round_weights_to_int4(args, chunks)
+    multiply_in_fp8(args, chunks)
     return chunks
 
 

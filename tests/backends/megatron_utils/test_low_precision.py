@@ -87,12 +87,12 @@ def _logits_and_gradients(cases):
 
 
 def test_a_matrix_is_rounded_while_it_computes_and_its_gradient_is_not():
-    from slime.backends.megatron_utils import int4_training
+    from slime.backends.megatron_utils import low_precision
 
     layer = torch.nn.Linear(2 * GROUP, 3, bias=False)
     inputs = torch.randn(5, 2 * GROUP, generator=torch.Generator().manual_seed(0))
     digits = layer.weight.detach().clone()
-    int4_training._round_in_forward("layer.weight", layer, "weight", SCHEME)
+    low_precision._round_in_forward("layer.weight", layer, "weight", SCHEME)
     output = layer(inputs)
     output.sum().backward()
     rounded = rounded_as_int4(digits, SCHEME)
@@ -152,7 +152,7 @@ def test_every_layout_rounds_alike_and_so_does_a_layer_that_is_computed_again(di
 
 
 def test_what_does_not_fit_is_refused_by_name(directories, monkeypatch):
-    from slime.backends.megatron_utils.int4_training import round_weights_to_int4
+    from slime.backends.megatron_utils.low_precision import round_weights_to_int4
     from slime.utils.errors import UserError
 
     monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
