@@ -32,6 +32,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
 from slime.utils.child_process import close_lifeline, describe_exit_status, end_with, open_lifeline
+from slime.utils.data_files import BadRow
 from slime.utils.errors import RunError
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.prompt_rows import PreparedRow, PromptRow, RowReader, prompt_lengths
@@ -250,7 +251,8 @@ class _Preparer:
     def _lengths(self, samples: list[Sample]) -> Sequence[int | None]:
         try:
             if self._measures:
-                return prompt_lengths(samples, self._tokenizer, self._processor, not self._rendered)
+                lengths = prompt_lengths(samples, self._tokenizer, self._processor, not self._rendered)
+                return [None if isinstance(length, BadRow) else length for length in lengths]
         except Exception:
             # Of one of them; whoever asked finds out of which.
             pass

@@ -7,6 +7,7 @@ Nothing here touches the global random generators.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,20 +100,23 @@ class Dataset:
         self._fingerprint: list[dict[str, Any]] | None = None
         keys = RowKeys(prompt_key, label_key, tool_key, metadata_key, images=(multimodal_keys or {}).get("image"))
         reader = RowReader(tokenizer if apply_chat_template else None, dict(apply_chat_template_kwargs or {}))
+        measure = functools.partial(
+            prompt_lengths, tokenizer=tokenizer, processor=processor, add_special_tokens=not apply_chat_template
+        )
         # Rows make many objects and no cycles: looking for cycles among them takes longer than reading them.
         samples, lengths = [], []
         with no_garbage_collection():
             for file in self.paths:
                 samples.append([])
                 lengths.append([])
-                for sample, length in self._read_samples(file, reader, keys, workers):
+                rows = self._read_samples(file, reader, keys, workers)
+                for sample, length in self._measured(file, rows, None if max_length is None else measure):
                     samples[-1].append(sample)
                     lengths[-1].append(length)
         if self.num_bad_rows:
             logger.warning("%s: skipped %d bad rows", flag, self.num_bad_rows)
-        special = not apply_chat_template
         kept = [
-            filter_long_prompt(own, tokenizer, processor, max_length, add_special_tokens=special, lengths=known)
+            filter_long_prompt(own, tokenizer, processor, max_length, lengths=known)
             for own, known in zip(samples, lengths, strict=True)
         ]
         self.origin_samples = [sample for own in kept for sample in own]
@@ -143,10 +147,9 @@ class Dataset:
 
     def _read_samples(
         self, path: str, reader: RowReader, keys: RowKeys, workers: DataWorkers | None
-    ) -> Iterator[tuple[Sample, int | None]]:
-        """Pairs of sample and number of its tokens, as far as a worker has counted them."""
+    ) -> Iterator[tuple[str, Sample, int | None]]:
+        """Place, sample and the number of its tokens, as far as a worker has counted them."""
         rows = self._rows(path, keys)
-        empty = True
         for row, sample, length in map(PreparedRow, rows) if workers is None else workers.prepare(rows):
             if sample is None:
                 try:
@@ -154,8 +157,26 @@ class Dataset:
                 except BadRow as error:
                     self._on_bad_row(row.place, str(error))
                     continue
-            empty = False
-            yield sample, length
+            yield row.place, sample, length
+
+    def _measured(
+        self,
+        path: str,
+        rows: Iterator[tuple[str, Sample, int | None]],
+        measure: Callable[[list[Sample]], list[int | BadRow]] | None,
+    ) -> Iterator[tuple[Sample, int]]:
+        """Pairs of sample and the number of its tokens, 0 where nobody measures."""
+        empty = True
+        for batch in _batches(rows):
+            open_ones = [sample for _, sample, length in batch if length is None]
+            measured = iter(measure(open_ones) if measure is not None else [0] * len(open_ones))
+            for place, sample, length in batch:
+                found = next(measured) if length is None else length
+                if isinstance(found, BadRow):
+                    self._on_bad_row(place, str(found))
+                    continue
+                empty = False
+                yield sample, found
         if empty:
             raise UserError(f"{self._flag} {path}: holds no (readable) rows")
 
@@ -225,13 +246,14 @@ class StreamedDataset:
         place = self._indices[file].place(position)
         try:
             sample = self._reader.read(PromptRow(self._keys[file], place, self._indices[file].read(position)))
+            length = self._length(sample)
         except BadRow as error:
             if not self._allow_bad_rows:
                 raise_bad_row(place, str(error))
             self.num_bad_rows += 1
             logger.warning("skipped %s (bad row %d of this run): %s", place, self.num_bad_rows, error)
             return None
-        return self._unless_long(sample, None)
+        return self._unless_long(sample, length)
 
     def in_order(self, order: Sequence[int], offset: int) -> Sample | None:
         """`self[order[offset]]`. Where workers prepare the rows, those that follow in `order` are under way meanwhile.
@@ -246,7 +268,9 @@ class StreamedDataset:
         _, sample, length = next(rows)
         self._ahead = rows, order, offset + 1
         # Whether it is a bad row, a file that was changed or an image that is not there, is told now.
-        return self[int(order[offset])] if sample is None else self._unless_long(sample, length)
+        if sample is None or (length is None and self._max_length is not None):
+            return self[int(order[offset])]
+        return self._unless_long(sample, length or 0)
 
     def _rows(self, order: Sequence[int], offset: int) -> Iterator[PromptRow]:
         for index in range(offset, len(order)):
@@ -264,13 +288,17 @@ class StreamedDataset:
         file = int(np.searchsorted(self._ends, row, side="right"))
         return file, row - int(self._ends[file]) + len(self._indices[file])
 
-    def _unless_long(self, sample: Sample, length: int | None) -> Sample | None:
-        """`length`: of its prompt, where it is known."""
+    def _length(self, sample: Sample) -> int:
+        """Of its prompt; 0 where there is no limit. Raises `BadRow`."""
         if self._max_length is None:
-            return sample
-        if length is None:
-            [length] = prompt_lengths([sample], self._tokenizer, self._processor, not self._rendered)
-        if length <= self._max_length:
+            return 0
+        [length] = prompt_lengths([sample], self._tokenizer, self._processor, not self._rendered)
+        if isinstance(length, BadRow):
+            raise length
+        return length
+
+    def _unless_long(self, sample: Sample, length: int) -> Sample | None:
+        if self._max_length is None or length <= self._max_length:
             return sample
         self.num_long_prompts += 1
         if self.num_long_prompts & (self.num_long_prompts - 1) == 0:  # told of ever more seldom
@@ -299,6 +327,21 @@ class StreamedDataset:
             else:
                 return keys.resolve(row, index.place(position))
         raise UserError(f"{self._flag} {path}: holds no (readable) rows")
+
+
+def _batches(rows: Iterator[tuple[str, Sample, int | None]]) -> Iterator[list[tuple[str, Sample, int | None]]]:
+    """The rows, some at a time. Those in front of an error come before it, so that the first row that is bad is told."""
+    batch = []
+    try:
+        for row in rows:
+            batch.append(row)
+            if len(batch) == _TOKENIZE_BATCH:
+                yield batch
+                batch = []
+    except UserError:
+        yield batch
+        raise
+    yield batch
 
 
 def _parts(paths: Sequence[str], sizes: Iterable[int], flag: str) -> list[Part]:
@@ -410,28 +453,29 @@ def filter_long_prompt(
     max_length: int | None,
     *,
     add_special_tokens: bool = False,
-    lengths: Sequence[int | None] | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> list[Sample]:
     """The samples whose prompt has at most `max_length` tokens, in their order; the number left out is logged.
 
     Message lists are measured as rendered by the chat template; without a template they are kept, because only the
     function that consumes them knows their length. `add_special_tokens` applies to string prompts. Prompts with images are
-    measured by `processor`, one at a time. `lengths`: those that are known; the others are measured.
+    measured by `processor`, one at a time. `lengths`: those that are known; None measures.
 
     Raises:
-        UserError: a prompt has images and there is no processor, or an image cannot be read.
+        UserError: a prompt has images and there is no processor, an image cannot be read, or the chat template refuses a
+            prompt.
     """
     if max_length is None:
         return samples
-    kept: list[Sample] = []
-    for start in range(0, len(samples), _TOKENIZE_BATCH):
-        batch = samples[start : start + _TOKENIZE_BATCH]
-        known = [None] * len(batch) if lengths is None else lengths[start : start + _TOKENIZE_BATCH]
-        open_ones = [sample for sample, length in zip(batch, known, strict=True) if length is None]
-        measured = iter(prompt_lengths(open_ones, tokenizer, processor, add_special_tokens))
-        for sample, length in zip(batch, known, strict=True):
-            if (next(measured) if length is None else length) <= max_length:
-                kept.append(sample)
+    if lengths is None:
+        lengths = []
+        for start in range(0, len(samples), _TOKENIZE_BATCH):
+            batch = samples[start : start + _TOKENIZE_BATCH]
+            for length in prompt_lengths(batch, tokenizer, processor, add_special_tokens):
+                if isinstance(length, BadRow):
+                    raise UserError(f"prompt {len(lengths)}: {length}")
+                lengths.append(length)
+    kept = [sample for sample, length in zip(samples, lengths, strict=True) if length <= max_length]
     if len(kept) < len(samples):
         logger.info(
             "left out %d of %d prompts: more than %d tokens", len(samples) - len(kept), len(samples), max_length

@@ -111,10 +111,7 @@ class RowReader:
 
     def _rendered(self, prompt: str | list[dict[str, Any]], keys: RowKeys, tools: list | None) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            return render_chat(self._tokenizer, messages, tools, self._template_kwargs)
-        except Exception as error:  # a template runs arbitrary code over the row
-            raise BadRow(f"the chat template refused {keys.prompt!r} ({type(error).__name__}: {error})") from error
+        return _in_template(self._tokenizer, messages, tools, self._template_kwargs, repr(keys.prompt))
 
     def _label(self, row: dict[str, Any], keys: RowKeys) -> Any:
         if keys.label is None:
@@ -148,21 +145,30 @@ def _parse_tools(tools: Any, key: str) -> list[Any]:
     return tools
 
 
-def prompt_lengths(samples: list[Sample], tokenizer: Any, processor: Any, add_special_tokens: bool) -> list[int]:
-    """Tokens of each prompt, measured as `slime.utils.dataset.filter_long_prompt` says; raises as that."""
-    lengths = [0] * len(samples)
+def prompt_lengths(
+    samples: list[Sample], tokenizer: Any, processor: Any, add_special_tokens: bool
+) -> list[int | BadRow]:
+    """Tokens of each prompt, measured as `slime.utils.dataset.filter_long_prompt` says; what is wrong with it instead where the
+    chat template refuses it.
+
+    Raises:
+        UserError: a prompt has images and there is no processor, or an image cannot be read.
+    """
+    lengths: list[int | BadRow] = [0] * len(samples)
     seeing = [bool(images_of(sample)) for sample in samples]
-    for is_text, special in ((True, add_special_tokens), (False, False)):
-        chosen = [
-            index
-            for index, sample in enumerate(samples)
-            if isinstance(sample.prompt, str) is is_text and not seeing[index]
-        ]
-        if not is_text and not getattr(tokenizer, "chat_template", None):
+    for chats in (False, True):
+        if chats and not getattr(tokenizer, "chat_template", None):
             continue
-        texts = [_prompt_text(samples[index], tokenizer) for index in chosen]
-        ids = tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
-        for index, prompt_ids in zip(chosen, ids, strict=True):
+        texts: dict[int, str] = {}
+        for index, sample in enumerate(samples):
+            if isinstance(sample.prompt, str) is not chats and not seeing[index]:
+                try:
+                    texts[index] = _prompt_text(sample, tokenizer)
+                except BadRow as refused:
+                    lengths[index] = refused
+        special = add_special_tokens and not chats
+        ids = tokenizer(list(texts.values()), add_special_tokens=special)["input_ids"] if texts else []
+        for index, prompt_ids in zip(texts, ids, strict=True):
             lengths[index] = len(prompt_ids)
     for index, sample in enumerate(samples):
         if seeing[index]:
@@ -171,15 +177,26 @@ def prompt_lengths(samples: list[Sample], tokenizer: Any, processor: Any, add_sp
     return lengths
 
 
-def _length_with_images(sample: Sample, tokenizer: Any, processor: Any, add_special_tokens: bool) -> int:
+def _length_with_images(sample: Sample, tokenizer: Any, processor: Any, add_special_tokens: bool) -> int | BadRow:
     with at_row(sample):
         if processor is None:
             raise UserError(no_processor(getattr(tokenizer, "name_or_path", ""), ANY_KEYS))
-        text = _prompt_text(sample, tokenizer)
+        try:
+            text = _prompt_text(sample, tokenizer)
+        except BadRow as refused:
+            return refused
         return len(encode_with_images(processor, text, images_of(sample), add_special_tokens=add_special_tokens)[0])
 
 
 def _prompt_text(sample: Sample, tokenizer: Any) -> str:
     if isinstance(sample.prompt, str):
         return sample.prompt
-    return render_chat(tokenizer, sample.prompt, sample.metadata.get("tools"), sample.apply_chat_template_kwargs)
+    tools = sample.metadata.get("tools")
+    return _in_template(tokenizer, sample.prompt, tools, sample.apply_chat_template_kwargs, "the prompt")
+
+
+def _in_template(tokenizer: Any, messages: list[dict[str, Any]], tools: list | None, keywords: dict, what: str) -> str:
+    try:
+        return render_chat(tokenizer, messages, tools, keywords)
+    except Exception as error:  # a template runs arbitrary code over the row
+        raise BadRow(f"the chat template refused {what} ({type(error).__name__}: {error})") from error

@@ -206,6 +206,30 @@ class TestSameErrors:
             with pytest.raises(UserError, match=message):
                 dataset.in_order(range(300), first)
 
+    @pytest.mark.parametrize("changes, found", [({100: "[1]", 70: REFUSED}, 71), ({100: REFUSED, 70: "[1]"}, 71)])
+    def test_a_chat_that_is_only_measured(self, write_rows, checkpoint, measuring, changes, found):
+        rows = many_rows()
+        for place, row in changes.items():
+            rows[place] = row
+        path, tokenizer = write_rows(rows), load_tokenizer(checkpoint)
+        message = (
+            "the chat template refused the prompt \\(TypeError" if rows[70] == REFUSED else "expected a JSON object"
+        )
+        counts = []
+        for workers in (None, measuring):
+            with pytest.raises(UserError, match=f"rows.jsonl:{found}: {message}.*--allow-bad-rows"):
+                held(path, tokenizer, workers, template=False)
+            dataset = streamed(path, tokenizer, workers, template=False)
+            assert len([dataset.in_order(range(300), offset) for offset in range(70)]) == 70
+            with pytest.raises(UserError, match=f"rows.jsonl:{found}: {message}.*--allow-bad-rows"):
+                dataset.in_order(range(300), 70)
+            kept = held(path, tokenizer, workers, template=False, bad=True)
+            read = streamed(path, tokenizer, workers, template=False, bad=True)
+            taken = [sample for sample in drawn(read, [range(300)]) if sample is not None]
+            assert taken == kept.samples and kept.num_bad_rows == read.num_bad_rows == 2
+            counts.append(len(taken))
+        assert counts[0] == counts[1] > 100
+
     def test_nothing_left_and_a_file_that_breaks_off(self, write_rows, tmp_path, checkpoint, rendering):
         tokenizer = load_tokenizer(checkpoint)
         for workers in (None, rendering):

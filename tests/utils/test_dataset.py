@@ -348,6 +348,29 @@ class TestFilterLongPrompt:
         samples = [Sample(prompt=[{"role": "user", "content": "abc"}]), Sample(prompt="abc")]
         assert filter_long_prompt(samples, build_tokenizer(None), None, 1) == samples[:1]
 
+    def test_a_chat_that_the_template_refuses_is_a_bad_row(self, write_rows):
+        """Where prompts are only measured it stays a list, which a function of the user's may render in its own way."""
+        tokenizer = build_tokenizer(
+            "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}x"
+        )
+        good, bad = ({"prompt": [{"role": role, "content": "c"}]} for role in ("user", "assistant"))
+        path = write_rows([good, bad, good, "{broken"])
+        cause = "data.jsonl:2: the chat template refused the prompt \\(TemplateError: user first\\).*--allow-bad-rows"
+        with pytest.raises(UserError, match=cause):
+            Dataset(path, tokenizer, None, 5)
+        read = streamed(path, tokenizer, 5)
+        assert read[2].prompt == good["prompt"]
+        with pytest.raises(UserError, match=cause):
+            read[1]
+        held, read = Dataset(path, tokenizer, None, 5, allow_bad_rows=True), streamed(path, tokenizer, 5, bad=True)
+        assert [sample.prompt for sample in held] == [good["prompt"]] * 2
+        assert [read[i] and read[i].prompt for i in range(4)] == [good["prompt"], None, good["prompt"], None]
+        assert held.num_bad_rows == 2 and read.num_bad_rows == 2
+        with pytest.raises(UserError, match="holds no \\(readable\\) rows"):
+            Dataset(f"{path}@[1:2]", tokenizer, None, 5, allow_bad_rows=True)
+        with pytest.raises(UserError, match="prompt 1: the chat template refused the prompt"):
+            filter_long_prompt([Sample(prompt=row["prompt"]) for row in (good, bad)], tokenizer, None, 5)
+
     def test_no_limit(self):
         samples = [Sample(prompt="abc")]
         assert filter_long_prompt(samples, None, None, None) is samples
