@@ -273,15 +273,17 @@ if [[ -n "$DRY_RUN" ]]; then
   exit 0
 fi
 
+# Both appear when teaching ends, the model first. Who taught before there was such a model would be refused in step 4.
+if [[ -f "$SFT_DIR/latest_checkpointed_iteration.txt" && ! -d "$TAUGHT_DIR" ]]; then
+  refuse "$SFT_DIR holds a checkpoint of step 3, and the model that belongs to it, $TAUGHT_DIR, is not there: another version" \
+    "of this script made it, or it was removed. Remove $SFT_DIR to teach again, which takes minutes, or give another --dir."
+fi
+
 step "1/5 install"
 run bash scripts/install.sh
 
 step "2/5 toy task: $TASK_DIR"
-if [[ -f "$TASK_DIR/task.json" ]]; then
-  echo "reused"
-else
-  run "$PYTHON_BIN" tools/make_toy_task.py "$TASK_DIR" --seed "$SEED" ${TASK_ARGS[@]+"${TASK_ARGS[@]}"}
-fi
+run "$PYTHON_BIN" tools/make_toy_task.py "$TASK_DIR" --reuse --seed "$SEED" ${TASK_ARGS[@]+"${TASK_ARGS[@]}"}
 
 step "3/5 teach by demonstrations: $SFT_DIR"
 if [[ -d "$TAUGHT_DIR" ]]; then

@@ -177,7 +177,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("output_dir", metavar="OUTPUT_DIR", type=Path, help="directory to write; made if missing")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the data")
-    parser.add_argument("--force", action="store_true", help="write over a task that is already there")
+    there = parser.add_mutually_exclusive_group()
+    there.add_argument("--force", action="store_true", help="write over a task that is already there")
+    there.add_argument("--reuse", action="store_true", help="keep a task that is there, if these options made it")
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data",
@@ -219,8 +221,40 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         )
     if arguments.head_dim % 2:
         raise ValueError(f"--head-dim {arguments.head_dim}: must be even, rotary embeddings pair the dimensions")
-    if (arguments.output_dir / MARK_OF_COMPLETENESS).exists() and not arguments.force:
+    if not (arguments.output_dir / MARK_OF_COMPLETENESS).exists() or arguments.force:
+        return
+    if not arguments.reuse:
         raise ValueError(f"{arguments.output_dir} holds a task already: choose another directory or give --force")
+    if other := other_options(arguments):
+        raise ValueError(
+            f"{arguments.output_dir} holds a task that was made with {', '.join(other)}: choose another directory, or remove "
+            "this one and what came of its task"
+        )
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What decides how a task looks."""
+    return {name: value for name, value in vars(arguments).items() if name not in ("output_dir", "force", "reuse")}
+
+
+def other_options(arguments: argparse.Namespace) -> list[str]:
+    """The options with which the task in `arguments.output_dir` was made, where they are others than these.
+
+    Options that were not there yet had the value that is their default now.
+
+    Raises:
+        ValueError: the mark of the task cannot be read.
+    """
+    mark, parser = arguments.output_dir / MARK_OF_COMPLETENESS, build_parser()
+    try:
+        made = json.loads(mark.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{mark} cannot be read ({error}): remove {arguments.output_dir}") from None
+    found = {name: made.get(name, parser.get_default(name)) for name in options_of(arguments)}
+    other = {name: value for name, value in found.items() if value != vars(arguments)[name]}
+    return [
+        f"--{name.replace('_', '-')} {value}" if value is not None else f"no --{name}" for name, value in other.items()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -228,6 +262,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     directory = arguments.output_dir
     try:
         check_arguments(arguments)
+        if arguments.reuse and (directory / MARK_OF_COMPLETENESS).exists():
+            print("reused")
+            return 0
         directory.mkdir(parents=True, exist_ok=True)
         (directory / MARK_OF_COMPLETENESS).unlink(missing_ok=True)
         (load_function(arguments.data, flag="--data") if arguments.data else write_data)(directory, arguments)
@@ -235,8 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"make_toy_task: {error}", file=sys.stderr)
         return 2
     parameters = write_model(directory / "model", arguments)
-    options = {name: value for name, value in vars(arguments).items() if name not in ("output_dir", "force")}
-    write_json(directory / MARK_OF_COMPLETENESS, {**options, "parameters": parameters})
+    write_json(directory / MARK_OF_COMPLETENESS, {**options_of(arguments), "parameters": parameters})
     print(
         f"toy task in {directory}: model of {parameters / 1e6:.2f} M parameters, {arguments.train_size} training "
         f"problems, {arguments.eval_size} held-out problems, {arguments.sft_size} demonstrations"

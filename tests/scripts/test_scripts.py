@@ -194,6 +194,21 @@ def test_quickstart_tells_of_a_wrong_flag_before_it_teaches(tmp_path: Path, quic
     assert "make_toy_task.py" in result.stdout and "sft_loss" not in result.stdout
 
 
+def test_quickstart_tells_at_once_of_what_another_version_left(tmp_path: Path, quickstart_with_stub: str) -> None:
+    """Before it installs anything: with a model that is not there step 4 would be refused."""
+    seed = tmp_path / "out/seed-0"
+    (seed / "sft").mkdir(parents=True)
+    result = bash(quickstart_with_stub, "--dir", str(tmp_path / "out"))
+    # Teaching that was killed goes on.
+    assert "1/5 install" in result.stdout
+    (seed / "sft/latest_checkpointed_iteration.txt").write_text("29")
+    result = bash(quickstart_with_stub, "--dir", str(tmp_path / "out"))
+    assert result.returncode == 2 and result.stdout == ""
+    assert f"Remove {seed}/sft to teach again" in result.stderr and f"{seed}/taught, is not there" in result.stderr
+    (seed / "taught").mkdir()
+    assert "1/5 install" in bash(quickstart_with_stub, "--dir", str(tmp_path / "out")).stdout
+
+
 # What teaches, with a process below it. It hears of its end, and `keeps` that process, or is `deaf`.
 TEACHER = """
 import os, signal, subprocess, sys

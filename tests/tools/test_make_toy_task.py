@@ -205,3 +205,19 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert result.returncode == 0 and "OUTPUT_DIR" in result.stdout
     imported = {line.rsplit("|", 1)[-1].strip() for line in result.stderr.splitlines()}
     assert not imported & {"torch", "transformers", "numpy", "tokenizers"}
+
+
+def test_a_task_is_kept_for_the_options_that_made_it_alone(task: Path) -> None:
+    mark = task / "task.json"
+    kept = run_tool(str(task), "--reuse", "--seed", "5", *SMALL)
+    assert (kept.returncode, kept.stdout) == (0, "reused\n"), kept.stderr
+    # One that was made before there was such an option.
+    made = json.loads(mark.read_text())
+    del made["digits"]
+    mark.write_text(json.dumps(made))
+    assert run_tool(str(task), "--reuse", "--seed", "5", *SMALL).stdout == "reused\n"
+    refused = run_tool(str(task), "--reuse", "--seed", "6", *SMALL, "--digits", "3", "--data", "x.py:write")
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert f"{task} holds a task that was made with --seed 5, no --data, --digits 2: choose another" in refused.stderr
+    assert run_tool(str(task), "--reuse", "--force").returncode == 2
+    mark.write_text(json.dumps({**made, "digits": 2}))
