@@ -42,6 +42,10 @@ OPTIMIZER_ARGS=("${ADAM_ARGS[@]}" "${CPU_OPTIMIZER_ARGS[@]}")
 SGLANG_ARGS=(
   --rollout-num-gpus-per-engine 8
   --sglang-mem-fraction-static 0.8
+  # 20 heads: 4 ranks share them evenly, and 8 do not.
+  --sglang-enable-dp-attention
+  --sglang-dp-size 2
+  --sglang-enable-dp-lm-head
   --sglang-ep-size 8
   "${EAGLE_ARGS[@]}"
 )

@@ -84,7 +84,7 @@ NOTES = {
     "run-qwen3-235B-A22B": _GSPO,
     "run-qwen3-next-80B-A3B": f"{_GSPO} {_EAGLE}",
     "run-qwen3.5-27B": _EAGLE,
-    "run-glm4.7-30B-A3B": f"{_EAGLE} {_MTP}",
+    "run-glm4.7-30B-A3B": f"{_EAGLE} {_MTP} --sglang-dp-size=2",
     "run-glm4.7-355B-A32B": "--advantage-estimator=gspo --eps-clip=1e-4 --eps-clip-high=2e-4 --use-tis "
     f"--over-sampling-batch-size=256 {_FILTER} {_EAGLE}",
     "run-glm5-744B-A40B": f"--prefill-num-servers=1 {_EAGLE}",
