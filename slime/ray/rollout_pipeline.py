@@ -31,6 +31,7 @@ from slime.rollout.data_source import create_data_source
 from slime.rollout.data_source_files import prompts_per_epoch
 from slime.rollout.draws import DataSourceSnapshots
 from slime.rollout.generation_call import GenerationCall
+from slime.rollout.rm_hub.grading import warn_of_missing_solutions
 from slime.rollout.rollout_dump import load_rollout, save_evaluation, save_rollout
 from slime.rollout.staleness import hold_to_bound
 from slime.rollout.train_data import convert_samples_to_train_batch, post_process_rewards
@@ -110,6 +111,7 @@ class RolloutPipeline:
             samples, extra_metrics = self.samples_of(rollout_id)
             seconds = time.perf_counter() - started
             self._remember_state(rollout_id)
+            warn_of_missing_solutions(self.args, samples)
             staleness = hold_to_bound(self.args, samples, trained_as)
             if self.args.save_debug_rollout_data is not None:
                 save_rollout(self.args.save_debug_rollout_data, rollout_id, samples)

@@ -16,6 +16,7 @@ from slime.ray.rollout_pipeline import RolloutPipeline
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.draws import DataSourceSnapshots, draw_groups, give_back
+from slime.rollout.rm_hub import grading
 from slime.rollout.train_data import convert_samples_to_train_batch
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.reports import rollout_data_metrics
@@ -29,6 +30,7 @@ import threading
 
 from slime.observability.logging_utils import log
 from slime.rollout.generation_call import current_call
+from slime.rollout.rm_hub.grading import compute_builtin_reward
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.types import Sample
 
@@ -98,6 +100,11 @@ def graded(args, rollout_id, data_source, evaluation=False):
 
 def ungraded(args, rollout_id, data_source, evaluation=False):
     return [[Sample(index=0, group_index=0, tokens=[1, 2], response_length=1)]]
+
+def unjudged(args, rollout_id, data_source, evaluation=False):
+    sample = Sample(index=0, group_index=0, tokens=[1, 2], response_length=1, response="85", label="85")
+    sample.reward = compute_builtin_reward(args, sample)
+    return [[sample]]
 
 def doubled(args, samples):
     return [2 * sample.reward for sample in samples], [0.0 for _ in samples]
@@ -356,6 +363,15 @@ def test_rewards_that_a_run_that_trains_would_refuse_are_told_and_not_reported(t
     args = parse(tmp_path, "--rollout-function-path", f"{plug_ins}:ungraded", "--debug-rollout-only")
     metrics, _ = RolloutPipeline(args).generate(3).logged[-1]
     assert "rollout/raw_reward" not in metrics and "the reward of sample 0 is None" in caplog.text
+
+
+def test_a_reward_that_finds_nothing_to_judge_is_told_by_the_first_rollout(tmp_path, plug_ins, caplog):
+    grading._tell_of_missing_solutions.cache_clear()
+    words = ["--rollout-function-path", f"{plug_ins}:unjudged", "--rm-type", "deepscaler", "--debug-rollout-only"]
+    pipeline = RolloutPipeline(parse(tmp_path, *words))
+    for rollout_id in (0, 1):
+        assert pipeline.generate(rollout_id).logged[-1][0]["rollout/unjudged_samples"] == 1
+        assert caplog.text.count("no answer of a whole rollout has the </think>") == 1
 
 
 @pytest.mark.parametrize("name", ["logs_later", "gives_a_coroutine"])

@@ -21,7 +21,7 @@ import inspect
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from slime.rollout.attempts import own_copy
@@ -56,7 +56,7 @@ from slime.utils.plugin_loader import (
     user_function_error,
 )
 from slime.utils.reward_types import BOXED, REMOTE, bare_reward_type, known_reward_types
-from slime.utils.types import Sample
+from slime.utils.types import Sample, failed_and_masked
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +190,24 @@ def compute_builtin_reward(args: Any, sample: Sample) -> Any:
     return _REWARDS[name](args, sample, response)
 
 
+def warn_of_missing_solutions(args: Any, samples: Sequence[Sample]) -> None:
+    """Say, once in a process, that `deepscaler` found nothing to judge in any answer of a rollout: all rewards are 0, whatever
+    the answers are. Samples that failed and are masked count as none."""
+    graded = [sample for sample in samples if not failed_and_masked(sample)]
+    if graded and all(sample.metadata.get("fail_reason") == _NO_SOLUTION for sample in graded):
+        _tell_of_missing_solutions(args.rm_type)
+
+
+@functools.cache
+def _tell_of_missing_solutions(rm_type: str | None) -> None:
+    logger.warning(
+        "no answer of a whole rollout has the </think> or ###Response that the reward deepscaler looks behind, so all rewards "
+        "are 0 and nothing can be learned (--rm-type %s): does the model write </think>, and within "
+        "--rollout-max-response-len? --rm-type math grades answers without it",
+        rm_type,
+    )
+
+
 def needs_worker(args: Any, sample: Sample) -> bool:
     """Whether the reward of `sample` may be decided in a worker process."""
     return bare_reward_type(_type_of(args, sample)) in _IN_WORKERS
@@ -209,11 +227,14 @@ def _math(args: Any, sample: Sample, response: str) -> int:
     return int(grade_answer_verl(response, _label(sample, "math")))
 
 
+_NO_SOLUTION = "no </think> and no ###Response in the response"
+
+
 def _deepscaler(args: Any, sample: Sample, response: str) -> int:
     label = _label(sample, "deepscaler")
     solution = solution_part(response)
     if solution is None:
-        sample.metadata["fail_reason"] = "no </think> and no ###Response in the response"
+        sample.metadata["fail_reason"] = _NO_SOLUTION
         return 0
     return int(grade_answer_verl(solution, label))
 

@@ -102,6 +102,23 @@ def test_deepscaler_without_a_solution_says_why():
     assert "no </think>" in sample.metadata["fail_reason"]
 
 
+def test_a_rollout_in_which_there_is_nothing_to_judge_is_told_once(caplog):
+    args = SimpleNamespace(rm_type="deepscaler")
+    answers = [Sample(index=index, response=r"\boxed{5}", label="5") for index in range(3)]
+    answers[2].response = r"</think>\boxed{4}"
+    assert [compute_builtin_reward(args, sample) for sample in answers] == [0, 0, 0]
+    builtin_rewards._tell_of_missing_solutions.cache_clear()
+    # Wrong answers are no reason to complain, nor is a rollout of which nothing is there.
+    failed = Sample(index=3, status=Sample.Status.FAILED, remove_sample=True)
+    for samples in (answers, [failed], []):
+        builtin_rewards.warn_of_missing_solutions(args, samples)
+    assert caplog.messages == []
+    for _ in range(2):
+        builtin_rewards.warn_of_missing_solutions(args, [*answers[:2], failed])
+    (message,) = caplog.messages
+    assert "</think>" in message and "--rm-type deepscaler" in message and "--rm-type math" in message
+
+
 def test_math_accepts_labels_of_other_types():
     assert grade("math", r"\boxed{5}", 5) == 1
     assert grade("math", r"\boxed{5}", 5.0) == 1
