@@ -1,6 +1,7 @@
 """How a tool ends: with the status of what it found, or with one message in place of a traceback."""
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,15 @@ def run_tool(main: Callable[..., int | None], **options: Any) -> NoReturn:
         print("error:", f"{error.filename}: {error.strerror}" if is_of_system else error, file=sys.stderr)
         status = getattr(error, "exit_status", 1)
     sys.exit(status)
+
+
+def model_alone(parser: ArgumentParser) -> ArgumentParser:
+    """As `add_custom_arguments` of `parse_args`: a run that builds its model and no optimizer.
+
+    It is one with `--num-rollout 0`, of which whoever types it is warned.
+    """
+    parser.set_defaults(num_rollout=0)
+    return parser
 
 
 def require_directory(option: str, path: Path) -> None:

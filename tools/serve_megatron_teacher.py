@@ -38,7 +38,7 @@ from slime.utils.child_process import ChildProcess, environment_for_python, exit
 from slime.utils.errors import UserError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.ports import LOOPBACK, group_environment, host_for_url
-from tools.command_line import require_checkpoint, run_tool
+from tools.command_line import model_alone, require_checkpoint, run_tool
 
 if TYPE_CHECKING:
     from tools.teacher.ranks import TeacherRank
@@ -50,7 +50,7 @@ _DEATH_SECONDS = 2.0
 _MEETING = datetime.timedelta(minutes=10)
 # A run that builds a model and nothing else.
 _RUN = (
-    "--model-args-from-hf", "--debug-train-only", "--num-rollout", "0", "--disable-rewards-normalization",
+    "--model-args-from-hf", "--debug-train-only", "--disable-rewards-normalization",
 )  # fmt: skip
 
 
@@ -201,7 +201,8 @@ def parse_model(given: argparse.Namespace, words: list[str], nodes: int, ranks_o
     data = ["--load-debug-rollout-data", str(given.hf_checkpoint / "config.json")]
     ranks = ["--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", str(ranks_of_node)]
     ranks += ["--rollout-batch-size", str(nodes * ranks_of_node)]
-    args = parse_args(argv=["--hf-checkpoint", str(given.hf_checkpoint), *_RUN, *words, *sizes, *data, *ranks])
+    of_model = ["--hf-checkpoint", str(given.hf_checkpoint)]
+    args = parse_args(model_alone, argv=[*of_model, *_RUN, *words, *sizes, *data, *ranks])
     if args.context_parallel_size > 1 or args.train_backend != "megatron":
         raise UserError("a teacher has ranks of --train-backend megatron, and --context-parallel-size 1")
     return args

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -323,3 +324,11 @@ def test_what_cannot_be_served_is_refused_before_a_rank_starts(models, tmp_path,
         patch.setattr(tool, "configure_logger", lambda level: None)
         with pytest.raises(UserError, match=named.replace("[", r"\[")):
             tool.main(["--hf-checkpoint", str(models["first"]), "--teacher-port", "0", *words])
+
+
+def test_nobody_is_warned_of_flags_that_the_tool_gives(models, caplog):
+    from tools import serve_megatron_teacher as tool
+
+    given, words = tool.make_parser().parse_known_args(["--hf-checkpoint", str(models["first"])])
+    args = tool.parse_model(given, words, 1, 1)
+    assert args.num_rollout == 0 and [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -31,6 +31,7 @@ from slime.utils.filesystem import write_text_atomically
 from slime.weights.hf_reader import StoredTensor
 from slime.weights.quantised_checkpoint import open_checkpoint
 from slime.weights.quantisers import quantiser_of
+from tools.command_line import model_alone
 from tools.conversion.hugging_face import finish_hf_checkpoint, read_config, reopen_hf_checkpoint, shard_name
 from tools.conversion.origin import require_same_model, require_same_tensors
 from tools.conversion.torch_dist_files import COMMON, TorchDistDirectory, dtype_of, read_common, save_in_parts
@@ -38,7 +39,7 @@ from tools.conversion.units import Conversion, Unit, split_into_units, write_str
 
 # A run that builds a model and nothing else; --load-debug-rollout-data names a file that it never reads.
 _RUN = (
-    "--model-args-from-hf", "--debug-train-only", "--num-rollout", "0", "--rollout-batch-size", "1",
+    "--model-args-from-hf", "--debug-train-only", "--rollout-batch-size", "1",
     "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--disable-rewards-normalization",
 )  # fmt: skip
 _LAYERS = re.compile(r"(?<=\blayers)\.(?!\d)")
@@ -81,7 +82,7 @@ def parse_model_flags(hf_checkpoint: Path, words: Sequence[str]) -> argparse.Nam
     given = ["--hf-checkpoint", str(hf_checkpoint), *_RUN]
     given += ["--load-debug-rollout-data", str(hf_checkpoint / "config.json")]
     # On disk names are the same for all layer specs, and this one needs no kernels.
-    return parse_args(argv=[*given, *words, "--transformer-impl", "local"])
+    return parse_args(model_alone, argv=[*given, *words, "--transformer-impl", "local"])
 
 
 def describe_model(

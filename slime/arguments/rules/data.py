@@ -311,7 +311,7 @@ BATCH_RULES: tuple[Rule, ...] = (
         "give {--num-rollout} (rollout steps) or {--num-epoch} (passes over the data)"),
     warned(lambda args: args.num_rollout is not None and args.num_epoch is not None,
         "{--num-epoch=} is ignored: {--num-rollout=} is given"),
-    warned(lambda args: args.num_rollout == 0 and not (args.has_engines and args.eval_interval),
+    warned(lambda args: "num_rollout" in args.typed_flags and not (args.num_rollout or args.has_engines and args.eval_interval),
         "{--num-rollout=} trains nothing, and evaluates only where there are engines and {--eval-interval} is given"),
     refused(lambda args: args.num_rollout is None and args.load_debug_rollout_data is not None,
         "{--load-debug-rollout-data} needs {--num-rollout}: a dump does not tell how many there are"),
