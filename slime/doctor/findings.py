@@ -295,6 +295,8 @@ class Extra:
 
 
 _TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9.0a0,<2.12.0'"
+_FLASH_ATTN_3 = "build hopper/ of the sources of flash-attention"
+_FOR_TRANSFORMER_ENGINE = "copy flash_attn_interface.py into the directory flash_attn_3 beside it"
 EXTRAS = (
     Extra("wandb", "--use-wandb", "pip install 'slime[wandb]'"),
     Extra("e2b", "sandboxes of a service, E2BSandbox", "pip install 'slime[e2b]'"),
@@ -311,6 +313,10 @@ EXTRAS = (
     ),
     Extra("transformer_engine", "fused layers, FP8, --moe-grouped-gemm", _TRANSFORMER_ENGINE, True),
     Extra("flash_attn", "faster attention in training", "pip install --no-build-isolation 'flash-attn<=2.8.3'", True),
+    Extra(
+        "flash_attn_interface", "flash-attn-3, on Hopper: --attn-implementation flash_attention_3", _FLASH_ATTN_3, True
+    ),
+    Extra("flash_attn_3.flash_attn_interface", "flash-attn-3 in Transformer Engine", _FOR_TRANSFORMER_ENGINE, True),
     Extra("fla", "--qwen-gdn-backend fla: Qwen3-Next, Qwen3.5", "pip install flash-linear-attention", True),
     Extra("flash_qla", "--qwen-gdn-backend flashqla", "pip install flash-qla", True),
     Extra(
@@ -331,7 +337,9 @@ def about_extras(installed: Callable[[str], bool], on_gpus: bool) -> Iterator[Fi
     yield ok(f"here: {', '.join(there) or 'none'}")
     for extra in asked:
         if extra.module not in there:
-            level = WARNING if on_gpus and extra.module in _EXPECTED_ON_GPUS else OK
+            # Either of the two is taken.
+            replaced = extra.module == "flash_attn" and "flash_attn_interface" in there
+            level = WARNING if on_gpus and extra.module in _EXPECTED_ON_GPUS and not replaced else OK
             yield Finding(level, f"{extra.module} is not here; it is for {extra.use}", extra.way)
 
 

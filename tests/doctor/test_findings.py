@@ -228,6 +228,17 @@ def test_what_makes_gpus_fast_is_a_warning_there():
     assert {finding.level for finding in warned} == {WARNING}
 
 
+def test_flash_attn_3_is_told_beside_flash_attn_and_missed_by_nobody():
+    told = list(findings.about_extras(lambda module: module.startswith("flash_attn"), on_gpus=True))
+    assert told[0].text == "here: flash_attn, flash_attn_interface, flash_attn_3.flash_attn_interface"
+    # Alone it is as fast.
+    told = list(findings.about_extras(lambda module: module == "flash_attn_interface", on_gpus=True))
+    assert told[0].text == "here: flash_attn_interface"
+    assert not any("flash_attn" in finding.text for finding in amiss(told))
+    without = [finding for finding in findings.about_extras(lambda module: False, on_gpus=True) if finding.level == OK]
+    assert sum("flash-attn-3" in finding.text for finding in without) == 2
+
+
 def test_variables_show_no_secret():
     variables = {
         "WANDB_API_KEY": "f00dbeef", "HF_TOKEN": "", "RAY_ADDRESS": "http://me:hunter2@10.0.0.1:8265", "OMP_NUM_THREADS": "4",
