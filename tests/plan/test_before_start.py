@@ -256,6 +256,7 @@ def test_engines_that_prefill_need_a_way_for_their_caches(tmp_path, monkeypatch,
     monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: gpus)
     monkeypatch.setattr(cluster, "require_memory_of_machine", lambda args: None)
     monkeypatch.setattr(server_arguments.importlib.util, "find_spec", lambda name: name if there else None)
+    monkeypatch.setattr(server_arguments, "import_problem", lambda module: None)
     layout = ["--prefill-num-servers", "1"]
     layout += ["--sglang-disaggregation-transfer-backend", *words] if words else []
     if by_file:

@@ -2,7 +2,8 @@
 
 Order of precedence: values that follow from the run (addresses, sizes, paths) cannot be set by the user; then every
 `args.sglang_<field>` that is not None, which means that its flag was given; then our defaults, which depend on the device.
-To compute them needs no sglang, no torch and no processes.
+To compute them needs no sglang, no torch and no processes, but for engines that hand caches over: whether the library for that
+can be imported a process of its own tells.
 
 `python -m slime.backends.sglang_utils.server_arguments` prints the flags of the installed server as JSON. Every field of
 `ServerArgs` is `--sglang-<field>` and lives in `args.sglang_<field>`. All spellings that a field has on sglang's own command
@@ -18,6 +19,8 @@ import dataclasses
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from slime.arguments.rules.serving import engine_sizes
 from slime.arguments.server_flags import OTHER_NAMES, attention_groups, tensor_parallel_size
 from slime.arguments.surface import FlagSpec
 from slime.plan.placement import sleeping_sides
-from slime.utils.child_process import environment_for_python
+from slime.utils.child_process import describe_exit_status, environment_for_python
 from slime.utils.errors import UserError
 from slime.utils.ports import group_environment
 
@@ -89,14 +92,15 @@ _NOT_SERVER_FIELDS = frozenset(
 
 # How engines with these roles spread requests over ranks: those that decode find a prompt's caches by the number of its room.
 _LOAD_BALANCE = {"prefill": "follow_bootstrap_room", "decode": "round_robin"}
-# The one way in which sglang 0.5.21 moves caches that lie in host memory, and the packages of ways.
+# The one way in which sglang 0.5.21 moves caches that lie in host memory; what it imports for each way, and of which package.
 _TRANSFER_ON_CPU, _PACKAGE_ON_CPU = "mooncake_tcp", "mooncake-transfer-engine-non-cuda"
 _TRANSFERS = {
-    "mooncake": "mooncake-transfer-engine",
-    "mooncake_tcp": "mooncake-transfer-engine",
-    "nixl": "nixl",
-    "mori": "mori",
+    "mooncake": ("mooncake.engine", "mooncake-transfer-engine"),
+    "mooncake_tcp": ("mooncake.engine", "mooncake-transfer-engine"),
+    "nixl": ("nixl._api", "nixl"),
+    "mori": ("mori.io", "mori"),
 }
+_IMPORT_SECONDS = 120.0
 
 # Fields that follow from the run. A user's value for one of them is refused or was never accepted, and is not read.
 DERIVED_FIELDS = NOT_EXPOSED | {"host", "api_key", "tp_size", "disaggregation_mode", "disaggregation_bootstrap_port"}
@@ -241,7 +245,8 @@ def require_cache_transfer(args: Any, on_cpu: bool) -> None:
     """Refuse engines that prefill or decode where the caches of one cannot be moved to another.
 
     Raises:
-        UserError: this machine has no GPU, and the way that was chosen needs one; or its library is not installed here.
+        UserError: this machine has no GPU, and the way that was chosen needs one; or its library is not installed here, or
+            cannot be imported.
     """
     backend = args.sglang_disaggregation_transfer_backend or (_TRANSFER_ON_CPU if on_cpu else "mooncake")
     what, way_out = "prefill and decode on different engines", "leave --prefill-num-servers and such worker types out"
@@ -250,18 +255,42 @@ def require_cache_transfer(args: Any, on_cpu: bool) -> None:
             f"{what}: --sglang-disaggregation-transfer-backend {backend} moves caches between GPUs, and this machine has none; "
             f"give {_TRANSFER_ON_CPU}, or {way_out}"
         )
-    library = "mooncake" if backend.startswith("mooncake") else backend
-    if backend not in _TRANSFERS or importlib.util.find_spec(library) is not None:
+    if backend not in _TRANSFERS:
         return
+    module, package = _TRANSFERS[backend]
+    if importlib.util.find_spec(module.partition(".")[0]) is not None:
+        problem = import_problem(module)
+        if problem is None:
+            return
+        raise UserError(
+            f"{what}: --sglang-disaggregation-transfer-backend {backend} needs {module}, which is installed here and cannot be "
+            f"imported ({problem}); install what is missing there, or {way_out}"
+        )
     if on_cpu:
         raise UserError(
             f"{what}: moving their caches needs GPUs, which this machine has not, or the package {_PACKAGE_ON_CPU}, which "
             f"moves them in host memory and is not installed here; install it, or {way_out}"
         )
     raise UserError(
-        f"{what}: --sglang-disaggregation-transfer-backend {backend} needs the package {_TRANSFERS[backend]}, which is not "
-        f"installed here; install it, or {way_out}"
+        f"{what}: --sglang-disaggregation-transfer-backend {backend} needs the package {package}, which is not installed here; "
+        f"install it, or {way_out}"
     )
+
+
+def import_problem(module: str) -> str | None:
+    """Why a module that is installed cannot be imported, for want of a library of the system say; None where it can, or where
+    that takes too long to be known here. A process of its own imports it: some modules start threads, or end the process."""
+    command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_IMPORT_SECONDS,
+            env=environment_for_python(),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None
+    if done.returncode == 0:
+        return None
+    return (done.stderr.strip().splitlines() or [describe_exit_status(done.returncode)])[-1]
 
 
 def require_drafts(args: Any, on_cpu: bool) -> None:

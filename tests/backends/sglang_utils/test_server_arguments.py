@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -143,6 +144,7 @@ def test_pipeline_stages_that_do_not_divide_over_the_nodes_are_refused_before_a_
 
 def test_engines_that_prefill_and_decode_are_told_their_part(monkeypatch):
     monkeypatch.setattr(server_arguments.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(server_arguments, "import_problem", lambda module: None)
     typed = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "disaggregation_ib_device": "mlx5_0"}
     args = make_args(sglang_disaggregation_transfer_backend=None, **{f"sglang_{k}": v for k, v in typed.items()})
     prefill = compute(args, on_cpu=False, role="prefill", bootstrap_port=15002).values
@@ -176,10 +178,40 @@ def test_without_a_gpu_caches_move_in_host_memory_or_the_engine_does_not_start(m
     with pytest.raises(UserError, match="moving their caches needs GPUs, .* mooncake-transfer-engine-non-cuda"):
         compute(args, role=role)
     monkeypatch.setattr(server_arguments.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(server_arguments, "import_problem", lambda module: None)
     assert compute(args, role=role).values["disaggregation_transfer_backend"] == "mooncake_tcp"
     args.sglang_disaggregation_transfer_backend = "mooncake"
     with pytest.raises(UserError, match="mooncake moves caches between GPUs, and this machine has none"):
         compute(args, role=role)
+
+
+@pytest.mark.parametrize(
+    "code, problem",
+    [
+        (
+            "raise ImportError('libibverbs.so.1: cannot open')",
+            r"imported \(ImportError: libibverbs.so.1: cannot open\)",
+        ),
+        ("import os; os.abort()", r"imported \(ended by SIGABRT\)"),
+        ("", None),
+    ],
+)
+def test_a_library_for_caches_that_is_there_has_to_be_importable(tmp_path, monkeypatch, code, problem):
+    """Else the engine would end when it starts."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake/__init__.py").touch()
+    (tmp_path / "mooncake/engine.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    args = make_args(sglang_disaggregation_transfer_backend=None)
+    with (
+        pytest.raises(UserError, match=f"mooncake_tcp needs mooncake.engine, .* {problem}; install")
+        if problem
+        else nullcontext()
+    ):
+        compute(args, role="prefill")
+    # Engines without such a role never ask.
+    compute(args)
 
 
 def test_contradicting_tensor_parallel_size_names_both_flags():
