@@ -327,7 +327,9 @@ def _memory_of(args: argparse.Namespace, rank: int) -> MemoryRecording | None:
     if not args.record_memory_history:
         return None
     directory = _made_directory(args.memory_snapshot_dir, "--memory-snapshot-dir", rank)
-    recorder = _RECORDERS[args.memory_recorder](directory / f"memory_{args.role}_rank_{rank}")
+    # Other runs may write there too. The last part of a run's directory is often the same in all of them, `tensorboard` say.
+    run = "-".join(Path(args.run_dir).parts[-2:])
+    recorder = _RECORDERS[args.memory_recorder](directory / f"memory_{run}_{args.role}_rank_{rank}")
     rollouts = args.memory_snapshot_num_steps
     return MemoryRecording(recorder, None if rollouts is None else rollouts - 1)
 

@@ -311,7 +311,7 @@ def test_a_snapshot_is_taken_after_the_chosen_rollout_and_nothing_later(tmp_path
         pass
     assert contents(tmp_path / "memory") == {} and gpu.done == ["begin"]
     after(records, 2, 3)
-    assert contents(tmp_path / "memory") == {"memory_actor_rank_5_rollout_2.pickle": "all"}
+    assert contents(tmp_path / "memory") == {f"memory_{tmp_path.name}-run_actor_rank_5_rollout_2.pickle": "all"}
     assert gpu.done == ["begin", "stop"]
     # Nothing of it is recorded any more.
     gpu.out_of_memory()
@@ -323,13 +323,20 @@ def test_the_first_allocation_that_fails_is_seen_and_those_after_it_are_not(tmp_
     records = recording(tmp_path)
     after(records, 0, 1, 2)
     gpu.out_of_memory()
-    path = tmp_path / "memory" / "memory_actor_rank_5_out_of_memory.pickle"
+    path = tmp_path / "memory" / f"memory_{tmp_path.name}-run_actor_rank_5_out_of_memory.pickle"
     assert path.read_text() == "all"
     path.unlink()
     gpu.out_of_memory()
     assert files(tmp_path / "memory") == []
     records.close()
     assert gpu.done == ["begin", "stop"]
+
+
+def test_runs_that_write_into_one_directory_keep_their_snapshots(tmp_path, gpu):
+    for run in ("one", "other"):
+        after(recording(tmp_path, memory_snapshot_num_steps=1, run_dir=f"/runs/{run}/tensorboard"), 0)
+    names = [f"memory_{run}-tensorboard_actor_rank_5_rollout_0.pickle" for run in ("one", "other")]
+    assert files(tmp_path / "memory") == names
 
 
 def test_a_rollout_that_fails_is_not_the_one_that_is_looked_at(tmp_path, gpu):
@@ -343,7 +350,7 @@ def test_a_rollout_that_fails_is_not_the_one_that_is_looked_at(tmp_path, gpu):
 def test_a_resume_counts_rollouts_on(tmp_path, gpu, caplog, first, records):
     caplog.set_level(logging.INFO)
     after(recording(tmp_path, memory_snapshot_num_steps=3), first)
-    assert (files(tmp_path / "memory") == ["memory_actor_rank_5_rollout_2.pickle"]) == records
+    assert (files(tmp_path / "memory") == [f"memory_{tmp_path.name}-run_actor_rank_5_rollout_2.pickle"]) == records
     expected = "memory is not recorded: the run goes on at rollout 3, and --memory-snapshot-num-steps is 3"
     assert (expected in caplog.text) != records and gpu.done == ["begin", "stop"]
 
@@ -384,7 +391,7 @@ def test_memray_records_until_the_chosen_rollout_or_the_end(tmp_path, monkeypatc
 
     stand_in = SimpleNamespace(Tracker=Tracker, FileDestination=lambda path, *, overwrite: Path(path))
     monkeypatch.setitem(sys.modules, "memray", stand_in)
-    path = tmp_path / "memory" / f"memory_actor_rank_5_process_{os.getpid()}.memray"
+    path = tmp_path / "memory" / f"memory_{tmp_path.name}-run_actor_rank_5_process_{os.getpid()}.memray"
     chosen = recording(tmp_path, memory_recorder="memray", memory_snapshot_num_steps=2)
     after(chosen, 0)
     assert open_files == [path]
