@@ -40,6 +40,11 @@ from slime.utils.process_groups import patient_groups
 
 logger = logging.getLogger(__name__)
 
+# Of steps that share one number there is a mean alone, in which what is amiss with one of them may not show.
+_CHECKS_OF_STEPS = {
+    "--ci-test": "ci_test", "--ci-save-grad-norm": "ci_save_grad_norm", "--ci-load-grad-norm": "ci_load_grad_norm",
+}  # fmt: skip
+
 
 class TrainRank:
     """A rank of a training group.
@@ -225,8 +230,18 @@ class TrainRank:
         self._not_handed_over = []
 
     def _train_steps(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> None:
-        """Take the optimizer steps of a rollout; `logged` gets the metrics of each when it ends."""
+        """Take the optimizer steps of a rollout; `logged` gets the metrics of each when it ends.
+
+        Raises:
+            RunError: there are more than announced, and the run is to look at the numbers of every one.
+        """
         steps, announced = len(data["num_microbatches"]), self.args.num_steps_per_rollout
+        if steps > announced and (checks := [flag for flag, name in _CHECKS_OF_STEPS.items() if vars(self.args)[name]]):
+            raise RunError(
+                f"rollout {rollout_id} brings {steps} optimizer steps instead of {announced}, and {checks[0]} looks at the "
+                f"numbers of {announced} only; give a --rollout-batch-size that counts all that --rollout-function-path "
+                f"returns, or leave {' and '.join(checks)} out"
+            )
         if steps > announced and self.rank == 0:
             logger.warning(
                 "rollout %d brings %d optimizer steps instead of %d: the metrics of the last %d share one number of "

@@ -15,6 +15,7 @@ from slime.scheduling.device_turns import Holds
 from slime.training import actor_rank, train_rank
 from slime.training.train_rank import TrainRank
 from slime.utils.device import Accelerator
+from slime.utils.errors import RunError
 from slime.utils.ports import interface_of
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 from slime.weights.source import WeightSource
@@ -42,8 +43,9 @@ def awake(rank_class: type[TrainRank]) -> TrainRank:
 def make_rank() -> TrainRank:
     rank = awake(TrainRank)
     rank.args = SimpleNamespace(
-        num_steps_per_rollout=2, reset_optimizer_states=False, use_pytorch_profiler=False, record_memory_history=False
-    )
+        num_steps_per_rollout=2, reset_optimizer_states=False, use_pytorch_profiler=False, record_memory_history=False,
+        ci_test=False, ci_save_grad_norm=None, ci_load_grad_norm=None,
+    )  # fmt: skip
     rank.rank, rank.backend = 0, None
     rank._not_handed_over = []
     drain_outbox()
@@ -104,6 +106,20 @@ def test_the_steps_of_a_rollout_stay_before_those_of_the_next(monkeypatch, caplo
     assert {metrics["train/step"]: metrics["train/loss"] for metrics, _ in logged} == expected
     assert len(logged) == len(expected)
     assert ("brings 4 optimizer steps instead of 2" in caplog.text) == (came == 4)
+
+
+@pytest.mark.parametrize("check, value", [("ci_test", True), ("ci_save_grad_norm", "a"), ("ci_load_grad_norm", "a")])
+def test_steps_that_nobody_would_look_at_end_a_test_run_before_they_are_taken(monkeypatch, check, value):
+    taken, rank, logged = [], make_rank(), []
+    monkeypatch.setattr(train_rank, "train_one_step", lambda *arguments, **options: taken.append(arguments[4]) or {})
+    setattr(rank.args, check, value)
+    rank._train_steps(3, {"num_microbatches": [1] * 2}, logged)
+    flag = f"--{check.replace('_', '-')}"
+    with pytest.raises(
+        RunError, match=f"rollout 3 brings 3 optimizer steps instead of 2, and {flag} looks at .* of 2 only"
+    ):
+        rank._train_steps(3, {"num_microbatches": [1] * 3}, logged)
+    assert taken == [0, 1] and len(logged) == 2
 
 
 def test_what_functions_of_a_user_log_is_handed_over_in_order_and_once(monkeypatch):
