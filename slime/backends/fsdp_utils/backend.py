@@ -206,6 +206,7 @@ class FSDPBackend:
             "sharded_backend": FSDP2, "format_version": 1, "iteration": rollout_id, "has_optimizer": has_optimizer,
             "world_size": dist.get_world_size(), "scheduler": schedule_state(self.scheduler),
             "parameter_groups": [{name: group[name] for name in ("betas", "eps")} for group in self.optimizer.param_groups],
+            "without_gradient": [name for name, p in self.model.named_parameters() if p not in self.optimizer.state],
         }  # fmt: skip
         return write_whole(
             final,
@@ -438,7 +439,8 @@ class FSDPBackend:
         """Put optimizer, schedule and generators back where they were."""
         args, is_first = self.args, dist.get_rank() == 0
         if stored["has_optimizer"] and not args.no_load_optim:
-            for parameter in self.model.parameters():
+            never = stored.get("without_gradient", [])
+            for parameter in (p for name, p in self.model.named_parameters() if name not in never):
                 moments = {kind: torch.zeros_like(parameter.detach()) for kind in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
             read_tensors(directory / _OPTIMIZER, self._remembered())

@@ -112,6 +112,7 @@ def worker(hf_dir, other, directory, size, bf16):
     found["other"] = digest(tensor for _, tensor in resumed.backend.live_tensors())
     found["weights alone"] = weights_alone(args, directory)
     found["moments"] = places_of_moments(args, directory)
+    found["untrained"] = untrained_weight(changed(args, save=f"{directory}-untrained"), start)
     found["failed"] = failed_save(resumed, directory)
     return found
 
@@ -133,6 +134,27 @@ def places_of_moments(args, directory):
     with mock.patch.object(FSDPBackend, "_put_moments", lambda self, device: asked.append(device.type)):
         Run(changed(args, optimizer_cpu_offload=True), WeightSource("megatron", str(directory), resume=True))
     return asked
+
+
+def untrained_weight(args, start):
+    """The step behind a checkpoint, without and with a resume, of a model that has no gradient of one of its weights; and how
+    many weights have moments then, of how many."""
+    from slime.backends.fsdp_utils.backend import FSDPBackend
+
+    build = FSDPBackend._build
+
+    def build_with_untrained_weight(backend):
+        model = build(backend)
+        model.get_parameter("model.norm.weight").requires_grad_(False)
+        return model
+
+    with mock.patch.object(FSDPBackend, "_build", build_with_untrained_weight):
+        run = Run(args, start)
+        run.step()
+        run.save(0)
+        step = run.step()
+        resumed = Run(args, WeightSource("megatron", args.save, resume=True))
+        return step, resumed.step(), len(resumed.backend.optimizer.state), len(list(resumed.backend.model.parameters()))
 
 
 def failed_save(run, directory):
@@ -243,6 +265,12 @@ def test_parts_of_a_checkpoint_are_taken_alone(ranks):
 
 def test_moments_that_are_kept_on_the_host_are_there_after_a_resume(ranks):
     assert all(rank["moments"] == ["cpu"] for rank in ranks)
+
+
+def test_a_weight_without_a_gradient_has_no_moments_and_a_resume_asks_for_none(ranks):
+    for rank in ranks:
+        step, resumed, states, weights = rank["untrained"]
+        assert resumed == step and states == weights - 1
 
 
 def test_a_rank_that_cannot_write_fails_the_save_on_all(two_ranks, saves):
