@@ -19,7 +19,6 @@ import contextvars
 import functools
 import json as standard_json
 import logging
-import socket
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -34,8 +33,11 @@ import orjson
 from slime.utils import env
 from slime.utils.async_utils import time_limit
 from slime.utils.errors import RunError
-from slime.utils.misc import get_current_node_ip, unique_hex
+from slime.utils.misc import get_host_info as get_host_info
+from slime.utils.misc import unique_hex
+from slime.utils.ports import find_available_port as find_available_port
 from slime.utils.ports import host_for_url
+from slime.utils.ports import is_port_available as is_port_available
 
 logger = logging.getLogger(__name__)
 
@@ -562,31 +564,3 @@ def _is_trusted(url: str) -> bool:
 def _origin(url: str) -> str:
     """Scheme, host and port: what stands before the third slash."""
     return "/".join(url.split("/", 3)[:3])
-
-
-def is_port_available(port: int) -> bool:
-    """Whether a TCP server could bind `port` on all interfaces at this moment."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except (OSError, OverflowError):
-            return False
-        return True
-
-
-def find_available_port(base: int) -> int:
-    """The first free port from `base` upwards. It is not reserved: whoever needs it for certain binds it at once.
-
-    Raises:
-        RunError: every port up to 65535 is taken.
-    """
-    for port in range(base, 65536):
-        if is_port_available(port):
-            return port
-    raise RunError(f"no free TCP port from {base} upwards")
-
-
-def get_host_info() -> tuple[str, str]:
-    """(host name, address under which other nodes reach this one)."""
-    return socket.gethostname(), get_current_node_ip()

@@ -28,6 +28,7 @@ __all__ = [
     "decode_int32_meta_array",
     "get_current_node_ip",
     "get_free_port",
+    "get_host_info",
     "group_by",
     "load_function",
     "near_name",
@@ -173,6 +174,11 @@ def get_current_node_ip() -> str:
         except OSError:
             return "127.0.0.1"
         return probe.getsockname()[0]
+
+
+def get_host_info() -> tuple[str, str]:
+    """(host name, address under which other nodes reach this one)."""
+    return socket.gethostname(), get_current_node_ip()
 
 
 def decode_int32_meta_array(meta: dict[str, Any], keys: str | Sequence[str]) -> np.ndarray | None:

@@ -186,3 +186,26 @@ def engine_urls(workers: Iterable[Mapping[str, Any]]) -> list[str]:
         KeyError, TypeError: it is no such list.
     """
     return list(dict.fromkeys(engine_url(worker["url"]) for worker in workers))
+
+
+def is_port_available(port: int) -> bool:
+    """Whether a TCP server could bind `port` on all interfaces at this moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except (OSError, OverflowError):
+            return False
+        return True
+
+
+def find_available_port(base: int) -> int:
+    """The first free port from `base` upwards. It is not reserved: whoever needs it for certain binds it at once.
+
+    Raises:
+        RunError: every port up to 65535 is taken.
+    """
+    for port in range(base, 65536):
+        if is_port_available(port):
+            return port
+    raise RunError(f"no free TCP port from {base} upwards")
