@@ -27,6 +27,7 @@ from slime.observability.logging_utils import LoggedMetrics, configure_logger
 from slime.observability.waiting import unwatch, wait_for, watch
 from slime.plan.placement import sleeping_sides
 from slime.ray.driver import RolloutResult, RunLength
+from slime.ray.request_actors import RequestActors
 from slime.scheduling.device_turns import Holds
 from slime.serving.engines import Engines, engines_of_run, have_requests
 from slime.serving.fleet import EngineName, FleetSnapshot
@@ -34,7 +35,7 @@ from slime.serving.owner import ServingOwner, longest_push_wait
 from slime.utils import env
 from slime.utils.async_utils import turn_of_async_loop
 from slime.utils.errors import RunError
-from slime.utils.http_utils import set_engine_supply
+from slime.utils.http_utils import send_through, set_engine_supply
 from slime.utils.misc import collect_garbage_rarely
 from slime.utils.plugin_loader import containing_endings
 from slime.utils.ports import host_for_url
@@ -105,6 +106,7 @@ class RolloutManager:
         self.args = args
         self._pipeline: Any = None
         self._serving: ServingOwner | None = None
+        self._request_actors: RequestActors | None = None
         self._turns = RolloutTurns()
 
     def __repr__(self) -> str:
@@ -212,6 +214,8 @@ class RolloutManager:
         try:
             if engines is not None:
                 self._start_serving(engines)
+                if self.args.use_distributed_post:
+                    self._request_actors = RequestActors(self.args.num_gpus_per_node)
             load_plug_ins(self.args, MANAGER_PLUG_INS)
             # It needs torch, for which the driver, which knows this class, has no use.
             from slime.ray.rollout_pipeline import RolloutPipeline
@@ -222,6 +226,8 @@ class RolloutManager:
                 if sleeping_sides(self.args).engines:
                     # Training ranks come next.
                     self._serving.hold(Holds.NOTHING)
+            if self._request_actors is not None:
+                send_through(self._request_actors.wait_ready())
         except BaseException:
             self._shutdown()
             raise
@@ -256,6 +262,9 @@ class RolloutManager:
         if silent:
             # What this process would still tell is the end itself: requests lose their engines, groups are given up.
             logging.disable(logging.CRITICAL)
+        if self._request_actors is not None:
+            send_through(None)
+            self._request_actors.end()
         if self._serving is not None:
             for router in self._serving.routers.values():
                 set_engine_supply(router.url, None)

@@ -11,6 +11,8 @@ Invariants:
   with it into its death does not count. One that outlives several engines is suspected of ending them, and fails.
 - What is parsed in a thread (`post_generate`) is parsed when its slot and its connection are free again.
 - The bearer token travels only to the router and the engines of this run, and appears in no message.
+- Where other processes send for this one (`send_through`), each makes the exchange of one attempt, of generation and not of a
+  stream. All of the above holds, but for parsing, which is done there.
 """
 
 import asyncio
@@ -24,6 +26,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, Protocol
 
 import aiohttp
@@ -33,6 +36,7 @@ import orjson
 from slime.utils import env
 from slime.utils.async_utils import time_limit
 from slime.utils.errors import RunError
+from slime.utils.http_carriers import CarriedAnswer, CarrierLost, Carriers, ExchangeFailed
 from slime.utils.misc import get_host_info as get_host_info
 from slime.utils.misc import unique_hex
 from slime.utils.ports import find_available_port as find_available_port
@@ -50,7 +54,7 @@ _SUPPLY_POLL_SECONDS = 0.2
 _SAME_FAILURE_SECONDS = 30.0
 _BODY_CHARACTERS_IN_MESSAGES = 2000
 # Below this a thread costs more than parsing: 400 tokens, a tenth of a millisecond.
-_THREAD_FROM_BYTES = 16 * 2**10
+THREAD_FROM_BYTES = 16 * 2**10
 # How deeply lists are nested in one prompt, in the order in which engines look for it.
 _LEVELS_OF_A_PROMPT = {"text": 0, "input_ids": 1, "input_embeds": 2}
 _ORJSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
@@ -127,6 +131,7 @@ _engine_origins: set[str] = set()
 # Of the call that this code works for.
 _noted_ids: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("noted_ids", default=None)
 _supplies: dict[str, EngineSupply] = {}
+_carriers: Carriers | None = None
 _told_until: dict[tuple[str, int | None], float] = {}
 _clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopClient]" = weakref.WeakKeyDictionary()
 
@@ -182,6 +187,12 @@ def set_engine_supply(router_url: str, supply: EngineSupply | None) -> None:
         _supplies[_origin(router_url)] = supply
 
 
+def send_through(carriers: Carriers | None) -> None:
+    """Have `carriers` make the exchanges of generation from now on; None: this process makes them itself."""
+    global _carriers
+    _carriers = carriers
+
+
 async def close_http_client() -> None:
     """Close the sessions of the running event loop."""
     client = _clients.pop(asyncio.get_running_loop(), None)
@@ -213,7 +224,7 @@ async def post(
     if not _asks_our_engines(url) or not isinstance(content, dict) or "rid" in content:
         ids = None
     with _Body(content, ids) as body:
-        return await _generation(url, body, headers, max_retries)
+        return await _generation(url, body, headers=headers, max_retries=max_retries, parse=False)
 
 
 async def post_generate(
@@ -234,12 +245,19 @@ async def post_generate(
         engine: gives the URL that an attempt goes to instead, of one of the engines behind the router, as long as it lasts.
             It sees an exception where the attempt broke, came late, or was answered by 429 or 5xx.
     """
+    with _Body(payload, request_ids) as body:
+        receive = methodcaller("read")
+        content = await _generation(url, body, headers=headers, receive=receive, engine=engine, parse=True)
+    # Whoever sent the request may have parsed the answer.
+    return await decode_generated(content) if isinstance(content, bytes) else content
+
+
+async def decode_generated(content: bytes) -> Any:
+    """The answer of an engine; one of `THREAD_FROM_BYTES` or more is parsed in a thread, as `post_generate` says."""
     # Arrow takes a moment to load and is needed where engines are asked only.
     from slime.utils.engine_answers import decode_engine_answer
 
-    with _Body(payload, request_ids) as body:
-        content = await _generation(url, body, headers, receive=aiohttp.ClientResponse.read, engine=engine)
-    if len(content) < _THREAD_FROM_BYTES:
+    if len(content) < THREAD_FROM_BYTES:
         return _decode(content)
     return await asyncio.get_running_loop().run_in_executor(_decoders, decode_engine_answer, content, _decode)
 
@@ -263,7 +281,7 @@ async def post_generate_stream(
     """
     receive = functools.partial(_receive_events, on_answer)
     with _Body(payload, request_ids) as body:
-        await _generation(url, body, headers, receive=receive, engine=engine)
+        await _generation(url, body, headers=headers, receive=receive, engine=engine, parse=None)
 
 
 async def _receive_events(on_answer: Callable[[dict[str, Any]], None], response: aiohttp.ClientResponse) -> None:
@@ -371,14 +389,16 @@ async def get(url: str, max_retries: int | None = None) -> Any:
     )
 
 
-def _generation(
-    url: str, body: "_Body", headers: dict[str, str] | None, max_retries: int | None = None, **options: Any
-) -> Awaitable[Any]:
-    """`_send` within the limits of generation, to a router whose engines may be replaced."""
-    client = _client()
+def _generation(url: str, body: "_Body", *, parse: bool | None, **options: Any) -> Awaitable[Any]:
+    """`_send` within the limits of generation, to a router whose engines may be replaced.
+
+    `parse`: whether carriers may parse the answer; None: this process sends.
+    """
+    client, options["supply"] = _client(), _supplies.get(_origin(url))
     slots, limit = client.generation_slots, client.settings.request_timeout
-    options["supply"] = _supplies.get(_origin(url))
-    return _send(client.session, slots, limit, "POST", url, body, headers, max_retries, **options)
+    if _carriers is not None and parse is not None:
+        options["carry"] = functools.partial(_carriers.send, client.settings.max_connections, parse)
+    return _send(client.session, slots, limit, "POST", url, body, **options)
 
 
 async def _send(
@@ -394,6 +414,7 @@ async def _send(
     receive: Callable[[aiohttp.ClientResponse], Awaitable[Any]] | None = None,
     supply: EngineSupply | None = None,
     engine: Callable[[], Address] | None = None,
+    carry: Callable[..., Awaitable[CarriedAnswer | None]] | None = None,
 ) -> Any:
     """What `receive` makes of the answer; by default it is parsed. `limit`: seconds, of an attempt."""
     request_id = unique_hex()
@@ -410,7 +431,9 @@ async def _send(
                 deaths = 0 if supply is None else supply.deaths()
                 async with contextlib.nullcontext(url) if engine is None else engine() as address:
                     with time_limit(limit):
-                        response = await session.request(method, address, data=body(), headers=headers)
+                        response = None if carry is None else await carry(method, address, body, headers)
+                        if response is None:
+                            response = await session.request(method, address, data=body(), headers=headers)
                         try:
                             if response.status < 400:
                                 return await (receive or _read_json)(response)
@@ -423,8 +446,16 @@ async def _send(
             raise failure
         except _FailedForNow:
             pass
+        except CarrierLost as error:
+            if attempts == 1 and not _is_trusted(address):
+                raise HttpError(f"{method} {address} failed: {error}", url=address) from error
+            # A generation leaves nothing behind but its answer, so it may be made twice. It goes out from here: what ends one
+            # carrier should not end the next.
+            carry = None
+            continue
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            failure = HttpError(f"{method} {address} failed: {type(error).__name__}: {error}", url=address)
+            cause = error if isinstance(error, ExchangeFailed) else f"{type(error).__name__}: {error}"
+            failure = HttpError(f"{method} {address} failed: {cause}", url=address)
         except TimeoutError as error:
             raise HttpError(
                 f"{method} {address} did not answer within {limit:g} s "
@@ -527,7 +558,7 @@ def _client() -> _LoopClient:
         limit = _settings.max_connections
         client = _LoopClient(
             settings=_settings,
-            session=_session(),
+            session=new_session(),
             generation_slots=asyncio.Semaphore(limit) if limit else _UNLIMITED,
             retired=retired,
         )
@@ -535,7 +566,8 @@ def _client() -> _LoopClient:
     return client
 
 
-def _session() -> aiohttp.ClientSession:
+def new_session() -> aiohttp.ClientSession:
+    """Connections of the running event loop, as many as there are requests."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, limit_per_host=0),
         headers={"Content-Type": "application/json"},

@@ -123,6 +123,44 @@ def test_user_functions_find_address_and_key_of_the_router(tmp_path, monkeypatch
     assert (args.sglang_router_ip, args.sglang_router_port, args.router_api_key) == ("[::1]", 3000, "made up")
 
 
+@pytest.mark.parametrize("words", [("--use-distributed-post", "--num-gpus-per-node", "3"), ()])
+def test_client_processes_send_from_when_engines_are_there_until_the_manager_ends(tmp_path, monkeypatch, words):
+    events, sends = [], []
+
+    class Actors:
+        def __init__(self, on_each_node):
+            events.append(f"start {on_each_node} on each node")
+
+        def wait_ready(self):
+            events.append("clients are ready")
+            return "carriers"
+
+        def end(self):
+            events.append("end clients")
+
+    routers = {"actor": SimpleNamespace(ip="127.0.0.1", port=3000, url="http://127.0.0.1:3000")}
+    owner = SimpleNamespace(
+        start=lambda: routers, api_key="made up", routers=routers, wait_ready=lambda: events.append("engines are ready"),
+        leave_given_router=lambda: None, shutdown=lambda: events.append("end engines"),
+    )  # fmt: skip
+    monkeypatch.setattr(rollout_manager, "ServingOwner", lambda *arguments: owner)
+    monkeypatch.setattr(rollout_manager, "RequestActors", Actors)
+    monkeypatch.setattr(
+        rollout_manager, "send_through", lambda carriers: (events.append(carriers), sends.append(carriers))
+    )
+    monkeypatch.setattr("slime.ray.rollout_pipeline.RolloutPipeline", lambda args: SimpleNamespace(length=None))
+    manager = RolloutManager(with_run_values(parse(tmp_path, *words), log_dir=str(tmp_path)))
+    manager._start("engines")
+    assert sends == (["carriers"] if words else [])
+    manager._shutdown()
+    if words:
+        assert events[0] == "start 3 on each node" and events[1:3] == ["engines are ready", "clients are ready"]
+        # What is under way goes on with the engines, which end last.
+        assert events[3:] == ["carriers", None, "end clients", "end engines"]
+    else:
+        assert events == ["engines are ready", "end engines"]
+
+
 def test_a_manager_without_engines_generates_saves_and_goes_on(tmp_path, monkeypatch):
     """Its methods as the driver calls them: data are loaded at the start, a state is there after a rollout."""
     (tmp_path / "mine.py").write_text(

@@ -121,7 +121,7 @@ NETWORK = Group("network and buffer service", (
     flag("--http-max-retries", int, 60, "attempts, 1 s apart; connection errors, 429 and 5xx only", bounds=AT_LEAST_ONE),
     flag("--abort-timeout", float, 300.0, "limit for bringing engines and tasks of a step to their end, in seconds; who has "
         "not answered by then is left behind", bounds=ABOVE_ZERO),
-    switch("--use-distributed-post", "spread requests over a client process a node", not_yet="a client process on every node"),
+    switch("--use-distributed-post", "send requests by --num-gpus-per-node client processes on every node, in turn"),
     # Buffer service
     flag("--rollout-buffer-url", str, None, "address of the service that slime_plugins.rollout_buffer takes its groups from"),
     flag("--fetch-trajectory-retry-times", int, -1, "polls of that service for the groups of one request; -1: no limit"),

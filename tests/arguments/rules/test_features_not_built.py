@@ -125,9 +125,10 @@ def test_a_typed_default_asks_for_nothing(tmp_path):
 
 
 def test_a_dry_run_notes_it(tmp_path):
-    args = parse_args(argv=[*command_line(tmp_path), "--use-distributed-post", "--dry-run"])
+    args = parse_args(argv=[*command_line(tmp_path), "--rollout-data-transport", "nixl", "--dry-run"])
     assert args.plan_notes == [
-        "--use-distributed-post: a client process on every node is not built yet; drop the flag (--dry-run plans with it)"
+        "--rollout-data-transport nixl: another transport of batches than the object store is not built yet; drop the flag "
+        "(--dry-run plans with it)"
     ]
 
 

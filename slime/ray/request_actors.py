@@ -1,0 +1,171 @@
+"""`--use-distributed-post`: actors on every node that send the rollout manager's requests, which `http_carriers` deals to them.
+
+Invariants:
+- An actor knows no limit, no attempts and no time: it makes the exchange that it is told of, and ends it when it is told so.
+- A long answer is parsed where it arrives, and the manager gets arrays: that is what it saves, beside connections.
+- They end with the manager. One that does not answer any more is ended, whereby all that it has fails.
+- Ray keeps no record of their calls, whose arguments hold the key of the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+import threading
+from typing import Any
+
+import aiohttp
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from slime.utils.http_carriers import CarrierLost, Carriers, ExchangeFailed
+from slime.utils.http_utils import THREAD_FROM_BYTES, decode_generated, new_session
+
+logger = logging.getLogger(__name__)
+
+_START_SECONDS = 120.0
+# How often they are asked whether they live, and how long one may take to say so. Both bound what a hung one holds up.
+_ASK_EVERY_SECONDS = 10.0
+_SILENT_SECONDS = 30.0
+# A process that was halted finds its time over before it could take an answer: a wait for answers is made of so many.
+_WAITS = 10
+# For one to close the connection of a request that is given up.
+_CLOSING_SECONDS = 5.0
+# Of what Ray says about an actor that died.
+_LONGEST_CAUSE = 300
+# The limit is that of the manager, exactly; this one of Ray's is never reached.
+_AT_A_TIME = 1_000_000
+
+
+class RequestActor:
+    """Makes exchanges."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    def __repr__(self) -> str:
+        return "requests"
+
+    async def answer(self) -> None:
+        """Say that it lives."""
+
+    async def exchange(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], parse: bool
+    ) -> tuple[int, bytes, bool] | str:
+        """(status, body of the answer, whether it is a pickle of what the body was parsed into); a text: what broke instead."""
+        if self._session is None:
+            self._session = new_session()
+        try:
+            response = await self._session.request(method, url, data=body, headers=headers)
+            try:
+                content = await response.read()
+            finally:
+                response.release()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            return f"{type(error).__name__}: {error}"
+        if not parse or response.status >= 400 or len(content) < THREAD_FROM_BYTES:
+            return response.status, content, False
+        # As one value of bytes: arrays that Ray knows of would stay in its store as long as a sample has them.
+        return response.status, pickle.dumps(await decode_generated(content), protocol=5), True
+
+
+class RequestClient:
+    """The manager's side of a `RequestActor`: a `Carrier`."""
+
+    def __init__(self, actor: Any, name: str, is_here: bool) -> None:
+        self.actor = actor
+        self.name = name
+        self.is_here = is_here
+        # Why it was ended, if it was.
+        self.ended_for: str | None = None
+
+    async def exchange(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], parse: bool
+    ) -> tuple[int, Any] | None:
+        """See `Carrier.exchange`."""
+        try:
+            sent = self.actor.exchange.remote(method, url, body, headers, parse)
+            try:
+                answer = await sent
+            except asyncio.CancelledError:
+                ray.cancel(sent)
+                # Only then another request may take its place.
+                with contextlib.suppress(TimeoutError, RayError):
+                    await asyncio.wait_for(sent, _CLOSING_SECONDS)
+                raise
+        except RayTaskError:
+            # An error of the request itself, of its address say, which the manager's own client shows as it is.
+            return None
+        except RayError as error:
+            raise CarrierLost(self.ended_for or " ".join(str(error).split())[:_LONGEST_CAUSE]) from error
+        if isinstance(answer, str):
+            raise ExchangeFailed(answer)
+        status, content, is_pickle = answer
+        return status, pickle.loads(content) if is_pickle else content
+
+    def end(self, why: str) -> None:
+        """End the actor; what it still has is lost."""
+        self.ended_for = why
+        ray.kill(self.actor)
+
+
+class RequestActors:
+    """`on_each_node` actors on every node that is alive. They start at once, and are asked from then on whether they live."""
+
+    def __init__(self, on_each_node: int) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        # No share of a processor is reserved: a node whose processors are all promised to others has them as well.
+        options = {"num_cpus": 0, "num_gpus": 0, "max_concurrency": _AT_A_TIME, "enable_task_events": False}
+        remote_class = ray.remote(**options)(RequestActor)
+        self._clients: list[RequestClient] = []
+        for node in [node for node in ray.nodes() if node["Alive"]]:
+            place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            for number in range(on_each_node):
+                actor = remote_class.options(scheduling_strategy=place).remote()
+                name = f"client {number} of --use-distributed-post on node {node['NodeManagerAddress']}"
+                self._clients.append(RequestClient(actor, name, node["NodeID"] == here))
+        self._ended = threading.Event()
+
+    def wait_ready(self) -> Carriers:
+        """Those that have started; the manager goes without the others, which is told."""
+        started, others = self._ask(_START_SECONDS)
+        for client in others:
+            logger.warning("%s did not start: the manager goes without it", client.name)
+        logger.info("%d client processes send requests (--use-distributed-post)", len(started))
+        threading.Thread(target=self._watch, name="slime-request-actors", daemon=True).start()
+        return Carriers(started)
+
+    def end(self) -> None:
+        """End them all."""
+        self._ended.set()
+        for client in self._clients:
+            client.end("the run ends")
+
+    def _watch(self) -> None:
+        while self._clients and not self._ended.wait(_ASK_EVERY_SECONDS):
+            self._ask(_SILENT_SECONDS)
+
+    def _ask(self, seconds: float) -> tuple[list[RequestClient], list[RequestClient]]:
+        """Those that say within so many seconds that they live, and the others, which are ended and asked no more."""
+        asked = {client.actor.answer.remote(): client for client in self._clients}
+        silent = list(asked)
+        for _ in range(_WAITS):
+            _, silent = ray.wait(silent, num_returns=len(silent), timeout=seconds / _WAITS)
+            if not silent:
+                break
+        if not self._ended.is_set():
+            for ref in silent:
+                asked[ref].end(f"it did not answer for {seconds:g} s")
+            self._clients = [client for ref, client in asked.items() if ref not in silent and _lives(ref)]
+        return self._clients, [client for client in asked.values() if client not in self._clients]
+
+
+def _lives(answered: ray.ObjectRef) -> bool:
+    try:
+        ray.get(answered, timeout=_CLOSING_SECONDS)
+    except RayError:
+        return False
+    return True

@@ -1,0 +1,158 @@
+"""Other processes that send requests for this one, each from the node that it is on: who sends which.
+
+A carrier makes one HTTP exchange, of one attempt. Limits, retries, ids, the token and time limits stay with
+`slime.utils.http_utils`, which asks here first and sends itself what nobody here takes.
+
+Invariants:
+- A carrier has at most ceil(limit ÷ carriers) requests at a time, where `limit` is that of all requests of this process.
+- They take turns. A request never waits for a carrier: where none has room, nobody here takes it.
+- One that is lost gets no more, and is told of once.
+- A request to the machine that it is made on (`localhost`) goes through carriers on the node of this process alone.
+"""
+
+import functools
+import ipaddress
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import aiohttp
+
+logger = logging.getLogger(__name__)
+
+
+class CarrierLost(Exception):
+    """The process of a carrier is gone, or its node is, or it no longer answers. Whether its request was sent nobody knows."""
+
+
+class ExchangeFailed(aiohttp.ClientConnectionError):
+    """The connection of a carrier broke, or there was none; the text is that of its error, with its name."""
+
+
+class Carrier(Protocol):
+    """A process that sends requests.
+
+    Attributes:
+        name: for messages.
+        is_here: it is on the node of this process.
+    """
+
+    name: str
+    is_here: bool
+
+    async def exchange(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], parse: bool
+    ) -> tuple[int, Any] | None:
+        """(status, body of the answer as bytes); None: it cannot send such a request. A call that is cancelled ends its
+        request, and returns when its connection is closed.
+
+        Args:
+            parse: a long answer below status 400 may be parsed as by `slime.utils.http_utils.decode_generated`.
+
+        Raises:
+            CarrierLost: its process is gone.
+            ExchangeFailed: there was no answer, or a part of it.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class CarriedAnswer:
+    """What `http_utils` asks of a response."""
+
+    status: int
+    content: Any
+
+    async def read(self) -> Any:
+        """The body, or what it was parsed into."""
+        return self.content
+
+    def release(self) -> None:
+        """Its connection is free already."""
+
+
+@dataclass(eq=False)
+class _Turn:
+    """A carrier, and what it has to do."""
+
+    carrier: Carrier
+    in_flight: int = 0
+
+
+class Carriers:
+    """All carriers of this process. Methods may be called from several event loops."""
+
+    def __init__(self, carriers: Sequence[Carrier]) -> None:
+        self._count = len(carriers)
+        # Those that are not lost; the first one is next.
+        self._turns = deque(_Turn(carrier) for carrier in carriers)
+        self._changing = threading.Lock()
+
+    async def send(
+        self,
+        limit: int,
+        parse: bool,
+        method: str,
+        url: str,
+        body: Callable[[], bytes | None],
+        headers: dict[str, str],
+    ) -> CarriedAnswer | None:
+        """The answer to a request with the body that `body` makes; None: nobody here sends it.
+
+        Args:
+            limit: how many this process may have in flight; 0: any number.
+            parse: see `Carrier.exchange`.
+
+        Raises:
+            CarrierLost, ExchangeFailed: as `Carrier.exchange`.
+        """
+        turn = self._take(limit, _is_of_this_machine("/".join(url.split("/", 3)[:3])))
+        if turn is None:
+            return None
+        try:
+            answer = await turn.carrier.exchange(method, url, body(), headers, parse)
+            return None if answer is None else CarriedAnswer(*answer)
+        except CarrierLost as error:
+            self._lose(turn, error)
+            raise
+        finally:
+            with self._changing:
+                turn.in_flight -= 1
+
+    def _take(self, limit: int, here: bool) -> _Turn | None:
+        """Whose turn it is, with one more request; those that cannot take it miss their turn."""
+        share = math.ceil(limit / self._count) if limit and self._count else math.inf
+        with self._changing:
+            for _ in range(len(self._turns)):
+                turn = self._turns[0]
+                self._turns.rotate(-1)
+                if turn.in_flight < share and (turn.carrier.is_here or not here):
+                    turn.in_flight += 1
+                    return turn
+        return None
+
+    def _lose(self, turn: _Turn, error: CarrierLost) -> None:
+        with self._changing:
+            if turn not in self._turns:
+                return
+            self._turns.remove(turn)
+            had, left = turn.in_flight, len(self._turns)
+        logger.warning(
+            "%s is lost (%s): its %d requests in flight go out again from the rollout manager, which sends from now on what "
+            "it would have sent; %d of %d are left",
+            turn.carrier.name, error, had, left, self._count,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_this_machine(origin: str) -> bool:
+    host = urlsplit(origin).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

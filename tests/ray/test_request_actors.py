@@ -1,0 +1,255 @@
+"""Actors that send requests, of a real Ray, to a server in this process."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from aiohttp import web
+
+from slime.ray import request_actors
+from slime.ray.request_actors import RequestActors
+from slime.utils.engine_answers import decode_engine_answer
+from slime.utils.http_utils import (
+    HttpError,
+    close_http_client,
+    init_http_client,
+    post,
+    post_generate,
+    send_through,
+    trust_engine_urls,
+)
+from tests.support.processes.http_server import forget_everything, make_args, serving
+from tests.support.processes.local_ray import start_ray
+from tests.support.processes.waiting import until, wait_until
+
+SECONDS = 200
+SECRET = "a-key-that-may-stand-nowhere"
+
+
+@pytest.fixture(autouse=True)
+def new_client(monkeypatch):
+    forget_everything(monkeypatch)
+    yield
+    send_through(None)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    start_ray(num_cpus=1)
+    yield
+    ray.shutdown()
+
+
+@contextlib.contextmanager
+def started(on_each_node):
+    """Actors that send for this process, and the processes that they are."""
+    actors = RequestActors(on_each_node)
+    try:
+        send_through(actors.wait_ready())
+        yield [pid_of(client) for client in actors._clients]
+    finally:
+        send_through(None)
+        actors.end()
+
+
+def pid_of(client):
+    return ray.get(client.actor.__ray_call__.remote(lambda actor: os.getpid()), timeout=SECONDS)
+
+
+def sender(request, pids):
+    """Which of the processes a request came from, this one among them."""
+    port = request.transport.get_extra_info("peername")[1]
+    for pid in [*pids, os.getpid()]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(one.laddr.port == port and one.raddr for one in psutil.Process(pid).net_connections("tcp")):
+                return pid
+    return None
+
+
+def test_requests_are_spread_over_actors_that_take_no_processor_and_fail_as_those_of_the_client(cluster):
+    senders = Counter()
+    with started(2) as pids:
+
+        async def handler(request):
+            senders[sender(request, pids)] += 1
+            if request.path == "/bad":
+                return web.Response(text="no such", status=404)
+            return web.Response(text="text") if request.path == "/text" else web.json_response(await request.json())
+
+        async def main():
+            async with serving(handler) as url:
+                # More than Ray keeps out of its store.
+                big = {"ids": list(range(100_000))}
+                assert await asyncio.gather(*[post(f"{url}/a", big) for _ in range(4)]) == [big] * 4
+                assert await post(f"{url}/text", {}) == "text"
+                with pytest.raises(HttpError, match="answered 404: no such"):
+                    await post(f"{url}/bad", {})
+            with pytest.raises(HttpError, match=r"failed: ClientConnectorError: .*\(2 attempts\)"):
+                await post(f"{url}/a", {}, max_retries=2)
+            with pytest.raises(Exception, match="a://b") as error:
+                await post("a://b", {})
+            assert "ray" not in type(error.value).__module__
+            await close_http_client()
+
+        asyncio.run(main())
+        assert senders == {pids[0]: 3, pids[1]: 3}
+        assert ray.available_resources()["CPU"] == 1
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), SECONDS)
+
+
+def test_a_long_answer_is_that_of_the_client_and_what_was_sent_stands_in_no_log(cluster):
+    entries = [[-0.5 * number, number, None] for number in range(5_000)]
+    answer = json.dumps({"text": "ä", "meta_info": {"output_token_logprobs": entries}}).encode()
+    seen, known = [], set()
+
+    async def handler(request):
+        seen.append((await request.json(), dict(request.headers)))
+        assert seen[-1][0]["rid"] in known
+        return web.Response(body=answer, content_type="application/json")
+
+    async def main():
+        init_http_client(make_args(router_api_key=SECRET))
+        async with serving(handler) as url:
+            trust_engine_urls([url])
+            headers = {"X-SMG-Routing-Key": f"{SECRET}-of-a-session"}
+            return await post_generate(f"{url}/generate", {"input_ids": [1]}, headers, request_ids=known)
+
+    with started(1):
+        found = asyncio.run(main())
+    local = decode_engine_answer(answer, json.loads)
+    tables = [one["meta_info"].pop("output_token_logprobs") for one in (found, local)]
+    assert found == local and not known
+    for ours, theirs in zip(vars(tables[0]).values(), vars(tables[1]).values(), strict=True):
+        assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs) and not ours.flags.writeable
+        # Ray's store need not keep it.
+        while isinstance(ours, np.ndarray):
+            ours = ours.base
+        assert isinstance(ours, bytes)
+    assert seen[0][1]["Authorization"] == f"Bearer {SECRET}"
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    logs = [path for path in (session / "logs").rglob("*") if path.is_file()]
+    assert len(logs) > 3 and not [path for path in logs if SECRET.encode() in path.read_bytes()]
+
+
+def test_the_limit_stays_exact_when_calls_are_cancelled(cluster):
+    most, connections = 0, set()
+
+    async def main():
+        nonlocal most
+        begun, go_on = asyncio.Queue(), asyncio.Event()
+
+        async def handler(request):
+            nonlocal most
+            connection = request.transport
+            # What was cancelled has left: else it would count still.
+            connections.difference_update([one for one in connections if one.is_closing()])
+            connections.add(connection)
+            most = max(most, len(connections))
+            begun.put_nowait((await request.json())["n"])
+            await until(lambda: connection.is_closing() or go_on.is_set(), SECONDS)
+            connections.discard(connection)
+            return web.json_response({})
+
+        init_http_client(make_args(sglang_server_concurrency=3, rollout_num_engines=1))
+        async with serving(handler) as url:
+            asking = [asyncio.create_task(post(url, {"n": n})) for n in range(9)]
+            await until(lambda: len(connections) == 3, SECONDS)
+            for _ in range(3):
+                task = asking[await asyncio.wait_for(begun.get(), SECONDS)]
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            await until(lambda: begun.qsize() == 3, SECONDS)
+            go_on.set()
+            outcomes = await asyncio.wait_for(asyncio.gather(*asking, return_exceptions=True), SECONDS)
+            assert outcomes.count({}) == 6
+
+    with started(2):
+        asyncio.run(main())
+    assert most == 3
+
+
+def test_requests_of_an_actor_that_is_killed_go_out_from_here(cluster, caplog):
+    senders: dict[int, list[int]] = {}
+
+    async def main(pids):
+        dead = asyncio.Event()
+
+        async def handler(request):
+            number, pid = (await request.json())["n"], sender(request, pids)
+            senders.setdefault(number, []).append(pid)
+            if pid == pids[0]:
+                await until(lambda: request.transport is None or request.transport.is_closing(), SECONDS)
+            await asyncio.wait_for(dead.wait(), SECONDS)
+            return web.json_response({"n": number})
+
+        # It is no further attempt.
+        init_http_client(make_args(http_max_retries=1, http_request_timeout=SECONDS))
+        async with serving(handler) as url:
+            trust_engine_urls([url])
+            asking = [asyncio.create_task(post(url, {"n": number})) for number in range(6)]
+            await until(lambda: len(senders) == 6, SECONDS)
+            os.kill(pids[0], signal.SIGKILL)
+            dead.set()
+            assert await asyncio.gather(*asking) == [{"n": number} for number in range(6)]
+            assert await post(url, {"n": 6}) == {"n": 6}
+
+    with started(2) as pids:
+        asyncio.run(main(pids))
+    assert Counter(map(tuple, senders.values())) == {(pids[0], os.getpid()): 3, (pids[1],): 4}
+    [told] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "its 3 requests in flight go out again" in told and told.startswith("client 0 of --use-distributed-post on")
+
+
+def test_an_actor_that_hangs_is_ended_and_its_requests_go_out_from_here(cluster, caplog, monkeypatch):
+    monkeypatch.setattr(request_actors, "_ASK_EVERY_SECONDS", 0.2)
+    monkeypatch.setattr(request_actors, "_SILENT_SECONDS", 4.0)
+    senders = []
+
+    async def main(pids):
+        async def handler(request):
+            senders.append(sender(request, pids))
+            if senders[-1] == pids[0]:
+                os.kill(pids[0], signal.SIGSTOP)
+            return web.json_response({})
+
+        init_http_client(make_args(http_max_retries=1, http_request_timeout=SECONDS))
+        async with serving(handler) as url:
+            trust_engine_urls([url])
+            assert await post(url, {}) == {}
+
+    with started(1) as pids:
+        asyncio.run(main(pids))
+        assert senders == [pids[0], os.getpid()]
+        [told] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert "is lost (it did not answer for 4 s): its 1 requests in flight" in told
+        # Its connections end with it, and so does what an engine computes for it.
+        wait_until(lambda: not psutil.pid_exists(pids[0]), SECONDS)
+
+
+class Owner:
+    """In the place of the manager."""
+
+    def __init__(self):
+        self._actors = RequestActors(1)
+        self._actors.wait_ready()
+
+    def pids(self):
+        return [os.getpid(), *map(pid_of, self._actors._clients)]
+
+
+def test_they_end_with_their_manager_that_is_killed(cluster):
+    owner = ray.remote(num_cpus=0)(Owner).remote()
+    pids = ray.get(owner.pids.remote(), timeout=SECONDS)
+    assert len(pids) == 2
+    os.kill(pids[0], signal.SIGKILL)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), SECONDS)
