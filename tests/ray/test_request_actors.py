@@ -8,12 +8,14 @@ import os
 import signal
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 import ray
 from aiohttp import web
+from ray.cluster_utils import Cluster
 
 from slime.ray import request_actors
 from slime.ray.request_actors import RequestActors
@@ -178,6 +180,39 @@ def test_the_limit_stays_exact_when_calls_are_cancelled(cluster):
     assert most == 3
 
 
+class Sent:
+    """In the place of a reference to the answer of an actor, which may be awaited again."""
+
+    def __init__(self):
+        self.ended = asyncio.Event()
+
+    def __await__(self):
+        return self.ended.wait().__await__()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_call_that_is_cancelled_ends_when_its_actor_has_left_the_connection_or_takes_too_long(monkeypatch, answers):
+    cancelled = []
+    monkeypatch.setattr(ray, "cancel", cancelled.append)
+    if not answers:
+        monkeypatch.setattr(request_actors, "_CLOSING_SECONDS", 0.01)
+
+    async def main():
+        sent = Sent()
+        actor = SimpleNamespace(exchange=SimpleNamespace(remote=lambda *request: sent))
+        client = request_actors.RequestClient(actor, "one", is_here=True)
+        asking = asyncio.create_task(client.exchange("POST", "http://a", None, {}, False))
+        await asyncio.sleep(0)
+        asking.cancel()
+        done, _ = await asyncio.wait([asking], timeout=0.2 if answers else 10)
+        assert cancelled == [sent] and bool(done) is not answers
+        sent.ended.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(main())
+
+
 def test_requests_of_an_actor_that_is_killed_go_out_from_here(cluster, caplog):
     senders: dict[int, list[int]] = {}
 
@@ -253,3 +288,50 @@ def test_they_end_with_their_manager_that_is_killed(cluster):
     assert len(pids) == 2
     os.kill(pids[0], signal.SIGKILL)
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), SECONDS)
+
+
+@pytest.mark.slow
+def test_the_actors_of_a_node_that_dies_are_lost_and_the_others_go_on(caplog):
+    """Two nodes on this machine."""
+    ray.shutdown()
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    senders: dict[int, list[int]] = {}
+    actors = None
+
+    async def main(pids):
+        async def handler(request):
+            number, pid = (await request.json())["n"], sender(request, pids.values())
+            senders.setdefault(number, []).append(pid)
+            if pid == pids[False]:
+                await until(lambda: request.transport is None or request.transport.is_closing(), SECONDS)
+            return web.json_response({"n": number})
+
+        init_http_client(make_args(http_max_retries=1, http_request_timeout=SECONDS))
+        async with serving(handler) as url:
+            trust_engine_urls([url])
+            asking = [asyncio.create_task(post(url, {"n": number})) for number in range(4)]
+            await until(lambda: len(senders) == 4, SECONDS)
+            await asyncio.to_thread(nodes.remove_node, other, allow_graceful=False)
+            assert await asyncio.gather(*asking) == [{"n": number} for number in range(4)]
+
+    try:
+        ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
+        other = nodes.add_node(num_cpus=1)
+        wait_until(lambda: len(ray.nodes()) == 2, SECONDS)
+        actors = RequestActors(1)
+        carriers = actors.wait_ready()
+        places = {client.is_here: client for client in actors._clients}
+        pids = {is_here: pid_of(client) for is_here, client in places.items()}
+        # `localhost` is the same for both of these nodes.
+        places[False].is_here = True
+        send_through(carriers)
+        asyncio.run(main(pids))
+    finally:
+        send_through(None)
+        if actors is not None:
+            actors.end()
+        ray.shutdown()
+        nodes.shutdown()
+    assert Counter(map(tuple, senders.values())) == {(pids[False], os.getpid()): 2, (pids[True],): 2}
+    [told] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "its 2 requests in flight go out again" in told

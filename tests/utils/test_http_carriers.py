@@ -127,7 +127,8 @@ def test_one_whose_share_is_used_up_misses_its_turn_and_what_nobody_takes_is_sen
         for _ in calls:
             await asyncio.wait_for(began.acquire(), 10)
         assert (len(one.seen), len(other.seen)) == (1, 1)
-        assert await carriers.send(2, False, "POST", ELSEWHERE, lambda: b"{}", {}) is None
+        async with asyncio.timeout(10):
+            assert await carriers.send(2, False, "POST", ELSEWHERE, lambda: b"{}", {}) is None
         # Without a limit nobody has a share.
         calls += [asyncio.create_task(carriers.send(0, False, "POST", ELSEWHERE, lambda: b"{}", {})) for _ in range(4)]
         for _ in range(4):
@@ -314,8 +315,9 @@ def test_one_that_comes_too_late_or_is_cancelled_is_ended(late):
             asking.cancel()
         # Until then its slot is no other's.
         done, _ = await asyncio.wait([asking], timeout=0.3)
-        assert not done and http_utils._client().generation_slots.locked()
+        locked = http_utils._client().generation_slots.locked()
         closed.set()
+        assert not done and locked
         expected = pytest.raises(HttpError, match="did not answer within 0.05 s") if late else contextlib.nullcontext()
         with expected, contextlib.suppress(asyncio.CancelledError):
             await asking
