@@ -120,26 +120,33 @@ def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> No
         logger.info("W&B run %s: files in %s", tracker.run_id, os.fspath(tracker.directory / "wandb"))
 
 
-def forget_lost_steps(args: argparse.Namespace, start_rollout_id: int, num_rollout: int) -> None:
+def forget_lost_steps(
+    args: argparse.Namespace, start_rollout_id: int, num_rollout: int, *, again: bool = False
+) -> None:
     """Driver only, before the first metric of a run: no value is to come twice at one step.
 
     A run that resumes repeats the rollouts that its predecessor trained after its last checkpoint; what the predecessor told
-    about those in the same place is taken back. A new run takes nothing back: what lies there is another run's.
+    about those in the same place is taken back. A new run takes nothing back: what lies there is another run's; and one that
+    starts anew after a part of it failed (`again`: there was a start before this one), what it told itself.
     """
-    if not _trackers or args.initial_weights is None or not args.initial_weights.resume:
+    if not _trackers:
+        return
+    resumes = args.initial_weights is not None and args.initial_weights.resume
+    if not (resumes or again):
         return
     # An evaluation stands at the number of rollouts before it: the one at `start_rollout_id` was made with the resumed weights.
+    # Where nothing is resumed it is made again.
     firsts = {
         "train/step": start_rollout_id * args.num_steps_per_rollout,
         "rollout/step": start_rollout_id * _steps_per_rollout,
-        "eval/step": start_rollout_id * _steps_per_rollout + 1,
+        "eval/step": start_rollout_id * _steps_per_rollout + resumes,
     }
     lost = {axis: range(step, sys.maxsize) for axis, step in firsts.items()}
     if num_rollout == 0:
         # Nothing is trained: that one evaluation is made again.
         lost = {"eval/step": range(firsts["eval/step"] - 1, firsts["eval/step"])}
     for tracker in _trackers:
-        tracker.forget(lost)
+        tracker.forget(lost, own=not resumes)
 
 
 def finish_tracking(*, failed: bool = False) -> None:

@@ -11,6 +11,7 @@ import argparse
 import logging
 import os
 import secrets
+import socket
 import string
 import threading
 from collections.abc import Mapping
@@ -48,10 +49,13 @@ class TensorBoardTracker:
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
 
-    def forget(self, lost: Mapping[str, range]) -> None:
-        """Take the values at the steps `lost[axis]` out of the event files that were here before this one."""
+    def forget(self, lost: Mapping[str, range], *, own: bool) -> None:
+        """Take the values at the steps `lost[axis]` out of the event files that were here before this one; `own`: out of those
+        that this process has written."""
+        writer = f".{socket.gethostname()}.{os.getpid()}."
         for path in self._older:
-            _drop_values(path, lost)
+            if writer in path.name or not own:
+                _drop_values(path, lost)
 
     def close(self, *, failed: bool = False) -> None:
         """End the event file, which does not tell how the run went."""
@@ -142,7 +146,7 @@ class WandbTracker:
             return
         self._run.log({**values, step_key: step})
 
-    def forget(self, lost: Mapping[str, range]) -> None:
+    def forget(self, lost: Mapping[str, range], *, own: bool) -> None:
         """A run that W&B continues takes nothing back: of the steps that it was told already, it keeps what it has."""
         if self._run.resumed:
             known = {axis: self._run.summary.get(axis) for axis in lost}

@@ -57,6 +57,13 @@ def unwatch_actors(actors: Sequence[Any]) -> None:
         _asked.pop(actor, None)
 
 
+def watch_nothing() -> None:
+    """Undo every `watch` and `watch_actors`, at the end of the Ray that they were about: another one refuses their handles, and
+    would end the first wait of a run that starts again."""
+    _watched.clear()
+    _asked.clear()
+
+
 def wait_for_all(
     refs: Sequence[ray.ObjectRef],
     name: str,

@@ -38,6 +38,7 @@ from slime.arguments.rules.serving import engine_around_a_sender
 from slime.arguments.sizes import GpuRanges, expects_gpus, layout_of
 from slime.arguments.violations import Refusal
 from slime.backends.sglang_utils.server_arguments import require_cache_transfer, require_drafts
+from slime.observability.waiting import watch_nothing
 from slime.plan import place_of_images, require_memory_of_machine
 from slime.plan.batch import kept_tokens, train_batch_bytes
 from slime.utils import env
@@ -123,6 +124,7 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
         with _agents_follow_driver() if address is None else contextlib.nullcontext():
             yield args
     finally:
+        watch_nothing()
         ray.shutdown()
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from slime.observability.console import StartupClock, evaluation_line, evaluation_name, rollout_line
 from slime.observability.logging_utils import LoggedMetrics, forget_lost_steps, write_to_trackers
 from slime.scheduling.device_turns import ENGINES, TRAINER, Holds, Sides, Turn, steps_to
-from slime.utils.errors import RunError
+from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import write_json_atomically
 from slime.utils.misc import Box, should_run_periodic_action
 
@@ -133,7 +133,13 @@ def probe_memory(args: argparse.Namespace, run: StartedRun) -> None:
     if run.actor is None or run.start_rollout_id >= run.length.num_rollout:
         return
     if args.on_gpus is not False if args.memory_probe is None else args.memory_probe:
-        run.actor.probe_memory()
+        try:
+            run.actor.probe_memory()
+        except UserError:
+            raise
+        except Exception:
+            logger.error("the memory probe (--memory-probe) failed: --no-memory-probe leaves it out")
+            raise
         StartupClock().mark("memory probe")
 
 
@@ -149,6 +155,7 @@ def log_probe(args: argparse.Namespace, probe: Callable[[list[Lengths]], list[Pr
 
     batches = longest_micro_batches(args)
     if batches:
+        logger.info("memory probe of the %s begins (--no-memory-probe leaves it out)", args.role)
         logger.info("%s", probe_line(args, batches, probe(batches)))
         return
     logger.warning(
@@ -198,12 +205,13 @@ class StepReport:
         # Of the step that is under way or was the last one; None before the first.
         self._rollout_id: int | None = None
         self._merged: dict[str, Any] = {}
+        starts_again = progress.rollouts_done is not None
         # From here on the end of the run has something to tell, before the first rollout is done too.
         progress.rollouts_done = self._start_rollout_id = run.start_rollout_id
         if progress.start_rollout_id is None:
             progress.start_rollout_id = run.start_rollout_id
         progress.num_rollout = run.length.num_rollout
-        forget_lost_steps(args, run.start_rollout_id, run.length.num_rollout)
+        forget_lost_steps(args, run.start_rollout_id, run.length.num_rollout, again=starts_again)
 
     @contextlib.contextmanager
     def step(self, rollout_id: int) -> Iterator[None]:

@@ -75,7 +75,7 @@ def main(
     configure_logger(stream=stream)
     _terminated.clear()
     _told_to_end.clear()
-    args, progress, run_id = None, RunProgress(), None
+    args, progress, first = None, RunProgress(), None
     parse = functools.partial(parse_args, add_custom_arguments=add_custom_arguments, asynchronous=asynchronous)
     try:
         args = args_of_start = parse(argv=words)
@@ -90,9 +90,10 @@ def main(
             # Everything up to the session happens before Ray, trackers or directories are touched.
             args_of_start = _ready(args_of_start, stream)
             if args_of_start is None:
-                return 0
-            with _checkpoints_claimed(args), _session(args_of_start, run_id) as args_of_run:
-                run_id = args_of_run.wandb_run_id
+                # Also of a run that had trained all when a part of it failed.
+                break
+            with _checkpoints_claimed(args), _session(args_of_start, first) as args_of_run:
+                first = args_of_run
                 if _comes_to_its_end(train, args_of_run, progress, restarts_left):
                     break
             args_of_start = parse(argv=words_of_restart(args, progress, words))
@@ -301,15 +302,18 @@ def _checkpoints_claimed(args: argparse.Namespace) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _session(args: argparse.Namespace, run_id: str | None) -> Iterator[argparse.Namespace]:
+def _session(args: argparse.Namespace, before: argparse.Namespace | None) -> Iterator[argparse.Namespace]:
     """Gives the arguments for the processes of the run: `args` with what is known before they start.
 
-    `run_id`: of W&B, of an earlier start of this run.
+    `before`: those of an earlier start of this run, which goes on in the same directory and under the same id of W&B.
     """
     from slime.ray.cluster import ray_cluster
 
-    directory = tracking_directory(args).absolute()
-    run_id = args.wandb_run_id or run_id or (new_run_id() if args.use_wandb else None)
+    if before is None:
+        directory, run_id = tracking_directory(args).absolute(), new_run_id() if args.use_wandb else None
+    else:
+        directory, run_id = Path(before.run_dir), before.wandb_run_id
+    run_id = args.wandb_run_id or run_id
     args = with_run_values(args, run_dir=str(directory), log_dir=str(directory / "logs"), wandb_run_id=run_id)
     Path(args.log_dir).mkdir(parents=True, exist_ok=True)
     failed = True

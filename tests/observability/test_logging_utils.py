@@ -99,7 +99,7 @@ def test_over_optimizer_steps_the_axes_of_a_run_agree_and_no_step_comes_twice(tm
         assert [step for step, _ in events["eval/x"]] == [steps, 2 * steps, 3 * steps]
 
 
-def told_by_a_run(directory, rollouts, start=None, num_rollout=9, **values):
+def told_by_a_run(directory, rollouts, start=None, num_rollout=9, again=False, **values):
     """Two optimizer steps per rollout and an evaluation after each; returns the steps of every metric in `directory`."""
     defaults = {
         "use_tensorboard": True, "use_wandb": False, "wandb_always_use_train_step": False, "num_steps_per_rollout": 2,
@@ -107,7 +107,7 @@ def told_by_a_run(directory, rollouts, start=None, num_rollout=9, **values):
     }  # fmt: skip
     args = SimpleNamespace(**{**defaults, **values})
     init_tracking(args, directory)
-    forget_lost_steps(args, rollouts[0] if start is None else start, num_rollout)
+    forget_lost_steps(args, rollouts[0] if start is None else start, num_rollout, again=again)
     for rollout in rollouts if num_rollout else ():
         for step in (2 * rollout, 2 * rollout + 1):
             write_to_trackers([({"train/loss": step, "train/step": step}, "train/step")])
@@ -139,6 +139,20 @@ def test_an_evaluation_of_a_checkpoint_replaces_the_one_that_was_made_with_the_s
 def test_a_new_run_leaves_the_event_files_of_another_one_alone(tmp_path):
     told_by_a_run(tmp_path, [0, 1])
     assert told_by_a_run(tmp_path, [0])["perf/time"] == [0, 0, 1]
+
+
+def test_a_run_that_starts_anew_takes_back_what_it_told_and_nothing_of_others(tmp_path):
+    """Where a part of it failed before its first checkpoint, the evaluation before training is made again as well."""
+    told_by_a_run(tmp_path, [0])
+    event_file = next(tmp_path.glob("events*"))
+    event_file.rename(event_file.with_name(event_file.name.replace(f".{os.getpid()}.", ".1.")))
+    told_by_a_run(tmp_path, [0, 1, 2])
+    init_tracking(SimpleNamespace(use_tensorboard=True, use_wandb=False, wandb_always_use_train_step=False), tmp_path)
+    write_to_trackers([({"eval/x": 0, "eval/step": 0}, "eval/step")])
+    finish_tracking()
+    steps = told_by_a_run(tmp_path, [0, 1], again=True)
+    assert steps["perf/time"] == [0, 0, 1] and steps["train/loss"] == [0, 0, 1, 1, 2, 3]
+    assert steps["eval/x"] == [1, 1, 2]
 
 
 def test_default_directory(monkeypatch):

@@ -131,7 +131,7 @@ def test_a_continued_run_is_not_told_twice_about_one_step():
     tracker = WandbTracker.__new__(WandbTracker)
     tracker._told = {}
     tracker._run = SimpleNamespace(resumed=True, summary={"train/step": 5, "eval/step": 2}, log=logged.append)
-    tracker.forget({"train/step": range(4, 99), "rollout/step": range(2, 99), "eval/step": range(3, 99)})
+    tracker.forget({"train/step": range(4, 99), "rollout/step": range(2, 99), "eval/step": range(3, 99)}, own=False)
     for step in (4, 5, 6):
         tracker.add_scalars({"train/loss": 0.5}, "train/step", step)
     tracker.add_scalars({"rollout/raw_reward": 0.5}, "rollout/step", 2)

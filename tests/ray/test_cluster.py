@@ -12,9 +12,10 @@ import psutil
 import pytest
 import ray
 
+from slime.observability import waiting
 from slime.ray import cluster
 from slime.ray.cluster import object_store_bytes
-from slime.utils.errors import UserError
+from slime.utils.errors import RunError, UserError
 from tests.support.models.args import parse
 from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
@@ -214,6 +215,18 @@ def test_the_precision_follows_the_devices_of_the_cluster_that_is_joined(
         assert found == (precision, precision == "bfloat16", precision == "bfloat16")
         assert of_cluster.origins["params_dtype_name"] == "derived"
     assert vars(args) == parsed
+
+
+def test_what_is_watched_in_a_cluster_is_forgotten_with_it(joined, monkeypatch, tmp_path):
+    """A start of the run after it would ask those whom only the cluster before it knew."""
+    monkeypatch.setattr(waiting, "_watched", [])
+    monkeypatch.setattr(waiting, "_asked", {})
+    joined(_GPUS)
+    with pytest.raises(RunError, match="a rank died"), cluster.ray_cluster(parse(tmp_path)):
+        waiting.watch([object()])
+        waiting.watch_actors([object()])
+        raise RunError("a rank died")
+    assert not waiting._watched and not waiting._asked
 
 
 def test_flags_that_only_some_devices_take_are_refused_when_the_cluster_shows_its_own(joined, tmp_path):

@@ -583,10 +583,18 @@ def test_a_norm_is_not_compared_with_itself(tmp_path):
     assert json.loads(path.read_text()) == 2.01
 
 
+def test_a_start_knows_whether_there_was_one_before_it(monkeypatch):
+    told, progress = [], RunProgress()
+    monkeypatch.setattr("slime.ray.driver.forget_lost_steps", lambda *arguments, again: told.append(again))
+    for _ in range(2):
+        StepReport(make(), started(), progress)
+    assert told == [False, True]
+
+
 def test_a_number_is_told_to_trackers_and_ends_the_run(monkeypatch):
     told = []
     monkeypatch.setattr("slime.ray.driver.write_to_trackers", told.extend)
-    monkeypatch.setattr("slime.ray.driver.forget_lost_steps", lambda *arguments: None)
+    monkeypatch.setattr("slime.ray.driver.forget_lost_steps", lambda *arguments, again: None)
     report = StepReport(make(ci_test=True), started(), RunProgress())
     with pytest.raises(RunError, match="rollout/entropy is 1.5"), report.step(0):
         report.add([({"rollout/entropy": 1.5, "rollout/step": 0}, "rollout/step")])

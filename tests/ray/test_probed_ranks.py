@@ -12,7 +12,7 @@ from slime.plan.longest_batch import ProbedMemory
 from slime.ray.driver import RunLength, StartedRun, log_probe, probe_memory
 from slime.ray.placement_group import ActorCritic
 from slime.ray.train_group import TrainGroup
-from slime.utils.errors import UserError
+from slime.utils.errors import RunError, UserError
 from tests.support.models.args import parse
 from tests.support.processes.local_ray import start_ray
 
@@ -46,6 +46,22 @@ def test_where_nothing_will_be_trained_nothing_is_probed():
     assert group.probes == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [(RunError("rank 3 died"), True), (ValueError("no"), True), (UserError("memory ran out"), False)],
+)
+def test_a_probe_that_fails_otherwise_says_how_a_run_goes_on_without_it(error, is_told, caplog):
+    """Memory that ran out says so itself."""
+
+    class Failing(Group):
+        def probe_memory(self):
+            raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        probe_memory(SimpleNamespace(memory_probe=True, on_gpus=True), StartedRun(None, Failing(), RunLength(4), 0))
+    assert ("--no-memory-probe" in caplog.text) is is_told
+
+
 def test_without_a_length_nothing_is_probed(tmp_path, caplog):
     args = parse(tmp_path)
     vars(args).update(use_dynamic_batch_size=False, seq_length=None)
@@ -71,7 +87,9 @@ def test_each_of_two_models_leaves_room_for_the_other(tmp_path, monkeypatch, cap
     ]
     # The critic's ranks hold what the actor's optimizer takes, of the rank with most, and the other way round.
     assert calls[2:] == [("critic rank", "probe_memory", 7), ("training rank", "probe_memory", 5)]
-    assert "memory probe of the critic, " in caplog.text and "memory probe of the actor, " in caplog.text
+    begun, found = "memory probe of the {} begins (--no-memory-probe", "memory probe of the {}, "
+    said = [message.format(model) for model in ("critic", "actor") for message in (begun, found)]
+    assert [line.startswith(one) for line, one in zip(caplog.messages, said, strict=True)] == [True] * 4
 
 
 def rank_class() -> type:

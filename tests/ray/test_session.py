@@ -172,6 +172,40 @@ def test_what_would_fail_again_and_who_is_told_to_end_does_not_start_again(resta
     ]
 
 
+def test_all_starts_of_a_run_have_one_directory(run, tmp_path, monkeypatch):
+    names, found = iter(["first", "second"]), []
+    monkeypatch.setattr(session, "tracking_directory", lambda args: tmp_path / next(names))
+
+    def train(args, progress):
+        found.append((args.run_dir, args.log_dir))
+        progress.start_rollout_id, progress.num_rollout, progress.rollouts_done = 0, 4, 2
+        if len(found) == 1:
+            raise RunError("rank 1 died")
+
+    words = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "1", "--max-restarts", "1"]
+    assert run(train, *words)[0] == 0
+    assert found == [(str(tmp_path / "first"), str(tmp_path / "first/logs"))] * 2
+
+
+def test_a_run_of_which_a_part_fails_when_all_is_trained_tells_what_is_kept(run, tmp_path):
+    save, starts = tmp_path / "checkpoints", []
+
+    def train(args, progress):
+        starts.append(args)
+        progress.start_rollout_id, progress.num_rollout, progress.rollouts_done = 0, 4, 4
+        (save / "iter_0000003").mkdir()
+        (save / "iter_0000003/.metadata").touch()
+        (save / "latest_checkpointed_iteration.txt").write_text("3")
+        progress.rollout_saved = 3
+        raise RunError("engine 0 died in the last evaluation")
+
+    status, lines = run(train, "--save", str(save), "--save-interval", "1", "--max-restarts", "2")
+    assert (status, len(starts)) == (0, 1) and "ERROR: engine 0 died in the last evaluation" in lines
+    *_, nothing, kept, _ = lines
+    assert nothing.startswith("nothing left to do: 4 rollouts are done")
+    assert kept.startswith("kept: the checkpoint of rollout 3 ")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_is_told_to_end_while_its_parts_end_does_not_start_again(run, tmp_path, number):
     class Part:
