@@ -223,8 +223,8 @@ async def listen(
         hf_checkpoint=args.hf_checkpoint,
         vocab_size=args.vocab_size,
         max_length=given.megatron_server_max_length,
-        loaded=identity_of(args.initial_weights),
-        decode=functools.partial(texts_of, args),
+        loaded=identity_of(teacher.source),
+        decode=decoder_of(args),
         update_seconds=given.megatron_server_update_timeout_s,
         api_key=key,
     )
@@ -267,15 +267,16 @@ async def watch(ranks: list[ChildProcess], end: Callable[[int, str], None]) -> N
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def texts_of(args: argparse.Namespace, tokens: Sequence[int]) -> list[str] | None:
-    """The text of each token; None where --hf-checkpoint has no tokenizer."""
+def decoder_of(args: argparse.Namespace) -> Callable[[Sequence[int]], list[str] | None]:
+    """Gives the text of each token; None where --hf-checkpoint has no tokenizer. That is loaded once: all that a run asks at
+    first is asked with texts."""
     from slime.utils.processing_utils import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(args.hf_checkpoint, args.trust_remote_code)
     except UserError:
-        return None
-    return tokenizer.batch_decode([[token] for token in tokens])
+        return lambda tokens: None
+    return lambda tokens: tokenizer.batch_decode([[token] for token in tokens])
 
 
 if __name__ == "__main__":

@@ -371,8 +371,9 @@ def make_app(
 
     @web.middleware
     async def guarded(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
-        given = request.headers.get("Authorization", "")
-        if api_key is not None and not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
+        # Whoever asks may send any bytes.
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if api_key is not None and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
             return _refusal(401, "a bearer token is needed, and this is not it (SLIME_BUFFER_API_KEY)")
         try:
             return await handler(request)

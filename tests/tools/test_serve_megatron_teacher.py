@@ -295,6 +295,17 @@ def test_torchrun_and_a_megatron_checkpoint(models, tmp_path):
                                 and str(models["first"]) in child.info["cmdline"]])  # fmt: skip
 
 
+def test_texts_of_tokens_take_one_tokenizer_however_many_ask(models, tmp_path, monkeypatch):
+    from slime.utils import processing_utils
+    from tools.serve_megatron_teacher import decoder_of
+
+    loaded, load = [], processing_utils.load_tokenizer
+    monkeypatch.setattr(processing_utils, "load_tokenizer", lambda *given: loaded.append(given) or load(*given))
+    decode = decoder_of(SimpleNamespace(hf_checkpoint=str(models["first"]), trust_remote_code=False))
+    assert [decode([token]) for token in (65, 66)] == [["b"], ["c"]] and len(loaded) == 1
+    assert decoder_of(SimpleNamespace(hf_checkpoint=str(tmp_path), trust_remote_code=False))([65]) is None
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

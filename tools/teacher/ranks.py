@@ -7,6 +7,7 @@ or hangs, is found out by the time limit of collectives (`--distributed-timeout-
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from typing import Any
 
@@ -23,12 +24,20 @@ from slime.training.resident_memory import ResidentMemory
 from slime.training.rollout_data import MicroBatch, RolloutData
 from slime.training.train_step import micro_batches
 from slime.utils import env
+from slime.utils.checkpoint_directory import latest_iteration
 from slime.utils.device import get_accelerator
 from slime.utils.misc import no_garbage_collection
 from slime.utils.process_groups import get_gloo_group, patient_groups
 from tools.teacher.scoring import Question, score
 
 BEAT_SECONDS = 10.0
+
+
+def fixed(source: WeightSource) -> WeightSource:
+    """`source` with the iteration that is the newest of its checkpoint now: a run that still trains may have another one when
+    the weights are read, or when the next rank looks."""
+    is_newest = source.kind == "megatron" and source.step is None
+    return dataclasses.replace(source, step=latest_iteration(source.path)) if is_newest else source
 
 
 class TeacherRank:
@@ -38,6 +47,9 @@ class TeacherRank:
         args: of a run whose model it is. No optimizer is ever built, whatever they say.
         local_rank, local_world_size: the place among the ranks of this machine.
         sample_rows, label_rows: see `score`.
+
+    Attributes:
+        source: of the weights that it starts with. What rank 0 has here counts.
     """
 
     def __init__(
@@ -49,7 +61,7 @@ class TeacherRank:
         sample_rows: int,
         label_rows: int,
     ) -> None:
-        self.args = args
+        self.args, self.source = args, fixed(args.initial_weights)
         self._local_rank, self._local_world_size = local_rank, local_world_size
         self._chunks = {"sample_rows": sample_rows, "label_rows": label_rows}
 
@@ -69,7 +81,9 @@ class TeacherRank:
             self.backend.place()
         # Nothing is trained: the room that Megatron has made for gradients goes back.
         ResidentMemory(self.backend.residents, ends=True).hold(Holds.WEIGHTS)
-        self.backend.load_weights(self.args.initial_weights)
+        told = [self.source]
+        dist.broadcast_object_list(told, src=0, group=get_gloo_group())
+        self.backend.load_weights(*told)
         get_accelerator().keep_freed_memory()
 
     def lead(self, name: str, *arguments: Any) -> Any:

@@ -31,11 +31,10 @@ from aiohttp import web
 from slime.arguments.checkpoints import WeightSource, checkpoint_source
 from slime.arguments.hf_config import CHOICES, read_hf_config
 from slime.models.families import model_args_from_hf
-from slime.utils.checkpoint_directory import latest_iteration
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
 from slime.utils.misc import unique_hex
-from tools.teacher.ranks import BEAT_SECONDS
+from tools.teacher.ranks import BEAT_SECONDS, fixed
 from tools.teacher.scoring import Question
 
 logger = logging.getLogger(__name__)
@@ -151,10 +150,9 @@ def write_answer(asked: Asked, found: dict[str, np.ndarray], texts: Sequence[str
 
 
 def identity_of(source: WeightSource) -> tuple[str, int | None]:
-    """By what two sources are one: the directory and, of a Megatron checkpoint, which may get newer ones, the iteration."""
+    """By what two sources that are `fixed` are one: the directory and, of a Megatron checkpoint, the iteration."""
     path = str(Path(source.path).resolve()) if source.path is not None else ""
-    is_newest = source.kind == "megatron" and source.step is None
-    return path, latest_iteration(path) if is_newest else source.step
+    return path, source.step
 
 
 def source_of_update(asked: dict[str, Any], hf_checkpoint: str) -> WeightSource:
@@ -163,7 +161,7 @@ def source_of_update(asked: dict[str, Any], hf_checkpoint: str) -> WeightSource:
     if len(given) != 1 or not isinstance(given[0], str) or not given[0]:
         raise Refused(400, f"one of {', '.join(_PATHS)} must be the directory of a checkpoint")
     try:
-        source = checkpoint_source(given[0], None, "model_path")
+        source = fixed(checkpoint_source(given[0], None, "model_path"))
         if source.kind == "hf":
             own, other = (model_args_from_hf(read_hf_config(path)) for path in (hf_checkpoint, given[0]))
             names = sorted((own.keys() | other.keys()) - CHOICES)
@@ -276,7 +274,8 @@ class TeacherServer:
 
     @web.middleware
     async def _refusals(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> web.Response:
-        given = request.headers.get("Authorization", "").encode()
+        # Whoever asks may send any bytes.
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         try:
             if self._api_key is not None and request.path not in _WITHOUT_TOKEN:
                 if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):

@@ -17,6 +17,7 @@ from slime_plugins.rollout_buffer.generators import find_generators
 from slime_plugins.rollout_buffer.service import RolloutBuffer, WrongRun
 from slime_plugins.rollout_buffer.store import Store
 from tests.support.processes.buffer_service import IDLE, buffer_service, group_of, item
+from tests.support.processes.http_server import status_with_token
 from tests.support.processes.waiting import until, wait_until
 
 # Sends what the run tells it to, and ends.
@@ -430,6 +431,8 @@ def test_bodies_and_keys_are_limited(tmp_path):
         await client.post("/buffer/write", None, status=400, headers=as_json, data=b"{")
         for headers in ({}, {"Authorization": "Bearer open"}):
             await client.post("/buffer/write", item("a", "a"), status=401, headers=headers)
+        for token, status in ((b"open sesame", 200), (b"\xff\xfe", 401)):
+            assert await status_with_token(f"{client.url}/status", token) == status
         await client.post("/buffer/write", item("a", "a"), headers=bearer)
         await client.post("/nowhere", {}, status=404, headers=bearer)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import web
@@ -37,6 +39,16 @@ def forget_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_utils, "_engine_origins", set())
     monkeypatch.setattr(http_utils, "_supplies", {})
     monkeypatch.setattr(http_utils, "_SUPPLY_POLL_SECONDS", 0.01)
+
+
+async def status_with_token(url: str, token: bytes) -> int:
+    """The status of a GET whose bearer token need not be text, which no client of a library sends."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write(b"GET %b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n\r\n" % (parts.path.encode(), token))
+    status = await asyncio.wait_for(reader.readline(), 60)
+    writer.close()
+    return int(status.split()[1])
 
 
 @asynccontextmanager

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from slime.arguments.checkpoints import WeightSource
 from tests.support.models.args import write_config
+from tests.support.processes.http_server import status_with_token
 from tests.support.processes.waiting import until
 from tools.teacher import server as teacher
-from tools.teacher.server import TeacherServer, identity_of
+from tools.teacher.server import TeacherServer
 
 VOCAB = 300
 QUESTION = {"input_ids": [5, 6, 7], "sample_n": 2, "label_token_ids": [[1], [2]], "seed": 4}
@@ -174,7 +174,7 @@ def test_a_wrong_question_is_refused_with_a_reason_and_asks_no_rank(model, monke
             for given, _, _ in REFUSED
         ]
         monkeypatch.setattr(teacher, "MOST_BYTES", 0)
-        return found, await client.ask("/generate", QUESTION)
+        return found, await client.ask("/generate", {"input_ids": [1] * 16})
 
     found, after = run(body, ranks := Ranks(), model, max_length=16)
     for (given, status, named), (answered, answer) in zip(REFUSED, found, strict=True):
@@ -279,6 +279,65 @@ def test_an_update_waits_until_questions_are_answered_and_refuses_further_ones(m
     assert ranks.names() == ["answer", "update", "answer"]
 
 
+def test_an_update_begins_behind_all_questions(model, other):
+    """Of two that wait one is answered: nobody has begun."""
+    ranks = Ranks(held=("answer",))
+
+    async def body(client):
+        first, second = (client.begin("/generate", {"input_ids": [i, i]}) for i in (1, 2))
+        await until(lambda: client.server._asked == 2 and ranks.told)
+        update = client.begin("/update_weights_from_disk", {"model_path": other[0]})
+        await until(lambda: client.server._update)
+        ranks.go_on.set()
+        ranks.go_on = threading.Event()
+        await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+        begun = client.server._update.has_begun
+        ranks.go_on.set()
+        return begun, [(await task)[0] for task in (first, second, update)]
+
+    assert run(body, ranks, model) == (False, [200] * 3) and ranks.names() == ["answer", "answer", "update"]
+
+
+def test_a_question_that_is_read_while_an_update_comes_is_refused(model, other, monkeypatch):
+    reads, read_question = threading.Event(), teacher.read_question
+    monkeypatch.setattr(teacher, "read_question", lambda *given: reads.wait(60) and read_question(*given))
+    ranks = Ranks(held=("update",))
+
+    async def body(client):
+        question = client.begin("/generate", QUESTION)
+        update = client.begin("/update_weights_from_disk", {"model_path": other[0]})
+        await until(lambda: ranks.names())
+        reads.set()
+        status, _ = await question
+        ranks.go_on.set()
+        return status, (await update)[0]
+
+    try:
+        assert run(body, ranks, model) == (503, 200) and ranks.names() == ["update"]
+    finally:
+        reads.set()
+
+
+def test_ranks_are_kept_together_where_nobody_asks(model, monkeypatch):
+    monkeypatch.setattr(teacher, "BEAT_SECONDS", 0.01)
+    ranks = Ranks()
+
+    async def body(client):
+        await until(lambda: ranks.told.count(("beat",)) > 1)
+
+    run(body, ranks, model)
+
+
+def test_without_a_seed_every_question_has_draws_of_its_own(model):
+    async def body(client):
+        for _ in range(2):
+            await client.ask("/generate", {"input_ids": [1, 2], "sample_n": 1})
+
+    run(body, ranks := Ranks(), model)
+    first, second = (question.seed for _, question in ranks.told)
+    assert first != second
+
+
 def test_an_update_that_nobody_waits_for_any_more_before_it_begins_is_dropped(model, other):
     ranks = Ranks(held=("answer",))
 
@@ -344,13 +403,31 @@ def test_what_no_update_can_be_made_of_is_refused_before_any_rank_is_asked(model
     assert ranks.names() == []
 
 
-def test_a_newer_iteration_of_a_checkpoint_is_another_one(tmp_path):
-    (tmp_path / "iter_0000003").mkdir()
-    pointer = tmp_path / "latest_checkpointed_iteration.txt"
+def test_of_a_checkpoint_that_grows_the_iteration_is_loaded_that_was_the_newest_when_it_was_asked_for(model, tmp_path):
+    """The run that writes it saves again while a question is answered. Weights of a later one are others."""
+    (growing := tmp_path / "growing").mkdir()
+    pointer = growing / "latest_checkpointed_iteration.txt"
     pointer.write_text("3")
-    first = identity_of(source := WeightSource("megatron", str(tmp_path)))
-    pointer.write_text("5")
-    assert first == (str(tmp_path.resolve()), 3) and identity_of(source) == (first[0], 5)
+    ranks, body_of_update = Ranks(held=("answer",)), {"model_path": str(growing)}
+
+    async def body(client):
+        question = client.begin("/generate", QUESTION)
+        await until(lambda: ranks.told)
+        first = client.begin("/update_weights_from_disk", body_of_update)
+        await until(lambda: client.server._update)
+        pointer.write_text("5")
+        ranks.go_on.set()
+        statuses = [(await question)[0], (await first)[0]]
+        infos = [(await client.ask("/info"))[1]["iteration"]]
+        for _ in range(2):
+            statuses.append((await client.ask("/update_weights_from_disk", body_of_update))[0])
+        pointer.write_text("none")
+        return statuses, infos, await client.ask("/update_weights_from_disk", body_of_update)
+
+    statuses, infos, refused = run(body, ranks, model)
+    assert statuses == [200] * 4 and infos == [3]
+    assert [source.step for name, source, _ in (told for told in ranks.told if told[0] == "update")] == [3, 5]
+    assert refused[0] == 400 and "not an iteration number" in refused[1]["error"]
 
 
 def test_an_error_on_the_ranks_ends_the_server(model):
@@ -406,6 +483,7 @@ def test_the_token(model):
         right, wrong = {"Authorization": "Bearer right"}, {"Authorization": "Bearer wrong"}
         asked = [await client.ask("/generate", QUESTION, headers) for headers in (None, wrong, right)]
         others = [await client.ask(path) for path in ("/info", "/get_loads", "/detect", "/healthz")]
-        return [status for status, _ in asked + others]
+        of_bytes = [await status_with_token(f"{client.url}/info", token) for token in (b"right", b"\xff\xfe")]
+        return [status for status, _ in asked + others] + of_bytes
 
-    assert run(body, Ranks(), model, api_key="right") == [401, 401, 200, 401, 401, 200, 200]
+    assert run(body, Ranks(), model, api_key="right") == [401, 401, 200, 401, 401, 200, 200, 200, 401]
