@@ -88,6 +88,10 @@ def test_the_plan_beside_it_is_that_of_these_micro_batches():
     assert planned_peak(args, batches) == expected > planned_peak(args, [[(20480, 100)]] * 2)
     args.train_backend = "fsdp"
     assert planned_peak(args, batches) is None
+    # Two ranks share the tokens.
+    args = planned(SMALL, "--context-parallel-size", "2")
+    expected = worst_rank(step_memory(args, parallel_layout(args), 16384, 2)).total
+    assert planned_peak(args, longest_micro_batches(args)) == expected
 
 
 def test_the_line_tells_the_rank_with_most():
@@ -137,3 +141,19 @@ def test_an_error_names_the_flags_that_help(words, lower, give):
     assert f"Lower {lower}; or give a larger --context-parallel-size" in message and give in message
     assert "79.00 GiB at the peak" in message and message.endswith("--no-memory-probe (Tried to allocate 5 GiB.)")
     assert ("--recompute-granularity" in message) == ("--gradient-checkpointing" not in words)
+
+
+def test_an_error_names_flags_of_static_micro_batches_and_of_fsdp():
+    def told(command, **changed):
+        args = planned(command)
+        vars(args).update(changed)
+        return out_of_memory(args, "actor rank 0 in a step", [[LONGEST] * 2], "much", torch.OutOfMemoryError())
+
+    static = told(SMALL.replace(BUDGET, "--micro-batch-size 2"))
+    assert "Lower --micro-batch-size, --rollout-max-response-len; or" in static and static.endswith(
+        "(OutOfMemoryError)"
+    )
+    fsdp = told(SMALL, train_backend="fsdp", gradient_checkpointing=False, fsdp_cpu_offload=False)
+    assert "give a larger --context-parallel-size, --gradient-checkpointing, --fsdp-cpu-offload; or go on" in fsdp
+    fsdp = told(SMALL, train_backend="fsdp", gradient_checkpointing=True, fsdp_cpu_offload=True)
+    assert "give a larger --context-parallel-size; or go on" in fsdp

@@ -31,7 +31,8 @@ EXPERTS = [
     "--moe-per-layer-logging",
 ]  # fmt: skip
 LAYOUTS = {
-    "tensor": ["--sequence-parallel"],
+    # Made-up advantages are 0: what has a gradient is another term.
+    "tensor": ["--sequence-parallel", "--entropy-coef", "0.01"],
     "pipeline": [*ONE, "--pipeline-model-parallel-size", "2", "--use-kl-loss", "--recompute-loss-function"],
     "data": [*ONE, "--overlap-grad-reduce", "--rollout-top-p", "0.9", "--use-tis"],
     "context": [*ONE, "--context-parallel-size", "2", "--advantage-estimator", "gspo", "--num-steps-per-rollout", "2"],
@@ -42,6 +43,12 @@ LAYOUTS = {
     "fsdp": [*ONE, "--train-backend", "fsdp"],
     "fsdp, offloaded": [*ONE, "--train-backend", "fsdp", "--fsdp-cpu-offload", "--gradient-checkpointing"],
 }
+
+# Functions of the user's that a probe calls would not be found.
+NOT_CALLED = (
+    "custom_megatron_before_log_prob_hook_path", "custom_megatron_before_train_step_hook_path",
+    "custom_pg_loss_reducer_function_path",
+)  # fmt: skip
 
 # No run may have it, since log-probs must not depend on chance; here it draws from all generators in every step.
 DROPOUT = {name: {"hidden_dropout": 0.2} for name in ("tensor", "recomputed")}
@@ -73,7 +80,10 @@ class ProbedRank(Rank):
     def probe(self):
         from slime.plan.longest_batch import longest_micro_batches
 
-        return self.actor.probe_memory(longest_micro_batches(self.args), 0)
+        vars(self.args).update(dict.fromkeys(NOT_CALLED, "nowhere:to_be_found"))
+        probed = self.actor.probe_memory(longest_micro_batches(self.args), 0)
+        vars(self.args).update(dict.fromkeys(NOT_CALLED))
+        return probed
 
     def optimizer_bytes(self) -> int:
         """Of what it remembers, but for counters of steps."""
@@ -129,6 +139,8 @@ def trained(words: list[str], probes: tuple[int, ...], **overrides) -> tuple[dic
             after = run.state()
             if probed.peaks is not None or probed.free <= 0 or probed.to_come != to_come:
                 wrong.append(f"{probed}, {to_come} to come")
+            if run.actor.backend.args is not run.args:
+                wrong.append("the backend's arguments")
             if rollout:
                 # Those of the last step, which the next one begins with zeros of.
                 del before["gradients"], after["gradients"]
@@ -300,39 +312,83 @@ class CountingAccelerator(Accelerator):
         return 30, 1000
 
 
-@pytest.mark.parametrize("role, phases", [("actor", ["log-probs", "a step"]), ("critic", ["values", "a step"])])
-def test_what_the_optimizer_will_take_is_held_meanwhile(monkeypatch, directory, role, phases):
-    import torch
-
+@pytest.fixture
+def probe_of_steps(monkeypatch, directory):
+    """Runs a probe on a `CountingAccelerator` with a backend whose step is a function of the test's; gives what was found and
+    what was done."""
     from slime.training import memory_probe
     from slime.training.context_parallel import NO_CONTEXT_PARALLEL
 
-    words = command_line(directory, *BUDGET, *ONE, "--use-kl-loss", "--ref-load", str(directory / "actor"))
-    args = argparse.Namespace(**{**vars(parse_args(argv=words)), "role": role})
-    done, held, empty = [], [], torch.empty
+    def probe(step, role="actor", peaks=(700, 900), **changes):
+        words = command_line(directory, *BUDGET, *ONE, "--use-kl-loss", "--ref-load", str(directory / "actor"))
+        args = argparse.Namespace(**{**vars(parse_args(argv=words)), "role": role, **changes})
+        done = []
+
+        def noted_step(batches, loss, *, accepts, **_):
+            done.append("step")
+            return step(batches, accepts)
+
+        backend = SimpleNamespace(
+            groups=SimpleNamespace(cp=NO_CONTEXT_PARALLEL, is_last_stage=True, token_group=None, tensor_group=None),
+            optimizer_bytes_to_come=lambda: 500, leaving_no_trace=contextlib.nullcontext, step=noted_step,
+            forward=lambda batches, collect, prefix: done.append("forward") or [],
+        )  # fmt: skip
+        for name in ("step_denominator", "LossGuard"):
+            monkeypatch.setattr(memory_probe, name, lambda *given: None)
+        monkeypatch.setattr(memory_probe, "clear_memory", lambda: done.append("clear"))
+        monkeypatch.setattr(memory_probe, "step_loss", lambda args, *given: done.append(args))
+        accelerator = CountingAccelerator(peaks)
+        monkeypatch.setattr(memory_probe, "get_accelerator", lambda: accelerator)
+        return memory_probe.probe_memory(args, backend, 0, [[(8, 7), (5, 4)]] * 2, 40), done
+
+    return probe
+
+
+@pytest.mark.parametrize("role, phases", [("actor", ["log-probs", "a step"]), ("critic", ["values", "a step"])])
+def test_what_the_optimizer_will_take_is_held_meanwhile(monkeypatch, probe_of_steps, role, phases):
+    import torch
+
+    held, empty = [], torch.empty
 
     def noted_empty(*given, **named):
         held.extend([given[0]] * (named.get("dtype") is torch.uint8))
         return empty(*given, **named)
 
-    def step(batches, loss, *, accepts, **_):
-        done.append("step")
-        assert sorted(batches.samples) and len(batches) == 2 and accepts(1.0, False) is False
-        return None
+    def step(batches, accepts):
+        columns = {"values", "returns"} if role == "critic" else {"advantages", "ref_log_probs"}
+        assert columns <= batches.data.keys() and len(batches) == 2 and accepts(1.0, False) is False
+        assert torch.cat(batches.samples.local_masks).tolist() == [1] * 22
 
-    backend = SimpleNamespace(
-        groups=SimpleNamespace(cp=NO_CONTEXT_PARALLEL, is_last_stage=True, token_group=None, tensor_group=None),
-        optimizer_bytes_to_come=lambda: 500, leaving_no_trace=contextlib.nullcontext, step=step,
-        forward=lambda batches, collect, prefix: done.append("forward") or [],
-    )  # fmt: skip
-    for name in ("step_denominator", "LossGuard", "clear_memory"):
-        monkeypatch.setattr(memory_probe, name, lambda *given: None)
-    accelerator = CountingAccelerator([700, 900])
-    monkeypatch.setattr(memory_probe, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(torch, "empty", noted_empty)
-    found = memory_probe.probe_memory(args, backend, 0, [[(8, 7), (5, 4)]] * 2, 40)
-    assert held == [540] and done == ["forward", "step"]
+    found, done = probe_of_steps(step, role)
+    # Whoever comes next on this device, or in another process, finds what is free.
+    assert held == [540] and [what for what in done if isinstance(what, str)] == ["clear", "forward", "step", "clear"]
     assert found == ProbedMemory(100, 540, dict(zip(phases, [700, 900], strict=True)), 30, 1000)
+
+
+def test_the_objective_of_a_probe_is_the_shipped_one_and_has_what_flags_ask_for(probe_of_steps):
+    """A loss of the user's own has the pass before it that it has in a rollout."""
+    own = {"loss_type": "custom_loss", "custom_loss_function_path": "a:b", "custom_advantage_function_path": "a:b"}
+    seen = []
+    plain = {"use_kl_loss": False, "rollout_top_k": 20}
+    _, done = probe_of_steps(lambda batches, accepts: seen.append(batches.data), **own, **plain)
+    (args,) = [what for what in done if not isinstance(what, str)]
+    assert "forward" in done and (args.loss_type, args.custom_loss_function_path) == ("policy_loss", None)
+    assert args.custom_advantage_function_path is None and {"rollout_top_p_token_ids", "advantages"} <= seen[0].keys()
+    assert "ref_log_probs" not in seen[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(ValueError("out of memory"), ValueError), (RuntimeError("CUDA error: out of memory"), UserError)],
+)
+def test_an_error_of_a_step_stays_what_it_is_unless_memory_ran_out(probe_of_steps, error, expected):
+    def step(batches, accepts):
+        raise error
+
+    with pytest.raises(expected, match="out of memory") as caught:
+        probe_of_steps(step)
+    assert (caught.value is error) is (expected is ValueError)
 
 
 def test_other_errors_stay_what_they_are():

@@ -171,6 +171,14 @@ def test_a_part_of_a_context_has_its_place_in_the_response(one_rank):
         proof.require()
 
 
+def test_samples_count_once_however_many_ranks_share_them():
+    worst = WorstToken(9, 3, -1.5, -1.0)
+    # Of two samples, of which one differs in both of its parts; the first part is on two ranks.
+    reports = [on_policy._Report(worst, None, {(0, 4, part): (1, 2), (0, 5, part): (0, 2)}) for part in (0, 0, 1)]
+    found = on_policy._joined(reports, None)
+    assert (found.token, found.tokens, found.samples) == (worst, (2, 8), (1, 2))
+
+
 def test_who_is_proved():
     assert is_proved(default_args(true_on_policy_mode=True), "actor")
     assert not is_proved(default_args(), "actor")
@@ -205,6 +213,7 @@ CAUSES = {
     "engine without log-probs": ({}, Finding(WorstToken(7, 2, -1.0, math.nan), None, None, (1, 1), (1, 1)), "no log-probs of"),
     "trainer's NaN": ({}, finding(train=math.nan), "no finite number"),
     "stale": (MINE, finding(made_by=3, live=4), "weights of version 3 .* version 4: .*missed a push, or --custom-generate"),
+    "weights that are gone": ({}, finding(made_by=5, live=4), "weights of version 5 .* version 4"),
     "of this version": ({}, finding(made_by=4, live=4), "^kernels add"),
     "some samples, and a function": (MINE, finding(samples=(1, 16)), "^15 other samples agree.*--custom-generate"),
     "a hook": (
@@ -318,6 +327,8 @@ def ranks(tmp_path_factory):
         for name, layout in LAYOUTS.items()
         for kind in ("spoiled", "equal")
     }
+    within = {**mode, "ci_train_rollout_logprob_abs_diff_threshold": 0.5, "data_parallel_size": 2}
+    cases["spoiled within"] = make_args(directory, **within)
     return run_distributed(spoiled_steps, 2, (cases,), timeout=300)
 
 
@@ -345,3 +356,9 @@ def test_where_log_probs_agree_the_step_is_taken_and_tells_the_largest_differenc
         assert not unchanged
     first, second = (rank[f"equal {layout}"][0] for rank in ranks)
     assert first["mismatch_max_abs"] == second["mismatch_max_abs"]
+
+
+def test_a_difference_within_the_bound_is_told(ranks):
+    told = [rank["spoiled within"][0] for rank in ranks]
+    assert [metrics["mismatch_max_abs"] for metrics in told] == pytest.approx([0.25] * 2, abs=1e-4)
+    assert not any(rank["spoiled within"][1] for rank in ranks), "the step is taken"

@@ -257,3 +257,30 @@ def test_the_norm_of_all_tensors_is_that_of_their_norms_and_nothing_is_waited_fo
             and norm.dtype == torch.float32
             and per_tensor is None
         )
+
+
+def test_what_an_update_will_take_is_counted_in_the_dtypes_of_each_adam():
+    """Transformer Engine's is not installed here. What is in host memory takes nothing of the device."""
+    from slime.backends.megatron_utils.adam import HostShare, PrecisionAwareAdam
+    from slime.backends.megatron_utils.optimizer import bytes_to_come
+
+    weight = torch.nn.Parameter(torch.zeros(10, dtype=torch.bfloat16))
+    dtypes = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.float32, "master_param": torch.float32}
+
+    def of_engine(state=(), **values):
+        inner = SimpleNamespace(
+            param_groups=[{"params": [weight]}], state=dict(state), name_to_dtype_map=dtypes, **values
+        )
+        return bytes_to_come(SimpleNamespace(optimizer=inner))
+
+    assert of_engine() == 10 * (2 + 4)
+    assert of_engine(master_weights=True) == 10 * (2 + 4 + 4)
+    assert of_engine(master_weights=True, store_param_remainders=True) == 10 * (2 + 4 + 2)
+    assert of_engine({weight: {"exp_avg": weight}}) == 0
+
+    def of_ours(**settings):
+        return bytes_to_come(SimpleNamespace(optimizer=PrecisionAwareAdam([weight], lr=1.0, **settings)))
+
+    assert of_ours(exp_avg_dtype=torch.bfloat16) == 10 * (2 + 4 + 2)
+    assert of_ours(store_param_remainders=False, master_weight_dtype=torch.float16) == 10 * (4 + 4 + 2)
+    assert of_ours(host=HostShare(fraction=1.0)) == 0
