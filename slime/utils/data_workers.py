@@ -115,9 +115,13 @@ class DataWorkers:
         _close_all(self._workers)
 
 
-def _close_all(workers: Iterable[_Worker]) -> None:
+def _close_all(workers: Sequence[_Worker]) -> None:
     for worker in workers:
-        worker.close()
+        worker.take_no_more()
+    # All end at once: that of many waits no longer than that of one.
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for worker in workers:
+        worker.close(deadline)
 
 
 class _Worker:
@@ -145,7 +149,7 @@ class _Worker:
         try:
             return answer.result(_BATCH_SECONDS)
         except BrokenProcessPool:
-            self.close()
+            self.close(time.monotonic() + _EXIT_SECONDS)
             what = describe_exit_status(self._process.exitcode)
         except TimeoutError:
             # It may not end by itself any more.
@@ -158,20 +162,23 @@ class _Worker:
             f"{batch[0].place} to {batch[-1].place}: {what}"
         )
 
-    def close(self) -> None:
-        """Harmless when it was called before."""
+    def take_no_more(self) -> None:
+        """End with the rows that it has in hand. Harmless when it was called before."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def close(self, deadline: float) -> None:
+        """Be gone, by itself until `deadline` on the monotonic clock. Harmless when it was called before."""
         if self._lifeline is None:
             return
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._await_end()
+        self.take_no_more()
+        self._await_end(deadline)
         self._process.kill()
-        self._await_end()
+        self._await_end(time.monotonic() + _EXIT_SECONDS)
         close_lifeline(self._lifeline)
         self._lifeline = None
 
-    def _await_end(self) -> None:
+    def _await_end(self, deadline: float) -> None:
         # Not by `join` or the sentinel: a thread of the pool waits as well, and for a moment it alone has the exit status.
-        deadline = time.monotonic() + _EXIT_SECONDS
         while self._process.is_alive() and time.monotonic() < deadline:
             time.sleep(_EXIT_POLL_SECONDS)
 

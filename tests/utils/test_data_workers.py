@@ -294,6 +294,23 @@ def test_a_worker_that_does_not_answer_is_named_and_killed(checkpoint, monkeypat
     assert not victim.is_alive()
 
 
+def test_all_workers_are_told_to_end_before_one_is_waited_for(checkpoint, monkeypatch):
+    workers, deadlines = DataWorkers(3, preparation(checkpoint)), []
+    await_end = data_workers._Worker._await_end
+
+    def noted(worker, deadline):
+        deadlines.append(deadline)
+        for each in workers._workers:
+            with pytest.raises(RuntimeError, match="after shutdown"):
+                each._pool.submit(int)
+        await_end(worker, deadline)
+
+    monkeypatch.setattr(data_workers._Worker, "_await_end", noted)
+    assert ended(workers)
+    # Each is waited for twice, by itself first.
+    assert len(deadlines) == 6 and len(set(deadlines[::2])) == 1
+
+
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path):
     with pytest.raises(
         RunError, match=r"^data worker 1 of 1 .* a.jsonl:1 to a.jsonl:64: UserError: .*no tokenizer could be loaded"
