@@ -9,6 +9,9 @@ collectives at once, and notes of each phase
 - places whose shapes depend on values, as in an index of booleans: there the host waits too, and all elements are taken;
 - storages as they come and go, from which the peak of live bytes follows by kind, when kinds are known at the end;
 - host memory that comes in the phase "save".
+
+What an operation gives for arguments like those of an earlier one is made from what that gave: a step is the same few thousand
+operations many times over, and torch takes ten times as long to find out.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +34,49 @@ _aten = torch.ops.aten
 # How many elements come out is in the values.
 _OF_DATA_DEPENDENT_SHAPE = (_aten.nonzero.default, _aten.masked_select.default)
 _FOREIGN = ("/torch/", "/slime/rehearsal/")
+# What comes out of these is in the values, in the sizes of storages, or in tensors that are not fake yet.
+_NOT_BY_SHAPE = (_aten.as_strided.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default)
+_TAGS_NOT_BY_SHAPE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+# Of arguments of these types the value stands in a key; their type does too, for 1 and 1.0 and True are equal.
+_VALUES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+
+
+class Results:
+    """Calls operations on fake tensors, and remembers by the shapes of what goes in what comes out.
+
+    Torch can remember too, with a key that costs more than all else here. What is remembered is what makes a fake tensor:
+    its shape, strides and dtype, its device, and its storage, which is new or that of an argument. Where it is learned it is
+    made of that once, and kept only if nothing differs. Where in its storage an argument begins is no part of the key: a view
+    begins as much later. So all experts of a rank, whose weights lie in one storage, are known by the first one.
+    """
+
+    def __init__(self) -> None:
+        self._is_by_shape: dict[Any, bool] = {}
+        # None: to be asked for each time.
+        self._known: dict[tuple, _Result | None] = {}
+
+    def __call__(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What `func` gives.
+
+        Args:
+            func: an operation that torch calls a mode with, as are its arguments.
+        """
+        by_shape = self._is_by_shape.get(func)
+        if by_shape is None:
+            by_shape = self._is_by_shape[func] = _is_by_shape(func)
+        if not by_shape or torch.is_inference_mode_enabled():
+            return func(*args, **kwargs)
+        signature = [func, torch.get_default_dtype(), *kwargs]
+        tensors: list[FakeTensor] = []
+        if not (_describe(args, signature, tensors) and _describe(kwargs.values(), signature, tensors)):
+            return func(*args, **kwargs)
+        key = tuple(signature)
+        known = self._known.get(key, self)
+        if known is self:
+            result = func(*args, **kwargs)
+            self._known[key] = _learned(result, tensors)
+            return result
+        return func(*args, **kwargs) if known is None else known.made_of(tensors)
 
 
 class Recorder(TorchDispatchMode):
@@ -60,6 +107,7 @@ class Recorder(TorchDispatchMode):
         self._events: list[tuple[str, int, int]] = []
         self._columns: dict[int, tuple[int, ...]] = {}
         self._numbers: dict[int, int] = {}
+        self._results = Results()
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -88,6 +136,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            # Torch's engine asks for it about as often as for operations.
+            return args[0].device
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
         if func is _aten._local_scalar_dense.default:
@@ -95,7 +146,7 @@ class Recorder(TorchDispatchMode):
         if func in _OF_DATA_DEPENDENT_SHAPE or func is _aten.index.Tensor and _is_mask(args[1]):
             return self._data_dependent(func, args, kwargs)
         self._note_copies(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._results(func, args, kwargs)
         self._note_results(func, result)
         return result
 
@@ -218,11 +269,144 @@ class Recorder(TorchDispatchMode):
     def _note_results(self, func: Any, result: Any) -> None:
         on_device = False
         known = len(self._numbers)
-        for leaf in tree_leaves(result):
+        for leaf in (result,) if type(result) is FakeTensor else tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 on_device |= self.note_storage(leaf) is not None
         if on_device and (len(self._numbers) > known or func._schema.is_mutable):
             self.operations[self.phase] += 1
+
+
+def _is_by_shape(func: Any) -> bool:
+    """Whether what comes out of an operation follows from the shapes of what goes in."""
+    if func.namespace != "aten" or func in _NOT_BY_SHAPE:
+        return False
+    # An index of booleans does not come here.
+    return func is _aten.index.Tensor or _TAGS_NOT_BY_SHAPE.isdisjoint(func.tags)
+
+
+def _describe(arguments: Iterable[Any], signature: list[Any], tensors: list[FakeTensor]) -> bool:
+    """Add what decides about results to `signature`, and fake tensors to `tensors`; False: something else may decide."""
+    for argument in arguments:
+        kind = type(argument)
+        signature.append(kind)
+        if kind is FakeTensor:
+            if argument.constant is not None or argument.layout is not torch.strided:
+                return False
+            tensors.append(argument)
+            signature += (
+                argument.shape, argument.stride(), argument.dtype, argument.fake_device, argument.requires_grad,
+                torch._C._dispatch_keys(argument).raw_repr(),
+            )  # fmt: skip
+        elif kind in _VALUES:
+            signature.append(argument)
+        elif kind is list or kind is tuple:
+            signature.append(len(argument))
+            if not _describe(argument, signature, tensors):
+                return False
+        else:
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A fake tensor that an operation gave.
+
+    Attributes:
+        of: the place of the argument that has its storage; None: it is a new one.
+        offset: from where that argument begins, in elements.
+    """
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    of: int | None
+    attributes: dict[str, Any]
+
+    def made_of(self, tensors: list[FakeTensor]) -> FakeTensor:
+        with torch._C._DisableTorchDispatch():
+            if self.of is None:
+                bare = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+            else:
+                base = tensors[self.of]
+                bare = torch.empty(0, dtype=self.dtype, device="meta")
+                bare.set_(base.untyped_storage(), base.storage_offset() + self.offset, self.shape, self.strides)
+        tensor = torch.Tensor._make_subclass(
+            FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=self.device
+        )
+        tensor.__dict__.update(self.attributes)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What an operation gave. `parts`: of each tensor what it is, or the place of the argument that it is; None is None.
+    `container`: the type that holds them; None: there is one, alone."""
+
+    parts: tuple[_Tensor | int | None, ...]
+    container: type | None
+
+    def made_of(self, tensors: list[FakeTensor]) -> Any:
+        made = [
+            part.made_of(tensors) if type(part) is _Tensor else part if part is None else tensors[part]
+            for part in self.parts
+        ]
+        return made[0] if self.container is None else self.container(made)
+
+
+def _learned(result: Any, tensors: list[FakeTensor]) -> _Result | None:
+    """How to make what an operation gave for `tensors`; None: it cannot be told, or not be made."""
+    container = type(result) if type(result) in (list, tuple) else None
+    given = (result,) if container is None else result
+    held: dict[int, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        held.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+    parts: list[_Tensor | int | None] = []
+    for tensor in given:
+        if tensor is None:
+            parts.append(None)
+            continue
+        if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.requires_grad:
+            return None
+        places = held.get(tensor.untyped_storage()._cdata, [None])
+        if len(places) > 1:
+            # Which of them it is cannot be told.
+            return None
+        (place,) = places
+        base = None if place is None else tensors[place]
+        if base is tensor:
+            parts.append(place)
+            continue
+        if base is not None and base.dtype != tensor.dtype:
+            # Their offsets count in other units.
+            return None
+        offset = tensor.storage_offset() - (0 if base is None else base.storage_offset())
+        shape, strides, attributes = tensor.shape, tensor.stride(), dict(vars(tensor))
+        parts.append(_Tensor(shape, strides, offset, tensor.dtype, tensor.fake_device, place, attributes))
+    learned = _Result(tuple(parts), container)
+    made = learned.made_of(tensors)
+    is_same = _laid_out((made,) if container is None else made, tensors) == _laid_out(given, tensors)
+    return learned if is_same else None
+
+
+def _laid_out(given: Iterable[FakeTensor | None], tensors: list[FakeTensor]) -> list[tuple | None]:
+    """All that is to be seen of what an operation gave for `tensors`."""
+    first: dict[int, int] = {}
+    for place, tensor in enumerate((*tensors, *given)):
+        if tensor is not None:
+            first.setdefault(tensor.untyped_storage()._cdata, place)
+    return [
+        None
+        if tensor is None
+        else (
+            tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.fake_device, tensor.requires_grad,
+            torch._C._dispatch_keys(tensor).raw_repr(), tensor.untyped_storage().nbytes(),
+            first[tensor.untyped_storage()._cdata],
+        )
+        for tensor in given
+    ]  # fmt: skip
 
 
 def placeholder(dtype: torch.dtype) -> Any:

@@ -133,6 +133,101 @@ def test_views_launch_nothing(monkeypatch):
         assert recorder.operations["step"] == before + 2
 
 
+def operations_on(one: torch.Tensor) -> list[torch.Tensor]:
+    """What many kinds of operations give, for arguments that differ in little."""
+    whole = torch.ones(6, 4, dtype=torch.int64, device="meta")
+    given = [one, whole, one + 1, one.t() + 1, one.bfloat16() + 1, one[1:] + 1, one[:, 1:] + one[:, :3], one + one]
+    # 2, 2.0 and True are equal, and of numbers of a tensor each makes another type.
+    given += [whole * 2, whole * 2.0, whole * True, whole.float() * 2, torch.full((2,), 1), torch.full((2,), 1.0)]
+    given += [
+        one.t(),
+        one[1:3],
+        one[2:4],
+        one[:, 1:3],
+        one.view(3, 8),
+        one.view(torch.int32),
+        one.reshape(24),
+        one.detach(),
+    ]
+    # The beginnings of these count in halves of what those of their bases do.
+    given += [one[1:3].view(torch.int16), one[2:4].view(torch.int16)]
+    given += [one.t().contiguous(), one.contiguous(), one.t().reshape(24), *one.chunk(3), *one.unbind(1), *one.topk(2)]
+    given += [one.add_(1.0), one.mul_(one), one.mul_(given[2]), torch.add(one, 1.0, out=given[2]), given[7].t_()]
+    given += [torch.cat([one, one]), torch.cat([one, given[2]], dim=1), one.sum(), one.sum(-1, keepdim=True), one.cpu()]
+    given += [
+        whole.index_select(0, whole[0]),
+        one[whole[0]],
+        one[:, whole[0]],
+        one.index_copy_(0, whole[:2, 0], given[2][:2]),
+    ]
+    pairs = torch.view_as_complex(one.view(6, 2, 2))
+    given += [pairs, pairs.conj(), pairs.conj() * 2, pairs.conj().imag, pairs.real]
+    given += [torch.zeros(3), torch.zeros(3, device="meta"), torch.arange(3), torch.arange(3.0)]
+    torch.set_default_dtype(torch.bfloat16)
+    return [*given, torch.zeros(3), torch.full((2,), 1.0), torch.arange(3.0)]
+
+
+def looks(tensors: list[torch.Tensor]) -> list[tuple]:
+    holders = [tensor.untyped_storage()._cdata for tensor in tensors]
+    return [
+        (
+            tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, tensor.is_conj(),
+            tensor.is_neg(), tensor.untyped_storage().nbytes(), holders.index(holder),
+        )
+        for tensor, holder in zip(tensors, holders, strict=True)
+    ]  # fmt: skip
+
+
+def test_what_is_remembered_is_what_torch_would_say(monkeypatch):
+    usual = torch.get_default_dtype()
+    asking = FakeTensorMode()
+    asking.cache_enabled = False
+    try:
+        with asking:
+            expected = looks(operations_on(floats(6, 4)))
+        with recording(monkeypatch):
+            for _ in range(3):
+                torch.set_default_dtype(usual)
+                assert looks(operations_on(floats(6, 4))) == expected
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def test_torch_is_asked_once_what_an_operation_gives(monkeypatch):
+    asked = []
+    dispatch = FakeTensorMode.dispatch
+
+    def ask(mode, func, types, args=(), kwargs=None):
+        asked.append(str(func))
+        return dispatch(mode, func, types, args, kwargs or {})
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", ask)
+    with recording(monkeypatch):
+        values = floats(6, 4)
+        for _ in range(3):
+            (values * 2.0).t().add_(1.0)
+            values.topk(2)
+    assert asked == [
+        "aten.empty.memory_format",
+        "aten.mul.Tensor",
+        "aten.t.default",
+        "aten.add_.Tensor",
+        "aten.topk.default",
+    ]
+
+
+def test_nothing_is_remembered_of_sizes_of_storages_and_of_what_changes_its_argument(monkeypatch):
+    with recording(monkeypatch):
+        values = floats(6, 4)
+        for _ in range(2):
+            assert values[:1].as_strided((4,), (2,)).shape == (4,)
+            with pytest.raises(RuntimeError, match="storage"):
+                values[:1].clone().as_strided((4,), (2,))
+            moved = values.clone()
+            moved.t_()
+            assert moved.shape == (4, 6)
+
+
 @pytest.mark.parametrize(
     ("filename", "place"),
     [
