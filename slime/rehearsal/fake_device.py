@@ -132,7 +132,10 @@ def enter(device_type: str, rank: int, world_size: int) -> tuple[Recorder, FakeT
         setattr(owner, name, lift)
     lift_segments(_OPERATORS)
     # Tensors that were made before the modes were entered, as constants of modules are, count as fake ones.
-    return recorder, FakeTensorMode(allow_non_fake_inputs=True)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    # The recorder remembers.
+    fake.cache_enabled = False
+    return recorder, fake
 
 
 def _no_kernel(*args: Any) -> Any:
@@ -179,11 +182,17 @@ def _lifts_of_torch() -> dict[tuple[Any, str], Callable[..., Any]]:
     }
 
 
+def _as_it_is(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
+    return _as_it_is if function is None else function
+
+
 def lift_megatron() -> None:
     """What Megatron-Core assumes about values; called when it may be imported.
 
     Megatron-Core 0.16.1.
     """
+    # Assumption: a compiler is worth its import. Under modes torch calls what is compiled as it is.
+    torch.compile = _as_it_is
     import megatron.core.models.common.embeddings.rope_utils as rope_utils
     import megatron.core.tensor_parallel.random as random
 

@@ -36,6 +36,14 @@ def test_the_process_of_a_rank_ends_with_its_driver(tmp_path):
             os.killpg(pid, signal.SIGKILL)
 
 
+def test_no_compiler_is_imported_for_what_is_called_as_it_is():
+    program = (
+        "import sys; from slime.rehearsal.fake_device import lift_megatron; lift_megatron(); "
+        "import megatron.core.fusions.fused_bias_swiglu; sys.exit('torch._inductor.compile_fx' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", program], timeout=300).returncode == 0
+
+
 def opened(fifo):
     with contextlib.suppress(OSError):
         return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
