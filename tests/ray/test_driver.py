@@ -586,9 +586,8 @@ def test_a_norm_is_not_compared_with_itself(tmp_path):
 def test_a_start_knows_whether_there_was_one_before_it(monkeypatch):
     told, progress = [], RunProgress()
     monkeypatch.setattr("slime.ray.driver.forget_lost_steps", lambda *arguments, again: told.append(again))
-    for _ in range(2):
-        StepReport(make(), started(), progress)
-    assert told == [False, True]
+    reports = [StepReport(make(), started(), progress) for _ in range(2)]
+    assert told == [False, True] and len(reports) == 2
 
 
 def test_a_number_is_told_to_trackers_and_ends_the_run(monkeypatch):
