@@ -149,8 +149,8 @@ def operations_on(one: torch.Tensor) -> list[torch.Tensor]:
         one.reshape(24),
         one.detach(),
     ]
-    # The beginnings of these count in halves of what those of their bases do.
-    given += [one[1:3].view(torch.int16), one[2:4].view(torch.int16)]
+    # Views of views that begin at different places; the beginnings of the last two count in halves of what those of theirs do.
+    given += [one[1:3][:, 1:], one[2:4][:, 1:], one[1:3].view(torch.int16), one[2:4].view(torch.int16)]
     given += [one.t().contiguous(), one.contiguous(), one.t().reshape(24), *one.chunk(3), *one.unbind(1), *one.topk(2)]
     given += [one.add_(1.0), one.mul_(one), one.mul_(given[2]), torch.add(one, 1.0, out=given[2]), given[7].t_()]
     given += [torch.cat([one, one]), torch.cat([one, given[2]], dim=1), one.sum(), one.sum(-1, keepdim=True), one.cpu()]
@@ -207,25 +207,16 @@ def test_torch_is_asked_once_what_an_operation_gives(monkeypatch):
         for _ in range(3):
             (values * 2.0).t().add_(1.0)
             values.topk(2)
+            # It may reach beyond its argument, whose storage may be of any size.
+            values.as_strided((4,), (2,))
     assert asked == [
         "aten.empty.memory_format",
         "aten.mul.Tensor",
         "aten.t.default",
         "aten.add_.Tensor",
         "aten.topk.default",
+        *["aten.as_strided.default"] * 3,
     ]
-
-
-def test_nothing_is_remembered_of_sizes_of_storages_and_of_what_changes_its_argument(monkeypatch):
-    with recording(monkeypatch):
-        values = floats(6, 4)
-        for _ in range(2):
-            assert values[:1].as_strided((4,), (2,)).shape == (4,)
-            with pytest.raises(RuntimeError, match="storage"):
-                values[:1].clone().as_strided((4,), (2,))
-            moved = values.clone()
-            moved.t_()
-            assert moved.shape == (4, 6)
 
 
 @pytest.mark.parametrize(
