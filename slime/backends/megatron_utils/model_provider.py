@@ -24,6 +24,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -63,6 +64,7 @@ FUSIONS = (
 # Megatron's output layer adds weight gradients into their buffer by it, also beside Transformer Engine, and raises without it.
 _FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 _DEEPEP = "deep_ep"
+_ROUTES = {"probs", "routing_map", "reversed_local_input_permutation_mapping"}
 
 
 def build_transformer_config(args: Any) -> TransformerConfig:
@@ -456,7 +458,17 @@ def _build_chunk(args: Any, vp_stage: int | None) -> GPTModel:
     if args.role == CRITIC:
         put_value_head(model)
     _mark_experts(model)
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.register_forward_hook(_let_go_of_routes)
     return model
+
+
+def _let_go_of_routes(layer: MoELayer, *_: Any) -> None:
+    """Drop what a dispatcher keeps of a forward pass until the next one, and reads no more: where tokens went, with which
+    probabilities. That is 5 bytes per expert of each of the rank's tokens and layers, also of layers that are recomputed."""
+    kept = vars(layer.token_dispatcher)
+    kept.update(dict.fromkeys(_ROUTES & kept.keys()))
 
 
 def _mark_experts(model: GPTModel) -> None:

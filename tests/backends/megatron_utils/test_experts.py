@@ -108,8 +108,16 @@ def forward(cases):
     for name, args in cases.items():
         chunks = megatron.load_model(args)
         with torch.no_grad(), megatron.routing_maps(chunks[0]) as maps:
-            found[name] = megatron.packed_forward(chunks[0], SEQUENCES), maps
+            logits = megatron.packed_forward(chunks[0], SEQUENCES)
+        dispatchers = [module.token_dispatcher for module in chunks[0].modules() if hasattr(module, "token_dispatcher")]
+        found[name] = logits, maps, [kept_rows(dispatcher, len(logits)) for dispatcher in dispatchers]
     return found
+
+
+def kept_rows(dispatcher, tokens):
+    """Names of what a dispatcher has of each token."""
+    kept = {name: value for name, value in vars(dispatcher).items() if isinstance(value, torch.Tensor)}
+    return [name for name, tensor in kept.items() if tensor.ndim and len(tensor) >= tokens]
 
 
 def test_a_token_goes_to_the_experts_of_transformers(models):
@@ -118,7 +126,8 @@ def test_a_token_goes_to_the_experts_of_transformers(models):
     for name, model in of_transformers.items():
         with torch.no_grad():
             outputs = [model(torch.tensor([tokens]), output_router_logits=True) for tokens in SEQUENCES]
-        logits, maps = found[name]
+        logits, maps, kept = found[name]
+        assert kept == [[]] * len(maps)
         scores = [torch.cat(of_layer) for of_layer in zip(*(output.router_logits for output in outputs), strict=True)]
         assert len(maps) == len(scores) == (1 if name == "qwen2_moe" else 2)
         for map_, of_layer in zip(maps, scores, strict=True):
