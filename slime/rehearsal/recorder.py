@@ -107,7 +107,11 @@ class Recorder(TorchDispatchMode):
         self._events: list[tuple[str, int, int]] = []
         self._columns: dict[int, tuple[int, ...]] = {}
         self._numbers: dict[int, int] = {}
+
+    def __enter__(self) -> Recorder:
+        # Fake tensors belong to the mode that they were made under, which may be another one each time.
         self._results = Results()
+        return super().__enter__()
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
