@@ -118,6 +118,8 @@ class _Rounded(torch.autograd.Function):
 
 # Of an engine's weights, and of the columns of its inputs.
 _BLOCK = 128
+# In messages: either of them.
+_FLAGS = "--megatron-deepgemm-[moe-]forward-layers"
 _FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 # A group of zeros has a scale too.
 _LEAST_AMAX = 1e-10
@@ -144,9 +146,7 @@ def multiply_in_fp8(args: Any, chunks: Sequence[torch.nn.Module]) -> None:
     if not chosen or args.role == CRITIC:
         return
     if unwrap_model(chunks[0]).config.transformer_impl != "local":
-        raise UserError(
-            "--megatron-deepgemm-forward-layers with the layers of Transformer Engine: give --transformer-impl local"
-        )
+        raise UserError(f"{_FLAGS} with the layers of Transformer Engine: give --transformer-impl local")
     stored = _StoredBlocks.of_run(args)
     multiply = _multiply_on_host if get_accelerator().name == "cpu" else engine_linear()
     count = 0
@@ -193,7 +193,7 @@ class _StoredBlocks:
         if settings.get("quant_method") != "fp8" or block != [_BLOCK, _BLOCK]:
             found = f"quant_method {settings.get('quant_method')}, weight_block_size {block}"
             raise UserError(
-                f"--megatron-deepgemm-forward-layers needs an --hf-checkpoint that engines serve in FP8, with blocks of "
+                f"{_FLAGS} needs an --hf-checkpoint that engines serve in FP8, with blocks of "
                 f"{_BLOCK} x {_BLOCK}; {directory} has {found}: name another, or drop the flag"
             )
         places = places_of_checkpoint(directory)
@@ -206,7 +206,7 @@ class _StoredBlocks:
         if missing := [hf_name for hf_name in hf_names if hf_name not in self.rows]:
             raise UserError(
                 f"{self.directory} has no FP8 blocks of {missing[0]}, so engines multiply it in more bits: leave {name} out of "
-                "--megatron-deepgemm-forward-modules"
+                f"the modules of {_FLAGS}"
             )
         rows = tuple(self.rows[hf_name] for hf_name in hf_names)
         cuts_columns = getattr(rule.layout, "dim", 0) == 1
@@ -214,7 +214,7 @@ class _StoredBlocks:
             cuts_columns or has_whole_blocks(rule.layout, rows, tensor_sizes(self.args), *tensor_place(rule))
         ):
             raise UserError(
-                f"--megatron-deepgemm-forward-layers: of {name}, {list(weight.shape)} on this rank, the blocks of {_BLOCK} x "
+                f"{_FLAGS}: of {name}, {list(weight.shape)} on this rank, the blocks of {_BLOCK} x "
                 f"{_BLOCK} are not those of {', '.join(hf_names)}: give a smaller --tensor-model-parallel-size or "
                 "--expert-tensor-parallel-size, or leave the module out"
             )
@@ -320,14 +320,14 @@ def engine_linear() -> EngineLinear:
         from sglang.srt.layers.quantization import fp8_utils
     except ImportError as error:
         raise UserError(
-            f"--megatron-deepgemm-forward-layers multiplies by the kernels of the package sglang, which does not import here "
+            f"{_FLAGS} multiplies by the kernels of the package sglang, which does not import here "
             f"({error}); install it beside the trainer, or drop the flag"
         ) from error
     linear = fp8_utils._dispatch_auto_backend()
     known = (fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback, fp8_utils.triton_w8a8_block_fp8_linear)
     if linear not in known or deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0:
         raise UserError(
-            f"--megatron-deepgemm-forward-layers: on this device engines multiply by {linear.__name__}, or with scales of "
+            f"{_FLAGS}: on this device engines multiply by {linear.__name__}, or with scales of "
             "another format, which the trainer does not know; drop the flag"
         )
     return linear
