@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from slime.utils import data_workers
 from slime.utils.child_process import environment_for_python
@@ -18,7 +19,7 @@ from slime.utils.epoch_order import epoch_order
 from slime.utils.errors import RunError, UserError
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.prompt_rows import PromptRow
-from tests.support.models.tokenizer import save_tokenizer
+from tests.support.models.tokenizer import build_tokenizer, save_tokenizer
 from tests.support.models.vision import make_seeing_checkpoint, save_image
 from tests.support.processes.waiting import wait_until
 
@@ -120,6 +121,19 @@ class TestSameSamples:
         assert other.num_bad_rows == one.num_bad_rows == 72
         told = [record.getMessage() for record in caplog.records if "left out" in record.message]
         assert len(told) > 2 and told[: len(told) // 2] == told[len(told) // 2 :]
+
+    def test_special_tokens_count_where_no_template_writes_them(self, write_rows, tmp_path, template):
+        tokenizer, begin = build_tokenizer(), "<|endoftext|>"
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, tokenizer.convert_tokens_to_ids(begin))]
+        )
+        tokenizer.save_pretrained(str(tmp_path))
+        path = write_rows([{"prompt": "x" * length} for length in range(1, LIMIT + 1)])
+        workers = DataWorkers(1, preparation(str(tmp_path), template=template))
+        by_workers = held(path, load_tokenizer(str(tmp_path)), workers, template=template)
+        assert ended(workers)
+        # The frame of a message and the begin of the answer have 19 tokens.
+        assert len(by_workers.samples) == LIMIT - (19 if template else 1)
 
     def test_streamed_over_epochs_and_from_any_place(self, write_rows, checkpoint, rendering, measuring, template):
         rows = many_rows(200)
@@ -292,6 +306,16 @@ def test_a_worker_that_does_not_answer_is_named_and_killed(checkpoint, monkeypat
         for _ in prepared:
             pass
     assert not victim.is_alive()
+
+
+def test_who_interrupts_a_run_means_none_of_its_workers(rendering):
+    def count():
+        return sum(row.sample is not None for row in rendering.prepare(rows_of("a", 300)))
+
+    assert count() == 300
+    for worker in rendering._workers:
+        os.kill(worker._process.pid, signal.SIGINT)
+    assert count() == 300
 
 
 def test_all_workers_are_told_to_end_before_one_is_waited_for(checkpoint, monkeypatch):
