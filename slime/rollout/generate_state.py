@@ -226,10 +226,11 @@ class GenerateState(metaclass=SingletonMeta):
         if images_of(sample):
             return self._with_images(sample).token_ids
         source = self._prompt_source(sample)
-        if not _is_plain(source):
-            return self._encode(*source)
-        # In this version of the format equal values give equal bytes, from which they come back unchanged.
-        return self._encode_once(marshal.dumps(source, 2))
+        with at_row(sample):
+            if not _is_plain(source):
+                return self._encode(*source)
+            # In this version of the format equal values give equal bytes, from which they come back unchanged.
+            return self._encode_once(marshal.dumps(source, 2))
 
     def _send_to_encoder(
         self, loop: asyncio.AbstractEventLoop, text: str, rendered: bool
@@ -251,8 +252,11 @@ class GenerateState(metaclass=SingletonMeta):
         """The text of a prompt, and whether it was rendered in a chat template."""
         if isinstance(prompt, str):
             return prompt, rendered
-        with self._encoding:
-            return render_chat(self.encoder_tokenizer, prompt, tools, template_kwargs), True
+        try:
+            with self._encoding:
+                return render_chat(self.encoder_tokenizer, prompt, tools, template_kwargs), True
+        except Exception as error:  # a template runs arbitrary code over the messages
+            raise UserError(f"the chat template refused the prompt ({type(error).__name__}: {error})") from error
 
     def _with_images(self, sample: Sample) -> "PromptWithImages":
         with at_row(sample):

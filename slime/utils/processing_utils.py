@@ -252,7 +252,7 @@ def as_data_uri(source: Any) -> str:
 
 @contextlib.contextmanager
 def at_row(sample: Sample) -> Iterator[None]:
-    """Errors about the images of `sample` name its row, where it was read from a file."""
+    """Errors about the prompt and images of `sample` name its row, where it was read from a file."""
     try:
         yield
     except UserError as error:

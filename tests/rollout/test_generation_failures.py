@@ -1,5 +1,6 @@
 """Samples whose generation or reward raises or never comes: limits, second attempts, fault tolerance."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -144,6 +145,19 @@ def test_with_fault_tolerance_a_request_that_is_refused_fails_its_sample(server,
     args.use_fault_tolerance = True
     sample = run(generate_and_rm(args, Sample(index=4, prompt="p"), params(args)))
     assert sample.status is Status.FAILED and "failed: ClientConnectorError" in sample.metadata["fail_reason"]
+
+
+def test_a_message_list_that_the_template_refuses_is_told_by_its_row(server, checkpoint):
+    args = make_args(checkpoint, server.port)
+    unreadable = Sample(index=4, prompt=[{"role": "user", "content": 5}])
+    refusal = r"the chat template refused the prompt \(TypeError: .*\)$"
+    with pytest.raises(UserError, match=f"^sample 4: {refusal}"):
+        run(generate_and_rm(args, unreadable, params(args)))
+    unreadable.data_place = "prompts.jsonl, line 3"
+    args.use_fault_tolerance = True
+    failed = run(generate_and_rm(args, unreadable, params(args)))
+    assert failed.status is Status.FAILED and not server.requests
+    assert re.search(f"prompts.jsonl, line 3: {refusal}", failed.metadata["fail_reason"])
 
 
 def test_a_reward_that_comes_at_the_second_attempt_is_taken(server, checkpoint, tmp_path):
