@@ -40,8 +40,6 @@ SECRET = "a-key-that-may-stand-nowhere"
 @pytest.fixture(autouse=True)
 def new_client(monkeypatch):
     forget_everything(monkeypatch)
-    yield
-    send_through(None)
 
 
 @pytest.fixture(scope="module")

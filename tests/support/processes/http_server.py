@@ -38,6 +38,7 @@ def forget_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_utils, "_settings", http_utils.HttpSettings())
     monkeypatch.setattr(http_utils, "_engine_origins", set())
     monkeypatch.setattr(http_utils, "_supplies", {})
+    monkeypatch.setattr(http_utils, "_carriers", None)
     monkeypatch.setattr(http_utils, "_SUPPLY_POLL_SECONDS", 0.01)
 
 
