@@ -50,6 +50,10 @@ _CONTROL_DEADLINE_SECONDS = 600.0
 _SHUTDOWN_DEADLINE_SECONDS = 60.0
 # To fetch an answer that is there.
 _ANSWER_SECONDS = 5.0
+# A test run that is to outlive an engine kills one when it comes to this rollout: weights were pushed more than once by then.
+_FAULT_AT_ROLLOUT = 2
+# Between two looks for the server that takes its place.
+_FAULT_POLL_SECONDS = 0.2
 
 
 Result = TypeVar("Result")
@@ -108,6 +112,7 @@ class RolloutManager:
         self._serving: ServingOwner | None = None
         self._request_actors: RequestActors | None = None
         self._turns = RolloutTurns()
+        self._has_killed_an_engine = False
 
     def __repr__(self) -> str:
         return "manager"
@@ -146,6 +151,7 @@ class RolloutManager:
         """
         async with self._turns.of(rollout_id, after):
             with self._checked_engines():
+                await _in_thread(self._kill_an_engine, rollout_id)
                 return await _in_thread(self._pipeline.generate, rollout_id, trained_as)
 
     @ray.method(concurrency_group="generate")
@@ -249,6 +255,30 @@ class RolloutManager:
         if self.args.use_fault_tolerance and (self.args.rollout_external or self.args.rollout_num_gpus):
             for model, router in routers.items():
                 set_engine_supply(router.url, _EnginesOfModel(self._serving, model))
+
+    def _kill_an_engine(self, rollout_id: int) -> None:
+        """With `--ci-test` and `--use-fault-tolerance`: kill the first engine, once, and wait for a server in its place.
+
+        Raises:
+            RunError: none came, or the run ends.
+        """
+        args, owner = self.args, self._serving
+        wanted = args.ci_test and args.use_fault_tolerance and not args.rollout_external and owner is not None
+        if not wanted or self._has_killed_an_engine or rollout_id < _FAULT_AT_ROLLOUT:
+            return
+        for victim in owner.engines().engines[:1]:
+            self._has_killed_an_engine = True
+            logger.warning("--ci-test: %s is killed, for --use-fault-tolerance to replace it", victim.name)
+            wait_for(victim.handle.crash.remote(), f"the end of {victim.name}", _CONTROL_DEADLINE_SECONDS)
+            limit = longest_push_wait(args, 1)
+            deadline, next_engine = time.monotonic() + limit, EngineName(victim.name.engine_id + 1)
+            while not any(victim.name < life < next_engine for life in owner.engines().names):
+                if owner.ended.done():
+                    owner.ended.result()
+                    return
+                if time.monotonic() > deadline:
+                    raise RunError(f"--ci-test: nothing took the place of {victim.name} within {limit:.0f} s")
+                time.sleep(_FAULT_POLL_SECONDS)
 
     def _is_working(self) -> bool:
         # A push would wait for engines that are replaced, and then cut off what others have got to do meanwhile. With a bound

@@ -110,6 +110,59 @@ def test_requests_that_engines_can_finish_are_work_where_others_find_no_engine(t
     assert asyncio.run(manager.is_working())
 
 
+@pytest.mark.parametrize(
+    ("words", "killed_at"),
+    [
+        (("--ci-test", "--use-fault-tolerance"), 2),
+        (("--ci-test",), None),
+        (("--use-fault-tolerance",), None),
+        (("--ci-test", "--use-fault-tolerance", "--rollout-external-engine-addrs", "10.0.0.1:30000"), None),
+    ],
+)
+def test_a_test_run_that_is_to_outlive_an_engine_kills_one_and_waits_for_the_next(
+    tmp_path, monkeypatch, words, killed_at
+):
+    """Once, and never one that others started."""
+    events, lives = [], iter([[1], [1], [], [2]])
+
+    def engines():
+        generation = next(lives, [2]) if ("killed", 0) in events else [1]
+        crash = SimpleNamespace(remote=lambda: events.append(("killed", 0)))
+        handle = SimpleNamespace(crash=crash)
+        found = [EngineSnapshot(EngineName(0, life), EngineState.STALE, None, handle, 1, 0, 0) for life in generation]
+        return FleetSnapshot(1, (*found, EngineSnapshot(EngineName(1, 7), EngineState.SERVING, 1, None, 1, 1, 1)))
+
+    monkeypatch.setattr(rollout_manager, "wait_for", lambda ref, name, limit: ref)
+    monkeypatch.setattr(rollout_manager.time, "sleep", lambda seconds: events.append("looked in vain"))
+    manager = RolloutManager(parse(tmp_path, *words))
+    manager._serving = SimpleNamespace(engines=engines, generating=contextlib.nullcontext, ended=Future())
+    manager._pipeline = SimpleNamespace(generate=lambda rollout_id, trained_as: events.append(rollout_id))
+    for rollout_id in range(4):
+        asyncio.run(manager.generate(rollout_id))
+    fault = [("killed", 0), *["looked in vain"] * 3]
+    assert events == [event for number in range(4) for event in (*(fault if number == killed_at else ()), number)]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_test_run_ends_where_nothing_takes_the_place_of_the_engine_it_killed(tmp_path, monkeypatch, ended):
+    now, victim = [0.0], EngineName(0)
+    crash = SimpleNamespace(remote=lambda: None)
+    snapshot = EngineSnapshot(victim, EngineState.SERVING, 1, SimpleNamespace(crash=crash), 1, 0, 0)
+    monkeypatch.setattr(rollout_manager, "wait_for", lambda ref, name, limit: ref)
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + 600.0))
+    monkeypatch.setattr(rollout_manager, "time", clock)
+    manager = RolloutManager(parse(tmp_path, "--ci-test", "--use-fault-tolerance"))
+    manager._serving = SimpleNamespace(
+        engines=lambda: FleetSnapshot(1, (snapshot,)), generating=contextlib.nullcontext, ended=Future()
+    )
+    if ended:
+        manager._serving.ended.set_exception(RunError("engine 0 is given up"))
+    with pytest.raises(
+        RunError, match="given up" if ended else "^--ci-test: nothing took the place of engine 0 within"
+    ):
+        asyncio.run(manager.generate(5))
+
+
 def test_user_functions_find_address_and_key_of_the_router(tmp_path, monkeypatch):
     routers = {name: SimpleNamespace(ip="::1", port=port) for name, port in (("actor", 3000), ("judge", 3001))}
     owner = SimpleNamespace(start=lambda: routers, api_key="made up")

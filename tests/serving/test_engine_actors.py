@@ -1,6 +1,9 @@
 """Which actors an engine has, without processes: one on each of its nodes, or one beside the router for an engine of others."""
 
 import copy
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +71,15 @@ def test_an_engine_on_one_node_is_one_actor(actors, tmp_path):
     ((kind, options),) = actors.made
     assert kind == "EngineActor" and options["scheduling_strategy"].placement_group_bundle_index == 8
     assert actors.asked == [(0, "init", (), {"base_gpu_id": 6})]
+
+
+def test_an_engine_that_is_to_crash_tells_nobody(monkeypatch, tmp_path):
+    monkeypatch.setattr(engines_module, "configure_logger", lambda level: None)
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as server:
+        monkeypatch.setattr(EngineActor, "server_pid", lambda self: server.pid)
+        engine = EngineActor(SimpleNamespace(log_level="INFO"), 0, tmp_path)
+        engine.crash()
+        assert server.wait(60) == -signal.SIGKILL and not engine._ending.is_set()
 
 
 @pytest.mark.parametrize(("variable", "threads"), [("3", 3), ("", None)])
