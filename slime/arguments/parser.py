@@ -16,13 +16,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from slime.arguments.config_files.custom_config import RESERVED
 from slime.arguments.config_files.role_config import ACTOR
 from slime.arguments.flag import as_typed
 from slime.arguments.groups import OWN_GROUPS, add_megatron_flags, add_server_flags
 from slime.arguments.groups.run_flags import SERVING
 from slime.arguments.help_text import HelpFormatter, HelpGrepAction, print_page
 from slime.arguments.origins import start_origins
-from slime.arguments.surface import PACKAGES, load_surface, warm_surfaces
+from slime.arguments.surface import PACKAGES, load_surface, taken, warm_surfaces
 from slime.arguments.unknown_flags import answer_to, overridden, why_unknown
 from slime.arguments.violations import Kind, Refusal, Violation
 from slime.observability.run_record import REDACTED, is_secret, redacted
@@ -219,6 +220,7 @@ def build_parser(
     parser.set_defaults(role=ACTOR)
     if add_custom_arguments is None:
         return parser
+    known = taken(parser).dests
     try:
         extended = add_custom_arguments(parser)
     except argparse.ArgumentError as error:
@@ -226,6 +228,10 @@ def build_parser(
     if not isinstance(extended, ArgumentParser):
         raise UserError(
             f"add_custom_arguments returned {extended!r}; end it with `return parser`, the parser that it was given"
+        )
+    if overwritten := sorted((taken(extended).dests - known) & RESERVED):
+        raise UserError(
+            f"add_custom_arguments defines {', '.join(overwritten)}, which the run itself sets; give another name"
         )
     return extended
 

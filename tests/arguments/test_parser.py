@@ -83,6 +83,18 @@ def test_own_flags_must_not_repeat_known_ones():
         build_parser(add)
 
 
+@pytest.mark.parametrize("flag", ["--role", "--log-dir", "--sglang-model-routers"])
+def test_own_flags_must_not_be_named_as_what_a_run_sets(flag):
+    def add(parser):
+        parser.add_argument("--my-flag")
+        parser.add_argument(flag)
+        return parser
+
+    name = flag.removeprefix("--").replace("-", "_")
+    with pytest.raises(UserError, match=f"^add_custom_arguments defines {name}, which the run itself sets"):
+        build_parser(add)
+
+
 def test_wrong_values_unknown_and_retired_flags_are_reported_together(tmp_path):
     words = ["--num-epoch", "many", "--loss-type", "l2", "--tis-clp", "1", "--use-http2", "--seed", "--lr", "1e-5x"]
     with pytest.raises(UserError) as error:

@@ -4,8 +4,6 @@ A key that names a flag is converted by that flag and wins over the command line
 user's own functions: below `custom:`, or beside the flags when the run sets a plug-in path. Everything else is a slip.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 from collections.abc import Iterator
@@ -19,14 +17,16 @@ from slime.arguments.unknown_flags import SAME, why_unknown
 from slime.arguments.violations import Violation, about
 from slime.observability.run_record import redacted, shown
 from slime.utils.errors import UserError
+from slime.utils.run_values import RunValues
 from slime.utils.yaml_file import YamlMapping, load_yaml, plain
 
 logger = logging.getLogger(__name__)
 
 FLAG = "--custom-config-path"
 CUSTOM = "custom"
-# Attributes of the arguments that are books about them.
-RESERVED = frozenset({"origins", "typed_flags", "asynchronous", "custom_config", "role_overrides", CUSTOM})
+# Attributes that no flag sets: books about the arguments, and what a run puts there after they were checked.
+RESERVED = frozenset({"origins", "typed_flags", "asynchronous", "custom_config", "role_overrides", CUSTOM, "role", "plan_notes",
+    *RunValues.__annotations__})  # fmt: skip
 
 
 def apply_custom_config(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:

@@ -6,8 +6,6 @@ eval:                # or the same at the top
     - {name: aime, path: data/aime.jsonl, rm_type: deepscaler, n_samples_per_eval_prompt: 16}
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Collection

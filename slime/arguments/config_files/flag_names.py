@@ -6,8 +6,6 @@ the name of the flag, `true` gives the flag and `false` leaves it out; under the
 attribute's.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

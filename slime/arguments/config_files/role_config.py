@@ -14,8 +14,6 @@ actor: it starts where the actor starts, and resumes at the iteration at which t
 otherwise, its checkpoints lie in `critic/` below the actor's.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import logging

@@ -104,6 +104,8 @@ def test_a_line_is_converted_by_its_flag(tmp_path, line, name, value):
         ("warmup-ratio: 0.1", "give --lr-warmup-fraction"),
         ("custom: 3", "expected `name: value` lines below it"),
         ("custom: {origins: 3}", "cannot be the name of a value of your own"),
+        ("custom: {role: judge}", "cannot be the name of a value of your own"),
+        ("custom: {log_dir: /logs/of/my/tools}", "cannot be the name of a value of your own"),
         ("custom: {'a b': 3}", "cannot be the name of a value of your own"),
     ],
 )
