@@ -211,7 +211,9 @@ def _sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
     metrics |= _prefix_cache_metrics(samples) | _speculative_metrics(samples) | _kept_vocabulary(samples)
     category = args.log_reward_category
     if category:
-        values = Counter(s.reward[category] for s in samples if isinstance(s.reward, dict) and category in s.reward)
+        values = Counter(
+            str(s.reward[category]) for s in samples if isinstance(s.reward, dict) and category in s.reward
+        )
         metrics |= {f"error_cat/{value}": count / len(samples) for value, count in values.items()}
     return metrics
 

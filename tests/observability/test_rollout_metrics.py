@@ -168,6 +168,15 @@ def test_rollout_metrics_use_trained_tokens_and_reward_keys():
     assert metrics["passrate/pass@2"] == 1.0
 
 
+def test_a_category_of_rewards_may_be_any_value():
+    samples = [
+        Sample(group_index=0, reward={"why": why}) for why in (["format", "length"], ["format", "length"], None, 2)
+    ]
+    metrics = compute_rollout_metrics(with_args(reward_key="why", log_reward_category="why"), samples)
+    found = {name.removeprefix("rollout/error_cat/"): value for name, value in metrics.items() if "error_cat" in name}
+    assert found == {"['format', 'length']": 0.5, "None": 0.25, "2": 0.25}
+
+
 def test_m3_the_length_of_correct_answers_is_logged():
     samples = [Sample(group_index=0, response_length=n, reward=reward) for n, reward in ((3, 1), (5, 1.0), (9, 0))]
     metrics = compute_rollout_metrics(with_args(log_correct_samples=True), samples)
