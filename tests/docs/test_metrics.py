@@ -62,6 +62,8 @@ def test_the_reader_finds_the_metrics_of_the_page_and_of_the_code():
         ("eval/held_out-pass@4", True),
         ("perf/request/e2e_latency/max", True),
         ("train/lost", False),
+        ("multi_turn/raw_response_length/response_length_max", True),
+        ("multi_turn/raw_response_length/response_length_median", False),
     ],
 )
 def test_what_counts_as_named(tag, named):

@@ -9,7 +9,8 @@ from pathlib import Path
 PAGE = Path(__file__).parents[3] / "docs/en/reference/metrics.md"
 _TABLE = re.compile(r"^\| `([\w-]+/[\w-]*)…` \| \|\n\|---\|---\|\n((?:\|.*\n)+)", re.MULTILINE)
 _PLACEHOLDER = re.compile(r"\\\{(\w+)\\\}")
-_STATISTICS = "(?:mean|median|max|min)"
+# What placeholders stand for; others for any word.
+_WORDS = {"stats": "(?:mean|median|max|min)", "range": "(?:mean|max|min)"}
 
 
 def named_metrics() -> list[str]:
@@ -29,4 +30,4 @@ def unnamed(tags: Iterable[str]) -> list[str]:
 
 
 def _pattern(name: str) -> str:
-    return _PLACEHOLDER.sub(lambda found: _STATISTICS if found[1] == "stats" else "[^/]+", re.escape(name))
+    return _PLACEHOLDER.sub(lambda found: _WORDS.get(found[1], "[^/]+"), re.escape(name))
