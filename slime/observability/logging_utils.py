@@ -93,12 +93,24 @@ class _HeldLines(logging.Handler):
 
 
 def tracking_directory(args: argparse.Namespace) -> Path:
-    """Directory of the event files: `TENSORBOARD_DIR`, `--tensorboard-dir`, `outputs/{project}/{experiment or time}`."""
+    """Directory of the event files: `TENSORBOARD_DIR`, `--tensorboard-dir`, `outputs/{project}/{experiment or time}`.
+
+    One that is named after the time is made, and has a number behind it where a run that began in the same second has that.
+    """
     override = env.tensorboard_dir() or args.tensorboard_dir
     if override is not None:
         return Path(override)
-    experiment = args.tb_experiment_name or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("outputs") / (args.tb_project_name or "slime") / experiment
+    project = Path("outputs") / (args.tb_project_name or "slime")
+    if args.tb_experiment_name:
+        return project / args.tb_experiment_name
+    stamp, number = datetime.datetime.now().strftime("%Y%m%d-%H%M%S"), 1
+    while True:
+        place = project / (stamp if number == 1 else f"{stamp}-{number}")
+        try:
+            place.mkdir(parents=True)
+            return place
+        except FileExistsError:
+            number += 1
 
 
 def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> None:

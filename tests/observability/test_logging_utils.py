@@ -1,5 +1,6 @@
 import asyncio
 import contextvars
+import datetime
 import importlib
 import logging
 import os
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -159,6 +161,17 @@ def test_default_directory(monkeypatch):
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
     args = SimpleNamespace(tb_project_name=None, tb_experiment_name="first", tensorboard_dir=None)
     assert str(tracking_directory(args)) == "outputs/slime/first"
+
+
+def test_runs_that_begin_in_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    now = SimpleNamespace(now=lambda: datetime.datetime(2026, 11, 27, 13, 5, 59))
+    monkeypatch.setattr("slime.observability.logging_utils.datetime", SimpleNamespace(datetime=now))
+    args = SimpleNamespace(tb_project_name=None, tb_experiment_name=None, tensorboard_dir=None)
+    found = [str(tracking_directory(args)) for _ in range(3)]
+    assert found == [f"outputs/slime/20261127-130559{number}" for number in ("", "-2", "-3")]
+    assert all(Path(path).is_dir() for path in found)
 
 
 @pytest.mark.parametrize(
