@@ -171,7 +171,13 @@ def log(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> Non
     """Report `metrics`, which hold their step under `step_key` (for example `rollout/step`).
 
     Values that are no finite numbers are left out of the trackers.
+
+    Raises:
+        ValueError: they hold no such step.
     """
+    if not _is_number(metrics.get(step_key)):
+        step = f"no step under {step_key!r}" if step_key not in metrics else f"{step_key!r}: {metrics[step_key]!r}"
+        raise ValueError(f"metrics to log have {step}; give the number of the rollout or step there, such as 3")
     own = _collected.get()
     target = own if any(own is each for each in tuple(_collecting)) else _outbox
     target.append((dict(metrics), step_key))

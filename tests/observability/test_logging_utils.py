@@ -41,6 +41,14 @@ def test_outbox_hands_metrics_over_once():
     assert drain_outbox() == []
 
 
+@pytest.mark.parametrize("metrics", [{"mine/x": 1}, {"mine/x": 1, "rollout/step": None}])
+def test_metrics_without_their_step_are_refused_where_they_are_logged(metrics):
+    """The driver, which writes them, would end the run, and nobody would know whose they are."""
+    with pytest.raises(ValueError, match="^metrics to log have .*'rollout/step'"):
+        log(None, metrics, "rollout/step")
+    assert drain_outbox() == []
+
+
 def test_what_is_logged_in_a_block_stays_with_it_also_from_its_threads():
     def block(number, both_inside):
         with collected_metrics() as collected:
