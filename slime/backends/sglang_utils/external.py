@@ -287,6 +287,8 @@ class ExternalEngine(SGLangEngine):
 
     def __init__(self, args: Any, rank: int, log_dir: str, info: ExternalEngineInfo) -> None:
         super().__init__(args, rank, log_dir)
+        # A server closes idle connections after a time of its own, maybe when the next order is on its way, which is lost then.
+        self._connections.headers["Connection"] = "close"
         self._info = info
         self._groups: set[str] = set()
         self._paused = self._changing = False

@@ -113,6 +113,9 @@ _ENVIRONMENT = {
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "true",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
+    # A day. After 5 idle seconds a server would close the connection that the next order comes by, maybe at this very moment:
+    # then the order is lost, and the engine counts as failed.
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }

@@ -295,6 +295,40 @@ def test_an_engine_is_left_as_it_was_found(start, model, calls, left):
     assert [path for path, *_ in server.events[before:]] == left
 
 
+def test_no_order_is_lost_with_a_connection_that_the_server_closes(start, model):
+    """As one does whose time for idle connections runs out when the next order is on its way."""
+    engine, orders = make_engine(start(model), model), []
+
+    class Closing(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            orders.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            if self.close_connection:
+                self.send_header("Connection", "close")
+            self.end_headers()
+            if not self.close_connection:
+                # What comes next by this connection is not answered.
+                self.rfile.readline()
+                self.close_connection = True
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Closing) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        engine._url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            engine.pause_generation()
+            engine.continue_generation()
+        finally:
+            server.shutdown()
+    assert orders == ["/pause_generation", "/continue_generation"]
+
+
 def test_an_engine_of_others_keeps_its_memory(start, model):
     server = start(model)
     engine = make_engine(server, model)

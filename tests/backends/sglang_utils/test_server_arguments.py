@@ -241,6 +241,10 @@ _CACHES = (
 )  # fmt: skip
 
 
+def test_a_server_closes_no_connection_that_orders_come_by(sglang):
+    assert sglang["seconds_kept"] >= 3600 > 60 > sglang["seconds_kept_by_itself"]
+
+
 @pytest.fixture
 def no_caches(monkeypatch):
     for name in ("SGLANG_CACHE_DIR", *_CACHES):
@@ -433,6 +437,8 @@ print(json.dumps({
     "caches": [os.environ[name] for name in sys.argv[1:]]
     + [envs.SGLANG_DG_CACHE_DIR.get(), envs.SGLANG_CUTE_AOT_CACHE_DIR.get()],
     "wrong_phase": refused(cuda_graph_config='{"dance": {}}'),
+    "seconds_kept": envs.SGLANG_TIMEOUT_KEEP_ALIVE.get(),
+    "seconds_kept_by_itself": envs.SGLANG_TIMEOUT_KEEP_ALIVE.default,
 }))
 """
 
@@ -442,7 +448,7 @@ def sglang(tmp_path_factory):
     """Answers of a process with the environment of a server."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("SGLANG_CACHE_DIR", *_CACHES):
+        for name in ("SGLANG_CACHE_DIR", "SGLANG_TIMEOUT_KEEP_ALIVE", *_CACHES):
             patch.delenv(name, raising=False)
         environment = compute_server_environment(compute(make_args()), on_cpu=True, cache=cache)
     command = [sys.executable, "-W", "ignore", "-c", QUESTIONS, *_CACHES]
