@@ -94,23 +94,32 @@ async def _abort_model(
 
 
 async def _abort_engine(call: GenerationCall, url: str, tasks: set[asyncio.Task[Any]], deadline: float) -> None:
-    """Send the abort every 3 s until no task can send anything more, and an engine that works for no other call is idle."""
-    answered = False
+    """Send the abort every 3 s until no task can send anything more, and an engine that works for no other call is idle.
+
+    One that fails is sent the next abort, too: it may have closed a connection at that moment. If it is dead, nothing of it is
+    left to wait for but the tasks.
+    """
+    answered = failed = False
     try:
         async with asyncio.timeout_at(deadline):
             next_abort = now = asyncio.get_running_loop().time()
             while True:
-                if now >= next_abort:
-                    await _send_abort(call, url)
-                    next_abort = now + REPEAT_S
-                idle = not call.is_alone() or await _is_idle(url)
-                answered = True
+                is_due = now >= next_abort
+                if is_due or not failed:
+                    try:
+                        if is_due:
+                            next_abort = now + REPEAT_S
+                            await _send_abort(call, url)
+                        idle = not call.is_alone() or await _is_idle(url)
+                        answered, failed = True, False
+                    except HttpError as error:
+                        level = logging.DEBUG if failed else logging.WARNING
+                        logger.log(level, "engine %s did not take part in the abort: %s", url, error)
+                        idle = failed = True
                 if idle and all(task.done() for task in tasks):
                     return
                 await asyncio.sleep(POLL_S)
                 now = asyncio.get_running_loop().time()
-    except HttpError as error:
-        logger.warning("engine %s did not take part in the abort: %s", url, error)
     except TimeoutError:
         what = "is still busy at" if answered else "did not answer before"
         logger.warning("engine %s %s the end of --abort-timeout", url, what)

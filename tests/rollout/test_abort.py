@@ -100,6 +100,18 @@ def test_an_engine_that_never_answers_does_not_stretch_the_abort(server, checkpo
     assert f"engine http://127.0.0.1:{silent_port} did not answer before the end of --abort-timeout" in caplog.text
 
 
+def test_an_engine_that_fails_once_is_sent_the_next_abort(server, checkpoint, caplog, monkeypatch):
+    monkeypatch.setattr(abort, "REPEAT_S", 0.01)
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
+    args.abort_timeout = LONG_S
+    server.refused_aborts = 3
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    source = CountingDataSource(2)
+    run_step(args, source, limit_s=LATER_S)
+    assert held_answer(source) == {(Status.ABORTED, "F")} and server.aborts >= 1
+    assert [record.levelname for record in caplog.records if "did not take part" in record.message] == ["WARNING"]
+
+
 def test_a_router_that_never_answers_does_not_stretch_the_abort(server, checkpoint, silent_port, caplog):
     args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
     args.abort_timeout = LONG_S

@@ -42,6 +42,7 @@ class FakeGenerateServer:
         self.other_workers: list[str] = []  # listed beside this server
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.refused_aborts = 0  # so many are refused before one is carried out
         self.aborts = 0  # of everything at once
         self.aborted_ids: list[str] = []
         self.loads_asked = 0
@@ -101,6 +102,9 @@ class FakeGenerateServer:
 
     async def _abort(self, request: web.Request) -> web.Response:
         order = await request.json()
+        if self.refused_aborts:
+            self.refused_aborts -= 1
+            return web.Response(status=503)
         if order == {"abort_all": True}:
             self.aborts += 1
             # Only requests that are held at this moment are aborted.
