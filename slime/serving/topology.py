@@ -7,6 +7,7 @@ groups, the bundle an engine's actor lives in. The models come from the same row
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,17 +75,18 @@ class Topology:
 
     def find(self, engine_id: int) -> tuple[ServedModel, EngineGroup, EngineSpec]:
         """The model and the group that an engine belongs to, and the engine itself; KeyError where there is none."""
-        for model in self.models:
-            for group in model.groups:
-                for engine in group.engines:
-                    if engine.engine_id == engine_id:
-                        return model, group, engine
-        raise KeyError(engine_id)
+        return self._by_id[engine_id]
 
     def part_of(self, engine_id: int) -> tuple[str, str]:
         """The name of the model that an engine serves, and its role in that."""
         model, group, _ = self.find(engine_id)
         return model.name, group.role
+
+    @functools.cached_property
+    def _by_id(self) -> dict[int, tuple[ServedModel, EngineGroup, EngineSpec]]:
+        # With `--use-fault-tolerance` each request asks about all engines.
+        places = ((model, group) for model in self.models for group in model.groups)
+        return {engine.engine_id: (*place, engine) for place in places for engine in place[1].engines}
 
 
 def topology_of(args: argparse.Namespace, places: Sequence[tuple[int, int]]) -> Topology:

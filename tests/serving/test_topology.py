@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.scheduling.served_models import ModelServing, ServerGroup
-from slime.serving.topology import Device, lay_out, topology_of
+from slime.serving.topology import Device, EngineGroup, EngineSpec, ServedModel, Topology, lay_out, topology_of
 
 DEVICES = [Device(bundle, bundle % 8) for bundle in range(24)]
 
@@ -63,6 +63,20 @@ def test_several_models_have_their_engines_one_after_the_other_and_placeholders_
     assert [engine.engine_id for _, _, engine in found] == list(range(5))
     with pytest.raises(KeyError):
         topology.find(5)
+
+
+def test_to_find_an_engine_takes_no_longer_the_more_there_are():
+    class Counted(tuple):
+        looks = 0
+
+        def __iter__(self):
+            Counted.looks += 1
+            return super().__iter__()
+
+    engines = Counted(EngineSpec(number, (), number) for number in range(1000))
+    topology = Topology((ServedModel("a", True, (EngineGroup("regular", engines),)),))
+    assert [topology.find(number)[2].engine_id for number in range(1000)] == list(range(1000))
+    assert Counted.looks == 1
 
 
 def test_engines_on_devices_of_the_trainer_sleep_and_those_beside_do_not():
