@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slime.utils.errors import RunError
+from slime.weights.buckets import RankBucket, names_of
 from slime.weights.source import WeightSource
 from slime.weights.transports import EnginesFailed, Transport
 
@@ -66,6 +67,27 @@ def test_s2_a_rank_that_only_helps_makes_all_buckets():
     assert source.connect([]) is None
     source.settle()
     source.close()
+
+
+class TakingPart(Recording):
+    def send(self, bucket):
+        self.calls.append(("send", names_of(bucket)))
+
+    def help(self, bucket):
+        self.calls.append(("help", names_of(bucket)))
+
+
+@pytest.mark.parametrize("sends", [True, False], ids=["sends", "only helps"])
+def test_s2_a_rank_takes_part_in_a_bucket_of_which_it_has_nothing(sends):
+    """Others have experts of it, and meet this rank in the exchange of its memory."""
+    transport = TakingPart()
+    buckets = [RankBucket([], ["a"], 8), RankBucket([("b", torch.zeros(1))], ["b", "c"], 8)]
+    sent = WeightSource(lambda: buckets, transport, {"a", "b", "c"}, sends).send(1)
+    if sends:
+        assert transport.calls == [("begin", 1), ("send", ["a"]), ("send", ["b", "c"]), "finish"]
+        assert (sent.names, sent.num_bytes, sent.num_buckets) == (["a", "b", "c"], 16, 2)
+    else:
+        assert transport.calls == [("help", ["a"]), ("help", ["b", "c"])] and sent is None
 
 
 @pytest.mark.parametrize("transport", [Recording(), None], ids=["sends", "only helps"])
