@@ -148,16 +148,11 @@ class _Reader:
                 f"{where}: model {name}: give `server_groups` (once; `engine_groups` is its old spelling)"
             )
             return ()
-        groups, found = [], len(self.violations)
+        groups = []
         with self._noting():
             for group in _entries(entry, lists[0]):
                 with self._noting():
                     groups.append(self._group(group, per_engine))
-        types = {group.worker_type for group in groups}
-        lonely, idle = ("prefill" in types) != ("decode" in types), {"prefill", "regular"} <= types
-        if len(self.violations) == found and (lonely or idle):
-            what = "prefill and decode groups need each other" if lonely else "regular engines would get no requests"
-            self.violations.append(f"{entry.where(lists[0])}: model {name}: {what}")
         return tuple(groups)
 
     def _group(self, entry: YamlMapping, per_engine: int) -> ServerGroup:

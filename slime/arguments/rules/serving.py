@@ -165,6 +165,7 @@ def models(args: argparse.Namespace) -> Iterator[Violation]:
     """Models of `--sglang-config` that the trainer or the engines could not go by, line by line."""
     for position, model in enumerate(args.served_models or ()):
         trained, problem = args.has_trainer and model.update_weights, None
+        types = {group.worker_type for group in model.groups}
         if trained and model.where and model.model_path != args.hf_checkpoint:
             problem = "the trainer's weights are those of --hf-checkpoint; leave model_path out, or give it there"
         elif args.has_trainer and position == 0 and not trained:
@@ -173,6 +174,10 @@ def models(args: argparse.Namespace) -> Iterator[Violation]:
             problem = f"no config.json in {model.model_path}; give the directory of a Hugging Face checkpoint"
         elif model.where and not any(group.num_engines for group in model.groups):
             problem = "no group has engines; give it one that is no placeholder, or leave the model out"
+        elif ("prefill" in types) != ("decode" in types):
+            problem = "prefill and decode groups need each other"
+        elif {"prefill", "regular"} <= types:
+            problem = "regular engines would get no requests beside those that prefill and decode"
         if problem:
             yield from about([f"{model.where}: model {model.name}: {problem}"], FLAG)
 

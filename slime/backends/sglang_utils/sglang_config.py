@@ -29,7 +29,8 @@ class SglangConfig:
             num_gpus_per_engine: `--rollout-num-gpus-per-engine`, where the file has none.
 
         Raises:
-            UserError: a run would refuse the file; one line for each thing that is wrong, with its place.
+            UserError: something in the file is wrong; one line for each thing, with its place. A run may refuse more of it,
+                such as engines that prefill where none decode.
         """
         args = argparse.Namespace(
             sglang_config=str(path),

@@ -85,9 +85,6 @@ def model(*lines):
         (model("{num_gpus: true}"), 4, "num_gpus True"),
         (model("{num_gpus: 7}"), 4, "num_gpus 7 is no multiple of num_gpus_per_engine 2"),
         (model("{worker_type: regular}"), 4, "the group needs `num_gpus`"),
-        (model("{num_gpus: 8, worker_type: prefill}"), 3, "prefill and decode groups need each other"),
-        (model("{num_gpus: 2, worker_type: prefill}", "{num_gpus: 2, worker_type: decode}", "{num_gpus: 4}"), 3,
-         "regular engines would get no requests"),
         (model("{num_gpus: 8, overrides: 3}"), 4, "overrides: expected"),
         (model("{num_gpus: 4, overrides: {model_path: /b}}", "{num_gpus: 4}"), 2, "different models (/actor, /b)"),
         ("sglang:\n  - server_groups: [{num_gpus: 8, overrides: {dtype: float32}}]\n", 2, "the model needs a `name`"),
@@ -293,8 +290,13 @@ def test_a_copy_of_the_trained_model_may_stay_as_it_is(tmp_path, caplog):
          "`default` means the first model; give another name"),
         (group_lines("{num_gpus: 2}") + "  - {name: b, server_groups: [{worker_type: placeholder, num_gpus: 2}]}\n", 5,
          "model b: no group has engines; give it one that is no placeholder, or leave the model out"),
+        (group_lines("{num_gpus: 4, worker_type: prefill}"), 2, "prefill and decode groups need each other"),
+        (group_lines("{num_gpus: 4, worker_type: decode}"), 2, "prefill and decode groups need each other"),
+        (group_lines("{num_gpus: 1, worker_type: prefill}", "{num_gpus: 1, worker_type: decode}", "{num_gpus: 2}"), 2,
+         "regular engines would get no requests beside those that prefill and decode"),
     ],
-    ids=["another first", "another updated", "frozen first", "no checkpoint", "name", "no engines"],
+    ids=["another first", "another updated", "frozen first", "no checkpoint", "name", "no engines", "prefill alone",
+         "decode alone", "regular beside"],
 )  # fmt: skip
 def test_models_that_the_trainer_cannot_go_by_are_refused_by_line(tmp_path, text, line, message):
     path = written(tmp_path, text, "serving.yaml")

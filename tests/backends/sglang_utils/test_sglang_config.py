@@ -31,7 +31,27 @@ def test_a_file_is_read_as_a_run_reads_it(tmp_path):
     )
 
 
-def test_what_a_run_refuses_is_an_error_with_all_places(tmp_path):
+ALL_KEYS = """sglang:
+  - name: actor                 # unique
+    model_path: /models/actor
+    update_weights: true
+    num_gpus_per_engine: 2
+    server_groups:
+      - worker_type: prefill    # regular | prefill | decode | placeholder | encoder
+        num_gpus: 4
+        num_gpus_per_engine: 2
+        overrides: {mem_fraction_static: 0.8}
+"""
+
+
+def test_a_part_of_what_a_run_needs_is_read_too(tmp_path):
+    path = tmp_path / "serving.yaml"
+    path.write_text(ALL_KEYS)
+    groups = (ServerGroupConfig("prefill", 4, 2, {"mem_fraction_static": 0.8}),)
+    assert SglangConfig.from_yaml(path).models == (ModelConfig("actor", "/models/actor", True, groups),)
+
+
+def test_what_is_wrong_in_a_file_is_an_error_with_all_places(tmp_path):
     path = tmp_path / "serving.yaml"
     path.write_text(FILE.replace("prefill", "prefil").replace("num_gpus: 1}", "num_gpu: 1}"))
     with pytest.raises(UserError) as error:
