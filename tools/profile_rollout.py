@@ -5,8 +5,9 @@
     python tools/profile_rollout.py --router-url http://10.0.0.1:3000 --action stop
 
 A profile ends by itself after --num-steps steps of an engine, or by `--action stop`. Each engine writes its own traces, on its
-own machine, for Perfetto or chrome://tracing. Where router and engines ask for a key, the run was given it by --router-api-key:
-put it into a file, and give that by --api-key-file.
+own machine, for Perfetto or chrome://tracing: without --output-dir where its variable SGLANG_TORCH_PROFILER_DIR says, else into
+/tmp. Where router and engines ask for a key, the run was given it by --router-api-key: put it into a file, and give that by
+--api-key-file.
 """
 
 import argparse
@@ -80,9 +81,10 @@ def _ask(method: str, url: str, key: str | None, timeout: float, **options: Any)
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """What an engine is told to record."""
+    # Engines have a working directory of their own.
+    directory = None if args.output_dir is None else str(args.output_dir.absolute())
     return {
-        # Engines have a working directory of their own.
-        "output_dir": str(args.output_dir.absolute()), "num_steps": args.num_steps, "activities": args.activities,
+        "output_dir": directory, "num_steps": args.num_steps, "activities": args.activities,
         "profile_by_stage": args.profile_by_stage, "with_stack": args.with_stack, "record_shapes": args.record_shapes,
     }  # fmt: skip
 
@@ -93,7 +95,7 @@ def main(words: list[str] | None = None) -> int:
     )
     parser.add_argument("--router-url", required=True, help="such as http://10.0.0.1:3000")
     parser.add_argument("--action", choices=("start", "stop"), default="start", help="(default: %(default)s)")
-    parser.add_argument("--output-dir", type=Path, help="where engines write; needed to start")
+    parser.add_argument("--output-dir", type=Path, help="where engines write")
     parser.add_argument("--num-steps", type=int, default=3, help="forward passes to record (default: %(default)s)")
     parser.add_argument(
         "--activities", nargs="+", choices=ACTIVITIES, default=["CPU", "GPU"], help="(default: CPU GPU)"
@@ -104,8 +106,6 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--api-key-file", type=Path, help="a file with the key that router and engines ask for")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for an answer (default: %(default)g)")
     args = parser.parse_args(words)
-    if args.action == "start" and args.output_dir is None:
-        parser.error("--action start needs --output-dir, a directory of the engines' machines")
     if args.num_steps < 1:
         parser.error(f"--num-steps {args.num_steps}: must be at least 1")
     if not args.router_url.startswith(("http://", "https://")):
@@ -118,7 +118,8 @@ def main(words: list[str] | None = None) -> int:
     failures = tell_engines(urls, f"/{args.action}_profile", settings_of(args) if starts else {}, key, args.timeout)
     for failure in failures:
         print(f"error: {failure}", file=sys.stderr)
-    where = f", and write into {args.output_dir.absolute()} after {args.num_steps} steps" if starts else ""
+    directory = args.output_dir.absolute() if args.output_dir else "the directory of SGLANG_TORCH_PROFILER_DIR or /tmp"
+    where = f", and write into {directory} after {args.num_steps} steps" if starts else ""
     print(
         f"{len(urls) - len(failures)} of {len(urls)} engines {'have begun' if starts else 'have ended'} a profile{where}"
     )

@@ -80,6 +80,10 @@ def test_all_engines_start_and_stop_to_profile(servers, words, tmp_path, monkeyp
     for engine in engines:
         assert engine.requests == [("/start_profile", settings), ("/stop_profile", {})]
     assert router.requests == [], "a router would tell one of them alone"
+    engines[0].requests.clear()
+    assert main([*words, "--num-steps", "5"]) == 0
+    assert engines[0].requests[0][1]["output_dir"] is None, "engines have a default of their own"
+    assert "write into the directory of SGLANG_TORCH_PROFILER_DIR or /tmp" in capsys.readouterr().out
 
 
 def test_an_engine_that_does_not_do_it_is_named(servers, words, tmp_path, capsys):
@@ -105,7 +109,6 @@ def test_what_is_no_router_is_told(servers, words, tmp_path):
             main(["--router-url", url, "--action", "stop", "--timeout", "0.2"])
     for wrong in (
         ["--router-url", "10.0.0.1:3000", "--action", "stop"],
-        words,
         [*words, "--action", "stop", "--num-steps", "0"],
         ["--router-url", "http://10.0.0.1:3000", "--action", "stop", "--api-key-file", "/nowhere"],
     ):
