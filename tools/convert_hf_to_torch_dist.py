@@ -7,9 +7,12 @@
 The model's flags come from its config.json; flags that are given here go before them. A run takes the result as --ref-load.
 It needs none of this: --hf-checkpoint, --ref-load and --load take Hugging Face directories as they are. Quantised weights
 become numbers of 16 bits. A conversion that was interrupted goes on when the same command comes again.
+
+Processes need no launcher. Where torchrun starts the tool the first one converts, with as many as were to start on its machine.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -20,12 +23,20 @@ from tools.conversion.units import start_server
 
 
 def main(words: list[str] | None = None, *, source: str = "--hf-checkpoint", target: str = "--save") -> None:
+    # Clusters have a RANK of their own.
+    of_torchrun = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {}
+    rank, processes = (int(of_torchrun.get(name, 0)) for name in ("RANK", "LOCAL_WORLD_SIZE"))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(source, dest="source", type=Path, required=True, help="the directory to convert")
     parser.add_argument(target, dest="target", type=Path, required=True, help="where the checkpoint goes")
-    parser.add_argument("--max-workers", type=int, default=2, help="processes that convert (default: %(default)s)")
+    parser.add_argument(
+        "--max-workers",
+        type=int,
+        default=max(2, processes),
+        help="processes that convert (default: 2, or those of torchrun)",
+    )
     parser.add_argument(
         "--chunk-size",
         type=int,
@@ -36,6 +47,8 @@ def main(words: list[str] | None = None, *, source: str = "--hf-checkpoint", tar
     parser.add_argument("-f", "--force", action="store_true", help="replace the target if it exists")
     args, flags = parser.parse_known_args(words)
     require_checkpoint(source, args.source)
+    if rank:
+        return
     start_server(args.max_workers, "tools.conversion.torch_dist")
     from tools.conversion.torch_dist import convert_hf_to_torch_dist
 

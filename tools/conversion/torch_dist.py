@@ -101,8 +101,8 @@ def describe_model(
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        os.environ.setdefault("RANK", "0")
-        os.environ.setdefault("WORLD_SIZE", "1")
+        # torchrun may have said otherwise.
+        os.environ.update(RANK="0", WORLD_SIZE="1")
         initialize.init(args)
         from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 

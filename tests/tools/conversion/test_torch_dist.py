@@ -17,7 +17,9 @@ from tests.support.processes.distributed import run_distributed
 from tests.support.processes.family_checks import of_trained_parts
 from tests.support.tables.shell_arrays import ROOT
 from tools import convert_hf_to_fp8, convert_to_hf, convert_torch_dist_to_hf_parallel, inspect_checkpoint
+from tools import convert_hf_to_torch_dist as converter
 from tools.command_line import run_tool
+from tools.conversion import torch_dist
 from tools.conversion.hugging_face import differences
 from tools.conversion.inspection import check_checksums, describe, write_checksums
 from tools.conversion.torch_dist import (
@@ -446,6 +448,32 @@ def test_the_exit_status_of_an_inspection_says_whether_all_fits(directories, tmp
     assert _status(tmp_path / "run", "--check-checksums") == 1
     next((tmp_path / "run").rglob("*.distcp")).unlink()
     assert _status(tmp_path / "run") == 2
+
+
+@pytest.mark.parametrize("rank, run, expected", [(0, "torchrun", [3]), (1, "torchrun", []), (1, None, [2])])
+def test_of_processes_that_torchrun_starts_the_first_converts(directories, monkeypatch, rank, run, expected):
+    """The last row: what a cluster says of its nodes is no launcher's word."""
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 6, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if run is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+    converted = []
+    monkeypatch.setattr(converter, "start_server", lambda *_: None)
+    monkeypatch.setattr(torch_dist, "convert_hf_to_torch_dist", lambda *_, workers, **__: converted.append(workers))
+    converter.main(["--hf-checkpoint", str(directories / "tied"), "--save", "never-made"])
+    assert converted == expected
+
+
+@pytest.mark.slow
+def test_torchrun_and_one_process_make_the_same(directories, tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["--hf-checkpoint", str(directories / "qwen3"), "--save", str(tmp_path / "dist")]
+    command = [*launcher, str(ROOT / "tools/convert_hf_to_torch_dist.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    convert_torch_dist_to_hf(tmp_path / "dist", tmp_path / "back", directories / "qwen3", **HF_OPTIONS)
+    assert list(differences(tmp_path / "back", directories / "qwen3")) == []
 
 
 def _status(directory, *words):
