@@ -15,12 +15,17 @@ _REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def exec_command(
-    command: str | Sequence[str], capture_output: bool = False, *, env: Mapping[str, str] | None = None
+    command: str | Sequence[str],
+    capture_output: bool = False,
+    *,
+    env: Mapping[str, str] | None = None,
+    directory: Path | None = _REPOSITORY,
 ) -> str | None:
     """Run a command from the repository's root, a text by bash, words as they are; its output where it is captured.
 
     Args:
         env: what is put beside our environment, or in place of it.
+        directory: another one that it runs from; None: that of the caller.
 
     Raises:
         RunError: it did not end with status 0; with the end of what was captured.
@@ -28,7 +33,7 @@ def exec_command(
     words = ["bash", "-c", command] if isinstance(command, str) else list(command)
     done = subprocess.run(
         words,
-        cwd=_REPOSITORY,
+        cwd=directory,
         env={**os.environ, **(env or {})},
         stdout=subprocess.PIPE if capture_output else None,
         stderr=subprocess.STDOUT if capture_output else None,
@@ -53,7 +58,7 @@ def execute_train(
     """Run `train_script` to its end, on the Ray cluster of RAY_ADDRESS, or on this machine alone.
 
     Args:
-        train_args: flags, as words or as they are typed.
+        train_args: flags, as words or as they are typed; their relative paths begin in the caller's directory.
         num_gpus_per_node: devices of the nodes; becomes `--num-gpus-per-node`, which `train_args` may name again.
         megatron_model_type: the model's flags are those of `scripts/models/{megatron_model_type}.sh`; None: they are among
             `train_args`, or `--model-args-from-hf` is.
@@ -62,10 +67,9 @@ def execute_train(
         UserError: there is no such script of a model.
         RunError: the run failed.
     """
-    given = shlex.split(train_args) if isinstance(train_args, str) else list(train_args)
     of_model = [] if megatron_model_type is None else model_args(megatron_model_type)
     words = [sys.executable, str(_REPOSITORY / train_script), "--num-gpus-per-node", str(num_gpus_per_node)]
-    exec_command([*words, *of_model, *given], env=extra_env_vars)
+    exec_command([*words, *of_model, *_words(train_args)], env=extra_env_vars, directory=None)
 
 
 def convert_checkpoint(
@@ -73,11 +77,13 @@ def convert_checkpoint(
     save: str,
     megatron_model_type: str | None = None,
     num_gpus_per_node: int = 1,
-    extra_args: Sequence[str] = (),
+    extra_args: str | Sequence[str] = (),
 ) -> str:
     """Write the Hugging Face directory as a Megatron checkpoint, unless `save` is there; returns `save`.
 
-    `num_gpus_per_node`: processes that convert, on this machine alone; `--max-workers` among `extra_args` names another number.
+    Args:
+        num_gpus_per_node: processes that convert, on this machine alone; `--max-workers` among `extra_args` says otherwise.
+        extra_args: further flags, as words or as they are typed.
 
     Raises:
         UserError: there is no such script of a model.
@@ -89,8 +95,12 @@ def convert_checkpoint(
     words = [sys.executable, program, "--hf-checkpoint", hf_checkpoint, "--save", save]
     words += ["--max-workers", str(num_gpus_per_node)]
     of_model = [] if megatron_model_type is None else model_args(megatron_model_type)
-    exec_command([*words, *of_model, *extra_args])
+    exec_command([*words, *of_model, *_words(extra_args)], directory=None)
     return save
+
+
+def _words(flags: str | Sequence[str]) -> list[str]:
+    return shlex.split(flags) if isinstance(flags, str) else list(flags)
 
 
 def model_args(megatron_model_type: str) -> list[str]:

@@ -14,7 +14,7 @@ from slime.utils.external_utils.command_utils import convert_checkpoint, exec_co
 def called(monkeypatch):
     """The words of every command, and what was put into its environment; nothing is run."""
     calls = []
-    monkeypatch.setattr(command_utils, "exec_command", lambda words, *_, env=None: calls.append((words, env)))
+    monkeypatch.setattr(command_utils, "exec_command", lambda words, *_, env=None, **__: calls.append((words, env)))
     return calls
 
 
@@ -60,6 +60,22 @@ def test_a_checkpoint_is_converted_once(tmp_path, called):
     assert words[2:] == ["--hf-checkpoint", "hf", "--save", save, "--max-workers", "1", "--x"]
     (tmp_path / "megatron").mkdir()
     assert convert_checkpoint("hf", save) == save and len(called) == 1
+    convert_checkpoint("hf", f"{save}-2", extra_args="--chunk-size 1000 -f")
+    assert called[1][0][-3:] == ["--chunk-size", "1000", "-f"]
+
+
+def test_relative_paths_begin_where_the_caller_is(tmp_path, monkeypatch):
+    """Not in the repository, where a file of that name is another one."""
+    repository, here = tmp_path / "repository", tmp_path / "here"
+    (repository / "tools").mkdir(parents=True)
+    here.mkdir()
+    for program in ("train.py", "tools/convert_hf_to_torch_dist.py"):
+        (repository / program).write_text("import sys\nopen(sys.argv[-1], 'x').close()\n")
+    monkeypatch.setattr(command_utils, "_REPOSITORY", repository)
+    monkeypatch.chdir(here)
+    execute_train("--save run", 1)
+    convert_checkpoint("hf", "megatron", extra_args=["--written", "converted"])
+    assert {path.name for path in here.iterdir()} == {"run", "converted"}
 
 
 @pytest.mark.slow
