@@ -82,7 +82,7 @@ while (($#)); do
     *) refuse "unknown argument '$1'; see bash scripts/quickstart.sh --help" ;;
   esac
 done
-[[ "$SEED" =~ ^[0-9]+$ ]] || refuse "--seed '$SEED': must be a whole number, 0 or more"
+[[ "$SEED" =~ ^(0|[1-9][0-9]*)$ ]] || refuse "--seed '$SEED': must be a whole number, 0 or more, such as 8"
 [[ "$NUM_ROLLOUT" =~ ^([1-9][0-9]*)?$ ]] || refuse "--num-rollout '$NUM_ROLLOUT': must be a whole number above 0"
 [[ "$RUN_NAME" =~ ^[A-Za-z0-9._-]*$ ]] || refuse "--run '$RUN_NAME': must be made of letters, digits, '.', '_' and '-'"
 

@@ -117,7 +117,8 @@ def test_install_refuses_another_platform(
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(("--seed", "x"), "--seed 'x'"), (("--seed",), "--seed"), (("--num-rollout", "0"), "--num-rollout '0'"),
+    [(("--seed", "x"), "--seed 'x'"), (("--seed", "08"), "--seed '08'"), (("--seed",), "--seed"),
+     (("--num-rollout", "0"), "--num-rollout '0'"),
      (("--sede", "1"), "'--sede'"), (("--run", "../x"), "--run '../x'")],
 )  # fmt: skip
 def test_quickstart_refuses_bad_arguments(arguments: tuple[str, ...], named: str) -> None:
