@@ -451,7 +451,7 @@ def test_the_exit_status_of_an_inspection_says_whether_all_fits(directories, tmp
 
 
 @pytest.mark.parametrize("rank, run, expected", [(0, "torchrun", [3]), (1, "torchrun", []), (1, None, [2])])
-def test_of_processes_that_torchrun_starts_the_first_converts(directories, monkeypatch, rank, run, expected):
+def test_of_processes_that_torchrun_starts_the_first_converts(tmp_path, monkeypatch, rank, run, expected):
     """The last row: what a cluster says of its nodes is no launcher's word."""
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 6, "LOCAL_WORLD_SIZE": 3}.items():
         monkeypatch.setenv(name, str(value))
@@ -461,7 +461,8 @@ def test_of_processes_that_torchrun_starts_the_first_converts(directories, monke
     converted = []
     monkeypatch.setattr(converter, "start_server", lambda *_: None)
     monkeypatch.setattr(torch_dist, "convert_hf_to_torch_dist", lambda *_, workers, **__: converted.append(workers))
-    converter.main(["--hf-checkpoint", str(directories / "tied"), "--save", "never-made"])
+    (tmp_path / "config.json").write_text("{}")
+    converter.main(["--hf-checkpoint", str(tmp_path), "--save", "never-made"])
     assert converted == expected
 
 
