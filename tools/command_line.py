@@ -11,7 +11,7 @@ from slime.utils.errors import RunError, UserError
 
 
 def run_tool(main: Callable[..., int | None], **options: Any) -> NoReturn:
-    """End the process with what `main` returns; by an error of its own 2 where the input was bad, else 1.
+    """End the process with what `main` returns; by an error of its own 2 where the input was bad, else 1; by Ctrl-C 130.
 
     With `SLIME_DEBUG=1` the traceback stays.
     """
@@ -23,6 +23,11 @@ def run_tool(main: Callable[..., int | None], **options: Any) -> NoReturn:
         is_of_system = isinstance(error, OSError) and error.filename is not None
         print("error:", f"{error.filename}: {error.strerror}" if is_of_system else error, file=sys.stderr)
         status = getattr(error, "exit_status", 1)
+    except KeyboardInterrupt:
+        if env.debug_enabled():
+            raise
+        print("stopped by Ctrl-C", file=sys.stderr)
+        status = 130
     sys.exit(status)
 
 

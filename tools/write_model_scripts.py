@@ -20,7 +20,9 @@ sys.path.insert(0, str(ROOT))
 from slime.arguments.hf_config import SUPPLEMENTS, read_hf_config, spelling, text_config_of  # noqa: E402
 from slime.models.config_entries import partial_rope  # noqa: E402
 from slime.models.families import family_of, model_args_from_hf  # noqa: E402
+from slime.utils.errors import UserError  # noqa: E402
 from slime.utils.filesystem import write_text_atomically  # noqa: E402
+from tools.command_line import run_tool  # noqa: E402
 from tools.published_models import PUBLISHED_MODELS  # noqa: E402
 
 COMMAND = "python tools/write_model_scripts.py"
@@ -138,7 +140,7 @@ def _lines_of(name: str, value: Any, told: dict[str, Any]) -> Iterator[str]:
     elif name == "moe_layer_freq":
         dense = 0 if value == 1 else value.count(0)
         if value != 1 and value != [0] * dense + [1] * (len(value) - dense):
-            raise ValueError(f"moe_layer_freq {value}: no pattern of the first layers dense")
+            raise UserError(f"moe_layer_freq {value}: no pattern of the first layers dense")
         yield f'--moe-layer-freq "$(moe_layer_freq {told["num_layers"]} {dense})"'
     elif value is False:
         yield _WHERE_FALSE[name]
@@ -163,8 +165,8 @@ def script(config: dict[str, Any], model: Model) -> str:
         config: of its language model (`read_hf_config`, `text_config_of`).
 
     Raises:
-        UserError: a config of no known family, or one that lacks what its family needs.
-        ValueError: dense layers among or behind those with experts.
+        UserError: a config of no known family, or one that lacks what its family needs; dense layers among or behind those with
+            experts.
     """
     kind = "mixture of experts" if model_args_from_hf(config)["num_experts"] else "dense"
     lines = [
@@ -210,4 +212,4 @@ def _content(path: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_tool(main)

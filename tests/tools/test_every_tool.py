@@ -38,6 +38,7 @@ REFUSED = {
     "serve_megatron_teacher.py --hf-checkpoint /nowhere": (2, "--hf-checkpoint /nowhere"),
     "simulate.py --phases /nowhere": (2, "/nowhere"),
     "trace_timeline_viewer.py /nowhere": (2, "DUMP /nowhere"),
+    "write_model_scripts.py --config /nowhere": (2, "--config /nowhere"),
 }  # fmt: skip
 # All in one process, as several of them import torch. Input: the command lines; output: the status of each, what it printed,
 # and its messages.

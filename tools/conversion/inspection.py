@@ -131,12 +131,16 @@ def check_checksums(directory: Path) -> list[str]:
     """What differs from `checksums.json`, in words.
 
     Raises:
-        UserError: there is no such file.
+        UserError: there is no such file, or it is broken.
     """
     try:
-        digests = json.loads((directory / CHECKSUMS).read_text())
+        digests = dict(json.loads((directory / CHECKSUMS).read_text()))
     except FileNotFoundError as error:
         raise UserError(f"{directory} has no {CHECKSUMS}: --write-checksums makes it") from error
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{directory / CHECKSUMS} cannot be read ({error}): nothing is known of the files' content"
+        ) from error
     present = {str(path.relative_to(directory)): path for path in _files(directory)}
     lines = [f"{name} is missing" for name in sorted(digests.keys() - present.keys())]
     lines += [f"{name} is new" for name in sorted(present.keys() - digests.keys())]

@@ -302,10 +302,12 @@ def split_into_units(sizes: Iterable[tuple[str, int]], workers: int, largest: in
     larger is a unit of its own.
 
     Raises:
-        UserError: there are to be no workers.
+        UserError: there are to be no workers, or files of no bytes.
     """
     if workers < 1:
         raise UserError(f"--max-workers {workers}: at least one process has to convert")
+    if largest < 1:
+        raise UserError(f"--chunk-size {largest}: a file has a size above 0, in bytes")
     sizes = list(sizes)
     limit = min(largest, max(-(-sum(size for _, size in sizes) // (2 * workers)), LEAST_UNIT_BYTES))
     units: list[Unit] = []

@@ -252,6 +252,10 @@ def test_a_file_that_is_cut_off_or_lost_is_found(directories, tmp_path):
     data[-200] ^= 1
     part.write_bytes(data)
     assert check_checksums(tmp_path / "run") == ["iter_0000000/__0_0.distcp has changed"]
+    for broken in ("[1", "[1]", "1"):
+        (tmp_path / "run" / "checksums.json").write_text(broken)
+        with pytest.raises(UserError, match="checksums.json cannot be read"):
+            check_checksums(tmp_path / "run")
     part.write_bytes(data[:-100])
     with pytest.raises(UserError, match=r"__0_0.distcp is cut off"):
         list(describe(tmp_path / "run"))

@@ -148,12 +148,14 @@ def test_what_fails_at_the_very_end_is_not_done_again(source, tmp_path, monkeypa
     assert sorted(path.name for path in (tmp_path / "target").iterdir()) == ["all", "unit-0", "unit-1", "unit-2"]
 
 
-def test_a_target_that_cannot_be_made_and_no_workers_are_told(source, tmp_path):
+def test_a_target_that_cannot_be_made_and_sizes_of_nothing_are_told(source, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="target cannot be made"):
         Conversion(source, tmp_path / "file" / "target", {}).run(UNITS, functools.partial(write, ()), finish)
     with pytest.raises(UserError, match="--max-workers 0"):
         split_into_units([("a", 3)], 0, 6)
+    with pytest.raises(UserError, match="--chunk-size -1"):
+        split_into_units([("a", 3)], 1, -1)
 
 
 @pytest.mark.slow
