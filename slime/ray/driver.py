@@ -19,7 +19,7 @@ from slime.observability.logging_utils import LoggedMetrics, forget_lost_steps, 
 from slime.scheduling.device_turns import ENGINES, TRAINER, Holds, Sides, Turn, steps_to
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import write_json_atomically
-from slime.utils.misc import Box, should_run_periodic_action
+from slime.utils.misc import Box, host_memory_gib, should_run_periodic_action
 
 if TYPE_CHECKING:
     from slime.plan.longest_batch import Lengths, ProbedMemory
@@ -219,7 +219,8 @@ class StepReport:
         self._rollout_id, self._merged = rollout_id, {}
         started = time.perf_counter()
         yield
-        self.add_metrics({"perf/step_time": time.perf_counter() - started})
+        seconds = time.perf_counter() - started
+        self.add_metrics({"perf/step_time": seconds, "perf/driver_host_memory_gib": host_memory_gib()})
         if self._args.loss_type == "sft_loss":
             # Nothing is graded: a reward of zero in the line would look like a failure.
             self._merged.pop("rollout/raw_reward", None)

@@ -40,7 +40,7 @@ from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.rollout_batch import split_for_data_parallel
 from slime.training.schedule import schedule_from_args, train_parallel_config
 from slime.utils.errors import RunError, UserError
-from slime.utils.misc import Box
+from slime.utils.misc import Box, host_memory_gib
 from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.utils.run_values import SharedArguments, add_run_values
 from slime.utils.types import Sample, failed_and_masked
@@ -122,6 +122,7 @@ class RolloutPipeline:
                 if not self.args.has_trainer:
                     metrics.update(_raw_reward(self.args, samples))
                 metrics.update(compute_rollout_perf_metrics(self.args, samples, seconds))
+                metrics["perf/manager_host_memory_gib"] = host_memory_gib()
                 logged.append(({**metrics, "rollout/step": rollout_id}, "rollout/step"))
         return RolloutResult(shards, logged, critic_shards)
 

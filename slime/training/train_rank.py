@@ -34,7 +34,7 @@ from slime.training.rollout_data import RolloutData, refresh_mask_sums
 from slime.training.train_step import forward_values, train_one_step
 from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError
-from slime.utils.misc import Box, no_garbage_collection
+from slime.utils.misc import Box, host_memory_gib, no_garbage_collection
 from slime.utils.ports import group_environment, service_host
 from slime.utils.process_groups import patient_groups
 
@@ -268,9 +268,10 @@ class TrainRank:
         return {**named, "train/step": rollout_id * self.args.num_steps_per_rollout + step}, "train/step"
 
     def _phases(self, rollout_id: int) -> LoggedMetrics:
-        """What the phases took since the last call: seconds, and memory where the device counts it."""
+        """What the phases took since the last call: seconds, and memory where the device counts it; and this process's own."""
         seconds = {f"perf/{name}_time": value for name, value in Timer().pop_seconds().items()}
         memory = {f"perf/{name}_memory_gib": peak / 2**30 for name, peak in PeakMemory().pop_bytes().items()}
+        memory[f"perf/{self.phase_prefix}rank_host_memory_gib"] = host_memory_gib()
         return {**seconds, **memory, "rollout/step": rollout_id}, "rollout/step"
 
 

@@ -8,10 +8,12 @@ import difflib
 import gc
 import os
 import random
+import resource
 import socket
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ __all__ = [
     "get_free_port",
     "get_host_info",
     "group_by",
+    "host_memory_gib",
     "load_function",
     "near_name",
     "no_garbage_collection",
@@ -98,6 +101,11 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def host_memory_gib() -> float:
+    """GiB of the host's memory that this process has at the moment, pages that it shares with others included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**30
 
 
 def should_run_periodic_action(

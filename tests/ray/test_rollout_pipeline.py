@@ -363,6 +363,7 @@ def test_rewards_that_a_run_that_trains_would_refuse_are_told_and_not_reported(t
     args = parse(tmp_path, "--rollout-function-path", f"{plug_ins}:ungraded", "--debug-rollout-only")
     metrics, _ = RolloutPipeline(args).generate(3).logged[-1]
     assert "rollout/raw_reward" not in metrics and "the reward of sample 0 is None" in caplog.text
+    assert metrics["perf/manager_host_memory_gib"] > 0
 
 
 def test_a_reward_that_finds_nothing_to_judge_is_told_by_the_first_rollout(tmp_path, plug_ins, caplog):

@@ -17,10 +17,21 @@ from slime.utils.misc import (
     get_current_node_ip,
     get_free_port,
     group_by,
+    host_memory_gib,
     no_garbage_collection,
     should_run_periodic_action,
     unique_hex,
 )
+
+
+def test_the_memory_of_a_process_rises_with_what_it_holds():
+    code = (
+        "from slime.utils.misc import host_memory_gib\n"
+        "before = host_memory_gib(); held = bytearray(b'x') * 2**28; print(host_memory_gib() - before)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(result.stdout) == pytest.approx(0.25, rel=0.05)
+    assert 0.01 < host_memory_gib() < 100
 
 
 def test_ids_are_nobody_elses():
