@@ -2,9 +2,8 @@
 
 An unknown flag is an error that names the nearest known ones; a retired one names its replacement. Where that is all, the
 rest of the words is parsed too, so that one message can tell its broken rules as well. A flag given again, by whichever of
-its names, wins over what stands before it, lists included, and one line says so; only flags that say so add up. Runs that
-only train take the flags of engines and router too, known or not where those packages are not installed, so that one script
-serves both kinds of run.
+its names, wins over what stands before it, lists included, and one line says so; only flags that say so add up. One script
+serves runs that only train too: they take the flags of engines and router, also of those that are not installed.
 """
 
 import argparse
@@ -322,7 +321,8 @@ def _most_values(action: argparse.Action) -> float:
 
 def _unexpected(word: str, flag: str) -> str:
     shown_word = REDACTED if is_secret(flag) else repr(word)
-    return f"unexpected word {shown_word}: " + (f"{flag} takes no such value" if flag else "no flag stands before it")
+    why = f"{flag} takes no such value" if flag else "no flag stands before it"
+    return f"unexpected word {shown_word}: {'its dash is no hyphen' if word.startswith(tuple('–—−')) else why}"
 
 
 def _with_searched_word(words: Sequence[str]) -> list[str]:

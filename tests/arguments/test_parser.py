@@ -330,6 +330,12 @@ def test_a_stray_word_behind_each_flag_is_told():
     ]
 
 
+@pytest.mark.parametrize("dash", ["–", "—"])
+def test_a_dash_that_a_text_program_made_of_hyphens_is_told(dash):
+    with pytest.raises(UserError, match=f"^unexpected word '{dash}lr': its dash is no hyphen$"):
+        parse_known(build_parser(), ["--seed", "1", f"{dash}lr", "1e-6"])
+
+
 def test_unknown_flags_are_told_with_broken_rules(tmp_path):
     assert violations(tmp_path, "--foo 3 --rollout-temperature 0") == [
         "unknown flag --foo: see `python train.py --help` for all flags",
