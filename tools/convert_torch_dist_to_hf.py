@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.utils.errors import UserError
 from tools.command_line import require_checkpoint, require_directory, run_tool
 from tools.conversion.units import start_server
 
@@ -55,6 +56,8 @@ def parser_without_workers(description: str) -> argparse.ArgumentParser:
 
 def convert(args: argparse.Namespace, workers: int) -> None:
     """The conversion that `args` of `parser_without_workers` ask for, by so many processes."""
+    if args.vocab_size is not None and args.vocab_size < 1:
+        raise UserError(f"--vocab-size {args.vocab_size}: must be at least 1")
     require_directory("--input-dir", args.input_dir)
     require_checkpoint("--origin-hf-dir", args.origin_hf_dir)
     start_server(workers, "tools.conversion.torch_dist")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.command_line import require_directory, run_tool
+from tools.command_line import require_checkpoint, require_directory, run_tool
 
 
 def main(words: list[str] | None = None) -> None:
@@ -37,6 +37,8 @@ def main(words: list[str] | None = None) -> None:
 
     wrong: list[str] = []
     require_directory("DIRECTORY", args.directory)
+    if args.hf_checkpoint is not None:
+        require_checkpoint("--hf-checkpoint", args.hf_checkpoint)
     for line in inspection.describe(args.directory):
         print(line)
     if args.hf_checkpoint is not None:

@@ -209,6 +209,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     for name in (*names, "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be at least 1")
+    if arguments.digits > 18:
+        raise ValueError(f"--digits {arguments.digits}: must be at most 18, operands are integers of 64 bits")
     for name in ("carry_share", "forget_rate"):
         if not 0 <= getattr(arguments, name) <= 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must lie between 0 and 1")

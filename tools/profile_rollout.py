@@ -108,6 +108,8 @@ def main(words: list[str] | None = None) -> int:
     args = parser.parse_args(words)
     if args.num_steps < 1:
         parser.error(f"--num-steps {args.num_steps}: must be at least 1")
+    if args.timeout <= 0:
+        parser.error(f"--timeout {args.timeout:g}: must be above 0")
     if not args.router_url.startswith(("http://", "https://")):
         parser.error(f"--router-url {args.router_url}: give it with http:// or https://")
     if args.api_key_file is not None and not args.api_key_file.is_file():

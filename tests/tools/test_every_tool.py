@@ -30,10 +30,15 @@ REFUSED = {
         (2, "--input-dir /nowhere"),
     "convert_torch_dist_to_hf_parallel.py --input-dir {tmp} --output-dir {tmp}/to --origin-hf-dir /nowhere":
         (2, "--origin-hf-dir /nowhere"),
+    "convert_torch_dist_to_hf.py --input-dir {tmp} --output-dir {tmp}/to --origin-hf-dir {tmp} --vocab-size -4":
+        (2, "--vocab-size -4"),
     "convert_to_hf.py --hf-checkpoint /nowhere --output-dir {tmp}/to": (2, "--hf-checkpoint /nowhere"),
     "inspect_checkpoint.py /nowhere": (2, "DIRECTORY /nowhere"),
+    "inspect_checkpoint.py {tmp} --hf-checkpoint /nowhere": (2, "--hf-checkpoint /nowhere"),
     "make_toy_task.py /proc/no-such-place": (1, "/proc/no-such-place"),
+    "make_toy_task.py {tmp}/toy --digits 19": (2, "--digits 19"),
     "profile_rollout.py --router-url 10.0.0.1:3000 --action stop": (2, "--router-url 10.0.0.1:3000"),
+    "profile_rollout.py --router-url http://127.0.0.1:1 --action stop --timeout 0": (2, "--timeout 0"),
     "report.py /nowhere": (2, "/nowhere"),
     "serve_megatron_teacher.py --hf-checkpoint /nowhere": (2, "--hf-checkpoint /nowhere"),
     "simulate.py --phases /nowhere": (2, "/nowhere"),
