@@ -297,10 +297,11 @@ class Extra:
 _TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9.0a0,<2.12.0'"
 _FLASH_ATTN_3 = "build hopper/ of the sources of flash-attention"
 _FOR_TRANSFORMER_ENGINE = "copy flash_attn_interface.py into the directory flash_attn_3 beside it"
+# Not as `slime[wandb]`: pip would look for what the other packages ask for too, which the pins leave out on purpose.
 EXTRAS = (
-    Extra("wandb", "--use-wandb", "pip install 'slime[wandb]'"),
-    Extra("e2b", "sandboxes of a service, E2BSandbox", "pip install 'slime[e2b]'"),
-    Extra("lm_eval", "--rm-type ifbench, the checks of IFEval", "pip install 'slime[ifbench]'"),
+    Extra("wandb", "--use-wandb", "pip install wandb"),
+    Extra("e2b", "sandboxes of a service, E2BSandbox", "pip install e2b"),
+    Extra("lm_eval", "--rm-type ifbench, the checks of IFEval", "pip install 'lm-eval[ifeval]'"),
     Extra("blake3", "--update-weight-delta-checksum blake3", "pip install blake3"),
     Extra("matplotlib", "pictures of tools/report.py", "pip install matplotlib"),
     Extra(
