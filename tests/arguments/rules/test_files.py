@@ -61,6 +61,14 @@ def test_a_place_that_cannot_be_written(tmp_path, flag):
     assert message in parse(tmp_path, *words, "--dry-run").plan_notes
 
 
+@pytest.mark.parametrize("flag", ["--save", "--dump-details", "--update-weight-disk-dir", "--save-debug-rollout-data"])
+def test_a_file_in_the_place_of_a_directory_is_told_and_a_dump_is_written_again(tmp_path, flag):
+    (tmp_path / "file").write_text("")
+    notes = parse(tmp_path, flag, str(tmp_path / "file"), "--dry-run").plan_notes
+    message = f"{flag} {tmp_path}/file: {tmp_path}/file is a file, not a directory; give a place where you may write"
+    assert (message in notes) == (flag != "--save-debug-rollout-data")
+
+
 def test_a_file_system_that_takes_no_files(tmp_path):
     note = next(note for note in parse(tmp_path, "--save", "/proc/x", "--dry-run").plan_notes if "/proc" in note)
     assert re.fullmatch(r"--save /proc/x: /proc cannot be written \(.*\); give a place where you may write", note)
