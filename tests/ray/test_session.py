@@ -322,6 +322,23 @@ def test_what_writes_no_checkpoint_may_go_on_beside_a_run_that_does(run, saves_e
     assert status == 0, lines
 
 
+def test_weights_of_a_download_that_was_broken_off_are_told_before_anything_starts(run, tmp_path):
+    """A file that is missing, one that is cut off; and whole ones."""
+    model = tmp_path / "model"
+    model.mkdir()
+    header = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-1.safetensors"}}))
+    for content, told in (
+        (None, f"{model}/part-1.safetensors is not there, and the index of the weights in {model} names it"),
+        (b"1" * 8, f"{model}/part-1.safetensors cannot be read: it is shorter than its header says"),
+        (b"1" * 16, None),
+    ):
+        if content is not None:
+            (model / "part-1.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content)
+        status, lines = run(None, "--check")
+        assert (status, any(told in line for line in lines)) == (2, True) if told else status == 0, lines
+
+
 @pytest.mark.parametrize("ending", [None, RunError("engine 0 died"), KeyboardInterrupt()])
 def test_the_directory_of_checkpoints_is_let_go_of_however_a_run_ends(run, tmp_path, ending):
     lock, held = tmp_path / "checkpoints/.checkpoints.lock", []
