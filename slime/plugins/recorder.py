@@ -108,7 +108,10 @@ POINTS = {
     "--custom-model-provider-path": Point(
         "fn(pre_process, post_process[, vp_stage][, config][, args]) → GPTModel", in_megatron=True
     ),
-    "--spec": Point("fn(args, config, vp_stage) → spec of the layers", in_megatron=True),
+    "--spec": Point(
+        "fn(args, config, vp_stage) → spec of the layers; or, with a parameter pre_process, what a model provider is",
+        in_megatron=True,
+    ),
     "--custom-megatron-init-path": Point("fn(args), on each rank once Megatron is initialised", in_megatron=True),
     "--custom-megatron-before-log-prob-hook-path": Point(
         "fn(args, model, store_prefix), before each pass without gradient", in_megatron=True

@@ -47,7 +47,7 @@ from slime.backends.megatron_utils.prediction_layers import put_prediction_layer
 from slime.backends.megatron_utils.value_head import put_value_head
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
-from slime.utils.plugin_loader import accepted_keywords, calling_user_code, load_function
+from slime.utils.plugin_loader import accepted_keywords, calling_user_code, load_function, parameters_of
 
 ModelProvider = Callable[..., GPTModel]
 
@@ -253,13 +253,18 @@ def get_model_provider_func(args: Any) -> ModelProvider:
 
 
 def build_model(args: Any, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
-    """This rank's model chunk as the run has it: that of `--custom-model-provider-path`, else that of the flags.
+    """This rank's model chunk as the run has it: that of `--custom-model-provider-path`, or of a `--spec` that names such a
+    function, which has a parameter `pre_process`; else that of the flags.
 
     Raises:
         UserError: the function raises, or returns a model that a run cannot train, export or cut as its flags say.
     """
     place = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
     path, flag = args.custom_model_provider_path, "--custom-model-provider-path"
+    if _spec_is_provider(args):
+        if path is not None:
+            raise UserError(f"--spec {_path_of_spec(args)} builds the whole model, and so does {flag} {path}; keep one")
+        path, flag = _path_of_spec(args), "--spec"
     if path is None:
         return get_model_provider_func(args)(**place)
     provider = load_function(path, flag=flag)
@@ -369,11 +374,34 @@ def get_family_spec(
     return load_function(family.layer_spec)(args, config, vp_stage)
 
 
-def _decoder_spec(args: Any, config: TransformerConfig, vp_stage: int | None) -> Any:
-    """What the function says that the family names as its layer spec; of a family without, the layers of all decoders."""
+def _decoder_spec(
+    args: Any, config: TransformerConfig, vp_stage: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """What the function of `--spec` says, which a family names that has layers of its own; without it the layers of all
+    decoders. A function that builds the whole model, and starts from ours, finds the family's in it."""
     if args.spec is None:
         return get_decoder_spec(config, vp_stage)
-    return load_function(".".join(args.spec), flag="--spec")(args, config, vp_stage)
+    if _spec_is_provider(args):
+        return get_family_spec(args, config, vp_stage)
+    path, flag = _path_of_spec(args), "--spec"
+    function = load_function(path, flag=flag)
+    with calling_user_code(flag, path, f"the layers of a model chunk with vp_stage {vp_stage}"):
+        spec = function(args, config, vp_stage)
+    if not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
+        raise UserError(
+            f"{flag} {path} returned {type(spec).__name__}; expected a ModuleSpec or TransformerBlockSubmodules of "
+            "Megatron-Core, or give the function a parameter `pre_process` where it builds the whole model"
+        )
+    return spec
+
+
+def _path_of_spec(args: Any) -> str:
+    return ".".join(args.spec)
+
+
+def _spec_is_provider(args: Any) -> bool:
+    """Whether `--spec` names a function that builds the whole model, and not its layers."""
+    return args.spec is not None and "pre_process" in parameters_of(load_function(_path_of_spec(args), "--spec")).names
 
 
 def _mask_vocabulary_padding(output_layer: torch.nn.Module, args: Any) -> None:

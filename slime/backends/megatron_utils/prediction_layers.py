@@ -20,7 +20,6 @@ same number.
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +43,7 @@ from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.training.log_probs import calculate_log_probs_and_entropy
 from slime.training.metric_reduction import all_reduce_sum
 from slime.training.rollout_data import Metrics, MicroBatch, RolloutData
+from slime.utils.plugin_loader import load_module, split_path
 
 # Of what the decoder is called with, that which a layer needs to know of the stream.
 _STREAM_OPTIONS = (
@@ -91,7 +91,8 @@ def put_prediction_layers(args: Any, model: GPTModel, vp_stage: int | None) -> N
         return
     spec = get_prediction_layer_spec(model.config, vp_stage)
     # A family whose layers are its own has a function for these beside that of its decoder.
-    of_family = args.spec and getattr(importlib.import_module(args.spec[0]), "prediction_layer_spec", None)
+    file, module, _ = split_path(".".join(args.spec or ()))
+    of_family = args.spec and getattr(load_module(file or module, "--spec"), "prediction_layer_spec", None)
     if of_family:
         spec.submodules.transformer_layer = of_family(spec.submodules.transformer_layer)
     spec.module = PredictionLayer

@@ -292,6 +292,67 @@ def test_a_family_names_the_function_that_says_its_layers(tmp_path):
     assert run_distributed(_final_norms, 1, (str(tmp_path), specs)) == [["RMSNorm", "IdentityOp"]]
 
 
+def marked(pre_process, post_process, vp_stage=None, *, args):
+    from slime.backends.megatron_utils.model_provider import get_model_provider_func
+
+    model = get_model_provider_func(args)(pre_process, post_process, vp_stage)
+    model.is_marked = True
+    return model
+
+
+def no_layers(args, config, vp_stage):
+    return None
+
+
+def refused_layers(args, config, vp_stage):
+    raise KeyError("no such layer")
+
+
+# What `--spec` has, of which the first two are the function's module and name.
+BY_SPEC = {
+    "layers": ([__name__, "decoder_without_final_norm"], {}),
+    "layers of a file": ([f"{__file__}:decoder_without_final_norm"], {"mtp_num_layers": 1}),
+    "model": ([__name__, "marked"], {}),
+    "model of a file": ([f"{__file__}:marked"], {}),
+    "two models": ([__name__, "marked"], {"custom_model_provider_path": f"{__name__}.marked"}),
+    "nothing": ([__name__, "no_layers"], {}),
+    "raised": ([__name__, "refused_layers"], {}),
+}
+
+
+def _built_by_spec(directory):
+    from tests.support.processes import megatron_worker as megatron
+
+    found = {}
+    for case, (spec, changes) in BY_SPEC.items():
+        args = tiny_args(directory, spec=spec, **changes)
+        megatron.start(args)
+        from slime.backends.megatron_utils.model_provider import build_model
+
+        try:
+            model = build_model(args, pre_process=True, post_process=True, vp_stage=None)
+            norm = type(model.decoder.final_layernorm).__name__
+            found[case] = (getattr(model, "is_marked", False), norm, hasattr(model, "mtp"))
+        except UserError as error:
+            found[case] = str(error)
+    return found
+
+
+def test_spec_names_what_says_the_layers_or_builds_the_model(tmp_path):
+    """A provider, which the parameter `pre_process` tells, may start from our own model, with the layers of the family."""
+    write_tiny_model(tmp_path)
+    (found,) = run_distributed(_built_by_spec, 1, (str(tmp_path),))
+    assert found["layers"] == (False, "IdentityOp", False) and found["layers of a file"] == (False, "IdentityOp", True)
+    assert found["model"] == found["model of a file"] == (True, "RMSNorm", False)
+    said = {
+        "two models": f"--spec {__name__}.marked builds the whole model, and so does --custom-model-provider-path {__name__}",
+        "nothing": f"--spec {__name__}.no_layers returned NoneType; expected a ModuleSpec or TransformerBlockSubmodules",
+        "raised": f"--spec {__name__}.refused_layers raised KeyError for the layers of a model chunk with vp_stage None",
+    }
+    for case, message in said.items():
+        assert found[case].startswith(message), found[case]
+
+
 def _rope_frequencies(directory, changes):
     from tests.support.processes import megatron_worker as megatron
 
