@@ -108,6 +108,8 @@ def train_batch_from_columns(columns: dict[str, Any], source: str, samples: Sequ
     missing = [name for name in required if name not in columns]
     if missing:
         raise UserError(f"{source}: the returned dict lacks {', '.join(missing)}; required are {', '.join(required)}")
+    if no_columns := [f"`{name}` is {column!r:.40}" for name, column in columns.items() if not _has_rows(column)]:
+        raise UserError(f"{source}: {', '.join(no_columns)}; expected columns, lists with one entry per sample")
     rows = len(columns["tokens"])
     wrong = {name: len(column) for name, column in columns.items() if len(column) != rows}
     if wrong:
@@ -128,14 +130,17 @@ def train_batch_from_columns(columns: dict[str, Any], source: str, samples: Sequ
             batch["loss_masks"][position] = np.zeros_like(batch["loss_masks"][position])
         if failed_and_masked(sample) and "failed" not in columns:
             batch.setdefault("failed", np.zeros(rows, np.bool_))[position] = True
-    batch["rollout_ids"] = execution_ids(list(batch.get("rollout_ids", [None] * rows)))
+    try:
+        batch["rollout_ids"] = execution_ids(list(batch.get("rollout_ids", [None] * rows)))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{source}: `rollout_ids` has other entries than whole numbers and None: {error}") from None
     for name in columns:
         known = column_of(name)
         if known.is_ragged:
             pairs = zip(batch[name], of_samples, strict=True)
             batch[name] = [_as_row(row, known.dtype, f"{where} `{name}`") for row, where in pairs]
         elif known.dtype is not None:
-            batch[name] = np.asarray(batch[name], known.dtype)
+            batch[name] = _as_row(batch[name], known.dtype, f"{source}: `{name}`")
     for position, where in enumerate(of_samples):
         _require_fitting_rows({name: batch[name][position] for name in columns}, where)
     return _complete(batch)
@@ -153,6 +158,13 @@ def _samples_of_rows(samples: Sequence[Sample], sample_indices: Sequence[Any]) -
     for position, index in enumerate(np.asarray(sample_indices).tolist()):
         if own := waiting[-1 if index is None else index]:
             yield position, own.popleft()
+
+
+def _has_rows(column: Any) -> bool:
+    try:
+        return len(column) >= 0
+    except TypeError:
+        return False
 
 
 def _as_row(row: Any, dtype: Any, name: str) -> np.ndarray:

@@ -307,6 +307,24 @@ def test_plug_in_columns_are_completed():
         train_batch_from_columns({**columns, "rewards": [1]}, PLUG_IN)
 
 
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"tokens": None}, "`tokens` is None; expected columns"),
+        ({"step": 7, "scale": np.asarray(0.5)}, r"`step` is 7, `scale` is array\(0.5\); expected columns"),
+        ({"rollout_ids": ["a", "b"]}, "`rollout_ids` has other entries than whole numbers and None"),
+        ({"round_number": [1, None]}, "`round_number` is no row of numbers"),
+    ],
+)
+def test_what_is_no_column_of_a_plug_in_is_named(wrong, message):
+    columns = {
+        "tokens": [[1, 2, 3], [4, 5]], "response_lengths": [2, 1], "rewards": [1, 0], "raw_reward": [1, 0],
+        "truncated": [0, 0], "sample_indices": [0, 1], "loss_masks": [[1, 0], [1]],
+    }  # fmt: skip
+    with pytest.raises(UserError, match=f"^{PLUG_IN}: {message}"):
+        train_batch_from_columns({**columns, **wrong}, PLUG_IN)
+
+
 def test_a_mask_that_weighs_tokens_is_refused_from_a_function_of_the_users_too():
     columns = {
         "tokens": [[1, 2, 3], [1, 2]], "response_lengths": [2, 1], "rewards": [0.5, 0.5], "raw_reward": [1.0, 1.0],
