@@ -9,7 +9,6 @@ metric of what was rejected must still see it.
 from __future__ import annotations
 
 import argparse
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from slime.algorithms.policy_loss import (
 from slime.training.rollout_batch import correction_flag
 from slime.training.rollout_data import Metrics, MicroBatch, Reducer
 from slime.utils.errors import UserError
-from slime.utils.plugin_loader import calling_user_code, load_function
+from slime.utils.plugin_loader import accepted_keywords, calling_user_code, load_function
 
 
 def custom_loss_function(
@@ -115,9 +114,8 @@ def policy_gradient_reducer(
         copied_masks(loss_masks),
         args.calculate_per_token_loss,
     ]
-    if "rollout_mask_sums" in inspect.signature(make).parameters:
-        arguments.append(batch["rollout_mask_sums"])
-    reduce = _call(flag, path, batch, make, *arguments)
+    sums = accepted_keywords(make, {"rollout_mask_sums": batch.get("rollout_mask_sums")})
+    reduce = _call(flag, path, batch, make, *arguments, **sums)
     if not callable(reduce):
         raise UserError(f"{flag} {path} returned {_kind(reduce)}; expected a function of a flat tensor")
 

@@ -226,6 +226,20 @@ def constant_length(total_lengths, response_lengths, loss_masks, calculate_per_t
     return lambda values: (values * torch.cat(list(loss_masks))).sum() / 10
 
 
+def mean_by_name(total_lengths, response_lengths, loss_masks, calculate_per_token_loss, *, rollout_mask_sums):
+    weights = torch.cat([mask / max(total, 1) for mask, total in zip(loss_masks, rollout_mask_sums, strict=True)])
+    return lambda values: (values * weights).sum()
+
+
+def test_a_reducer_may_take_the_sums_of_executions_by_name():
+    args, samples = case_args(custom_pg_loss_reducer_function_path=f"{__file__}:mean_by_name"), make_samples()
+    data = rollout_data(samples)
+    compute_advantages_and_returns(args, data)
+    _, expected, _ = run_step(case_args(), data, make_logits(samples), [range(6)])
+    _, metrics, _ = run_step(args, data, make_logits(samples), [range(6)])
+    assert metrics["pg_loss"] == pytest.approx(expected["pg_loss"], rel=1e-5)
+
+
 def vector(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     return lambda values: values
 
