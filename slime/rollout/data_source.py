@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 _FORMAT_VERSION = 1
 
+# Stands for the data set that the flags name, where a source is made with `args` alone, by name.
+_OF_FLAGS: Any = object()
+
 Group = list[Any]  # entries are samples, or lists of samples where one execution gave several
 
 
@@ -147,11 +150,10 @@ class RolloutDataSource(DataSource):
     data set (`--disable-rollout-global-dataset`) it hands out empty samples that are only numbered.
     """
 
-    def __init__(self, dataset_or_args: Any, args: Any = None):
+    def __init__(self, dataset_or_args: Any = _OF_FLAGS, args: Any = None):
         if args is None:
-            dataset, args = build_dataset(dataset_or_args), dataset_or_args
-        else:
-            dataset = dataset_or_args
+            dataset_or_args, args = _OF_FLAGS, dataset_or_args
+        dataset = build_dataset(args) if dataset_or_args is _OF_FLAGS else dataset_or_args
         if dataset is not None and len(dataset) == 0:
             raise UserError("the data source was given an empty data set")
         self.args = args
@@ -341,7 +343,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     `pop_first`.
     """
 
-    def __init__(self, dataset_or_args: Any, args: Any = None):
+    def __init__(self, dataset_or_args: Any = _OF_FLAGS, args: Any = None):
         super().__init__(dataset_or_args, args)
         self.buffer: list[Group] = []
         path = self.args.buffer_filter_path

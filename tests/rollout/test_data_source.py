@@ -113,6 +113,13 @@ class TestDrawing:
         first.metadata["world"].words.append("second")
         assert second.metadata["world"].words == seen.words == ["first"]
 
+    @pytest.mark.parametrize("kind", [RolloutDataSource, RolloutDataSourceWithBuffer])
+    def test_arguments_may_be_given_by_name(self, make_args, kind):
+        assert prompts(kind(args=make_args()).get_samples(2)) == ["p0", "p1"]
+        assert prompts(kind(["own"], args=make_args()).get_samples(1)) == ["own"]
+        # None is a data set, too: of samples that are only numbered.
+        assert prompts(kind(None, make_args()).get_samples(1)) == [""]
+
     def test_missing_prompt_data_names_the_flag(self, make_args):
         with pytest.raises(UserError, match="--prompt-data is missing"):
             RolloutDataSource(make_args(prompt_data=None))
