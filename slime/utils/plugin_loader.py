@@ -42,7 +42,7 @@ _CONVENTIONAL_NAMES = {
     "custom_rm": _REWARD_NAMES,
     "custom_generate_function": ("custom_generate", "generate"),
     "rollout_function": ("generate_rollout",),
-    "eval_function": ("generate_rollout",),
+    "eval_function": ("eval_function", "generate_rollout"),
     "dynamic_sampling_filter": ("dynamic_filter", "filter_fn"),
 }
 # Whose functions may be `async`: `call_user_function` calls them. At no other point does anybody await what comes back, and a

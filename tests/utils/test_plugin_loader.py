@@ -50,6 +50,7 @@ def test_the_same_relative_path_in_another_directory_is_another_file(tmp_path, m
         ("custom_generate_function_path", "def generate(): ...\ndef helper(): ...", "generate"),
         ("--rollout-function-path", "def helper(): ...\ndef generate_rollout(): ...", "generate_rollout"),
         ("--eval-function-path", "def helper(): ...\ndef generate_rollout(): ...", "generate_rollout"),
+        ("--eval-function-path", "def generate_rollout(): ...\ndef eval_function(): ...", "eval_function"),
         ("--dynamic-sampling-filter-path", "def filter_fn(): ...\ndef helper(): ...", "filter_fn"),
         ("--custom-loss-function-path", "def loss_function(): ...\ndef helper(): ...", "loss_function"),
         ("--buffer-filter-path", "def buffer_filter(): ...\ndef helper(): ...", "buffer_filter"),
