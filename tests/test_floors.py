@@ -40,6 +40,7 @@ NEIGHBOURS_ALLOWED = {
 
 # Public import paths whose things live elsewhere; nothing but a docstring, imports and `__all__` may stand in them.
 RE_EXPORT_ONLY = {
+    "slime.backends.megatron_utils.arguments",
     "slime.backends.megatron_utils.hf_to_megatron",
     "slime.backends.megatron_utils.megatron_to_hf",
     "slime.backends.sglang_utils.arguments",
@@ -62,6 +63,7 @@ RE_EXPORT_ONLY = {
     "slime.utils.health_monitor",
     "slime.utils.memory_utils",
     "slime.utils.ppo_utils",
+    "slime.utils.reloadable_process_group",
     "slime.utils.seqlen_balancing",
 }
 # What a driver or `--help` imports must not pay for these; they are imported inside functions.

@@ -31,6 +31,7 @@ PUBLIC_NAMES = {
     "slime.utils.flops_utils": "calculate_fwd_flops",
     "slime.utils.health_monitor": "HealthChecks",
     "slime.utils.memory_utils": "clear_memory available_memory print_memory",
+    "slime.utils.reloadable_process_group": "get_gloo_group init_gloo_group init_process_group",
     "slime.utils.external_utils.command_utils": "execute_train convert_checkpoint exec_command",
     "slime.rollout.sglang_rollout": "GenerateState generate generate_and_rm generate_and_rm_group generate_rollout "
     "generate_rollout_async eval_rollout abort get_model_url",
@@ -68,6 +69,7 @@ PUBLIC_NAMES = {
     "apply_opd_kl_to_advantages",
     "slime.backends.megatron_utils.megatron_to_hf": "convert_to_hf remove_padding",
     "slime.backends.megatron_utils.hf_to_megatron": "load_hf_weights",
+    "slime.backends.megatron_utils.arguments": "set_default_megatron_args",
     "slime.backends.megatron_utils.initialize": "init",
     "slime.backends.megatron_utils.model_provider": "get_model_provider_func",
     "slime.backends.megatron_utils.stateless_adam": "StatelessAdam",
@@ -141,6 +143,7 @@ PARAMETERS = {
     "slime.backends.megatron_utils.cp_utils:slice_with_cp": "tokens pad_value",
     "slime.backends.megatron_utils.cp_utils:slice_log_prob_with_cp": "log_prob total_length response_length",
     "slime.backends.megatron_utils.loss:compute_advantages_and_returns": "args rollout_data",
+    "slime.backends.megatron_utils.arguments:set_default_megatron_args": "args",
     "slime.backends.megatron_utils.megatron_to_hf:convert_to_hf": "args model_name name param quantization_config",
     "slime.rollout.filter_hub.base_types:should_drop_dynamic_filter_output": "out "
     "remaining_batch_size target_data_size",

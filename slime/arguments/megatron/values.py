@@ -1,7 +1,6 @@
 """Values of Megatron's flags that follow from other flags, and what one spelling means for another.
 
 Nothing that the user typed is overruled; where two typed flags contradict each other, a rule says so.
-
 Pipeline stages have one answer for the rules, which refuse what cannot be, and for the plan.
 """
 
@@ -10,8 +9,8 @@ import argparse
 from slime.estimates.layout import PipelineStage, parts_of_layout, split_as_laid_out, split_into_stages
 
 
-def derive_megatron_values(args: argparse.Namespace) -> None:
-    """Fill what was left open, in place."""
+def derive_megatron_values(args: argparse.Namespace) -> argparse.Namespace:
+    """Fill what was left open, in place; gives `args`."""
     if args.recompute_activations and args.recompute_granularity is None:
         args.recompute_granularity = "selective"
     args.use_megatron_fsdp = args.use_megatron_fsdp or args.use_custom_fsdp
@@ -29,6 +28,7 @@ def derive_megatron_values(args: argparse.Namespace) -> None:
         args.moe_token_dispatcher_type = "alltoall"
     args.rope_type = args.rope_type or ("yarn" if args.multi_latent_attention else "rope")
     derive_virtual_stages(args)
+    return args
 
 
 def derive_virtual_stages(args: argparse.Namespace) -> None:

@@ -184,7 +184,7 @@ def test_values_that_follow(tmp_path, typed, expected):
     args.bf16 = args.accumulate_allreduce_grads_in_fp32 = False
     args = argparse.Namespace(**{**vars(args), **typed, "typed_flags": {*args.typed_flags, *typed}})
     settle_precision(args, on_gpus=False)
-    derive_megatron_values(args)
+    assert derive_megatron_values(args) is args
     assert {name: getattr(args, name) for name in expected} == expected
 
 
