@@ -172,7 +172,8 @@ def process_vision_info(prompt: list[dict[str, Any]], processor: Any) -> dict[st
     """
     images = []
     for message in prompt:
-        for part in message["content"] if isinstance(message["content"], list) else ():
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
             kind = part.get("type")
             if kind in ("image", "image_url"):
                 images.append(_image(source_of(part)))

@@ -89,6 +89,13 @@ def test_images_of_messages_are_read_in_their_order(tmp_path):
     assert process_vision_info(messages[:1], None) == {"images": None, "videos": None}
 
 
+def test_messages_without_content_have_no_images():
+    calls = [{"function": {"name": "look", "arguments": {}}}]
+    content = [{"type": "image", "image": picture()}]
+    messages = [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": content}]
+    assert len(process_vision_info(messages, None)["images"]) == 1
+
+
 @pytest.mark.parametrize(
     ("part", "told"),
     [
