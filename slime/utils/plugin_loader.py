@@ -11,9 +11,11 @@ that would end more than its call, such as `sys.exit`, is an error too.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import difflib
+import filecmp
 import functools
 import hashlib
 import importlib
@@ -34,6 +36,8 @@ from slime.utils.errors import RunError, UserError
 
 # While one thread runs a file, others find an unfinished module; the file may ask for further ones.
 _running_a_file = threading.RLock()
+# Where the files lie that were run: what they imported from beside them goes on under its plain name.
+_directories: set[str] = set()
 
 _REWARD_FLAG = "--custom-rm-path"
 _REWARD_METHOD = "compute_reward"
@@ -182,17 +186,46 @@ def _load_file(file: str, subject: str) -> ModuleType:
     with _running_a_file:
         if name in sys.modules:
             return sys.modules[name]
+        directory = os.path.dirname(real_path)
+        for own, other in _taken_for_another(real_path):
+            raise UserError(
+                f"{subject}: it imports {own}, and the file of another plug-in has imported {other} under that name, which it "
+                "would be given; rename one of them"
+            )
+        _directories.add(directory)
         module_spec = importlib.util.spec_from_file_location(name, real_path)
         module = importlib.util.module_from_spec(module_spec)
         sys.modules[name] = module
         with _importing(subject):
             try:
-                with _importable(os.path.dirname(real_path)):
+                with _importable(directory):
                     module_spec.loader.exec_module(module)
             except BaseException:
                 del sys.modules[name]
                 raise
         return module
+
+
+def _taken_for_another(file: str) -> Iterator[tuple[str, str]]:
+    """Modules beside `file` that it imports, each with the other one of that name that lies beside another plug-in's file."""
+    directory = os.path.dirname(file)
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return  # the import says what is wrong
+    imported: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported.add(node.module.partition(".")[0])
+    for name in sorted(imported):
+        other = getattr(sys.modules.get(name), "__file__", None)
+        for beside in (f"{name}.py", os.path.join(name, "__init__.py")):
+            own = os.path.join(directory, beside)
+            others = {os.path.join(place, beside) for place in _directories - {directory}}
+            if other in others and os.path.isfile(own) and not filecmp.cmp(own, other, shallow=False):
+                yield own, other
 
 
 @contextmanager

@@ -34,6 +34,27 @@ def test_file_with_attribute_is_loaded_once_and_may_import_its_neighbours(write_
     assert sys.modules[function.__module__].A.f is function
 
 
+@pytest.mark.parametrize("place", ["helper_of_plugins.py", "helper_of_plugins/__init__.py"])
+@pytest.mark.parametrize("statement", ["from helper_of_plugins import WHO", "import os, helper_of_plugins"])
+def test_a_file_is_not_given_the_neighbour_of_another(tmp_path, monkeypatch, place, statement):
+    """Python has imported that under its plain name, and would hand it out again, whatever is in it."""
+    monkeypatch.delitem(sys.modules, "helper_of_plugins", raising=False)
+    for name, text in (("one", "WHO = 1"), ("same", "WHO = 1"), ("two", "WHO = 2")):
+        (tmp_path / name / place).parent.mkdir(parents=True)
+        (tmp_path / name / place).write_text(text)
+        (tmp_path / name / "plugin.py").write_text(f"{statement}\ndef f(): ...")
+    load_function(f"{tmp_path}/one/plugin.py:f", "--custom-rm-path")
+    load_function(f"{tmp_path}/same/plugin.py:f", "--custom-rm-path")
+    path = f"{tmp_path}/two/plugin.py:f"
+    with pytest.raises(UserError) as caught:
+        load_function(path, "--custom-rm-path")
+    own, other = (tmp_path / name / place for name in ("two", "one"))
+    assert str(caught.value).startswith(f"--custom-rm-path {path}: it imports {own}, and the file of another plug-in")
+    assert f"has imported {other} under that name" in str(caught.value)
+    monkeypatch.delitem(sys.modules, "helper_of_plugins")
+    assert load_function(path, "--custom-rm-path")() is None
+
+
 def test_the_same_relative_path_in_another_directory_is_another_file(tmp_path, monkeypatch):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
