@@ -145,7 +145,9 @@ _QWEN3_5_LAYERS = (
         PerKeyHead(("k", "k", "v"), ("v",), ("h",), ("h",)),
     ),
 )
-# Text-only checkpoints of multimodal models carry the type of their language model.
+_QWEN3_5_MLP = GATED_MLP + _SHARED_AND_ROUTED
+# Text-only checkpoints of multimodal models carry the type of their language model. A name without "moe", such as
+# Qwen3.5-35B-A3B, may be that of a model with experts, so models of either kind have the rules of both.
 _QWEN3_5_TEXT = Family(
     model_types=("qwen3_5_text",),
     names=("qwen35text",),
@@ -153,7 +155,7 @@ _QWEN3_5_TEXT = Family(
     constants={"qk_layernorm": True, "layernorm_zero_centered_gamma": True},
     absent={"partial_rotary_factor": 0.25},
     layer_spec="slime_plugins.models.qwen3_5.get_qwen3_5_spec",
-    rules=ENDS + _QWEN3_5_LAYERS + GATED_MLP + _predicting(GATED_MLP),
+    rules=ENDS + _QWEN3_5_LAYERS + _QWEN3_5_MLP + _predicting(_QWEN3_5_MLP),
     not_trained=re.compile(r"^(mtp|model\.visual)\."),
     predictions=_OF_PREDICTION,
     engines_draft=True,
@@ -171,13 +173,12 @@ _QWEN3_5_MOE_TEXT = dataclasses.replace(
     names=("qwen35moetext",),
     parts=(*_MOE, hf.partial_rope, hf.linear_attention),
     constants={**_QWEN3_5_TEXT.constants, "moe_shared_expert_gate": True},
-    rules=ENDS + _QWEN3_5_LAYERS + _SHARED_AND_ROUTED + _predicting(_SHARED_AND_ROUTED),
 )
 _QWEN3_5_MOE = dataclasses.replace(
     _QWEN3_5_MOE_TEXT,
     model_types=("qwen3_5_moe",),
     names=("qwen35moe",),
-    rules=_of_language_model(_QWEN3_5_MOE_TEXT.rules),
+    rules=_QWEN3_5.rules,
     stages_tie=True,
 )
 # Known by name; what its config says is not written down yet.

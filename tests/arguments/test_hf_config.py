@@ -215,6 +215,10 @@ def test_pretrained_biases_stay_unless_a_rate_is_typed(name, parser):
         ),
         ("qwen3-30B-A3B", "Qwen3-30B-A3B", "drop --model-name, or give qwen3moe"),
         ("qwen3-30B-A3B", "qwen3_moe", None),
+        ("qwen3.5-35B-A3B", "Qwen3.5-35B-A3B", None),  # a name that dense models and those with experts share
+        ("qwen3.5-35B-A3B", "qwen3_5", None),
+        ("qwen3.5-0.8B", "qwen3_5_moe", None),
+        ("qwen3.5-0.8B", "qwen3_5_text", "drop --model-name, or give qwen35"),
         ("deepseek-v3", "kimi-k2", None),  # its weights have the same names
     ],
 )

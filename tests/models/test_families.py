@@ -202,6 +202,20 @@ def test_the_family_of_a_name(name, family):
     assert FAMILIES_BY_NAME.get(family_name(name)) is family
 
 
+def test_a_name_that_models_with_experts_share_with_others():
+    """Qwen3.5 has one for both."""
+    for name in ("Qwen3.5-35B-A3B", "qwen3_5", "qwen3_5_moe"):
+        family = FAMILIES_BY_NAME[family_name(name)]
+        for begin, layer in (
+            ("decoder.layers.1.", "model.language_model."),
+            ("mtp.layers.0.transformer_layer.", "mtp."),
+        ):
+            _, experts = family.find(f"{begin}mlp.experts.linear_fc2.weight3")
+            _, dense = family.find(f"{begin}mlp.linear_fc2.weight")
+            place = f"{layer}layers.{begin.split('.')[2]}.mlp."
+            assert experts == (f"{place}experts.3.down_proj.weight",) and dense == (f"{place}down_proj.weight",), name
+
+
 @pytest.mark.parametrize(
     "name",
     [
