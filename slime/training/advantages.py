@@ -112,7 +112,8 @@ _POLICIES = ("log_probs", "ref_log_probs")
 def _reward_kl(args: argparse.Namespace, rollout_data: RolloutData) -> Tensors:
     """KL of the policy against the reference per token, 0 at masked ones; zeros where it has no weight in the reward."""
     if args.kl_coef == 0:
-        device = rollout_data["tokens"][0].device if rollout_data["tokens"] else None
+        masks = rollout_data["loss_masks"]
+        device = masks[0].device if masks else None
         lengths = rollout_data.local_lengths
         return _Placeholder(approx_kl_of_responses(None, None, lengths, args.kl_loss_type, device=device))
     for name in _POLICIES:

@@ -102,7 +102,7 @@ def sum_of_everything(values):
 
 def test_advantages_of_a_rank_alone():
     data = {
-        "tokens": TOKENS, "total_lengths": [4, 3], "response_lengths": [2, 1], "rewards": [1.0, -1.0],
+        "total_lengths": [4, 3], "response_lengths": [2, 1], "rewards": [1.0, -1.0],
         "loss_masks": [torch.ones(2), torch.ones(1)], "log_probs": [-torch.ones(2), -torch.ones(1)],
         "teacher_log_probs": [torch.tensor([-0.5, -1.0]), -torch.ones(1)],
     }  # fmt: skip
