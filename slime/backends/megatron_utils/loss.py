@@ -75,28 +75,28 @@ def loss_function(
     args: argparse.Namespace, batch: dict[str, Any], logits: torch.Tensor, *, role: str = "actor"
 ) -> tuple[torch.Tensor, Metrics]:
     """The un-normalised loss of a micro-batch by `--loss-type`, and its metrics; see `slime.training.loss`."""
-    return losses.loss_function(args, _typed(batch), _rows(logits), _tensor_group(), role=role)
+    return losses.loss_function(args, *_typed(args, batch, logits), _tensor_group(), role=role)
 
 
 def policy_loss_function(
     args: argparse.Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, Metrics]:
     """The policy loss, for a custom loss that adds to it: takes the arguments of one."""
-    return losses.policy_loss_function(args, _typed(batch), _rows(logits), _tensor_group(), sum_of_sample_mean)
+    return losses.policy_loss_function(args, *_typed(args, batch, logits), _tensor_group(), sum_of_sample_mean)
 
 
 def value_loss_function(
     args: argparse.Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, Metrics]:
     """The critic's loss; `logits` are its outputs [T, 1]."""
-    return losses.value_loss_function(args, _typed(batch), _rows(logits), sum_of_sample_mean)
+    return losses.value_loss_function(args, *_typed(args, batch, logits), sum_of_sample_mean)
 
 
 def sft_loss_function(
     args: argparse.Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, Metrics]:
     """The loss of supervised fine-tuning."""
-    return losses.sft_loss_function(args, _typed(batch), _rows(logits), _tensor_group(), sum_of_sample_mean)
+    return losses.sft_loss_function(args, *_typed(args, batch, logits), _tensor_group(), sum_of_sample_mean)
 
 
 def get_log_probs_and_entropy(
@@ -148,9 +148,12 @@ def _as_rollout_data(args: argparse.Namespace, rollout_data: dict[str, Any]) -> 
     rollout_data.update(data)
 
 
-def _typed(batch: dict[str, Any]) -> MicroBatch:
-    """What the user's function made of the batch that it was given may be a plain dict."""
-    return MicroBatch(batch, batch["stream"].cp)
+def _typed(args: argparse.Namespace, batch: dict[str, Any], logits: torch.Tensor) -> tuple[MicroBatch, torch.Tensor]:
+    """The batch and the rows of its logits. It may be a plain dict, made of the batch that the user's function was given, or of
+    the columns of samples whose logits these are: then it gets the stream that their tokens make."""
+    rows = _rows(logits)
+    stream = batch.get("stream") or _stream(args, batch["tokens"], batch["response_lengths"], rows)
+    return MicroBatch({**batch, "stream": stream}, stream.cp), rows
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:

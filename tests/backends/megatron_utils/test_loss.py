@@ -90,6 +90,17 @@ def test_a_custom_loss_is_built_from_the_shipped_ones():
     assert float(value) == pytest.approx(float(plain + 2 * tuning)) and float(metrics["tuning"]) == float(tuning)
 
 
+def test_a_batch_of_ones_own_making_needs_no_stream():
+    """Its columns say which rows of the logits are whose, also where these have padding at their end."""
+    own = {name: column for name, column in micro_batch().items() if name != "stream"}
+    for args in (objective_args(), objective_args(loss_type="sft_loss")):
+        expected, _ = loss.loss_function(args, micro_batch(), logits())
+        for given in (logits(), logits()[None, :7]):
+            assert float(loss.loss_function(args, own, given)[0]) == float(expected)
+    value, _ = loss.value_loss_function(objective_args(), own, torch.zeros(1, 7, 1), sum_of_everything)
+    assert float(value) == 3 and "stream" not in own
+
+
 def test_the_critics_loss():
     reduce = sum_of_everything
     value, metrics = loss.value_loss_function(objective_args(), micro_batch(), torch.zeros(1, 8, 1), reduce)
