@@ -290,6 +290,7 @@ def _train(args: argparse.Namespace, batch: dict[str, Any], named: Sequence[str]
     from slime.training.advantages import compute_advantages_and_returns
     from slime.training.loss import loss_function
     from slime.training.rollout_batch import split_for_data_parallel, to_tensors
+    from slime.training.rollout_data import require_entries
 
     data = to_tensors(split_for_data_parallel(batch, batch_schedule(args, batch))[0], "cpu")
     data.setdefault("log_probs", [torch.full((length,), -0.5) for length in data["response_lengths"]])
@@ -299,6 +300,7 @@ def _train(args: argparse.Namespace, batch: dict[str, Any], named: Sequence[str]
     compute_advantages_and_returns(args, data)
     flag = "--rollout-data-postprocess-path"
     call_plug_in(flag, args.rollout_data_postprocess_path, "rollout 0", args, 0, data)
+    require_entries(data, f"{flag} {args.rollout_data_postprocess_path}")
     micro_batch = data.micro_batch(range(len(data["total_lengths"])), pad_multiple=4)
     generator = torch.Generator().manual_seed(0)
     shape = (len(micro_batch.stream.tokens), args.padded_vocab_size or args.vocab_size or _CONFIG["vocab_size"])

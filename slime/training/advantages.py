@@ -21,7 +21,7 @@ from slime.algorithms.estimators import estimator
 from slime.algorithms.kl import approx_kl_of_responses, distilled_advantages
 from slime.algorithms.reduction import zero_masked_tokens
 from slime.training.metric_reduction import whiten
-from slime.training.rollout_data import RolloutData, Tensors
+from slime.training.rollout_data import RolloutData, Tensors, require_entries
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import call_plug_in
 
@@ -165,6 +165,7 @@ def _call_custom_function(args: argparse.Namespace, rollout_data: RolloutData) -
                 f"{flag} {path}: rollout_data[{name!r}] must be a list with one tensor of the response's length (its part on "
                 f"this rank) per sample; {_first_difference(lengths, found)}"
             )
+    require_entries(rollout_data, f"{flag} {path}")
 
 
 def _lengths_of(tensors: Any) -> list[int | None] | None:

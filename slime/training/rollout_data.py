@@ -147,6 +147,30 @@ class MicroBatch(RolloutData):
         return MicroBatch({**self, **columns}, self.cp)
 
 
+def require_entries(data: RolloutData, where: str) -> None:
+    """Refuse what a function of the user's left in a column of `data` that micro-batches would take single samples of.
+
+    Masks are not looked at: `refresh_mask_sums` does that, on all ranks together.
+
+    Args:
+        where: flag and path of the function, for the message.
+
+    Raises:
+        UserError: a column per sample, also one that the function added, is no list, tensor or array with an entry for each.
+    """
+    count = len(data["response_lengths"])
+    for name, rows in data.items():
+        if name == "loss_masks" or not column_of(name).is_per_sample:
+            continue
+        is_row = isinstance(rows, list | tuple | np.ndarray | torch.Tensor) and getattr(rows, "ndim", 1) > 0
+        if not is_row or len(rows) != count:
+            found = f"{len(rows)} entries" if is_row else type(rows).__name__
+            raise UserError(
+                f"{where} left {found} in rollout_data[{name!r}]; expected a list with one entry for each of the {count} "
+                "samples of the rank. What is about all of them has no place there"
+            )
+
+
 def refresh_mask_sums(data: RolloutData, data_group: dist.ProcessGroup) -> None:
     """Compute `rollout_mask_sums` again, after masks were edited: trained tokens per execution, over all ranks.
 

@@ -82,6 +82,7 @@ class Source:
 def log(rollout_id, args, samples, rollout_extra_metrics, rollout_time): return False
 def log_evaluation(rollout_id, args, data, extra_metrics): return True
 def postprocess(args, rollout_id, rollout_data): rollout_data["loss_masks"][0].zero_()
+def own_number(args, rollout_id, rollout_data): rollout_data["mine"] = 3
 def advantages(args, rollout_data):
     rollout_data["advantages"] = [torch.ones(n) for n in rollout_data["response_lengths"]]
     rollout_data["returns"] = rollout_data["advantages"]
@@ -466,6 +467,7 @@ def test_several_functions_work_together_and_a_class(file):
         ("--custom-rm-path", "text_reward", "is 'good' (str); expected a finite number"),
         ("--dynamic-sampling-filter-path", "awaited_filter", "is async, and nobody awaits it here; write `def`"),
         ("--rollout-data-postprocess-path", "awaited", "is async, and nobody awaits it here; write `def`"),
+        ("--rollout-data-postprocess-path", "own_number", "left int in rollout_data['mine']; expected a list"),
         (
             "--data-source-path",
             "AwaitedSource",

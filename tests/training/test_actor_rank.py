@@ -433,6 +433,10 @@ def returned_data(args, rollout_id, rollout_data):
     return {"loss_masks": rollout_data["loss_masks"]}
 
 
+def with_a_number(args, rollout_id, rollout_data):
+    rollout_data["mean"] = 0.5
+
+
 def imitation_worker(directory: Path) -> dict:
     """By flag that says that it has no effect there, what a rollout of imitation logs, or the error that ends it."""
     import torch
@@ -451,14 +455,14 @@ def imitation_worker(directory: Path) -> dict:
         "advantages": ["--custom-advantage-function-path", f"{__file__}:nobodys_advantages"],
         "critic": ["--advantage-estimator", "ppo", *kl],
         "postprocess": ["--rollout-data-postprocess-path", f"{__file__}:returned_data"],
+        "number": ["--rollout-data-postprocess-path", f"{__file__}:with_a_number"],
     }
     found = {}
     for name, words in beside.items():
         run = Rank(command_line(directory, "--loss-type", "sft_loss", *words))
         run.actor._fetch = lambda shards, run=run: fetch(run)
         try:
-            logged = run.actor.train(0, [])
-            found[name] = {name: value for metrics, _ in logged for name, value in metrics.items()}
+            found[name] = {name: value for metrics, _ in run.actor.train(0, []) for name, value in metrics.items()}
             found[name]["columns"] = sorted(run.data)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
@@ -470,6 +474,7 @@ def test_imitation_has_no_advantages_whatever_flags_of_theirs_there_are(director
     for found in run_distributed(imitation_worker, 2, (directory,), timeout=300):
         told = "test_actor_rank.py:returned_data returned dict for rollout 0; expected None: it changes the columns"
         assert told in found.pop("postprocess")
+        assert "test_actor_rank.py:with_a_number left float in rollout_data['mean']" in found.pop("number")
         expected = found["nothing"]
         for name, metrics in found.items():
             assert isinstance(metrics, dict), (name, metrics)

@@ -53,6 +53,11 @@ def no_returns(args, rollout_data):
     rollout_data["advantages"] = [torch.ones(2), torch.ones(3)]
 
 
+def with_a_number(args, rollout_data):
+    doubled(args, rollout_data)
+    rollout_data["mean"] = 0.5
+
+
 def test_grpo_spreads_the_reward_over_the_response():
     rollout_data = data()
     assert compute_advantages_and_returns(objective_args(), rollout_data) == {}
@@ -88,6 +93,15 @@ def test_custom_function_replaces_the_estimator_and_nothing_else():
 def test_custom_function_is_checked(function, column, difference):
     args = objective_args(custom_advantage_function_path=f"{__file__}:{function}")
     with pytest.raises(UserError, match=rf"{function}: rollout_data\['{column}'\] must be a list .*; {difference}$"):
+        compute_advantages_and_returns(args, data())
+
+
+def test_what_a_custom_function_keeps_in_the_data_is_checked():
+    """Micro-batches take single entries of every column: an error there would name nobody."""
+    args = objective_args(custom_advantage_function_path=f"{__file__}:with_a_number")
+    with pytest.raises(
+        UserError, match=r"^--custom-advantage-function-path .*left float in rollout_data\['mean'\]; exp"
+    ):
         compute_advantages_and_returns(args, data())
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from slime.training.columns import COLUMNS, Kind, column_of, names_of
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
-from slime.training.rollout_data import MicroBatch, RolloutData, refresh_mask_sums
+from slime.training.rollout_data import MicroBatch, RolloutData, refresh_mask_sums, require_entries
 from slime.utils.errors import UserError
 from tests.support.oracles.device_waits import counted_waits
 from tests.support.processes.distributed import run_distributed
@@ -102,6 +102,27 @@ def test_plug_ins_see_a_dict():
     assert isinstance(data, dict) and {**data}.keys() == columns_of().keys()
     data["mine"] = [1] * 6
     assert data.take([2])["mine"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "found"),
+    [
+        ("mine", 3, "int"), ("mine", None, "NoneType"), ("mine", {0: 1}, "dict"), ("mine", torch.ones(()), "Tensor"),
+        ("mine", [1] * 9, "9 entries"), ("advantages", None, "NoneType"), ("advantages", [], "0 entries"),
+        ("mine", torch.ones(6), None), ("mine", np.ones(6), None), ("mine", tuple("abcdef"), None),
+        ("raw_reward", 3, None), ("loss_masks", 3, None),
+    ],
+)  # fmt: skip
+def test_columns_that_micro_batches_could_not_take_entries_of(name, rows, found):
+    """But for those about the whole rollout, and for masks, which are looked at on all ranks together."""
+    data = RolloutData({**columns_of(), name: rows})
+    if found is None:
+        require_entries(data, "--flag mine.py:fn")
+    else:
+        with pytest.raises(
+            UserError, match=rf"^--flag mine\.py:fn left {found} in rollout_data\['{name}'\]; .* the 6 samples"
+        ):
+            require_entries(data, "--flag mine.py:fn")
 
 
 def test_a_copy_is_a_dict_alone(tmp_path):
