@@ -27,8 +27,6 @@ Lengths = list[tuple[int, int]]
 # Of a step, unless a pipeline holds more at once: in the second one the activations of the first are gone, and its gradients
 # are added to what is there.
 _MICRO_BATCHES = 2
-# Of a sample whose prompt no flag limits.
-_PROMPT_SHARE = 8
 # By whom an execution may become several samples.
 _MAKERS_OF_SAMPLES = (
     "custom_generate_function_path", "custom_convert_samples_to_train_data_path", "load_debug_rollout_data",
@@ -44,14 +42,12 @@ def micro_batches(args: argparse.Namespace, layout: ParallelLayout) -> list[Leng
     if budget is None:
         return []
     longest = min(sample or budget, budget)
-    lengths = _filled(budget, longest)
-    batch = [(length, min(length - max(1, length // _PROMPT_SHARE), _response(args, length))) for length in lengths]
-    return [batch] * _at_once(args, layout, plan.micro_batches)
+    return [_answers(_filled(budget, longest))] * _at_once(args, layout, plan.micro_batches)
 
 
 def longest_micro_batches(args: argparse.Namespace) -> list[Lengths]:
-    """The same for one step of a run: a sample above the budget is alone and whole, responses are as long as they may be, and a
-    micro-batch has no more samples than a step leaves for it. None at all where no flag says how large one is."""
+    """The same for one step of a run: a sample above the budget is alone and whole, and a micro-batch has no more samples than
+    a step leaves for it. None at all where no flag says how large one is."""
     layout = parallel_layout(args)
     plan, longest = plan_batch(args, layout), longest_sample(args)
     if plan.token_budget is None:
@@ -61,19 +57,18 @@ def longest_micro_batches(args: argparse.Namespace) -> list[Lengths]:
         lengths = [longest]
     else:
         lengths = _filled(plan.token_budget, longest or plan.token_budget)[: _most_samples(args, layout)]
-    batch = [(length, min(length - 1, _response(args, length))) for length in lengths]
-    return [batch] * _at_once(args, layout, plan.micro_batches) if batch else []
+    return [_answers(lengths)] * _at_once(args, layout, plan.micro_batches) if lengths else []
+
+
+def _answers(lengths: Sequence[int]) -> Lengths:
+    """Samples with a token of a prompt: nothing needs the logits of a longer one."""
+    return [(length, length - 1) for length in lengths]
 
 
 def _filled(budget: int, longest: int) -> list[int]:
     lengths = [longest] * (budget // longest)
     # What is left of the budget holds a shorter sample.
     return [*lengths, budget % longest] if budget % longest > 1 else lengths
-
-
-def _response(args: argparse.Namespace, length: int) -> int:
-    limit = args.rollout_max_response_len
-    return limit if limit is not None else length
 
 
 def _most_samples(args: argparse.Namespace, layout: ParallelLayout) -> int:

@@ -33,14 +33,15 @@ BACKENDS = {
     "fsdp": "slime.backends.fsdp_utils.backend.FSDPBackend",
 }
 
-# Of a micro-batch and its logits [T, V / tensor-parallel size]: lists with one tensor per sample, by name.
+# Of a micro-batch and its logits: lists with one tensor per sample, by name. Logits are [R, V / tensor-parallel size] of the R
+# rows that `rows_of_logits` names; a critic's are its values [T, 1].
 Collect = Callable[[MicroBatch, torch.Tensor], dict[str, list[torch.Tensor]]]
 # What layers of the backend's own add to the loss of a micro-batch: (un-normalised term, its metrics).
 OwnTerm = Callable[[MicroBatch], tuple[torch.Tensor, Metrics]]
 
 
 class StepLoss(Protocol):
-    """The un-normalised loss of a micro-batch and its metrics, from its logits [T, V / tensor-parallel size]."""
+    """The un-normalised loss of a micro-batch and its metrics, from its logits, as `Collect` has them."""
 
     def __call__(
         self, batch: MicroBatch, logits: torch.Tensor, own_term: OwnTerm | None = None

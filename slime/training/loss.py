@@ -42,9 +42,16 @@ from slime.training.custom_functions import (
 )
 from slime.training.keep_set import kept_tokens
 from slime.training.log_probs import calculate_log_probs_and_entropy
-from slime.training.packed_stream import PackedStream
+from slime.training.packed_stream import PackedStream, Rows
 from slime.training.rollout_batch import correction_flag
 from slime.training.rollout_data import Metrics, MicroBatch, Reducer
+
+
+def rows_of_logits(args: argparse.Namespace, stream: PackedStream) -> Rows | None:
+    """The rows of a rank's stream whose logits a pass makes; None: all, as a user's loss may read any, and as where none
+    predicts a response token, since kernels for products need one row at least."""
+    rows = stream.predicting_rows
+    return rows if len(rows.index) and args.loss_type != "custom_loss" else None
 
 
 def loss_function(
@@ -58,8 +65,8 @@ def loss_function(
     """The un-normalised loss of a micro-batch and its metrics (without gradient), both sums over its samples.
 
     Args:
-        logits: [T, V / tensor-parallel size] of `batch.stream`; for the role "critic", whose loss is that of its values
-            whatever `--loss-type` says, [T, 1].
+        logits: [T, V / tensor-parallel size] of `batch.stream`, or of its R predicting rows alone, which a custom loss gets
+            all T of; for the role "critic", whose loss is that of its values whatever `--loss-type` says, [T, 1].
     """
     reduce = make_reducer(args, batch)
     # Columns of the user's own stay as they are.
@@ -236,8 +243,8 @@ def response_log_probs(
     """Log-probs (and entropy) of this rank's response tokens, float32 [their number].
 
     Args:
-        logits: [T, V / tensor-parallel size], divided by the temperature inside; rows that predict no response token are not
-            read. Where the batch has the sets of tokens that
+        logits: [T, V / tensor-parallel size], or [R, V / tensor-parallel size] of the R rows alone that predict a response
+            token: others are not read. They are divided by the temperature inside. Where the batch has the sets of tokens that
             top-p sampling kept, log-probs are those within the sets; the entropy is always that of the whole distribution.
         temperature: unless set that of the rollout; 1 in supervised fine-tuning, whose tokens nobody sampled.
     """
@@ -253,7 +260,7 @@ def response_log_probs(
         log_prob_keep_mask=kept_tokens(batch),
         with_entropy_grad=with_entropy_grad,
         temperature=temperature,
-        rows=stream.predicting_rows,
+        rows=stream.predicting_rows.within(logits),
     )
     values = stream.responses_of_predictions
     return values(log_probs), None if entropy is None else values(entropy)

@@ -48,6 +48,10 @@ class Rows:
         rows = [torch.empty(0, dtype=torch.int64), *(torch.arange(r.start, r.stop) for r in ranges)]
         return cls(tuple(ranges), torch.cat(rows).to(device, non_blocking=True))
 
+    def within(self, logits: torch.Tensor) -> Rows:
+        """Where these rows are in `logits`, which a model has made of the whole stream or of these rows alone."""
+        return Rows.at([range(len(logits))], logits.device) if len(logits) == len(self.index) else self
+
 
 @dataclass(frozen=True, eq=False)
 class PackedStream:

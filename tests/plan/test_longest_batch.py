@@ -21,7 +21,7 @@ PROMPT, RESPONSE = "--rollout-max-prompt-len 1024", "--rollout-max-response-len 
 FEW = SMALL.replace("--rollout-batch-size 32 --n-samples-per-prompt 8 --num-steps-per-rollout 2",
     "--rollout-batch-size 2 --n-samples-per-prompt 2 --num-steps-per-rollout 1")  # fmt: skip
 WITHOUT_SHARDS = SMALL.replace("--tensor-model-parallel-size 2 --sequence-parallel", "")
-LONGEST = (8192, 7168)
+LONGEST = (8192, 8191)
 
 
 def longest(command, *words, **changed):

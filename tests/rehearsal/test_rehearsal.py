@@ -531,7 +531,7 @@ def test_what_cannot_be_rehearsed_is_refused(arguments, words, said):
 def test_micro_batches_are_full(arguments):
     args = arguments("--use-dynamic-batch-size", "--max-tokens-per-gpu", "150", "--rollout-max-response-len", "40")
     layout = parallel_layout(args)
-    assert micro_batches(args, layout) == [[(64, 40), (64, 40), (22, 20)]] * 2
+    assert micro_batches(args, layout) == [[(64, 63), (64, 63), (22, 21)]] * 2
 
 
 @pytest.mark.parametrize(

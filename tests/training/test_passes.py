@@ -41,13 +41,20 @@ def passes(hf_dir):
         "tokens": [torch.tensor(sequence) for sequence in SEQUENCES], "micro_batch_indices": [[0], [1]],
         "total_lengths": [len(s) for s in SEQUENCES], "response_lengths": [len(s) - 1 for s in SEQUENCES],
     })  # fmt: skip
-    dtypes = []
+    dtypes, made = [], []
 
     def collect(batch, logits):
         dtypes.append(str(logits.dtype))
-        return {"nothing": [torch.zeros(0)]}
+        made.append(len(logits))
+        return {"nothing": [torch.zeros(0)] * len(batch["tokens"])}
 
     forward_per_sample(args, rank.backend, data, collect)
+    together = RolloutData({**data, "micro_batch_indices": [[0, 1]], "response_lengths": [2, 1]})
+    for responses in ([2, 1], [0, 0]):
+        forward_per_sample(args, rank.backend, RolloutData({**together, "response_lengths": responses}), collect)
+    rank.backend.args.loss_type = "custom_loss"
+    forward_per_sample(args, rank.backend, together, collect)
+    rank.backend.args.loss_type = "policy_loss"
     with pytest.raises(ValueError, match="longer"):
         forward_per_sample(args, rank.backend, data, lambda *_: {"rows": [torch.zeros(0)] * 2})
     twice = [forward_log_probs(args, rank.backend, data, with_entropy=False)["log_probs"] for _ in range(2)]
@@ -62,6 +69,7 @@ def passes(hf_dir):
     return {
         "masters": (len(masters), all(map(torch.equal, masters, reloaded))),
         "dtypes": dtypes,
+        "made": made,
         "twice": all(map(torch.equal, *twice)),
         "is_training": is_training,
         "probed": (probed, plain),
@@ -122,7 +130,14 @@ def test_passes_without_gradient_have_no_dropout_and_leave_the_model_training(se
 
 
 def test_logits_of_16_bits_are_not_copied_to_float32(seen):
-    assert seen["dtypes"] == ["torch.bfloat16"] * len(SEQUENCES)
+    assert seen["dtypes"] == ["torch.bfloat16"] * (len(SEQUENCES) + 3)
+
+
+def test_logits_are_made_of_rows_that_predict_a_response_alone(seen):
+    """5 and 2, in streams of their own; 2 and 1 in one stream; none, or a loss of the user's: all rows of the stream."""
+    *some, of_none, of_own_loss = seen["made"]
+    assert some == [5, 2, 3]
+    assert of_none == of_own_loss >= sum(map(len, SEQUENCES))
 
 
 def test_the_probe_is_at_temperature_1_whatever_the_rollouts_is(seen):

@@ -109,7 +109,7 @@ class TeacherRank:
 
         def collect(batch: MicroBatch, logits: torch.Tensor) -> dict[str, list[torch.Tensor]]:
             group = self.backend.groups.tensor_group
-            found = score(logits, batch.stream.predicting_rows, question, group, **self._chunks)
+            found = score(logits, batch.stream.predicting_rows.within(logits), question, group, **self._chunks)
             return {name: [values.cpu()] for name, values in found.items()}
 
         outputs = self.backend.forward(micro_batches(self.args, data, [[0]]), collect, "teacher_")

@@ -51,6 +51,7 @@ from slime.training.checkpoint_parts import (
 )
 from slime.training.checkpoint_publication import unpublished
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, tell_place
+from slime.training.loss import rows_of_logits
 from slime.training.model_states import ModelStates
 from slime.training.packed_stream import PackedStream
 from slime.training.parameter_schedule import changed_curves, restore_schedule, schedule_settings, schedule_state
@@ -462,15 +463,15 @@ class FSDPBackend:
             logger.warning("another number of ranks saved %s: random generators start from --seed", directory)
 
     def _logits(self, batch: MicroBatch) -> torch.Tensor:
-        """Logits [T, V] of this rank's rows of the stream. Where attention is transformers' own, it takes rows whose positions
-        start anew for another sequence, which sees nothing of those before."""
-        stream = batch.stream
+        """Logits [rows, V]. Where attention is transformers' own, rows whose positions start anew are of another sequence."""
+        stream, rows = batch.stream, rows_of_logits(self.args, batch.stream)
         attention = {"packed_stream": stream, "stream_kernel": self._kernel} if self._attends_to_streams else {}
         output = self.model(
             input_ids=stream.tokens[None],
             position_ids=stream.position_ids[None],
             attention_mask=None,
             use_cache=False,
+            logits_to_keep=0 if rows is None else rows.index,
             **attention,
         )
         return output.logits.squeeze(0)

@@ -39,9 +39,11 @@ from megatron.core.transformer.multi_token_prediction import (
 from slime.algorithms.reduction import masked_sum
 from slime.arguments.config_files.role_config import ACTOR
 from slime.backends.megatron_utils.layer_spec import get_prediction_layer_spec
+from slime.backends.megatron_utils.output_rows import logits_of
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.training.log_probs import calculate_log_probs_and_entropy
 from slime.training.metric_reduction import all_reduce_sum
+from slime.training.packed_stream import PackedStream
 from slime.training.rollout_data import Metrics, MicroBatch, RolloutData
 from slime.utils.plugin_loader import load_module, split_path
 
@@ -108,8 +110,9 @@ def put_prediction_layers(args: Any, model: GPTModel, vp_stage: int | None) -> N
         model.decoder.register_forward_hook(remember, with_kwargs=True)
 
 
-def predict(model: GPTModel, embed: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Logits [T, V / tensor-parallel size] of one layer after the other, for the micro-batch that `model` has just seen.
+def predict(model: GPTModel, stream: PackedStream, embed: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Logits of one layer after the other, for the stream that `model` has just seen: [R, V / tensor-parallel size] of the R
+    rows that predict something, of all rows where none does.
 
     Args:
         model: bare, with layers that are trained.
@@ -121,9 +124,11 @@ def predict(model: GPTModel, embed: Callable[[int], torch.Tensor]) -> Iterator[t
         weight = model.shared_embedding_or_output_weight()
     # A layer that is recomputed in the backward pass gets a gradient only if its input asks for one.
     hidden = trunk.hidden.requires_grad_()
-    for layer in model.mtp.layers:
+    for number, layer in enumerate(model.mtp.layers, 1):
         hidden, _, _ = layer(input_ids=None, position_ids=None, hidden_states=hidden, embedding=embed, **trunk.options)
-        logits, _ = model.output_layer(hidden, weight=weight.detach())
+        rows = stream.rows_predicting(1 + number)
+        with logits_of(rows if len(rows.index) else None, model.output_layer):
+            logits, _ = model.output_layer(hidden, weight=weight.detach())
         yield logits.squeeze(1)
 
 
@@ -204,13 +209,16 @@ def prediction_loss(
     """Sum of −log p over the predictions of layer `layer` (from 1) that count on this rank, a float32 scalar.
 
     Args:
-        logits: [T, V / tensor-parallel size], the layer's, for the rows of `batch.stream`.
+        logits: [T, V / tensor-parallel size], the layer's, for the rows of `batch.stream`, or for those alone that predict
+            something.
         chunk_size: rows per float32 chunk; 0 or less: by device.
     """
     # No other prediction can count.
     rows = batch.stream.rows_predicting(1 + layer)
     labels, counted = (of_rows[rows.index] for of_rows in (tokens_ahead(batch, 1 + layer), counted_rows(batch, layer)))
-    log_probs, _ = calculate_log_probs_and_entropy(logits, labels, tensor_group, chunk_size=chunk_size, rows=rows)
+    log_probs, _ = calculate_log_probs_and_entropy(
+        logits, labels, tensor_group, chunk_size=chunk_size, rows=rows.within(logits)
+    )
     return masked_sum(-log_probs, counted)
 
 
@@ -249,7 +257,9 @@ class PredictionStep:
         tensor_group = parallel_state.get_tensor_model_parallel_group()
         losses = [
             prediction_loss(batch, logits, layer, tensor_group, self._args.log_probs_chunk_size) * weight
-            for layer, (logits, weight) in enumerate(zip(predict(self._model, embed), self._weights, strict=True), 1)
+            for layer, (logits, weight) in enumerate(
+                zip(predict(self._model, batch.stream, embed), self._weights, strict=True), 1
+            )
         ]
         mean = torch.stack(losses).mean()
         metrics = {f"mtp_{layer}_loss": loss.detach() for layer, loss in enumerate(losses, 1)}

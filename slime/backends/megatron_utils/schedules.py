@@ -25,17 +25,19 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from slime.backends.megatron_utils.attention import packed_seq_params
 from slime.backends.megatron_utils.layer_spec import rotates_by_position
+from slime.backends.megatron_utils.output_rows import logits_of
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.replaying_router import routing_replay_of
 from slime.backends.megatron_utils.routers import SampleBalance
 from slime.training.backend import Collect
 from slime.training.columns import IMAGES
+from slime.training.loss import rows_of_logits
 from slime.training.packed_stream import PackedStream
 from slime.training.rollout_data import Metrics, MicroBatch
 from slime.training.train_step import MicroBatches
 from slime.utils.errors import UserError
 
-# Of the batch that it is made for: what Megatron's schedule calls with the logits [1, T, V / tensor-parallel size].
+# Of the batch that it is made for: what Megatron's schedule calls with the logits [1, rows, V / tensor-parallel size].
 LogitsFunction = Callable[[MicroBatch], Callable[..., Any]]
 
 
@@ -111,7 +113,11 @@ def _run_schedule(
         number = model.index(chunk)
         told = balance.forward(number, batch.stream) if balance is not None else contextlib.nullcontext()
         kept = contextlib.nullcontext() if recomputes else _without_recomputation(chunk)
-        with replay.forward(number, batch), told, kept:
+        model_of_stage = unwrap_model(chunk)
+        selected = contextlib.nullcontext()
+        if model_of_stage.post_process:
+            selected = logits_of(rows_of_logits(args, batch.stream), model_of_stage.output_layer)
+        with replay.forward(number, batch), told, kept, selected:
             output = _forward(chunk, batch)
         return output, make_logits_function(batch)
 
@@ -233,7 +239,7 @@ def _evaluating(model: list[DistributedDataParallel]) -> Iterator[None]:
 
 
 def _forward(chunk: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """Logits [1, T, V / tensor-parallel size] of the stream; before the last stage hidden states [T, 1, hidden]."""
+    """Logits [1, rows, V / tensor-parallel size] of the stream; before the last stage hidden states [T, 1, hidden]."""
     stream = batch.stream
     if any(batch.get(IMAGES, ())) and not hasattr(unwrap_model(chunk), "sight"):
         seeing = [index for index, one in zip(batch["sample_indices"], batch[IMAGES], strict=True) if one]

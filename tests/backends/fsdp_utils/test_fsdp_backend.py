@@ -47,6 +47,7 @@ def worker(hf_dir, other, batches, size, context=1):
     layout = {**FSDP, "data_parallel_size": size, "context_parallel_size": context}
     results = {"grid": run_grid(hf_dir, batches, size, SHARPEST, context)}
     results["states"] = states(grid_args(hf_dir, **layout), other)
+    results["made"] = made_logits(grid_args(hf_dir, **layout))
     results["push"] = pushed(grid_args(hf_dir, **layout))
     results["trained"] = trained(layout_args(hf_dir, **layout))
     results["scheduled"] = scheduled(layout_args(hf_dir, **layout, **CURVES))
@@ -85,6 +86,28 @@ def log_probs(args, backend):
         return [row.tolist() for row in rows.gather(found)]
 
     return of([[0, 1, 2]]), of([[0], [1], [2]])
+
+
+def made_logits(args):
+    """Rows of logits that a stream of three samples gets, with the shipped losses and with one of the user's."""
+    import torch
+
+    from slime.training.rollout_data import RolloutData
+    from slime.training.train_step import forward_per_sample
+
+    backend, made = started(args, WeightSource("hf", args.hf_checkpoint)), []
+    columns = {"tokens": [torch.arange(4)] * 3, "total_lengths": [4] * 3, "micro_batch_indices": [[0, 1, 2]]}
+
+    def collect(batch, logits):
+        made.append(len(logits))
+        return {"nothing": [torch.zeros(0)] * 3}
+
+    for responses, loss in (([1, 3, 2], "policy_loss"), ([0] * 3, "policy_loss"), ([1, 3, 2], "custom_loss")):
+        args.loss_type = loss
+        data = RolloutData({**columns, "response_lengths": responses}, backend.groups.cp)
+        forward_per_sample(args, backend, data, collect)
+    args.loss_type = "policy_loss"
+    return made
 
 
 def states(args, other):
@@ -316,6 +339,11 @@ def test_samples_of_a_stream_do_not_see_each_other(one_rank, sharing_ranks):
         packed, apart = rank["states"]["actor"]
         for row, alone in zip(packed, apart, strict=True):
             assert row == pytest.approx(alone, rel=1e-5)
+
+
+def test_logits_are_made_of_rows_that_predict_a_response_alone(one_rank):
+    some, of_none, of_own_loss = one_rank["made"]
+    assert some == 6 and of_none == of_own_loss >= 12
 
 
 def test_buffers_and_a_tied_head_of_the_checkpoint_are_not_waited_for(tmp_path):

@@ -34,7 +34,8 @@ def run_family(directory):
     from slime.training.train_step import micro_batches
 
     sizes = {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 1, "global_batch_size": 1}
-    args = tiny_args(directory, train_backend="fsdp", **sizes)
+    # Losses of users see the logits of all rows.
+    args = tiny_args(directory, train_backend="fsdp", loss_type="custom_loss", **sizes)
     backend = make_backend(args)
     backend.place()
     backend.load(WeightSource("hf", directory))

@@ -98,8 +98,8 @@ class OneMicroBatch:
         from tests.support.processes.megatron_worker import hf_gradients
 
         def loss(batch, logits):
-            rows = batch.stream.response_rows
-            own = torch.log_softmax(logits[rows], -1).gather(1, batch.stream.next_tokens[rows][:, None])
+            tokens = batch.stream.next_tokens[batch.stream.predicting_rows.index]
+            own = torch.log_softmax(logits, -1).gather(1, tokens[:, None])
             return -own.sum(), {}
 
         model = self.backend.model

@@ -1,0 +1,61 @@
+"""Logits of those rows alone that predict something.
+
+The vocabulary projection is the widest matrix of a model, and what it makes the largest tensor of a step. Nothing is trained on
+the rows of a prompt, so they end before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from torch.autograd.graph import saved_tensors_hooks
+
+from slime.training.packed_stream import Rows
+
+
+@contextlib.contextmanager
+def logits_of(rows: Rows | None, output_layer: torch.nn.Module) -> Iterator[None]:
+    """In the block `output_layer` makes logits [R, 1, V / tensor-parallel size] of the R `rows` of what it is given.
+
+    It makes those of all rows where `rows` is None, and where the layer is another than Megatron's, that of a critic or of a
+    user's model.
+    """
+    if rows is None or not isinstance(output_layer, ColumnParallelLinear):
+        yield
+        return
+    of_layer, own = output_layer.forward, vars(output_layer).get("forward")
+    is_split, group = output_layer.sequence_parallel, output_layer.tp_group
+
+    def chosen(hidden: torch.Tensor) -> torch.Tensor:
+        if is_split:
+            # The layer itself would gather what every rank has, and rows are those of all ranks. It sums the gradient over
+            # ranks, so each takes its part of that.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
+        return hidden.index_select(0, rows.index)
+
+    def forward(hidden: torch.Tensor, *others: Any, **options: Any) -> Any:
+        selected = chosen(hidden)
+        if not is_split:
+            return of_layer(selected, *others, **options)
+        # For its backward pass a rank keeps its part and not the rows of all ranks, as the layer would.
+        part, shape = hidden.detach(), selected.shape
+
+        def keep(saved: torch.Tensor) -> torch.Tensor | None:
+            return None if saved.shape == shape else saved
+
+        with saved_tensors_hooks(keep, lambda kept: chosen(part) if kept is None else kept):
+            return of_layer(selected, *others, **options)
+
+    output_layer.forward, output_layer.sequence_parallel = forward, False
+    try:
+        yield
+    finally:
+        output_layer.sequence_parallel = is_split
+        if own is None:
+            del output_layer.forward
+        else:
+            output_layer.forward = own
