@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -269,11 +270,17 @@ class _LinearInFp8(torch.autograd.Function):
         context: Any, rows: torch.Tensor, weight: torch.Tensor, kind: str, group: Any, *how: Any
     ) -> torch.Tensor:
         scale_format, multiply = how
-        context.save_for_backward(rows, weight)
+        # A frozen weight has no gradient that would ask for them.
+        context.save_for_backward(rows if context.needs_input_grad[1] else None, weight)
         context.kind, context.group = kind, group
         whole = _whole_rows(rows, kind, group)
-        numbers, scales = quantise_fp8_blocks(weight, (_BLOCK, _BLOCK), scale_format)
-        output = multiply(whole.flatten(0, -2), numbers, [_BLOCK, _BLOCK], scales)
+        # Kernels look at neither strides nor, as experts without tokens would have them, at no rows.
+        flat = whole.flatten(0, -2).contiguous()
+        if len(flat):
+            numbers, scales = quantise_fp8_blocks(weight, (_BLOCK, _BLOCK), scale_format)
+            output = multiply(flat, numbers, [_BLOCK, _BLOCK], scales)
+        else:
+            output = flat.new_empty(0, len(weight))
         return output.unflatten(0, whole.shape[:-1])
 
     @staticmethod
@@ -315,6 +322,8 @@ def engine_linear() -> EngineLinear:
     Raises:
         UserError: the package is not there; on this device the engine rounds in another way.
     """
+    # As for engines: otherwise the first product of every shape has to wait until DeepGEMM has multiplied 16,384 others.
+    os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
     try:
         from sglang.srt.layers import deep_gemm_wrapper
         from sglang.srt.layers.quantization import fp8_utils

@@ -1,6 +1,7 @@
 """Modules that multiply forwards in FP8: the engine's numbers, the parameters' gradients, every layout, and what is refused."""
 
 import json
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -68,6 +69,39 @@ def test_a_product_is_that_of_the_blocks_by_hand(dtype):
     assert np.abs(exact - expected).max() > 2 * tolerance * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_kernels_are_given_whole_rows_and_what_a_gradient_needs_is_kept(is_frozen):
+    from slime.backends.megatron_utils.low_precision import _linear_in_fp8, _multiply_on_host
+
+    given, kept = [], []
+
+    def multiply(rows, *weight):
+        given.append((tuple(rows.shape), rows.is_contiguous()))
+        return _multiply_on_host(rows, *weight)
+
+    def linear(rows):
+        of_megatron = {"bias": None, "allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
+        return _linear_in_fp8("float", multiply, input=rows, weight=weight, **of_megatron)
+
+    weight = torch.randn(64, 2 * BLOCK).requires_grad_(not is_frozen)
+    # Rows between which others lie.
+    rows = torch.randn(3, 1, 3 * BLOCK)[..., : 2 * BLOCK].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda one: one):
+        output = linear(rows)
+    assert output.shape == (3, 1, 64) and given == [((3, 2 * BLOCK), True)]
+    assert kept == [weight.shape] if is_frozen else kept == [rows.shape, weight.shape]
+    output.sum().backward()
+    torch.testing.assert_close(rows.grad, weight.detach().sum(0).expand_as(rows))
+    # An expert may have no tokens.
+    none = torch.empty(0, 2 * BLOCK, requires_grad=True)
+    output = linear(none)
+    assert output.shape == (0, 64) and len(given) == 1
+    output.sum().backward()
+    assert none.grad.shape == none.shape
+    if not is_frozen:
+        torch.testing.assert_close(weight.grad, rows.detach().sum((0, 1)).expand_as(weight))
+
+
 @pytest.mark.parametrize(
     ("layout", "rows", "size", "is_whole"),
     [
@@ -90,17 +124,19 @@ def test_blocks_of_a_rank_are_those_of_the_checkpoint(layout, rows, size, is_who
     assert found == {is_whole}
 
 
-def in_blocks(root, written):
+def in_blocks(root, written, directory="served", **settings):
     """The model in `root/plain` in FP8 for engines, in `root/served`; `written`: names of what is quantised."""
-    (root / "served").mkdir()
+    (root / directory).mkdir()
     config = json.loads((root / "plain/config.json").read_text())
-    (root / "served/config.json").write_text(json.dumps({**config, "quantization_config": SETTINGS}))
+    (root / directory / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {**SETTINGS, **settings}})
+    )
     tensors = {}
     for name, tensor in load_file(root / "plain/model.safetensors").items():
         tensors[name] = tensor
         if written in name:
             tensors[name], tensors[f"{name}_scale_inv"] = quantise_fp8_blocks(tensor, (BLOCK, BLOCK))
-    save_file(tensors, root / "served/model.safetensors")
+    save_file(tensors, root / directory / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -276,8 +312,45 @@ def test_log_probs_come_near_those_of_an_engine(dense):
     assert gaps["exact"] > 5e-3 and gaps["fp8"] < gaps["exact"] / 20, gaps
 
 
+def test_a_layer_rounds_the_weights_that_it_has_at_the_time_as_the_checkpoint_is_rounded(tmp_path):
+    """A reference, a teacher and older copies take turns in one model."""
+    write_tiny_model(tmp_path / "plain", hidden=128, intermediate_size=256)
+    in_blocks(tmp_path, ".mlp.", scale_fmt="ue8m0")
+    run_distributed(_products, 1, (str(tmp_path),))
+
+
+def _products(root):
+    from slime.backends.megatron_utils.hf_conversion import load_hf_weights
+    from slime.backends.megatron_utils.low_precision import _multiply_on_host
+    from slime.backends.megatron_utils.parameter_names import unwrap_model
+    from tests.support.processes import megatron_worker as megatron
+
+    modules = {"megatron_deepgemm_forward_layers": [1], "megatron_deepgemm_forward_modules": ["mlp.linear_fc1"]}
+    args = tiny_args(f"{root}/served", **modules)
+    chunks = megatron.load_model(args)
+    module = unwrap_model(chunks[0]).decoder.layers[1].mlp.linear_fc1
+    rows, seen = torch.randn(3, 1, BLOCK), []
+    for directory in ("served", "plain"):
+        load_hf_weights(args, chunks, f"{root}/{directory}")
+        with torch.no_grad():
+            found, expected = module(rows)[0], {}
+            for scale_format in ("float", "ue8m0"):
+                numbers, scales = quantise_fp8_blocks(module.weight, (BLOCK, BLOCK), scale_format)
+                expected[scale_format] = _multiply_on_host(rows.flatten(0, 1), numbers, [BLOCK, BLOCK], scales)
+        assert torch.equal(found.flatten(0, 1), expected["ue8m0"])
+        assert not torch.equal(expected["float"], expected["ue8m0"])
+        seen.append(found)
+    assert not torch.equal(*seen)
+
+
 def test_what_does_not_fit_is_refused_by_name(dense, tmp_path):
+    # The last rows of gate are half a block, and so are the last columns of down.
+    (tmp_path / "narrow").mkdir()
+    write_tiny_model(tmp_path / "narrow/plain", hidden=128, intermediate_size=192)
+    in_blocks(tmp_path / "narrow", "_proj.weight")
     (messages,) = run_distributed(_refusals, 1, (str(dense[0]), str(tmp_path)))
+    assert "of decoder.layers.1.mlp.linear_fc1.weight, [384, 128] on this rank, the blocks" in messages["rows"]
+    assert "of decoder.layers.1.mlp.linear_fc2.weight, [128, 192] on this rank, the blocks" in messages["columns"]
     assert "linear_fcx: decoder layer 1 has no such module; it has self_attention.linear_proj" in messages["module"]
     assert "quant_method None, weight_block_size None" in messages["plain"]
     assert "has no FP8 blocks of model.layers.1.self_attn.q_proj.weight" in messages["not quantised"]
@@ -286,6 +359,7 @@ def test_what_does_not_fit_is_refused_by_name(dense, tmp_path):
     assert "engines multiply by other_linear" in messages["other kernel"]
     assert "engines multiply by deepgemm_linear, or with scales of another format" in messages["other scales"]
     assert messages["kernel"] == "deepgemm_linear" and messages["critic"] is None
+    assert messages["compiles ahead"] == "false" and messages["compiles ahead as it is told"] == "true"
 
 
 def _refusals(root, scratch):
@@ -312,10 +386,13 @@ def _refusals(root, scratch):
     )
     megatron.start(tiny_args(served))
     messages = {}
+    narrow = Path(scratch, "narrow/served")
     for case, directory, changes in (
         ("module", served, {"megatron_deepgemm_forward_modules": ["linear_fcx"]}),
         ("plain", Path(root, "plain"), {}),
         ("not quantised", partly, {}),
+        ("rows", narrow, {"megatron_deepgemm_forward_modules": ["linear_fc1"]}),
+        ("columns", narrow, {"megatron_deepgemm_forward_modules": ["linear_fc2"]}),
     ):
         messages[case] = refusal(setup_model, tiny_args(directory, **{**DENSE, **changes}))
     args = tiny_args(served, **DENSE)
@@ -326,10 +403,13 @@ def _refusals(root, scratch):
     low_precision.unwrap_model(chunks[0]).config.transformer_impl = "transformer_engine"
     messages["engine"] = refusal(low_precision.multiply_in_fp8, args, chunks)
     messages["no package"] = refusal(low_precision.engine_linear)
+    messages["compiles ahead"] = os.environ.get("SGLANG_JIT_DEEPGEMM_PRECOMPILE")
+    os.environ["SGLANG_JIT_DEEPGEMM_PRECOMPILE"] = "true"
     packages = _packages_of_an_engine()
     sys.modules.update(packages)
     utils = packages["sglang.srt.layers.quantization"].fp8_utils
     messages["kernel"] = low_precision.engine_linear().__name__
+    messages["compiles ahead as it is told"] = os.environ["SGLANG_JIT_DEEPGEMM_PRECOMPILE"]
     packages["sglang.srt.layers"].deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0 = True
     messages["other scales"] = refusal(low_precision.engine_linear)
     utils._dispatch_auto_backend = lambda: other_linear
