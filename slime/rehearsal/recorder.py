@@ -66,15 +66,16 @@ class Results:
             by_shape = self._is_by_shape[func] = _is_by_shape(func)
         if not by_shape or torch.is_inference_mode_enabled():
             return func(*args, **kwargs)
-        signature = [func, torch.get_default_dtype(), *kwargs]
         tensors: list[FakeTensor] = []
-        if not (_describe(args, signature, tensors) and _describe(kwargs.values(), signature, tensors)):
+        key = _key(func, args, kwargs, tensors)
+        if key is None:
             return func(*args, **kwargs)
-        key = tuple(signature)
         known = self._known.get(key, self)
         if known is self:
             result = func(*args, **kwargs)
-            self._known[key] = _learned(result, tensors)
+            # What is given for the result may have become as large as that.
+            is_unchanged = key == _key(func, args, kwargs, [])
+            self._known[key] = _learned(result, tensors) if is_unchanged else None
             return result
         return func(*args, **kwargs) if known is None else known.made_of(tensors)
 
@@ -286,6 +287,13 @@ def _is_by_shape(func: Any) -> bool:
         return False
     # An index of booleans does not come here.
     return func is _aten.index.Tensor or _TAGS_NOT_BY_SHAPE.isdisjoint(func.tags)
+
+
+def _key(func: Any, args: tuple, kwargs: dict, tensors: list[FakeTensor]) -> tuple | None:
+    """What decides about results; fake tensors are added to `tensors`. None: something else may decide."""
+    signature = [func, torch.get_default_dtype(), *kwargs]
+    is_all = _describe(args, signature, tensors) and _describe(kwargs.values(), signature, tensors)
+    return tuple(signature) if is_all else None
 
 
 def _describe(arguments: Iterable[Any], signature: list[Any], tensors: list[FakeTensor]) -> bool:

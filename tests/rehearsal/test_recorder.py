@@ -160,6 +160,8 @@ def operations_on(one: torch.Tensor) -> list[torch.Tensor]:
         one[:, whole[0]],
         one.index_copy_(0, whole[:2, 0], given[2][:2]),
     ]
+    # It grows to what comes out.
+    given += [torch.mul(one, 2.0, out=torch.empty(0, device="meta"))]
     pairs = torch.view_as_complex(one.view(6, 2, 2))
     given += [pairs, pairs.conj(), pairs.conj() * 2, pairs.conj().imag, pairs.real]
     given += [torch.zeros(3), torch.zeros(3, device="meta"), torch.arange(3), torch.arange(3.0)]
