@@ -7,7 +7,7 @@ Invariants:
 - A carrier has at most ceil(limit ÷ carriers) requests at a time, where `limit` is that of all requests of this process.
 - They take turns. A request never waits for a carrier: where none has room, nobody here takes it.
 - One that is lost gets no more, and is told of once.
-- A request to the machine that it is made on (`localhost`) goes through carriers on the node of this process alone.
+- A request to the machine that it is made on (`localhost`, 0.0.0.0) goes through carriers on the node of this process alone.
 """
 
 import functools
@@ -153,6 +153,8 @@ class Carriers:
 def _is_of_this_machine(origin: str) -> bool:
     host = urlsplit(origin).hostname or ""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost"
+    # Servers that listen on all interfaces tell of themselves as 0.0.0.0, which as an address is this machine too.
+    return address.is_loopback or address.is_unspecified

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from slime.utils import http_utils
 from slime.utils.engine_answers import TokenLogProbs
-from slime.utils.http_carriers import CarrierLost, Carriers, ExchangeFailed
+from slime.utils.http_carriers import CarrierLost, Carriers, ExchangeFailed, _is_of_this_machine
 from slime.utils.http_utils import (
     HttpError,
     close_http_client,
@@ -286,6 +286,24 @@ def test_localhost_is_that_of_this_node_and_control_requests_and_streams_stay():
             assert await get(url) == "nothing" and await post_control(url, {}) == {} and len(near.seen) == 1
 
     run(main)
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_here"),
+    [
+        ("http://localhost:80", True),
+        ("http://LOCALHOST", True),
+        ("http://127.8.0.1:80", True),
+        ("http://[::1]:80", True),
+        ("http://0.0.0.0:80", True),
+        ("http://[::]:80", True),
+        ("http://10.0.0.1:80", False),
+        ("http://localhost.example:80", False),
+        ("no address", False),
+    ],
+)
+def test_addresses_that_every_machine_has_are_those_of_this_one(origin, is_here):
+    assert _is_of_this_machine(origin) is is_here
 
 
 @pytest.mark.parametrize("late", [True, False])
