@@ -25,6 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -488,15 +489,23 @@ def _build_chunk(args: Any, vp_stage: int | None) -> GPTModel:
     _mark_experts(model)
     for module in model.modules():
         if isinstance(module, MoELayer):
-            module.register_forward_hook(_let_go_of_routes)
+            _let_go_of_routes(module.token_dispatcher)
     return model
 
 
-def _let_go_of_routes(layer: MoELayer, *_: Any) -> None:
-    """Drop what a dispatcher keeps of a forward pass until the next one, and reads no more: where tokens went, with which
-    probabilities. That is 5 bytes per expert of each of the rank's tokens and layers, also of layers that are recomputed."""
-    kept = vars(layer.token_dispatcher)
-    kept.update(dict.fromkeys(_ROUTES & kept.keys()))
+def _let_go_of_routes(dispatcher: MoETokenDispatcher) -> None:
+    """Have a dispatcher drop what it keeps of a forward pass until the next one, and reads no more: where tokens went, with
+    which probabilities. That is 5 bytes per expert of each of the rank's tokens and layers, also of layers that are recomputed.
+    No hook of a layer sees when its experts alone are."""
+    combine = dispatcher.combine_postprocess
+
+    def combine_and_let_go(tokens: torch.Tensor) -> torch.Tensor:
+        output = combine(tokens)
+        kept = vars(dispatcher)
+        kept.update(dict.fromkeys(_ROUTES & kept.keys()))
+        return output
+
+    dispatcher.combine_postprocess = combine_and_let_go
 
 
 def _mark_experts(model: GPTModel) -> None:

@@ -325,6 +325,27 @@ PACKED = {
 }
 
 
+def kept_after_steps(cases):
+    """By case, what the dispatchers of a layer each still have of each token when a step is over."""
+    from tests.support.processes.layout_steps import LayoutRun
+
+    found = {}
+    for name, args in cases.items():
+        run = LayoutRun(args)
+        run.prepare()
+        run.step()
+        modules = [module for chunk in run.model for module in chunk.modules() if hasattr(module, "token_dispatcher")]
+        # No stream is shorter.
+        found[name] = [kept_rows(module.token_dispatcher, args.data_pad_size_multiplier) for module in modules]
+    return found
+
+
+def test_dispatchers_keep_nothing_of_a_step_however_experts_are_recomputed(models):
+    cases = {name: layout_args(models[0] / "qwen3_moe", **changes) for name, changes in PACKED.items()}
+    (found,) = run_distributed(kept_after_steps, 1, (cases,))
+    assert found == dict.fromkeys(PACKED, [[], []])
+
+
 def test_losses_of_samples_act_and_do_not_depend_on_how_these_are_packed(models, one_rank):
     model, flags, _ = TRAINED["losses of samples"]
     cases = {name: layout_args(models[0] / model, **flags, **packed) for name, packed in PACKED.items()}
