@@ -3,7 +3,7 @@
 Invariants:
 - An actor knows no limit, no attempts and no time: it makes the exchange that it is told of, and ends it when it is told so.
 - A long answer is parsed where it arrives, and the manager gets arrays: that is what it saves, beside connections.
-- They end with the manager. One that does not answer any more is ended, whereby all that it has fails.
+- They end with the manager. One that does not answer any more, or whose calls fail, is ended, whereby all that it has fails.
 - Ray keeps no record of their calls, whose arguments hold the key of the engines.
 """
 
@@ -79,7 +79,7 @@ class RequestClient:
         self.actor = actor
         self.name = name
         self.is_here = is_here
-        # Why it was ended, if it was.
+        # Why it is ended, or will be when actors are asked next; None: it is not.
         self.ended_for: str | None = None
 
     async def exchange(
@@ -100,7 +100,9 @@ class RequestClient:
             # An error of the request itself, of its address say, which the manager's own client shows as it is.
             return None
         except RayError as error:
-            raise CarrierLost(self.ended_for or " ".join(str(error).split())[:_LONGEST_CAUSE]) from error
+            # It may live still, behind a network that broke: engines would go on with what is sent again.
+            self.ended_for = self.ended_for or _cause(error)
+            raise CarrierLost(self.ended_for) from error
         if isinstance(answer, str):
             raise ExchangeFailed(answer)
         status, content, is_pickle = answer
@@ -108,7 +110,7 @@ class RequestClient:
 
     def end(self, why: str) -> None:
         """End the actor; what it still has is lost."""
-        self.ended_for = why
+        self.ended_for = self.ended_for or why
         ray.kill(self.actor)
 
 
@@ -133,7 +135,7 @@ class RequestActors:
         """Those that have started; the manager goes without the others, which is told."""
         started, others = self._ask(_START_SECONDS)
         for client in others:
-            logger.warning("%s did not start: the manager goes without it", client.name)
+            logger.warning("%s did not start (%s): the manager goes without it", client.name, client.ended_for)
         logger.info("%d client processes send requests (--use-distributed-post)", len(started))
         threading.Thread(target=self._watch, name="slime-request-actors", daemon=True).start()
         return Carriers(started)
@@ -157,15 +159,24 @@ class RequestActors:
             if not silent:
                 break
         if not self._ended.is_set():
-            for ref in silent:
-                asked[ref].end(f"it did not answer for {seconds:g} s")
-            self._clients = [client for ref, client in asked.items() if ref not in silent and _lives(ref)]
+            self._clients = []
+            for ref, client in asked.items():
+                why = f"it did not answer for {seconds:g} s" if ref in silent else client.ended_for or _problem(ref)
+                if why is None:
+                    self._clients.append(client)
+                else:
+                    client.end(why)
         return self._clients, [client for client in asked.values() if client not in self._clients]
 
 
-def _lives(answered: ray.ObjectRef) -> bool:
+def _problem(answered: ray.ObjectRef) -> str | None:
+    """Why an actor is not there to answer; None: it is."""
     try:
         ray.get(answered, timeout=_CLOSING_SECONDS)
-    except RayError:
-        return False
-    return True
+    except RayError as error:
+        return _cause(error)
+    return None
+
+
+def _cause(error: RayError) -> str:
+    return " ".join(str(error).split())[:_LONGEST_CAUSE]

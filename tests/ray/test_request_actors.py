@@ -5,7 +5,9 @@ import contextlib
 import json
 import logging
 import os
+import pickle
 import signal
+import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +18,14 @@ import pytest
 import ray
 from aiohttp import web
 from ray.cluster_utils import Cluster
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from slime.ray import request_actors
-from slime.ray.request_actors import RequestActors
+from slime.ray.request_actors import RequestActor, RequestActors, RequestClient
 from slime.utils.engine_answers import decode_engine_answer
+from slime.utils.http_carriers import CarrierLost
 from slime.utils.http_utils import (
+    THREAD_FROM_BYTES,
     HttpError,
     close_http_client,
     init_http_client,
@@ -138,6 +143,60 @@ def test_a_long_answer_is_that_of_the_client_and_what_was_sent_stands_in_no_log(
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     logs = [path for path in (session / "logs").rglob("*") if path.is_file()]
     assert len(logs) > 3 and not [path for path in logs if SECRET.encode() in path.read_bytes()]
+
+
+def test_what_is_long_and_no_failure_is_parsed_where_it_is_asked_for():
+    long = [0] * THREAD_FROM_BYTES
+    bodies = {"/long": (200, long), "/short": (200, [0]), "/bad": (500, long)}
+
+    async def handler(request):
+        status, body = bodies[request.path]
+        return web.json_response(body, status=status)
+
+    async def main():
+        actor, found = RequestActor(), {}
+        async with serving(handler) as url:
+            for path, parse in (("/long", True), ("/long", False), ("/short", True), ("/bad", True)):
+                found[path, parse] = await actor.exchange("POST", url + path, b"{}", {}, parse)
+            await actor._session.close()
+        return found
+
+    found = asyncio.run(main())
+    status, content, is_pickle = found.pop(("/long", True))
+    assert (status, pickle.loads(content), is_pickle) == (200, long, True)
+    for (path, _), (status, content, is_pickle) in found.items():
+        assert (status, json.loads(content), is_pickle) == (*bodies[path], False)
+
+
+def test_actors_whose_calls_fail_and_those_that_are_not_there_are_ended(monkeypatch):
+    """A call may also fail while its actor lives and sends, where a network breaks for a while."""
+    killed, problems = [], {}
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(ray, "wait", lambda refs, **limits: (refs, []))
+
+    def get(ref, timeout):
+        if ref in problems:
+            raise problems[ref]
+
+    async def unreachable():
+        raise ActorUnavailableError("out of reach", None)
+
+    def client(name):
+        asked = SimpleNamespace(remote=lambda: name)
+        actor = SimpleNamespace(answer=asked, exchange=SimpleNamespace(remote=lambda *request: unreachable()))
+        return RequestClient(actor, name, is_here=True)
+
+    monkeypatch.setattr(ray, "get", get)
+    one, other, last = clients = [client(name) for name in ("one", "other", "last")]
+    actors = object.__new__(RequestActors)
+    actors._clients, actors._ended = clients, threading.Event()
+    assert actors._ask(1.0) == (clients, []) and not killed
+    with pytest.raises(CarrierLost, match="out of reach"):
+        asyncio.run(one.exchange("POST", "http://a", None, {}, False))
+    assert actors._ask(1.0) == ([other, last], [one]) and killed == [one.actor]
+    problems["other"] = ActorDiedError()
+    assert actors._ask(1.0) == ([last], [other]) and killed == [one.actor, other.actor]
+    assert "out of reach" in one.ended_for and "died" in other.ended_for
 
 
 def test_the_limit_stays_exact_when_calls_are_cancelled(cluster):
