@@ -490,11 +490,14 @@ def test_an_optimizer_on_the_weights_or_on_the_host_takes_what_is_planned(argume
 
 def test_it_goes_without_what_needs_transformer_engine_and_says_so(arguments, show, capsys):
     fp8 = ["--fp8-format", "e4m3", "--fp8-param-gather"]
+    # Of a checkpoint that is not in FP8 a rank would refuse it.
+    fp8 += ["--megatron-deepgemm-forward-layers", "0", "--megatron-deepgemm-forward-modules", "mlp"]
     again = ["--recompute-granularity", "selective", "--recompute-modules", "layernorm"]
     show(arguments(*fp8, *again))
     text = capsys.readouterr().out
     assert "--recompute-modules layernorm: the rehearsal keeps what they made" in text
     assert "--fp8-format: the rehearsal goes without" in text
+    assert "--megatron-deepgemm-forward-layers: the rehearsal goes without" in text
 
 
 def test_what_stops_a_save_is_named_on_every_rank(arguments, rehearse, tmp_path):
