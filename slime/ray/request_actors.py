@@ -144,11 +144,15 @@ class RequestActors:
         """End them all."""
         self._ended.set()
         for client in self._clients:
-            client.end("the run ends")
+            # Where Ray cannot end it, it ends with the manager.
+            with contextlib.suppress(RayError):
+                client.end("the run ends")
 
     def _watch(self) -> None:
         while self._clients and not self._ended.wait(_ASK_EVERY_SECONDS):
-            self._ask(_SILENT_SECONDS)
+            # What Ray cannot do now, while its head starts again say, it can the next time.
+            with contextlib.suppress(RayError):
+                self._ask(_SILENT_SECONDS)
 
     def _ask(self, seconds: float) -> tuple[list[RequestClient], list[RequestClient]]:
         """Those that say within so many seconds that they live, and the others, which are ended and asked no more."""
@@ -159,13 +163,14 @@ class RequestActors:
             if not silent:
                 break
         if not self._ended.is_set():
-            self._clients = []
+            living = []
             for ref, client in asked.items():
                 why = f"it did not answer for {seconds:g} s" if ref in silent else client.ended_for or _problem(ref)
                 if why is None:
-                    self._clients.append(client)
+                    living.append(client)
                 else:
                     client.end(why)
+            self._clients = living
         return self._clients, [client for client in asked.values() if client not in self._clients]
 
 

@@ -18,7 +18,7 @@ import pytest
 import ray
 from aiohttp import web
 from ray.cluster_utils import Cluster
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError
 
 from slime.ray import request_actors
 from slime.ray.request_actors import RequestActor, RequestActors, RequestClient
@@ -168,8 +168,9 @@ def test_what_is_long_and_no_failure_is_parsed_where_it_is_asked_for():
         assert (status, json.loads(content), is_pickle) == (*bodies[path], False)
 
 
-def test_actors_whose_calls_fail_and_those_that_are_not_there_are_ended(monkeypatch):
-    """A call may also fail while its actor lives and sends, where a network breaks for a while."""
+@pytest.fixture
+def three_actors(monkeypatch):
+    """Actors in name only, that are not reached; what was ended, and by name why one is not there."""
     killed, problems = [], {}
     monkeypatch.setattr(ray, "kill", killed.append)
     monkeypatch.setattr(ray, "wait", lambda refs, **limits: (refs, []))
@@ -187,16 +188,43 @@ def test_actors_whose_calls_fail_and_those_that_are_not_there_are_ended(monkeypa
         return RequestClient(actor, name, is_here=True)
 
     monkeypatch.setattr(ray, "get", get)
-    one, other, last = clients = [client(name) for name in ("one", "other", "last")]
     actors = object.__new__(RequestActors)
-    actors._clients, actors._ended = clients, threading.Event()
-    assert actors._ask(1.0) == (clients, []) and not killed
+    actors._clients, actors._ended = [client(name) for name in ("one", "other", "last")], threading.Event()
+    return actors, killed, problems
+
+
+def test_actors_whose_calls_fail_and_those_that_are_not_there_are_ended(three_actors):
+    """A call may also fail while its actor lives and sends, where a network breaks for a while."""
+    actors, killed, problems = three_actors
+    one, other, last = actors._clients
+    assert actors._ask(1.0) == ([one, other, last], []) and not killed
     with pytest.raises(CarrierLost, match="out of reach"):
         asyncio.run(one.exchange("POST", "http://a", None, {}, False))
     assert actors._ask(1.0) == ([other, last], [one]) and killed == [one.actor]
     problems["other"] = ActorDiedError()
     assert actors._ask(1.0) == ([last], [other]) and killed == [one.actor, other.actor]
     assert "out of reach" in one.ended_for and "died" in other.ended_for
+
+
+def test_where_ray_cannot_end_one_it_is_tried_again_and_the_others_are_ended(three_actors, monkeypatch):
+    actors, killed, problems = three_actors
+    one, other, last = (client.actor for client in actors._clients)
+    failures = [RaySystemError("no head"), RaySystemError("no head")]
+
+    def kill(actor):
+        if failures and actor is one:
+            raise failures.pop()
+        killed.append(actor)
+
+    monkeypatch.setattr(ray, "kill", kill)
+    monkeypatch.setattr(request_actors, "_ASK_EVERY_SECONDS", 0.0)
+    actors.end()
+    assert killed == [other, last]
+    killed.clear()
+    actors._ended.clear()
+    problems.update(dict.fromkeys(("one", "other", "last"), ActorDiedError()))
+    actors._watch()
+    assert killed == [one, other, last] and not failures
 
 
 def test_the_limit_stays_exact_when_calls_are_cancelled(cluster):
