@@ -123,11 +123,12 @@ def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> No
     logger = logging.getLogger(__name__)
     directory = directory or tracking_directory(args)
     _steps_per_rollout = args.num_steps_per_rollout if args.wandb_always_use_train_step else 1
+    by_axis = {"train/step": args.num_steps_per_rollout, **dict.fromkeys(_ROLLOUT_AXES, _steps_per_rollout)}
     if args.use_tensorboard:
-        _trackers.append(TensorBoardTracker(directory))
+        _trackers.append(TensorBoardTracker(directory, by_axis))
         logger.info("TensorBoard event files: %s", os.fspath(directory))
     if args.use_wandb:
-        tracker = WandbTracker(args, directory, plain_arguments(args))
+        tracker = WandbTracker(args, directory, plain_arguments(args), by_axis)
         _trackers.append(tracker)
         logger.info("W&B run %s: files in %s", tracker.run_id, os.fspath(tracker.directory / "wandb"))
 
@@ -148,15 +149,11 @@ def forget_lost_steps(
         return
     # An evaluation stands at the number of rollouts before it: the one at `start_rollout_id` was made with the resumed weights.
     # Where nothing is resumed it is made again.
-    firsts = {
-        "train/step": start_rollout_id * args.num_steps_per_rollout,
-        "rollout/step": start_rollout_id * _steps_per_rollout,
-        "eval/step": start_rollout_id * _steps_per_rollout + resumes,
-    }
-    lost = {axis: range(step, sys.maxsize) for axis, step in firsts.items()}
+    firsts = {"train/step": start_rollout_id, "rollout/step": start_rollout_id, "eval/step": start_rollout_id + resumes}
+    lost = {axis: range(rollout_id, sys.maxsize) for axis, rollout_id in firsts.items()}
     if num_rollout == 0:
         # Nothing is trained: that one evaluation is made again.
-        lost = {"eval/step": range(firsts["eval/step"] - 1, firsts["eval/step"])}
+        lost = {"eval/step": range(start_rollout_id, start_rollout_id + 1)}
     for tracker in _trackers:
         tracker.forget(lost, own=not resumes)
 

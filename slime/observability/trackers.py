@@ -8,17 +8,20 @@ written without torch so that the driver stays light.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import logging
 import os
 import secrets
 import socket
 import string
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import UserError
+from slime.utils.filesystem import write_json_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -30,18 +33,30 @@ _LETTERS = string.ascii_lowercase + string.digits
 # Metrics without a step of their own belong to the rollout that they were logged with.
 AXES = {"train": "train/step", "eval": "eval/step", "rollout": "rollout/step", "perf": "rollout/step",
         "passrate": "rollout/step", "multi_turn": "rollout/step"}  # fmt: skip
+_EVENT_FILE = "events.out.tfevents."
+# In the summary of a W&B run, what the note beside an event file is.
+_NOTE_OF_WANDB = "steps per rollout"
 
 
 class TensorBoardTracker:
-    """Scalars by tag and step in one event file below `directory`."""
+    """Scalars by tag and step in one event file below `directory`.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        steps_per_rollout: of each axis, how many of its steps a rollout is. Noted beside the event file.
+    """
+
+    def __init__(self, directory: Path, steps_per_rollout: Mapping[str, int]) -> None:
         from tensorboard.summary import Writer
 
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory = directory
-        self._older = sorted(directory.glob("events.out.tfevents.*"))
+        self.directory, self._steps_per_rollout = directory, dict(steps_per_rollout)
+        self._older = sorted(directory.glob(f"{_EVENT_FILE}*"))
+        self._of_this_process = f".{socket.gethostname()}.{os.getpid()}."
         self._writer = Writer(str(directory))
+        for path in set(directory.glob(f"{_EVENT_FILE}*")).difference(self._older):
+            # Other runs may begin here at this moment.
+            if self._of_this_process in path.name:
+                write_json_atomically(_note_beside(path), self._steps_per_rollout)
 
     def add_scalars(self, values: dict[str, float], step_key: str, step: int) -> None:
         """Write all `values` at `step` and flush: a killed run loses nothing that was logged."""
@@ -50,16 +65,63 @@ class TensorBoardTracker:
         self._writer.flush()
 
     def forget(self, lost: Mapping[str, range], *, own: bool) -> None:
-        """Take the values at the steps `lost[axis]` out of the event files that were here before this one; `own`: out of those
-        that this process has written."""
-        writer = f".{socket.gethostname()}.{os.getpid()}."
+        """Take the values of the rollouts `lost[axis]` out of the event files that were here before this one; `own`: out of
+        those that this process has written. At which steps they stand says the note beside each; without one, as in this run.
+        """
+        steps = self._steps_per_rollout
         for path in self._older:
-            if writer in path.name or not own:
-                _drop_values(path, lost)
+            if self._of_this_process in path.name or not own:
+                steps = _noted_beside(path) or self._steps_per_rollout
+                at = {axis: range(ids.start * steps[axis], ids.stop * steps[axis]) for axis, ids in lost.items()}
+                _drop_values(path, at)
+        # The newest came last.
+        _tell_of_other_axes(lost, steps, self._steps_per_rollout, os.fspath(self.directory))
 
     def close(self, *, failed: bool = False) -> None:
         """End the event file, which does not tell how the run went."""
         self._writer.close()
+
+
+def _note_beside(event_file: Path) -> Path:
+    # Whatever has "tfevents" in its name is an event file for TensorBoard.
+    return event_file.with_name(f".steps_per_rollout.{event_file.name.removeprefix(_EVENT_FILE)}.json")
+
+
+def _noted_beside(event_file: Path) -> dict[str, int] | None:
+    """What the axes of an event file mean; None where nobody noted it, or the note cannot be read, which is told."""
+    note = _note_beside(event_file)
+    try:
+        return _steps_per_rollout(note.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning(
+            "%s does not say how many steps a rollout is in the event file beside it: taken for as many as in this run (%s)",
+            note, error,
+        )  # fmt: skip
+        return None
+
+
+def _steps_per_rollout(note: str) -> dict[str, int]:
+    """By axis.
+
+    Raises:
+        ValueError: the note has something else.
+    """
+    steps = json.loads(note)
+    axes = set(AXES.values())
+    if not isinstance(steps, dict) or not all(type(steps.get(axis)) is int and steps[axis] > 0 for axis in axes):
+        raise ValueError(f"not a number of steps for each of {', '.join(sorted(axes))}")
+    return steps
+
+
+def _tell_of_other_axes(axes: Iterable[str], before: Mapping[str, int], now: Mapping[str, int], place: str) -> None:
+    for axis in axes:
+        if before[axis] != now[axis]:
+            logger.warning(
+                "%s: of %s a rollout was %d steps so far, and is %d in this run: its curves overlap there, or have a gap",
+                place, axis, before[axis], now[axis],
+            )  # fmt: skip
 
 
 def _drop_values(path: Path, lost: Mapping[str, range]) -> None:
@@ -103,12 +165,15 @@ class WandbTracker:
         args: the `wandb_*` arguments. Without `wandb_run_id` the run gets an id that no other one has.
         directory: where its files go when `--wandb-dir` is not given.
         config: what the run shows as its configuration, redacted.
+        steps_per_rollout: of each axis, how many of its steps a rollout is. Noted in the run's summary.
 
     Raises:
         UserError: the package is missing, or it refuses the settings (address, key, login).
     """
 
-    def __init__(self, args: argparse.Namespace, directory: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, directory: Path, config: dict[str, Any], steps_per_rollout: Mapping[str, int]
+    ) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -139,6 +204,13 @@ class WandbTracker:
         for prefix, axis in AXES.items():
             self._run.define_metric(f"{prefix}/*", step_metric=axis)
         self._told: dict[str, int] = {}
+        self._steps_per_rollout = dict(steps_per_rollout)
+        note = self._run.summary.get(_NOTE_OF_WANDB) if self._run.resumed else None
+        self._steps_before = self._steps_per_rollout
+        if note is not None:
+            with contextlib.suppress(ValueError, TypeError):
+                self._steps_before = _steps_per_rollout(note)
+        self._run.summary[_NOTE_OF_WANDB] = json.dumps(self._steps_per_rollout)
 
     def add_scalars(self, values: dict[str, float], step_key: str, step: int) -> None:
         """Log all `values` over the axis `step_key` at `step`."""
@@ -147,10 +219,15 @@ class WandbTracker:
         self._run.log({**values, step_key: step})
 
     def forget(self, lost: Mapping[str, range], *, own: bool) -> None:
-        """A run that W&B continues takes nothing back: of the steps that it was told already, it keeps what it has."""
-        if self._run.resumed:
-            known = {axis: self._run.summary.get(axis) for axis in lost}
-            self._told = {axis: int(step) for axis, step in known.items() if step is not None}
+        """A run that W&B continues takes nothing back: of the rollouts that it was told already, it keeps what it has."""
+        if not self._run.resumed:
+            return
+        before, now = self._steps_before, self._steps_per_rollout
+        for axis in lost:
+            if (step := self._run.summary.get(axis)) is not None:
+                last = int(step) // before[axis] * now[axis] + now[axis] - 1
+                self._told[axis] = int(step) if before[axis] == now[axis] else last
+        _tell_of_other_axes(lost, before, now, f"W&B run {self.run_id}")
 
     def close(self, *, failed: bool = False) -> None:
         """Upload what is left and mark the run as finished or failed; files stay where the upload takes too long."""

@@ -2,6 +2,7 @@ import asyncio
 import contextvars
 import datetime
 import importlib
+import json
 import logging
 import os
 import subprocess
@@ -28,7 +29,8 @@ from slime.observability.logging_utils import (
 def read_events(directory):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(directory))
+    # All values; by default some are drawn.
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0})
     events.Reload()
     return {
         tag: [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors(tag)] for tag in events.Tags()["tensors"]
@@ -84,9 +86,8 @@ def test_what_outlives_its_block_or_has_no_context_goes_to_the_outbox():
 
 def test_numbers_reach_the_event_file(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path))
-    init_tracking(
-        SimpleNamespace(use_tensorboard=True, use_wandb=False, wandb_always_use_train_step=False, tensorboard_dir=None)
-    )
+    flags = {"use_tensorboard": True, "use_wandb": False, "wandb_always_use_train_step": False, "tensorboard_dir": None}
+    init_tracking(SimpleNamespace(**flags, num_steps_per_rollout=1))
     metrics = {"a/x": 0.5, "a/text": "no", "a/nan": float("nan"), "a/step": 7}
     write_to_trackers([(metrics, "a/step")])
     finish_tracking()
@@ -110,7 +111,7 @@ def test_over_optimizer_steps_the_axes_of_a_run_agree_and_no_step_comes_twice(tm
 
 
 def told_by_a_run(directory, rollouts, start=None, num_rollout=9, again=False, **values):
-    """Two optimizer steps per rollout and an evaluation after each; returns the steps of every metric in `directory`."""
+    """Some optimizer steps per rollout (2) and an evaluation after each; returns the steps of every metric in `directory`."""
     defaults = {
         "use_tensorboard": True, "use_wandb": False, "wandb_always_use_train_step": False, "num_steps_per_rollout": 2,
         "initial_weights": SimpleNamespace(resume=rollouts[0] > 0),
@@ -118,8 +119,9 @@ def told_by_a_run(directory, rollouts, start=None, num_rollout=9, again=False, *
     args = SimpleNamespace(**{**defaults, **values})
     init_tracking(args, directory)
     forget_lost_steps(args, rollouts[0] if start is None else start, num_rollout, again=again)
+    steps = args.num_steps_per_rollout
     for rollout in rollouts if num_rollout else ():
-        for step in (2 * rollout, 2 * rollout + 1):
+        for step in range(steps * rollout, steps * (rollout + 1)):
             write_to_trackers([({"train/loss": step, "train/step": step}, "train/step")])
         write_to_trackers([({"perf/time": rollout, "mine/x": rollout, "rollout/step": rollout}, "rollout/step")])
     for rollout in rollouts:
@@ -139,11 +141,72 @@ def test_a_resumed_run_takes_back_what_its_predecessor_told_about_the_rollouts_i
     assert steps["mine/x"] == [0, 1, 2, 2, 3, 3, 4]
 
 
+def steps_of(rollouts, steps_per_rollout):
+    return [
+        step for rollout in rollouts for step in range(steps_per_rollout * rollout, steps_per_rollout * (rollout + 1))
+    ]
+
+
+def notes_in(directory):
+    return sorted(directory.glob(".steps_per_rollout.*.json"))
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4)])
+def test_what_was_told_before_the_checkpoint_stays_where_rollouts_get_another_number_of_steps(
+    tmp_path, before, after, caplog
+):
+    told_by_a_run(tmp_path, range(12), num_steps_per_rollout=before)
+    steps = told_by_a_run(tmp_path, range(10, 14), num_steps_per_rollout=after)
+    assert steps["train/loss"] == sorted(steps_of(range(10), before) + steps_of(range(10, 14), after))
+    assert steps["perf/time"] == list(range(14)) and steps["eval/x"] == list(range(1, 15))
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(
+        f"{tmp_path}: of train/step a rollout was {before} steps so far, and is {after} in this run"
+    )
+    # Each file by its own note: a third start, from an older checkpoint, with the number of the second one.
+    steps = told_by_a_run(tmp_path, [5], num_steps_per_rollout=after)
+    assert steps["train/loss"] == sorted(steps_of(range(5), before) + steps_of([5], after))
+    assert len(notes_in(tmp_path)) == len(list(tmp_path.glob("events*"))) == 3
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_what_was_told_before_the_checkpoint_stays_where_its_axis_becomes_another(tmp_path, before, caplog):
+    factor = {False: 1, True: 2}
+    told_by_a_run(tmp_path, range(12), wandb_always_use_train_step=before)
+    steps = told_by_a_run(tmp_path, range(10, 14), wandb_always_use_train_step=not before)
+    first, second = factor[before], factor[not before]
+    assert steps["train/loss"] == list(range(28))
+    assert steps["perf/time"] == sorted([first * n for n in range(10)] + [second * n for n in range(10, 14)])
+    assert steps["eval/x"] == sorted([first * n for n in range(1, 11)] + [second * n for n in range(11, 15)])
+    told = [record.getMessage().split(": ")[1] for record in caplog.records]
+    assert [line.split()[1] for line in told] == ["rollout/step", "eval/step"]
+
+
+@pytest.mark.parametrize(
+    "note",
+    [None, "", "no JSON", "4", "{}", '{"train/step": 4, "rollout/step": 1, "eval/step": 0}',
+     '{"train/step": "4", "rollout/step": 1, "eval/step": 1}'],
+)  # fmt: skip
+def test_an_event_file_without_a_note_is_taken_to_have_the_axes_of_this_run(tmp_path, note, caplog):
+    told_by_a_run(tmp_path, range(12), num_steps_per_rollout=4)
+    [path] = notes_in(tmp_path)
+    assert json.loads(path.read_text()) == {"train/step": 4, "rollout/step": 1, "eval/step": 1}
+    path.unlink() if note is None else path.write_text(note)
+    steps = told_by_a_run(tmp_path, range(10, 12), num_steps_per_rollout=1)
+    assert steps["train/loss"] == list(range(12))
+    assert [record.getMessage().startswith(f"{path} does not say") for record in caplog.records] == [True] * (
+        note is not None
+    )
+
+
 def test_an_evaluation_of_a_checkpoint_replaces_the_one_that_was_made_with_the_same_weights(tmp_path):
     told_by_a_run(tmp_path, [0, 1, 2, 3])
     # `--num-rollout 0` after rollout 1: the evaluation before rollout 2.
     steps = told_by_a_run(tmp_path, [1], start=2, num_rollout=0)
     assert steps["eval/x"] == [1, 2, 3, 4] and steps["train/loss"] == list(range(8))
+    # Over optimizer steps it is another one.
+    steps = told_by_a_run(tmp_path, [1], start=2, num_rollout=0, wandb_always_use_train_step=True)
+    assert steps["eval/x"] == [1, 3, 4, 4]
 
 
 def test_a_new_run_leaves_the_event_files_of_another_one_alone(tmp_path):
@@ -157,7 +220,8 @@ def test_a_run_that_starts_anew_takes_back_what_it_told_and_nothing_of_others(tm
     event_file = next(tmp_path.glob("events*"))
     event_file.rename(event_file.with_name(event_file.name.replace(f".{os.getpid()}.", ".1.")))
     told_by_a_run(tmp_path, [0, 1, 2])
-    init_tracking(SimpleNamespace(use_tensorboard=True, use_wandb=False, wandb_always_use_train_step=False), tmp_path)
+    flags = {"use_tensorboard": True, "use_wandb": False, "wandb_always_use_train_step": False}
+    init_tracking(SimpleNamespace(**flags, num_steps_per_rollout=2), tmp_path)
     write_to_trackers([({"eval/x": 0, "eval/step": 0}, "eval/step")])
     finish_tracking()
     steps = told_by_a_run(tmp_path, [0, 1], again=True)

@@ -116,23 +116,75 @@ def test_names(changes, name):
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
-        WandbTracker(SimpleNamespace(**FLAGS), tmp_path, {})
+        WandbTracker(SimpleNamespace(**FLAGS), tmp_path, {}, {})
 
 
 def test_refused_settings_are_told_without_the_key(tmp_path):
     args = SimpleNamespace(**{**FLAGS, "wandb_host": "nonsense"})
     with pytest.raises(UserError, match="--use-wandb: base_url: Input should be a valid URL") as caught:
-        WandbTracker(args, tmp_path, {})
+        WandbTracker(args, tmp_path, {}, {})
     assert KEY not in str(caught.value)
 
 
-def test_a_continued_run_is_not_told_twice_about_one_step():
+@pytest.fixture
+def tracker_of(tmp_path, monkeypatch):
+    """Makes the tracker of a start of one W&B run; `summary` is what W&B knows of it, `logged` gets what it is told."""
+
+    def tracker_of(logged, summary=None, resumed=True, **steps_per_rollout):
+        summary = {} if summary is None else summary
+        run = SimpleNamespace(
+            id="one", resumed=resumed, summary=summary, log=logged.append, define_metric=lambda *names, **options: None
+        )
+        monkeypatch.setattr("wandb.init", lambda **settings: run)
+        steps = {"train/step": 2, "rollout/step": 1, "eval/step": 1, **steps_per_rollout}
+        return WandbTracker(SimpleNamespace(**FLAGS), tmp_path, {}, steps)
+
+    return tracker_of
+
+
+LOST = {"train/step": range(2, 99), "rollout/step": range(2, 99), "eval/step": range(3, 99)}
+
+
+def test_a_continued_run_is_not_told_twice_about_one_step(tracker_of):
     logged = []
-    tracker = WandbTracker.__new__(WandbTracker)
-    tracker._told = {}
-    tracker._run = SimpleNamespace(resumed=True, summary={"train/step": 5, "eval/step": 2}, log=logged.append)
-    tracker.forget({"train/step": range(4, 99), "rollout/step": range(2, 99), "eval/step": range(3, 99)}, own=False)
+    tracker = tracker_of(logged, {"train/step": 5, "eval/step": 2})
+    tracker.forget(LOST, own=False)
     for step in (4, 5, 6):
         tracker.add_scalars({"train/loss": 0.5}, "train/step", step)
     tracker.add_scalars({"rollout/raw_reward": 0.5}, "rollout/step", 2)
     assert logged == [{"train/loss": 0.5, "train/step": 6}, {"rollout/raw_reward": 0.5, "rollout/step": 2}]
+
+
+@pytest.mark.parametrize(
+    ("axis", "before", "told", "now", "first"),
+    [
+        # The last rollout that was told is 11, so 12 is the next one to tell.
+        ("train/step", 4, 47, 1, 12),
+        ("train/step", 1, 11, 4, 48),
+        ("rollout/step", 4, 44, 1, 12),
+        ("rollout/step", 1, 11, 4, 48),
+    ],
+)
+def test_a_continued_run_with_other_axes_is_told_what_follows_the_last_rollout(
+    tracker_of, caplog, axis, before, told, now, first
+):
+    summary, logged = {}, []
+    tracker_of([], summary, resumed=False, **{axis: before})
+    summary[axis] = told
+    tracker = tracker_of(logged, summary, **{axis: now})
+    tracker.forget(LOST, own=False)
+    for step in range(10 * now, first + 1):
+        tracker.add_scalars({"x": 0.5}, axis, step)
+    assert logged == [{"x": 0.5, axis: first}]
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"W&B run one: of {axis} a rollout was {before} steps so far, and is {now} in this run")
+
+
+@pytest.mark.parametrize("note", ["no JSON", "{}", 4])
+def test_a_continued_run_without_a_note_is_taken_to_have_the_axes_of_this_one(tracker_of, note):
+    logged = []
+    tracker = tracker_of(logged, {"steps per rollout": note, "train/step": 5})
+    tracker.forget(LOST, own=False)
+    for step in (5, 6):
+        tracker.add_scalars({"x": 0.5}, "train/step", step)
+    assert [entry["train/step"] for entry in logged] == [6]
