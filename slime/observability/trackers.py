@@ -36,6 +36,8 @@ AXES = {"train": "train/step", "eval": "eval/step", "rollout": "rollout/step", "
 _EVENT_FILE = "events.out.tfevents."
 # In the summary of a W&B run, what the note beside an event file is.
 _NOTE_OF_WANDB = "steps per rollout"
+# By the id of a W&B run, the last step over each axis that this process told it. Of one that is offline W&B does not know them.
+_last_told: dict[str, dict[str, int]] = {}
 
 
 class TensorBoardTracker:
@@ -217,14 +219,14 @@ class WandbTracker:
         if step <= self._told.get(step_key, step - 1):
             return
         self._run.log({**values, step_key: step})
+        _last_told.setdefault(self.run_id, {})[step_key] = step
 
     def forget(self, lost: Mapping[str, range], *, own: bool) -> None:
         """A run that W&B continues takes nothing back: of the rollouts that it was told already, it keeps what it has."""
-        if not self._run.resumed:
-            return
+        known = self._run.summary if self._run.resumed else _last_told.get(self.run_id, {})
         before, now = self._steps_before, self._steps_per_rollout
         for axis in lost:
-            if (step := self._run.summary.get(axis)) is not None:
+            if (step := known.get(axis)) is not None:
                 last = int(step) // before[axis] * now[axis] + now[axis] - 1
                 self._told[axis] = int(step) if before[axis] == now[axis] else last
         _tell_of_other_axes(lost, before, now, f"W&B run {self.run_id}")

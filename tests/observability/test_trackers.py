@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.observability import trackers
 from slime.observability.trackers import WandbTracker, run_name
 from slime.utils.errors import UserError
 from tests.support.tables.wandb_files import OfflineRun
@@ -129,6 +130,7 @@ def test_refused_settings_are_told_without_the_key(tmp_path):
 @pytest.fixture
 def tracker_of(tmp_path, monkeypatch):
     """Makes the tracker of a start of one W&B run; `summary` is what W&B knows of it, `logged` gets what it is told."""
+    monkeypatch.setattr(trackers, "_last_told", {})
 
     def tracker_of(logged, summary=None, resumed=True, **steps_per_rollout):
         summary = {} if summary is None else summary
@@ -188,3 +190,22 @@ def test_a_continued_run_without_a_note_is_taken_to_have_the_axes_of_this_one(tr
     for step in (5, 6):
         tracker.add_scalars({"x": 0.5}, "train/step", step)
     assert [entry["train/step"] for entry in logged] == [6]
+
+
+def test_a_run_that_is_offline_is_not_told_twice_either_when_it_starts_anew_by_itself(tracker_of):
+    """W&B does not know there what the run was told; a tracker of another run does not care."""
+    logged = []
+    for steps in (range(6), range(4, 8)):
+        tracker = tracker_of(logged, resumed=False)
+        if steps.start:
+            tracker.forget(LOST, own=True)
+        for step in steps:
+            # More than once a step: rewards first, then times.
+            for name in ("a", "b"):
+                tracker.add_scalars({name: 0.5}, "train/step", step)
+    assert [entry["train/step"] for entry in logged] == [step for step in range(8) for _ in range(2)]
+    another = tracker_of(logged, resumed=False)
+    another.run_id = "another"
+    another.forget(LOST, own=True)
+    another.add_scalars({"a": 0.5}, "train/step", 0)
+    assert logged[-1]["train/step"] == 0
