@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import functools
 import json
 import logging
+import os
 import shlex
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 # Who holds it writes the checkpoints in `--save`. Pushes by files may go through the same directory, and have a lock of theirs.
 _CHECKPOINTS_LOCK = ".checkpoints.lock"
+# Who holds it was the first one to write logs and metrics into a run's directory, and has its name in the file.
+_RUN_LOCK = ".run.lock"
 # Set by SIGTERM, which otherwise acts like Ctrl-C: Ray turns whatever a signal handler raises into KeyboardInterrupt.
 _terminated = threading.Event()
 # Set by Ctrl-C and SIGTERM while the parts of a run end, where they interrupt nothing: such a run does not start again.
@@ -326,6 +331,32 @@ def _checkpoints_claimed(args: argparse.Namespace) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _directory_claimed(directory: Path) -> Iterator[None]:
+    """In the block a run that begins in the same directory is told of this one. If another one is here already, that is told at
+    once; they may go on beside each other."""
+    lock = directory / _RUN_LOCK
+    if not claim_directory(directory, _RUN_LOCK):
+        name = ""
+        with contextlib.suppress(OSError, UnicodeError):
+            name = lock.read_text().strip()
+        logger.warning(
+            "%s: another run%s writes into this directory: both write the same logs and args.json, and their curves mix; give "
+            "--tb-experiment-name or TENSORBOARD_DIR of this one's own",
+            directory, f" ({name})" if name else "",
+        )  # fmt: skip
+        yield
+        return
+    # On a full disk, or where the file is another user's, nobody is named.
+    with contextlib.suppress(OSError):
+        begun = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+        lock.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {begun}\n")
+    try:
+        yield
+    finally:
+        release_directory(directory, _RUN_LOCK)
+
+
+@contextlib.contextmanager
 def _session(args: argparse.Namespace, before: argparse.Namespace | None) -> Iterator[argparse.Namespace]:
     """Gives the arguments for the processes of the run: `args` with what is known before they start.
 
@@ -341,7 +372,7 @@ def _session(args: argparse.Namespace, before: argparse.Namespace | None) -> Ite
     args = with_run_values(args, run_dir=str(directory), log_dir=str(directory / "logs"), wandb_run_id=run_id)
     Path(args.log_dir).mkdir(parents=True, exist_ok=True)
     failed = True
-    with _sigterm_as_interrupt():
+    with _directory_claimed(directory), _sigterm_as_interrupt():
         try:
             # Ray puts a SIGTERM handler of its own in place of ours when it starts.
             with ray_cluster(args) as args_of_cluster, _sigterm_as_interrupt():

@@ -7,12 +7,16 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from slime.ray import session
 from slime.ray.session import main
 from slime.utils import filesystem
+from slime.utils.child_process import environment_for_python
 from slime.utils.errors import RunError, UserError
 from tests.support.models.args import command_line
 
@@ -339,25 +343,90 @@ def test_weights_of_a_download_that_was_broken_off_are_told_before_anything_star
         assert (status, any(told in line for line in lines)) == (2, True) if told else status == 0, lines
 
 
+def is_free(lock):
+    with lock.open() as file, contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 @pytest.mark.parametrize("ending", [None, RunError("engine 0 died"), KeyboardInterrupt()])
 def test_the_directory_of_checkpoints_is_let_go_of_however_a_run_ends(run, tmp_path, ending):
     lock, held = tmp_path / "checkpoints/.checkpoints.lock", []
 
-    def is_free():
-        with lock.open() as file, contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
-
     def train(args, progress):
-        held.append(not is_free())
+        held.append(not is_free(lock))
         if ending is not None:
             raise ending
 
     for _ in range(2):
         run(train, "--save", str(lock.parent), "--save-interval", "1")
-        assert is_free()
+        assert is_free(lock)
     assert held == [True, True]
+
+
+# What holds the directory of a run.
+OTHER_RUN = """
+import sys
+from pathlib import Path
+from slime.ray.session import _directory_claimed
+with _directory_claimed(Path(sys.argv[1])):
+    print("claimed", flush=True)
+    sys.stdin.read()
+"""
+
+
+def warnings_of(result):
+    status, lines = result
+    assert status == 0, lines
+    return [line for line in lines if "another run" in line]
+
+
+def test_a_run_that_begins_in_the_directory_of_another_one_names_it_and_goes_on(run, tmp_path, monkeypatch):
+    """Until that ends, however it does: the kernel lets go of what a killed one held."""
+    both, alone = tmp_path / "both", tmp_path / "alone"
+
+    def warnings_in(directory):
+        monkeypatch.setenv("TENSORBOARD_DIR", str(directory))
+        return warnings_of(run(lambda args, progress: None))
+
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER_RUN, str(both)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_for_python(), text=True,
+    ) as other:  # fmt: skip
+        assert other.stdout.readline() == "claimed\n"
+        named = f"WARNING: {both}: another run (process {other.pid} on {socket.gethostname()}, since "
+        for _ in range(2):
+            # A second one takes nothing from the first one.
+            [warning] = warnings_in(both)
+            assert warning.startswith(named)
+        assert warnings_in(alone) == []
+        (both / ".run.lock").write_bytes(b"\xff")
+        [warning] = warnings_in(both)
+        assert warning.startswith(f"WARNING: {both}: another run writes into this directory: ")
+        other.kill()
+        other.wait(30)
+    assert warnings_in(both) == []
+
+
+@pytest.mark.parametrize("ending", [None, RunError("engine 0 died"), KeyboardInterrupt()])
+def test_the_directory_of_a_run_is_held_while_it_lives_and_let_go_of_however_it_ends(
+    run, tmp_path, monkeypatch, ending
+):
+    """With its own restarts it has nothing to warn of."""
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "own"))
+    lock, held = tmp_path / "own/.run.lock", []
+
+    def train(args, progress):
+        held.append(not is_free(lock))
+        progress.start_rollout_id, progress.num_rollout, progress.rollouts_done = 0, 4, 2
+        if ending is not None:
+            raise ending
+
+    _, lines = run(train, "--save", str(tmp_path / "checkpoints"), "--save-interval", "1", "--max-restarts", "2")
+    assert held == [True] * (3 if isinstance(ending, RunError) else 1)
+    assert is_free(lock) and not [line for line in lines if "another run" in line]
+    assert lock.read_text().startswith(f"process {os.getpid()} on {socket.gethostname()}, since ")
 
 
 def test_the_record_of_a_run_is_about_the_devices_of_its_cluster(run, tmp_path, monkeypatch):
