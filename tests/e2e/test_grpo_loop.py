@@ -299,6 +299,9 @@ def test_it_goes_on_after_the_published_checkpoint(resumed_run):
     assert "rollout 2 (3/6) |" not in output and "rollout 3 (4/6) |" in output and "rollout 5 (6/6) |" in output
     # No second evaluation before training.
     assert "evaluation before" not in output
+    # Nothing that outlives a killed driver holds its directory, and no start is in the way of the next one.
+    assert "another run" not in resumed_run.process.output()
+    assert (resumed_run.process.event_directory / ".run.lock").read_text().startswith("process ")
 
 
 @pytest.mark.slow
