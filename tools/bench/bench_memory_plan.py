@@ -161,8 +161,9 @@ def peak_of_training(words: Sequence[str]) -> int:
 
 
 def batch_of_rank(args: argparse.Namespace) -> RolloutData:
-    """This rank's data of one rollout step: samples that fill the token budget."""
-    return step_of_samples(args, SAMPLE // 4, [SAMPLE - SAMPLE // 4] * args.global_batch_size)
+    """This rank's data of one rollout step: samples that fill the token budget, whose prompts have one token. The plan counts
+    the logits of every token, and those of longer prompts are not made."""
+    return step_of_samples(args, 1, [SAMPLE - 1] * args.global_batch_size)
 
 
 def step_of_samples(args: argparse.Namespace, prompt: int, responses: Sequence[int]) -> RolloutData:

@@ -335,6 +335,7 @@ def _built_by_spec(directory):
             found[case] = (getattr(model, "is_marked", False), norm, hasattr(model, "mtp"))
         except UserError as error:
             found[case] = str(error)
+    found["name"] = __name__
     return found
 
 
@@ -344,10 +345,12 @@ def test_spec_names_what_says_the_layers_or_builds_the_model(tmp_path):
     (found,) = run_distributed(_built_by_spec, 1, (str(tmp_path),))
     assert found["layers"] == (False, "IdentityOp", False) and found["layers of a file"] == (False, "IdentityOp", True)
     assert found["model"] == found["model of a file"] == (True, "RMSNorm", False)
+    # The rank has this file under a name of its own.
+    own = found["name"]
     said = {
-        "two models": f"--spec {__name__}.marked builds the whole model, and so does --custom-model-provider-path {__name__}",
-        "nothing": f"--spec {__name__}.no_layers returned NoneType; expected a ModuleSpec or TransformerBlockSubmodules",
-        "raised": f"--spec {__name__}.refused_layers raised KeyError for the layers of a model chunk with vp_stage None",
+        "two models": f"--spec {own}.marked builds the whole model, and so does --custom-model-provider-path {own}.marked",
+        "nothing": f"--spec {own}.no_layers returned NoneType; expected a ModuleSpec or TransformerBlockSubmodules",
+        "raised": f"--spec {own}.refused_layers raised KeyError for the layers of a model chunk with vp_stage None",
     }
     for case, message in said.items():
         assert found[case].startswith(message), found[case]

@@ -40,7 +40,7 @@ def test_the_step_is_packed_full(arguments):
     for count in (2, 8):
         case = Case("qwen3-1.7B", count, 8192, tiny=False)
         args = arguments(case)
-        assert case.batches(args) == [[(2048, 1536)] * 4] * count
+        assert case.batches(args) == [[(2048, 2047)] * 4] * count
         assert args.global_batch_size == 4 * count and args.max_tokens_per_gpu == 8192
         assert args.bf16 and args.hidden_size == 2048 and not args.untie_embeddings_and_output_weights
 
