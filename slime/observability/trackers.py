@@ -44,14 +44,15 @@ class TensorBoardTracker:
     """Scalars by tag and step in one event file below `directory`.
 
     Args:
-        steps_per_rollout: of each axis, how many of its steps a rollout is. Noted beside the event file.
+        steps_per_rollout: of each axis, how many of its steps a rollout is; one unless told. Noted beside the event file.
     """
 
-    def __init__(self, directory: Path, steps_per_rollout: Mapping[str, int]) -> None:
+    def __init__(self, directory: Path, steps_per_rollout: Mapping[str, int] | None = None) -> None:
         from tensorboard.summary import Writer
 
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self._steps_per_rollout = directory, dict(steps_per_rollout)
+        self.directory = directory
+        self._steps_per_rollout = dict(steps_per_rollout or dict.fromkeys(AXES.values(), 1))
         self._older = sorted(directory.glob(f"{_EVENT_FILE}*"))
         self._of_this_process = f".{socket.gethostname()}.{os.getpid()}."
         self._writer = Writer(str(directory))
