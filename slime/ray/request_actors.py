@@ -54,8 +54,9 @@ class RequestActor:
 
     async def exchange(
         self, method: str, url: str, body: bytes | None, headers: dict[str, str], parse: bool
-    ) -> tuple[int, bytes, bool] | str:
-        """(status, body of the answer, whether it is a pickle of what the body was parsed into); a text: what broke instead."""
+    ) -> tuple[int, bytes, bool] | Exception:
+        """(status, body of the answer, whether it is a pickle of what the body was parsed into), or what `Carrier.exchange`
+        raises. It is not raised here: of an error that Ray cannot pickle the manager would get another one."""
         if self._session is None:
             self._session = new_session()
         try:
@@ -64,12 +65,18 @@ class RequestActor:
                 content = await response.read()
             finally:
                 response.release()
+            if not parse or response.status >= 400 or len(content) < THREAD_FROM_BYTES:
+                return response.status, content, False
+            # As one value of bytes: arrays that Ray knows of would stay in its store as long as a sample has them.
+            return response.status, pickle.dumps(await decode_generated(content), protocol=5), True
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            return f"{type(error).__name__}: {error}"
-        if not parse or response.status >= 400 or len(content) < THREAD_FROM_BYTES:
-            return response.status, content, False
-        # As one value of bytes: arrays that Ray knows of would stay in its store as long as a sample has them.
-        return response.status, pickle.dumps(await decode_generated(content), protocol=5), True
+            return ExchangeFailed(f"{type(error).__name__}: {error}")
+        except aiohttp.ClientResponseError as error:
+            # Its headers and its responses are none that could be pickled.
+            sent = aiohttp.RequestInfo(error.request_info.url, method, {}, error.request_info.real_url)
+            return type(error)(sent, (), status=error.status, message=error.message)
+        except Exception as error:
+            return error
 
 
 class RequestClient:
@@ -84,7 +91,7 @@ class RequestClient:
 
     async def exchange(
         self, method: str, url: str, body: bytes | None, headers: dict[str, str], parse: bool
-    ) -> tuple[int, Any] | None:
+    ) -> tuple[int, Any]:
         """See `Carrier.exchange`."""
         try:
             sent = self.actor.exchange.remote(method, url, body, headers, parse)
@@ -96,15 +103,15 @@ class RequestClient:
                 with contextlib.suppress(TimeoutError, RayError):
                     await asyncio.wait_for(sent, _CLOSING_SECONDS)
                 raise
-        except RayTaskError:
-            # An error of the request itself, of its address say, which the manager's own client shows as it is.
-            return None
+        except RayTaskError as error:
+            # It lives, and has sent the request or not: an attempt that nobody knows the end of.
+            raise ExchangeFailed(_cause(error)) from error
         except RayError as error:
             # It may live still, behind a network that broke: engines would go on with what is sent again.
             self.ended_for = self.ended_for or _cause(error)
             raise CarrierLost(self.ended_for) from error
-        if isinstance(answer, str):
-            raise ExchangeFailed(answer)
+        if isinstance(answer, Exception):
+            raise answer
         status, content, is_pickle = answer
         return status, pickle.loads(content) if is_pickle else content
 

@@ -47,9 +47,9 @@ class Carrier(Protocol):
 
     async def exchange(
         self, method: str, url: str, body: bytes | None, headers: dict[str, str], parse: bool
-    ) -> tuple[int, Any] | None:
-        """(status, body of the answer as bytes); None: it cannot send such a request. A call that is cancelled ends its
-        request, and returns when its connection is closed.
+    ) -> tuple[int, Any]:
+        """(status, body of the answer as bytes). A call that is cancelled ends its request, and returns when its connection is
+        closed.
 
         Args:
             parse: a long answer below status 400 may be parsed as by `slime.utils.http_utils.decode_generated`.
@@ -57,6 +57,7 @@ class Carrier(Protocol):
         Raises:
             CarrierLost: its process is gone.
             ExchangeFailed: there was no answer, or a part of it.
+            Exception: whatever else a client of this process would raise, of an address or a malformed answer, say.
         """
         ...
 
@@ -109,14 +110,13 @@ class Carriers:
             parse: see `Carrier.exchange`.
 
         Raises:
-            CarrierLost, ExchangeFailed: as `Carrier.exchange`.
+            Exception: as `Carrier.exchange`.
         """
         turn = self._take(limit, _is_of_this_machine("/".join(url.split("/", 3)[:3])))
         if turn is None:
             return None
         try:
-            answer = await turn.carrier.exchange(method, url, body(), headers, parse)
-            return None if answer is None else CarriedAnswer(*answer)
+            return CarriedAnswer(*await turn.carrier.exchange(method, url, body(), headers, parse))
         except CarrierLost as error:
             self._lose(turn, error)
             raise

@@ -12,18 +12,19 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import aiohttp
 import numpy as np
 import psutil
 import pytest
 import ray
 from aiohttp import web
 from ray.cluster_utils import Cluster
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError, RayTaskError
 
 from slime.ray import request_actors
 from slime.ray.request_actors import RequestActor, RequestActors, RequestClient
 from slime.utils.engine_answers import decode_engine_answer
-from slime.utils.http_carriers import CarrierLost
+from slime.utils.http_carriers import CarrierLost, ExchangeFailed
 from slime.utils.http_utils import (
     THREAD_FROM_BYTES,
     HttpError,
@@ -140,8 +141,7 @@ def test_a_long_answer_is_that_of_the_client_and_what_was_sent_stands_in_no_log(
             ours = ours.base
         assert isinstance(ours, bytes)
     assert seen[0][1]["Authorization"] == f"Bearer {SECRET}"
-    session = Path(ray._private.worker._global_node.get_session_dir_path())
-    logs = [path for path in (session / "logs").rglob("*") if path.is_file()]
+    logs = log_files()
     assert len(logs) > 3 and not [path for path in logs if SECRET.encode() in path.read_bytes()]
 
 
@@ -166,6 +166,52 @@ def test_what_is_long_and_no_failure_is_parsed_where_it_is_asked_for():
     assert (status, pickle.loads(content), is_pickle) == (200, long, True)
     for (path, _), (status, content, is_pickle) in found.items():
         assert (status, json.loads(content), is_pickle) == (*bodies[path], False)
+
+
+def log_files():
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    return [path for path in (session / "logs").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("answer", [b"nonsense\r\n\r\n", b"HTTP/1.1 302 Found\r\nLocation: a://b\r\n\r\n"])
+def test_a_malformed_answer_is_the_error_of_the_client_and_its_request_is_not_sent_again(cluster, answer):
+    asked = []
+
+    async def serve(reader, writer):
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async def main():
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/once"
+
+            async def error_of_a_post():
+                with pytest.raises(aiohttp.ClientError) as error:
+                    await post(url, {}, max_retries=1, headers={"Authorization": SECRET})
+                return error.value
+
+            alone = await error_of_a_post()
+            with started(1):
+                carried = await error_of_a_post()
+            await close_http_client()
+        assert type(carried) is type(alone) and str(carried) == str(alone) and len(asked) == 2
+
+    asyncio.run(main())
+    assert all(SECRET.encode() in request for request in asked)
+    assert not [path for path in log_files() if SECRET.encode() in path.read_bytes()]
+
+
+def test_an_error_that_ray_cannot_bring_is_an_attempt_that_failed():
+    async def exchange():
+        raise RayTaskError("exchange", "what the actor tells of it", ValueError("such an error"))
+
+    actor = SimpleNamespace(exchange=SimpleNamespace(remote=lambda *request: exchange()))
+    client = RequestClient(actor, "one", is_here=True)
+    with pytest.raises(ExchangeFailed, match="what the actor tells of it"):
+        asyncio.run(client.exchange("POST", "http://a", None, {}, False))
+    assert client.ended_for is None
 
 
 @pytest.fixture

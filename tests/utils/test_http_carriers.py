@@ -256,16 +256,6 @@ def test_what_may_be_sent_only_once_is_not_sent_again():
     run(main)
 
 
-def test_what_a_carrier_cannot_send_fails_as_the_client_has_it():
-    async def main():
-        one = Plain(answers=[None])
-        send_through(Carriers([one]))
-        async with serving(echo) as url:
-            assert await post(url, {"n": 1}) == {"n": 1} and len(one.seen) == 1
-
-    run(main)
-
-
 def test_localhost_is_that_of_this_node_and_control_requests_and_streams_stay():
     async def main():
         async def handler(request):
