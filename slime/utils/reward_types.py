@@ -1,5 +1,7 @@
 """Names of the built-in rewards: one list for the check of `--rm-type` and for the graders themselves."""
 
+from importlib.util import find_spec
+
 BOXED = "boxed_"
 # Graded by a service, at --rm-url.
 REMOTE = "remote_rm"
@@ -13,6 +15,8 @@ REWARD_TYPES = (
     "random",
     REMOTE,
 )
+# Modules that bring checks of instructions along, each row by itself: IFBench, and IFEval with what its checks import.
+_CHECKS = (("instructions_registry",), ("lm_eval", "langdetect", "nltk", "immutabledict"))
 
 
 def is_reward_type(name: str) -> bool:
@@ -28,3 +32,8 @@ def bare_reward_type(name: str) -> str:
 def known_reward_types() -> str:
     """The names as a message tells them."""
     return f"{', '.join(REWARD_TYPES)} (each also with the prefix {BOXED})"
+
+
+def lacks_checks(name: str) -> bool:
+    """Whether `name` grades with checks of other packages, and none of them are installed here."""
+    return bare_reward_type(name) == "ifbench" and not any(all(map(find_spec, modules)) for modules in _CHECKS)

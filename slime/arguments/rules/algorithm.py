@@ -15,8 +15,8 @@ from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.derivation import FULLY_ASYNC, ROLLOUT_BUFFER
 from slime.arguments.flag import flag_of
 from slime.arguments.sizes import positions_of_model
-from slime.arguments.violations import Rule, Violation, broken, refused, refused_each, warned, where
-from slime.utils.reward_types import REMOTE, bare_reward_type, is_reward_type, known_reward_types
+from slime.arguments.violations import Kind, Rule, Violation, broken, refused, refused_each, warned, where
+from slime.utils.reward_types import REMOTE, bare_reward_type, is_reward_type, known_reward_types, lacks_checks
 
 logger = logging.getLogger(__name__)
 
@@ -109,22 +109,18 @@ def reward_types(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 def rewards(args: argparse.Namespace) -> Iterator[Violation]:
     for place, name in reward_types(args):
-        unserved = bare_reward_type(name) == REMOTE and args.rm_url is None and args.has_engines
-        if unserved or not is_reward_type(name):
-            yield broken(
-                args,
-                "{place} {name} needs {--rm-url}, the address of the service that grades"
-                if unserved
-                else "{place} {name} is no built-in reward; known types: {known}, or give {--custom-rm-path}",
-                *([place] if place == "--rm-type" else []),
-                place=place,
-                name=name,
-                known=known_reward_types(),
-            )
+        flags, template, kind = ["--rm-type"] if place == "--rm-type" else [], None, Kind.WRONG
         own = args.reward_key or args.custom_reward_post_process_path
-        if bare_reward_type(name) == "dapo" and not (own if place == "--rm-type" else args.eval_reward_key):
+        if not is_reward_type(name):
+            template = "{place} {name} is no built-in reward; known types: {known}, or give {--custom-rm-path}"
+        elif bare_reward_type(name) == REMOTE and args.rm_url is None and args.has_engines:
+            template = "{place} {name} needs {--rm-url}, the address of the service that grades"
+        elif bare_reward_type(name) == "dapo" and not (own if flags else args.eval_reward_key):
             template = "{place} {name} grades with a dict; give {--reward-key} score, the entry that counts"
-            yield broken(args, template, place=place, name=name)
+        elif args.has_engines and lacks_checks(name):
+            template, kind = "{place} {name} needs the package lm-eval[ifeval], or IFBench on PYTHONPATH", Kind.MISSING
+        if template is not None:
+            yield broken(args, template, *flags, kind=kind, place=place, name=name, known=known_reward_types())
 
 
 _PROOF = "with {--true-on-policy-mode} samples must come from the weights that train on them"

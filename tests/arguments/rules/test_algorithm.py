@@ -7,6 +7,7 @@ import pytest
 from slime.arguments import parse_args
 from slime.arguments.derivation import settle_trackers
 from slime.arguments.rules.algorithm import TRACKER_RULES
+from slime.utils import reward_types
 from slime.utils.errors import UserError
 from tests.support.models.args import command_line, parse, write_rows
 from tests.support.tables.rules import assert_violation, violations
@@ -91,6 +92,28 @@ def test_a_reward_over_http_needs_an_address(tmp_path, name):
     )
     assert parse(tmp_path, "--rm-type", name, "--rm-url", "http://h:1/x").rm_type == name
     parse(tmp_path, "--rm-type", name, "--debug-train-only")
+
+
+IFEVAL = {"lm_eval", "langdetect", "nltk", "immutabledict"}
+
+
+@pytest.mark.parametrize(
+    "installed, is_refused",
+    [(set(), True), (IFEVAL, False), ({"instructions_registry"}, False), *((IFEVAL - {name}, True) for name in IFEVAL)],
+)
+def test_checks_of_instructions_must_be_installed(tmp_path, monkeypatch, installed, is_refused):
+    monkeypatch.setattr(reward_types, "find_spec", lambda name: name if name in installed else None)
+    message = "--rm-type boxed_ifbench needs the package lm-eval[ifeval], or IFBench on PYTHONPATH"
+    if is_refused:
+        assert violations(tmp_path, "--rm-type boxed_ifbench") == [message]
+    else:
+        parse(tmp_path, "--rm-type", "boxed_ifbench")
+    # A plan, and a run that grades nothing, do without them.
+    assert parse(tmp_path, "--rm-type", "boxed_ifbench", "--dry-run").plan_notes == [message] * is_refused
+    parse(tmp_path, "--rm-type", "ifbench", "--debug-train-only")
+    (tmp_path / "eval.yaml").write_text(f"datasets: [{{name: a, path: {tmp_path}/prompts.jsonl, rm_type: ifbench}}]")
+    notes = parse(tmp_path, "--eval-interval", "2", "--eval-config", f"{tmp_path}/eval.yaml", "--dry-run").plan_notes
+    assert [note.partition(" needs")[0] for note in notes] == [f"{tmp_path}/eval.yaml:1: rm_type ifbench"] * is_refused
 
 
 def test_values_of_a_file_are_named_with_their_line(tmp_path):

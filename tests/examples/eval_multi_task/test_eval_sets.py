@@ -14,7 +14,10 @@ def sets_of(tmp_path, file):
     return {each.name: each for each in args.eval_datasets}
 
 
-def test_three_sets_with_rewards_and_numbers_of_answers_of_their_own(tmp_path):
+def test_three_sets_with_rewards_and_numbers_of_answers_of_their_own(tmp_path, monkeypatch):
+    # Of IFBench, which a run must find.
+    (tmp_path / "instructions_registry.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     data = tmp_path / "data"
     for name in ("aime-2024/aime-2024", "gpqa/gpqa_eval", "ifbench/ifbench_eval"):
         (data / name).parent.mkdir(parents=True)

@@ -77,7 +77,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--rollout-max-response-len 1000", "--rollout-max-response-len --max-position-embeddings", WRONG),
         ("--eval-max-context-len 1000", "--eval-max-context-len --max-position-embeddings", WRONG),
         ("--rm-type nosuch", "--rm-type --custom-rm-path", WRONG),
-        ("--rm-type dapo", "--reward-key", WRONG),
+        ("--rm-type dapo", "--rm-type --reward-key", WRONG),
         ("--rollout-max-context-len 1000", "--rollout-max-context-len --max-position-embeddings", WRONG),
         ("--true-on-policy-mode --num-steps-per-rollout 2", "--num-steps-per-rollout --true-on-policy-mode", WRONG),
         ("--update-weights-interval 2", "--update-weights-interval", WRONG),
