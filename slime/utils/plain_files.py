@@ -125,6 +125,18 @@ def read_dump(path: Path) -> Any:
     return decode_plain(value, lambda entry: tensors[entry[_TENSOR]])
 
 
+def may_be_dump(path: Path) -> bool:
+    """Whether `read_dump` may read the file that `path` is; its content is not gone through, which may be long."""
+    if path.suffix != TORCH_SUFFIX or zipfile.is_zipfile(path):
+        return zipfile.is_zipfile(path) or _beside(path).is_file()
+    try:
+        with open(path, "rb") as file:
+            # A pickle, as torch once wrote it.
+            return file.read(1) == b"\x80"
+    except OSError:
+        return False
+
+
 def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.safetensors")
 

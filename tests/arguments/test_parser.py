@@ -39,7 +39,7 @@ def test_a2_abbreviations_are_refused(tmp_path):
 
 def test_a2_load_is_not_taken_for_a_longer_flag(tmp_path):
     dump = tmp_path / "{rollout_id}.pt"
-    (tmp_path / "0.pt").touch()
+    (tmp_path / "0.pt").write_bytes(b"\x80")
     words = ["--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"), "--load-debug-rollout-data", str(dump)]
     for order in (words, words[4:] + words[:4]):
         args = parse(tmp_path, *order)

@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
-from slime.utils.plain_files import decode_plain, encode_plain
+from slime.utils.plain_files import decode_plain, encode_plain, may_be_dump, read_dump, write_dump
 
 VALUES = {
     "a tuple": (1, ("x", [2.5, None])),
@@ -34,3 +35,21 @@ def test_what_is_not_plain_is_named_by_its_place():
     assert met == ["state[0][1][1][1]", "state[1][1]['b']"]
     decoded = decode_plain(json.loads(text), lambda entry: set(entry["__set__"]))
     assert decoded == value and type(decoded["c"]) is float
+
+
+@pytest.mark.parametrize("name", ["0.pt", "0.json"])
+def test_what_a_dump_is_is_known_without_reading_it(tmp_path, name):
+    path = tmp_path / name
+    write_dump(path, {"samples": [{"tokens": np.arange(3)}]})
+    assert may_be_dump(path)
+    path.with_name(f"{name}.safetensors").unlink(missing_ok=True)
+    path.write_bytes(b"junk")
+    assert not may_be_dump(path) and not may_be_dump(tmp_path / f"nowhere{path.suffix}")
+
+
+def test_what_torch_once_wrote_may_be_a_dump(tmp_path):
+    torch.save({"samples": []}, tmp_path / "0.pt", _use_new_zipfile_serialization=False)
+    assert may_be_dump(tmp_path / "0.pt") and read_dump(tmp_path / "0.pt") == {"samples": []}
+    # One in zip format has another name, too.
+    torch.save({"samples": []}, tmp_path / "0.dump")
+    assert may_be_dump(tmp_path / "0.dump") and read_dump(tmp_path / "0.dump") == {"samples": []}

@@ -28,12 +28,13 @@ from slime.utils.dataset import RowKeys, check_first_row
 from slime.utils.errors import UserError
 from slime.utils.filesystem import existing_files, existing_parent, unwritable
 from slime.utils.image_rows import media_keys_problem
+from slime.utils.plain_files import may_be_dump
 
 logger = logging.getLogger(__name__)
 
 # Where weights come from; what is wrong with one of these flags is told by itself.
 _SOURCES = ("--load", "--ref-load", "--initial-megatron-checkpoint", "--hf-checkpoint", "--random-init", "--ckpt-step")
-_WRITTEN = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.WRITTEN)
+_WRITTEN = (*(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.WRITTEN), "tensorboard_dir")
 
 # Where the data sources and evaluation functions live whose way of reading files is known.
 _OWN = "slime.rollout."
@@ -191,8 +192,7 @@ def _may_fan_out(args: argparse.Namespace) -> bool:
 
 
 def media(args: argparse.Namespace) -> Iterator[Violation]:
-    problem = media_keys_problem(args.multimodal_keys or {})
-    if problem is not None:
+    if (problem := media_keys_problem(args.multimodal_keys or {})) is not None:
         yield broken(args, "{--multimodal-keys=}: {problem}", problem=problem)
 
 
@@ -224,6 +224,8 @@ def rollout_dumps(args: argparse.Namespace) -> Iterator[Violation]:
         there = f"there is {known[0]} … {known[-1]}; give --start-rollout-id" if known else "give the path of a dump"
         template = "{--load-debug-rollout-data=}: {path} does not exist; {there}"
         yield broken(args, template, "--start-rollout-id", path=path, there=there)
+    elif os.path.isfile(path) and not may_be_dump(Path(path)):
+        yield broken(args, "{--load-debug-rollout-data=}: {path} is no readable rollout dump; give one", path=path)
 
 
 def other_models(args: argparse.Namespace) -> Iterator[Violation]:

@@ -160,6 +160,8 @@ def test_every_rank_needs_a_sample_of_a_step(tmp_path):
     ],
 )
 def test_where_rollouts_may_fan_out_too_few_of_them_are_warned_about(tmp_path, caplog, words):
+    # Where a dump has its tensors.
+    (tmp_path / "prompts.jsonl.safetensors").touch()
     args = parse(tmp_path, *TWO_ROLLOUTS.split(), *words.format(tmp=tmp_path).split())
     assert args.global_batch_size == 2
     assert f"--global-batch-size 2 {NO_SAMPLE}. Only rollouts that fan out" in caplog.text

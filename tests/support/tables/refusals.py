@@ -185,6 +185,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--load-debug-rollout-data x.pt --load-debug-rollout-data-subsample 2",
          "--load-debug-rollout-data-subsample", WRONG),
         ("--load-debug-rollout-data-subsample 0.5", "--load-debug-rollout-data-subsample --load-debug-rollout-data", WRONG),
+        ("--load-debug-rollout-data {tmp}/prompts.jsonl", "--load-debug-rollout-data", MISSING),
+        ("--tensorboard-dir {tmp}/prompts.jsonl", "--tensorboard-dir", MISSING),
         ("--prompt-data /nowhere/data.jsonl@[0:5]", "--prompt-data --input-key --label-key", MISSING),
         ("--eval-prompt-data a /nowhere/eval.parquet", "--eval-prompt-data --input-key --label-key", MISSING),
         ("--ref-load /nowhere/ref", "--ref-load --ref-ckpt-step", MISSING),
@@ -255,6 +257,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--opd-type --train-backend", WRONG),
     ),
     "megatron": (
+        ("--spec slime_plugins models.glm4 get_glm_spec", "--spec", WRONG),
         ("--actor-num-gpus-per-node 4 --tensor-model-parallel-size 2 --context-parallel-size 4",
          "--tensor-model-parallel-size --context-parallel-size world_size --actor-num-nodes --actor-num-gpus-per-node", WRONG),
         ("--actor-num-gpus-per-node 4 --num-experts 8 --moe-ffn-hidden-size 64 --expert-model-parallel-size 8",
