@@ -33,7 +33,10 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 # As SGLang names the traces of its engines.
 _RANK_OF_ENGINE = re.compile(r"TP-(\d+)")
 _LONGEST_NAME = 72
+_LONGEST_EVENT = 200
 _MICROSECOND = 1e-6
+# Of every event that lasts.
+_FIELDS = {"name": str, "ts": int | float, "dur": int | float, "pid": int | str, "tid": int | str}
 
 
 @dataclass
@@ -95,7 +98,7 @@ def read_trace(path: Path) -> dict[str, Any]:
     """The content of a trace file.
 
     Raises:
-        UserError: it is none.
+        UserError: it is none, or has an event that lacks what the tables are made of.
     """
     import orjson
 
@@ -105,7 +108,22 @@ def read_trace(path: Path) -> dict[str, Any]:
         trace["traceEvents"][:0]
     except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path} is no trace, or was not written to its end: {error}") from None
+    for number, event in enumerate(trace["traceEvents"]):
+        if problem := _problem_of(event):
+            raise UserError(f"{path}: event {number} of traceEvents {problem}: {str(event)[:_LONGEST_EVENT]}")
     return trace
+
+
+def _problem_of(event: Any) -> str | None:
+    """Why nothing can be made of an event. Those that last nothing are not looked at."""
+    if not isinstance(event, dict):
+        return "is no object"
+    if event.get("ph") != "X":
+        return None
+    for name, kinds in _FIELDS.items():
+        if not isinstance(event.get(name), kinds):
+            return f"has no {name}" if name not in event else f"has a {name} of another kind"
+    return None if isinstance(event.get("args", {}), dict) else "has args that are no object"
 
 
 def place_of(path: Path, trace: dict[str, Any]) -> tuple[str, int, int | None]:

@@ -220,6 +220,29 @@ def test_what_is_no_trace_is_named(tmp_path, content):
         main(["--profile-dir", str(tmp_path)])
 
 
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"ts": None}, "has no ts"), ({"dur": None}, "has no dur"), ({"name": None}, "has no name"),
+        ({"tid": None}, "has no tid"), ({"ts": "late"}, "has a ts of another kind"),
+        ({"args": [1]}, "has args that are no object"),
+    ],
+)  # fmt: skip
+def test_an_event_that_lacks_something_is_named_with_its_file(tmp_path, changes, problem):
+    broken = {name: value for name, value in {**ON_GPU[3], **changes}.items() if value is not None}
+    path = tmp_path / "a.pt.trace.json.gz"
+    write(path, [*ON_GPU, broken])
+    with pytest.raises(UserError) as error:
+        main(["--profile-dir", str(tmp_path)])
+    assert str(error.value) == f"{path}: event {len(ON_GPU)} of traceEvents {problem}: {str(broken)[:200]}"
+
+
+def test_what_is_no_event_is_named_with_its_file(tmp_path):
+    write(tmp_path / "a.pt.trace.json.gz", [ON_GPU[0], 3])
+    with pytest.raises(UserError, match=r"a.pt.trace.json.gz: event 1 of traceEvents is no object: 3$"):
+        main(["--profile-dir", str(tmp_path)])
+
+
 def test_a_packed_file_that_was_cut_is_named(tmp_path):
     path = tmp_path / "a.pt.trace.json.gz"
     path.write_bytes(gzip.compress(b'{"traceEvents": []}' * 99)[:-12])
