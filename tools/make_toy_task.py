@@ -39,10 +39,12 @@ from tools.toy_model import write_json, write_model
 
 if TYPE_CHECKING:
     import numpy
+    from tqdm import tqdm
 
 MARK_OF_COMPLETENESS = "task.json"
 # Rejection sampling gives up after this many draws for each problem that is asked for.
 MAX_DRAWS_PER_PROBLEM = 2000
+TOLD_EVERY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -104,18 +106,41 @@ def draw_problem(generator: "numpy.random.Generator", digits: int, carry_share: 
 def draw_distinct_problems(
     generator: "numpy.random.Generator", count: int, arguments: argparse.Namespace, taken: set[tuple[int, int]]
 ) -> list[Problem]:
-    """`count` problems whose keys are neither in `taken` nor equal to one another."""
+    """`count` problems whose keys are neither in `taken` (of such problems) nor equal to one another."""
     problems: dict[tuple[int, int], Problem] = {}
-    for _ in range(count * MAX_DRAWS_PER_PROBLEM):
-        if len(problems) == count:
-            return list(problems.values())
-        problem = draw_problem(generator, arguments.digits, arguments.carry_share)
-        if problem.key not in taken:
-            problems.setdefault(problem.key, problem)
+    found = count_problems(arguments.digits, arguments.carry_share) - len(taken)
+    if count <= found:
+        with progress("problems", count) as bar:
+            for _ in range(count * MAX_DRAWS_PER_PROBLEM):
+                if len(problems) == count:
+                    return list(problems.values())
+                problem = draw_problem(generator, arguments.digits, arguments.carry_share)
+                if problem.key not in taken and problem.key not in problems:
+                    problems[problem.key] = problem
+                    bar.update()
+        found = len(problems)
     raise ValueError(
-        f"found only {len(problems)} of {count} distinct problems with --digits {arguments.digits}: "
+        f"found only {found} of {count} distinct problems with --digits {arguments.digits}: "
         "ask for fewer (--train-size, --eval-size) or for longer operands (--digits)"
     )
+
+
+def count_problems(digits: int, carry_share: float) -> int:
+    """How many problems `draw_problem` makes that differ in more than the order of their operands."""
+    operands = 9 * 10 ** (digits - 1)
+    everything = operands * (operands + 1) // 2
+    # Pairs of digits, and those of equal ones, that leave no carry: 55 and 5 of a column, all but those with 0 of the last.
+    without_carry = (55 ** (digits - 1) * 81 + 5 ** (digits - 1) * 9) // 2
+    if digits == 1 or 0 < carry_share < 1:
+        return everything
+    return everything - without_carry if carry_share else without_carry
+
+
+def progress(what: str, count: int) -> "tqdm":
+    """A bar on the standard error, for what lasts; in a log it is a line every few seconds."""
+    from tqdm import tqdm
+
+    return tqdm(desc=f"drawing {what}", total=count, delay=TOLD_EVERY_SECONDS, mininterval=TOLD_EVERY_SECONDS)
 
 
 def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -132,9 +157,17 @@ def write_split(
     """Write the three files of a task whose problems have `keys`; no held-out key is trained or demonstrated.
 
     `problem` and `demonstration` make a row out of a key, with a generator for whatever else is drawn.
+
+    Raises:
+        ValueError: there are fewer keys than problems are asked for.
     """
     import numpy
 
+    if arguments.eval_size + arguments.train_size > len(keys):
+        raise ValueError(
+            f"--eval-size {arguments.eval_size} and --train-size {arguments.train_size}: the task has {len(keys)} distinct "
+            "problems; ask for fewer"
+        )
     generator = numpy.random.default_rng([arguments.seed, 0])
     order = generator.permutation(len(keys))
     held_out, others = order[: arguments.eval_size], order[arguments.eval_size :]
@@ -154,13 +187,15 @@ def write_data(directory: Path, arguments: argparse.Namespace) -> None:
     training = draw_distinct_problems(generator, arguments.train_size, arguments, taken=held_out_keys)
 
     demonstrations = []
-    while len(demonstrations) < arguments.sft_size:
-        problem = draw_problem(generator, arguments.digits, arguments.carry_share)
-        forgotten = [bool(draw < arguments.forget_rate) for draw in generator.random(arguments.digits)]
-        if problem.key in held_out_keys:
-            continue
-        answer = {"role": "assistant", "content": problem.working(forgotten)}
-        demonstrations.append({"messages": [*problem.prompt, answer], "metadata": problem.metadata})
+    with progress("demonstrations", arguments.sft_size) as bar:
+        while len(demonstrations) < arguments.sft_size:
+            problem = draw_problem(generator, arguments.digits, arguments.carry_share)
+            forgotten = [bool(draw < arguments.forget_rate) for draw in generator.random(arguments.digits)]
+            if problem.key in held_out_keys:
+                continue
+            answer = {"role": "assistant", "content": problem.working(forgotten)}
+            demonstrations.append({"messages": [*problem.prompt, answer], "metadata": problem.metadata})
+            bar.update()
 
     for name, problems in (("eval", held_out), ("train", training)):
         rows = [{"prompt": p.prompt, "label": str(p.left + p.right), "metadata": p.metadata} for p in problems]

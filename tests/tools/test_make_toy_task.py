@@ -187,6 +187,13 @@ def test_complete_task_is_not_written_over_without_force(task: Path) -> None:
         (("--forget-rate", "1.5"), "--forget-rate 1.5"),
         (("--num-attention-heads", "3"), "--num-attention-heads 3"),
         (("--digits", "1", "--train-size", "60", "--eval-size", "4"), "found only 41 of 60"),
+        (("--train-size", "999999999"), "found only 3839 of 999999999 distinct problems with --digits 2"),
+        (("--train-size", "999999999", "--carry-share", "0"), "found only 1994 of 999999999"),
+        (("--train-size", "999999999", "--carry-share", "1"), "found only 1589 of 999999999"),
+        (
+            ("--train-size", "999999999", "--data", f"{TOOL.parents[1]}/examples/calculator/toy_task.py:write_data"),
+            "--eval-size 256 and --train-size 999999999: the task has 8100 distinct problems",
+        ),
     ],
 )
 def test_impossible_arguments_are_refused_by_name(tmp_path: Path, arguments, named) -> None:
@@ -194,6 +201,34 @@ def test_impossible_arguments_are_refused_by_name(tmp_path: Path, arguments, nam
     assert result.returncode == 2
     assert named in result.stderr and "Traceback" not in result.stderr
     assert not (tmp_path / "task.json").exists()
+
+
+@pytest.mark.parametrize(("digits", "share"), [(1, 0), (1, 0.5), (2, 0), (2, 0.5), (2, 1), (3, 0)])
+def test_the_number_of_problems_is_that_of_a_count(digits: int, share: float) -> None:
+    from tools.make_toy_task import Problem, count_problems
+
+    numbers = range(10 ** (digits - 1), 10**digits)
+    problems = [Problem(left, right) for left in numbers for right in range(left, numbers.stop)]
+    wanted = (0 < share < 1) or digits == 1
+    assert count_problems(digits, share) == sum(wanted or (one.carries > 0) == bool(share) for one in problems)
+
+
+def test_all_problems_that_there_are_may_be_asked_for(tmp_path: Path) -> None:
+    result = run_tool(str(tmp_path), *SMALL, "--digits", "1", "--train-size", "41", "--eval-size", "4")
+    assert result.returncode == 0, result.stderr
+    assert len({frozenset(operands_of(row)) for name in ("train", "eval") for row in read_rows(tmp_path, name)}) == 45
+
+
+def test_what_lasts_tells_how_far_it_is(tmp_path: Path, monkeypatch, capsys) -> None:
+    from tools import make_toy_task
+
+    arguments = make_toy_task.build_parser().parse_args([str(tmp_path), *SMALL])
+    make_toy_task.write_data(tmp_path, arguments)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(make_toy_task, "TOLD_EVERY_SECONDS", 0.0)
+    make_toy_task.write_data(tmp_path, arguments)
+    told = capsys.readouterr().err
+    assert "drawing problems: 100%" in told and "64/64" in told and "drawing demonstrations: 100%" in told
 
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
