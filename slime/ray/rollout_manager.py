@@ -303,26 +303,30 @@ class RolloutManager:
 
 @dataclasses.dataclass(frozen=True)
 class _EnginesOfModel:
-    """The engines behind the router of `model`, as requests to it see them (`EngineSupply`)."""
+    """Router and engines of `model`, as requests to it see them (`EngineSupply`)."""
 
     owner: ServingOwner
     model: str
 
     def is_serving(self) -> bool:
         """Whether requests find an engine."""
-        return self.owner.is_serving(self.model)
+        return self.has_router() and self.owner.is_serving(self.model)
+
+    def has_router(self) -> bool:
+        """Whether there is a router that has its engines."""
+        return self.owner.routers[self.model].serves()
 
     def doubt_all(self, cause: str) -> None:
         """A request failed: look after the engines."""
         self.owner.doubt_all(self.model, cause)
 
     def is_decided(self) -> bool:
-        """Whether no engine is doubted."""
-        return self.owner.is_decided(self.model)
+        """Whether no engine is doubted, and there is a router."""
+        return self.has_router() and self.owner.is_decided(self.model)
 
     def deaths(self) -> int:
-        """How many engines have died so far."""
-        return self.owner.deaths(self.model)
+        """How many engines, and routers, have died so far."""
+        return self.owner.deaths(self.model) + self.owner.routers[self.model].deaths
 
 
 class RunningCall(Generic[Result]):

@@ -2,7 +2,8 @@
 
 Pure: no Ray, no network, no clock, no threads; times are given, in seconds. Whoever sees something happen tells the fleet,
 which says what holds from then on; `engines.py` carries out what follows and is the only holder of engine handles. Everybody
-else asks for a snapshot, and uses it for one operation. Beside it: when engines are checked, and how long one may be silent.
+else asks for a snapshot, and uses it for one operation. Beside it: when engines are checked, how long one may be silent, and
+how often a router may die.
 
     STARTING ──ready──► STALE ──weights_whole──► SERVING ──doubt──► SUSPECT
                           ▲ ◄──weights_change───┘ │    ▲ ◄──answer───┘
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 
@@ -56,6 +57,9 @@ _TRANSITIONS: dict[str, tuple[Collection[EngineState], EngineState]] = {
 # GPU, a full disk. The time is counted in starts, because one whose server takes long to start dies less often.
 REPLACEMENTS = 3
 _WINDOW_IN_STARTS = 10
+# A router that dies so often within that time does not come back; time enough for one that hangs so often to be seen.
+_LAST_DEATH_OF_ROUTER = 3
+_ROUTER_WINDOW_SECONDS = 600.0
 
 
 class IllegalTransition(Exception):
@@ -251,6 +255,15 @@ class Fleet:
             )
         self._records[told.engine_id] = dataclasses.replace(record, **{"state": state, "cause": "", **changes})
         return True
+
+
+def why_no_router_follows(deaths: Sequence[float]) -> str:
+    """Why another router in the place of one that died at these moments, the last one now, is not worth its start; empty: it
+    is."""
+    recent = [died for died in deaths if deaths[-1] - died <= _ROUTER_WINDOW_SECONDS]
+    if len(recent) < _LAST_DEATH_OF_ROUTER:
+        return ""
+    return f"it died {len(recent)} times within {_ROUTER_WINDOW_SECONDS:.0f} s"
 
 
 # -- checks -------------------------------------------------------------------------------------------------------------

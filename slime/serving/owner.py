@@ -2,8 +2,8 @@
 
 Everything that can run at the same time does: `start` returns at once, so that routers, engines and training ranks come
 up together; `wait_ready` joins. From then on a thread watches. An engine that dies or hangs is replaced where the run asks for
-that: it leaves the router, a new server starts in its place, gets the weights of the last push, and only then requests. One
-that dies again and again is given up. Whatever else dies ends `ended` with its cause.
+that: it leaves the router, a new server starts in its place, gets the weights of the last push, and only then requests. So is
+a router, which looks after itself. What dies again and again is given up. Whatever else dies ends `ended` with its cause.
 
 Each model has a router of its own. Engines of a frozen model serve what they loaded: no push waits for them or reaches them.
 """
@@ -40,11 +40,6 @@ _REGISTRATION_SECONDS = 60.0
 _ROUTER_FAREWELL_SECONDS = 10.0
 _WATCH_POLL_SECONDS = 0.2
 _WATCH_END_SECONDS = 5.0
-
-# Requests, engines and the addresses that plug-ins keep all hang on one router.
-_ROUTER_ADVICE = (
-    "\n--use-fault-tolerance replaces engines, not routers: start the run again, it goes on from its last checkpoint"
-)
 
 _Taker = Callable[[EngineName, ray.ObjectRef], None]
 
@@ -118,7 +113,12 @@ class ServingOwner:
         ours = ours if self._topology.engines else None
         for number, model in enumerate(self._topology.models):
             args = self._args if given and number == 0 else self._with_key()
-            self.routers[model.name] = start_router(args, self._log_dir, ours, number, [g.role for g in model.groups])
+            router = start_router(args, self._log_dir, ours, number, [g.role for g in model.groups])
+            # What registered by itself nobody could tell another one of.
+            router.comes_back = (
+                self._args.use_fault_tolerance and router.process is not None and bool(self._topology.engines)
+            )
+            self.routers[model.name] = router
         self._engines.start_all()
         return self.routers
 
@@ -428,7 +428,7 @@ class ServingOwner:
                 )
             for router in self.routers.values():
                 if trouble := router.trouble():
-                    self._fail(RunError(trouble + (_ROUTER_ADVICE if self._args.use_fault_tolerance else "")))
+                    self._fail(RunError(trouble))
             if self.ended.done() or not awaited:
                 self._ending.wait(_WATCH_POLL_SECONDS)
 

@@ -3,6 +3,9 @@
 The router is the `sglang_router` package. It is ready when its health endpoint answers; a worker is ready when the
 router lists it as healthy. Both are polled with a deadline, and the process is watched meanwhile.
 
+Where the run asks for that, a router of ours that dies or hangs comes back: another process starts at the same address and is
+told of the same engines. Whoever tells a router of engines meanwhile waits, and does it again.
+
 `python -m slime.serving.router` prints the flags of the installed router as JSON. Every field of the `RouterArgs` dataclass
 is `--router-<field>` and lives in `args.router_<field>`. Names, types and defaults come from the dataclass, not from the
 router's own command line, which lags behind it (policies are missing there); only help texts are taken from that. None means
@@ -14,19 +17,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import sys
 import threading
 import time
 import types
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import requests
 
 from slime.arguments.surface import FlagSpec
+from slime.serving.fleet import why_no_router_follows
 from slime.utils.child_process import ChildProcess, environment_for_python
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
@@ -39,12 +44,17 @@ from slime.utils.ports import (
     service_host,
 )
 
+logger = logging.getLogger(__name__)
+
 _FIRST_PORT = 3000
 # Between two questions: a router tells nobody when it is ready, nor when an engine has come that a person has started.
 _POLL_SECONDS = 0.05
 _ARRIVAL_POLL_SECONDS = 0.5
 _REQUEST_TIMEOUT_SECONDS = 10.0
 _SHUTDOWN_SECONDS = 3.0
+_START_SECONDS = 60.0
+# Between two looks whether our router has ended.
+_LOOK_SECONDS = 0.2
 # A router is asked whether it answers this long after its last answer, and may be late so often: beside much other work an
 # answer takes long.
 _WATCH_SECONDS = 10.0
@@ -83,36 +93,14 @@ class Worker:
     bootstrap_port: int | None = None
 
 
-class _Watch:
-    """Asks a router whether it answers, in a thread of its own: who waits for requests that hang would not see it."""
-
-    def __init__(self, url: str):
-        self.late = 0  # how often in a row it did not answer
-        self._url = url
-        self._ending = threading.Event()
-        threading.Thread(target=self._ask, daemon=True, name="router watch").start()
-
-    def end(self) -> None:
-        self._ending.set()
-
-    def _ask(self) -> None:
-        session = _session(None)
-        while not self._ending.wait(_WATCH_SECONDS):
-            try:
-                # Whatever it says, it answers.
-                session.get(f"{self._url}/health", timeout=_WATCH_TIMEOUT_SECONDS)
-                self.late = 0
-            except requests.RequestException:
-                self.late += 1
-
-
 @dataclasses.dataclass
 class RouterHandle:
     """A router at `ip:port`. `process` is None when the router was started by somebody else.
 
-    `found`: engines of this run that it served already, which stay when the run leaves it. `_waiting`: the arguments of one
-    that starts with its first engines, until then: it has no worker, and nobody is to send it requests. `_registered`: what it
-    called engines when it was told of them.
+    `found`: engines of this run that it served already, which stay when the run leaves it. `comes_back`: whether another takes
+    its place when it dies; to be set before `wait_ready`. `_fields`: its arguments. `_waits`: it starts with its first engines,
+    and has not yet: it has no worker, and nobody is to send it requests. `_registered`: what it called engines when it was told
+    of them. `_told`: the engines that it is to have. `_changing`: held while a process starts; after `shutdown` none does.
     """
 
     ip: str
@@ -120,24 +108,34 @@ class RouterHandle:
     api_key: str | None
     process: ChildProcess | None
     found: frozenset[str] = frozenset()
+    comes_back: bool = False
     _reservations: tuple[PortReservation, ...] = ()
     _scratch: Path | None = None
-    _waiting: dict[str, Any] | None = None
-    _watch: _Watch | None = None
+    _fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    _waits: bool = False
     _registered: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    _told: dict[str, Worker] = dataclasses.field(default_factory=dict)
+    _worker_api_key: str | None = None
+    _guard: threading.Thread | None = None
+    _late: int = 0  # how often in a row it did not answer
+    _deaths: list[float] = dataclasses.field(default_factory=list)
+    _gave_up: str | None = None
+    _is_back: threading.Event = dataclasses.field(default_factory=threading.Event)
+    _ending: threading.Event = dataclasses.field(default_factory=threading.Event)
+    _changing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
     def url(self) -> str:
         """Base URL, without a trailing slash."""
         return f"http://{host_for_url(self.ip)}:{self.port}"
 
-    def wait_ready(self, timeout: float = 60.0) -> None:
+    def wait_ready(self, timeout: float = _START_SECONDS) -> None:
         """Return when the router answers; at once where it starts with its first engines only.
 
         Raises:
             RunError: our router ended or did not answer in time; holds the last lines of its log.
         """
-        if self._waiting is not None:
+        if self._waits:
             return
         deadline = time.monotonic() + timeout
         try:
@@ -149,17 +147,29 @@ class RouterHandle:
                     raise RunError(f"the router {self.url} did not answer within {timeout:g} s{state}")
                 time.sleep(_POLL_SECONDS)
         finally:
-            self._release()
-        if self.process is not None and self._watch is None:
-            self._watch = _Watch(self.url)
+            self._remove_arguments()
+        if self.process is not None and self._guard is None:
+            self._is_back.set()
+            self._guard = threading.Thread(target=self._keep_watch, daemon=True, name="router watch")
+            self._guard.start()
 
     def trouble(self) -> str | None:
-        """Why our router serves no more: its end, or that it lives and does not answer. Returns at once."""
-        if self.process is None:
-            return None
+        """Why our router serves no more, and none will: its end, or that it lives and does not answer. Returns at once."""
+        return self._gave_up if self.process is None or self.comes_back else self._fault()
+
+    def serves(self) -> bool:
+        """Whether requests find a router that has its engines. One that does not come back is not waited for."""
+        return not self.comes_back or (not self._waits and self._is_back.is_set() and self.process.poll() is None)
+
+    @property
+    def deaths(self) -> int:
+        """How often it has died so far. One that `serves` again has counted its last death."""
+        return len(self._deaths)
+
+    def _fault(self) -> str | None:
         if self.process.poll() is not None:
             return f"the router died: {self.process.describe_end()}"
-        if self._watch is not None and self._watch.late >= _LATE_ANSWERS:
+        if self._late >= _LATE_ANSWERS:
             late = f"{_LATE_ANSWERS} times in a row, with up to {_WATCH_TIMEOUT_SECONDS:g} s for each"
             return f"the router {self.url} lives and did not answer {late}; {self.process.describe_log()}"
         return None
@@ -170,7 +180,7 @@ class RouterHandle:
         One whose groups the router lists is healthy when all of those are. Its `id` is that of its registration: with one of a
         group the router takes nothing out.
         """
-        if self._waiting is not None:
+        if self._waits:
             return []
         engines: dict[str, dict[str, Any]] = {}
         for worker in self._call("GET", "/workers", None, deadline).json()["workers"]:
@@ -189,11 +199,15 @@ class RouterHandle:
         Raises:
             RunError: a worker was refused or did not become healthy in time.
         """
-        worker_api_key = worker_api_key or self.api_key
-        knows_them = self._waiting is not None
-        if self._waiting is not None:
-            fields, self._waiting = self._waiting, None
-            self._launch({**fields, **_told_at_start(workers)})
+        self._worker_api_key = worker_api_key or self.api_key
+        self._told |= {worker.url: worker for worker in workers}
+        self._although_it_dies(lambda: self._register(workers, timeout))
+
+    def _register(self, workers: Sequence[Worker], timeout: float) -> None:
+        knows_them = self._waits
+        if self._waits:
+            self._waits = False
+            self._launch(_told_at_start(list(self._told.values())))
             self.wait_ready(timeout)
         # A start has had a time of its own.
         deadline, new = time.monotonic() + timeout, []
@@ -205,13 +219,17 @@ class RouterHandle:
                 "url": worker.url,
                 "worker_type": worker.role,
                 "bootstrap_port": worker.bootstrap_port,
-                "api_key": worker_api_key,
+                "api_key": self._worker_api_key,
             }
             told = {name: value for name, value in told.items() if value}
             self._registered[worker.url] = self._call("POST", "/workers", told, deadline).json().get("worker_id")
         urls = {worker.url for worker in workers}
         self._wait_until_none(
-            lambda: urls - {worker["url"] for worker in self.workers(deadline) if worker["is_healthy"]},
+            # One that is taken out meanwhile is not waited for.
+            lambda: (
+                (urls & self._told.keys())
+                - {worker["url"] for worker in self.workers(deadline) if worker["is_healthy"]}
+            ),
             f"workers not healthy after {timeout:g} s",
             deadline,
         )
@@ -233,7 +251,8 @@ class RouterHandle:
 
     def refuse_other_workers(self, ours: Sequence[str] = ()) -> None:
         """Raise UserError when the router sends requests to engines that are not `ours`: they have other weights."""
-        others = {worker["url"]: worker["id"] for worker in self.workers() if worker["url"] not in ours}
+        listed = self._although_it_dies(self.workers)
+        others = {worker["url"]: worker["id"] for worker in listed if worker["url"] not in ours}
         if others:
             raise UserError(
                 f"--sglang-router-ip {self.ip} --sglang-router-port {self.port}: the router already serves engines that "
@@ -248,6 +267,11 @@ class RouterHandle:
         Raises:
             RunError: the router still lists one after `timeout` seconds.
         """
+        for url in urls:
+            self._told.pop(url, None)
+        self._although_it_dies(lambda: self._take_out(urls, timeout))
+
+    def _take_out(self, urls: list[str], timeout: float) -> None:
         deadline = time.monotonic() + timeout
         for worker in self.workers(deadline):
             if worker["url"] in urls:
@@ -260,26 +284,107 @@ class RouterHandle:
 
     def shutdown(self) -> None:
         """End the router if it is ours."""
-        if self._watch is not None:
-            self._watch.end()
-        if self.process is not None:
-            self.process.terminate(_SHUTDOWN_SECONDS)
-        self._release()
-
-    def _launch(self, fields: dict[str, Any]) -> None:
-        arguments_file = self._scratch / _ARGUMENTS_FILE
-        with os.fdopen(os.open(arguments_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(fields, file)
-        self.process.start()
-
-    def _release(self) -> None:
-        """Give up what only the start of the router needs: its ports and its arguments, which hold the key."""
+        self._ending.set()
+        with self._changing:
+            if self.process is not None:
+                self.process.terminate(_SHUTDOWN_SECONDS)
+            self._remove_arguments()
         for reservation in self._reservations:
             reservation.release()
+
+    # -- its deaths -------------------------------------------------------------------------------------------------
+
+    def _although_it_dies(self, ask: Callable[[], Any]) -> Any:
+        """What `ask` gives; it is asked again where the router dies meanwhile, or hangs, and comes back."""
+        while True:
+            while self._guard is not None and not self._is_back.wait(_LOOK_SECONDS):
+                if self._gave_up or self._ending.is_set():
+                    raise RunError(self._gave_up or "the router ends with the run")
+            deaths = self.deaths
+            try:
+                return ask()
+            except RunError:
+                if not self.comes_back or self._guard is None or (deaths == self.deaths and self._answers(None)):
+                    raise
+                # Others see what has become of it.
+                while deaths == self.deaths and not self._answers(None):
+                    if self._ending.wait(_LOOK_SECONDS):
+                        raise
+
+    def _keep_watch(self) -> None:
+        """Look whether our router lives, ask it whether it answers, and start another one in its place; in a thread of its own:
+        who waits for requests that hang would not see it."""
+        session, asked = _session(None), time.monotonic()
+        while not self._ending.wait(min(_LOOK_SECONDS, _WATCH_SECONDS)):
+            if not self._waits and self.process.poll() is None and time.monotonic() - asked >= _WATCH_SECONDS:
+                try:
+                    # Whatever it says, it answers.
+                    session.get(f"{self.url}/health", timeout=_WATCH_TIMEOUT_SECONDS)
+                    self._late = 0
+                except requests.RequestException:
+                    self._late += 1
+                asked = time.monotonic()
+            if self.comes_back and self._gave_up is None and (fault := self._fault()):
+                self._bring_back(fault)
+
+    def _bring_back(self, fault: str) -> None:
+        """Have another router with the same engines in the place of one that died, or hangs; or give up."""
+        self._is_back.clear()
+        while not self._ending.is_set():
+            # One that hangs is ended: requests to it fail, and are made again.
+            self.process.terminate(0.0)
+            self._deaths.append(time.monotonic())
+            if why := why_no_router_follows(self._deaths):
+                self._gave_up = f"{fault}\nno other router takes its place: {why}"
+                return
+            logger.warning("%s\nanother router starts in its place, at %s", fault, self.url)
+            try:
+                self._start_again()
+                self._is_back.set()
+                logger.info("there is a router at %s again, with %d engines", self.url, len(self._told))
+                return
+            except Exception as error:
+                self._remove_arguments()
+                fault = f"no router starts in the place of the dead one: {error}"
+
+    def _start_again(self) -> None:
+        """Start another process at the same address, and tell it of the engines. Raises RunError when that fails."""
+        deadline = time.monotonic() + _START_SECONDS
+        while self._reservations[0].is_taken():
+            if time.monotonic() > deadline or self._ending.wait(_LOOK_SECONDS):
+                raise RunError(f"another process has taken its port, {self.port}")
+        self.process, self._scratch = _new_process(self.process.name, self.process.log_path)
+        self._late, self._waits = 0, _needs_engines(self._fields)
+        self._registered.clear()
+        if not self._waits:
+            self._launch()
+        self.wait_ready()
+        workers = list(self._told.values())
+        if self._waits and len(workers) < 2:
+            return
+        try:
+            self._register(workers, _START_SECONDS)
+        except RunError as error:
+            if self._fault():
+                raise
+            # Those that answer get requests. Whether the others live is seen where engines are looked after.
+            logger.warning("the router lacks engines: %s", error)
+
+    def _launch(self, told: Mapping[str, Any] | None = None) -> None:
+        arguments_file = self._scratch / _ARGUMENTS_FILE
+        with os.fdopen(os.open(arguments_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({**self._fields, **(told or {})}, file)
+        with self._changing:
+            if self._ending.is_set():
+                raise RunError("the router ends with the run")
+            self.process.start()
+
+    def _remove_arguments(self) -> None:
+        """They are needed for the start alone, and hold the key."""
         if self._scratch is not None:
             remove_scratch_directory(self._scratch)
 
-    def _answers(self, deadline: float) -> bool:
+    def _answers(self, deadline: float | None) -> bool:
         try:
             return _session(self.api_key).get(f"{self.url}/health", timeout=_seconds_left(deadline)).ok
         except requests.RequestException:
@@ -345,20 +450,25 @@ def start_router(
     if number:
         # One that was given is the first router's.
         fields |= {"prometheus_host": host, "prometheus_port": prometheus_port.port}
-    scratch = make_scratch_directory("router")
     name = f"router_{number}" if number else "router"
-    process = ChildProcess(
-        name,
-        [sys.executable, "-m", "slime.serving.router_process", "--arguments-file", str(scratch / _ARGUMENTS_FILE)],
-        Path(log_dir) / f"{name}.log",
-        {**environment_for_python(), "NO_PROXY": "*", "no_proxy": "*"},
-    )
-    router = RouterHandle(host, port.port, api_key, process, frozenset(), (port, prometheus_port), scratch)
-    if _POWER_OF_TWO in (fields.get(name) for name in ("policy", "prefill_policy", "decode_policy")):
-        router._waiting = fields
-    else:
-        router._launch(fields)
+    process, scratch = _new_process(name, Path(log_dir) / f"{name}.log")
+    router = RouterHandle(host, port.port, api_key, process, _scratch=scratch, _fields=fields)
+    router._reservations, router._waits = (port, prometheus_port), _needs_engines(fields)
+    if not router._waits:
+        router._launch()
     return router
+
+
+def _new_process(name: str, log_path: Path) -> tuple[ChildProcess, Path]:
+    """A process of a router, which has not started, and the directory where it finds its arguments."""
+    scratch = make_scratch_directory("router")
+    argv = [sys.executable, "-m", "slime.serving.router_process", "--arguments-file", str(scratch / _ARGUMENTS_FILE)]
+    return ChildProcess(name, argv, log_path, {**environment_for_python(), "NO_PROXY": "*", "no_proxy": "*"}), scratch
+
+
+def _needs_engines(fields: dict[str, Any]) -> bool:
+    """Whether a router with these arguments refuses to start without two engines."""
+    return _POWER_OF_TWO in (fields.get(name) for name in ("policy", "prefill_policy", "decode_policy"))
 
 
 def _told_at_start(workers: Sequence[Worker]) -> dict[str, Any]:

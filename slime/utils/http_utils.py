@@ -7,8 +7,8 @@ Invariants:
 - Connection errors, 429 and 5xx are tried again after one second, up to the limit. Every other status from 400 on fails
   at once with the body of the answer. A request that exceeds its total time fails at once. Nobody else tries again: neither
   the router nor who calls. All attempts bear one `X-Request-Id`.
-- Where engines are replaced (`set_engine_supply`), a generation waits while there is none, and an attempt that an engine took
-  with it into its death does not count. One that outlives several engines is suspected of ending them, and fails.
+- Where engines and routers are replaced (`set_engine_supply`), a generation waits while there is none, and an attempt that one
+  took with it into its death does not count. One that outlives several is suspected of ending them, and fails.
 - What is parsed in a thread (`post_generate`) is parsed when its slot and its connection are free again.
 - The bearer token travels only to the router and the engines of this run, and appears in no message.
 - Where other processes send for this one (`send_through`), each makes the exchange of one attempt, of generation and not of a
@@ -93,16 +93,20 @@ class EngineSupply(Protocol):
         """Whether requests find an engine."""
         ...
 
+    def has_router(self) -> bool:
+        """Whether the router is there, and has its engines."""
+        ...
+
     def doubt_all(self, cause: str) -> None:
         """A request failed: look after the engines."""
         ...
 
     def is_decided(self) -> bool:
-        """Whether no engine is doubted: each of them is known to live, or to be dead."""
+        """Whether no engine is doubted: each of them, and the router, is known to live, or to be dead."""
         ...
 
     def deaths(self) -> int:
-        """How many engines have died so far."""
+        """How many engines, and routers before them, have died so far."""
         ...
 
 
@@ -382,11 +386,12 @@ async def post_control(
 
 
 async def get(url: str, max_retries: int | None = None) -> Any:
-    """GET within `--http-control-timeout`; returns and raises as `post`."""
-    client = _client()
-    return await _send(
-        client.session, _UNLIMITED, client.settings.control_timeout, "GET", url, _Body(None), None, max_retries
-    )
+    """GET within `--http-control-timeout`, once there is a router again where one died; returns and raises as `post`."""
+    client, supply = _client(), _supplies.get(_origin(url))
+    if supply is not None:
+        await _wait_until(supply.has_router, url, client.settings.request_timeout)
+    limit = client.settings.control_timeout
+    return await _send(client.session, _UNLIMITED, limit, "GET", url, _Body(None), None, max_retries)
 
 
 def _generation(url: str, body: "_Body", *, parse: bool | None, **options: Any) -> Awaitable[Any]:
@@ -436,7 +441,7 @@ async def _send(
                             response = await session.request(method, address, data=body(), headers=headers)
                         try:
                             if response.status < 400:
-                                return await (receive or _read_json)(response)
+                                return await receive(response) if receive else _decode(await response.read())
                             failure = _status_error(method, address, response.status, await response.read())
                         finally:
                             # What was read to its end waits for nothing, unlike at the end of an `async with`.
@@ -488,12 +493,8 @@ async def _send(
         attempt += 1
 
 
-async def _read_json(response: aiohttp.ClientResponse) -> Any:
-    return _decode(await response.read())
-
-
 async def _wait_until(condition: Callable[[], bool], url: str, limit: float) -> None:
-    """Wait for the engines behind a router; HttpError after `limit` seconds."""
+    """Wait for a router, or the engines behind it; HttpError after `limit` seconds."""
     deadline = time.monotonic() + limit
     while not condition():
         if time.monotonic() > deadline:

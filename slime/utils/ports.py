@@ -38,6 +38,16 @@ class PortReservation:
         """Give the port up. A server that listens on it is not disturbed. Harmless when already released."""
         self._holder.close()
 
+    def is_taken(self) -> bool:
+        """Whether a server listens on it, ours or another's: one that marks its socket as reusable may."""
+        with socket.socket(self._holder.family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, self.port))
+            except OSError:
+                return True
+        return False
+
     def __enter__(self) -> PortReservation:
         return self
 

@@ -1,4 +1,5 @@
-"""Engines that die or hang in the middle of a run with `--use-fault-tolerance`: the same run goes on, with right log-probs."""
+"""Engines and routers that die or hang in the middle of a run with `--use-fault-tolerance`: the same run goes on, with right
+log-probs."""
 
 from __future__ import annotations
 
@@ -97,10 +98,60 @@ def test_the_run_goes_on_with_a_new_server_that_has_the_weights(task, tmp_path, 
         process.assert_no_process_left()
     output = process.output()
     assert re.search(cause, output) and "ERROR" not in output and "Traceback" not in output
-    # The push of the first weights is version 1, that after rollout 0 is 2: the new server got them under that name, and
-    # the run compared its log-probs.
+    # The new server got the weights of the last push under its name, and the run compared its log-probs.
+    assert_all_is_there_and_right(process, tmp_path)
+
+
+def router_of(process: TrainProcess) -> int:
+    (router,) = [pid for pid, command in process.processes().items() if "router_process" in command]
+    return router
+
+
+def num_connections(router: int) -> int:
+    """How many connections clients have to the ports on which this process listens."""
+    found = psutil.Process(router).net_connections("tcp")
+    ports = {connection.laddr.port for connection in found if connection.status == psutil.CONN_LISTEN}
+    return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port in ports for each in found)
+
+
+def test_the_run_goes_on_when_its_router_is_killed_with_requests_in_flight(task, tmp_path):
+    flags = [
+        *task.rollout_flags, *task.train_flags, *ONE_RANK, "--rollout-num-gpus", "2",
+        "--num-rollout", len(ROLLOUTS), "--use-fault-tolerance", *PATIENT_CHECKS,
+        # An attempt that a router takes with it does not count.
+        "--http-max-retries", "1",
+        "--custom-generate-function-path", f"{PLUG_INS}:marked_generate",
+        "--save-debug-rollout-data", tmp_path / "dumps/{rollout_id}.pt",
+    ]  # fmt: skip
+    with TrainProcess(flags, tmp_path, {"E2E_HOLD_ROLLOUT": "1"}) as process:
+        process.wait_for_line("holding rollout 1", 900)
+        engines, router = sorted(process.schedulers()), router_of(process)
+        # Requests that nobody answers while their router dies.
+        for engine in engines:
+            os.kill(engine, signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        process.wait_for_line("going on with rollout 1", 300)
+        wait_until(lambda: num_connections(router) >= ROLLOUT_BATCH_SIZE * SAMPLES_PER_PROMPT)
+        os.kill(router, signal.SIGKILL)
+        process.wait_for_line("another router starts in its place", 300)
+        for engine in engines:
+            os.kill(engine, signal.SIGCONT)
+        process.wait_for_line(r"there is a router at \S+ again, with 2 engines", 300)
+        assert sorted(process.schedulers()) == engines and router_of(process) != router
+        process.wait_for_success(900)
+        process.assert_no_process_left()
+    output = process.output()
+    assert re.search("the router died: ended by SIGKILL", output) and "ERROR" not in output and "Traceback" not in output
+    assert re.search("/generate failed: (ServerDisconnected|ClientOS)Error", output), "requests were lost with it"
+    assert "has a new server" not in output, "no engine was taken for dead"
+    assert_all_is_there_and_right(process, tmp_path)
+
+
+def assert_all_is_there_and_right(process: TrainProcess, directory) -> None:
+    """Every rollout has all of its samples, by the weights of its push, and the trainer has the log-probs of the engines."""
+    # The push of the first weights is version 1, that after rollout 0 is 2.
     for rollout_id in ROLLOUTS:
-        samples = torch.load(tmp_path / f"dumps/{rollout_id}.pt", weights_only=True)["samples"]
+        samples = torch.load(directory / f"dumps/{rollout_id}.pt", weights_only=True)["samples"]
         assert len(samples) == ROLLOUT_BATCH_SIZE * SAMPLES_PER_PROMPT
         assert {version for sample in samples for version in sample["weight_versions"]} == {str(rollout_id + 1)}
     differences = process.scalars("train/train_rollout_logprob_abs_diff")

@@ -4,7 +4,15 @@ import itertools
 
 import pytest
 
-from slime.serving.fleet import _ANSWER_SECONDS, EngineName, EngineState, Fleet, HealthChecks, IllegalTransition
+from slime.serving.fleet import (
+    _ANSWER_SECONDS,
+    EngineName,
+    EngineState,
+    Fleet,
+    HealthChecks,
+    IllegalTransition,
+    why_no_router_follows,
+)
 
 FIRST, SECOND = EngineName(0), EngineName(0, 1)
 EVENTS = {
@@ -301,3 +309,14 @@ def test_a_new_life_begins_anew():
     health.computed(A, 15.0)
     health.forget(A)
     assert health.begin(50.0, [EngineName(0, 1)]) == [EngineName(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("deaths", "recent"),
+    [
+        ([0.0], 0), ([0.0, 0.1], 0), ([0.0, 0.1, 0.2], 3), ([0.0, 300.0, 600.0], 3), ([0.0, 300.0, 600.1], 0),
+        ([0.0, 1.0, 700.0], 0), ([0.0, 700.0, 701.0], 0), ([0.0, 700.0, 701.0, 702.0], 3), ([0.0, 1.0, 2.0, 3.0], 4),
+    ],
+)  # fmt: skip
+def test_a_router_comes_back_unless_it_died_three_times_within_ten_minutes(deaths, recent):
+    assert why_no_router_follows(deaths) == (f"it died {recent} times within 600 s" if recent else "")

@@ -167,10 +167,27 @@ def test_the_death_of_our_router_is_one_as_well(make_owner):
         owner.ended.result(60)
 
 
-def test_the_router_is_not_replaced_and_the_message_says_what_to_do(make_owner):
-    owner = ready(make_owner(process=(process := Process()), use_fault_tolerance=True))
+@pytest.mark.parametrize(
+    ("flags", "comes_back"),
+    [
+        ({"use_fault_tolerance": True}, True), ({}, False), ({"use_fault_tolerance": True, "process": None}, False),
+        ({"use_fault_tolerance": True, "engines": 0}, False),
+    ],
+    ids=["ours", "without the flag", "of others", "engines of others"],
+)  # fmt: skip
+def test_a_router_comes_back_that_the_run_started_and_told_of_its_engines(make_owner, flags, comes_back):
+    owner = make_owner(**{"process": Process(), **flags})
+    owner.start()
+    assert owner.routers["default"].comes_back is comes_back
+
+
+def test_a_router_that_comes_back_ends_nothing_until_it_is_given_up(make_owner):
+    owner = serving(make_owner(process=(process := Process()), use_fault_tolerance=True))
     process.status = 3
-    with pytest.raises(RunError, match="^the router died: exit code 3(.|\n)*not routers: start the run again"):
+    let_the_watch_turn(owner)
+    assert not owner.ended.done()
+    owner.routers["default"]._gave_up = "the router died\nno other router takes its place: it died 3 times"
+    with pytest.raises(RunError, match="^the router died\nno other router takes its place: it died 3 times$"):
         owner.ended.result(60)
 
 

@@ -76,6 +76,11 @@ def test_the_router_of_a_second_model_is_watched_too(make_pair):
         owner.ended.result(60)
 
 
+def test_the_routers_of_all_models_come_back(make_pair):
+    owner = make_pair(process=Process(), use_fault_tolerance=True)
+    assert [router.comes_back for router in owner.start().values()] == [True, True]
+
+
 def test_f3_a_frozen_engine_that_dies_is_replaced_at_its_own_router_and_keeps_no_push_waiting(make_pair):
     owner = ready(make_pair(use_fault_tolerance=True))
     pushed(owner)

@@ -26,10 +26,13 @@ class Supply:
     """Engines as requests see them. A failed request leaves it open whether one has died, until the test says so."""
 
     def __init__(self):
-        self.served, self.dead, self.decided, self.doubts = True, 0, True, []
+        self.served, self.routed, self.dead, self.decided, self.doubts = True, True, 0, True, []
 
     def is_serving(self):
         return self.served
+
+    def has_router(self):
+        return self.routed
 
     def is_decided(self):
         return self.decided
@@ -169,5 +172,20 @@ def test_only_requests_to_its_own_router_ask_the_supply():
             assert await get(url) == await post_control(url) == {"status": 200}, "an abort must not wait for an engine"
             http_utils.set_engine_supply(url, None)
             assert await post(url, {}) == {"status": 200}
+
+    asyncio.run(main())
+
+
+def test_a_question_to_a_router_waits_until_one_is_there_that_has_its_engines():
+    async def main():
+        seen, supply = [], Supply()
+        supply.routed = False
+        async with serving(answering([], seen)) as url:
+            http_utils.set_engine_supply(url, supply)
+            waiting = asyncio.create_task(get(f"{url}/workers", max_retries=1))
+            await asyncio.sleep(0.1)
+            assert seen == [] and not waiting.done()
+            supply.routed = True
+            assert await waiting == {"status": 200}
 
     asyncio.run(main())

@@ -31,7 +31,7 @@ class Router:
 
     ip, port, url = "127.0.0.1", 1, "http://127.0.0.1:1"
     found = frozenset()
-    trouble, _watch = RouterHandle.trouble, None
+    trouble, _fault, _late, _gave_up = RouterHandle.trouble, RouterHandle._fault, 0, None
 
     def __init__(self, events, *, process=None, error=None, number=0):
         self.events, self.process, self.error = events, process, error

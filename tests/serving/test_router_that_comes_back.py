@@ -1,0 +1,245 @@
+"""Routers that are killed or hang, as real processes in front of engines that are none: others take their place."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+import requests
+
+from slime.ray.rollout_manager import _EnginesOfModel
+from slime.serving import router as router_module
+from slime.serving.router import Worker, start_router
+from slime.utils import http_utils
+from slime.utils.errors import RunError
+from slime.utils.http_utils import close_http_client, get, init_http_client, post
+from tests.support.processes import http_server
+from tests.support.processes.fake_generate_server import FakeGenerateServer
+from tests.support.processes.waiting import until, wait_until
+
+KEY = "s3cret"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+REQUEST = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
+
+
+@contextlib.contextmanager
+def running_router(directory, roles=("regular",), **flags):
+    """A router that comes back, when it answers or waits for its engines; it is gone afterwards."""
+    given = {"router_policy": "round_robin", "router_log_level": "warn", "router_api_key": KEY, **flags}
+    router = start_router(SimpleNamespace(**given), directory, roles=roles)
+    router.comes_back = True
+    try:
+        router.wait_ready(60)
+        yield router
+    finally:
+        router.shutdown()
+        if router._guard is not None:
+            router._guard.join(30)
+            assert not router._guard.is_alive()
+        assert router.process.pid is None or router.process.poll() is not None
+        assert not router._scratch.exists()
+
+
+def kill(router):
+    """Kill the process and return it; it has ended."""
+    process = router.process
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(30) == -signal.SIGKILL
+    return process
+
+
+def generated(router):
+    return requests.post(f"{router.url}/generate", json=REQUEST, headers=BEARER, timeout=30).json()["text"]
+
+
+def urls(router):
+    return {worker["url"] for worker in router.workers() if worker["is_healthy"]}
+
+
+def test_another_router_has_the_address_the_key_and_the_engines_of_the_one_that_was_killed(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with FakeGenerateServer() as first, FakeGenerateServer() as second, running_router(tmp_path) as router:
+        router.add_workers([Worker(first.url), Worker(second.url)], 60, "key of engines")
+        port, killed = router.port, kill(router)
+        assert not router.serves(), "from its end on, and not from when somebody looks"
+        wait_until(router.serves)
+        assert router.process.pid != killed.pid and (router.port, router.deaths) == (port, 1)
+        assert router.trouble() is None and urls(router) == {first.url, second.url}
+        assert [generated(router) for _ in range(4)] == ["FGH"] * 4
+        assert len(first.requests) == len(second.requests) == 2
+        assert {told["Authorization"] for told in first.headers + second.headers} == {"Bearer key of engines"}
+        assert requests.get(f"{router.url}/workers", timeout=30).status_code == 401
+    assert "the router died: ended by SIGKILL" in caplog.text and KEY not in caplog.text
+    assert f"there is a router at {router.url} again, with 2 engines" in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
+def test_engines_with_roles_have_them_again(tmp_path, policy):
+    roles = ("prefill", "decode")
+    with FakeGenerateServer() as prefill, FakeGenerateServer(lambda payload: [75, 76]) as decode:
+        with running_router(tmp_path, roles, router_policy=policy) as router:
+            router.add_workers([Worker(prefill.url, "prefill", 15002), Worker(decode.url, "decode")], 60, KEY)
+            kill(router)
+            wait_until(router.serves)
+            listed = {
+                worker["url"]: (worker["worker_type"], worker.get("bootstrap_port")) for worker in router.workers()
+            }
+            assert listed == {prefill.url: ("prefill", 15002), decode.url: ("decode", None)}
+            assert generated(router) == "KL"
+            assert prefill.requests[-1]["bootstrap_port"] == 15002
+
+
+def test_engines_that_come_and_go_while_there_is_no_router_are_told_to_the_next_one(tmp_path):
+    with FakeGenerateServer() as first, FakeGenerateServer() as second, running_router(tmp_path) as router:
+        router.add_workers([Worker(first.url)], 60, KEY)
+        kill(router)
+        router.add_workers([Worker(second.url)], 60, KEY)
+        assert urls(router) >= {second.url} and router.deaths == 1
+        kill(router)
+        router.remove_workers([first.url], 60)
+        wait_until(router.serves)
+        assert urls(router) == {second.url} and router.deaths == 2
+
+
+def test_an_engine_that_is_gone_keeps_the_others_from_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(router_module, "_START_SECONDS", 3.0)
+    with FakeGenerateServer() as living, running_router(tmp_path) as router:
+        with FakeGenerateServer() as gone:
+            router.add_workers([Worker(gone.url), Worker(living.url)], 60, KEY)
+        kill(router)
+        wait_until(router.serves)
+        assert urls(router) == {living.url} and generated(router) == "FGH" and router.deaths == 1
+        assert (
+            f"the router lacks engines: router {router.url}: workers not healthy after 3 s: {gone.url}" in caplog.text
+        )
+
+
+def test_one_that_hangs_is_ended_and_another_one_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(router_module, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(router_module, "_WATCH_TIMEOUT_SECONDS", 0.5)
+    with FakeGenerateServer() as engine, running_router(tmp_path) as router:
+        router.add_workers([Worker(engine.url)], 60, KEY)
+        hanging = router.process
+        os.kill(hanging.pid, signal.SIGSTOP)
+        wait_until(lambda: router.deaths == 1)
+        wait_until(router.serves)
+        assert hanging.poll() == -signal.SIGKILL and generated(router) == "FGH"
+
+
+def test_one_that_dies_again_and_again_does_not_come_back_and_says_why(tmp_path):
+    with FakeGenerateServer() as engine, running_router(tmp_path) as router:
+        router.add_workers([Worker(engine.url)], 60, KEY)
+        for _ in range(2):
+            kill(router)
+            wait_until(router.serves)
+            assert router.trouble() is None
+        kill(router)
+        told = wait_until(router.trouble)
+        assert told.startswith("the router died: ended by SIGKILL")
+        assert told.endswith("\nno other router takes its place: it died 3 times within 600 s")
+        for ask in (router.add_workers, router.remove_workers):
+            with pytest.raises(RunError, match="no other router takes its place"):
+                ask([], 60)
+        assert not router.serves()
+
+
+def test_nobody_else_that_reserves_ports_gets_that_of_a_router_that_died(tmp_path, monkeypatch):
+    monkeypatch.setattr(router_module, "_LOOK_SECONDS", 600.0)
+    with running_router(tmp_path) as router:
+        kill(router)
+        with pytest.raises(RunError, match="no free port"):
+            router_module.reserve_port(router.ip, router.port, attempts=1)
+
+
+def listening_at(router):
+    """Somebody else's server at the address of a router that has just ended."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((router.ip, router.port))
+    listener.listen()
+    return listener
+
+
+def test_a_port_that_somebody_has_taken_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(router_module, "_LOOK_SECONDS", 1.0)
+    with FakeGenerateServer() as engine, running_router(tmp_path) as router:
+        router.add_workers([Worker(engine.url)], 60, KEY)
+        kill(router)
+        with listening_at(router):
+            wait_until(lambda: router.deaths)
+            assert not router.serves()
+        wait_until(router.serves)
+        assert generated(router) == "FGH"
+
+
+def test_a_port_that_stays_taken_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(router_module, "_LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(router_module, "_START_SECONDS", 0.0)
+    with running_router(tmp_path) as router:
+        kill(router)
+        with listening_at(router):
+            told = wait_until(router.trouble)
+        assert f"another process has taken its port, {router.port}\nno other router takes its place" in told
+
+
+def test_no_router_starts_once_the_run_ends(tmp_path, monkeypatch):
+    new_process, begun, go_on = router_module._new_process, threading.Event(), threading.Event()
+
+    def held(*arguments):
+        begun.set()
+        assert go_on.wait(60)
+        return new_process(*arguments)
+
+    with running_router(tmp_path) as router:
+        monkeypatch.setattr(router_module, "_new_process", held)
+        kill(router)
+        assert begun.wait(60)
+        router.shutdown()
+        go_on.set()
+        router._guard.join(60)
+        assert not router._guard.is_alive() and router.process.pid is None
+
+
+def test_without_the_wish_a_router_stays_dead(tmp_path):
+    with running_router(tmp_path) as router:
+        router.comes_back = False
+        kill(router)
+        assert router.trouble().startswith("the router died: ended by SIGKILL") and router.serves()
+        with pytest.raises(RunError, match="the router is dead"):
+            router.add_workers([Worker("http://127.0.0.1:9")], 5)
+        assert router.deaths == 0
+
+
+def test_requests_in_flight_are_made_again_without_a_loss_of_attempts(tmp_path, monkeypatch):
+    http_server.forget_everything(monkeypatch)
+
+    async def main(router, engine):
+        init_http_client(
+            http_server.make_args(router_api_key=KEY, sglang_router_ip=router.ip, sglang_router_port=router.port)
+        )
+        # Engines that live, and are not doubted for long.
+        owner = SimpleNamespace(
+            routers={"default": router}, is_serving=lambda model: True, is_decided=lambda model: True,
+            deaths=lambda model: 0, doubt_all=lambda model, cause: None,
+        )  # fmt: skip
+        http_utils.set_engine_supply(router.url, _EnginesOfModel(owner, "default"))
+        try:
+            asked = [asyncio.create_task(post(f"{router.url}/generate", REQUEST, max_retries=1)) for _ in range(8)]
+            await until(lambda: len(engine.requests) == 8)
+            kill(router)
+            listed = asyncio.create_task(get(f"{router.url}/workers", max_retries=1))
+            engine.release()
+            answers = await asyncio.wait_for(asyncio.gather(*asked), 60)
+            assert [answer["text"] for answer in answers] == ["FGH"] * 8
+            assert [worker["url"] for worker in (await listed)["workers"]] == [engine.url]
+        finally:
+            await close_http_client()
+
+    with FakeGenerateServer(hold=lambda payload: True) as engine, running_router(tmp_path) as router:
+        router.add_workers([Worker(engine.url)], 60, KEY)
+        asyncio.run(main(router, engine))
+        assert router.deaths == 1
