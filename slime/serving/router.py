@@ -341,7 +341,8 @@ class RouterHandle:
             try:
                 self._start_again()
                 self._is_back.set()
-                logger.info("there is a router at %s again, with %d engines", self.url, len(self._told))
+                if not self._waits:
+                    logger.info("there is a router at %s again, with %d engines", self.url, len(self._told))
                 return
             except Exception as error:
                 self._remove_arguments()

@@ -3,11 +3,13 @@
 import asyncio
 import functools
 import socket
+from types import SimpleNamespace
 
 import pytest
 
 from slime.rollout import abort
 from slime.rollout.sglang_rollout import generate_rollout_async
+from slime.utils import http_utils
 from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import CountingDataSource, make_args
@@ -50,6 +52,19 @@ def test_r6_engines_of_every_model_are_aborted(server, checkpoint):
         server.hold = lambda payload: prompt_number(payload, args) == 0
         run_step(args, CountingDataSource(2))
         assert server.aborts >= 1 and other.aborts >= 1
+
+
+def test_an_abort_waits_for_a_router_that_comes_back_and_lists_its_engines(server, checkpoint, monkeypatch):
+    looks = []
+    supply = SimpleNamespace(
+        is_serving=lambda: True, has_router=lambda: looks.append(server.aborts) or len(looks) > 3,
+        is_decided=lambda: True, deaths=lambda: 0, doubt_all=lambda cause: None,
+    )  # fmt: skip
+    monkeypatch.setitem(http_utils._supplies, server.url, supply)
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3)
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    run_step(args, CountingDataSource(2))
+    assert looks[:4] == [0] * 4 and server.aborts >= 1
 
 
 def test_r14_a_custom_function_that_ignores_the_abort_is_cancelled_and_its_prompts_return(
