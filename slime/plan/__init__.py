@@ -55,7 +55,7 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "Plan", "check_before_start", "make_plan", "nothing_left", "place_of_images", "plan_as_json", "render",
+    "Plan", "check_before_start", "files_of_the_run", "make_plan", "nothing_left", "place_of_images", "plan_as_json", "render",
     "require_memory_of_machine", "show_plan",
 ]  # fmt: skip
 
@@ -296,7 +296,7 @@ def nothing_left(args: argparse.Namespace) -> str | None:
 def _template_problems(args: argparse.Namespace) -> Iterator[str]:
     if args.hf_checkpoint is None or not lacks_chat_template(args.hf_checkpoint):
         return
-    files = list(_files_of_the_run(args))
+    files = list(files_of_the_run(args))
     if args.prompt_data and args.rollout_function_path == SFT_FUNCTION and args.load_debug_rollout_data is None:
         yield no_chat_template("supervised fine-tuning renders chats", args.hf_checkpoint)
     elif any(file.in_template for file in files):
@@ -305,7 +305,7 @@ def _template_problems(args: argparse.Namespace) -> Iterator[str]:
 
 def _processor_problems(args: argparse.Namespace) -> Iterator[str]:
     """Why prompts with images cannot be encoded. A generate function of the user's may do so in another way."""
-    seeing = [file for file in _files_of_the_run(args) if file.keys.images and file.prompts != "any"]
+    seeing = [file for file in files_of_the_run(args) if file.keys.images and file.prompts != "any"]
     if not seeing or args.hf_checkpoint is None:
         return
     try:
@@ -324,7 +324,7 @@ def place_of_images(args: argparse.Namespace, dataset: EvalDatasetConfig) -> str
     return f"{key} (evaluation set {dataset.name})"
 
 
-def _files_of_the_run(args: argparse.Namespace) -> Iterator[OwnFile]:
+def files_of_the_run(args: argparse.Namespace) -> Iterator[OwnFile]:
     """The files that are read when the run starts."""
     for file in own_files(args):
         trains = file.flag == "--prompt-data"
@@ -338,7 +338,7 @@ def _row_problems(args: argparse.Namespace, deadline: float) -> Iterator[str]:
     from tqdm import tqdm
 
     no_template = args.hf_checkpoint is not None and lacks_chat_template(args.hf_checkpoint)
-    for file in _files_of_the_run(args):
+    for file in files_of_the_run(args):
 
         def objection(sample: Sample, file: OwnFile = file) -> str | None:
             return _objection(sample, file, args.hf_checkpoint if no_template else None)

@@ -30,8 +30,17 @@ from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._private.state import GlobalState
 
-from slime.arguments.config_files.serving_config import arguments_of_group, served_groups
+from slime.arguments.checkpoints import (
+    REFERENCE,
+    TEACHER,
+    other_model_states,
+    source_of_reference,
+    source_of_teacher,
+)
+from slime.arguments.config_files.role_config import CRITIC, place_in
+from slime.arguments.config_files.serving_config import arguments_of_group, served_groups, served_models
 from slime.arguments.derivation import settle_precision
+from slime.arguments.flag import attribute_of
 from slime.arguments.origins import Origin, recording
 from slime.arguments.rules.megatron import MEGATRON_RULES
 from slime.arguments.rules.serving import engine_around_a_sender
@@ -39,11 +48,13 @@ from slime.arguments.sizes import GpuRanges, expects_gpus, layout_of
 from slime.arguments.violations import Refusal
 from slime.backends.sglang_utils.server_arguments import require_cache_transfer, require_drafts
 from slime.observability.waiting import watch_nothing
-from slime.plan import place_of_images, require_memory_of_machine
+from slime.plan import files_of_the_run, place_of_images, require_memory_of_machine
 from slime.plan.batch import kept_tokens, train_batch_bytes
 from slime.utils import env
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError, UserError
+from slime.utils.processing_utils import lacks_tokenizer
+from slime.weights.hf_reader import places_of_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +218,101 @@ def refuse_recording(args: argparse.Namespace) -> None:
         )
     if args.memory_recorder == "memray" and env.ray_address() is None and importlib.util.find_spec("memray") is None:
         raise UserError("--memory-recorder memray needs the package memray: pip install memray")
+
+
+def refuse_incomplete_models(args: argparse.Namespace) -> None:
+    """Raise UserError where a Hugging Face directory lacks something of what the run loads from it: all of its weights or a
+    part of them, as a download leaves that was broken off, or the tokenizer.
+
+    Of weights only the headers of files are read. Directories from which nothing is loaded may have a config alone.
+    """
+    loads = [*_loads_of_ranks(args), *_loads_of_engines(args)]
+    for directory in sorted({load.directory for load in loads if load.files}):
+        try:
+            places_of_checkpoint(Path(directory))
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{error.filename} is not there, and the index of the weights in {directory} names it; get what is missing"
+            ) from error
+    without: dict[str, list[str]] = {}
+    for load in loads:
+        if load.files and not any(any(Path(load.directory).glob(pattern)) for pattern in load.files):
+            without.setdefault(load.place, []).extend(load.ways_out)
+    problems = [
+        f"{place} has no weights (*.safetensors), which are loaded from there; download them"
+        f"{', or start without: ' if ways_out else ''}{', '.join(ways_out)}"
+        for place, ways_out in without.items()
+    ]
+    encoding = {load.place: load.directory for load in loads if load.tokenizer}
+    if args.hf_checkpoint is not None and any(
+        file.in_template or file.prompts != "any" for file in files_of_the_run(args)
+    ):
+        encoding[f"--hf-checkpoint {args.hf_checkpoint}"] = args.hf_checkpoint
+    problems += [
+        f"{place} has no tokenizer (tokenizer.json, or a vocabulary of another kind), which is loaded from there; download its "
+        "files, or copy them there"
+        for place, directory in encoding.items()
+        if lacks_tokenizer(directory)
+    ]
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What is loaded from a Hugging Face directory.
+
+    Attributes:
+        place: what names the directory, and the directory.
+        files: patterns of the files in which weights are looked for, any of them; empty where no weights are loaded.
+        ways_out: flags with which no weights are loaded, and who goes without then.
+        tokenizer: whether there must be one.
+    """
+
+    place: str
+    directory: str
+    files: tuple[str, ...]
+    ways_out: tuple[str, ...] = ()
+    tokenizer: bool = False
+
+
+_STARTS_FROM = ("--load", "--initial-megatron-checkpoint", "--ref-load", "--hf-checkpoint")
+
+
+def _loads_of_ranks(args: argparse.Namespace) -> Iterator[_Load]:
+    start = args.initial_weights
+    if not args.has_trainer or start is None:
+        return
+    flag = next((flag for flag in _STARTS_FROM if vars(args)[attribute_of(flag)] == start.path), "initial weights:")
+    sources = [(flag, start)]
+    if args.use_critic and args.critic_initial_weights.path != start.path:
+        place = place_in(args.megatron_config_path, CRITIC, "load", "hf_checkpoint")
+        sources.append((f"{place}: role critic:", args.critic_initial_weights))
+    states = other_model_states(args)
+    # A checkpoint that is resumed may have a reference of its own.
+    if REFERENCE in states and not start.resume:
+        sources.append(("--ref-load", source_of_reference(args)))
+    if TEACHER in states:
+        sources.append(("--opd-teacher-load", source_of_teacher(args)))
+    for place, source in sources:
+        if source.kind == "hf":
+            ways_out = ("--random-init for training ranks",) if place == "--hf-checkpoint" else ()
+            yield _Load(f"{place} {source.path}", source.path, ("*.safetensors",), ways_out)
+
+
+def _loads_of_engines(args: argparse.Namespace) -> Iterator[_Load]:
+    """Of engines that the run starts. Formats that are typed are left to SGLang."""
+    for model in served_models(args) if args.has_engines and not args.rollout_external else ():
+        groups = [group for group in model.groups if group.num_engines]
+        formats = {group.overrides.get("load_format", vars(args).get("sglang_load_format")) for group in groups}
+        place = f"--hf-checkpoint {model.model_path}"
+        if model.model_path != args.hf_checkpoint:
+            place = f"{model.where}: model {model.name}: {model.model_path}"
+        files = ("*.safetensors", "*.bin", "*.pt") if formats & {None, "auto"} else ()
+        # The first push brings them.
+        ways_out = ("--sglang-load-format dummy for engines",) if args.has_trainer and model.update_weights else ()
+        if groups:
+            yield _Load(place, model.model_path, files, ways_out, tokenizer=True)
 
 
 def _asks(function: str, generate: str | None) -> bool:

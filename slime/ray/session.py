@@ -145,12 +145,17 @@ def _ready(args: argparse.Namespace, stream: TextIO) -> argparse.Namespace | Non
     is told."""
     finished = nothing_left(args)
     if finished is None:
-        from slime.ray.cluster import check_machine, refuse_images_on_cpus, refuse_recording
+        from slime.ray.cluster import (
+            check_machine,
+            refuse_images_on_cpus,
+            refuse_incomplete_models,
+            refuse_recording,
+        )
 
         refuse_images_on_cpus(args)
         refuse_recording(args)
         check_before_start(args)
-        _require_whole_weights(args)
+        refuse_incomplete_models(args)
         if not args.check:
             _sweep()
         check_machine(args)
@@ -162,29 +167,6 @@ def _ready(args: argparse.Namespace, stream: TextIO) -> argparse.Namespace | Non
         _tell_result(finished or _needs_of(args), stream)
         return None
     return args
-
-
-def _require_whole_weights(args: argparse.Namespace) -> None:
-    """Refuse Hugging Face directories that lack a part of their weights, as a download leaves that was broken off.
-
-    Only the headers of files are read. One without any weights is left to whoever loads it.
-
-    Raises:
-        UserError: a file that the index names is missing, or one is cut off.
-    """
-    from slime.weights.hf_reader import places_of_checkpoint
-
-    starts_from = args.initial_weights if args.has_trainer else None
-    directories = {starts_from.path} if starts_from is not None and starts_from.kind == "hf" else set()
-    if args.has_engines and not args.rollout_external and vars(args).get("sglang_load_format") in (None, "auto"):
-        directories.add(args.hf_checkpoint)
-    for directory in sorted(directories):
-        try:
-            places_of_checkpoint(Path(directory))
-        except FileNotFoundError as error:
-            raise UserError(
-                f"{error.filename} is not there, and the index of the weights in {directory} names it; get what is missing"
-            ) from error
 
 
 def _comes_to_its_end(

@@ -96,6 +96,35 @@ def lacks_chat_template(directory: str) -> bool:
     return not elsewhere and not config.get("chat_template") and "auto_map" not in config
 
 
+# Files that hold the vocabulary of a tokenizer, by the kinds that there are.
+_VOCABULARIES = (
+    "tokenizer.json", "*.tok.json", "*vocab*", "*.model", "*.tiktoken", "tekken.json", "encoder.json", "*.spm", "*.bpe",
+    "*.codes",
+)  # fmt: skip
+# Tokenizers of bytes or characters, which have none.
+_WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
+
+
+def lacks_tokenizer(directory: str) -> bool:
+    """Whether there is no tokenizer in a Hugging Face directory for sure, from its files alone.
+
+    Loading one takes seconds, and does not always tell: transformers 5.12.1 makes a Qwen2Tokenizer without a vocabulary, to
+    which every text has no tokens. Code of its own may do without one.
+    """
+    if any(any(Path(directory).glob(pattern)) for pattern in _VOCABULARIES):
+        return False
+    for name in ("tokenizer_config.json", "config.json"):
+        try:
+            config = json.loads(Path(directory, name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        code = config.get("auto_map") or ()
+        # It is a list in old directories.
+        if "AutoTokenizer" in code or isinstance(code, list) or config.get("tokenizer_class") in _WITHOUT_VOCABULARY:
+            return False
+    return True
+
+
 def render_chat(
     tokenizer: Any,
     messages: list[dict[str, Any]],

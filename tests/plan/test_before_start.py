@@ -17,7 +17,7 @@ from slime.plan import check_before_start, make_plan, nothing_left
 from slime.ray import cluster
 from slime.ray.session import main
 from slime.utils.errors import UserError
-from tests.support.models.args import command_line, parse
+from tests.support.models.args import command_line, parse, write_stand_ins
 
 SFT = "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only"
 PLAIN_PROMPTS = '{"prompt": "a", "label": "1"}\n'
@@ -34,7 +34,9 @@ def no_ray(monkeypatch, log_of_a_run):
 
 
 def run(directory: Path, *words: str) -> int:
-    return main(lambda args, progress: None, [*command_line(directory), *words])
+    own = command_line(directory)
+    write_stand_ins(directory / "model")
+    return main(lambda args, progress: None, [*own, *words])
 
 
 def problems(directory: Path, *words: str, **keywords) -> list[str]:

@@ -18,12 +18,15 @@ from slime.ray.session import main
 from slime.utils import filesystem
 from slime.utils.child_process import environment_for_python
 from slime.utils.errors import RunError, UserError
-from tests.support.models.args import command_line
+from tests.support.models.args import command_line, write_config, write_stand_ins
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys, log_of_a_run):
-    """Runs `main` with `train`; gives its exit status and the lines that it printed, without their times."""
+    """Runs `main` with `train`; gives its exit status and the lines that it printed, without their times.
+
+    `whole`: whether the model has more than a config.
+    """
     monkeypatch.setattr("slime.ray.cluster.ray_cluster", contextlib.nullcontext)
     monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
     for name in ("RAY_ADDRESS", "TENSORBOARD_DIR", "SLIME_START_COMMAND"):
@@ -33,8 +36,11 @@ def run(tmp_path, monkeypatch, capsys, log_of_a_run):
     monkeypatch.setattr(filesystem.tempfile, "tempdir", str(temporary))
     monkeypatch.chdir(tmp_path)
 
-    def run(train, *words, **options):
-        status = main(train, [*command_line(tmp_path), *words], **options)
+    def run(train, *words, whole=True, **options):
+        own = command_line(tmp_path)
+        if whole:
+            write_stand_ins(tmp_path / "model")
+        status = main(train, [*own, *words], **options)
         shown = capsys.readouterr()
         return status, re.sub(r"^\d\d:\d\d:\d\d ", "", shown.out + shown.err, flags=re.MULTILINE).splitlines()
 
@@ -348,6 +354,103 @@ def is_free(lock):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
+
+
+NO_WEIGHTS = "has no weights (*.safetensors), which are loaded from there; download them"
+START_WITHOUT, FOR_RANKS = ", or start without: ", "--random-init for training ranks"
+FOR_ENGINES = "--sglang-load-format dummy for engines"
+NO_TOKENIZER = (
+    "--hf-checkpoint MODEL has no tokenizer (tokenizer.json, or a vocabulary of another kind), which is loaded from there; "
+    "download its files, or copy them there"
+)
+# Whose weights are their own.
+EXTERNAL = "--rollout-external-engine-addrs 127.0.0.1:1 --rollout-num-gpus 0"
+OWN_WAY = "--custom-generate-function-path plug_in.py:generate"
+DUMP = "--debug-train-only --load-debug-rollout-data dump.pt"
+SFT = (
+    "--debug-train-only --rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss "
+    "--prompt-data chats.jsonl --input-key chat"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", [f"--hf-checkpoint MODEL {NO_WEIGHTS}{START_WITHOUT}{FOR_RANKS}, {FOR_ENGINES}", NO_TOKENIZER]),
+        ("--random-init", [f"--hf-checkpoint MODEL {NO_WEIGHTS}{START_WITHOUT}{FOR_ENGINES}", NO_TOKENIZER]),
+        ("--random-init --sglang-load-format dummy", [NO_TOKENIZER]),
+        ("--debug-rollout-only", [f"--hf-checkpoint MODEL {NO_WEIGHTS}", NO_TOKENIZER]),
+        (EXTERNAL, [f"--hf-checkpoint MODEL {NO_WEIGHTS}{START_WITHOUT}{FOR_RANKS}", NO_TOKENIZER]),
+        (f"{EXTERNAL} --random-init", [NO_TOKENIZER]),
+        (f"{EXTERNAL} --random-init {OWN_WAY}", []),
+        (f"{EXTERNAL} --random-init {OWN_WAY} --apply-chat-template", [NO_TOKENIZER]),
+        (f"{SFT} --random-init", [NO_TOKENIZER]),
+        (DUMP, [f"--hf-checkpoint MODEL {NO_WEIGHTS}{START_WITHOUT}{FOR_RANKS}"]),
+        (f"{DUMP} --random-init", []),
+        (f"{DUMP} --load OTHER", [f"--load OTHER {NO_WEIGHTS}"]),
+        (f"{DUMP} --use-kl-loss --ref-load OTHER", [f"--ref-load OTHER {NO_WEIGHTS}"]),
+        (f"{DUMP} --load WHOLE --use-kl-loss --ref-load OTHER", [f"--ref-load OTHER {NO_WEIGHTS}"]),
+        # Nothing asks for the reference.
+        (f"{DUMP} --load WHOLE --ref-load OTHER", []),
+        (
+            f"{DUMP} --load WHOLE --use-opd --opd-type megatron --opd-teacher-load OTHER",
+            [f"--opd-teacher-load OTHER {NO_WEIGHTS}"],
+        ),
+        (
+            f"{DUMP} --load WHOLE --advantage-estimator ppo --megatron-config-path roles.yaml",
+            [f"roles.yaml:1: role critic: OTHER {NO_WEIGHTS}"],
+        ),
+        (
+            "--rollout-num-gpus 2 --load WHOLE --sglang-config models.yaml",
+            [
+                f"--hf-checkpoint MODEL {NO_WEIGHTS}{START_WITHOUT}{FOR_ENGINES}",
+                f"models.yaml:6: model judge: OTHER {NO_WEIGHTS}",
+                NO_TOKENIZER,
+                NO_TOKENIZER.replace("--hf-checkpoint MODEL", "models.yaml:6: model judge: OTHER"),
+            ],
+        ),
+        ("--dry-run", []),
+        ("--start-rollout-id 4", []),
+    ],
+)
+def test_a_model_without_weights_or_tokenizer_is_told_where_a_run_would_load_them(
+    run, tmp_path, monkeypatch, words, told
+):
+    """And nothing is where none would."""
+    monkeypatch.setattr("slime.backends.sglang_utils.external.with_external_engines", lambda args: args)
+    other, whole = write_config(tmp_path / "other"), write_stand_ins(write_config(tmp_path / "whole"))
+    chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"chat": chat}) + "\n")
+    (tmp_path / "plug_in.py").write_text("async def generate(args, sample, sampling_params): ...\n")
+    # As a pickle begins.
+    (tmp_path / "dump.pt").write_bytes(b"\x80")
+    (tmp_path / "roles.yaml").write_text(f"megatron: [{{role: critic, overrides: {{load: {other}}}}}]\n")
+    (tmp_path / "models.yaml").write_text(
+        "sglang:\n- name: actor\n  server_groups: [{num_gpus: 1}]\n\n\n"
+        f"- name: judge\n  model_path: {other}\n  server_groups: [{{num_gpus: 1}}]\n"
+    )
+
+    def named(text):
+        places = {"OTHER": other, "WHOLE": whole, "MODEL": tmp_path / "model"}
+        for name, path in places.items():
+            text = text.replace(name, str(path))
+        return re.sub(r"(models|roles)\.yaml", rf"{tmp_path}/\1.yaml", text)
+
+    status, lines = run(None, *named(words).split(), *([] if "--dry-run" in words else ["--check"]), whole=False)
+    lacking = [
+        line.removeprefix("ERROR: ") for line in lines if "which is loaded" in line or "which are loaded" in line
+    ]
+    assert (status, lacking) == (2 if told else 0, [named(line) for line in told]), lines
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "status"), [("a.bin", "--random-init", 0), ("a.bin", "", 2), ("a.pt", "--random-init", 0)]
+)
+def test_engines_load_weights_of_older_formats_and_ranks_do_not(run, tmp_path, files, words, status):
+    run(None, "--dry-run")
+    (tmp_path / "model/model.safetensors").rename(tmp_path / "model" / files)
+    found, lines = run(None, "--check", *words.split(), whole=False)
+    assert found == status and any(f"{NO_WEIGHTS}{START_WITHOUT}{FOR_RANKS}" in line for line in lines) is bool(status)
 
 
 @pytest.mark.parametrize("ending", [None, RunError("engine 0 died"), KeyboardInterrupt()])

@@ -14,6 +14,7 @@ from slime.utils.processing_utils import (
     build_processor_kwargs,
     encode_image_for_rollout_engine,
     images_of,
+    lacks_tokenizer,
     load_processor,
     load_tokenizer,
     process_vision_info,
@@ -34,6 +35,41 @@ def test_a_tokenizer_directory_gives_the_same_ids_also_beside_a_model_config(tmp
     assert render_chat(loaded, [{"role": "user", "content": "x"}], add_generation_prompt=False) == (
         "<|im_start|>user\nx<|im_end|>\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("files", "lacks"),
+    [
+        ({}, True),
+        # What a download leaves that was broken off; and none to begin with.
+        (
+            {"tokenizer_config.json": {"tokenizer_class": "Qwen2Tokenizer"}, "config.json": {"model_type": "qwen3"}},
+            True,
+        ),
+        ({"tokenizer_config.json": None, "generation_config.json": {}, "merges.txt": None}, True),
+        ({"config.json": {"auto_map": {"AutoConfig": "configuration.Config"}}}, True),
+        ({"tokenizer.json": None}, False),
+        ({"vocab.json": None}, False),
+        ({"tokenizer.model": None}, False),
+        ({"tekken.json": None}, False),
+        ({"hy.tiktoken": None}, False),
+        # Code of its own, or bytes.
+        ({"tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}}}, False),
+        ({"tokenizer_config.json": {"auto_map": ["code.Tokenizer", None]}}, False),
+        ({"config.json": {"auto_map": {"AutoTokenizer": "code.Tokenizer"}}}, False),
+        ({"tokenizer_config.json": {"tokenizer_class": "ByT5Tokenizer"}}, False),
+    ],
+)
+def test_a_directory_without_a_tokenizer_is_known_by_its_files(tmp_path, files, lacks):
+    for name, content in files.items():
+        (tmp_path / name).write_text("" if content is None else json.dumps(content))
+    assert lacks_tokenizer(str(tmp_path)) is lacks
+
+
+def test_a_tokenizer_without_a_vocabulary_is_made_all_the_same(tmp_path):
+    """As long as this holds, the files alone tell."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+    assert load_tokenizer(str(tmp_path)).encode("hello") == []
 
 
 def test_a_tokenizer_brings_no_compiler_along(tmp_path):

@@ -45,6 +45,14 @@ def write_config(directory: Path, **changes) -> Path:
     return directory
 
 
+def write_stand_ins(directory: Path) -> Path:
+    """Beside a config, what the files of a model are known by before a run starts: those of its weights and its tokenizer."""
+    header = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
 def write_rows(path: Path, count: int = 8) -> Path:
     """A prompt file with `count` rows."""
     rows = [{"prompt": f"What is {i}+{i}?", "label": str(2 * i)} for i in range(count)]
