@@ -285,9 +285,10 @@ def _loads_of_ranks(args: argparse.Namespace) -> Iterator[_Load]:
         return
     flag = next((flag for flag in _STARTS_FROM if vars(args)[attribute_of(flag)] == start.path), "initial weights:")
     sources = [(flag, start)]
-    if args.use_critic and args.critic_initial_weights.path != start.path:
+    critic = args.critic_initial_weights if args.use_critic else start
+    if critic.kind == "hf" and critic.path != start.path:
         place = place_in(args.megatron_config_path, CRITIC, "load", "hf_checkpoint")
-        sources.append((f"{place}: role critic:", args.critic_initial_weights))
+        sources.append((f"{place}: role critic:", critic))
     states = other_model_states(args)
     # A checkpoint that is resumed may have a reference of its own.
     if REFERENCE in states and not start.resume:

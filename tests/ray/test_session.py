@@ -400,6 +400,8 @@ SFT = (
             f"{DUMP} --load WHOLE --advantage-estimator ppo --megatron-config-path roles.yaml",
             [f"roles.yaml:1: role critic: OTHER {NO_WEIGHTS}"],
         ),
+        # The critic has a checkpoint of its own beside the actor's.
+        (f"{DUMP} --load RESUMED --advantage-estimator ppo", []),
         (
             "--rollout-num-gpus 2 --load WHOLE --sglang-config models.yaml",
             [
@@ -424,6 +426,11 @@ def test_a_model_without_weights_or_tokenizer_is_told_where_a_run_would_load_the
     (tmp_path / "plug_in.py").write_text("async def generate(args, sample, sampling_params): ...\n")
     # As a pickle begins.
     (tmp_path / "dump.pt").write_bytes(b"\x80")
+    resumed = tmp_path / "resumed"
+    for checkpoint in (resumed, resumed / "critic"):
+        (checkpoint / "iter_0000001").mkdir(parents=True)
+        (checkpoint / "iter_0000001/metadata.json").touch()
+        (checkpoint / "latest_checkpointed_iteration.txt").write_text("1")
     (tmp_path / "roles.yaml").write_text(f"megatron: [{{role: critic, overrides: {{load: {other}}}}}]\n")
     (tmp_path / "models.yaml").write_text(
         "sglang:\n- name: actor\n  server_groups: [{num_gpus: 1}]\n\n\n"
@@ -431,7 +438,7 @@ def test_a_model_without_weights_or_tokenizer_is_told_where_a_run_would_load_the
     )
 
     def named(text):
-        places = {"OTHER": other, "WHOLE": whole, "MODEL": tmp_path / "model"}
+        places = {"OTHER": other, "WHOLE": whole, "RESUMED": resumed, "MODEL": tmp_path / "model"}
         for name, path in places.items():
             text = text.replace(name, str(path))
         return re.sub(r"(models|roles)\.yaml", rf"{tmp_path}/\1.yaml", text)
