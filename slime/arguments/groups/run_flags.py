@@ -104,8 +104,8 @@ CLUSTER = Group("cluster and placement", (
 ))  # fmt: skip
 
 FAULT_TOLERANCE = Group("fault tolerance", (
-    switch("--use-fault-tolerance", "watch the engines, replace dead ones, and record failing samples instead of stopping "
-        "the run"),
+    switch("--use-fault-tolerance", "watch engines and routers, replace dead ones, and record failing samples instead of "
+        "stopping the run"),
     flag("--rollout-health-check-interval", float, 30.0, "pause between two checks while engines generate, in seconds",
         bounds=ABOVE_ZERO, idle=_NO_FAULT_TOLERANCE),
     flag("--rollout-health-check-timeout", float, 30.0, "an engine that has not answered a check after this many seconds is "
