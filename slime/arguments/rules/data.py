@@ -224,7 +224,7 @@ def rollout_dumps(args: argparse.Namespace) -> Iterator[Violation]:
         there = f"there is {known[0]} … {known[-1]}; give --start-rollout-id" if known else "give the path of a dump"
         template = "{--load-debug-rollout-data=}: {path} does not exist; {there}"
         yield broken(args, template, "--start-rollout-id", path=path, there=there)
-    elif os.path.isfile(path) and not may_be_dump(Path(path)):
+    elif args.num_rollout != 0 and args.load is None and not may_be_dump(Path(path)):
         yield broken(args, "{--load-debug-rollout-data=}: {path} is no readable rollout dump; give one", path=path)
 
 
