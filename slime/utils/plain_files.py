@@ -127,8 +127,10 @@ def read_dump(path: Path) -> Any:
 
 def may_be_dump(path: Path) -> bool:
     """Whether `read_dump` may read the file that `path` is; its content is not gone through, which may be long."""
-    if path.suffix != TORCH_SUFFIX or zipfile.is_zipfile(path):
-        return zipfile.is_zipfile(path) or _beside(path).is_file()
+    if zipfile.is_zipfile(path):
+        return True
+    if path.suffix != TORCH_SUFFIX:
+        return _beside(path).is_file()
     try:
         with open(path, "rb") as file:
             # A pickle, as torch once wrote it.

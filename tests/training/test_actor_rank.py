@@ -352,8 +352,7 @@ def test_reference_and_teacher_share_the_snapshot_of_the_actor(ranks):
 
 def test_a_rank_tells_how_fast_its_phases_were_and_how_long_it_waited(ranks):
     for _, columns in ranks:
-        told = columns["told"]
-        assert told["perf/rank_host_memory_gib"] > 0
+        assert (told := columns["told"])["perf/rank_host_memory_gib"] > 0
         lengths = [len(sample.tokens) for sample in make_samples(131)]
         assert told["perf/actor_train_tok_per_s"] == pytest.approx(sum(lengths) / told["perf/actor_train_time"])
         # Two steps of three executions, of which one has two samples; the others are dropped.

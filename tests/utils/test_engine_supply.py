@@ -44,16 +44,21 @@ class Supply:
         self.doubts.append(cause)
 
 
-def test_a_request_waits_for_an_engine_before_its_first_attempt():
+@pytest.mark.parametrize(
+    ("missing", "ask"),
+    [("served", lambda url: post(url, {}, max_retries=1)), ("routed", lambda url: get(url, max_retries=1))],
+    ids=["a request for an engine", "a question for a router that has its engines"],
+)
+def test_an_attempt_waits_for_who_answers_it(missing, ask):
     async def main():
         seen, supply = [], Supply()
-        supply.served = False
+        setattr(supply, missing, False)
         async with serving(answering([], seen)) as url:
             http_utils.set_engine_supply(url, supply)
-            waiting = asyncio.create_task(post(f"{url}/generate", {}, max_retries=1))
+            waiting = asyncio.create_task(ask(url))
             await asyncio.sleep(0.1)
             assert seen == [] and not waiting.done()
-            supply.served = True
+            setattr(supply, missing, True)
             assert await waiting == {"status": 200}
 
     asyncio.run(main())
@@ -172,20 +177,5 @@ def test_only_requests_to_its_own_router_ask_the_supply():
             assert await get(url) == await post_control(url) == {"status": 200}, "an abort must not wait for an engine"
             http_utils.set_engine_supply(url, None)
             assert await post(url, {}) == {"status": 200}
-
-    asyncio.run(main())
-
-
-def test_a_question_to_a_router_waits_until_one_is_there_that_has_its_engines():
-    async def main():
-        seen, supply = [], Supply()
-        supply.routed = False
-        async with serving(answering([], seen)) as url:
-            http_utils.set_engine_supply(url, supply)
-            waiting = asyncio.create_task(get(f"{url}/workers", max_retries=1))
-            await asyncio.sleep(0.1)
-            assert seen == [] and not waiting.done()
-            supply.routed = True
-            assert await waiting == {"status": 200}
 
     asyncio.run(main())

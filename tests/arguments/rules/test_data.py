@@ -1,5 +1,6 @@
 """Rules about prompts, evaluation sets, rollouts and batches."""
 
+import contextlib
 import logging
 
 import pytest
@@ -147,6 +148,22 @@ def test_every_rank_needs_a_sample_of_a_step(tmp_path):
     assert violations(tmp_path, TWO_ROLLOUTS) == [f"--global-batch-size 2 {NO_SAMPLE}"]
     parse(tmp_path, *TWO_ROLLOUTS.split(), "--debug-rollout-only")
     parse(tmp_path, *DYNAMIC.split(), "--rollout-batch-size", "2", "--n-samples-per-prompt", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        ("", True),
+        # Nobody reads it.
+        ("--num-rollout 0", False),
+        # Where the run resumes, another dump may be the first that is read.
+        ("--load {tmp}/model", False),
+    ],
+)
+def test_the_first_dump_has_to_be_one_where_it_is_read(tmp_path, words, is_refused):
+    command = f"--load-debug-rollout-data {{tmp}}/prompts.jsonl {words}".format(tmp=tmp_path).split()
+    with pytest.raises(UserError, match="is no readable rollout dump") if is_refused else contextlib.nullcontext():
+        parse(tmp_path, *command)
 
 
 @pytest.mark.parametrize(
