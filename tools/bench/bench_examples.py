@@ -1,10 +1,11 @@
 """Held-out accuracy of every example while it learns its toy task, by the command of its README.
 
     python tools/bench/bench_examples.py --examples calculator search-r1
-    python tools/bench/bench_examples.py --write-docs        # docs/en/advanced/examples.md from the results that are there
+    python tools/bench/bench_examples.py --write-docs        # into docs/en/advanced/examples.md
 
 A run is `scripts/quickstart.sh --example NAME`, evaluated every five rollouts: real engines, real trainer. A result is a JSON
-file below outputs/bench-examples; an example that has one is not run again.
+file below outputs/bench-examples; an example that has one is not run again. The page keeps those that it shows in a file beside
+itself, so that examples may be run on one machine after another.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from tools.bench import learning_curves as curves  # noqa: E402
 from tools.bench.bench_learning import quickstart  # noqa: E402
 
 PAGE = ROOT / "docs" / "en" / "advanced" / "examples.md"
+PICTURE, KEPT = PAGE.with_name("learning-examples.svg"), PAGE.with_name("learning-examples.json")
 RESULTS = ROOT / "outputs" / "bench-examples"
 EXAMPLES = tuple(sorted(path.parent.name for path in (ROOT / "examples").glob("*/quickstart.sh")))
 SEED = 0
@@ -42,18 +44,24 @@ def row(run: curves.Run) -> list[str]:
     return [f"`{run.recipe}`", f"{run.before:.3f}", f"{run.after:.3f}", f"{run.seconds:.0f}"]
 
 
+def write_docs(runs: dict[str, curves.Run]) -> None:
+    """Write the table of `runs`, by example, into the page, and picture and runs beside it."""
+    runs = dict(sorted(runs.items()))
+    table = curves.markdown(HEADER, [row(run) for run in runs.values()])
+    write_text_atomically(PAGE, curves.with_table(PAGE.read_text(), "examples", table))
+    curves.draw({name: [run] for name, run in runs.items()}, PICTURE)
+    curves.keep_runs(runs, KEPT)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", nargs="+", default=[], choices=EXAMPLES, metavar="NAME")
-    parser.add_argument("--write-docs", action="store_true", help="write table and picture of all results into docs/")
+    parser.add_argument("--write-docs", action="store_true", help="write table and picture of all runs into docs/")
     options = parser.parse_args()
     for name in options.examples:
         print(curves.markdown(HEADER, [row(result_of(name))]), flush=True)
     if options.write_docs:
-        runs = [curves.load_run(path) for path in sorted(RESULTS.glob("*.json"))]
-        table = curves.markdown(HEADER, [row(run) for run in runs])
-        write_text_atomically(PAGE, curves.with_table(PAGE.read_text(), "examples", table))
-        curves.draw({run.recipe: [run] for run in runs}, PAGE.with_name("learning-examples.svg"))
+        write_docs(curves.known_runs(RESULTS, KEPT))
     return 0
 
 

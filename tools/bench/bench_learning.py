@@ -4,13 +4,14 @@
     python tools/bench/bench_learning.py --recipes estimators --seeds 0 1 2
     python tools/bench/bench_learning.py --recipes off-policy --seeds 0 1 2 3
     python tools/bench/bench_learning.py --recipes arrangements --seeds 0
-    python tools/bench/bench_learning.py --write-docs        # docs/en/advanced/learning.md from the results that are there
+    python tools/bench/bench_learning.py --write-docs        # into docs/en/advanced/learning.md
 
 Every run is one of `scripts/quickstart.sh` with the flags of its recipe (`learning_recipes.py`): real engines, real trainer.
 Runs of a seed share the toy task and the supervised start. A result is a JSON file below DIR/results, by the content of its
-recipe: a run that has one is not repeated, and what a recipe gave before it was changed is in no table. The bars: an estimator
-gains 0.2 within three minutes, start of the engines included; with answers of four weight versions ago a correction ends higher
-than none; every arrangement ends as the first does.
+recipe: a run that has one is not repeated, and what a recipe gave before it was changed is in no table. The page keeps what it
+shows of runs in a file beside itself, so that recipes may be run on one machine after another. The bars: an estimator gains 0.2
+within three minutes, start of the engines included; with answers of four weight versions ago a correction ends higher than
+none; every arrangement ends as the first does.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from tools.bench.learning_recipes import ARRANGEMENTS, ESTIMATORS, OFF_POLICY, R
 from tools.tied import ROOT, tied
 
 PAGE = ROOT / "docs" / "en" / "advanced" / "learning.md"
+KEPT = PAGE.with_name("learning-runs.json")
 TABLES = {
     ESTIMATORS: (curves.ESTIMATOR_HEADER, curves.estimator_row),
     OFF_POLICY: (curves.OFF_POLICY_HEADER, curves.off_policy_row),
@@ -80,7 +82,11 @@ def result_of(name: str, seed: int, directory: Path) -> curves.Run:
 
 
 def result_path(name: str, seed: int, directory: Path) -> Path:
-    return directory / "results" / f"{name}-{RECIPES[name].content}-seed-{seed}.json"
+    return directory / "results" / f"{_result_name(name, seed)}.json"
+
+
+def _result_name(name: str, seed: int | str) -> str:
+    return f"{name}-{RECIPES[name].content}-seed-{seed}"
 
 
 def quickstart(*words: str) -> float:
@@ -108,13 +114,13 @@ def quickstart(*words: str) -> float:
 
 
 def read_results(directory: Path) -> Results:
-    """Recipe → its results by seed, as the recipe is now."""
+    """Recipe → its results by seed, as the recipe is now: those that the page keeps, and those in `directory`."""
+    known = curves.known_runs(directory / "results", KEPT)
     results: Results = {}
-    for name, recipe in RECIPES.items():
-        found = (directory / "results").glob(f"{name}-{recipe.content}-seed-*.json")
-        runs = sorted(map(curves.load_run, found), key=lambda run: run.seed)
+    for name in RECIPES:
+        runs = [run for result, run in known.items() if result.startswith(_result_name(name, ""))]
         if runs:
-            results[name] = runs
+            results[name] = sorted(runs, key=lambda run: run.seed)
     return results
 
 
@@ -128,7 +134,7 @@ def table_of(study: str, results: Results) -> str:
 
 
 def write_docs(results: Results) -> None:
-    """Write the tables into the page and the pictures beside it; a study without results is left as it is."""
+    """Write the tables into the page, and pictures and runs beside it; a study without results is left as it is."""
     page = PAGE.read_text()
     for study in TABLES:
         by_title = of_study(study, results)
@@ -136,6 +142,7 @@ def write_docs(results: Results) -> None:
             page = curves.with_table(page, study, table_of(study, results))
             curves.draw(by_title, PAGE.with_name(f"learning-{study}.svg"))
     write_text_atomically(PAGE, page)
+    curves.keep_runs({_result_name(name, run.seed): run for name, runs in results.items() for run in runs}, KEPT)
 
 
 if __name__ == "__main__":

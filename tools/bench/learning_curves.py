@@ -3,8 +3,9 @@
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from slime.utils.filesystem import write_text_atomically
 from tools.report import read_run
@@ -16,6 +17,8 @@ KEPT = (
     "train/entropy_loss", "train/ppo_kl", "train/pg_clipfrac", "train/train_rollout_logprob_abs_diff", "train/ois",
     "train/tis", "train/tis_clipfrac", "train/tis_abs", "train/critic-value_loss",
 )  # fmt: skip
+# What tables and pictures show of it, and a page keeps beside itself.
+SHOWN = (ACCURACY, "rollout/staleness")
 GAIN, BUDGET_SECONDS = 0.2, 180
 BEGIN, END = "<!-- {} table: begin -->", "<!-- {} table: end -->"
 
@@ -84,7 +87,30 @@ def save_run(run: Run, path: Path) -> None:
 
 
 def load_run(path: Path) -> Run:
-    values = json.loads(path.read_text())
+    return _run_of(json.loads(path.read_text()))
+
+
+def known_runs(results: Path, kept: Path) -> dict[str, Run]:
+    """Runs by name: those that a page keeps in the file `kept`, which may be missing, and over them those of this machine.
+
+    Args:
+        results: the directory with a JSON file for each run of this machine, named after it.
+    """
+    of_the_page = json.loads(kept.read_text()) if kept.is_file() else {}
+    runs = {name: _run_of(values) for name, values in of_the_page.items()}
+    return runs | {path.stem: load_run(path) for path in sorted(results.glob("*.json"))}
+
+
+def keep_runs(runs: dict[str, Run], kept: Path) -> None:
+    """Write what the page shows of `runs` into the file `kept`, a line for each, so that runs of other machines join them."""
+    lines = []
+    for name, run in sorted(runs.items()):
+        shown = replace(run, curves={metric: run.curves[metric] for metric in SHOWN if metric in run.curves})
+        lines.append(f"{json.dumps(name)}: {json.dumps(asdict(shown))}")
+    write_text_atomically(kept, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _run_of(values: dict[str, Any]) -> Run:
     curves = {name: {int(step): value for step, value in curve.items()} for name, curve in values["curves"].items()}
     return Run(**{**values, "flags": tuple(values["flags"]), "curves": curves})
 

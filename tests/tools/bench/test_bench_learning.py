@@ -12,7 +12,7 @@ from slime.arguments import parse_args
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.types import Sample
 from tests.support.models.args import command_line
-from tools.bench import bench_learning, delayed_rollout, learning_curves, learning_recipes
+from tools.bench import bench_examples, bench_learning, delayed_rollout, learning_curves, learning_recipes
 from tools.bench.delayed_rollout import DelayLine
 from tools.bench.learning_curves import Run
 from tools.bench.learning_recipes import ESTIMATORS, RECIPES, STUDIES, names_of
@@ -104,6 +104,7 @@ class TestTables:
     def test_docs_and_pictures(self, tmp_path, monkeypatch):
         page = (ROOT / "docs/en/advanced/learning.md").read_text()
         monkeypatch.setattr(bench_learning, "PAGE", tmp_path / "learning.md")
+        monkeypatch.setattr(bench_learning, "KEPT", tmp_path / "learning-runs.json")
         bench_learning.PAGE.write_text(page)
         learning_curves.save_run(make_run(), bench_learning.result_path("grpo", 0, tmp_path))
         bench_learning.write_docs(bench_learning.read_results(tmp_path))
@@ -116,6 +117,57 @@ class TestTables:
         # Nothing is known of the other study, so the page keeps what it says.
         assert not (tmp_path / "learning-off-policy.svg").exists()
 
+    def test_runs_of_other_machines_stay_in_the_page(self, tmp_path, monkeypatch):
+        """What the page keeps of a run is what it shows: the accuracy, and how old answers were."""
+        monkeypatch.setattr(bench_learning, "PAGE", tmp_path / "learning.md")
+        monkeypatch.setattr(bench_learning, "KEPT", tmp_path / "learning-runs.json")
+        bench_learning.PAGE.write_text((ROOT / "docs/en/advanced/learning.md").read_text())
+        runs = {("grpo", 0): 0.8, ("grpo", 1): 0.9, ("off_policy", 0): 0.3}
+        for (name, seed), after in runs.items():
+            run = make_run(seed, (0.4, 0.6, after), recipe=name, staleness={5: 4.0})
+            run.curves["train/kl_loss"] = {0: 0.1}
+            first = tmp_path / f"machine-{name}-{seed}"
+            learning_curves.save_run(run, bench_learning.result_path(name, seed, first))
+            bench_learning.write_docs(bench_learning.read_results(first))
+        kept = bench_learning.read_results(tmp_path / "another machine")
+        assert {(name, run.seed): run.after for name, runs in kept.items() for run in runs} == runs
+        assert {metric for runs in kept.values() for run in runs for metric in run.curves} == {
+            "eval/held_out",
+            "rollout/staleness",
+        }
+        page = bench_learning.PAGE.read_text()
+        assert "| GRPO | 2 | 15 | 0.400 ± 0.000 | 0.850 ± 0.071 |" in page and "| no correction | 1 | 4 |" in page
+        # A run of this machine counts, not the one that the page has of the same recipe and seed.
+        learning_curves.save_run(make_run(1, (0.4, 0.6, 0.7)), bench_learning.result_path("grpo", 1, tmp_path))
+        assert [run.after for run in bench_learning.read_results(tmp_path)["grpo"]] == [0.8, 0.7]
+
+    def test_examples_join_those_of_the_page(self, tmp_path, monkeypatch):
+        for name, value in {
+            "PAGE": "examples.md", "PICTURE": "learning-examples.svg", "KEPT": "learning-examples.json", "RESULTS": "results",
+        }.items():  # fmt: skip
+            monkeypatch.setattr(bench_examples, name, tmp_path / value)
+        bench_examples.PAGE.write_text((ROOT / "docs/en/advanced/examples.md").read_text())
+        run = Run("retool", 0, ("--eval-interval", "5"), 5, 60.4, {"eval/held_out": {0: 0.25, 5: 0.5}})
+        bench_examples.write_docs({"retool": run})
+        other = dataclasses.replace(run, recipe="calculator", seconds=90)
+        learning_curves.save_run(other, bench_examples.RESULTS / "calculator.json")
+        monkeypatch.setattr("sys.argv", ["bench_examples.py", "--write-docs"])
+        assert bench_examples.main() == 0
+        rows = "| `calculator` | 0.250 | 0.500 | 90 |\n| `retool` | 0.250 | 0.500 | 60 |\n<!--"
+        assert rows in bench_examples.PAGE.read_text()
+        picture = bench_examples.PICTURE.read_text()
+        assert ">calculator<" in picture and ">retool<" in picture
+
+    @pytest.mark.parametrize("kept", [bench_learning.KEPT, bench_examples.KEPT], ids=lambda path: path.name)
+    def test_what_the_pages_keep_is_of_runs_that_there_are(self, kept):
+        runs = learning_curves.known_runs(kept.parent / "no results", kept)
+        names = {
+            bench_learning.result_path(run.recipe, run.seed, ROOT).stem
+            for run in runs.values()
+            if run.recipe in RECIPES
+        }
+        assert set(runs) <= names | set(bench_examples.EXAMPLES)
+
     @pytest.mark.parametrize(
         "changes",
         [{"flags": ("--lr", "1")}, {"words": ("--async",)}, {"rollouts": 16}, {"file": "delay: 5"}, {"title": "G"}],
@@ -123,6 +175,7 @@ class TestTables:
     def test_results_of_a_recipe_that_was_changed_do_not_count(self, tmp_path, monkeypatch, changes):
         """A title is no part of what is run."""
         monkeypatch.setattr(learning_recipes, "ROOT", tmp_path)
+        monkeypatch.setattr(bench_learning, "KEPT", tmp_path / "none of a page")
         config, flags = tmp_path / "delay.yaml", ("--custom-config-path", "delay.yaml")
         config.write_text("delay: 4")
         recipe = dataclasses.replace(RECIPES["grpo"], flags=flags)
