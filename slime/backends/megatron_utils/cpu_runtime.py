@@ -125,7 +125,24 @@ def _fill_uneven_parts(mappings: types.ModuleType) -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_parts, scatter_parts
 
 
+def _leave_a_lone_rank_alone(param_and_grad_buffer: types.ModuleType) -> None:
+    """Assumption: of a rank that is alone in its group the sum of gradients and all parameters are where they are to be, and
+    asking for them costs nothing. Gloo copies them into other memory and back."""
+
+    def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(output: Any, input_: Any, *, group: Any, **options: Any) -> Any:
+            if group.size() == 1 and output.data_ptr() == input_.data_ptr():
+                return None
+            return collective(output, input_, group=group, **options)
+
+        return call
+
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(param_and_grad_buffer, name, unless_alone(getattr(param_and_grad_buffer, name)))
+
+
 MODULE_LIFTS: dict[str, Callable[[types.ModuleType], None]] = {
+    "megatron.core.distributed.param_and_grad_buffer": _leave_a_lone_rank_alone,
     "megatron.core.jit": _disable_jit_fuser,
     "megatron.core.tensor_parallel.mappings": _fill_uneven_parts,
     "megatron.core.tensor_parallel.random": _use_cpu_generator,

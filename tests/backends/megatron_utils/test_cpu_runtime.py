@@ -41,6 +41,22 @@ def _check_imports(moment):
         raise RuntimeError(f"{moment} imported the compiler")
 
 
+def _refuse_copies_in_place():
+    """Megatron takes these functions over when it is imported."""
+    import torch.distributed as dist
+
+    def refusing(collective):
+        def call(output, input_, *args, **kwargs):
+            if output.data_ptr() == input_.data_ptr():
+                raise RuntimeError(f"{collective.__name__} copied what was in its place")
+            return collective(output, input_, *args, **kwargs)
+
+        return call
+
+    for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+        setattr(dist, name, refusing(getattr(dist, name)))
+
+
 def _check_seeds(args):
     import torch
 
@@ -115,6 +131,7 @@ def _scenario(hf_dir, left_out):
 
     cpu_runtime.install(without=frozenset(left_out))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _refuse_copies_in_place()
     _import_megatron()
     _check_imports("importing megatron.core")
     options = {**TRAINING, **RECOMPUTE, "hidden_dropout": 0.1}
