@@ -42,7 +42,8 @@ def compute_advantages_and_returns(
         Metrics: `whiten_empty` with whitening, 1 when no rank had a trained token.
 
     Raises:
-        UserError: a column is missing that the arguments need, or a custom function sets tensors of another number or length.
+        UserError: a column is missing that the arguments need, or a custom function sets tensors of another number or length,
+            or changes `loss_masks`.
         ValueError: distillation without the teacher's log-probs.
     """
     rollout_data["kl"] = _reward_kl(args, rollout_data)
@@ -157,7 +158,13 @@ def _estimate(args: argparse.Namespace, rollout_data: RolloutData) -> tuple[Tens
 def _call_custom_function(args: argparse.Namespace, rollout_data: RolloutData) -> None:
     path, flag = args.custom_advantage_function_path, "--custom-advantage-function-path"
     lengths = rollout_data.local_lengths
+    masks = torch.cat(list(rollout_data["loss_masks"])) if lengths else None
     call_plug_in(flag, path, f"{len(lengths)} samples", args, rollout_data)
+    if masks is not None and not _are_together(rollout_data.get("loss_masks"), masks, rollout_data["response_lengths"]):
+        raise UserError(
+            f"{flag} {path} changed `loss_masks`: the number of trained tokens, by which the loss is divided, and the other "
+            "pipeline stages know nothing of it; edit them in a function for --rollout-data-postprocess-path, which comes next"
+        )
     for name in ("advantages", "returns"):
         found = _lengths_of(rollout_data.get(name))
         if found != lengths:
@@ -166,6 +173,11 @@ def _call_custom_function(args: argparse.Namespace, rollout_data: RolloutData) -
                 f"this rank) per sample; {_first_difference(lengths, found)}"
             )
     require_entries(rollout_data, f"{flag} {path}")
+
+
+def _are_together(rows: Any, flat: torch.Tensor, lengths: Sequence[int]) -> bool:
+    """Whether `rows` are tensors of these lengths that have, one behind the other, the values of `flat`."""
+    return _lengths_of(rows) == list(lengths) and bool((torch.cat(list(rows)).to(flat.device) == flat).all())
 
 
 def _lengths_of(tensors: Any) -> list[int | None] | None:

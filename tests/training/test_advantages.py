@@ -58,6 +58,26 @@ def with_a_number(args, rollout_data):
     rollout_data["mean"] = 0.5
 
 
+def rejects_in_place(args, rollout_data):
+    doubled(args, rollout_data)
+    rollout_data["loss_masks"][1][0] = 0
+
+
+def rejects_by_other_masks(args, rollout_data):
+    doubled(args, rollout_data)
+    rollout_data["loss_masks"] = [torch.ones(2), torch.zeros(3)]
+
+
+def takes_masks_out(args, rollout_data):
+    doubled(args, rollout_data)
+    del rollout_data["loss_masks"]
+
+
+def writes_masks_as_they_are(args, rollout_data):
+    doubled(args, rollout_data)
+    rollout_data["loss_masks"] = tuple(mask.bool() for mask in rollout_data["loss_masks"])
+
+
 def test_grpo_spreads_the_reward_over_the_response():
     rollout_data = data()
     assert compute_advantages_and_returns(objective_args(), rollout_data) == {}
@@ -103,6 +123,25 @@ def test_what_a_custom_function_keeps_in_the_data_is_checked():
         UserError, match=r"^--custom-advantage-function-path .*left float in rollout_data\['mean'\]; exp"
     ):
         compute_advantages_and_returns(args, data())
+
+
+@pytest.mark.parametrize("function", ["rejects_in_place", "rejects_by_other_masks", "takes_masks_out"])
+def test_a_custom_function_that_changes_masks_is_refused(function):
+    """The sums of masks, which the loss is divided by, were made before: they would still count what it rejects."""
+    args = objective_args(custom_advantage_function_path=f"{__file__}:{function}")
+    with pytest.raises(UserError, match=rf"{function} changed `loss_masks`.* --rollout-data-postprocess-path"):
+        compute_advantages_and_returns(args, data())
+
+
+def test_masks_that_stay_the_same_may_be_set_again():
+    rollout_data = data()
+    path = f"{__file__}:writes_masks_as_they_are"
+    compute_advantages_and_returns(objective_args(custom_advantage_function_path=path), rollout_data)
+    assert rollout_data["advantages"][1].tolist() == [2, 2, 2]
+    compute_advantages_and_returns(
+        objective_args(custom_advantage_function_path=f"{__file__}:doubled"),
+        data(**{name: [] for name in ("tokens", "total_lengths", "response_lengths", "loss_masks", "rewards")}),
+    )
 
 
 @pytest.mark.parametrize(
