@@ -59,7 +59,9 @@ _CHANGE_A_COPY = (
 class SharedArguments(argparse.Namespace):
     """Arguments that many functions have at a time. What is there stays; they may put further attributes beside it.
 
-    A copy (`copy.copy`, `copy.deepcopy`, pickle) is a namespace like any other, and its owner's. Lists in it are not watched.
+    So do lists and dicts of flags, but for what lies deeper in those; others, of `custom:` in a file say, are for functions to
+    fill. A copy (`copy.copy`, `copy.deepcopy`, pickle) is a namespace like any other, and its owner's, and so are its lists and
+    dicts.
 
     Args:
         of_run: the names that stay; by default all that are there.
@@ -68,8 +70,12 @@ class SharedArguments(argparse.Namespace):
     __slots__ = ("_of_run",)
 
     def __init__(self, args: Any, of_run: Iterable[str] | None = None) -> None:
-        vars(self).update(vars(args))
-        object.__setattr__(self, "_of_run", frozenset(vars(args) if of_run is None else of_run))
+        values = vars(args)
+        kept = frozenset(values if of_run is None else of_run)
+        # In a namespace that no parser made all are taken for flags.
+        flags = kept & values.get("origins", values).keys() - (values.get("custom_config") or {}).keys()
+        vars(self).update({name: _kept(name, value) if name in flags else value for name, value in values.items()})
+        object.__setattr__(self, "_of_run", kept)
 
     def of_run(self) -> frozenset[str]:
         """The names that stay as they are."""
@@ -90,4 +96,38 @@ class SharedArguments(argparse.Namespace):
 
 
 def _plain_namespace(values: dict[str, Any]) -> argparse.Namespace:
-    return argparse.Namespace(**values)
+    return argparse.Namespace(
+        **{name: value.copy() if isinstance(value, _KeptList | _KeptDict) else value for name, value in values.items()}
+    )
+
+
+class _Kept:
+    """Refuses to be changed in place. What `copy` returns, `copy.copy`, `copy.deepcopy` and pickle, is of the plain type."""
+
+    attribute: str
+
+    def _refuse(self, *arguments: Any, **keywords: Any) -> Any:
+        raise TypeError(f"args.{self.attribute} was to be changed in place and is {self!r}{_CHANGE_A_COPY}")
+
+    __setitem__ = __delitem__ = pop = clear = _refuse
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        plain = self.copy()
+        return type(plain), (plain,)
+
+
+class _KeptList(_Kept, list[Any]):
+    append = extend = insert = remove = sort = reverse = __iadd__ = __imul__ = _Kept._refuse
+
+
+class _KeptDict(_Kept, dict[Any, Any]):
+    update = setdefault = popitem = __ior__ = _Kept._refuse
+
+
+def _kept(name: str, value: Any) -> Any:
+    kind = {list: _KeptList, dict: _KeptDict}.get(type(value))
+    if kind is None:
+        return value
+    kept = kind(value)
+    kept.attribute = name
+    return kept

@@ -1,13 +1,17 @@
 """Pitfalls of rollouts that are nobody's alone: of the loop that never stops, dialogues, and functions that share `args`."""
 
+import argparse
 import asyncio
 import copy
+import json
 import pickle
 
+import orjson
 import pytest
 
 from slime.rollout.dialogue import dialogue
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker
+from slime.rollout.generate_state import rollout_sampling_params
 from slime.rollout.generation import generate_and_rm_group
 from slime.rollout.generation_call import GenerationCall
 from slime.rollout.staleness import hold_to_bound
@@ -137,12 +141,77 @@ def test_r20_a_function_that_changes_the_arguments_of_all_is_named_with_what_it_
         del args.rollout_seed
 
 
+CHANGES_LISTS = """
+async def changes_lists(args, sample, sampling_params):
+    if sample.index == 1:
+        args.rollout_stop.append("</search>")
+    sampling_params["stop"].append("</answer>")
+    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])
+    sample.status = Sample.Status.COMPLETED
+    return sample
+"""
+
+
+def test_r20_a_function_that_changes_a_list_of_the_arguments_is_named_with_what_it_changes(
+    server, checkpoint, tmp_path
+):
+    """Requests of all samples that follow would stop elsewhere."""
+    path = plugin(tmp_path, CHANGES_LISTS, name="changes_lists")
+    given = make_args(checkpoint, server.port, custom_generate_function_path=path, rollout_stop=["</s>"])
+    args = SharedArguments(given)
+    group = [Sample(index=index, tokens=[9]) for index in range(2)]
+    with pytest.raises(UserError, match=r"changes_lists.*sample 1") as caught:
+        run(generate_and_rm_group(args, group, rollout_sampling_params(args)))
+    assert "args.rollout_stop was to be changed in place and is ['</s>']; all functions" in str(caught.value)
+    assert args.rollout_stop == given.rollout_stop == ["</s>"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda args: args.names.append("c"), lambda args: args.names.extend("c"), lambda args: args.names.insert(0, "c"),
+        lambda args: args.names.remove("a"), lambda args: args.names.sort(), lambda args: args.names.reverse(),
+        lambda args: args.names.pop(), lambda args: args.names.clear(), lambda args: args.names.__setitem__(0, "c"),
+        lambda args: args.names.__delitem__(0), lambda args: args.names.__iadd__(["c"]), lambda args: args.names.__imul__(2),
+        lambda args: args.table.update(b=1), lambda args: args.table.setdefault("b", 1), lambda args: args.table.popitem(),
+        lambda args: args.table.pop("a"), lambda args: args.table.clear(), lambda args: args.table.__setitem__("a", 2),
+        lambda args: args.table.__delitem__("a"), lambda args: args.table.__ior__({"b": 1}),
+    ],
+)  # fmt: skip
+def test_r20_lists_and_dicts_of_the_arguments_stay_in_every_way_of_changing_them(change):
+    given = argparse.Namespace(names=["b", "a"], table={"a": 1})
+    args = with_run_values(SharedArguments(given), num_rollout=2)
+    with pytest.raises(
+        TypeError, match=r"^args.(names was .* is \['b', 'a'\]|table was .* is \{'a': 1\}); all functions"
+    ):
+        change(args)
+    change(given)
+    # Whatever looks at them finds what they are.
+    assert json.dumps(args.names) == orjson.dumps(args.names).decode().replace(",", ", ") == '["b", "a"]'
+    assert sorted(args.names) == ["a", "b"] and args.names + ["c"] == ["b", "a", "c"] and {**args.table} == {"a": 1}
+
+
+def test_r20_lists_that_are_of_no_flag_are_for_functions_to_fill():
+    books = {"origins": {"names": "default", "seen": "YAML"}, "custom_config": {"seen": []}}
+    given = argparse.Namespace(names=["a"], seen=[], of_a_driver={}, **books)
+    for args in (SharedArguments(given), with_run_values(SharedArguments(given), num_rollout=2)):
+        args.seen.append(1)
+        args.of_a_driver["x"] = 1
+        with pytest.raises(TypeError, match=r"^args.names was to be changed in place and is \['a'\]"):
+            args.names.append("b")
+
+
 def test_r20_copies_of_the_arguments_belong_to_their_owner(checkpoint):
-    shared = SharedArguments(make_args(checkpoint))
+    shared = SharedArguments(make_args(checkpoint, rollout_stop=["</s>"], apply_chat_template_kwargs={"think": True}))
     for own in (copy.copy(shared), copy.deepcopy(shared), pickle.loads(pickle.dumps(shared))):
         assert vars(own) == vars(shared)
         own.rollout_seed = 7
         del own.rollout_seed
+        assert type(own.rollout_stop) is list and type(own.apply_chat_template_kwargs) is dict
+        own.rollout_stop.append("</search>")
+    assert shared.rollout_stop == ["</s>"]
+    for copied in (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+        assert type(copied(shared.rollout_stop)) is list and type(copied(shared.apply_chat_template_kwargs)) is dict
     shared.mine = [1]
     shared.mine = [2]
     del shared.mine
