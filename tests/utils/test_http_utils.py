@@ -183,6 +183,42 @@ def test_requests_of_several_prompts_are_known_by_the_ids_that_the_engine_makes_
     assert ids == {f"{sent}{suffix}" for suffix in suffixes or []}
 
 
+@pytest.mark.parametrize("way", ["post", "post_generate", "post_generate_stream"])
+def test_a_router_that_drops_the_ids_of_requests_is_told_of_once(way, caplog):
+    """Whoever aborts a single request would miss it, without a word."""
+    ids = ["as sent", "as sent", "drawn by the engine", "drawn by the engine", None]
+
+    async def handler(request):
+        sent, known = (await request.json())["rid"], ids.pop(0)
+        answer = {"meta_info": {} if known is None else {"id": sent if known == "as sent" else known}}
+        if way == "post_generate_stream":
+            return web.Response(body=b"data: %b\n\ndata: [DONE]\n\n" % json.dumps(answer).encode())
+        return web.json_response(answer)
+
+    async def main():
+        init_http_client(make_args())
+        async with serving(handler) as url:
+            trust_engine_urls([url])
+            for count in (0, 0, 1, 1, 1):
+                with noting_request_ids(set()):
+                    if way == "post":
+                        await post(f"{url}/generate", {"text": "a"})
+                    elif way == "post_generate":
+                        await post_generate(f"{url}/generate", {"text": "a"}, request_ids=set())
+                    else:
+                        await post_generate_stream(
+                            f"{url}/generate", {"text": "a"}, lambda answer: None, request_ids=set()
+                        )
+                assert caplog.text.count(f"{url}/generate: engines know requests by other ids") == count
+            # Whoever gives an id of his own has it from his own answers.
+            with noting_request_ids(set()):
+                ids.append("another")
+                await post(f"{url}/generate", {"text": "a", "rid": "mine"})
+
+    asyncio.run(main())
+    assert ids == [] and caplog.text.count("drops their field `rid`") == 1
+
+
 def test_arrays_are_sent_as_lists_beside_values_that_only_the_standard_library_writes():
     for ids in (np.array([1, 2]), np.arange(6, dtype=np.int32)[::2]):
         for value in (1, 2**70):

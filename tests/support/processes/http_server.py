@@ -40,6 +40,7 @@ def forget_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_utils, "_supplies", {})
     monkeypatch.setattr(http_utils, "_carriers", None)
     monkeypatch.setattr(http_utils, "_SUPPLY_POLL_SECONDS", 0.01)
+    http_utils._warn_of_lost_ids.cache_clear()
 
 
 async def status_with_token(url: str, token: bytes) -> int:
