@@ -1,7 +1,8 @@
 """Ends the generation of one call: the engines of every served model let its requests go, and every task comes to an end.
 
 A call that is alone has the engines abort all that they do, until they are idle. Where another call of this process is under
-way, they are told the requests one by one, and what the other one asked for goes on.
+way, they are told the requests one by one, and what the other one asked for goes on. Which engine has a request only the router
+knows, unless it was sent past it: each engine is told of each, and of none that is answered by then.
 
 `--abort-timeout` bounds all of it: whoever has not answered by then, router, engine or task, is named and left behind.
 """
@@ -90,14 +91,23 @@ async def _abort_model(
         reason = str(error) or f"its router at {router_url} did not answer"
         logger.warning("rollout %s: no abort was sent to the engines of model %r: %s", rollout_id, name, reason)
         return
-    await asyncio.gather(*[_abort_engine(call, url, tasks, deadline) for url in urls])
+    shares = (number / len(urls) for number in range(len(urls)))
+    await asyncio.gather(
+        *[_abort_engine(call, url, tasks, deadline, share) for url, share in zip(urls, shares, strict=True)]
+    )
 
 
-async def _abort_engine(call: GenerationCall, url: str, tasks: set[asyncio.Task[Any]], deadline: float) -> None:
+async def _abort_engine(
+    call: GenerationCall, url: str, tasks: set[asyncio.Task[Any]], deadline: float, share: float
+) -> None:
     """Send the abort every 3 s until no task can send anything more, and an engine that works for no other call is idle.
 
     One that fails is sent the next abort, too: it may have closed a connection at that moment. If it is dead, nothing of it is
     left to wait for but the tasks.
+
+    Args:
+        share: of the requests, how many it is told of last: where each engine begins elsewhere, many are answered before all
+            are told of them.
     """
     answered = failed = False
     try:
@@ -109,7 +119,7 @@ async def _abort_engine(call: GenerationCall, url: str, tasks: set[asyncio.Task[
                     try:
                         if is_due:
                             next_abort = now + REPEAT_S
-                            await _send_abort(call, url)
+                            await _send_abort(call, url, share)
                         idle = not call.is_alone() or await _is_idle(url)
                         answered, failed = True, False
                     except HttpError as error:
@@ -125,19 +135,24 @@ async def _abort_engine(call: GenerationCall, url: str, tasks: set[asyncio.Task[
         logger.warning("engine %s %s the end of --abort-timeout", url, what)
 
 
-async def _send_abort(call: GenerationCall, url: str) -> None:
+async def _send_abort(call: GenerationCall, url: str, share: float) -> None:
     if call.is_alone():
         await post_control(f"{url}/abort_request", {"abort_all": True}, max_retries=1)
         return
-    slots = asyncio.Semaphore(ABORTS_AT_A_TIME)
-
-    async def abort_one(request_id: str) -> None:
-        async with slots:
-            # An engine that does not have the request takes no notice.
-            await post_control(f"{url}/abort_request", {"rid": request_id}, max_retries=1)
-
     # Adapters of agents note theirs in threads of their own.
-    await asyncio.gather(*[abort_one(request_id) for request_id in list(call.request_ids)])
+    ids = [name for name in list(call.request_ids) if call.engine_of_request.get(name, url) == url]
+    first = int(share * len(ids))
+    left = iter(ids[first:] + ids[:first])
+
+    async def abort_one_by_one() -> None:
+        for request_id in left:
+            if request_id in call.request_ids:
+                # An engine that does not have the request takes no notice.
+                await post_control(f"{url}/abort_request", {"rid": request_id}, max_retries=1)
+
+    sent = await asyncio.gather(*[abort_one_by_one() for _ in ids[:ABORTS_AT_A_TIME]], return_exceptions=True)
+    for failure in filter(None, sent):
+        raise failure
 
 
 async def _is_idle(url: str) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from slime.observability.trace_utils import trace_engine_answer, trace_span
 from slime.rollout.failures import SampleFailed
 from slime.rollout.generate_state import GenerateState, deterministic_inference, samples_among_some
-from slime.rollout.generation_call import current_call
+from slime.rollout.generation_call import GenerationCall, current_call
 from slime.utils import http_utils
 from slime.utils.async_utils import SingleFlight
 from slime.utils.engine_answers import TokenLogProbs
@@ -183,8 +183,34 @@ async def _addressed(args: Any, sample: Sample, payload: dict[str, Any], model_n
     asked = frozenset(filter(payload.get, _ANSWERED_BY))
     if asked:
         engines = await _Engines().behind(url, model_name, asked)
-        engine = None if engines is None else functools.partial(engines.one, session)
+        if engines is not None:
+            ids = _IdsPastTheRouter(current_call(), url)
+            engine = functools.partial(ids.sent_to, engines, session)
     return url, {"headers": headers, "request_ids": ids, "engine": engine}
+
+
+class _IdsPastTheRouter(set[str]):
+    """For `request_ids` of `post_generate`: has the call note beside each id which engine works on it."""
+
+    def __init__(self, call: GenerationCall, router: str) -> None:
+        super().__init__()
+        self._call, self._router, self._asked = call, router, router
+
+    @contextlib.asynccontextmanager
+    async def sent_to(self, engines: "EnginesOfRouter", session: str | None) -> AsyncIterator[str]:
+        """`EnginesOfRouter.one`, for an attempt whose id is drawn in the block."""
+        async with engines.one(session) as self._asked:
+            yield self._asked
+
+    def update(self, ids: Any) -> None:
+        self._call.request_ids.update(ids)
+        if self._asked != self._router:
+            self._call.engine_of_request.update(dict.fromkeys(ids, self._asked.removesuffix("/generate")))
+
+    def difference_update(self, ids: Any) -> None:
+        self._call.request_ids.difference_update(ids)
+        for request_id in ids:
+            self._call.engine_of_request.pop(request_id, None)
 
 
 def _completed(payload: dict[str, Any], output: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class GenerationCall:
         pendings: tasks of the groups that are being generated.
         aborted: the call is being wound down; no request may start any more.
         request_ids: what the engines know its unanswered requests by.
+        engine_of_request: of those that were sent past the router, the URL of the engine that has it. A router tells nobody.
         trained_as: the version of the weights that its samples will train; None where nothing is trained, or nobody knows.
         evaluation: its samples are graded and train nothing.
         before_training: an evaluation before training on `rollout_id`, and not after it.
@@ -45,6 +46,7 @@ class GenerationCall:
         self.trained_as = trained_as if self.parent is None else self.parent.trained_as
         self.progress: Progress = Progress() if self.parent is None else self.parent.progress
         self.request_ids: set[str] = set()
+        self.engine_of_request: dict[str, str] = {}
         self.rollout_id = rollout_id
         self.reset()
 

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from slime.rollout import abort
+from slime.rollout.engine_request import ask_engine
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation_call import GenerationCall
 from slime.rollout.sglang_rollout import generate_rollout_async
 from slime.utils import http_utils
 from slime.utils.http_utils import close_http_client
@@ -16,6 +19,7 @@ from tests.support.models.rollout_args import CountingDataSource, make_args
 from tests.support.models.rollout_steps import group_numbers, plugin, prompt_number, run_step
 from tests.support.processes.clocks import LeapingLoop, has_ended
 from tests.support.processes.fake_generate_server import FakeGenerateServer
+from tests.support.processes.waiting import until
 
 Status = Sample.Status
 
@@ -176,3 +180,62 @@ def test_a_task_that_refuses_its_cancellation_does_not_stretch_the_abort(
     assert group_numbers(asyncio.run(main()).samples) == [1, 2]
     assert group_numbers(source.returned) == [0]
     assert "do not let themselves be cancelled: group 0" in caplog.text
+
+
+def test_an_engine_is_told_of_those_requests_alone_that_were_sent_to_it_past_the_router(server, checkpoint):
+    """A router that drops the fields for experts is passed by, and so it is known which engine has a request."""
+    args = make_args(checkpoint, server.port, abort_timeout=LONG_S)
+    fields = {"sampling_params": {"max_new_tokens": 8}, "return_routed_experts": True}
+    GenerateState(args)
+
+    async def main(other):
+        with GenerationCall().under_way(), GenerationCall().under_way() as call:
+            # Nobody's child: two calls are under way.
+            call.parent = None
+            for number in range(6):
+                asked = ask_engine(args, Sample(index=number), {"input_ids": [70 + number], **fields})
+                call.pendings.add(asyncio.create_task(asked))
+            await until(lambda: len(held(server)) == len(held(other)) == 3)
+            assert set(call.engine_of_request) == call.request_ids
+            await asyncio.wait_for(abort.abort(args, 0), SOON_S)
+            assert call.engine_of_request == {} and call.request_ids == set()
+            await close_http_client()
+
+    def held(engine):
+        return [request["rid"] for request in engine.requests if request["input_ids"] != [0]]
+
+    with FakeGenerateServer() as other:
+        server.other_workers = [other.url]
+        server.hold = other.hold = lambda payload: payload["input_ids"] != [0]
+        asyncio.run(main(other))
+        for engine in (server, other):
+            assert engine.aborts == 0 and sorted(engine.aborted_ids) == sorted(held(engine))
+
+
+def test_engines_are_not_told_of_requests_that_are_answered_nor_of_all_at_once(monkeypatch):
+    """With as many engines as here, each of as many requests would go to each of them otherwise, all in one moment."""
+    urls, told, most = [f"http://engine{number}" for number in range(8)], [], 0
+    owners = {f"request {number}": urls[number * 7 % 8] for number in range(800)}
+    call, other = GenerationCall(), GenerationCall()
+
+    async def post_control(url, order, max_retries):
+        nonlocal most
+        most = max(most, len(asyncio.all_tasks()))
+        told.append(order["rid"])
+        await asyncio.sleep(0)
+        if url.removesuffix("/abort_request") == owners[order["rid"]]:
+            call.request_ids.discard(order["rid"])
+
+    async def listed(name, router, max_retries):
+        return urls
+
+    monkeypatch.setattr(abort, "post_control", post_control)
+    monkeypatch.setattr(abort, "list_engine_urls", listed)
+    call.request_ids |= owners.keys()
+    with other.under_way():
+        call.parent = None
+        with call.under_way():
+            asyncio.run(abort.abort(make_args("", 1, abort_timeout=LONG_S)))
+    assert call.request_ids == set() and set(told) == set(owners)
+    assert len(told) < 0.65 * len(urls) * len(owners)
+    assert most <= len(urls) * (abort.ABORTS_AT_A_TIME + 1) + 10
