@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.utils.errors import UserError
-from slime.utils.filesystem import write_json_atomically
+from slime.utils.filesystem import claim_directory, release_directory, write_json_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _last_told: dict[str, dict[str, int]] = {}
 
 
 class TensorBoardTracker:
-    """Scalars by tag and step in one event file below `directory`.
+    """Scalars by tag and step in one event file below `directory`, whose note is locked as long as it is written.
 
     Args:
         steps_per_rollout: of each axis, how many of its steps a rollout is; one unless told. Noted beside the event file.
@@ -56,10 +56,12 @@ class TensorBoardTracker:
         self._older = sorted(directory.glob(f"{_EVENT_FILE}*"))
         self._of_this_process = f".{socket.gethostname()}.{os.getpid()}."
         self._writer = Writer(str(directory))
+        self._claimed: list[str] = []
         for path in set(directory.glob(f"{_EVENT_FILE}*")).difference(self._older):
             # Other runs may begin here at this moment.
             if self._of_this_process in path.name:
                 write_json_atomically(_note_beside(path), self._steps_per_rollout)
+                self._claims(path)
 
     def add_scalars(self, values: dict[str, float], step_key: str, step: int) -> None:
         """Write all `values` at `step` and flush: a killed run loses nothing that was logged."""
@@ -70,10 +72,19 @@ class TensorBoardTracker:
     def forget(self, lost: Mapping[str, range], *, own: bool) -> None:
         """Take the values of the rollouts `lost[axis]` out of the event files that were here before this one; `own`: out of
         those that this process has written. At which steps they stand says the note beside each; without one, as in this run.
+
+        One that another run writes stays as it is, which is told: what that run tells from then on would be lost.
         """
         steps = self._steps_per_rollout
         for path in self._older:
             if self._of_this_process in path.name or not own:
+                if not self._claims(path):
+                    logger.warning(
+                        "%s: another run writes this event file, so it keeps its values of rollouts that this run does again, "
+                        "and curves have both; end that run, or give this one a directory of its own",
+                        path,
+                    )
+                    continue
                 steps = _noted_beside(path) or self._steps_per_rollout
                 at = {axis: range(ids.start * steps[axis], ids.stop * steps[axis]) for axis, ids in lost.items()}
                 _drop_values(path, at)
@@ -83,6 +94,17 @@ class TensorBoardTracker:
     def close(self, *, failed: bool = False) -> None:
         """End the event file, which does not tell how the run went."""
         self._writer.close()
+        for note in self._claimed:
+            release_directory(self.directory, note)
+
+    def _claims(self, event_file: Path) -> bool:
+        """Whether no other process writes the file, nor claims it until this tracker closes. Without a note nobody can tell."""
+        note = _note_beside(event_file)
+        if note.exists():
+            if not claim_directory(self.directory, note.name):
+                return False
+            self._claimed.append(note.name)
+        return True
 
 
 def _note_beside(event_file: Path) -> Path:

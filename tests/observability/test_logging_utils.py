@@ -199,6 +199,42 @@ def test_an_event_file_without_a_note_is_taken_to_have_the_axes_of_this_run(tmp_
     )
 
 
+LIVE_RUN = """
+import sys
+from pathlib import Path
+from slime.observability.trackers import TensorBoardTracker
+
+tracker = TensorBoardTracker(Path(sys.argv[1]))
+for step in map(int, sys.stdin):
+    tracker.add_scalars({"perf/time": 0.5}, "rollout/step", step)
+    print(step, flush=True)
+"""
+
+
+def test_nothing_is_taken_out_of_an_event_file_that_another_run_writes(tmp_path, caplog):
+    """It would go on to write into a file that is no more."""
+    told_by_a_run(tmp_path, [0, 1, 2])
+    command = [sys.executable, "-c", LIVE_RUN, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as live:
+        tell(live, 7)
+        [file_of_live_run] = [path for path in tmp_path.glob("events*") if f".{live.pid}." in path.name]
+        told_by_a_run(tmp_path, [1])
+        tell(live, 8)
+        live.stdin.close()
+    steps = [step for step, _ in sorted(read_events(tmp_path)["perf/time"])]
+    assert steps == [0, 1, 7, 8], "what is over gave way, and what goes on lost nothing"
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"{file_of_live_run}: another run writes this event file")
+    # When it has ended, its values give way like all others.
+    assert told_by_a_run(tmp_path, [1])["perf/time"] == [0, 1]
+
+
+def tell(live, step):
+    live.stdin.write(f"{step}\n")
+    live.stdin.flush()
+    assert live.stdout.readline() == f"{step}\n"
+
+
 def test_an_evaluation_of_a_checkpoint_replaces_the_one_that_was_made_with_the_same_weights(tmp_path):
     told_by_a_run(tmp_path, [0, 1, 2, 3])
     # `--num-rollout 0` after rollout 1: the evaluation before rollout 2.
