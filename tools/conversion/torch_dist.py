@@ -15,6 +15,7 @@ import itertools
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,33 @@ class Parameter:
     numel: int
 
 
+# How runs divide the model over their ranks.
+_LAYOUT = (
+    "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size", "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+    "--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage", "--pipeline-model-parallel-layout",
+    "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
+    "--virtual-pipeline-model-parallel-size", "--microbatch-group-size-per-virtual-pipeline-stage",
+    "--microbatch-group-size-per-vp-stage",
+)  # fmt: skip
+_LAYOUT_SWITCHES = (
+    "--sequence-parallel", "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split",
+)  # fmt: skip
+
+
 def parse_model_flags(hf_checkpoint: Path, words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a run whose model is that of `hf_checkpoint`, with the flags `words`."""
+    """The arguments of a run whose model is that of `hf_checkpoint`, with the flags `words`.
+
+    Those of a layout are left out, which is told: here one process has the model, and any layout loads what it writes.
+    """
     from slime.arguments import parse_args
 
+    layout = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for flag in (*_LAYOUT, *_LAYOUT_SWITCHES):
+        layout.add_argument(flag, dest=flag, action="store_true" if flag in _LAYOUT_SWITCHES else "store")
+    left_out, words = layout.parse_known_args(words)
+    if vars(left_out):
+        print(f"no effect here, on a model that is in one piece: {', '.join(vars(left_out))}", file=sys.stderr)
     given = ["--hf-checkpoint", str(hf_checkpoint), *_RUN]
     given += ["--load-debug-rollout-data", str(hf_checkpoint / "config.json")]
     # On disk names are the same for all layer specs, and this one needs no kernels.

@@ -13,7 +13,7 @@ from slime.utils.errors import UserError
 from tests.support.models.tiny_model import write_tiny_mixture, write_tiny_model
 from tests.support.processes.distributed import run_distributed
 from tools.conversion.inspection import describe, misfits
-from tools.conversion.torch_dist import convert_hf_to_torch_dist
+from tools.conversion.torch_dist import convert_hf_to_torch_dist, parse_model_flags
 
 CONVERTED = ("plain", "experts")
 
@@ -102,3 +102,22 @@ def test_a_checkpoint_is_compared_with_a_model(root, tmp_path):
     assert found["larger"] == ["--vocab-size 131 in the checkpoint, and 300 by the flags"]
     rows = [line.partition(" in the checkpoint")[0] for line in found["older, larger"]]
     assert all(name in row for name, row in zip(("embedding", "output_layer"), rows, strict=True))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--pipeline-model-parallel-size 2",
+        "--tensor-model-parallel-size=4 --sequence-parallel --context-parallel-size 2",
+        "--pipeline-model-parallel-size 8 --decoder-last-pipeline-num-layers 1 --account-for-loss-in-pipeline-split",
+    ],
+)
+def test_how_ranks_of_a_run_divide_a_model_is_nothing_to_the_tools(tmp_path, capsys, words):
+    """Scripts of other programs start a converter with as many processes as a run has stages, and with all of its flags."""
+    write_tiny_model(tmp_path, layers=4)
+    args = parse_model_flags(tmp_path, ["--vocab-size", "131", *words.split(), "--padded-vocab-size", "160"])
+    assert (args.num_layers, args.vocab_size, args.padded_vocab_size, args.world_size) == (4, 131, 160, 1)
+    flags = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
+    assert f"in one piece: {', '.join(flags)}\n" in capsys.readouterr().err
+    parse_model_flags(tmp_path, ["--padded-vocab-size", "160"])
+    assert "in one piece" not in capsys.readouterr().err
