@@ -75,6 +75,8 @@ def build_schedule(
     Raises UserError if not even one step is full, or if a step's micro-batches cannot be made a multiple of dp × group size.
     """
     lengths = [int(length) for length in total_lengths]
+    # Numbers in a tensor are objects of their own, each unlike every other.
+    execution_ids = [each.item() if hasattr(each, "item") else each for each in execution_ids]
     steps, dropped = _cut_steps(lengths, execution_ids, global_batch_size)
     partitions: Bins = [[] for _ in range(dp_size)]
     micro_batch_indices: list[Bins] = [[] for _ in range(dp_size)]

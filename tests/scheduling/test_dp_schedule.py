@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from slime.estimates.flops import FlopsModel
 from slime.scheduling.dp_schedule import BatchingRule, build_schedule, most_micro_batches
@@ -64,6 +65,17 @@ def test_executions_of_several_samples_over_two_steps():
         rollout_indices=[0, 0, 1, 1, 2, 2, 3],
     )
     assert result == ([[0, 2, 4, 5], [1, 3, 6]], [[[0, 1], [2, 3]], [[0, 1], [2]]], [1, 1], [2, 2])
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda numbers: [torch.tensor(number) for number in numbers]])
+def test_numbers_may_be_arrays_and_tensors(kind):
+    """As a batch on its way to the ranks has them."""
+    lengths, executions = [5, 7, 4, 3, 6, 2, 9], [4, 4, 1, 1, 2, 2, 3]
+    plain, others = (
+        build_dp_schedule(dynamic(10), parallel(2), sizes, global_batch_size=2, rollout_indices=ids)
+        for sizes, ids in ((lengths, executions), (kind(lengths), kind(executions)))
+    )
+    assert others == plain and others[0] == [[0, 2, 4, 5], [1, 3, 6]]
 
 
 def test_best_fit_micro_batches_are_dealt_in_turn():
