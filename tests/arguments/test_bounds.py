@@ -35,6 +35,15 @@ def test_what_a_flag_needs_is_another_flag(tmp_path):
         assert other in vars(args) and other != name, name
 
 
+@pytest.mark.parametrize("experts", ["", "moe-"])
+def test_modules_that_multiply_in_fp8_need_the_layers_that_they_are_in(tmp_path, experts):
+    """Without layers none would, and nothing would say so."""
+    given = f"--megatron-deepgemm-{experts}forward"
+    assert violations(tmp_path, f"{given}-modules mlp.experts mlp.router") == [
+        f"{given}-modules mlp.experts mlp.router needs {given}-layers"
+    ]
+
+
 def test_no_rule_speaks_of_a_number_that_was_replaced(tmp_path):
     words = "--tensor-model-parallel-size 0 --actor-num-gpus-per-node 3 --eval-top-p 2"
     assert violations(tmp_path, words) == [

@@ -91,8 +91,7 @@ CLUSTER = Group("cluster and placement", (
         "needs neither GPUs nor weights"),
     switch("--check", "do all that a run does before it starts Ray (flags, files, rows, plug-ins, this machine, what is left "
         "to do), say which resources it needs of Ray, then exit"),
-    flag("--dry-run-json", str, None, "write the plan to this JSON file; implies --dry-run", path=PathKind.HERE,
-        metavar="FILE"),
+    flag("--dry-run-json", str, None, "write the plan to a JSON file; implies --dry-run", path=PathKind.HERE, metavar="FILE"),
     flag("--dry-run-gpu-memory-gib", float, None, "memory of one GPU in the plan, in GiB; unset: that of this machine's GPU, "
         "else 80", bounds=ABOVE_ZERO),
     switch("--rehearse", "do one step of some training ranks at the real size on fake GPU tensors, print what memory, waits "

@@ -203,7 +203,8 @@ MEGATRON_HOOKS = Group("Megatron hooks", (
     flag("--megatron-deepgemm-forward-modules", str, None, "endings of names of these modules, or of what they are in, such as "
         "mlp.linear_fc1", nargs="+", needs="{--megatron-deepgemm-forward-layers}"),
     flag("--megatron-deepgemm-moe-forward-layers", int, None, "layers whose experts do so", bounds=AT_LEAST_ZERO, nargs="+"),
-    flag("--megatron-deepgemm-moe-forward-modules", str, ["mlp.experts"], "endings of names in those layers", nargs="+"),
+    flag("--megatron-deepgemm-moe-forward-modules", str, ["mlp.experts"], "endings of names in those layers", nargs="+",
+        needs="{--megatron-deepgemm-moe-forward-layers}"),
 ))  # fmt: skip
 
 ALGORITHM = Group("algorithm", (
