@@ -497,8 +497,8 @@ async def _send(
                 survived += 1
                 if survived == SURVIVED_ENGINES:
                     raise HttpError(
-                        f"{failure} (request {request_id} was under way when engines died, {survived} times: it may be what "
-                        "they die of)",
+                        f"{failure} (request {request_id} was under way when engines or routers died, {survived} times: it "
+                        "may be what they die of)",
                         url=address,
                         status=failure.status,
                         body=failure.body,
