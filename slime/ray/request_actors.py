@@ -3,6 +3,7 @@
 Invariants:
 - An actor knows no limit, no attempts and no time: it makes the exchange that it is told of, and ends it when it is told so.
 - A long answer is parsed where it arrives, and the manager gets arrays: that is what it saves, beside connections.
+- A node that joins the cluster while there are some gets its own, which send as soon as they have started.
 - They end with the manager. One that does not answer any more, or whose calls fail, is ended, whereby all that it has fails.
 - Ray keeps no record of their calls, whose arguments hold the key of the engines.
 """
@@ -14,6 +15,7 @@ import contextlib
 import logging
 import pickle
 import threading
+import time
 from typing import Any
 
 import aiohttp
@@ -36,6 +38,7 @@ _WAITS = 10
 _CLOSING_SECONDS = 5.0
 # Of what Ray says about an actor that died.
 _LONGEST_CAUSE = 300
+_DID_NOT_START = "%s did not start (%s): the manager goes without it"
 # The limit is that of the manager, exactly; this one of Ray's is never reached.
 _AT_A_TIME = 1_000_000
 
@@ -125,32 +128,48 @@ class RequestActors:
     """`on_each_node` actors on every node that is alive. They start at once, and are asked from then on whether they live."""
 
     def __init__(self, on_each_node: int) -> None:
+        self._on_each_node = on_each_node
+        # Where there are some, or were.
+        self._nodes: set[str] = set()
+        # Of those that are not asked yet: the answer by which they tell that they have started, and until when it may come.
+        self._starting: dict[ray.ObjectRef, tuple[RequestClient, float]] = {}
+        self._carriers = Carriers([])
+        self._clients = self._begin()
+        self._ended = threading.Event()
+
+    def _begin(self) -> list[RequestClient]:
+        """Actors on every node that has none."""
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in self._nodes]
+        if not nodes:
+            return []
         here = ray.get_runtime_context().get_node_id()
         # No share of a processor is reserved: a node whose processors are all promised to others has them as well.
         options = {"num_cpus": 0, "num_gpus": 0, "max_concurrency": _AT_A_TIME, "enable_task_events": False}
         remote_class = ray.remote(**options)(RequestActor)
-        self._clients: list[RequestClient] = []
-        for node in [node for node in ray.nodes() if node["Alive"]]:
+        clients = []
+        for node in nodes:
+            self._nodes.add(node["NodeID"])
             place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            for number in range(on_each_node):
+            for number in range(self._on_each_node):
                 actor = remote_class.options(scheduling_strategy=place).remote()
                 name = f"client {number} of --use-distributed-post on node {node['NodeManagerAddress']}"
-                self._clients.append(RequestClient(actor, name, node["NodeID"] == here))
-        self._ended = threading.Event()
+                clients.append(RequestClient(actor, name, node["NodeID"] == here))
+        return clients
 
     def wait_ready(self) -> Carriers:
         """Those that have started; the manager goes without the others, which is told."""
         started, others = self._ask(_START_SECONDS)
         for client in others:
-            logger.warning("%s did not start (%s): the manager goes without it", client.name, client.ended_for)
+            logger.warning(_DID_NOT_START, client.name, client.ended_for)
         logger.info("%d client processes send requests (--use-distributed-post)", len(started))
+        self._carriers = Carriers(started)
         threading.Thread(target=self._watch, name="slime-request-actors", daemon=True).start()
-        return Carriers(started)
+        return self._carriers
 
     def end(self) -> None:
         """End them all."""
         self._ended.set()
-        for client in self._clients:
+        for client in [*self._clients, *(client for client, _ in list(self._starting.values()))]:
             # Where Ray cannot end it, it ends with the manager.
             with contextlib.suppress(RayError):
                 client.end("the run ends")
@@ -160,6 +179,30 @@ class RequestActors:
             # What Ray cannot do now, while its head starts again say, it can the next time.
             with contextlib.suppress(RayError):
                 self._ask(_SILENT_SECONDS)
+            with contextlib.suppress(RayError):
+                self._welcome()
+
+    def _welcome(self) -> None:
+        """Begin actors on nodes that have joined, and take those that have started since."""
+        until = time.monotonic() + _START_SECONDS
+        self._starting |= {client.actor.answer.remote(): (client, until) for client in self._begin()}
+        if not self._starting:
+            return
+        answered, _ = ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0)
+        for ref, (client, until) in list(self._starting.items()):
+            if ref not in answered and time.monotonic() < until:
+                continue
+            del self._starting[ref]
+            why = _problem(ref) if ref in answered else f"it did not answer for {_START_SECONDS:g} s"
+            if self._ended.is_set():
+                client.end("the run ends")
+            elif why is None:
+                self._clients.append(client)
+                self._carriers.add(client)
+                logger.info("%s sends requests as well", client.name)
+            else:
+                client.end(why)
+                logger.warning(_DID_NOT_START, client.name, client.ended_for)
 
     def _ask(self, seconds: float) -> tuple[list[RequestClient], list[RequestClient]]:
         """Those that say within so many seconds that they live, and the others, which are ended and asked no more."""

@@ -6,7 +6,7 @@ A carrier makes one HTTP exchange, of one attempt. Limits, retries, ids, the tok
 Invariants:
 - A carrier has at most ceil(limit ÷ carriers) requests at a time, where `limit` is that of all requests of this process.
 - They take turns. A request never waits for a carrier: where none has room, nobody here takes it.
-- One that is lost gets no more, and is told of once.
+- One that is lost gets no more, and is told of once. One that is added has the share of one that was lost, if there is any.
 - A request to the machine that it is made on (`localhost`, 0.0.0.0) goes through carriers on the node of this process alone.
 """
 
@@ -93,6 +93,12 @@ class Carriers:
         # Those that are not lost; the first one is next.
         self._turns = deque(_Turn(carrier) for carrier in carriers)
         self._changing = threading.Lock()
+
+    def add(self, carrier: Carrier) -> None:
+        """One more that sends."""
+        with self._changing:
+            self._turns.append(_Turn(carrier))
+            self._count = max(self._count, len(self._turns))
 
     async def send(
         self,

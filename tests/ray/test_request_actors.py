@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import signal
-import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,9 +233,59 @@ def three_actors(monkeypatch):
         return RequestClient(actor, name, is_here=True)
 
     monkeypatch.setattr(ray, "get", get)
-    actors = object.__new__(RequestActors)
-    actors._clients, actors._ended = [client(name) for name in ("one", "other", "last")], threading.Event()
+    monkeypatch.setattr(ray, "nodes", lambda: [])
+    actors = RequestActors(1)
+    actors._clients = [client(name) for name in ("one", "other", "last")]
     return actors, killed, problems
+
+
+@pytest.fixture
+def joining(three_actors, monkeypatch):
+    """(actors, nodes of the cluster, names of what has answered, clock): each node that joins gets an actor that bears its
+    name."""
+    actors, killed, problems = three_actors
+    nodes, answered, clock = [], set(), [0.0]
+
+    def started_on(scheduling_strategy):
+        [name] = [node["NodeManagerAddress"] for node in nodes if node["NodeID"] == scheduling_strategy.node_id]
+        made = SimpleNamespace(answer=SimpleNamespace(remote=lambda: name), exchange=None, name=name)
+        return SimpleNamespace(remote=lambda: made)
+
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    monkeypatch.setattr(ray, "remote", lambda **options: lambda cls: SimpleNamespace(options=started_on))
+    monkeypatch.setattr(ray, "wait", lambda refs, **limits: ([ref for ref in refs if ref in answered], []))
+    monkeypatch.setattr(request_actors, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return actors, nodes, answered, clock
+
+
+def a_node(number, name):
+    return {"NodeID": f"{number:056x}", "Alive": name != "dead", "NodeManagerAddress": name}
+
+
+def test_a_node_that_joins_later_sends_as_soon_as_its_actors_have_started(joining, three_actors, caplog):
+    actors, nodes, answered, clock = joining
+    _, killed, problems = three_actors
+    nodes += [a_node(number, name) for number, name in enumerate(("new", "dead", "slow", "ill"), start=1)]
+    problems["ill"] = ActorDiedError()
+    answered.add("ill")
+    actors._welcome()
+    assert len(actors._clients) == 3 and [actor.name for actor in killed] == ["ill"]
+    answered.add("new")
+    actors._welcome()
+    assert [client.actor.name for client in actors._clients[3:]] == ["new"] and not actors._clients[3].is_here
+    turns = [turn.carrier for turn in actors._carriers._turns]
+    assert turns == actors._clients[3:]
+    clock[0] += 1000.0
+    actors._welcome()
+    actors._welcome()
+    assert len(actors._clients) == 4 and [actor.name for actor in killed] == ["ill", "slow"]
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [line.split(" did not start")[0].split()[-1] for line in told] == ["ill", "slow"]
+    nodes.append(a_node(5, "late"))
+    actors._welcome()
+    actors.end()
+    assert killed[-1].name == "late", "what has not answered yet ends with the others"
 
 
 def test_actors_whose_calls_fail_and_those_that_are_not_there_are_ended(three_actors):

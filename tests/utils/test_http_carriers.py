@@ -107,6 +107,25 @@ def test_they_take_turns_within_their_shares_and_the_limit_is_that_of_the_client
     run(main)
 
 
+def test_one_that_is_added_takes_the_share_of_one_that_was_lost_and_else_one_of_its_own():
+    async def main():
+        carriers = Carriers([Plain("lost", answers=[CarrierLost("it is gone")]), Plain("stays")])
+        send = carriers.send
+        with pytest.raises(CarrierLost):
+            await send(6, False, "POST", ELSEWHERE, lambda: b"", {})
+        shares = []
+        for name in ("instead", "one more"):
+            carriers.add(Plain(name, answers=[(200, b"")] * 20))
+            carriers._turns[0].carrier.answers = [(200, b"")] * 20
+            sent = await asyncio.gather(*[send(6, False, "POST", ELSEWHERE, lambda: b"", {}) for _ in range(8)])
+            shares.append(len([answer for answer in sent if answer is not None]))
+        # Two of three each, and then three of two; nobody has room for more than the limit.
+        assert shares == [6, 6]
+        assert [turn.carrier.most for turn in sorted(carriers._turns, key=lambda turn: turn.carrier.name)] == [3, 2, 3]
+
+    run(main)
+
+
 def test_one_whose_share_is_used_up_misses_its_turn_and_what_nobody_takes_is_sent_from_here():
     async def main():
         began, go_on = asyncio.Semaphore(0), asyncio.Event()
