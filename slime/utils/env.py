@@ -322,14 +322,27 @@ _READ = (
 )  # fmt: skip
 
 
+# What there is in the place of those that nothing reads, by the beginnings of their names.
+_INSTEAD = {
+    "SLIME_PREFER_IPV6": "set SLIME_HOST_IP on each node to the address that it is to announce, of either kind",
+    "SLIME_DESTROY_WORLD_PROCESS_GROUP": "process groups stay while a rank lends its memory; set it to 0, or unset it",
+    "SLIME_GRAD_COALESCE_CHUNK_BYTES": "give --ddp-bucket-size, the numbers of gradients that are reduced together",
+    "SLIME_CONTRACT_": "give the paths of functions to `python -m slime.plugins check`, by their flags",
+}
+
+
 def warnings_about_names() -> list[str]:
     """A message for every variable that is set under a name of ours and that nothing reads."""
     messages = []
     for name in sorted(os.environ):
         if not name.startswith("SLIME_") or name in _READ or name.startswith(_AGENT):
             continue
+        if (name, os.environ[name]) == ("SLIME_DESTROY_WORLD_PROCESS_GROUP", "0"):
+            # That is what happens.
+            continue
         near = difflib.get_close_matches(name, _READ, n=1, cutoff=0.8)
-        hint = f"did you mean {near[0]}?" if near else "unset it"
+        instead = next((hint for beginning, hint in _INSTEAD.items() if name.startswith(beginning)), "unset it")
+        hint = f"did you mean {near[0]}?" if near else instead
         messages.append(f"the environment variable {name} is set and has no effect: nothing reads it; {hint}")
     return messages
 

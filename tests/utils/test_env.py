@@ -51,6 +51,30 @@ def test_variables_of_ours_that_nothing_reads_are_named_and_their_values_are_not
     assert told[2].endswith("did you mean SLIME_RM_API_KEY?") and "s3cret" not in " ".join(told)
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("SLIME_PREFER_IPV6", "set SLIME_HOST_IP on each node"),
+        ("SLIME_DESTROY_WORLD_PROCESS_GROUP", "process groups stay"),
+        ("SLIME_GRAD_COALESCE_CHUNK_BYTES", "give --ddp-bucket-size"),
+        ("SLIME_CONTRACT_GENERATE_FUNCTION", "`python -m slime.plugins check`"),
+        ("SLIME_WHATEVER", "unset it"),
+    ],
+)
+def test_what_there_is_in_the_place_of_a_variable_is_told(monkeypatch, name, instead):
+    monkeypatch.setenv(name, "1")
+    [told] = [message for message in env.warnings_about_names() if name in message]
+    assert (
+        told.startswith(f"the environment variable {name} is set and has no effect: nothing reads it; ")
+        and instead in told
+    )
+
+
+def test_process_groups_that_are_to_stay_do_stay(monkeypatch):
+    monkeypatch.setenv("SLIME_DESTROY_WORLD_PROCESS_GROUP", "0")
+    assert "PROCESS_GROUP" not in " ".join(env.warnings_about_names())
+
+
 def test_every_variable_of_ours_that_is_read_is_known_as_such():
     """The module is the only one that reads the environment."""
     source = Path(env.__file__).read_text(encoding="utf-8")
