@@ -228,6 +228,7 @@ class RolloutManager:
 
             self._pipeline = RolloutPipeline(self.args)
             if self._serving is not None:
+                self._pipeline.engine_memory = self._serving.host_memory_gib
                 self._serving.wait_ready()
                 if sleeping_sides(self.args).engines:
                     # Training ranks come next.

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -57,6 +57,7 @@ class RolloutPipeline:
 
     Attributes:
         length: how long the run is, by its flags and its data.
+        engine_memory: tells GiB of the host that an engine has, the one with most; None where there is none to ask.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -66,6 +67,7 @@ class RolloutPipeline:
         self._progress: dict[str, Progress] = {}
         # Flags of log functions that did not return.
         self._given_up: set[str] = set()
+        self.engine_memory: Callable[[], float | None] = lambda: None
         self.args = SharedArguments(args)
         if args.load_debug_rollout_data is None:
             self.data_source = create_data_source(self.args)
@@ -123,6 +125,8 @@ class RolloutPipeline:
                     metrics.update(_raw_reward(self.args, samples))
                 metrics.update(compute_rollout_perf_metrics(self.args, samples, seconds))
                 metrics["perf/manager_host_memory_gib"] = host_memory_gib()
+                if (gib := self.engine_memory()) is not None:
+                    metrics["perf/engine_host_memory_gib"] = gib
                 logged.append(({**metrics, "rollout/step": rollout_id}, "rollout/step"))
         return RolloutResult(shards, logged, critic_shards)
 

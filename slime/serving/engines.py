@@ -23,6 +23,7 @@ from slime.arguments.config_files.serving_config import arguments_of_group
 from slime.backends.sglang_utils.external import ExternalEngine, ExternalEngineInfo
 from slime.backends.sglang_utils.server_arguments import EnginePart
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.backends.sglang_utils.worker_watch import host_memory_gib
 from slime.observability.logging_utils import configure_logger
 from slime.observability.waiting import wait_for, wait_for_all, wait_for_each
 from slime.serving.fleet import EngineName, EngineRecord, EngineSnapshot, EngineState, FleetSnapshot
@@ -96,6 +97,11 @@ class EngineActor(SGLangEngine):
     def crash(self) -> None:
         """End the server as a fault does: nobody is told."""
         os.kill(self.server_pid(), signal.SIGKILL)
+
+    def host_memory_gib(self) -> float | None:
+        """What the server of this part has of its host's memory; None before `init`."""
+        pid = self.server_pid()
+        return None if pid is None else host_memory_gib(pid)
 
     def computing_seconds(self) -> float:
         """Processor seconds of this part alone, for the one that serves."""
@@ -249,6 +255,14 @@ class Engines:
         for name, outcome in zip(handles, wait_for_each(refs, f"{method} of the engines", limit), strict=True):
             found[name] = outcome if isinstance(outcome, RunError) else None
         return found
+
+    def host_memory_gib(self) -> float | None:
+        """The most that the processes of a server have of the memory of a host, in GiB. None: no server of ours says."""
+        servers = [handle for name, handle in list(self._handles.items()) if not self.why_none_follows(name)]
+        servers += [handle for helpers in list(self._helpers.values()) for handle in helpers]
+        asked = [handle.host_memory_gib.remote() for handle in servers]
+        found = wait_for_each(asked, "host memory of the engines", _ANSWER_SECONDS) if asked else []
+        return max((gib for gib in found if isinstance(gib, float)), default=None)
 
     def snapshot(self, version: int | None, records: Sequence[EngineRecord]) -> FleetSnapshot:
         """The engines of `records` with their handles and devices, under the `version` of the last push."""

@@ -389,6 +389,10 @@ class ServingOwner:
         """How many engines of `model` have died so far."""
         return self._deaths[model]
 
+    def host_memory_gib(self) -> float | None:
+        """As of `Engines`."""
+        return self._engines.host_memory_gib()
+
     # -- life and death ---------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:

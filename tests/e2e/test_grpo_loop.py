@@ -213,7 +213,8 @@ def test_tensorboard_has_the_metrics_of_every_rollout(finished_run):
         "train/entropy_loss", "train/grad_norm", "train/lr-pg_0", "perf/rollout_time", "perf/train_time",
         "perf/update_weights_time", "perf/step_time", "perf/train_wait_time", "perf/wait_time_ratio",
         "perf/actor_train_tok_per_s", "perf/actor_train_tflops", "perf/request/e2e_latency/mean",
-        "perf/driver_host_memory_gib", "perf/manager_host_memory_gib", "perf/rank_host_memory_gib",
+        "perf/driver_host_memory_gib", "perf/manager_host_memory_gib", "perf/engine_host_memory_gib",
+        "perf/rank_host_memory_gib",
     ):  # fmt: skip
         scalars = finished_run.process.scalars(tag)
         assert sorted(scalars) == list(ROLLOUTS), tag

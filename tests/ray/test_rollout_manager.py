@@ -194,7 +194,7 @@ def test_client_processes_send_from_when_engines_are_there_until_the_manager_end
     routers = {"actor": SimpleNamespace(ip="127.0.0.1", port=3000, url="http://127.0.0.1:3000")}
     owner = SimpleNamespace(
         start=lambda: routers, api_key="made up", routers=routers, wait_ready=lambda: events.append("engines are ready"),
-        leave_given_router=lambda: None, shutdown=lambda: events.append("end engines"),
+        leave_given_router=lambda: None, shutdown=lambda: events.append("end engines"), host_memory_gib=lambda: 1.5,
     )  # fmt: skip
     monkeypatch.setattr(rollout_manager, "ServingOwner", lambda *arguments: owner)
     monkeypatch.setattr(rollout_manager, "RequestActors", Actors)
@@ -205,6 +205,7 @@ def test_client_processes_send_from_when_engines_are_there_until_the_manager_end
     manager = RolloutManager(with_run_values(parse(tmp_path, *words), log_dir=str(tmp_path)))
     manager._start("engines")
     assert sends == (["carriers"] if words else [])
+    assert manager._pipeline.engine_memory() == 1.5
     manager._shutdown()
     if words:
         assert events[0] == "start 3 on each node" and events[1:3] == ["engines are ready", "clients are ready"]

@@ -363,7 +363,16 @@ def test_rewards_that_a_run_that_trains_would_refuse_are_told_and_not_reported(t
     args = parse(tmp_path, "--rollout-function-path", f"{plug_ins}:ungraded", "--debug-rollout-only")
     metrics, _ = RolloutPipeline(args).generate(3).logged[-1]
     assert "rollout/raw_reward" not in metrics and "the reward of sample 0 is None" in caplog.text
-    assert metrics["perf/manager_host_memory_gib"] > 0
+
+
+def test_who_has_how_much_memory_of_a_host_is_told_with_a_rollout(tmp_path, plug_ins):
+    args = parse(tmp_path, "--rollout-function-path", f"{plug_ins}:graded", "--debug-rollout-only")
+    pipeline = RolloutPipeline(args)
+    alone, _ = pipeline.generate(3).logged[-1]
+    assert alone["perf/manager_host_memory_gib"] > 0 and "perf/engine_host_memory_gib" not in alone
+    pipeline.engine_memory = lambda: 1.5
+    beside_engines, _ = pipeline.generate(4).logged[-1]
+    assert beside_engines["perf/engine_host_memory_gib"] == 1.5
 
 
 def test_a_reward_that_finds_nothing_to_judge_is_told_by_the_first_rollout(tmp_path, plug_ins, caplog):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from slime.serving import engines as engines_module
 from slime.serving import fleet as fleet_module
 from slime.serving import owner as owner_module
 from slime.serving.engines import Engines
@@ -120,6 +121,27 @@ def test_an_engine_that_two_stop_at_once_is_stopped_once(monkeypatch, tmp_path):
 
     engines.stop(names())
     assert killed == [handle] and engines._handles == {}
+
+
+def test_the_engine_with_most_memory_of_its_host_is_told(monkeypatch, make_owner):
+    """Of each node that it is on. What the run did not start is on hosts that it does not know."""
+    monkeypatch.setattr(engines_module, "wait_for_each", lambda refs, name, limit: refs)
+    owner, external = make_owner(), SimpleNamespace(url="http://its.own")
+    engines = owner._engines = Engines(SimpleNamespace(), None, None, "", {})
+    of_run = {engine_id: SimpleNamespace(external=external if engine_id == 2 else None) for engine_id in range(4)}
+    engines.topology = SimpleNamespace(find=lambda engine_id: (None, None, of_run[engine_id]))
+
+    def having(answer):
+        return SimpleNamespace(host_memory_gib=SimpleNamespace(remote=lambda: answer))
+
+    assert owner.host_memory_gib() is None
+    answers = {0: 1.5, 1: RunError("it died"), 2: 99.0, 3: None}
+    engines._handles = {EngineName(engine_id): having(answer) for engine_id, answer in answers.items()}
+    assert owner.host_memory_gib() == 1.5
+    engines._helpers = {EngineName(0): [having(2.5), having(0.5)]}
+    assert owner.host_memory_gib() == 2.5
+    # They have no ends.
+    engines._handles, engines._helpers = {}, {}
 
 
 # -- weights -------------------------------------------------------------------------------------------------------------

@@ -125,6 +125,15 @@ def computing_seconds(server_pid: int) -> float:
     return seconds
 
 
+def host_memory_gib(server_pid: int) -> float:
+    """GiB of the host's memory that the server has, and all that it has started. Pages that they share count for each."""
+    total = 0
+    for pid in (server_pid, *(process.pid for process in _children_of(server_pid))):
+        with contextlib.suppress(psutil.Error):
+            total += psutil.Process(pid).memory_info().rss
+    return total / 2**30
+
+
 def _end_this_process(cause: str) -> None:
     print(f"the server ends: {cause}", file=sys.stderr, flush=True)
     os._exit(_EXIT_STATUS)

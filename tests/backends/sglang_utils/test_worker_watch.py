@@ -235,6 +235,21 @@ def test_a_server_with_a_stopped_process_computes_nothing(server):
     wait_until(lambda: worker_watch.computing_seconds(process.pid) > 0)
 
 
+def test_all_processes_of_a_server_have_memory_of_its_host(server):
+    process, children = server("sglang::scheduler_TP0", "nvcc")
+    wait_until(lambda: worker_watch.computing_seconds(process.pid) > 0.05)
+    of_each = [one.memory_info().rss / 2**30 for one in (process, *children)]
+    assert min(of_each) > 0 and worker_watch.host_memory_gib(process.pid) == pytest.approx(sum(of_each), rel=0.2)
+    children[0].kill()
+    wait_until(lambda: worker_watch.host_memory_gib(process.pid) < sum(of_each) - 0.5 * of_each[1])
+
+
+def test_a_server_that_is_gone_has_no_memory():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(60)
+    assert worker_watch.host_memory_gib(process.pid) == 0.0
+
+
 # -- what the engine makes of it ----------------------------------------------------------------------------------------
 
 
