@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from slime.arguments.config_files.role_config import critic_args
 from slime.estimates.training_memory import worst_rank
 from slime.plan.longest_batch import (
     ProbedMemory,
@@ -12,6 +13,7 @@ from slime.plan.longest_batch import (
     planned_peak,
     probe_line,
 )
+from slime.plan.memory import planned_critic
 from slime.plan.setup import parallel_layout, step_memory
 from slime.plan.structure import GIB
 from tests.support.tables.plans import SMALL, TWO_NODES, planned
@@ -92,6 +94,16 @@ def test_the_plan_beside_it_is_that_of_these_micro_batches():
     args = planned(SMALL, "--context-parallel-size", "2")
     expected = worst_rank(step_memory(args, parallel_layout(args), 16384, 2)).total
     assert planned_peak(args, longest_micro_batches(args)) == expected
+
+
+def test_the_plan_beside_that_of_a_critic_is_of_a_critic():
+    """It has no layers that predict further tokens, and sends nothing to engines."""
+    args = planned(SMALL, "--advantage-estimator", "ppo", "--mtp-num-layers", "1", "--enable-mtp-training")
+    critic, batches = critic_args(args), longest_micro_batches(args)
+    expected = worst_rank(step_memory(planned_critic(critic), parallel_layout(critic), 16384, 2)).total
+    assert planned_peak(critic, batches) == expected
+    # Of the actor the same plan is another one: the two of them would not be told apart otherwise.
+    assert worst_rank(step_memory(critic, parallel_layout(critic), 16384, 2)).total > expected
 
 
 def test_the_line_tells_the_rank_with_most():

@@ -81,6 +81,24 @@ def test_the_largest_difference_is_told_with_its_place(one_rank):
     )
 
 
+@pytest.mark.parametrize(
+    ("spans", "missed"),
+    [
+        # The end of a span is the first token that its weights did not make.
+        ([("6", 0, 2), ("5", 2, 3)], True),
+        ([("5", 0, 2), ("6", 2, 3)], False),
+        ([("5", 0, 2)], False),
+    ],
+)
+def test_a_push_was_missed_where_other_weights_made_the_very_token(one_rank, spans, missed):
+    data = data_of(weight_version_spans=[spans, [("6", 0, 2)]], live_weight_version=6)
+    proof = proof_of(data)
+    proof.compare(data, torch.tensor([-1.0, -2.0, -4.0, -0.5, -0.25]))
+    with pytest.raises(RunError, match="at response token 2 of sample 40") as told:
+        proof.require()
+    assert ("weights of version 5 made the token" in str(told.value)) == missed
+
+
 def test_a_typed_threshold_is_a_bound_that_may_be_reached(one_rank):
     data = data_of()
     at, above = proof_of(data, 0.5), proof_of(data, 0.4999)

@@ -152,6 +152,20 @@ class TestSameSamples:
             assert other.in_order(orders[0], offset) == one.in_order(orders[0], offset)
             assert other[3] == one[3]
 
+    def test_another_order_at_the_next_place_and_rows_that_were_shuffled_meanwhile(
+        self, write_rows, checkpoint, rendering
+    ):
+        """What was prepared for one order is no row of another, though the place in it is the next one."""
+        tokenizer, path = load_tokenizer(checkpoint), write_rows(many_rows(60))
+        one, other = (streamed(path, tokenizer, by, limit=None) for by in (None, rendering))
+        orders = [epoch_order(one.parts, 3, epoch, shuffled=True) for epoch in range(2)]
+        for order, offset in ((orders[0], 0), (orders[0], 1), (orders[1], 2), (orders[0], 3), (orders[0], 4)):
+            assert other.in_order(order, offset) == one.in_order(order, offset)
+        for dataset in (one, other):
+            dataset.shuffle(1)
+        for offset in (5, 6):
+            assert other.in_order(orders[0], offset) == one.in_order(orders[0], offset)
+
     def test_parquet_and_what_json_has_not(self, tmp_path, checkpoint, rendering):
         import pyarrow
         from pyarrow import parquet

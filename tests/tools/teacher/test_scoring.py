@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from slime.training.packed_stream import Rows
 from tests.support.processes.distributed import run_distributed
+from tools.teacher import scoring
 from tools.teacher.scoring import Question, score
 
 VOCAB, LENGTH, DRAWS, LABELS = 98, 34, 5, 3
@@ -160,3 +161,31 @@ def test_an_impossible_token_and_a_broken_row_show():
     assert found["log_probs"][0] == -np.inf
     assert np.isnan(found["log_probs"][5]) and np.isnan(found["label_token_log_probs"][5]).all()
     assert np.isfinite(found["log_probs"][6:]).all()
+
+
+def test_no_token_is_more_than_certain(monkeypatch):
+    """A device may round a sum below the one logit that it consists of."""
+    logits, question = a_case()
+    logits[:, question.tokens[1]] = 1e4
+    sums = scoring.log_sums
+    monkeypatch.setattr(scoring, "log_sums", lambda *args, **options: sums(*args, **options) - 1e-3)
+    found = asked(logits, question)
+    assert found["log_probs"][0] == 0.0 and (found["log_probs"] <= 0.0).all()
+    assert (found["sampled_token_ids"] == question.tokens[1]).all() and (found["sampled_log_probs"] == 0.0).all()
+
+
+def test_a_draw_that_a_device_rounds_to_nothing_chooses_no_impossible_token(monkeypatch):
+    """Its noise would be infinite, and above every logit."""
+    logits, question = a_case()
+    logits[:, 0] = -1e4
+
+    def of_which_one_is_zero(values, generator):
+        values.fill_(1.0)[:, 0] = 0.0
+        return values
+
+    monkeypatch.setattr(torch.Tensor, "exponential_", of_which_one_is_zero)
+    likeliest = logits[: LENGTH - 1].argmax(dim=1)
+    assert (asked(logits, question)["sampled_token_ids"] == likeliest[:, None].numpy()).all()
+    # Noise of a likely draw of that size still counts: as an exponential draw of 2^-25 has it.
+    logits[:, 0] = logits.amax(dim=1) - 0.7 * 17
+    assert (asked(logits, question)["sampled_token_ids"] == 0).all()
