@@ -94,7 +94,7 @@ PACKAGES = {
         beside=("megatron.training",),
     ),
     "sglang": Package("sglang", "sglang", "slime.backends.sglang_utils.server_arguments", watched=("srt/server_args.py",)),
-    "router": Package("sglang_router", "sglang-router", "slime.serving.router", watched=("router_args.py",)),
+    "router": Package("sglang_router", "sglang-router", "slime.serving.router_process", watched=("router_args.py",)),
 }  # fmt: skip
 
 

@@ -1,20 +1,14 @@
-"""The router in front of the engines: started as our child, or one that already runs; and its flags.
+"""The router in front of the engines: started as our child, or one that already runs.
 
 The router is the `sglang_router` package. It is ready when its health endpoint answers; a worker is ready when the
 router lists it as healthy. Both are polled with a deadline, and the process is watched meanwhile.
 
 Where the run asks for that, a router of ours that dies or hangs comes back: another process starts at the same address and is
 told of the same engines. Whoever tells a router of engines meanwhile waits, and does it again.
-
-`python -m slime.serving.router` prints the flags of the installed router as JSON. Every field of the `RouterArgs` dataclass
-is `--router-<field>` and lives in `args.router_<field>`. Names, types and defaults come from the dataclass, not from the
-router's own command line, which lags behind it (policies are missing there); only help texts are taken from that. None means
-"not given": the router's own default holds.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import logging
@@ -22,16 +16,14 @@ import os
 import sys
 import threading
 import time
-import types
-import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from slime.arguments.surface import FlagSpec
 from slime.serving.fleet import why_no_router_follows
+from slime.serving.router_process import compute_router_fields
 from slime.utils.child_process import ChildProcess, environment_for_python
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
@@ -62,21 +54,6 @@ _WATCH_TIMEOUT_SECONDS = 30.0
 _LATE_ANSWERS = 4
 _ARGUMENTS_FILE = "arguments.json"
 
-# Where our default differs from the router's. Circuit breaker and health checks are off: a slow engine must not be taken
-# for a dead one, and dead ones are removed by their owner. Who sends a request tries again, and the router does not: one that
-# ended its engine would take the next ones with it, unseen. The last two make start and end of a run quick.
-OUR_DEFAULTS: dict[str, Any] = {
-    "log_level": "warn",
-    "balance_abs_threshold": 10,
-    "balance_rel_threshold": 1.2,
-    "disable_circuit_breaker": True,
-    "disable_health_check": True,
-    "disable_retries": True,
-    "worker_startup_check_interval": 1,
-    "shutdown_grace_period_secs": 1,
-}
-# Set by `--sglang-router-request-timeout-secs`, which `--router-request-timeout-secs` is another spelling of.
-REQUEST_TIMEOUT_SECONDS = 14400
 # The policy that compares two engines for every request.
 _POWER_OF_TWO = "power_of_two"
 
@@ -481,33 +458,6 @@ def _told_at_start(workers: Sequence[Worker]) -> dict[str, Any]:
     }
 
 
-def compute_router_fields(args: Any, host: str, port: int, prometheus_port: int) -> dict[str, Any]:
-    """Fields of the `RouterArgs` dataclass: our defaults, then every `args.router_<field>` that is not None.
-
-    Raises:
-        UserError: an `args.router_<field>` is unknown to the installed router.
-    """
-    from sglang_router.router_args import RouterArgs
-
-    known = {field.name for field in dataclasses.fields(RouterArgs)}
-    typed = {
-        name.removeprefix("router_"): value
-        for name, value in vars(args).items()
-        if name.startswith("router_") and value is not None
-    }
-    unknown = sorted(typed.keys() - known)
-    if unknown:
-        raise UserError(
-            f"--router-{unknown[0].replace('_', '-')} is not known to the installed sglang_router; remove it"
-        )
-    defaults = {
-        **OUR_DEFAULTS,
-        "request_timeout_secs": getattr(args, "sglang_router_request_timeout_secs", None) or REQUEST_TIMEOUT_SECONDS,
-    }
-    addresses = {"host": host, "port": port, "prometheus_host": host, "prometheus_port": prometheus_port}
-    return {**defaults, **addresses, **typed, "host": host, "port": port}
-
-
 def _given_router(ip: str, port: int | None, api_key: str | None, ours: Sequence[str] | None) -> RouterHandle:
     address = f"--sglang-router-ip {ip} --sglang-router-port {port}"
     if port is None:
@@ -540,57 +490,3 @@ def _session(api_key: str | None) -> requests.Session:
     if api_key:
         session.headers["Authorization"] = f"Bearer {api_key}"
     return session
-
-
-# -- flags ---------------------------------------------------------------------------------------------------------------
-
-
-def describe() -> list[FlagSpec]:
-    """One description for every field of the installed `RouterArgs`."""
-    from sglang_router.router_args import RouterArgs
-
-    parser = argparse.ArgumentParser()
-    RouterArgs.add_cli_args(parser)
-    help_texts = {action.dest: action.help for action in parser._actions}
-    hints = typing.get_type_hints(RouterArgs)
-    return [
-        _describe_field(field, hints[field.name], help_texts.get(field.name))
-        for field in dataclasses.fields(RouterArgs)
-    ]
-
-
-def _describe_field(field: dataclasses.Field, hint: Any, help_text: str | None) -> FlagSpec:
-    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-    text = " ".join((help_text or "field of RouterArgs").split())
-    return FlagSpec(
-        flags=(f"--router-{field.name.replace('_', '-')}",),
-        dest=f"router_{field.name}",
-        default=OUR_DEFAULTS.get(field.name),
-        help=f"{text} [router default: {'none' if default is None else json.dumps(default)}]",
-        metadata={"field": field.name, "router_default": default},
-        **_way_of_reading(hint),
-    )
-
-
-def _way_of_reading(hint: Any) -> dict[str, Any]:
-    """`action`, `type` and `nargs` for a value of the annotated type."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        (hint,) = [option for option in typing.get_args(hint) if option is not type(None)]
-    scalars = {str: "str", int: "int", float: "float"}
-    if hint is bool:
-        return {"action": "bool"}
-    if hint in scalars:
-        return {"type": scalars[hint]}
-    origin, items = typing.get_origin(hint), typing.get_args(hint)
-    if origin is list and items[0] in scalars:
-        return {"type": scalars[items[0]], "nargs": "+"}
-    return {"type": "json" if origin is dict else "json_any"}
-
-
-def main() -> None:
-    """Print the descriptions as one line of JSON."""
-    print(json.dumps([dataclasses.asdict(spec) for spec in describe()]))
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,8 @@ from sglang_router.router_args import RouterArgs
 
 from slime.arguments.surface import FlagSpec, add_flag, load_surface
 from slime.serving import router as router_module
-from slime.serving.router import OUR_DEFAULTS, RouterHandle, Worker, compute_router_fields, start_router
+from slime.serving.router import RouterHandle, Worker, start_router
+from slime.serving.router_process import OUR_DEFAULTS, compute_router_fields
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory
 from slime.utils.ports import reserve_port
