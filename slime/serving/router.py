@@ -54,8 +54,9 @@ _WATCH_TIMEOUT_SECONDS = 30.0
 _LATE_ANSWERS = 4
 _ARGUMENTS_FILE = "arguments.json"
 
-# The policy that compares two engines for every request.
+# The policy that compares two engines for every request; who may have it, and among engines of which role (empty: of any).
 _POWER_OF_TWO = "power_of_two"
+_POLICIES = {"policy": "", "prefill_policy": "prefill", "decode_policy": "decode"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,10 +182,12 @@ class RouterHandle:
         self._although_it_dies(lambda: self._register(workers, timeout))
 
     def _register(self, workers: Sequence[Worker], timeout: float) -> None:
-        knows_them = self._waits
+        knows_them, told = self._waits, list(self._told.values())
         if self._waits:
+            if _lacks_engines(self._fields, told):
+                return
             self._waits = False
-            self._launch(_told_at_start(list(self._told.values())))
+            self._launch(_told_at_start(told))
             self.wait_ready(timeout)
         # A start has had a time of its own.
         deadline, new = time.monotonic() + timeout, []
@@ -332,16 +335,13 @@ class RouterHandle:
             if time.monotonic() > deadline or self._ending.wait(_LOOK_SECONDS):
                 raise RunError(f"another process has taken its port, {self.port}")
         self.process, self._scratch = _new_process(self.process.name, self.process.log_path)
-        self._late, self._waits = 0, _needs_engines(self._fields)
+        self._late, self._waits = 0, _lacks_engines(self._fields)
         self._registered.clear()
         if not self._waits:
             self._launch()
         self.wait_ready()
-        workers = list(self._told.values())
-        if self._waits and len(workers) < 2:
-            return
         try:
-            self._register(workers, _START_SECONDS)
+            self._register(list(self._told.values()), _START_SECONDS)
         except RunError as error:
             if self._fault():
                 raise
@@ -431,7 +431,7 @@ def start_router(
     name = f"router_{number}" if number else "router"
     process, scratch = _new_process(name, Path(log_dir) / f"{name}.log")
     router = RouterHandle(host, port.port, api_key, process, _scratch=scratch, _fields=fields)
-    router._reservations, router._waits = (port, prometheus_port), _needs_engines(fields)
+    router._reservations, router._waits = (port, prometheus_port), _lacks_engines(fields)
     if not router._waits:
         router._launch()
     return router
@@ -444,18 +444,21 @@ def _new_process(name: str, log_path: Path) -> tuple[ChildProcess, Path]:
     return ChildProcess(name, argv, log_path, {**environment_for_python(), "NO_PROXY": "*", "no_proxy": "*"}), scratch
 
 
-def _needs_engines(fields: dict[str, Any]) -> bool:
-    """Whether a router with these arguments refuses to start without two engines."""
-    return _POWER_OF_TWO in (fields.get(name) for name in ("policy", "prefill_policy", "decode_policy"))
+def _lacks_engines(fields: dict[str, Any], workers: Sequence[Worker] = ()) -> bool:
+    """Whether a router with these arguments refuses to start with no other engines than these."""
+    roles = {worker.role for worker in workers} | ({""} if workers else set())
+    return any(fields.get(policy) == _POWER_OF_TWO and role not in roles for policy, role in _POLICIES.items())
 
 
 def _told_at_start(workers: Sequence[Worker]) -> dict[str, Any]:
     """The fields of `RouterArgs` with which a router knows these engines from its start."""
-    return {
+    told = {
         "worker_urls": [worker.url for worker in workers],
         "prefill_urls": [(worker.url, worker.bootstrap_port) for worker in workers if worker.role == "prefill"],
         "decode_urls": [worker.url for worker in workers if worker.role == "decode"],
     }
+    # One that compares two refuses to start with one, which may be all that is left: told of twice, it is compared with itself.
+    return {name: own * 2 if len(own) == 1 else own for name, own in told.items()}
 
 
 def _given_router(ip: str, port: int | None, api_key: str | None, ours: Sequence[str] | None) -> RouterHandle:

@@ -93,6 +93,40 @@ def test_engines_with_roles_have_them_again(tmp_path, policy):
             assert prefill.requests[-1]["bootstrap_port"] == 15002
 
 
+COMPARING = {
+    "any": (("regular",), {"router_policy": "power_of_two"}),
+    "prefill": (("prefill", "decode"), {"router_prefill_policy": "power_of_two"}),
+}
+
+
+@pytest.mark.parametrize("compared", COMPARING)
+@pytest.mark.parametrize("left", [1, 0])
+def test_one_that_compares_engines_comes_back_to_a_single_one_or_to_none(tmp_path, compared, left):
+    """The others are being replaced, say; a router refuses to start where it has nothing to compare."""
+    roles, flags = COMPARING[compared]
+    with contextlib.ExitStack() as stack:
+        router = stack.enter_context(running_router(tmp_path, roles, **flags))
+        servers = [stack.enter_context(FakeGenerateServer()) for _ in range(4)]
+        role_of = [roles[0], roles[0], roles[-1], roles[-1]]
+        first, second, *others = [
+            Worker(server.url, role, 15002 if role == "prefill" else None)
+            for server, role in zip(servers, role_of, strict=True)
+        ]
+        router.add_workers([first, second, *others], 60, KEY)
+        rest = others if compared == "prefill" else []
+        router.remove_workers([worker.url for worker in ([] if rest else others) + [first, second][left:]], 60)
+        kill(router)
+        wait_until(lambda: router.deaths == 1 and router._is_back.is_set())
+        assert router.serves() is bool(left) and router.trouble() is None
+        router.add_workers([first], 60, KEY)
+        assert router.serves() and urls(router) == {worker.url for worker in [first, *rest]}
+        router.add_workers([second], 60, KEY)
+        assert urls(router) == {worker.url for worker in [first, second, *rest]}
+        assert [generated(router) for _ in range(20)] == ["FGH"] * 20
+        assert len(servers[0].requests) > 0 < len(servers[1].requests)
+        assert router.deaths == 1 and router.trouble() is None
+
+
 def test_engines_that_come_and_go_while_there_is_no_router_are_told_to_the_next_one(tmp_path):
     with FakeGenerateServer() as first, FakeGenerateServer() as second, running_router(tmp_path) as router:
         router.add_workers([Worker(first.url)], 60, KEY)
