@@ -78,7 +78,8 @@ class RouterHandle:
     `found`: engines of this run that it served already, which stay when the run leaves it. `comes_back`: whether another takes
     its place when it dies; to be set before `wait_ready`. `_fields`: its arguments. `_waits`: it starts with its first engines,
     and has not yet: it has no worker, and nobody is to send it requests. `_registered`: what it called engines when it was told
-    of them. `_told`: the engines that it is to have. `_changing`: held while a process starts; after `shutdown` none does.
+    of them. `_told`: the engines that it is to have. `_missing`: those of them that one that came back lacks. `_changing`: held
+    while a process starts; after `shutdown` none does.
     """
 
     ip: str
@@ -93,6 +94,7 @@ class RouterHandle:
     _waits: bool = False
     _registered: dict[str, str | None] = dataclasses.field(default_factory=dict)
     _told: dict[str, Worker] = dataclasses.field(default_factory=dict)
+    _missing: frozenset[str] = frozenset()
     _worker_api_key: str | None = None
     _guard: threading.Thread | None = None
     _late: int = 0  # how often in a row it did not answer
@@ -136,8 +138,11 @@ class RouterHandle:
         return self._gave_up if self.process is None or self.comes_back else self._fault()
 
     def serves(self) -> bool:
-        """Whether requests find a router that has its engines. One that does not come back is not waited for."""
-        return not self.comes_back or (not self._waits and self._is_back.is_set() and self.process.poll() is None)
+        """Whether requests find a router that has its engines, or some. One that does not come back is not waited for."""
+        if not self.comes_back:
+            return True
+        has_some = not self._missing or not self._missing.issuperset(self._told)
+        return has_some and not self._waits and self._is_back.is_set() and self.process.poll() is None
 
     @property
     def deaths(self) -> int:
@@ -304,8 +309,11 @@ class RouterHandle:
                 except requests.RequestException:
                     self._late += 1
                 asked = time.monotonic()
-            if self.comes_back and self._gave_up is None and (fault := self._fault()):
-                self._bring_back(fault)
+            if self.comes_back and self._gave_up is None:
+                if fault := self._fault():
+                    self._bring_back(fault)
+                elif self._missing:
+                    self._tell_again()
 
     def _bring_back(self, fault: str) -> None:
         """Have another router with the same engines in the place of one that died, or hangs; or give up."""
@@ -322,7 +330,8 @@ class RouterHandle:
                 self._start_again()
                 self._is_back.set()
                 if not self._waits:
-                    logger.info("there is a router at %s again, with %d engines", self.url, len(self._told))
+                    count = len(self._told.keys() - self._missing)
+                    logger.info("there is a router at %s again, with %d engines", self.url, count)
                 return
             except Exception as error:
                 self._remove_arguments()
@@ -335,7 +344,7 @@ class RouterHandle:
             if time.monotonic() > deadline or self._ending.wait(_LOOK_SECONDS):
                 raise RunError(f"another process has taken its port, {self.port}")
         self.process, self._scratch = _new_process(self.process.name, self.process.log_path)
-        self._late, self._waits = 0, _lacks_engines(self._fields)
+        self._late, self._waits, self._missing = 0, _lacks_engines(self._fields), frozenset()
         self._registered.clear()
         if not self._waits:
             self._launch()
@@ -347,6 +356,20 @@ class RouterHandle:
                 raise
             # Those that answer get requests. Whether the others live is seen where engines are looked after.
             logger.warning("the router lacks engines: %s", error)
+            healthy = {worker["url"] for worker in self.workers() if worker["is_healthy"]}
+            self._missing = frozenset(self._told.keys() - healthy)
+
+    def _tell_again(self) -> None:
+        """Tell of engines that it lacks: one that computes something long does not say meanwhile what it is, and a router that
+        was told of it then forgets it."""
+        for url in sorted(self._missing):
+            try:
+                if (worker := self._told.get(url)) is not None:
+                    self._register([worker], _WATCH_SECONDS)
+                    logger.info("the router %s has the engine %s again", self.url, url)
+                self._missing -= {url}
+            except Exception as error:
+                logger.debug("the router lacks an engine still: %s", error)
 
     def _launch(self, told: Mapping[str, Any] | None = None) -> None:
         arguments_file = self._scratch / _ARGUMENTS_FILE

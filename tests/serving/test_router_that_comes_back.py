@@ -151,6 +151,53 @@ def test_an_engine_that_is_gone_keeps_the_others_from_nothing(tmp_path, monkeypa
         )
 
 
+class BusyServer(FakeGenerateServer):
+    """An engine that says nothing about itself while it computes something long."""
+
+    busy = False
+
+    async def _about(self, request):
+        while self.busy and request.path == "/server_info":
+            await asyncio.sleep(0.05)
+        return await super()._about(request)
+
+
+@pytest.mark.parametrize(("others", "policy"), [(0, "round_robin"), (1, "round_robin"), (1, "power_of_two")])
+def test_an_engine_that_was_busy_is_told_of_again(tmp_path, monkeypatch, others, policy, caplog):
+    """Without it the router would have one engine less for the rest of the run, or none."""
+    monkeypatch.setattr(router_module, "_START_SECONDS", 3.0)
+    monkeypatch.setattr(router_module, "_WATCH_SECONDS", 1.0)
+    caplog.set_level("INFO")
+    with BusyServer() as busy, FakeGenerateServer() as other, running_router(tmp_path, router_policy=policy) as router:
+        router.add_workers([Worker(busy.url), *[Worker(other.url)] * others], 60, KEY)
+        busy.busy = True
+        kill(router)
+        wait_until(lambda: router._missing)
+        assert router._missing == {busy.url} and urls(router) == {other.url for _ in range(others)}
+        wait_until(lambda: router._is_back.is_set())
+        assert router.serves() is bool(others), "requests wait for an engine"
+        busy.busy = False
+        wait_until(lambda: not router._missing, 120)
+        assert router.serves() and busy.url in urls(router) and router.deaths == 1
+        assert generated(router) == "FGH"
+    assert f"there is a router at {router.url} again, with {others} engines" in caplog.text
+    assert f"the router {router.url} has the engine {busy.url} again" in caplog.text
+
+
+def test_an_engine_that_leaves_while_a_router_is_told_of_it_is_not_waited_for(tmp_path, monkeypatch, caplog):
+    with BusyServer() as busy, FakeGenerateServer() as other, running_router(tmp_path) as router:
+        router.add_workers([Worker(busy.url), Worker(other.url)], 60, KEY)
+        busy.busy = True
+        started = threading.Event()
+        register = router._register
+        monkeypatch.setattr(router, "_register", lambda *given: started.set() or register(*given))
+        kill(router)
+        assert started.wait(60)
+        router.remove_workers([busy.url], 30)
+        assert router.serves() and urls(router) == {other.url} and "lacks engines" not in caplog.text
+        busy.busy = False
+
+
 def test_one_that_hangs_is_ended_and_another_one_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(router_module, "_WATCH_SECONDS", 0.01)
     monkeypatch.setattr(router_module, "_WATCH_TIMEOUT_SECONDS", 0.5)
@@ -159,7 +206,10 @@ def test_one_that_hangs_is_ended_and_another_one_starts(tmp_path, monkeypatch):
         hanging = router.process
         os.kill(hanging.pid, signal.SIGSTOP)
         wait_until(lambda: router.deaths == 1)
+        # The next one is asked late: it is judged by its own answers.
+        monkeypatch.setattr(router_module, "_WATCH_SECONDS", 600.0)
         wait_until(router.serves)
+        assert router._fault() is None and router.deaths == 1
         assert hanging.poll() == -signal.SIGKILL and generated(router) == "FGH"
 
 
