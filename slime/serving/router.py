@@ -130,12 +130,12 @@ class RouterHandle:
             self._remove_arguments()
         if self.process is not None and self._guard is None:
             self._is_back.set()
-            self._guard = threading.Thread(target=self._keep_watch, daemon=True, name="router watch")
+            self._guard = threading.Thread(target=self._watch_or_tell, daemon=True, name="router watch")
             self._guard.start()
 
     def trouble(self) -> str | None:
         """Why our router serves no more, and none will: its end, or that it lives and does not answer. Returns at once."""
-        return self._gave_up if self.process is None or self.comes_back else self._fault()
+        return self._gave_up or (None if self.process is None or self.comes_back else self._fault())
 
     def serves(self) -> bool:
         """Whether requests find a router that has its engines, or some. One that does not come back is not waited for."""
@@ -291,10 +291,19 @@ class RouterHandle:
             except RunError:
                 if not self.comes_back or self._guard is None or (deaths == self.deaths and self._answers(None)):
                     raise
-                # Others see what has become of it.
-                while deaths == self.deaths and not self._answers(None):
-                    if self._ending.wait(_LOOK_SECONDS):
+                # Others see what has become of it: one that does not answer for so long is ended.
+                limit = time.monotonic() + _LATE_ANSWERS * (_WATCH_SECONDS + _WATCH_TIMEOUT_SECONDS)
+                while deaths == self.deaths and self._gave_up is None and not self._answers(None):
+                    if time.monotonic() > limit or self._ending.wait(_LOOK_SECONDS):
                         raise
+
+    def _watch_or_tell(self) -> None:
+        try:
+            self._keep_watch()
+        except Exception as error:
+            logger.debug("the watch over a router failed", exc_info=True)
+            self._gave_up = f"the watch over the router {self.url} failed: {type(error).__name__}: {error}"
+            self._is_back.clear()
 
     def _keep_watch(self) -> None:
         """Look whether our router lives, ask it whether it answers, and start another one in its place; in a thread of its own:

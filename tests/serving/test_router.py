@@ -266,6 +266,19 @@ def test_a_slow_or_silent_router_does_not_stretch_a_time_limit(monkeypatch, call
     assert slow.now <= 11.0 + 3 * router_module._POLL_SECONDS
 
 
+def test_who_asks_a_router_that_comes_back_does_not_wait_for_ever(monkeypatch):
+    """It answers its watch, which is more patient, and so is not ended."""
+    slow = SlowRouter(20.0, [])
+    monkeypatch.setattr(router_module, "time", slow)
+    monkeypatch.setattr(router_module, "_session", lambda api_key: slow)
+    monkeypatch.setattr(router_module, "_LOOK_SECONDS", 0.001)
+    router = RouterHandle("10.0.0.9", 80, None, None, comes_back=True, _guard=threading.current_thread())
+    router._is_back.set()
+    with pytest.raises(RunError, match="did not answer /workers"):
+        router.add_workers([Worker("http://10.0.0.1:1")], 11.0)
+    assert 160 <= slow.now < 200
+
+
 # -- flags ---------------------------------------------------------------------------------------------------------------
 
 SPECS = load_surface("router")

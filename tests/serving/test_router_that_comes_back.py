@@ -198,6 +198,19 @@ def test_an_engine_that_leaves_while_a_router_is_told_of_it_is_not_waited_for(tm
         busy.busy = False
 
 
+def test_one_whose_watch_fails_ends_the_run(tmp_path, monkeypatch):
+    def describe_end():
+        raise OSError(24, "Too many open files")
+
+    with running_router(tmp_path) as router:
+        monkeypatch.setattr(router.process, "describe_end", describe_end)
+        kill(router)
+        told = wait_until(router.trouble)
+        assert told == f"the watch over the router {router.url} failed: OSError: [Errno 24] Too many open files"
+        with pytest.raises(RunError, match="the watch over the router"):
+            router.add_workers([], 60)
+
+
 def test_one_that_hangs_is_ended_and_another_one_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(router_module, "_WATCH_SECONDS", 0.01)
     monkeypatch.setattr(router_module, "_WATCH_TIMEOUT_SECONDS", 0.5)
