@@ -402,12 +402,10 @@ async def post_control(
 
 
 async def get(url: str, max_retries: int | None = None) -> Any:
-    """GET within `--http-control-timeout`, once there is a router again where one died; returns and raises as `post`."""
+    """GET within `--http-control-timeout`, each attempt once there is a router again where one died; as `post` otherwise."""
     client, supply = _client(), _supplies.get(_origin(url))
-    if supply is not None:
-        await _wait_until(supply.has_router, url, client.settings.request_timeout)
-    limit = client.settings.control_timeout
-    return await _send(client.session, _UNLIMITED, limit, "GET", url, _Body(None), None, max_retries)
+    limit, ready = client.settings.control_timeout, supply and supply.has_router
+    return await _send(client.session, _UNLIMITED, limit, "GET", url, _Body(None), None, max_retries, ready=ready)
 
 
 def _generation(url: str, body: "_Body", *, parse: bool | None, **options: Any) -> Awaitable[Any]:
@@ -415,7 +413,8 @@ def _generation(url: str, body: "_Body", *, parse: bool | None, **options: Any) 
 
     `parse`: whether carriers may parse the answer; None: this process sends.
     """
-    client, options["supply"] = _client(), _supplies.get(_origin(url))
+    client, supply = _client(), _supplies.get(_origin(url))
+    options |= {"supply": supply, "ready": supply and supply.is_serving}
     slots, limit = client.generation_slots, client.settings.request_timeout
     if _carriers is not None and parse is not None:
         options["carry"] = functools.partial(_carriers.send, client.settings.max_connections, parse)
@@ -434,10 +433,11 @@ async def _send(
     *,
     receive: Callable[[aiohttp.ClientResponse], Awaitable[Any]] | None = None,
     supply: EngineSupply | None = None,
+    ready: Callable[[], bool] | None = None,
     engine: Callable[[], Address] | None = None,
     carry: Callable[..., Awaitable[CarriedAnswer | None]] | None = None,
 ) -> Any:
-    """What `receive` makes of the answer; by default it is parsed. `limit`: seconds, of an attempt."""
+    """What `receive` makes of the answer; by default it is parsed. `limit`: seconds, of an attempt, which waits for `ready`."""
     request_id, api_key = unique_hex(), _settings.api_key if _is_trusted(url) else None
     token = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     headers = {"X-Request-Id": request_id, **token, **(headers or {})}
@@ -445,8 +445,8 @@ async def _send(
     attempt, survived = 1, 0
     while True:
         address = url
-        if supply is not None:
-            await _wait_until(supply.is_serving, url, limit)
+        if ready is not None:
+            await _wait_until(ready, url, _settings.request_timeout)
         try:
             async with slots:
                 # It outlives no engine that dies while it waits for its slot.

@@ -64,6 +64,30 @@ def test_an_attempt_waits_for_who_answers_it(missing, ask):
     asyncio.run(main())
 
 
+def test_each_attempt_of_a_question_waits_for_a_router():
+    """One that has just started answers before it has its engines."""
+
+    async def main():
+        seen, supply = [], Supply()
+
+        async def handler(request):
+            seen.append(supply.routed)
+            if len(seen) > 1:
+                return web.json_response({"workers": []})
+            supply.routed = False
+            request.transport.close()
+
+        async with serving(handler) as url:
+            http_utils.set_engine_supply(url, supply)
+            waiting = asyncio.create_task(get(f"{url}/workers", max_retries=3))
+            await until(lambda: not supply.routed)
+            await asyncio.sleep(0.1)
+            supply.routed = True
+            assert await waiting == {"workers": []} and seen == [True, True]
+
+    asyncio.run(main())
+
+
 def test_a_request_does_not_wait_for_what_becomes_of_a_doubted_engine_while_it_has_not_failed():
     """It may compile for minutes, and others serve."""
 
