@@ -235,7 +235,7 @@ class WandbTracker:
         if note is not None:
             with contextlib.suppress(ValueError, TypeError):
                 self._steps_before = _steps_per_rollout(note)
-        self._run.summary[_NOTE_OF_WANDB] = json.dumps(self._steps_per_rollout)
+        self._note(self._steps_before)
 
     def add_scalars(self, values: dict[str, float], step_key: str, step: int) -> None:
         """Log all `values` over the axis `step_key` at `step`."""
@@ -243,6 +243,13 @@ class WandbTracker:
             return
         self._run.log({**values, step_key: step})
         _last_told.setdefault(self.run_id, {})[step_key] = step
+        # Until then its last step there is one of the run before, which this one may never outlive.
+        if self._noted.get(step_key) != (now := self._steps_per_rollout.get(step_key)):
+            self._note({**self._noted, step_key: now})
+
+    def _note(self, steps_per_rollout: dict[str, int]) -> None:
+        self._noted = steps_per_rollout
+        self._run.summary[_NOTE_OF_WANDB] = json.dumps(steps_per_rollout)
 
     def forget(self, lost: Mapping[str, range], *, own: bool) -> None:
         """A run that W&B continues takes nothing back: of the rollouts that it was told already, it keeps what it has."""

@@ -182,6 +182,19 @@ def test_a_continued_run_with_other_axes_is_told_what_follows_the_last_rollout(
     assert warning.startswith(f"W&B run one: of {axis} a rollout was {before} steps so far, and is {now} in this run")
 
 
+def test_a_continued_run_that_ended_before_it_told_anything_changes_no_axis(tracker_of):
+    """As one that runs out of memory in its first step, with more samples in it."""
+    summary, logged = {}, []
+    tracker_of([], summary, resumed=False, **{"train/step": 4})
+    summary |= {"train/step": 47, "rollout/step": 11}
+    tracker_of([], summary, **{"train/step": 1}).add_scalars({"x": 0.5}, "rollout/step", 12)
+    tracker = tracker_of(logged, summary, **{"train/step": 1})
+    tracker.forget(LOST, own=False)
+    for step in (11, 12):
+        tracker.add_scalars({"x": 0.5}, "train/step", step)
+    assert [entry["train/step"] for entry in logged] == [12]
+
+
 @pytest.mark.parametrize("note", ["no JSON", "{}", 4])
 def test_a_continued_run_without_a_note_is_taken_to_have_the_axes_of_this_one(tracker_of, note):
     logged = []
