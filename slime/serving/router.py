@@ -57,6 +57,8 @@ _ARGUMENTS_FILE = "arguments.json"
 # The policy that compares two engines for every request; who may have it, and among engines of which role (empty: of any).
 _POWER_OF_TWO = "power_of_two"
 _POLICIES = {"policy": "", "prefill_policy": "prefill", "decode_policy": "decode"}
+# What sglang_router 0.3.2 misses without engines, where it asks one that prefills and one that decodes for every request.
+_NO_PAIRS = "no_prefill_servers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -443,14 +445,14 @@ def start_router(
     The router starts beside whatever the caller does next (engines, usually). One that compares two engines for every request
     refuses to start without them: it starts with the first ones that it is told of. Its log is `{log_dir}/router.log`; of model
     `number`, counted from 0, `router_{number}.log`. With engines of the `roles` prefill and decode it asks one of each for
-    every request.
+    every request; one that runs already must do so, too.
 
     Raises:
-        UserError: the given address does not answer as a router.
+        UserError: the given address does not answer as a router, or not as one for engines of these roles.
     """
     api_key = getattr(args, "router_api_key", None)
     if number == 0 and getattr(args, "sglang_router_ip", None):
-        return _given_router(args.sglang_router_ip, args.sglang_router_port, api_key, ours)
+        return _given_router(args, api_key, ours, "prefill" in roles)
     host = service_host()
     port = reserve_port(host, random_port_start(_FIRST_PORT))
     prometheus_port = reserve_port(host, port.port + 1)
@@ -493,13 +495,14 @@ def _told_at_start(workers: Sequence[Worker]) -> dict[str, Any]:
     return {name: own * 2 if len(own) == 1 else own for name, own in told.items()}
 
 
-def _given_router(ip: str, port: int | None, api_key: str | None, ours: Sequence[str] | None) -> RouterHandle:
+def _given_router(args: Any, api_key: str | None, ours: Sequence[str] | None, pairs: bool) -> RouterHandle:
+    ip, port = args.sglang_router_ip, args.sglang_router_port
     address = f"--sglang-router-ip {ip} --sglang-router-port {port}"
     if port is None:
         raise UserError(f"--sglang-router-ip {ip} needs --sglang-router-port")
-    handle = RouterHandle(ip.strip("[]"), port, api_key, process=None)
+    handle, session = RouterHandle(ip.strip("[]"), port, api_key, process=None), _session(api_key)
     try:
-        response = _session(api_key).get(f"{handle.url}/workers", timeout=_REQUEST_TIMEOUT_SECONDS)
+        response = session.get(f"{handle.url}/workers", timeout=_REQUEST_TIMEOUT_SECONDS)
         if response.status_code in (401, 403):
             raise UserError(f"{address}: the router refuses our key; give its key by --router-api-key")
         if response.ok and isinstance(response.json().get("workers"), list):
@@ -507,6 +510,11 @@ def _given_router(ip: str, port: int | None, api_key: str | None, ours: Sequence
                 return handle
             handle.refuse_other_workers(ours)
             listed = {worker["url"] for worker in handle.workers()}
+            # One without engines says what it misses; in one that has some they have stood the test.
+            lacks = None if listed else session.get(f"{handle.url}/get_model_info", timeout=_REQUEST_TIMEOUT_SECONDS)
+            if lacks is not None and (_NO_PAIRS in lacks.text) != pairs:
+                way_out = f"start it {'with' if pairs else 'without'} --pd-disaggregation"
+                raise UserError(f"{address}: it would never ask the engines of this run; {way_out}")
             return dataclasses.replace(handle, found=listed.intersection(ours))
         found = f"answered {response.status_code} to GET /workers"
     except (requests.RequestException, ValueError, AttributeError) as error:

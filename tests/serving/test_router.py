@@ -24,6 +24,8 @@ from slime.utils.ports import reserve_port
 from tests.support.processes.fake_generate_server import FakeGenerateServer
 from tests.support.processes.waiting import wait_until
 
+BEARER = {"Authorization": "Bearer s3cret"}
+
 
 def compute(**flags):
     return compute_router_fields(SimpleNamespace(**flags), "127.0.0.1", 3000, 3001)
@@ -114,9 +116,8 @@ def test_with_power_of_two_a_router_starts_when_it_is_told_of_its_engines(tmp_pa
     request = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
 
     def generates(router):
-        return requests.post(f"{router.url}/generate", json=request, headers=bearer, timeout=30).json()["text"]
+        return requests.post(f"{router.url}/generate", json=request, headers=BEARER, timeout=30).json()["text"]
 
-    bearer = {"Authorization": "Bearer s3cret"}
     args = SimpleNamespace(router_policy="power_of_two", router_api_key="s3cret", router_log_level="warn")
     with FakeGenerateServer() as first, FakeGenerateServer() as second:
         router = start_router(args, tmp_path)
@@ -155,9 +156,7 @@ def test_a_router_of_engines_with_roles_asks_one_of_each(tmp_path, policy):
             }
             assert listed[prefill.url]["bootstrap_port"] == 15002 and "bootstrap_port" not in listed[decode.url]
             request = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
-            answer = requests.post(
-                f"{router.url}/generate", json=request, headers={"Authorization": "Bearer s3cret"}, timeout=30
-            )
+            answer = requests.post(f"{router.url}/generate", json=request, headers=BEARER, timeout=30)
             assert answer.json()["text"] == "KL", "what the engine that decodes says"
             (given,), (also_given,) = prefill.requests, decode.requests
             told = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
@@ -206,6 +205,33 @@ def test_a_given_router_that_serves_engines_of_others_is_refused():
         router.refuse_other_workers([server.url])
         with pytest.raises(UserError, match=f"DELETE {router.url}/workers/1"):
             router.refuse_other_workers(["http://127.0.0.1:1"])
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("regular",)])
+def test_a_given_router_asks_for_the_engines_of_the_run_or_is_refused(tmp_path, roles):
+    """It was started for pairs or for single engines, and would answer requests by 503 where it got the other ones."""
+    workers = {"prefill": ("prefill", 15002), "decode": ("decode",), "regular": ()}
+    others, way = (("regular",), "without") if "prefill" in roles else (("prefill", "decode"), "with")
+    given = SimpleNamespace(router_policy="round_robin", router_api_key="s3cret")
+    with contextlib.ExitStack() as stack:
+        running = start_router(given, tmp_path, roles=roles)
+        stack.callback(running.shutdown)
+        running.wait_ready(60)
+        given.sglang_router_ip, given.sglang_router_port = running.ip, running.port
+        with pytest.raises(
+            UserError, match=f"--sglang-router-port {running.port}: .*; start it {way} --pd-disaggregation"
+        ):
+            start_router(given, tmp_path, roles=others)
+        servers = {role: stack.enter_context(FakeGenerateServer()) for role in roles}
+        router = start_router(given, tmp_path, roles=roles)
+        router.add_workers([Worker(server.url, *workers[role]) for role, server in servers.items()], 60)
+        request = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
+        asked = requests.post(f"{router.url}/generate", json=request, headers=BEARER, timeout=30)
+        assert asked.json()["text"] == "FGH" and all(len(server.requests) == 1 for server in servers.values())
+        ours = [server.url for server in servers.values()]
+        assert start_router(given, tmp_path, ours, roles=roles).found == set(ours), "engines that it has stay in it"
+        router.remove_workers(ours)
+        assert router.workers() == [] and running.process.poll() is None
 
 
 @pytest.mark.parametrize(

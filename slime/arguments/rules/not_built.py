@@ -126,7 +126,7 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
         "{--rollout-top-p=}, {--rollout-top-k=}: engines that prefill or decode, or draft, tell no sets of kept tokens; give 1 "
         "and -1"),
     refused_each(
-        ("sglang_router_ip", "use_rollout_routing_replay", "update_weights_in_flight"),
+        ("use_rollout_routing_replay", "update_weights_in_flight"),
         lambda args, value: value and args.has_engines and has_roles(args),
         "{0=} beside engines that only prefill or decode is not built yet; drop it, or {--prefill-num-servers}"),
     refused(lambda args: args.has_engines and any(group.worker_type in ("prefill", "decode") and

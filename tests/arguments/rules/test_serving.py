@@ -217,6 +217,7 @@ def test_a_broken_rule_names_flags_values_and_a_way_out(tmp_path, words, message
         "--sglang-disaggregation-transfer-backend nixl --sglang-disaggregation-ib-device mlx5_0",
         "--router-policy power_of_two --rollout-external-engine-addrs a:1 b:1 --dry-run",
         "--router-policy power_of_two --sglang-router-ip 10.0.0.1 --sglang-router-port 80",
+        "--prefill-num-servers 1 --rollout-num-gpus 2 --sglang-router-ip 10.0.0.1 --sglang-router-port 80",
         "--router-cb-failure-threshold 3 --no-router-disable-circuit-breaker --router-backend sglang",
         "--no-sglang-skip-tokenizer-init",
     ],
