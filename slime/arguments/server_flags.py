@@ -45,6 +45,9 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("router_service_discovery", "router_service_discovery_port", "router_service_discovery_namespace",
         "router_selector", "router_prefill_selector", "router_decode_selector", "router_bootstrap_port_annotation"),
         _FOUND_ENGINES),
+    **dict.fromkeys(map("sglang_{}".format, ("encoder_only", "encoder_transfer_backend", "encoder_urls", "language_only",
+        "encoder_bootstrap_port", "encoder_register_urls", "enable_adaptive_dispatch_to_encoder")),
+        "engines of SGLang that only encode media take no weights, and ask nobody for a key; drop it"),
     **dict.fromkeys(("sglang_disaggregation_mode", "sglang_disaggregation_bootstrap_port", "router_pd_disaggregation"), _ROLES),
 }  # fmt: skip
 
@@ -59,13 +62,10 @@ def is_share(share: float | None) -> bool:
 
 # Server fields that are known by other names too: field → those, all without `sglang_`.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    "cuda_graph_bs_decode": ("cuda_graph_bs",),
-    "cuda_graph_max_bs_decode": ("cuda_graph_max_bs",),
-    "dp_size": ("dp", "data_parallel_size"),
-    "ep_size": ("ep", "expert_parallel_size"),
-    "pp_size": ("pp", "pipeline_parallel_size"),
-    "tp_size": ("tp", "tensor_parallel_size"),
-}
+    "cuda_graph_bs_decode": ("cuda_graph_bs",), "cuda_graph_max_bs_decode": ("cuda_graph_max_bs",),
+    "dp_size": ("dp", "data_parallel_size"), "ep_size": ("ep", "expert_parallel_size"),
+    "pp_size": ("pp", "pipeline_parallel_size"), "tp_size": ("tp", "tensor_parallel_size"),
+}  # fmt: skip
 
 
 def keep_names_equal(args: argparse.Namespace) -> None:
@@ -96,8 +96,6 @@ _WEIGHTS_ON_THE_HOST = "engine weights in host memory (pushed weights would not 
 NOT_YET: tuple[NotYet, ...] = (
     # Layouts
     NotYet("sglang_enable_pd_role_switch", "engines that prefill at one time and decode at another"),
-    *features("engines that only encode media", "sglang_encoder_*", "sglang_language_only",
-        "sglang_enable_adaptive_dispatch_to_encoder"),
     NotYet("sglang_enable_dp_attention_local_control_broadcast",
         "control requests to each group of data-parallel attention by itself (groups would be paused one after the other)"),
     NotYet("sglang_dwdp_size", "ranks that fetch experts from each other (each is made a group of data-parallel attention)",

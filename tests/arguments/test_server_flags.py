@@ -40,10 +40,6 @@ def test_a_server_tells_as_many_kept_tokens_as_the_installed_one():
 @pytest.mark.parametrize(
     ("words", "flag"),
     [
-        (
-            "--prefill-num-servers 1 --rollout-num-gpus 2 --use-rollout-routing-replay",
-            "--use-rollout-routing-replay beside engines that only prefill or decode",
-        ),
         ("--sglang-enable-pd-role-switch", "--sglang-enable-pd-role-switch"),
         ("--sglang-speculative-algorithm NGRAM", "--sglang-speculative-algorithm NGRAM"),
         ("--sglang-speculative-draft-model /d", "--sglang-speculative-draft-model-path /d"),
@@ -57,25 +53,13 @@ def test_a_server_tells_as_many_kept_tokens_as_the_installed_one():
             "--sglang-enable-dp-attention-local-control-broadcast",
         ),
         ("--sglang-dwdp-size 2", "--sglang-dwdp-size 2"),
-        (
-            "--prefill-num-servers 1 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 --sglang-pp-size 2",
-            "--sglang-pp-size in engines that only prefill or decode",
-        ),
         *(
             (
                 f"{words} --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-pp-size 2",
                 f"{words} with --sglang-pp-size 2",
             )
-            for words in (
-                "--sglang-enable-dp-attention",
-                "--sglang-enable-mixed-chunk",
-                "--sglang-enable-hierarchical-cache",
-                "--sglang-enable-return-hidden-states",
-                "--sglang-speculative-algorithm EAGLE",
-                "--use-rollout-routing-replay",
-            )
+            for words in ("--sglang-enable-dp-attention", "--sglang-enable-mixed-chunk")
         ),
-        ("--sglang-encoder-only", "--sglang-encoder-only"),
         ("--sglang-ssl-keyfile-password s3cret", "--sglang-ssl-keyfile-password <redacted>"),
     ],
 )

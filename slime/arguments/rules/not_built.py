@@ -9,13 +9,12 @@ import fnmatch
 from collections.abc import Iterator
 
 from slime.arguments import server_flags
-from slime.arguments.config_files.serving_config import FLAG, arguments_of_group, served_groups
 from slime.arguments.flag import NotYet, flag_of
 from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.megatron import effects
 from slime.arguments.origins import Origin
 from slime.arguments.rules.serving import has_roles, of_groups
-from slime.arguments.violations import Rule, Violation, about, broken, refused, refused_each, where
+from slime.arguments.violations import Rule, Violation, broken, refused, refused_each, where
 from slime.models import fsdp
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
 
@@ -60,13 +59,6 @@ def names_of(row: NotYet, args: argparse.Namespace) -> list[str]:
 def rows() -> tuple[NotYet, ...]:
     """All rows, of our own flags, Megatron's and those of the engines and the router."""
     return (*OWN_ROWS, *effects.NOT_YET, *server_flags.NOT_YET)
-
-
-def topology(args: argparse.Namespace) -> Iterator[Violation]:
-    for group in served_groups(args) if args.sglang_config is not None and args.has_engines else ():
-        if group.worker_type == "encoder":
-            line = f"{group.where}: engines that only encode media are not built yet; give worker_type regular"
-            yield from about([f"{line} (--dry-run plans with it)"], FLAG)
 
 
 def layers(args: argparse.Namespace) -> Iterator[Violation]:
@@ -117,7 +109,7 @@ def built_family(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 NOT_BUILT_RULES: tuple[Rule, ...] = (
-    topology, layers, prediction_layers, built_family, not_yet_violations,
+    layers, prediction_layers, built_family, not_yet_violations,
     refused(lambda args: bool(args.multimodal_keys) and args.has_trainer and args.custom_model_provider_path is None,
         "{--multimodal-keys}: this model is trained on text; for Qwen3.5 give {--custom-model-provider-path} slime_plugins."
         "models.qwen3_5_vl.get_qwen3_5_vl_model_provider, else {--debug-rollout-only}, or images in sets of {--eval-config}"),
@@ -125,19 +117,9 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
             and (has_roles(args) or args.sglang_speculative_algorithm is not None),
         "{--rollout-top-p=}, {--rollout-top-k=}: engines that prefill or decode, or draft, tell no sets of kept tokens; give 1 "
         "and -1"),
-    refused_each(
-        ("use_rollout_routing_replay", "update_weights_in_flight"),
-        lambda args, value: value and args.has_engines and has_roles(args),
-        "{0=} beside engines that only prefill or decode is not built yet; drop it, or {--prefill-num-servers}"),
-    refused(lambda args: args.has_engines and any(group.worker_type in ("prefill", "decode") and
-            (arguments_of_group(args, group).sglang_pp_size or 1) > 1 for group in served_groups(args)),
-        "{--sglang-pp-size} in engines that only prefill or decode is not built yet; drop it, or {--prefill-num-servers} and "
-        "such worker types"),
-    *where(lambda args: args.has_engines, of_groups(
-        refused_each(("use_rollout_routing_replay", "sglang_speculative_algorithm", "sglang_enable_dp_attention",
-            "sglang_enable_mixed_chunk", "sglang_enable_hierarchical_cache", "sglang_enable_return_hidden_states"),
-            lambda args, value: value and (args.sglang_pp_size or 1) > 1,
-            "{0=} with {--sglang-pp-size=} is not built yet; drop one of them"))),
+    *where(lambda args: args.has_engines, of_groups(refused_each(("sglang_enable_dp_attention", "sglang_enable_mixed_chunk"),
+        lambda args, value: value and (args.sglang_pp_size or 1) > 1,
+        "{0=} with {--sglang-pp-size=} is not built yet; drop one of them"))),
     *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),
     *where(lambda args: args.train_backend == "fsdp" and args.has_trainer, lambda args: (broken(args,
         "{0=} is not built for {--train-backend=}; drop it, or give {--train-backend} megatron", flag_of(name))

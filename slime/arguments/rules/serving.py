@@ -43,6 +43,18 @@ _SWITCHED_OFF = (
 # What counts for a router that somebody else started, too: our client reads these.
 _OF_ANY_ROUTER = {"router_policy", "router_api_key"}
 _DRAFTED = tuple(f"sglang_speculative_{name}" for name in ("num_steps", "eagle_topk", "num_draft_tokens"))
+# What SGLang would lose, or ends at, with several pipeline stages, and with engines that prefill and decode for each other.
+_WITH_STAGES = {
+    "use_rollout_routing_replay": "each stage keeps the experts of its layers, and the first, which answers, has 0 for others",
+    "sglang_speculative_algorithm": "SGLang drafts with stages where it only prefills, and ends at its start elsewhere",
+    "sglang_enable_hierarchical_cache": "the first stage answers that all are flushed, and another may have refused",
+    **dict.fromkeys(("sglang_enable_return_hidden_states", "sglang_return_hidden_states_mode"),
+        "the last stage has them, and hands none to the first, which answers"),
+}  # fmt: skip
+WITH_ROLES = {
+    "use_rollout_routing_replay": "the experts of a prompt stay where it was read, and who decodes tells others in their place",
+    "update_weights_in_flight": "a paused engine moves no caches, and is not flushed while some are on their way",
+}
 _ADDRESS = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+(%\w+)?\]")
 
 
@@ -146,19 +158,11 @@ def drafts(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def groups_of_attention(args: argparse.Namespace) -> Iterator[Violation]:
-    """Data-parallel attention has groups of equally many ranks, and a model whose experts all of them share."""
-    groups = attention_groups(args)
+    """Data-parallel attention has groups of equally many ranks."""
     try:
-        require_whole_groups(tensor_parallel_size(args), groups)
+        require_whole_groups(tensor_parallel_size(args), attention_groups(args))
     except UserError as error:
         yield from about([error], "--sglang-dp-size", "--rollout-num-gpus-per-engine")
-    found, _, dense = _heads(args)
-    if groups > 1 and found is not None and dense:
-        template = (
-            "{--sglang-enable-dp-attention}: the model has no experts that the groups could share, and SGLang computes most "
-            "such models wrongly then; drop it, and give a smaller {--rollout-num-gpus-per-engine} for more engines"
-        )
-        yield broken(args, template)
 
 
 def models(args: argparse.Namespace) -> Iterator[Violation]:
@@ -178,6 +182,8 @@ def models(args: argparse.Namespace) -> Iterator[Violation]:
             problem = "prefill and decode groups need each other"
         elif {"prefill", "regular"} <= types:
             problem = "regular engines would get no requests beside those that prefill and decode"
+        elif "encoder" in types:
+            problem = f"worker_type encoder: {REFUSED['sglang_encoder_only']}, or give worker_type regular"
         if problem:
             yield from about([f"{model.where}: model {model.name}: {problem}"], FLAG)
 
@@ -346,6 +352,9 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     refused(lambda args: args.sglang_config is not None and args.sglang_tp_size is not None,
         "{--sglang-tp-size=}: in {--sglang-config} each group has a size of its own; drop it"),
     of_groups(groups_of_attention),
+    of_groups(refused(lambda args: attention_groups(args) > 1 and _heads(args)[0] and _heads(args)[2],
+        "{--sglang-enable-dp-attention}: the model has no experts that the groups could share, and SGLang computes most such "
+        "models wrongly then; drop it, and give a smaller {--rollout-num-gpus-per-engine} for more engines")),
     of_groups(refused(lambda args: (args.sglang_dp_size or 1) != attention_groups(args),
         "{--sglang-dp-size=} needs {--sglang-enable-dp-attention} (whole copies of the model are more engines: a smaller "
         "{--rollout-num-gpus-per-engine})")),
@@ -362,6 +371,14 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
         "{--sglang-router-port=}: a port is a number from 1 to 65535, such as 30000"),
     of_groups(refused(lambda args: args.use_rollout_routing_replay and args.sglang_enable_hierarchical_cache,
         "{--sglang-enable-hierarchical-cache} loses the experts that {--use-rollout-routing-replay} asks for; drop it")),
+    *(refused_each((name,), lambda args, value: value and has_roles(args), f"{{0=}} beside engines that only prefill or decode"
+        f": {reason}; drop it, or {{--prefill-num-servers}} and such worker types") for name, reason in WITH_ROLES.items()),
+    refused(lambda args: any(group.worker_type in ("prefill", "decode") and
+            (arguments_of_group(args, group).sglang_pp_size or 1) > 1 for group in served_groups(args)),
+        "{--sglang-pp-size} in engines that only prefill or decode: SGLang's stages carry out a push there before the next one "
+        "hears of it, and hang; drop it, or {--prefill-num-servers} and such worker types"),
+    *(of_groups(refused_each((name,), lambda args, value: value and (args.sglang_pp_size or 1) > 1,
+        f"{{0=}} with {{--sglang-pp-size=}}: {reason}; drop one of them")) for name, reason in _WITH_STAGES.items()),
     of_groups(refused(lambda args: args.rollout_top_k > (args.sglang_sampling_mask_max_tokens or TOLD_TOKENS),
         f"{{--rollout-top-k=}}: an engine tells at most {{--sglang-sampling-mask-max-tokens}} kept tokens ({TOLD_TOKENS} "
         "unless that is given), and refuses to sample among more; give fewer")),

@@ -48,10 +48,12 @@ _FAREWELL_SECONDS = 5.0
 _MOST_STAGES = 64
 # What a server was started with that asks for something which a run cannot do yet; `NOT_YET` says what.
 _UNBUILT_SWITCHES = (
-    "enable_lora", "enable_lmcache", "hicache_storage_backend", "encoder_only", "language_only",
+    "enable_lora", "enable_lmcache", "hicache_storage_backend",
 )  # fmt: skip
 # What every engine is refused that was started with it; `REFUSED` says why.
-_REFUSED_SWITCHES = ("skip_tokenizer_init", "is_embedding", "allow_auto_truncate", "admin_api_key")
+_REFUSED_SWITCHES = (
+    "skip_tokenizer_init", "is_embedding", "allow_auto_truncate", "admin_api_key", "encoder_only", "language_only",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -189,8 +189,6 @@ def group_lines(*groups):
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
-        (group_lines("{num_gpus: 2}", "{worker_type: encoder, num_gpus: 2}"),
-         ["5: engines that only encode media are not built yet; give worker_type regular"]),
         (group_lines("{num_gpus: 2, num_gpus_per_engine: 2}", "{num_gpus: 2, overrides: {quantization: fp8}}"),
          ["5: --sglang-quantization fp8: quantisation by the engine (pushed weights would not be quantised) is not built yet; "
           "drop the flag"]),
@@ -198,7 +196,7 @@ def group_lines(*groups):
          ["4: num_gpus_per_engine 3: 3 tensor-parallel ranks cannot share the model's 4 attention heads and 2 key-value heads "
           "evenly; 2 or 4 would do"]),
     ],
-    ids=["encoder", "overrides", "heads"],
+    ids=["overrides", "heads"],
 )  # fmt: skip
 def test_what_is_not_built_is_refused_by_line(tmp_path, text, lines):
     path = written(tmp_path, text, "serving.yaml")
@@ -294,9 +292,11 @@ def test_a_copy_of_the_trained_model_may_stay_as_it_is(tmp_path, caplog):
         (group_lines("{num_gpus: 4, worker_type: decode}"), 2, "prefill and decode groups need each other"),
         (group_lines("{num_gpus: 1, worker_type: prefill}", "{num_gpus: 1, worker_type: decode}", "{num_gpus: 2}"), 2,
          "regular engines would get no requests beside those that prefill and decode"),
+        (group_lines("{num_gpus: 2}", "{worker_type: encoder, num_gpus: 2}"), 2,
+         "worker_type encoder: engines of SGLang that only encode media take no weights, and ask nobody for a key; "),
     ],
     ids=["another first", "another updated", "frozen first", "no checkpoint", "name", "no engines", "prefill alone",
-         "decode alone", "regular beside"],
+         "decode alone", "regular beside", "encoder"],
 )  # fmt: skip
 def test_models_that_the_trainer_cannot_go_by_are_refused_by_line(tmp_path, text, line, message):
     path = written(tmp_path, text, "serving.yaml")

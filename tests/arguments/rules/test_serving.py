@@ -199,6 +199,33 @@ def test_a_broken_rule_names_flags_values_and_a_way_out(tmp_path, words, message
     assert re.search(message, refusal(tmp_path, words)), refusal(tmp_path, words)
 
 
+ROLES = "--prefill-num-servers 1 --rollout-num-gpus"
+STAGES = "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-pp-size 2"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (f"{ROLES} 2 --use-rollout-routing-replay", "-replay beside .*: the experts of a prompt stay where it"),
+        (f"{ROLES} 2 --update-weights-in-flight", "-flight beside .*: a paused engine moves no caches"),
+        (
+            f"{ROLES} 4 --rollout-num-gpus-per-engine 2 --sglang-pp-size 2",
+            "--sglang-pp-size in engines that only prefill or decode: SGLang's stages carry out a push there before the next",
+        ),
+        (f"{STAGES} --use-rollout-routing-replay", "-replay with --sglang-pp-size 2: each stage keeps the experts"),
+        (f"{STAGES} --sglang-speculative-algorithm EAGLE", "EAGLE with --sglang-pp-size 2: SGLang drafts with stages where"),
+        (f"{STAGES} --sglang-enable-hierarchical-cache", "-cache with --sglang-pp-size 2: the first stage answers that all"),
+        (f"{STAGES} --sglang-enable-return-hidden-states", "-states with --sglang-pp-size 2: the last stage has them"),
+        (f"{STAGES} --sglang-return-hidden-states-mode last", "-mode last with --sglang-pp-size 2: the last stage has them"),
+        ("--sglang-encoder-only", "--sglang-encoder-only: engines of SGLang that only encode media take no weights"),
+    ],
+)  # fmt: skip
+def test_what_sglang_cannot_do_together_is_refused_with_its_reason(tmp_path, words, message):
+    """Also a plan has no engines that do it."""
+    for argv in (words, f"{words} --dry-run"):
+        assert re.search(message, refusal(tmp_path, argv)), refusal(tmp_path, argv)
+
+
 @pytest.mark.parametrize(
     "words",
     [
