@@ -73,7 +73,7 @@ def arguments_of_group(args: argparse.Namespace, group: ServerGroup, *, sleeps: 
     copied.origins = dict.fromkeys(vars(args), Origin.DEFAULT) | dict.fromkeys(values, Origin.YAML)
     if not group.update_weights:
         # Nobody trains on its experts or kept tokens, nor brings it weights when it wakes.
-        copied.use_rollout_routing_replay, copied.rollout_top_k = False, -1
+        vars(copied).update(use_rollout_routing_replay=False, update_weights_in_flight=False, rollout_top_k=-1)
         copied.sglang_enable_weights_cpu_backup = copied.offload_rollout or None
         # Layers with which to draft are those of the run's model.
         vars(copied).update({name: values.get(name) for name in vars(args) if name.startswith(f"{PREFIX}speculative_")})

@@ -371,6 +371,9 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
         "{--sglang-router-port=}: a port is a number from 1 to 65535, such as 30000"),
     of_groups(refused(lambda args: args.use_rollout_routing_replay and args.sglang_enable_hierarchical_cache,
         "{--sglang-enable-hierarchical-cache} loses the experts that {--use-rollout-routing-replay} asks for; drop it")),
+    of_groups(refused(lambda args: args.update_weights_in_flight and args.sglang_enable_hierarchical_cache,
+        "{--sglang-enable-hierarchical-cache} with {--update-weights-in-flight}: a paused engine does not see that prefixes "
+        "have reached host memory, and refuses a flush until it does; drop one of them")),
     *(refused_each((name,), lambda args, value: value and has_roles(args), f"{{0=}} beside engines that only prefill or decode"
         f": {reason}; drop it, or {{--prefill-num-servers}} and such worker types") for name, reason in WITH_ROLES.items()),
     refused(lambda args: any(group.worker_type in ("prefill", "decode") and

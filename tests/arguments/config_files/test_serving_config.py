@@ -267,6 +267,19 @@ def test_a_frozen_model_drafts_where_its_group_says_so_and_not_because_the_run_d
     assert args.sglang_speculative_algorithm == "EAGLE"
 
 
+def test_prefixes_in_host_memory_are_of_engines_that_no_push_pauses(tmp_path):
+    overrides = "{num_gpus: 1, overrides: {enable_hierarchical_cache: true}}"
+    copy = "  - {{name: reference, update_weights: false, server_groups: [{}]}}\n"
+    words = ["--update-weights-in-flight", "--rollout-num-gpus", "2", "--sglang-config"]
+    frozen = written(tmp_path, group_lines("{num_gpus: 1}") + copy.format(overrides), "frozen.yaml")
+    assert parse(tmp_path, *words, str(frozen)).update_weights_in_flight
+    pushed = written(tmp_path, group_lines(overrides) + copy.format("{num_gpus: 1}"), "pushed.yaml")
+    (found,) = refusals(tmp_path, " ".join([*words, str(pushed)]))
+    assert found.startswith(
+        f"{pushed}:4: --sglang-enable-hierarchical-cache with --update-weights-in-flight: a paused engine"
+    )
+
+
 def test_a_copy_of_the_trained_model_may_stay_as_it_is(tmp_path, caplog):
     copy = "  - {name: reference, update_weights: false, server_groups: [{num_gpus: 1}]}\n"
     path = written(tmp_path, group_lines("{num_gpus: 1}") + copy, "serving.yaml")

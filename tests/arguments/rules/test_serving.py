@@ -217,6 +217,7 @@ STAGES = "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-pp-size 
         (f"{STAGES} --sglang-enable-hierarchical-cache", "-cache with --sglang-pp-size 2: the first stage answers that all"),
         (f"{STAGES} --sglang-enable-return-hidden-states", "-states with --sglang-pp-size 2: the last stage has them"),
         (f"{STAGES} --sglang-return-hidden-states-mode last", "-mode last with --sglang-pp-size 2: the last stage has them"),
+        ("--update-weights-in-flight --sglang-enable-hierarchical-cache", "-in-flight: a paused engine does not see that"),
         ("--sglang-encoder-only", "--sglang-encoder-only: engines of SGLang that only encode media take no weights"),
     ],
 )  # fmt: skip

@@ -222,6 +222,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--sglang-pp-size --prefill-num-servers", WRONG),
         ("--prefill-num-servers 1 --rollout-num-gpus 2 --update-weights-in-flight",
          "--update-weights-in-flight --prefill-num-servers", WRONG),
+        ("--update-weights-in-flight --sglang-enable-hierarchical-cache",
+         "--sglang-enable-hierarchical-cache --update-weights-in-flight", WRONG),
         ("--sglang-speculative-num-steps 3", "--sglang-speculative-num-steps --sglang-speculative-algorithm", WRONG),
         ("--debug-rollout-only --debug-train-only",
          "--debug-rollout-only --debug-train-only --load-debug-rollout-data", WRONG),
