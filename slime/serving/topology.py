@@ -133,9 +133,13 @@ def lay_out(
 
 
 def of_external_engines(infos: Sequence[ExternalEngineInfo]) -> Topology:
-    """One model, served by the engines that were found, in the order of their addresses."""
-    engines, offset = [], 0
-    for engine_id, info in enumerate(infos):
-        engines.append(EngineSpec(engine_id, (), offset, info))
-        offset += info.num_gpus
-    return Topology((ServedModel("default", True, (EngineGroup("regular", tuple(engines)),)),))
+    """One model, served by the engines that were found: role by role, those of one in the order of their addresses."""
+    ids, offset, groups = itertools.count(), 0, []
+    for role in dict.fromkeys(info.worker_type for info in infos):
+        engines = []
+        for info in infos:
+            if info.worker_type == role:
+                engines.append(EngineSpec(next(ids), (), offset, info))
+                offset += info.num_gpus
+        groups.append(EngineGroup(role, tuple(engines)))
+    return Topology((ServedModel("default", True, tuple(groups)),))

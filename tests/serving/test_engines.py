@@ -87,7 +87,9 @@ def test_log_lines_of_engines_say_which_engine_it_is(tmp_path):
     """Ray puts the name of an actor in front of what it logs."""
     args = SimpleNamespace(log_level="INFO")
     assert repr(engines.EngineActor(args, 3, tmp_path)) == "engine 3"
-    assert repr(engines.ExternalEngineActor(args, 4, str(tmp_path), None)) == "engine 4"
+    assert (
+        repr(engines.ExternalEngineActor(args, 4, str(tmp_path), SimpleNamespace(worker_type="regular"))) == "engine 4"
+    )
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------------

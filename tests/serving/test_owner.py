@@ -323,7 +323,7 @@ def test_an_engine_that_dies_again_and_again_is_given_up_and_the_others_go_on(ma
 
 
 def test_nobody_starts_an_engine_again_that_the_run_did_not_start(make_owner, caplog):
-    infos = [SimpleNamespace(num_gpus=1, url=f"http://{engine_id}.0") for engine_id in range(2)]
+    infos = [SimpleNamespace(num_gpus=1, url=f"http://{i}.0", worker_type="regular") for i in range(2)]
     flags = {"rollout_external": True, "rollout_external_engine_infos": infos}
     owner = serving(make_owner(use_fault_tolerance=True, **flags))
     owner.outcomes["end", FIRST] = died("engine 0 died: nobody listens")

@@ -36,7 +36,7 @@ def test_one_model_as_the_flags_describe_it():
 
 
 def test_engines_of_others_have_devices_that_are_none_of_the_runs():
-    infos = [SimpleNamespace(num_gpus=size, url=f"http://{size}") for size in (1, 4, 2)]
+    infos = [SimpleNamespace(num_gpus=size, url=f"http://{size}", worker_type="regular") for size in (1, 4, 2)]
     args = SimpleNamespace(rollout_external=True, rollout_external_engine_infos=infos)
     topology = topology_of(args, [])
     assert ids(topology.engines) == [(0, 0, 1), (1, 1, 4), (2, 5, 2)]

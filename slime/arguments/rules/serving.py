@@ -393,7 +393,7 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
         "{--router-dp-aware} beside engines that only prefill or decode, or with {--router-policy} power_of_two: a dead engine "
         "would stay with the router; drop one"),
     refused_each(("router_prefill_policy", "router_decode_policy", *OF_ROLES),
-        lambda args, value: value not in (None, False) and not has_roles(args),
+        lambda args, value: value not in (None, False) and not (has_roles(args) or args.rollout_external),
         "{0=} has no effect: no engine only prefills or decodes; give {--prefill-num-servers}, or drop it"),
     of_groups(refused(lambda args: args.sglang_disaggregation_transfer_backend == "fake",
         "{--sglang-disaggregation-transfer-backend=} moves no caches, and answers would be noise; give mooncake")),

@@ -14,7 +14,8 @@ import fnmatch
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ import requests
 
 from slime.arguments.flag import flag_of
 from slime.arguments.hf_config import read_hf_config
+from slime.arguments.rules.serving import WITH_ROLES
 from slime.arguments.server_flags import NOT_YET, REFUSED
 from slime.arguments.surface import version_of
 from slime.backends.sglang_utils.server_arguments import typed_fields
@@ -48,19 +50,23 @@ _FAREWELL_SECONDS = 5.0
 _MOST_STAGES = 64
 # What a server was started with that asks for something which a run cannot do yet; `NOT_YET` says what.
 _UNBUILT_SWITCHES = (
-    "enable_lora", "enable_lmcache", "hicache_storage_backend",
+    "enable_lora", "enable_lmcache", "hicache_storage_backend", "enable_pd_role_switch",
+    "disaggregation_decode_enable_offload_kvcache",
 )  # fmt: skip
 # What every engine is refused that was started with it; `REFUSED` says why.
 _REFUSED_SWITCHES = (
     "skip_tokenizer_init", "is_embedding", "allow_auto_truncate", "admin_api_key", "encoder_only", "language_only",
 )  # fmt: skip
+# Policies by which a router chooses among engines of a role.
+_POLICIES = {"router_prefill_policy": "prefill", "router_decode_policy": "decode"}
 
 
 @dataclass(frozen=True)
 class ExternalEngineInfo:
     """An engine that runs already. `num_gpus`: its devices, each a rank of a weight-update group.
 
-    `weight_version`: what it said of its weights when it was found; "default": those it was started with.
+    `weight_version`: what it said of its weights when it was found; "default": those it was started with. `bootstrap_port` and
+    `transfer_backend`: of one that prefills, where it is asked for its caches; of one with a role, the way they move.
     """
 
     url: str
@@ -74,6 +80,7 @@ class ExternalEngineInfo:
     model_path: str
     weight_version: str = field(compare=False)
     bootstrap_port: int | None = None
+    transfer_backend: str | None = None
 
 
 def with_external_engines(args: argparse.Namespace) -> argparse.Namespace:
@@ -120,6 +127,8 @@ def discover_external_engines(args: argparse.Namespace) -> tuple[ExternalEngineI
             problems.append(f"{_FLAG} {address}: this is the engine of {first}; name each engine once")
         problems += [f"{_FLAG} {address}: {problem}" for problem in misfits(args, told)]
         infos.append(describe_engine(url, told))
+    if len(infos) == len(args.rollout_external_engine_addrs):
+        problems += [f"{_FLAG}: {problem}" for problem in misfits_of_roles(args, infos)]
     sizes = {"rollout_num_gpus": sum(info.num_gpus for info in infos)}
     if len({info.num_gpus for info in infos}) == 1:
         sizes["rollout_num_gpus_per_engine"] = infos[0].num_gpus
@@ -182,7 +191,28 @@ def describe_engine(url: str, told: dict[str, Any]) -> ExternalEngineInfo:
         model_path=told["model_path"],
         weight_version=str(told.get("weight_version") or "default"),
         bootstrap_port=told.get("disaggregation_bootstrap_port") if worker_type == "prefill" else None,
+        transfer_backend=told.get("disaggregation_transfer_backend") if worker_type == role else None,
     )
+
+
+def misfits_of_roles(args: argparse.Namespace, infos: Sequence[ExternalEngineInfo]) -> Iterator[str]:
+    """Why engines cannot prefill and decode for each other; nothing when they can, or when each does both."""
+    count = Counter(info.worker_type for info in infos)
+    backends = {info.transfer_backend for info in infos} - {None}
+    if bool(count["prefill"]) != bool(count["decode"]):
+        yield "engines that only prefill and engines that only decode need each other; name some of both"
+    elif count["prefill"] and count["regular"]:
+        yield "engines that do both would get no requests beside those that only prefill or decode; name one kind"
+    elif len(backends) > 1:
+        yield (
+            f"they move caches by {' and '.join(sorted(backends))}; start all with one --disaggregation-transfer-backend"
+        )
+    for name, role in _POLICIES.items():
+        policy = vars(args)[name]
+        if policy is not None and not count[role]:
+            yield f"{flag_of(name)} {policy} has no effect: no engine only does {role}; drop it"
+        elif policy == "power_of_two" and count[role] == 1:
+            yield f"{flag_of(name)} {policy}: a router compares two engines then, and would have 1; give random"
 
 
 def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
@@ -202,11 +232,15 @@ def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
     for name in _REFUSED_SWITCHES:
         if told.get(name):
             yield f"it was started with --{name.replace('_', '-')}: {REFUSED[f'sglang_{name}']}"
-    if told.get("disaggregation_mode") not in (None, "null"):
-        yield (
-            f"it only does {told['disaggregation_mode']}: prefill and decode on different engines of others is not built "
-            "yet; start it without --disaggregation-mode"
-        )
+    role = told.get("disaggregation_mode")
+    if role in ("prefill", "decode"):
+        asked = {flag_of(name): reason for name, reason in WITH_ROLES.items() if vars(args)[name]}
+        if args.rollout_top_p < 1 or args.rollout_top_k > 0:
+            asked["--rollout-top-p, --rollout-top-k"] = "it tells no sets of kept tokens"
+        for flags, reason in asked.items():
+            yield f"it only does {role}: {flags}: {reason}; drop the flag, or start it without --disaggregation-mode"
+        if told.get("disaggregation_transfer_backend") == "fake":
+            yield "its --disaggregation-transfer-backend fake moves no caches; start it with another one"
     if told.get("speculative_algorithm"):
         yield (
             f"it was started with --speculative-algorithm {told['speculative_algorithm']}: speculative decoding by engines of "
@@ -288,7 +322,7 @@ class ExternalEngine(SGLangEngine):
     """Engine `rank` of a run, whose server `info` somebody else started and nobody here ends."""
 
     def __init__(self, args: Any, rank: int, log_dir: str, info: ExternalEngineInfo) -> None:
-        super().__init__(args, rank, log_dir)
+        super().__init__(args, rank, log_dir, info.worker_type)
         # A server closes idle connections after a time of its own, maybe when the next order is on its way, which is lost then.
         self._connections.headers["Connection"] = "close"
         self._info = info
@@ -324,6 +358,10 @@ class ExternalEngine(SGLangEngine):
         if not self._args.has_trainer:
             self._undo("/continue_generation", {})
         return self._url
+
+    def bootstrap_port(self) -> int | None:
+        """Where those that decode ask it for its caches, if it prefills."""
+        return self._info.bootstrap_port
 
     def wait_for_end(self) -> None:
         """Return when `shutdown` is called; until then look whether the server listens.

@@ -244,6 +244,7 @@ def test_what_sglang_cannot_do_together_is_refused_with_its_reason(tmp_path, wor
         "--prefill-num-servers 1 --rollout-num-gpus 3 --router-decode-policy power_of_two "
         "--sglang-disaggregation-transfer-backend nixl --sglang-disaggregation-ib-device mlx5_0",
         "--router-policy power_of_two --rollout-external-engine-addrs a:1 b:1 --dry-run",
+        "--router-prefill-policy random --rollout-external-engine-addrs a:1 b:1 --dry-run",
         "--router-policy power_of_two --sglang-router-ip 10.0.0.1 --sglang-router-port 80",
         "--prefill-num-servers 1 --rollout-num-gpus 2 --sglang-router-ip 10.0.0.1 --sglang-router-port 80",
         "--router-cb-failure-threshold 3 --no-router-disable-circuit-breaker --router-backend sglang",

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from slime.backends.sglang_utils.external import (
     discover_external_engines,
     with_external_engines,
 )
+from slime.serving.topology import of_external_engines
 from slime.utils.errors import RunError, UserError
 
 KEY = "key-of-somebody-else"
@@ -27,6 +29,7 @@ STARTED_WITH = {
     "skip_tokenizer_init": False, "is_embedding": False, "enable_lora": None, "speculative_algorithm": None,
     "quantization": None, "cpu_offload_gb": 0, "offload_group_size": -1, "weight_cache_mode": "off", "tokenizer_worker_num": 1,
     "context_length": None, "weight_version": "default", "enable_return_routed_experts": False,
+    "disaggregation_transfer_backend": "mooncake",
 }  # fmt: skip
 
 
@@ -99,6 +102,8 @@ def make_args(model, *addresses, typed=(), **flags):
         "typed_flags": set(typed), "update_weight_mode": "full", "use_rollout_routing_replay": False,
         "rollout_num_gpus": None, "has_trainer": True,
         "rollout_num_gpus_per_engine": 1, "http_control_timeout": 10.0, "engine_load_timeout": 10.0,
+        "update_weights_in_flight": False, "rollout_top_p": 1.0, "rollout_top_k": -1, "router_prefill_policy": None,
+        "router_decode_policy": None,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **flags})
 
@@ -148,7 +153,8 @@ def test_sizes_and_roles_under_all_their_names(told, expected):
     [
         ({"version": "0.5.20"}, {}, "it is SGLang 0.5.20, and the run speaks to engines of SGLang"),
         ({"skip_tokenizer_init": True}, {}, "--skip-tokenizer-init: rollouts need the text of responses"),
-        ({"disaggregation_mode": "decode"}, {}, "it only does decode: prefill and decode on different engines"),
+        ({"encoder_only": True}, {}, "--encoder-only: engines of SGLang that only encode media take no weights"),
+        ({"enable_pd_role_switch": True}, {}, "--enable-pd-role-switch: engines that prefill at one time and decode"),
         ({"speculative_algorithm": "EAGLE"}, {}, "--speculative-algorithm EAGLE: speculative decoding by engines of others"),
         ({"pp_size": 2}, {}, "--pp-size 2: its stages would take the same places in a weight group"),
         ({"quantization": "fp8"}, {}, "--quantization fp8: quantisation by the engine"),
@@ -167,6 +173,58 @@ def test_an_engine_that_the_run_cannot_work_with_is_refused_by_name(start, model
     shown = refusal(make_args(model, server.address, **flags))
     assert shown.startswith(f"--rollout-external-engine-addrs {server.address}: ") and words in shown
     assert len(shown.splitlines()) == 1
+
+
+PREFILL = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 9}
+DECODE = {"disaggregation_mode": "decode"}
+
+
+def test_engines_that_prefill_and_decode_for_each_other_are_taken(start, model):
+    servers = [start(model, **settings) for settings in (DECODE, {**PREFILL, "tp_size": 2}, DECODE)]
+    args = make_args(model, *(server.address for server in servers), router_prefill_policy="random")
+    infos = discover_external_engines(args)
+    assert [(info.worker_type, info.bootstrap_port) for info in infos] == [
+        ("decode", None),
+        ("prefill", 9),
+        ("decode", None),
+    ]
+    decode, prefill = of_external_engines(infos).models[0].groups
+    assert (decode.role, prefill.role) == ("decode", "prefill")
+    urls = [f"http://{server.address}" for server in servers]
+    # Ids and places in a weight group go up over groups.
+    assert [(engine.engine_id, engine.gpu_offset, engine.external.url) for engine in decode.engines + prefill.engines] == [
+        (0, 0, urls[0]), (1, 1, urls[2]), (2, 2, urls[1]),
+    ]  # fmt: skip
+    engines = [ExternalEngine(args, rank, "unused", info) for rank, info in enumerate(infos)]
+    for engine in engines:
+        engine.init()
+        engine.generate({"input_ids": [1]})
+    assert [engine.bootstrap_port() for engine in engines] == [None, 9, None]
+    # One that prefills is asked alone; it hands its caches to nobody.
+    assert [len(server.events[-1]) for server in servers] == [2, 4, 2] and servers[1].events[-1][:2] == (
+        "/generate",
+        [1],
+    )
+
+
+@pytest.mark.parametrize(
+    "settings, flags, words",
+    [
+        ((PREFILL,), {}, "engines that only prefill and engines that only decode need each other; name some of both"),
+        ((DECODE, {}), {}, "engines that only prefill and engines that only decode need each other; name some of both"),
+        ((PREFILL, DECODE, {}), {}, "engines that do both would get no requests beside those that only prefill or decode"),
+        ((PREFILL, {**DECODE, "disaggregation_transfer_backend": "nixl"}), {}, "they move caches by mooncake and nixl; start "),
+        ((PREFILL, DECODE), {"router_decode_policy": "power_of_two"}, "--router-decode-policy power_of_two: .* would have 1; "),
+        (({},), {"router_prefill_policy": "random"}, "-prefill-policy random has no effect: no engine only does prefill"),
+        ((PREFILL, DECODE), {"use_rollout_routing_replay": True}, "it only does prefill: --use-rollout-routing-replay: the "),
+        ((PREFILL, DECODE), {"update_weights_in_flight": True}, "it only does decode: --update-weights-in-flight: a paused "),
+        ((PREFILL, DECODE), {"rollout_top_p": 0.9}, "it only does decode: --rollout-top-p, --rollout-top-k: it tells no sets"),
+        ((PREFILL, {**DECODE, "disaggregation_transfer_backend": "fake"}), {}, "-backend fake moves no caches; start it with"),
+    ],
+)  # fmt: skip
+def test_engines_that_cannot_prefill_and_decode_for_each_other_are_refused(start, model, settings, flags, words):
+    addresses = [start(model, enable_return_routed_experts=True, **of_one).address for of_one in settings]
+    assert re.search(words, refusal(make_args(model, *addresses, **flags)))
 
 
 def test_an_engine_with_what_the_user_asks_for_is_taken(start, model):

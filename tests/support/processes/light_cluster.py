@@ -90,7 +90,9 @@ def place(args: argparse.Namespace) -> dict[str, Any]:
     """Place the run, and take it down again."""
     nodes = make_plan(args).placement.nodes
     if args.rollout_external_engine_addrs:
-        infos = [SimpleNamespace(url=url, num_gpus=1) for url in args.rollout_external_engine_addrs]
+        infos = [
+            SimpleNamespace(url=url, num_gpus=1, worker_type="regular") for url in args.rollout_external_engine_addrs
+        ]
         args = with_run_values(args, rollout_external_engine_infos=infos)
     # The plan of a model that is nowhere has none.
     args = argparse.Namespace(**{**vars(args), "initial_weights": WeightSource("hf", args.hf_checkpoint)})
