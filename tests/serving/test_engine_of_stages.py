@@ -28,6 +28,8 @@ pytestmark = pytest.mark.slow
 STAGES = range(2)
 ENGINE = {
     "rollout_num_gpus_per_engine": 2, "sglang_pp_size": 2, "sglang_chunked_prefill_size": 64,
+    # Of requests that want no log-probs.
+    "sglang_enable_mixed_chunk": True,
     # Which would keep no prefixes.
     "sglang_enable_deterministic_inference": None,
 }  # fmt: skip
@@ -75,6 +77,17 @@ def test_log_probs_are_those_of_the_model(ask, old):
     assert [entry[0] for entry in told[1:]] == pytest.approx(
         model.log_probs(prompts[-1][:1], prompts[-1][1:]), abs=1e-4
     )
+
+
+def test_pieces_of_prompts_go_beside_tokens_of_answers(serving, ask):
+    """The likeliest tokens are those of requests that are never mixed: such as want log-probs."""
+    long = [[(7 * n + first) % 250 for n in range(400)] for first in range(2)]
+    prompts = [*([*PROMPT[: 3 + position], 7 * position] for position in range(4)), *long]
+    greedy = {"sampling_params": {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}}
+    alone = [response_of(ask(prompt, **greedy).result())[0] for prompt in prompts]
+    serving.call_all("flush_cache")
+    mixed = [ask(prompt, **greedy, return_logprob=False) for prompt in prompts]
+    assert [answer.result()["output_ids"] for answer in mixed] == alone
 
 
 def test_the_last_stage_tells_among_which_tokens_it_drew(ask):

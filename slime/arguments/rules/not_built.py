@@ -117,7 +117,7 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
             and (has_roles(args) or args.sglang_speculative_algorithm is not None),
         "{--rollout-top-p=}, {--rollout-top-k=}: engines that prefill or decode, or draft, tell no sets of kept tokens; give 1 "
         "and -1"),
-    *where(lambda args: args.has_engines, of_groups(refused_each(("sglang_enable_dp_attention", "sglang_enable_mixed_chunk"),
+    *where(lambda args: args.has_engines, of_groups(refused_each(("sglang_enable_dp_attention",),
         lambda args, value: value and (args.sglang_pp_size or 1) > 1,
         "{0=} with {--sglang-pp-size=} is not built yet; drop one of them"))),
     *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),

@@ -232,6 +232,7 @@ def test_what_sglang_cannot_do_together_is_refused_with_its_reason(tmp_path, wor
     [
         "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-tp-size 2",
         "--sglang-dp-size 1 --sglang-pp 1",
+        "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-pp-size 2 --sglang-enable-mixed-chunk",
         # Inside, beside, and with GPUs of both kinds.
         "--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2",
         "--colocate --actor-num-gpus-per-node 3 --num-gpus-per-node 8 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2 "
