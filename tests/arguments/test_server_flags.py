@@ -53,13 +53,6 @@ def test_a_server_tells_as_many_kept_tokens_as_the_installed_one():
             "--sglang-enable-dp-attention-local-control-broadcast",
         ),
         ("--sglang-dwdp-size 2", "--sglang-dwdp-size 2"),
-        *(
-            (
-                f"{words} --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-pp-size 2",
-                f"{words} with --sglang-pp-size 2",
-            )
-            for words in ("--sglang-enable-dp-attention",)
-        ),
         ("--sglang-ssl-keyfile-password s3cret", "--sglang-ssl-keyfile-password <redacted>"),
     ],
 )

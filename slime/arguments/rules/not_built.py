@@ -14,7 +14,7 @@ from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.megatron import effects
 from slime.arguments.origins import Origin
 from slime.arguments.rules.serving import has_roles, of_groups
-from slime.arguments.violations import Rule, Violation, broken, refused, refused_each, where
+from slime.arguments.violations import Rule, Violation, broken, refused, where
 from slime.models import fsdp
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
 
@@ -117,9 +117,6 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
             and (has_roles(args) or args.sglang_speculative_algorithm is not None),
         "{--rollout-top-p=}, {--rollout-top-k=}: engines that prefill or decode, or draft, tell no sets of kept tokens; give 1 "
         "and -1"),
-    *where(lambda args: args.has_engines, of_groups(refused_each(("sglang_enable_dp_attention",),
-        lambda args, value: value and (args.sglang_pp_size or 1) > 1,
-        "{0=} with {--sglang-pp-size=} is not built yet; drop one of them"))),
     *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),
     *where(lambda args: args.train_backend == "fsdp" and args.has_trainer, lambda args: (broken(args,
         "{0=} is not built for {--train-backend=}; drop it, or give {--train-backend} megatron", flag_of(name))

@@ -53,7 +53,8 @@ _WITH_STAGES = {
 }  # fmt: skip
 WITH_ROLES = {
     "use_rollout_routing_replay": "the experts of a prompt stay where it was read, and who decodes tells others in their place",
-    "update_weights_in_flight": "a paused engine moves no caches, and is not flushed while some are on their way",
+    "update_weights_in_flight": "a paused engine moves no caches, and is not flushed while some are on their way (fully "
+    "asynchronous generation means it too)",
 }
 _ADDRESS = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+(%\w+)?\]")
 

@@ -424,6 +424,15 @@ def test_engines_may_draft_with_the_layer_of_the_model(tmp_path, words):
     assert parse_drafting(tmp_path, words).sglang_speculative_algorithm in ("EAGLE", "NEXTN")
 
 
+def test_groups_of_attention_lie_within_a_stage(tmp_path):
+    engine = "--rollout-num-gpus 4 --rollout-num-gpus-per-engine 4 --sglang-pp-size 2 --dry-run"
+    words = f"{engine} --sglang-enable-dp-attention --sglang-dp-size"
+    args = parse_with_heads(tmp_path, 4, *words.split(), "2", num_experts=4)
+    assert (args.sglang_pp_size, args.sglang_dp_size) == (2, 2)
+    with pytest.raises(UserError, match="--sglang-dp-size 4 does not divide the engine's tensor-parallel size 2"):
+        parse_with_heads(tmp_path, 4, *words.split(), "4", num_experts=4)
+
+
 def test_a_router_chooses_among_the_groups_that_engines_have(tmp_path):
     words = f"{GROUPS} --rollout-num-gpus 4 --router-dp-aware"
     assert parse_drafting(tmp_path, words, num_experts=8).router_dp_aware
