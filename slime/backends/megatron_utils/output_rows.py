@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
-from torch.autograd.graph import saved_tensors_hooks
 
 from slime.training.packed_stream import Rows
 
@@ -39,16 +38,15 @@ def logits_of(rows: Rows | None, output_layer: torch.nn.Module) -> Iterator[None
 
     def forward(hidden: torch.Tensor, *others: Any, **options: Any) -> Any:
         selected = chosen(hidden)
-        if not is_split:
-            return of_layer(selected, *others, **options)
-        # For its backward pass a rank keeps its part and not the rows of all ranks, as the layer would.
-        part, shape = hidden.detach(), selected.shape
-
-        def keep(saved: torch.Tensor) -> torch.Tensor | None:
-            return None if saved.shape == shape else saved
-
-        with saved_tensors_hooks(keep, lambda kept: chosen(part) if kept is None else kept):
-            return of_layer(selected, *others, **options)
+        logits, bias = of_layer(selected, *others, **options)
+        if is_split:
+            # For its backward pass a rank keeps its part and not the rows of all ranks, as the layer would. The weight has no
+            # hooks: what comes back from these is another tensor, without the marks by which Megatron adds up its gradient.
+            part, node = hidden.detach(), logits.grad_fn
+            for place, saved in enumerate(getattr(node, "saved_tensors", ())):
+                if saved is not None and saved.shape == selected.shape:
+                    node._raw_saved_tensors[place].register_hooks(lambda _: None, lambda _: chosen(part))
+        return logits, bias
 
     output_layer.forward, output_layer.sequence_parallel = forward, False
     try:
