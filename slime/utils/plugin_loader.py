@@ -207,25 +207,35 @@ def _load_file(file: str, subject: str) -> ModuleType:
 
 
 def _taken_for_another(file: str) -> Iterator[tuple[str, str]]:
-    """Modules beside `file` that it imports, each with the other one of that name that lies beside another plug-in's file."""
-    directory = os.path.dirname(file)
+    """Modules beside `file` that it or one of them imports, each with the other one of that name that lies beside another
+    plug-in's file."""
+    directory, files = os.path.dirname(file), [file]
+    # It grows meanwhile.
+    for importing in files:
+        for name in _names_imported_by(importing):
+            other = getattr(sys.modules.get(name), "__file__", None)
+            for beside in (f"{name}.py", os.path.join(name, "__init__.py")):
+                own = os.path.join(directory, beside)
+                if own in files or not os.path.isfile(own):
+                    continue
+                files.append(own)
+                others = {os.path.join(place, beside) for place in _directories - {directory}}
+                if other in others and not filecmp.cmp(own, other, shallow=False):
+                    yield own, other
+
+
+def _names_imported_by(file: str) -> list[str]:
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return  # the import says what is wrong
+        return []  # the import says what is wrong
     imported: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             imported.add(node.module.partition(".")[0])
-    for name in sorted(imported):
-        other = getattr(sys.modules.get(name), "__file__", None)
-        for beside in (f"{name}.py", os.path.join(name, "__init__.py")):
-            own = os.path.join(directory, beside)
-            others = {os.path.join(place, beside) for place in _directories - {directory}}
-            if other in others and os.path.isfile(own) and not filecmp.cmp(own, other, shallow=False):
-                yield own, other
+    return sorted(imported)
 
 
 @contextmanager

@@ -55,6 +55,23 @@ def test_a_file_is_not_given_the_neighbour_of_another(tmp_path, monkeypatch, pla
     assert load_function(path, "--custom-rm-path")() is None
 
 
+def test_a_neighbour_is_not_given_the_neighbour_of_another_file(tmp_path, monkeypatch):
+    """What a file imports through a module of its own beside it; modules may import each other."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "plugin.py").write_text(f"import between_of_{name}\ndef f(): ...")
+        (tmp_path / name / f"between_of_{name}.py").write_text("import end_of_plugins")
+        (tmp_path / name / "end_of_plugins.py").write_text(f"WHO = '{name}'\nimport between_of_{name}")
+    for module in ("between_of_one", "between_of_two", "end_of_plugins"):
+        monkeypatch.setitem(sys.modules, module, None)
+        monkeypatch.delitem(sys.modules, module)
+    load_function(f"{tmp_path}/one/plugin.py:f", "--custom-rm-path")
+    with pytest.raises(
+        UserError, match=f"it imports {tmp_path}/two/end_of_plugins.py, and the file of another plug-in"
+    ):
+        load_function(f"{tmp_path}/two/plugin.py:f", "--custom-rm-path")
+
+
 def test_the_same_relative_path_in_another_directory_is_another_file(tmp_path, monkeypatch):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
