@@ -48,10 +48,8 @@ from slime.training.rollout_data import Metrics, MicroBatch, Reducer
 
 
 def rows_of_logits(args: argparse.Namespace, stream: PackedStream) -> Rows | None:
-    """The rows of a rank's stream whose logits a pass makes; None: all, as a user's loss may read any, and as where none
-    predicts a response token, since kernels for products need one row at least."""
-    rows = stream.predicting_rows
-    return rows if len(rows.index) and args.loss_type != "custom_loss" else None
+    """The rows of a rank's stream whose logits a pass makes; None: all, as a user's loss may read any."""
+    return None if args.loss_type == "custom_loss" else stream.predicting_rows.one_at_least()
 
 
 def loss_function(
@@ -65,8 +63,8 @@ def loss_function(
     """The un-normalised loss of a micro-batch and its metrics (without gradient), both sums over its samples.
 
     Args:
-        logits: [T, V / tensor-parallel size] of `batch.stream`, or of its R predicting rows alone, which a custom loss gets
-            all T of; for the role "critic", whose loss is that of its values whatever `--loss-type` says, [T, 1].
+        logits: [T, V / tensor-parallel size] of `batch.stream`, as a custom loss gets them, or of the rows alone that
+            `rows_of_logits` names; for the role "critic", whose loss is that of its values whatever `--loss-type` says, [T, 1].
     """
     reduce = make_reducer(args, batch)
     # Columns of the user's own stay as they are.

@@ -52,6 +52,10 @@ class Rows:
         """Where these rows are in `logits`, which a model has made of the whole stream or of these rows alone."""
         return Rows.at([range(len(logits))], logits.device) if len(logits) == len(self.index) else self
 
+    def one_at_least(self) -> Rows:
+        """These rows, or the first of the stream where there are none: kernels for products need one."""
+        return self if self.ranges else Rows((range(1),), self.index.new_zeros(1))
+
 
 @dataclass(frozen=True, eq=False)
 class PackedStream:

@@ -23,6 +23,13 @@ def test_rows_predict_the_response_tokens():
     assert [part.tolist() for part in stream.split(torch.tensor([1, 2, 3]))] == [[1, 2], [3]]
 
 
+def test_there_are_logits_of_one_row_where_none_predicts():
+    none = pack_stream([torch.tensor([5, 6, 7])], [0], pad_multiple=4).predicting_rows
+    first = none.one_at_least()
+    assert (first.ranges, first.index.tolist()) == ((range(1),), [0])
+    assert none.within(torch.zeros(len(first.index), 5)) is none
+
+
 def test_full_stream_is_not_padded():
     stream = pack_stream([torch.tensor([1, 2, 3, 4])], [1], pad_multiple=4)
     assert stream.sequence_lengths == (4,)

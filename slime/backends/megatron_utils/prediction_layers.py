@@ -112,7 +112,7 @@ def put_prediction_layers(args: Any, model: GPTModel, vp_stage: int | None) -> N
 
 def predict(model: GPTModel, stream: PackedStream, embed: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
     """Logits of one layer after the other, for the stream that `model` has just seen: [R, V / tensor-parallel size] of the R
-    rows that predict something, of all rows where none does.
+    rows that predict something, of one row where none does.
 
     Args:
         model: bare, with layers that are trained.
@@ -126,8 +126,7 @@ def predict(model: GPTModel, stream: PackedStream, embed: Callable[[int], torch.
     hidden = trunk.hidden.requires_grad_()
     for number, layer in enumerate(model.mtp.layers, 1):
         hidden, _, _ = layer(input_ids=None, position_ids=None, hidden_states=hidden, embedding=embed, **trunk.options)
-        rows = stream.rows_predicting(1 + number)
-        with logits_of(rows if len(rows.index) else None, model.output_layer):
+        with logits_of(stream.rows_predicting(1 + number).one_at_least(), model.output_layer):
             logits, _ = model.output_layer(hidden, weight=weight.detach())
         yield logits.squeeze(1)
 

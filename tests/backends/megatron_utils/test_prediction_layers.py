@@ -1,6 +1,8 @@
 """Multi-token prediction: against a float64 implementation per sequence, alone in learning, and the same in every layout."""
 
+import contextlib
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from slime.backends.megatron_utils import prediction_layers
 from slime.backends.megatron_utils.prediction_layers import (
     counted_predictions,
     counted_rows,
+    predict,
     prediction_loss,
     tokens_ahead,
 )
@@ -465,6 +468,35 @@ def test_the_loss_is_the_sum_of_negative_log_likelihoods_of_what_counts():
     assert loss.item() == pytest.approx(-math.log(3 / 34) - 2 * math.log(1 / 32), rel=1e-6)
     loss.backward()
     assert logits.grad[[3, 4, 6, 7]].abs().sum() == 0 and (logits.grad[[0, 2, 5]].abs().sum(1) > 0).all()
+
+
+class Output:
+    weight = torch.ones(2, 4)
+
+    def __call__(self, hidden, weight):
+        return hidden @ weight.T, None
+
+
+def test_each_layer_makes_logits_of_the_rows_that_predict_something_there(monkeypatch):
+    """Of one row where none does: the response is shorter than the layers reach."""
+    asked = []
+
+    @contextlib.contextmanager
+    def logits_of(rows, layer):
+        asked.append(rows.index.tolist())
+        yield
+
+    monkeypatch.setattr(prediction_layers, "logits_of", logits_of)
+    trunk = prediction_layers._Trunk(torch.zeros(8, 1, 4), {})
+    layers = [lambda hidden_states, **_: (hidden_states, None, None)] * 4
+    model = SimpleNamespace(
+        mtp=SimpleNamespace(trunk=trunk, layers=layers),
+        output_layer=Output(),
+        share_embeddings_and_output_weights=False,
+    )
+    stream = pack_stream([torch.arange(4), torch.arange(3)], [3, 1], pad_multiple=8)
+    assert len(list(predict(model, stream, None))) == 4
+    assert asked == [[0, 1, 4], [0], [0], [0]]
 
 
 def test_a_stream_lays_out_values_of_positions():
