@@ -50,7 +50,10 @@ class Rows:
 
     def within(self, logits: torch.Tensor) -> Rows:
         """Where these rows are in `logits`, which a model has made of the whole stream or of these rows alone."""
-        return Rows.at([range(len(logits))], logits.device) if len(logits) == len(self.index) else self
+        if len(logits) != len(self.index):
+            return self
+        # Made on the device: nothing is copied there while the model is still at work.
+        return Rows((range(len(logits)),), torch.arange(len(logits), device=logits.device))
 
     def one_at_least(self) -> Rows:
         """These rows, or the first of the stream where there are none: kernels for products need one."""

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from slime.scheduling.zigzag import response_ranges
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
@@ -21,6 +22,18 @@ def test_rows_predict_the_response_tokens():
     assert stream.response_rows.tolist() == [0, 1, 3]
     assert stream.responses(stream.next_tokens).tolist() == [6, 7, 9]
     assert [part.tolist() for part in stream.split(torch.tensor([1, 2, 3]))] == [[1, 2], [3]]
+
+
+def test_rows_are_found_in_logits_of_the_stream_or_of_themselves():
+    stream = pack_stream([torch.tensor([5, 6, 7]), torch.tensor([8, 9])], [2, 1], pad_multiple=4)
+    rows = stream.predicting_rows
+    assert rows.within(torch.zeros(8, 5)) is rows is rows.one_at_least()
+    # A long copy from the host would wait for all that the device was asked for before.
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        found = rows.within(torch.zeros(3, 5, device="meta"))
+    assert found.ranges == (range(3),) and found.index.device.type == "meta"
+    assert not [event.name for event in seen.events() if "copy" in event.name]
+    assert rows.within(torch.zeros(3, 5)).index.tolist() == [0, 1, 2]
 
 
 def test_there_are_logits_of_one_row_where_none_predicts():
