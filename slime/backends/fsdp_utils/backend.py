@@ -70,6 +70,7 @@ from slime.utils.checkpoint_directory import FSDP2, METADATA, iteration_director
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_json_atomically
+from slime.utils.plugin_loader import accepted_keywords
 from slime.utils.process_groups import get_gloo_group, join_world
 from slime.weights.hf_reader import SafetensorsDirectory
 from slime.weights.hf_writer import write_hf_checkpoint
@@ -328,8 +329,7 @@ class FSDPBackend:
     def _put_moments(self, device: torch.device) -> None:
         for state in self.optimizer.state.values():
             # The host waits for none of the copies: memory that they go to is pinned.
-            moments = {name: value for name, value in state.items() if value.ndim}
-            state.update({name: value.to(device, non_blocking=True) for name, value in moments.items()})
+            state.update({name: value.to(device, non_blocking=True) for name, value in state.items() if value.ndim})
         # But for all of them, before it reads what they bring.
         get_accelerator().synchronize()
 
@@ -432,8 +432,7 @@ class FSDPBackend:
 
     def _remembered(self) -> dict[str, torch.Tensor]:
         """What the optimizer remembers of each weight, by names for a checkpoint."""
-        named = self.model.named_parameters()
-        states = ((name, self.optimizer.state.get(parameter, {})) for name, parameter in named)
+        states = ((name, self.optimizer.state.get(weight, {})) for name, weight in self.model.named_parameters())
         return {f"{kind}.{name}": value for name, state in states for kind, value in state.items()}
 
     def _resume(self, directory: Path, stored: dict[str, Any]) -> None:
@@ -466,15 +465,16 @@ class FSDPBackend:
         """Logits [rows, V]. Where attention is transformers' own, rows whose positions start anew are of another sequence."""
         stream, rows = batch.stream, rows_of_logits(self.args, batch.stream)
         attention = {"packed_stream": stream, "stream_kernel": self._kernel} if self._attends_to_streams else {}
-        output = self.model(
+        # Code of a checkpoint's own may know only logits of all rows.
+        chosen = accepted_keywords(type(self.model).forward, {} if rows is None else {"logits_to_keep": rows.index})
+        return self.model(
             input_ids=stream.tokens[None],
             position_ids=stream.position_ids[None],
             attention_mask=None,
             use_cache=False,
-            logits_to_keep=0 if rows is None else rows.index,
             **attention,
-        )
-        return output.logits.squeeze(0)
+            **chosen,
+        ).logits.squeeze(0)
 
 
 def _split_world(size: int, timeout: datetime.timedelta) -> tuple[dist.ProcessGroup, ContextParallel]:

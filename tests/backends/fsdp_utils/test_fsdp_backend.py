@@ -346,6 +346,28 @@ def test_logits_are_made_of_rows_that_predict_a_response_alone(one_rank):
     assert (some, of_none) == (6, 1) and of_own_loss >= 12
 
 
+def test_a_model_that_makes_all_logits_is_not_asked_for_some():
+    """As code of a checkpoint's own, written before transformers' models had the word for it."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from slime.backends.fsdp_utils.backend import FSDPBackend
+    from slime.training.rollout_data import RolloutData
+    from tests.support.models.args import default_args
+
+    class Model:
+        def forward(self, input_ids, position_ids, attention_mask, use_cache):
+            return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 3))
+
+        __call__ = forward
+
+    backend = FSDPBackend(default_args())
+    backend.model, backend._attends_to_streams = Model(), False
+    data = RolloutData({"tokens": [torch.arange(4)], "response_lengths": [2]})
+    assert backend._logits(data.micro_batch([0], pad_multiple=6)).shape == (6, 3)
+
+
 def test_buffers_and_a_tied_head_of_the_checkpoint_are_not_waited_for(tmp_path):
     import torch
     from safetensors.torch import load_file, save_file
