@@ -63,6 +63,8 @@ class _Pass:
 
     stage: Stage = Stage.FALLTHROUGH
     micro_batch: tuple[int, ...] = ()
+    # Whether forward passes leave the records that they take.
+    keeps_records: bool = False
 
 
 @dataclass(eq=False)
@@ -122,14 +124,16 @@ class LayerReplay:
         self.forwards = 0
 
     def _replayed(self) -> torch.Tensor:
-        record = self.records.pop(self.current.micro_batch, None)
+        record = self.records.get(self.current.micro_batch)
         if record is None:
             raise RunError(
                 f"routing replay: layer {self.number} has no record of the micro-batch with the samples at "
                 f"{list(self.current.micro_batch)}; the log-prob pass and training must see the same micro-batches, each once"
             )
-        self.forwards += 1
-        self.awaited.append(record)
+        if not self.current.keeps_records:
+            del self.records[self.current.micro_batch]
+            self.forwards += 1
+            self.awaited.append(record)
         return record
 
     def _repeated(self) -> torch.Tensor:
@@ -187,6 +191,15 @@ class RoutingReplay:
             self._require_used()
         finally:
             self.clear()
+
+    @contextlib.contextmanager
+    def keeping_records(self) -> Iterator[None]:
+        """A pass before a step, over its micro-batches, that takes the records of the step and leaves them."""
+        self._pass.keeps_records = True
+        try:
+            yield
+        finally:
+            self._pass.keeps_records = False
 
     @contextlib.contextmanager
     def forward(self, chunk: int, batch: MicroBatch) -> Iterator[None]:

@@ -158,6 +158,18 @@ def test_a_micro_batch_that_was_not_recorded_is_an_error(replay, batch, scores, 
         ask(replay.layers[0][0], scores)
 
 
+def test_a_pass_before_a_step_takes_the_records_of_the_step_and_leaves_them(replay):
+    layer = replay.layers[0][0]
+    with replay.training():
+        with replay.keeping_records(), replay.forward(0, FIRST):
+            assert ask(layer, NEW)[1].tolist() == [[0, 2], [1, 2]]
+        with replay.forward(0, FIRST):
+            assert ask(layer, NEW)[1].tolist() == [[0, 2], [1, 2]]
+        # By the repetition of the step's own forward pass, the only one that is awaited.
+        assert ask(layer, NEW)[1].tolist() == [[0, 2], [1, 2]]
+    assert not layer.records and not layer.awaited
+
+
 def test_each_record_is_used_once(replay):
     layer = replay.layers[0][0]
     with pytest.raises(RunError, match="no record of the micro-batch"), replay.training():

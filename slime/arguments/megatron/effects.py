@@ -255,8 +255,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("attention_backend", "choosing between attention kernels", works=("auto", "flash")),
     *features("a loss that trains an indexer", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
     *features("training experts so", "overlap_moe_expert_parallel_comm", "moe_latent_size", "moe_apply_probs_on_input"),
-    NotYet("moe_router_load_balancing_type", "that balance of experts", works=("aux_loss", "seq_aux_loss", "none",
-           ["aux_loss", "seq_aux_loss"], ["seq_aux_loss", "aux_loss"])),
     *features("a model of layers that differ", "heterogeneous_block_specs", "is_hybrid_model"),
     # Precision
     *features("training with Transformer Engine's low-precision and fused kernels", "fp8", "fp4", "use_kitchen",

@@ -273,16 +273,11 @@ def routing_replay(args: argparse.Namespace) -> Iterator[Violation]:
         template = "{0}: the model has no experts ({--num-experts}), so there is no routing to replay; drop the flag"
         yield broken(args, template, flag)
         return
-    types = args.moe_router_load_balancing_type
-    found = (
-        (args.loss_type == "sft_loss",
-         "{0} with {--loss-type=}: nobody has chosen experts for these samples before; drop the flag"),
-        (args.moe_router_fusion, "{0}: the kernel of {--moe-router-fusion} chooses experts by itself; drop one of them"),
-        ("sinkhorn" in ([types] if isinstance(types, str) else types or ()),
-         "{0}: {--moe-router-load-balancing-type} sinkhorn assigns experts over all tokens at once, which cannot be replayed; "
-         "give none or aux_loss"),
-    )  # fmt: skip
-    yield from (broken(args, template, flag) for holds, template in found if holds)
+    if args.loss_type == "sft_loss":
+        template = "{0} with {--loss-type=}: nobody has chosen experts for these samples before; drop the flag"
+        yield broken(args, template, flag)
+    if args.moe_router_fusion:
+        yield broken(args, "{0}: the kernel of {--moe-router-fusion} chooses experts by itself; drop one of them", flag)
 
 
 def parameter_patterns(args: argparse.Namespace) -> Iterator[Violation]:

@@ -160,10 +160,7 @@ def experts(args: argparse.Namespace) -> Iterator[Violation]:
     frequency, groups = args.moe_layer_freq, args.moe_router_num_groups
     if isinstance(frequency, list) and args.num_layers and len(frequency) != args.num_layers:
         dense = frequency.count(0)
-        template = (
-            "{--moe-layer-freq} lists {listed} layers, but {--num-layers} is {num_layers}; [0]*{dense}+[1]*{sparse} would "
-            "fit"
-        )
+        template = "{--moe-layer-freq} lists {listed} layers of {--num-layers} {num_layers}; [0]*{dense}+[1]*{sparse} would fit"
         yield broken(args, template, listed=len(frequency), dense=dense, sparse=max(args.num_layers - dense, 0))
     if groups and args.num_experts % groups:
         fitting = hint("--moe-router-num-groups", divisors(args.num_experts))
@@ -171,8 +168,9 @@ def experts(args: argparse.Namespace) -> Iterator[Violation]:
     given = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
     types, weights = (value if isinstance(value, list) else [value] for value in given)
     if len(types) != len(weights):
-        template = "{--moe-router-load-balancing-type=} needs as many {--moe-aux-loss-coeff}, {count} numbers"
-        yield broken(args, template, count=len(types))
+        yield broken(args, "{--moe-router-load-balancing-type=} needs {count} {--moe-aux-loss-coeff}", count=len(types))
+    if len({*types} - {"none"}) < len(types) > 1:
+        yield broken(args, "{--moe-router-load-balancing-type=}: give each kind once, and `none` by itself")
 
 
 def _expert_ranks(args: argparse.Namespace) -> int:
@@ -184,6 +182,9 @@ EXPERT_RULES: tuple[Rule, ...] = where(lambda args: args.num_experts,
         "{--num-experts=} with {--tensor-model-parallel-size=} needs {--sequence-parallel}"),
     refused(lambda args: args.moe_router_topk > args.num_experts, "{--moe-router-topk=} is above {--num-experts=}"),
     experts,
+    refused(lambda args: "sinkhorn" in args.moe_router_load_balancing_type,
+        "{--moe-router-load-balancing-type=}: by sinkhorn the tokens of a stream compete for experts, later ones too, and in "
+        "steps alone; engines and other passes choose for each token, so theirs is another policy; give global_aux_loss"),
     refused(lambda args: args.moe_router_group_topk and not args.moe_router_num_groups,
         "{--moe-router-group-topk=} needs {--moe-router-num-groups}"),
     refused(lambda args: args.moe_router_force_load_balancing and args.use_rollout_routing_replay,

@@ -7,6 +7,11 @@ N experts, which sum to one, and K experts with the largest ones. With the coeff
 
 and a step has the mean of it over its samples, however these are packed. Megatron's own takes all of a stream for one sequence.
 
+The global balancing loss (Qiu et al. 2025, arXiv 2501.11873, section 3) is the same formula with the T tokens of a whole step,
+those of all ranks. A micro-batch has the part of it that is a sum over its own tokens, and needs the f of all. So a step with
+several micro-batches begins with a pass over them in which routers count. Megatron's own takes the mean of the micro-batches
+so far, which depends on how samples are packed and dealt.
+
 Noise on what routers see (Fedus et al. 2021, arXiv 2101.03961, section 2.2) is of training steps alone, and experts that are
 chosen by chance, to measure the speed of an even load, are the same in every pass: log-probs of two passes would else differ.
 
@@ -20,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +44,7 @@ from slime.utils.errors import UserError
 # Megatron-Core's router asks for this name, which only an import of Transformer Engine defines.
 vars(moe_utils).setdefault("te_general_gemm", None)
 _OF_SAMPLES = "seq_aux_loss"
+_OF_STEPS = "global_aux_loss"
 # More than there are ranks.
 _SEEDS_OF_A_LAYER = 2**20
 
@@ -128,10 +134,16 @@ class Router(RouterOfPasses):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        # Megatron's own counts, which nothing here reads.
+        self.global_tokens_per_expert = self.ga_steps = None
         # Of the forward pass under way; None outside of one, where a pass is repeated.
         self.rows_under_way: SampleRows | None = None
         self.repeated_rows: deque[SampleRows] = deque()
         self._rows: SampleRows | None = None
+        # This rank's tokens per expert, float32 [experts], while a pass counts them.
+        self.counts: torch.Tensor | None = None
+        # What a token's score weighs in the loss of the step, float32 [experts]; None: the step's one micro-batch tells.
+        self.step_weights: torch.Tensor | None = None
         # Since they were last taken, by their names: this rank's shares of their sums over micro-batches, without coefficients.
         self.losses: dict[str, torch.Tensor] = {}
 
@@ -145,6 +157,16 @@ class Router(RouterOfPasses):
             self._rows = self.repeated_rows.popleft() if under_way is None else under_way
             if not torch.is_grad_enabled():
                 self.repeated_rows.append(self._rows)
+        if self.counts is not None:
+            padding = None if padding_mask is None else padding_mask.flatten()
+            chosen, _ = moe_utils.compute_routing_scores_for_aux_loss(
+                logits.view(-1, self.num_experts),
+                self.topk,
+                self.score_function,
+                self.config.moe_router_fusion,
+                padding,
+            )
+            self.counts += chosen.sum(0)
         return super().routing(logits, padding_mask)
 
     def _apply_seq_aux_loss(
@@ -155,6 +177,31 @@ class Router(RouterOfPasses):
         coefficient = self.get_aux_loss_coeff(_OF_SAMPLES)
         loss = coefficient * balancing_loss(scores_for_aux_loss, routing_map, self._rows, self.topk, self.tp_cp_group)
         return self.attach_and_log_load_balancing_loss(probs, coefficient, loss, "seq_load_balancing_loss")
+
+    def _apply_global_aux_loss(
+        self, probs: torch.Tensor, scores_for_aux_loss: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        coefficient = self.get_aux_loss_coeff(_OF_STEPS)
+        if coefficient == 0:
+            return probs
+        weights = self.step_weights
+        if weights is None:
+            # A repeated pass counts once more, and comes to the same.
+            weights = self.weights_in_step(routing_map.sum(0, dtype=torch.float32), 1)
+        loss = coefficient * (scores_for_aux_loss * weights).sum()
+        return self.attach_and_log_load_balancing_loss(probs, coefficient, loss, "global_load_balancing_loss")
+
+    def weights_in_step(self, counts: torch.Tensor, micro_batches: int) -> torch.Tensor:
+        """f_i / T of the step for each expert i, times what Megatron divides by: it averages over the micro-batches of a rank
+        and over data-parallel ranks. Collective over the ranks that have tokens of the layer.
+
+        Args:
+            counts: tokens that this rank sends to each expert in the step, float32 [experts]; becomes that of all ranks.
+        """
+        dist.all_reduce(counts, group=self.tp_dp_cp_group)
+        tokens = (counts.sum() / self.topk).clamp(min=1)
+        averaged = micro_batches * parallel_state.get_data_parallel_world_size()
+        return counts * (averaged * self.num_experts / (self.topk * tokens.square()))
 
     def attach_and_log_load_balancing_loss(
         self,
@@ -218,6 +265,60 @@ class PredictionRouter(RouterOfPasses):
         """Counts nothing: experts of equal load keep their biases."""
 
 
+def _asking(model: Sequence[torch.nn.Module], kind: str) -> list[list[Router]]:
+    """Of each chunk the routers whose balancing loss of this kind has a coefficient.
+
+    Raises:
+        UserError: there is one that would compute another loss.
+    """
+    asking = [
+        [module for module in chunk.modules() if isinstance(module, TopKRouter) and module.get_aux_loss_coeff(kind) > 0]
+        for chunk in model
+    ]
+    if any(not isinstance(router, Router | PredictionRouter) for router in itertools.chain(*asking)):
+        raise UserError(
+            f"--moe-router-load-balancing-type {kind}: the model has routers that take all packed samples for one sequence and "
+            "a micro-batch for a step, as Megatron-Core's own do; have --custom-model-provider-path start from "
+            "get_model_provider_func(args), or give aux_loss"
+        )
+    return [[router for router in of_chunk if isinstance(router, Router)] for of_chunk in asking]
+
+
+@contextlib.contextmanager
+def loads_of_step(model: Sequence[torch.nn.Module], micro_batches: int, count: Callable[[], None]) -> Iterator[None]:
+    """In the block, a step, routers know the loads of the whole step, if a balancing loss asks for them. Collective.
+
+    Args:
+        model: the chunks of this rank.
+        micro_batches: of the step; every rank has as many.
+        count: a pass over them without gradient, on all ranks. Of one micro-batch routers need none.
+
+    Raises:
+        UserError: there is a router that would compute another loss.
+    """
+    routers = list(itertools.chain(*_asking(model, _OF_STEPS)))
+    config = model[0].config
+    types, weights = (
+        value if isinstance(value, list) else [value]
+        for value in (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
+    )
+    # All stages of a pipeline take part, those without experts too.
+    counts = micro_batches > 1 and any(
+        kind == _OF_STEPS and weight > 0 for kind, weight in zip(types, weights, strict=True)
+    )
+    try:
+        if counts:
+            for router in routers:
+                router.counts = torch.zeros(router.num_experts, device=get_accelerator().current_device())
+            count()
+            for router in routers:
+                router.step_weights, router.counts = router.weights_in_step(router.counts, micro_batches), None
+        yield
+    finally:
+        for router in routers:
+            router.step_weights = router.counts = None
+
+
 class SampleBalance:
     """Tells the routers of a model, in a step, which samples the rows of a micro-batch are of; where no loss asks, nothing.
 
@@ -226,19 +327,11 @@ class SampleBalance:
         batches: the micro-batches of the step. Collective over the data-parallel ranks.
 
     Raises:
-        UserError: there is a router that would take all of a stream for one sequence.
+        UserError: there is a router that would compute another loss.
     """
 
     def __init__(self, model: Sequence[torch.nn.Module], batches: MicroBatches) -> None:
-        routers = [[module for module in chunk.modules() if isinstance(module, TopKRouter)] for chunk in model]
-        asking = [[router for router in of_chunk if router.get_aux_loss_coeff(_OF_SAMPLES) > 0] for of_chunk in routers]
-        if any(not isinstance(router, Router | PredictionRouter) for router in itertools.chain(*asking)):
-            raise UserError(
-                f"--moe-router-load-balancing-type {_OF_SAMPLES}: the model has routers that take all packed samples for one "
-                "sequence, as Megatron-Core's own do; have --custom-model-provider-path start from "
-                "get_model_provider_func(args), or give aux_loss"
-            )
-        self._routers = [[router for router in of_chunk if isinstance(router, Router)] for of_chunk in asking]
+        self._routers = _asking(model, _OF_SAMPLES)
         if not any(self._routers):
             return
         for router in itertools.chain(*self._routers):

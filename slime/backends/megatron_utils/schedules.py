@@ -28,11 +28,11 @@ from slime.backends.megatron_utils.layer_spec import rotates_by_position
 from slime.backends.megatron_utils.output_rows import logits_of
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.replaying_router import routing_replay_of
-from slime.backends.megatron_utils.routers import SampleBalance
+from slime.backends.megatron_utils.routers import SampleBalance, loads_of_step
 from slime.training.backend import Collect
 from slime.training.columns import IMAGES
 from slime.training.loss import rows_of_logits
-from slime.training.packed_stream import PackedStream
+from slime.training.packed_stream import PackedStream, Rows
 from slime.training.rollout_data import Metrics, MicroBatch
 from slime.training.train_step import MicroBatches
 from slime.utils.errors import UserError
@@ -84,7 +84,21 @@ def forward_backward(
     optimizer.zero_grad()
     before()
     set_schedule_functions(args, model, optimizer)
-    return _run_schedule(args, model, batches, make, forward_only=False)
+    with loads_of_step(model, len(batches), lambda: _count_loads(args, model, batches)):
+        return _run_schedule(args, model, batches, make, forward_only=False)
+
+
+def _count_loads(args: argparse.Namespace, model: list[DistributedDataParallel], batches: MicroBatches) -> None:
+    """A pass over the micro-batches of a step before the step itself, in which routers count, and nothing is collected."""
+
+    def first_row(stream: PackedStream) -> Rows:
+        return Rows.at([range(1)], stream.tokens.device)
+
+    def make(batch: MicroBatch) -> Callable[..., dict[str, list[torch.Tensor]]]:
+        return lambda logits, non_loss_data=True: {}
+
+    with torch.no_grad(), _evaluating(model), routing_replay_of(model).keeping_records():
+        _run_schedule(args, model, batches, make, forward_only=True, rows=first_row)
 
 
 def _run_schedule(
@@ -94,8 +108,12 @@ def _run_schedule(
     make_logits_function: LogitsFunction,
     *,
     forward_only: bool,
+    rows: Callable[[PackedStream], Rows | None] | None = None,
 ) -> list[Any]:
     """One pass.
+
+    Args:
+        rows: of a stream those whose logits are made; None: those that losses and log-probs need.
 
     Returns:
         On the last pipeline stage what the logits functions returned (forward only) or the second part of it (their
@@ -116,7 +134,8 @@ def _run_schedule(
         model_of_stage = unwrap_model(chunk)
         selected = contextlib.nullcontext()
         if model_of_stage.post_process:
-            selected = logits_of(rows_of_logits(args, batch.stream), model_of_stage.output_layer)
+            made = rows_of_logits(args, batch.stream) if rows is None else rows(batch.stream)
+            selected = logits_of(made, model_of_stage.output_layer)
         with replay.forward(number, batch), told, kept, selected:
             output = _forward(chunk, batch)
         return output, make_logits_function(batch)

@@ -254,14 +254,6 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
     [
         ("--loss-type sft_loss", "nobody has chosen experts for these samples before"),
         ("--moe-router-fusion", "the kernel of --moe-router-fusion chooses experts by itself"),
-        (
-            "--moe-router-load-balancing-type sinkhorn",
-            "--moe-router-load-balancing-type sinkhorn assigns experts over all",
-        ),
-        (
-            "--moe-router-load-balancing-type aux_loss sinkhorn --moe-aux-loss-coeff 0.1 0.1",
-            "--moe-router-load-balancing-type sinkhorn assigns experts over all",
-        ),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(tmp_path, words, part):
@@ -272,6 +264,20 @@ def test_what_cannot_be_replayed_is_refused(tmp_path, words, part):
 def test_the_flag_itself_is_no_reason_to_refuse(tmp_path):
     lines = violations(tmp_path, f"{EXPERTS} --use-rollout-routing-replay")
     assert not any("replay" in line for line in lines), "\n".join(lines)
+
+
+@pytest.mark.parametrize("further", ["", "--use-routing-replay", "--loss-type sft_loss"])
+@pytest.mark.parametrize("types", ["sinkhorn", "aux_loss sinkhorn --moe-aux-loss-coeff 0.1 0.1"])
+def test_experts_for_which_tokens_compete_are_refused(tmp_path, types, further):
+    lines = violations(tmp_path, f"{EXPERTS} --moe-router-load-balancing-type {types} {further}")
+    assert any("sinkhorn: by sinkhorn the tokens of a stream compete" in line for line in lines), "\n".join(lines)
+
+
+@pytest.mark.parametrize("types", ["global_aux_loss", "global_aux_loss aux_loss seq_aux_loss"])
+def test_every_other_balance_and_all_of_them_together_are_fine(tmp_path, types):
+    weights = " ".join(["0.1"] * len(types.split()))
+    lines = violations(tmp_path, f"{EXPERTS} --moe-router-load-balancing-type {types} --moe-aux-loss-coeff {weights}")
+    assert not any("balancing" in line or "not built" in line for line in lines), "\n".join(lines)
 
 
 COMPLETE_DELTA = (

@@ -1,9 +1,10 @@
 """What flags of experts do in whole steps: noise and chance in routing, experts filled up to their capacity, shared experts
-that overlap with the others, and losses of routers that are logged."""
+that overlap with the others, and losses of routers, which are logged."""
 
 import contextlib
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +28,7 @@ LOSSES = {
 OF_SAMPLES = {
     "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3, "moe_per_layer_logging": True,
 }  # fmt: skip
+OF_STEPS = {**OF_SAMPLES, "moe_router_load_balancing_type": "global_aux_loss"}
 SPREAD = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2,
           "expert_tensor_parallel_size": 1}  # fmt: skip
 CUT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -248,6 +250,11 @@ def test_losses_of_routers_are_logged_for_every_layer(root):
         "of streams": args_of(root, "qwen2_moe", **LOSSES),
         "recomputed": args_of(root, "qwen2_moe", **LOSSES, **RECOMPUTED),
         "of samples": args_of(root, **OF_SAMPLES),
+        "of steps": args_of(root, "qwen2_moe", **OF_STEPS),
+        "of steps, recomputed": args_of(root, "qwen2_moe", **OF_STEPS, **RECOMPUTED),
+        "of steps, one stream": args_of(
+            root, "qwen2_moe", **OF_STEPS, use_dynamic_batch_size=False, micro_batch_size=9
+        ),
         "silent": args_of(root, **{**OF_SAMPLES, "moe_per_layer_logging": False}),
     }
     (one,) = run_distributed(losses_worker, 1, (cases,))
@@ -264,14 +271,30 @@ def test_losses_of_routers_are_logged_for_every_layer(root):
     assert one["silent"][0] == {} and set(one["of samples"][0]) == {
         f"moe_seq_load_balancing_loss/layer_{number}" for number in range(2)
     }
+    # A pass before the step counts; what is logged is what the step has.
+    logged, calls = one["of steps"]
+    learning = [call for call in calls if call["learns"]]
+    assert len(calls) == 2 * len(learning) and len(learning) > 2
+    expected = balance(torch.cat([call["logits"].view(-1, EXPERTS)[~call["mask"]] for call in learning]))
+    assert logged == {"moe_global_load_balancing_loss/layer_1": pytest.approx(expected, rel=1e-5)}
+    for name in ("of steps, recomputed", "of steps, one stream"):
+        assert one[name][0] == pytest.approx(logged, rel=1e-5), name
+    # One stream counts itself.
+    assert len(one["of steps, one stream"][1]) == 1
     of_streams = {"spread": SPREAD, "pipeline": PIPELINE, "context": CONTEXT, "data": DATA}
-    of_samples = {f"{name}, of samples": sizes for name, sizes in of_streams.items()}
-    cases = {name: args_of(root, "qwen2_moe", **LOSSES, **sizes) for name, sizes in of_streams.items()}
-    cases |= {name: args_of(root, **OF_SAMPLES, **sizes) for name, sizes in of_samples.items()}
+    kinds = {
+        "of streams": ("qwen2_moe", LOSSES),
+        "of samples": ("qwen3_moe", OF_SAMPLES),
+        "of steps": ("qwen2_moe", OF_STEPS),
+    }
+    cases = {
+        (kind, name): args_of(root, model, **flags, **sizes)
+        for kind, (model, flags) in kinds.items()
+        for name, sizes in of_streams.items()
+    }
     for rank in run_distributed(losses_worker, 2, (cases,)):
-        for name in cases:
-            expected = one["of samples" if name in of_samples else "of streams"][0]
-            assert rank[name][0] == pytest.approx(expected, rel=1e-5), name
+        for kind, name in cases:
+            assert rank[kind, name][0] == pytest.approx(one[kind][0], rel=1e-5), (kind, name)
 
 
 def gradients_worker(cases):
@@ -301,3 +324,60 @@ def test_two_balancing_losses_add_up(root):
         streams, samples, both = (found[name][key] - without for name in ("streams", "samples", "both"))
         assert min(streams.abs().max(), samples.abs().max()) > 1e-4
         torch.testing.assert_close(both, streams + samples, rtol=1e-4, atol=1e-6)
+
+
+def last_router_worker(cases):
+    """By case, of the router of the last layer: its weight before a step, its gradient, and what it saw in the step."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    found = {}
+    for name, args in cases.items():
+        run = LayoutRun(args)
+        run.prepare()
+        routers = [module for module in run.model[0].modules() if isinstance(module, TopKRouter)]
+        router = max(routers, key=lambda router: router.layer_number)
+        weight = router.weight.detach().double().clone()
+        with seen_by_routers(run.model) as calls:
+            run.step()
+        seen = [call for call in calls if call["learns"] and call["layer"] == router.layer_number]
+        found[name] = weight, router.weight.main_grad.double().clone(), seen
+    return found
+
+
+def test_the_gradient_of_the_loss_of_a_step_by_hand_in_every_layout(root):
+    """The last router's, whose loss no other weight behind it sees: what the loss adds to the gradient of the policy's."""
+    flags = {"use_distributed_optimizer": False, "clip_grad": 0.0}
+
+    def cases(layouts):
+        return {
+            (name, balanced): args_of(root, **flags, **(OF_STEPS if balanced else {}), **sizes)
+            for name, sizes in layouts.items()
+            for balanced in (False, True)
+        }
+
+    (one,) = run_distributed(last_router_worker, 1, (cases({"one": {}, "recomputed": RECOMPUTED}),))
+    weight, _, calls = one["one", True]
+    rows = torch.cat([call["multiplied"].flatten(0, 1)[~call["mask"]] for call in calls]).double()
+    assert len(calls) > 2
+    weight.requires_grad_()
+    scores = (rows @ weight.T).softmax(-1)
+    chosen = torch.zeros_like(scores).scatter(1, scores.topk(TOPK).indices, 1.0)
+
+    def gradient(loads):
+        loss = OF_STEPS["moe_aux_loss_coeff"] * EXPERTS / TOPK * (loads * scores).sum() / len(scores)
+        return torch.autograd.grad(loss, weight, retain_graph=True)[0]
+
+    expected = gradient(chosen.mean(0))
+    # Not the gradient with the loads of each stream, nor of the streams so far.
+    lengths = [int((~call["mask"]).sum()) for call in calls]
+    of_streams = torch.cat([part.mean(0).expand(len(part), -1) for part in chosen.split(lengths)])
+    so_far = torch.cat([chosen[:end].mean(0).expand(n, -1) for n, end in zip(lengths, np.cumsum(lengths), strict=True)])
+    for other in (of_streams, so_far):
+        assert (gradient(other) - expected).abs().max() > 1e-3 * expected.abs().max() > 1e-6
+    layouts = {"data": DATA, "spread": SPREAD, "cut": CUT, "context": CONTEXT}
+    for found in (one, *run_distributed(last_router_worker, 2, (cases(layouts),))):
+        for name in {name for name, _ in found}:
+            added = found[name, True][1] - found[name, False][1]
+            torch.testing.assert_close(
+                added, expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )

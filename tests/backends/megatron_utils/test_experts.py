@@ -237,6 +237,10 @@ LOSSES = {
     "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.05, **SAME_STREAMS,
 }  # fmt: skip
 OF_SAMPLES = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3}
+OF_STEPS = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.3}
+OF_BOTH = {
+    "moe_router_load_balancing_type": ["global_aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.3, 0.1],
+}  # fmt: skip
 BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 # By name: model, flags, and whether tokens may be divided: how many an expert takes is counted on each rank.
 TRAINED = {
@@ -245,6 +249,8 @@ TRAINED = {
     "losses and biases": (BIASED, {**LOSSES, **BIAS, "moe_router_bias_update_rate": 0.01}, True),
     "losses of samples": ("qwen3_moe", OF_SAMPLES, True),
     "losses of samples, sigmoid": (BIASED, {**OF_SAMPLES, **BIAS, "moe_router_bias_update_rate": 0.0}, True),
+    "losses of steps": ("qwen3_moe", OF_STEPS, True),
+    "losses of steps and samples, sigmoid": (BIASED, {**OF_BOTH, **BIAS, "moe_router_bias_update_rate": 0.0}, True),
     "capacity": ("qwen3_moe", {**SAME_STREAMS, "moe_expert_capacity_factor": 1.0}, False),
 }
 DATA = {"data_parallel_size": 2}
@@ -320,6 +326,8 @@ def test_balancing_losses_and_biases_act(one_rank):
 PACKED = {
     "all together": SAME_STREAMS,
     "each alone": {"use_dynamic_batch_size": False, "micro_batch_size": 1},
+    "one stream": {"use_dynamic_batch_size": False, "micro_batch_size": 9},
+    "one stream, recomputed": {"use_dynamic_batch_size": False, "micro_batch_size": 9, **RECOMPUTED},
     "recomputed": RECOMPUTED,
     "recomputed experts": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
 }
@@ -346,13 +354,14 @@ def test_dispatchers_keep_nothing_of_a_step_however_experts_are_recomputed(model
     assert found == dict.fromkeys(PACKED, [[], []])
 
 
-def test_losses_of_samples_act_and_do_not_depend_on_how_these_are_packed(models, one_rank):
-    model, flags, _ = TRAINED["losses of samples"]
+@pytest.mark.parametrize("losses", ["losses of samples", "losses of steps"])
+def test_losses_of_samples_and_steps_act_and_do_not_depend_on_packing(models, one_rank, losses):
+    model, flags, _ = TRAINED[losses]
     cases = {name: layout_args(models[0] / model, **flags, **packed) for name, packed in PACKED.items()}
     cases["without"] = layout_args(models[0] / model, **flags | {"moe_aux_loss_coeff": 0.0})
     cases["of streams"] = layout_args(models[0] / model, **flags | {"moe_router_load_balancing_type": "aux_loss"})
     (found,) = run_distributed(train, 1, (cases,))
-    one = one_rank["losses of samples", "one"]
+    one = one_rank[losses, "one"]
     for name in PACKED:
         assert_equal_runs([found[name]], one)
     for name in ("without", "of streams"):
@@ -361,7 +370,8 @@ def test_losses_of_samples_act_and_do_not_depend_on_how_these_are_packed(models,
 
 def test_two_ranks_train_as_one(models, one_rank):
     layouts = {name: TRAINED_ON_TWO[name] for name in SHARPEST}
-    assert_trained_like_one(models, one_rank, ["losses and biases", "losses of samples"], 2, layouts)
+    names = ["losses and biases", "losses of samples", "losses of steps"]
+    assert_trained_like_one(models, one_rank, names, 2, layouts)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ MODEL = {
     "use_routing_replay": True, "use_rollout_routing_replay": False, "moves_routers": True,
 }  # fmt: skip
 UNMOVED = {"moves_routers": False}
+BALANCED = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.3}
 ROLLOUT = {"use_rollout_routing_replay": True}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -37,6 +38,9 @@ ONE_RANK = {
     "free": {"use_routing_replay": False},
     "recomputed": RECOMPUTED,
     "recomputed experts": SELECTIVE,
+    "balanced over a step": BALANCED,
+    "balanced over a step, recomputed": {**BALANCED, **RECOMPUTED},
+    "balanced over a step, from rollout": {**BALANCED, **ROLLOUT},
     "unmoved": UNMOVED,
     "unmoved, free": {**UNMOVED, "use_routing_replay": False},
 }
@@ -311,6 +315,16 @@ def test_models_whose_routers_do_not_ask_are_refused(one_rank):
 @pytest.mark.parametrize("case", ["recomputed", "recomputed experts"])
 def test_recomputed_layers_have_the_gradients_of_those_that_are_not(one_rank, case):
     assert_same(one_rank[case], one_rank["recorded"])
+
+
+def test_loads_of_a_step_are_counted_with_the_records_that_the_step_replays(one_rank):
+    """Records are there for the step still, and for its repetition."""
+    balanced = one_rank["balanced over a step"]
+    assert_same(one_rank["balanced over a step, recomputed"], balanced)
+    for kind, plain in (("", "recorded"), (", from rollout", "from rollout")):
+        found, without = one_rank[f"balanced over a step{kind}"], one_rank[plain]
+        assert found["left"] == 0 and found["steps"][0]["loss"] == without["steps"][0]["loss"]
+        assert not math.isclose(found["steps"][0]["grad_norm"], without["steps"][0]["grad_norm"], rel_tol=1e-3)
 
 
 @pytest.mark.parametrize(

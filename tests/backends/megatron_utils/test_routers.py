@@ -1,4 +1,5 @@
-"""A balancing loss of each sample by hand, and which samples the rows of a stream are of. Layouts are in `test_experts`."""
+"""Balancing losses of each sample and of a step by hand, and which samples the rows of a stream are of. Layouts are in
+`test_experts`."""
 
 from types import SimpleNamespace
 
@@ -42,10 +43,25 @@ def test_more_experts_for_each_token_share_its_load():
     torch.testing.assert_close(balancing_loss(torch.full((2, 4), 0.25), chosen, rows, 2, None), torch.tensor(1.0))
 
 
+def test_what_scores_weigh_in_a_step_by_hand(monkeypatch):
+    """Two experts and four tokens, three of them for the first: f = (3/2, 1/2), over T. Megatron divides by three micro-batches
+    and two ranks."""
+    from megatron.core import parallel_state
+
+    from slime.backends.megatron_utils.routers import Router
+
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: 2)
+    router = SimpleNamespace(num_experts=2, topk=1, tp_dp_cp_group=None)
+    weights = Router.weights_in_step(router, torch.tensor([3.0, 1.0]), 3)
+    torch.testing.assert_close(weights, torch.tensor([1.5, 0.5]) / 4 * 6)
+    # Where no rank has a token.
+    assert Router.weights_in_step(router, torch.zeros(2), 3).tolist() == [0, 0]
+
+
 def test_a_router_that_takes_a_stream_for_one_sequence_is_refused():
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from slime.backends.megatron_utils.routers import SampleBalance
+    from slime.backends.megatron_utils.routers import SampleBalance, loads_of_step
 
     router = TopKRouter.__new__(TopKRouter)
     torch.nn.Module.__init__(router)
@@ -57,3 +73,9 @@ def test_a_router_that_takes_a_stream_for_one_sequence_is_refused():
         UserError, match="--moe-router-load-balancing-type seq_aux_loss: .*--custom-model-provider-path"
     ):
         SampleBalance([chunk], batches)
+    router.routing_type = "global_aux_loss"
+    with (
+        pytest.raises(UserError, match="-type global_aux_loss: .*--custom-model-provider-path"),
+        loads_of_step([chunk], 2, lambda: None),
+    ):
+        pass

@@ -339,6 +339,17 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--moe-router-load-balancing-type --moe-aux-loss-coeff", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 0.2",
          "--moe-router-load-balancing-type --moe-aux-loss-coeff", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type aux_loss aux_loss "
+         "--moe-aux-loss-coeff 0.1 0.2",
+         "--moe-router-load-balancing-type", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type global_aux_loss none "
+         "--moe-aux-loss-coeff 0.1 0.2",
+         "--moe-router-load-balancing-type", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type sinkhorn",
+         "--moe-router-load-balancing-type", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type aux_loss sinkhorn "
+         "--moe-aux-loss-coeff 0.1 0.1 --use-routing-replay",
+         "--moe-router-load-balancing-type", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-enable-deepep",
          "--moe-enable-deepep --moe-token-dispatcher-type", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-input-jitter-eps 0.01",
