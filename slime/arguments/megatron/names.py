@@ -314,6 +314,7 @@ MEANINGS: dict[str, str] = {
     "load without a loss",
     "moe_router_bias_update_rate": "how far that bias moves in an optimizer step; 0 freezes it",
     "moe_router_load_balancing_type": "a loss that evens loads: of each stream, sample (seq_) or step (global_); none: no loss",
+    "moe_apply_probs_on_input": "weigh what experts take instead of what they give; for --moe-router-topk 1",
     "moe_aux_loss_coeff": "weight of the balancing loss; 0 switches it off",
     "moe_router_dtype": "dtype of router logits and expert weights; fp32 is what large models need",
     "moe_grouped_gemm": "multiply all experts of a GPU in one kernel",

@@ -347,6 +347,9 @@ WEIGHT_RULES: tuple[Rule, ...] = (
             "{--use-stateless-adam} with {--no-decoupled-weight-decay}: its decay is decoupled; drop one of them"),
         refused(lambda args: not args.no_save_optim,
             "{--use-stateless-adam} has no optimizer state to save: add {--no-save-optim}")),
+    warned(lambda args: args.moe_apply_probs_on_input and args.has_engines,
+        "{--moe-apply-probs-on-input}: engines weigh what experts give; unless theirs is a model of yours that weighs what "
+        "these take, its log-probs are those of another policy"),
     *where(lambda args: args.keep_old_actor and args.loss_type == "policy_loss" and not args.use_rollout_logprobs
            and not args.debug_train_only,
         warned(lambda args: not args.asynchronous,

@@ -185,6 +185,8 @@ EXPERT_RULES: tuple[Rule, ...] = where(lambda args: args.num_experts,
     refused(lambda args: "sinkhorn" in args.moe_router_load_balancing_type,
         "{--moe-router-load-balancing-type=}: by sinkhorn the tokens of a stream compete for experts, later ones too, and in "
         "steps alone; engines and other passes choose for each token, so theirs is another policy; give global_aux_loss"),
+    refused(lambda args: args.moe_apply_probs_on_input and args.moe_router_topk != 1,
+        "{--moe-apply-probs-on-input} needs {--moe-router-topk} 1, not {moe_router_topk}: several experts share an input"),
     refused(lambda args: args.moe_router_group_topk and not args.moe_router_num_groups,
         "{--moe-router-group-topk=} needs {--moe-router-num-groups}"),
     refused(lambda args: args.moe_router_force_load_balancing and args.use_rollout_routing_replay,

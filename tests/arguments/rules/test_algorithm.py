@@ -9,7 +9,7 @@ from slime.arguments.derivation import settle_trackers
 from slime.arguments.rules.algorithm import TRACKER_RULES
 from slime.utils import reward_types
 from slime.utils.errors import UserError
-from tests.support.models.args import command_line, parse, write_rows
+from tests.support.models.args import command_line, parse, write_config, write_rows
 from tests.support.tables.rules import assert_violation, violations
 
 
@@ -278,6 +278,16 @@ def test_every_other_balance_and_all_of_them_together_are_fine(tmp_path, types):
     weights = " ".join(["0.1"] * len(types.split()))
     lines = violations(tmp_path, f"{EXPERTS} --moe-router-load-balancing-type {types} --moe-aux-loss-coeff {weights}")
     assert not any("balancing" in line or "not built" in line for line in lines), "\n".join(lines)
+
+
+@pytest.mark.parametrize(("words", "warned"), [("", True), ("--debug-train-only", False)])
+def test_engines_that_weigh_what_experts_give_are_warned_about(tmp_path, caplog, words, warned):
+    entries = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 64, "norm_topk_prob": False}
+    config = write_config(tmp_path / "experts", model_type="qwen3_moe", **entries)
+    args = parse(tmp_path, "--hf-checkpoint", str(config), "--moe-apply-probs-on-input", *words.split())
+    assert args.moe_apply_probs_on_input
+    told = [line for line in caplog.messages if line.startswith("--moe-apply-probs-on-input: engines weigh")]
+    assert len(told) == warned
 
 
 COMPLETE_DELTA = (

@@ -1,5 +1,5 @@
 """What flags of experts do in whole steps: noise and chance in routing, experts filled up to their capacity, shared experts
-that overlap with the others, and losses of routers, which are logged."""
+that overlap with the others, scores on what experts take, and losses of routers, which are logged."""
 
 import contextlib
 import math
@@ -29,6 +29,7 @@ OF_SAMPLES = {
     "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.3, "moe_per_layer_logging": True,
 }  # fmt: skip
 OF_STEPS = {**OF_SAMPLES, "moe_router_load_balancing_type": "global_aux_loss"}
+ON_INPUTS = {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True}
 SPREAD = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 2,
           "expert_tensor_parallel_size": 1}  # fmt: skip
 CUT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -381,3 +382,40 @@ def test_the_gradient_of_the_loss_of_a_step_by_hand_in_every_layout(root):
             torch.testing.assert_close(
                 added, expected, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+def inputs_worker(args, sequences):
+    """What the experts of the last layer take, and what they give."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from tests.support.processes import megatron_worker as megatron
+
+    (chunk,) = megatron.load_model(args)
+    layer, seen = [module for module in chunk.modules() if isinstance(module, MoELayer)][-1], []
+    layer.register_forward_hook(lambda layer, taken, given: seen.append((taken[0], given[0])))
+    with torch.no_grad():
+        megatron.packed_forward(chunk, sequences)
+    return seen
+
+
+def test_scores_weigh_what_experts_take(root):
+    from safetensors.torch import load_file
+
+    ((taken, given),) = run_distributed(
+        inputs_worker, 1, (args_of(root, **ON_INPUTS), [[1, 5, 9, 3, 2, 77], [4, 100, 8, 90]])
+    )[0]
+    weights = load_file(root / "qwen3_moe" / "model.safetensors")
+
+    def expert(number, row):
+        gate, up, down = (
+            weights[f"model.layers.1.mlp.experts.{number}.{name}_proj.weight"] for name in ("gate", "up", "down")
+        )
+        return down @ (torch.nn.functional.silu(gate @ row) * (up @ row))
+
+    rows = taken.flatten(0, 1)
+    scores, numbers = (rows @ weights["model.layers.1.mlp.gate.weight"].T).softmax(-1).max(-1)
+    assert len(set(numbers.tolist())) > 1 and scores.max() < 0.999
+    of_inputs = torch.stack([expert(i, s * row) for i, s, row in zip(numbers.tolist(), scores, rows, strict=True)])
+    of_outputs = torch.stack([s * expert(i, row) for i, s, row in zip(numbers.tolist(), scores, rows, strict=True)])
+    torch.testing.assert_close(given.flatten(0, 1), of_inputs, rtol=1e-4, atol=1e-5)
+    assert (of_inputs - of_outputs).abs().max() > 1e-2 * of_inputs.abs().max()

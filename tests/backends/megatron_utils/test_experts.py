@@ -251,6 +251,7 @@ TRAINED = {
     "losses of samples, sigmoid": (BIASED, {**OF_SAMPLES, **BIAS, "moe_router_bias_update_rate": 0.0}, True),
     "losses of steps": ("qwen3_moe", OF_STEPS, True),
     "losses of steps and samples, sigmoid": (BIASED, {**OF_BOTH, **BIAS, "moe_router_bias_update_rate": 0.0}, True),
+    "scores on inputs": ("qwen2_moe", {"moe_apply_probs_on_input": True, "moe_router_topk": 1}, True),
     "capacity": ("qwen3_moe", {**SAME_STREAMS, "moe_expert_capacity_factor": 1.0}, False),
 }
 DATA = {"data_parallel_size": 2}
@@ -370,7 +371,7 @@ def test_losses_of_samples_and_steps_act_and_do_not_depend_on_packing(models, on
 
 def test_two_ranks_train_as_one(models, one_rank):
     layouts = {name: TRAINED_ON_TWO[name] for name in SHARPEST}
-    names = ["losses and biases", "losses of samples", "losses of steps"]
+    names = ["losses and biases", "losses of samples", "losses of steps", "scores on inputs"]
     assert_trained_like_one(models, one_rank, names, 2, layouts)
 
 

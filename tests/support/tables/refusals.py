@@ -350,6 +350,9 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type aux_loss sinkhorn "
          "--moe-aux-loss-coeff 0.1 0.1 --use-routing-replay",
          "--moe-router-load-balancing-type", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-apply-probs-on-input",
+         "--moe-apply-probs-on-input --moe-router-topk", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-latent-size 32", "--moe-latent-size", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-enable-deepep",
          "--moe-enable-deepep --moe-token-dispatcher-type", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-input-jitter-eps 0.01",
