@@ -429,6 +429,7 @@ def test_groups_of_attention_lie_within_a_stage(tmp_path):
     words = f"{engine} --sglang-enable-dp-attention --sglang-dp-size"
     args = parse_with_heads(tmp_path, 4, *words.split(), "2", num_experts=4)
     assert (args.sglang_pp_size, args.sglang_dp_size) == (2, 2)
+    assert not any("--sglang-pp-size" in note for note in args.plan_notes)
     with pytest.raises(UserError, match="--sglang-dp-size 4 does not divide the engine's tensor-parallel size 2"):
         parse_with_heads(tmp_path, 4, *words.split(), "4", num_experts=4)
 
