@@ -76,6 +76,8 @@ def state_bytes(args: argparse.Namespace, kernels: Kernels) -> StateBytes:
     if not _updates_weights(args):
         if kernels is not Kernels.TRANSFORMER_ENGINE and args.optimizer == "adam" and moments:
             step += 4  # the root of the second moment, for all parameters at once
+        if kernels is Kernels.TORCH_CUDA and args.optimizer == "sgd" and args.weight_decay:
+            step += 4  # gradients and decay, which SGD adds up for all parameters at once
         if gradient < 4 and weight < 4:
             step += 4  # the main parameters' gradients
     main_parameter = _main_parameter(args) if weight < 4 else 0

@@ -74,8 +74,11 @@ def test_moments_of_other_optimizers():
     muon = state("--optimizer", "muon")
     assert (muon.moments, muon.vocabulary_moments, muon.distributed) == (4, 4, False)
     assert state("--optimizer", "dist_muon").distributed
-    sgd = state("--optimizer", "sgd", "--transformer-impl", "local")
-    assert (sgd.moments, sgd.vocabulary_moments, sgd.step) == (4, 0, 0)
+    sgd = ("--optimizer", "sgd", "--no-use-distributed-optimizer", "--transformer-impl")
+    by_torch = state(*sgd, "local")
+    assert (by_torch.moments, by_torch.vocabulary_moments, by_torch.step) == (4, 0, 4)
+    assert state(*sgd, "local", "--weight-decay", "0").step == state(*sgd, "transformer_engine").step == 0
+    assert state(*sgd, "local", "--sgd-momentum", "0").moments == 0
 
 
 def test_sets_of_weights_in_host_memory():

@@ -183,6 +183,7 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--use-nccl-ub}", _given("nccl_ub"), ("disable_symmetric_registration",)),
     ActsWith("{--use-sharp}", _given("use_sharp"), ("sharp_enabled_group",)),
     ActsWith("{--optimizer} sgd", _is("optimizer", "sgd"), ("sgd_momentum",)),
+    ActsWith("{--optimizer} adam", lambda args: args.optimizer != "sgd", ("adam_beta1", "adam_beta2", "adam_eps")),
     ActsWith("{--optimizer} muon", _is("optimizer", "muon", "dist_muon"), (
         "muon_momentum", "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec",
         "muon_num_ns_steps", "muon_tp_mode", "muon_extra_scale_factor",
@@ -262,7 +263,7 @@ NOT_YET: tuple[NotYet, ...] = (
         "defer_embedding_wgrad_compute", "delay_wgrad_compute", "tp_comm_overlap", "use_te_activation_func"),
     *features("autocast, or batch-invariant kernels, in training", "batch_invariant_mode", "enable_autocast"),
     # Optimizer, memory and checkpoints
-    NotYet("optimizer", "another optimizer than Adam", works=("adam",)),
+    NotYet("optimizer", "another optimizer than Adam and SGD", works=("adam", "sgd")),
     *features("moving activations to the host", "cpu_offloading", "fine_grained_activation_offloading"),
     *features("CUDA graphs in training", "enable_cuda_graph", "external_cuda_graph", cuda_graph_impl="none"),
     *features("another format of checkpoints than torch_dist", "load_main_params_from_ckpt", ckpt_format="torch_dist"),

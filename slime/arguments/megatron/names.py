@@ -346,7 +346,7 @@ MEANINGS: dict[str, str] = {
     "Engine and the extension fused_weight_gradient_mlp_cuda of Apex are installed",
     "deterministic_mode": "only kernels that give the same bits again; slower",
     # Optimizer
-    "optimizer": "which optimizer updates the weights",
+    "optimizer": "which optimizer updates the weights; sgd has the decay of weights in its momentum",
     "adam_beta1": "Adam: decay of the mean of gradients, per optimizer step",
     "adam_beta2": "Adam: decay of the mean of squared gradients, per optimizer step",
     "adam_eps": "Adam: number added to the root of the squared mean",

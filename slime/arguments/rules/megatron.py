@@ -148,6 +148,8 @@ MEMORY_AND_PRECISION_RULES: tuple[Rule, ...] = (
     refused_each(_ON_WEIGHTS, lambda args, asked: asked and (args.optimizer != "adam" or args.use_stateless_adam
                  or not args.use_distributed_optimizer),
         "{0} needs {--optimizer} adam with {--use-distributed-optimizer}, and not {--use-stateless-adam}; drop the former"),
+    refused(lambda args: args.optimizer == "sgd" and args.use_distributed_optimizer,
+        "{--optimizer=}: Megatron distributes the state of Adam alone; give {--no-use-distributed-optimizer}"),
     refused_each(_ON_WEIGHTS, lambda args, asked: asked and args.fp16 and not args.accumulate_allreduce_grads_in_fp32,
         "{0} with {--fp16}: gradients in float16 are not clipped; give {--accumulate-allreduce-grads-in-fp32}"),
     refused_each(("megatron_deepgemm_forward_layers", "megatron_deepgemm_moe_forward_layers"),

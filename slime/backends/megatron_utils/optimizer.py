@@ -207,7 +207,7 @@ def bytes_to_come(optimizer: MegatronOptimizer) -> int:
     """Bytes that the next update takes on the device for what is to be remembered, of parameters that nothing is known of."""
     inner = (part.optimizer for part in parts_of(optimizer) if part.optimizer is not None)
     return sum(
-        _state_bytes(each, parameter)
+        _state_bytes(each, group, parameter)
         for each in inner
         for group in each.param_groups
         for parameter in group["params"]
@@ -215,11 +215,13 @@ def bytes_to_come(optimizer: MegatronOptimizer) -> int:
     )
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> int:
     if isinstance(optimizer, PrecisionAwareAdam):
         return optimizer.state_bytes(parameter)
     if isinstance(optimizer, StatelessAdam) or parameter.device.type != get_accelerator().name:
         return 0
+    if "momentum" in group:
+        return parameter.nbytes if group["momentum"] else 0
     # Transformer Engine's has dtypes of its own, and main parameters of 16-bit ones.
     dtypes = getattr(optimizer, "name_to_dtype_map", {})
     moments = sum(dtypes.get(name, parameter.dtype).itemsize for name in MOMENTS)

@@ -167,7 +167,8 @@ def test_the_critic_has_its_own_training_and_nothing_else(tmp_path):
         ("rotary_base: 77", "role critic: hf_validate_args failed: the flags and"),
         ("fp8_format: e4m3", "role critic: --fp8-format e4m3: training with Transformer Engine's low-precision"),
         ("overlap_param_gather: true", "role critic: --overlap-param-gather: gathering parameters behind the forward pass"),
-        ("optimizer: sgd", "role critic: --optimizer sgd: another optimizer than Adam is not built yet"),
+        ("optimizer: muon", "role critic: --optimizer muon: another optimizer than Adam and SGD is not built yet"),
+        ("optimizer: sgd", "role critic: --optimizer sgd: Megatron distributes the state of Adam alone"),
         ("lr_warmup_iters: 1000", "role critic: --lr-warmup-iters 1000 must be below the 4 optimizer steps"),
         ("min_lr: 1.0", "role critic: --min-lr 1.0 is above --lr 1e-06"),
         ("adam_beta1: 1.5", "role critic: --adam-beta1 1.5: it must be"),
@@ -224,9 +225,9 @@ def test_what_the_run_is_refused_for_is_not_told_of_its_critic_again(tmp_path):
 
 def test_what_a_plan_notes_of_a_critic(tmp_path):
     path = tmp_path / "roles.yaml"
-    path.write_text("megatron: [{role: critic, overrides: {optimizer: sgd}}]\n")
+    path.write_text("megatron: [{role: critic, overrides: {optimizer: muon}}]\n")
     notes = parse(tmp_path, "--advantage-estimator", "ppo", "--megatron-config-path", str(path), "--dry-run").plan_notes
-    assert [note.partition(": another")[0] for note in notes] == [f"{path}:1: role critic: --optimizer sgd"]
+    assert [note.partition(": another")[0] for note in notes] == [f"{path}:1: role critic: --optimizer muon"]
 
 
 def test_paths_of_a_critic_are_absolute_and_may_begin_at_home(tmp_path, monkeypatch):

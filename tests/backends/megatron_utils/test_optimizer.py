@@ -1,6 +1,7 @@
-"""Optimizer and schedule: sharded over ranks they do what torch.optim.AdamW does on one, and they resume."""
+"""Optimizer and schedule: sharded over ranks they do what torch.optim.AdamW does on one, or SGD, and they resume."""
 
 import copy
+import functools
 import math
 from types import SimpleNamespace
 
@@ -37,6 +38,14 @@ SCHEDULE = {
 }
 
 
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.8, "use_distributed_optimizer": False}
+OF_TORCH = {
+    "adam": functools.partial(torch.optim.AdamW, betas=(0.9, 0.98), eps=1e-8),
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.8),
+}
+
+
 def _sequences():
     generator = torch.Generator().manual_seed(3)
     lengths = (16, 40, 8, 24)
@@ -50,12 +59,12 @@ def _learning_rate(step):
     return 1e-4 + (3e-3 - 1e-4) * 0.5 * (1 + math.cos(math.pi * (step - 2) / 8))
 
 
-def _reference(model):
-    """Gradient norms per step and the weights after all steps, by transformers and torch.optim.AdamW."""
+def _reference(model, name="adam"):
+    """Gradient norms per step and the weights after all steps, by transformers and torch.optim."""
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     plain = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-8)
+    optimizer = OF_TORCH[name](groups, lr=0.0)
     sequences = _sequences()
     tokens = sum(len(sequence) - 1 for sequence in sequences)
     norms = []
@@ -144,12 +153,12 @@ def _save_then_load_into_fresh_ones(args, directory, training):
 def _worker(hf_dir, layouts, checkpoint):
     results = []
     for layout in layouts:
-        args = tiny_args(hf_dir, **SCHEDULE, **layout)
+        args = tiny_args(hf_dir, **{**SCHEDULE, **layout})
         training = _start_training(args)
         history = _train(*training, STEPS)
         results.append((history, _export(args, training[0])))
 
-    args = tiny_args(hf_dir, **SCHEDULE, **layouts[-1])
+    args = tiny_args(hf_dir, **{**SCHEDULE, **layouts[-1]})
     training = _start_training(args)
     history = _train(*training, STEPS // 2)
     training = _save_then_load_into_fresh_ones(args, checkpoint, training)
@@ -159,15 +168,16 @@ def _worker(hf_dir, layouts, checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layouts"),
+    ("optimizer", "world_size", "layouts"),
     [
-        (1, [{}]),
-        (2, [{"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"use_distributed_optimizer": False}, {}]),
+        ("adam", 1, [{}]),
+        ("adam", 2, [TENSOR, {"use_distributed_optimizer": False}, {}]),
+        ("sgd", 2, [{**SGD, **TENSOR}, SGD]),
     ],
-    ids=["one rank", "two ranks"],
+    ids=["one rank", "two ranks", "two ranks, SGD"],
 )
-def test_training_equals_adamw_and_resumes_bitwise(tmp_path, world_size, layouts):
-    norms, weights = _reference(write_tiny_model(tmp_path / "hf", vocab_size=VOCABULARY))
+def test_training_equals_that_of_torch_and_resumes_bitwise(tmp_path, optimizer, world_size, layouts):
+    norms, weights = _reference(write_tiny_model(tmp_path / "hf", vocab_size=VOCABULARY), optimizer)
     arguments = (str(tmp_path / "hf"), layouts, str(tmp_path / "checkpoint"))
     for results, resumed in run_distributed(_worker, world_size, arguments):
         for history, trained in results:
@@ -277,6 +287,9 @@ def test_what_an_update_will_take_is_counted_in_the_dtypes_of_each_adam():
     assert of_engine(master_weights=True) == 10 * (2 + 4 + 4)
     assert of_engine(master_weights=True, store_param_remainders=True) == 10 * (2 + 4 + 2)
     assert of_engine({weight: {"exp_avg": weight}}) == 0
+    for momentum, size in ((0.9, 10 * 2), (0.0, 0)):
+        sgd = torch.optim.SGD([weight], lr=1.0, momentum=momentum)
+        assert bytes_to_come(SimpleNamespace(optimizer=sgd)) == size
 
     def of_ours(**settings):
         return bytes_to_come(SimpleNamespace(optimizer=PrecisionAwareAdam([weight], lr=1.0, **settings)))
