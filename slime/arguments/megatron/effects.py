@@ -242,7 +242,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("num_distributed_optimizer_instances", "several distributed optimizers", works=(1,)),
     *features("Megatron's own FSDP", "use_megatron_fsdp", "use_custom_fsdp"),
     NotYet("nccl_ub", "registered communication buffers"),
-    NotYet("ddp_average_in_collective", "averaging gradients inside of the collective"),
     # Shape
     NotYet("transformer_impl", "that layer implementation", works=("transformer_engine", "local")),
     NotYet("position_embedding_type", "another position embedding than RoPE", works=("rope",)),

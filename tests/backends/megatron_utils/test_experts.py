@@ -258,6 +258,7 @@ DATA = {"data_parallel_size": 2}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TRAINED_ON_TWO = {
     "experts": {**DATA, **EXPERTS},
+    "experts, averaged": {**DATA, **EXPERTS, "ddp_average_in_collective": True},
     "cut": TENSOR,
     "whole, spread over the tensor group": {**TENSOR, **EXPERTS, **WHOLE_EXPERTS},
     "whole in the tensor group": {**TENSOR, **WHOLE_EXPERTS},
@@ -267,7 +268,7 @@ TRAINED_ON_TWO = {
     "gathered": {"context_parallel_size": 2, "allgather_cp": True, **EXPERTS},
 }
 # Those of every change: experts spread over data, tensor and context ranks, and in stages that recompute.
-SHARPEST = ("experts", "whole, spread over the tensor group", "recomputed pipeline", "zigzag")
+SHARPEST = ("experts", "experts, averaged", "whole, spread over the tensor group", "recomputed pipeline", "zigzag")
 TRAINED_ON_FOUR = {
     "experts x cut": {**DATA, **TENSOR, **EXPERTS},
     "cut x pipeline, the rest whole": {**DATA, **PIPELINE, "expert_tensor_parallel_size": 2},

@@ -15,6 +15,7 @@ from tests.support.processes.layout_steps import LayoutRun, assert_equal_runs, l
 PIPELINE = {"pipeline_model_parallel_size": 2}
 VIRTUAL = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2}
+DATA = {"data_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 2000}
 EMBEDDINGS = ("tied", "untied")
 EXPERTS = {
@@ -89,6 +90,7 @@ def two_ranks(hf_dirs):
         "token": layout_args(hf_dirs["tied"], **PIPELINE, calculate_per_token_loss=True),
         "virtual": layout_args(hf_dirs["untied"], **VIRTUAL, **OVERLAP),
         "not initialized": layout_args(hf_dirs["untied"], **TENSOR, perform_initialization=False),
+        "averaged": layout_args(hf_dirs["tied"], **DATA, **OVERLAP, ddp_average_in_collective=True),
     }
     layouts = {"one": {"data_parallel_size": 2}, "pipeline": PIPELINE, "virtual": VIRTUAL, "tensor": TENSOR}
     starts = {name: layout_args(hf_dirs["tied"], **layout) for name, layout in layouts.items()}
@@ -112,6 +114,10 @@ def test_l28_virtual_stages_compute_what_one_rank_does(one_rank, two_ranks):
 def test_without_random_weights_the_gradient_norm_still_counts_every_rank(one_rank, two_ranks):
     """`--no-initialization`: the weights come from the checkpoint alone."""
     assert_equal_runs([rank["trained"]["not initialized"] for rank in two_ranks], one_rank["untied"])
+
+
+def test_a_mean_that_the_collective_takes_is_the_one_that_is_taken_before(one_rank, two_ranks):
+    assert_equal_runs([rank["trained"]["averaged"] for rank in two_ranks], one_rank["tied"])
 
 
 @pytest.mark.parametrize("case", ["tied", "untied", "token", "virtual"])
