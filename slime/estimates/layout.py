@@ -33,6 +33,7 @@ class ParallelLayout:
 
     virtual_pipeline: model chunks per pipeline rank (1: not interleaved).
     stages_beside: ranks that follow each other are stages of one pipeline, in place of data-parallel ranks of one stage.
+    optimizers: ranks that hold the same shard of parameters share this many times all of its optimizer state.
 
     Raises:
         UserError: the world cannot be divided into these groups; names the flags.
@@ -47,6 +48,7 @@ class ParallelLayout:
     virtual_pipeline: int = 1
     sequence_parallel: bool = False
     stages_beside: bool = False
+    optimizers: int = 1
 
     def __post_init__(self) -> None:
         dense, experts = self.tensor * self.pipeline * self.context, self.expert_tensor * self.expert * self.pipeline
@@ -70,12 +72,12 @@ class ParallelLayout:
 
     @property
     def dense_replicas(self) -> int:
-        """Ranks that hold the same shard of dense parameters, and share its optimizer state."""
+        """Ranks that hold the same shard of dense parameters."""
         return self.data * self.context
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that hold the same experts, and share their optimizer state."""
+        """Ranks that hold the same experts."""
         return self.world_size // (self.expert_tensor * self.expert * self.pipeline)
 
     def place(self, rank: int) -> RankPlace:

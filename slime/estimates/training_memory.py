@@ -332,7 +332,10 @@ def _optimizer_shard(trained: RankParameters, setup: TrainingSetup) -> float:
 
 def _optimizer_shards(trained: RankParameters, setup: TrainingSetup) -> tuple[float, float]:
     """The same of all but the experts, and of the experts."""
-    return _shares_of_replica(trained, setup) if setup.state.distributed else (trained.dense, trained.routed_experts)
+    if not setup.state.distributed:
+        return trained.dense, trained.routed_experts
+    dense, routed_experts = _shares_of_replica(trained, setup)
+    return dense * setup.layout.optimizers, routed_experts * setup.layout.optimizers
 
 
 def _shares_of_replica(parameters: RankParameters, setup: TrainingSetup) -> tuple[float, float]:
@@ -343,7 +346,7 @@ def _shares_of_replica(parameters: RankParameters, setup: TrainingSetup) -> tupl
 
 def _optimizer_bytes(trained: RankParameters, setup: TrainingSetup) -> float:
     """The optimizer's state, wherever it lives."""
-    replicas = setup.layout.dense_replicas if setup.state.distributed else 1
+    replicas = setup.layout.dense_replicas / setup.layout.optimizers if setup.state.distributed else 1
     vocabulary = (trained.embedding + trained.output_head + trained.norms) / replicas
     return _optimizer_shard(trained, setup) * setup.state.optimizer + vocabulary * setup.state.vocabulary_moments
 

@@ -60,6 +60,7 @@ def parallel_layout(args: argparse.Namespace) -> ParallelLayout:
         virtual_pipeline=args.virtual_pipeline_model_parallel_size or 1,
         sequence_parallel=args.sequence_parallel and tensor > 1,
         stages_beside=args.use_tp_pp_dp_mapping,
+        optimizers=args.num_distributed_optimizer_instances,
     )
 
 

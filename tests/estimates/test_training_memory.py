@@ -61,6 +61,8 @@ def test_optimizer_state_of_experts_is_divided_over_their_own_replicas():
     experts = 4 * 8 // 4 * 3 * 512 * 1024
     dense = memory.weights // 2 - experts
     assert memory.optimizer == 12 * (dense / 8 + experts / 4)
+    twice = training_memory(shape, setup(ParallelLayout(16, tensor=2, expert=4, optimizers=2), 4))[0]
+    assert twice.optimizer == 2 * memory.optimizer
 
 
 def test_parts_of_a_stage_by_hand():

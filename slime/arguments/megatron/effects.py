@@ -174,6 +174,7 @@ ACTS_WITH: tuple[ActsWith, ...] = (
              and args.use_distributed_optimizer, ("ddp_reduce_scatter_with_fp32_accumulation",)),
     ActsWith("{--bf16} or {--fp16}", lambda args: args.bf16 or args.fp16, ("fp32_residual_connection",)),
     ActsWith("{--enable-autocast}", _given("enable_autocast"), ("autocast_dtype",)),
+    ActsWith("{--use-distributed-optimizer}", _given("use_distributed_optimizer"), ("num_distributed_optimizer_instances",)),
     ActsWith("{--overlap-grad-reduce}", _given("overlap_grad_reduce"), ("ddp_bucket_size", "ddp_num_buckets")),
     ActsWith("{--use-megatron-fsdp}", _given("use_megatron_fsdp"), (
         "data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "suggested_communication_unit_size",
@@ -239,7 +240,6 @@ NOT_YET: tuple[NotYet, ...] = (
         "hybrid_context_parallel", cp_comm_type="all_gather"),
     *features("gathering parameters behind the forward pass", "overlap_param_gather",
         "overlap_param_gather_with_optimizer_step", "create_all_gather_group"),
-    NotYet("num_distributed_optimizer_instances", "several distributed optimizers", works=(1,)),
     *features("Megatron's own FSDP", "use_megatron_fsdp", "use_custom_fsdp"),
     NotYet("nccl_ub", "registered communication buffers"),
     # Shape

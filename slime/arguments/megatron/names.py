@@ -73,9 +73,10 @@ BOUNDS: dict[str, Bounds] = {
         "num_query_groups", "kv_channels", "vocab_size", "seq_length", "max_position_embeddings", "train_iters",
         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size", "lr_decay_iters",
-        "lr_wsd_decay_iters", "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "recompute_num_layers",
-        "make_vocab_size_divisible_by", "loss_scale_window", "hysteresis", "ddp_num_buckets", "train_sync_interval",
-        "dist_ckpt_workers", "distributed_timeout_seconds_after_init", "check_weight_hash_across_dp_replicas_interval",
+        "lr_wsd_decay_iters", "num_experts", "moe_ffn_hidden_size", "moe_router_topk", "recompute_num_layers", "hysteresis",
+        "make_vocab_size_divisible_by", "loss_scale_window", "ddp_num_buckets", "train_sync_interval", "dist_ckpt_workers",
+        "distributed_timeout_seconds_after_init", "check_weight_hash_across_dp_replicas_interval",
+        "num_distributed_optimizer_instances",
     ), AT_LEAST_ONE),
     **dict.fromkeys((
         "lr_warmup_iters", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "decoupled_lr",

@@ -7,6 +7,7 @@ build no model, so nothing is asked of them.
 import argparse
 import importlib.util
 import logging
+import math
 import re
 from collections.abc import Iterator
 
@@ -43,12 +44,19 @@ def model_shape(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def parallel_sizes(args: argparse.Namespace) -> Iterator[Violation]:
-    """The expert layout; that of tensor, pipeline and context is checked where the sizes are derived."""
+    """That of experts and of optimizers; that of tensor, pipeline and context is checked where the sizes are derived."""
     experts = args.num_experts
-    if not experts:
-        return
     ep, pp = args.expert_model_parallel_size, args.pipeline_model_parallel_size
     etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    alike = math.gcd(*(args.world_size // (pp * ranks) for ranks in (args.tensor_model_parallel_size, etp * ep)))
+    if alike % args.num_distributed_optimizer_instances:
+        template = (
+            "{--num-distributed-optimizer-instances=} must divide the {alike} ranks that hold the same weights{hint}"
+        )
+        fitting = hint("--num-distributed-optimizer-instances", divisors(alike))
+        yield broken(args, template, alike=alike, hint=fitting)
+    if not experts:
+        return
     if args.world_size % (etp * ep * pp):
         fitting = [n for n in divisors(experts) if args.world_size % (etp * n * pp) == 0]
         template = (
@@ -141,6 +149,10 @@ MEMORY_AND_PRECISION_RULES: tuple[Rule, ...] = (
         "{--grad-reduce-in-bf16} and {--accumulate-allreduce-grads-in-fp32} contradict each other; drop one"),
     refused(lambda args: args.ddp_num_buckets is not None and args.ddp_bucket_size is not None,
         "{--ddp-num-buckets=} and {--ddp-bucket-size=} say the same in two ways; drop one"),
+    refused(lambda args: args.ddp_reduce_scatter_with_fp32_accumulation
+            and (args.ddp_average_in_collective or args.num_distributed_optimizer_instances > 1),
+        "{--ddp-reduce-scatter-with-fp32-accumulation} only sums, and over all ranks: drop it, or "
+        "{--ddp-average-in-collective} and {--num-distributed-optimizer-instances}"),
     refused(lambda args: args.main_grads_dtype == "bf16" and (args.accumulate_allreduce_grads_in_fp32 or not args.bf16),
         "{--main-grads-dtype=} needs {--bf16}, and {--accumulate-allreduce-grads-in-fp32} contradicts it; give fp32"),
     refused(lambda args: args.main_params_dtype == "fp16" and args.params_dtype_name == "float32",

@@ -40,6 +40,9 @@ CONSTANT_LIFTS: dict[str, str] = {
 class _OneStream:
     """The only queue of work on a CPU: what was asked for is done."""
 
+    def __init__(self, device: Any = None) -> None:
+        return
+
     def wait_stream(self, stream: Any) -> None:
         return
 
@@ -56,14 +59,16 @@ def _torch_cuda_lifts() -> dict[str, Any]:
         # (tensor_parallel/random.py). On CPU it is torch's default generator.
         "manual_seed": torch.default_generator.manual_seed,
         "get_rng_state": lambda device="cpu": torch.get_rng_state(),
-        # Assumption: work that may overlap is queued on a stream of its own (transformer/moe/shared_experts.py).
+        # Assumption: work that may overlap is queued on a stream of its own (transformer/moe/shared_experts.py,
+        # distributed/param_and_grad_buffer.py).
         "Stream": _OneStream,
         "current_stream": _OneStream,
+        "default_stream": _OneStream,
     }
 
 
 TORCH_CUDA_LIFTS: tuple[str, ...] = (
-    "current_device", "synchronize", "manual_seed", "get_rng_state", "Stream", "current_stream",
+    "current_device", "synchronize", "manual_seed", "get_rng_state", "Stream", "current_stream", "default_stream",
 )  # fmt: skip
 
 

@@ -157,6 +157,7 @@ def _init_model_parallel(args: Any) -> None:
         context_parallel_size=context,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         nccl_communicator_config_path=args.nccl_communicator_config_path,
         high_priority_stream_groups=args.high_priority_stream_groups or None,

@@ -208,11 +208,13 @@ def test_with_all_lifts_the_wheel_trains_saves_and_loads(errors):
 
 
 # What one rank alone does not need.
-OF_SEVERAL_RANKS = "megatron.core.tensor_parallel.mappings"
+UNEVEN_PARTS = "megatron.core.tensor_parallel.mappings"
+DEFAULT_STREAM = "torch.cuda.default_stream"
+OF_SEVERAL_RANKS = (UNEVEN_PARTS, DEFAULT_STREAM)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lift", [name for name in cpu_runtime.lift_names() if name != OF_SEVERAL_RANKS])
+@pytest.mark.parametrize("lift", [name for name in cpu_runtime.lift_names() if name not in OF_SEVERAL_RANKS])
 def test_the_wheel_fails_without_the_lift(without_each, lift):
     assert without_each[lift] is not None
 
@@ -245,9 +247,25 @@ def test_ranks_may_bring_different_numbers_of_tokens():
     ranks = run_distributed(_gather_uneven_parts, 2, ([],), start_method="spawn")
     assert ranks == [[(whole, part), ([], [])] for part in ([[3.0, 3.0]], [[6.0, 6.0], [6.0, 6.0]])]
     assert all(
-        "size" in error
-        for error in run_distributed(_gather_uneven_parts, 2, ([OF_SEVERAL_RANKS],), start_method="spawn")
+        "size" in error for error in run_distributed(_gather_uneven_parts, 2, ([UNEVEN_PARTS],), start_method="spawn")
     )
+
+
+def _train_with_two_optimizers(hf_dir, left_out):
+    """The error of a step of two ranks with an optimizer each, or None."""
+    cpu_runtime.install(without=frozenset(left_out))
+    options = {"data_parallel_size": 2, "num_distributed_optimizer_instances": 2, "overlap_grad_reduce": True}
+    try:
+        _train(tiny_args(hf_dir, **TRAINING, **options))
+    except (AssertionError, RuntimeError) as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_optimizers_of_parts_of_the_ranks_need_streams(hf_dir):
+    assert run_distributed(_train_with_two_optimizers, 2, (hf_dir, []), start_method="spawn") == [None, None]
+    errors = run_distributed(_train_with_two_optimizers, 2, (hf_dir, [DEFAULT_STREAM]), start_method="spawn")
+    assert all("CUDA" in error for error in errors)
 
 
 def _look_at_torch():

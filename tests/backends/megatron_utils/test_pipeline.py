@@ -16,6 +16,7 @@ PIPELINE = {"pipeline_model_parallel_size": 2}
 VIRTUAL = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2}
 DATA = {"data_parallel_size": 2}
+INSTANCES = {"num_distributed_optimizer_instances": 2}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 2000}
 EMBEDDINGS = ("tied", "untied")
 EXPERTS = {
@@ -90,6 +91,7 @@ def two_ranks(hf_dirs):
         "token": layout_args(hf_dirs["tied"], **PIPELINE, calculate_per_token_loss=True),
         "virtual": layout_args(hf_dirs["untied"], **VIRTUAL, **OVERLAP),
         "not initialized": layout_args(hf_dirs["untied"], **TENSOR, perform_initialization=False),
+        "instances": layout_args(hf_dirs["untied"], **DATA, **OVERLAP, **INSTANCES),
         "averaged": layout_args(hf_dirs["tied"], **DATA, **OVERLAP, ddp_average_in_collective=True),
     }
     layouts = {"one": {"data_parallel_size": 2}, "pipeline": PIPELINE, "virtual": VIRTUAL, "tensor": TENSOR}
@@ -118,6 +120,10 @@ def test_without_random_weights_the_gradient_norm_still_counts_every_rank(one_ra
 
 def test_a_mean_that_the_collective_takes_is_the_one_that_is_taken_before(one_rank, two_ranks):
     assert_equal_runs([rank["trained"]["averaged"] for rank in two_ranks], one_rank["tied"])
+
+
+def test_ranks_that_keep_whole_optimizers_compute_what_one_rank_does(one_rank, two_ranks):
+    assert_equal_runs([rank["trained"]["instances"] for rank in two_ranks], one_rank["untied"])
 
 
 @pytest.mark.parametrize("case", ["tied", "untied", "token", "virtual"])
@@ -178,6 +184,14 @@ GRID = {
     "virtual 2 x tensor 2": {**VIRTUAL, **TENSOR},
     "pipeline 4": {"pipeline_model_parallel_size": 4},
     "pipeline 2 x context 2": {**PIPELINE, "context_parallel_size": 2},
+    "data 4, two optimizers": {**OVERLAP, **INSTANCES, "data_parallel_size": 4},
+    "data 2 x context 2, two optimizers, averaged": {
+        **DATA,
+        **INSTANCES,
+        "context_parallel_size": 2,
+        "ddp_average_in_collective": True,
+    },
+    "pipeline 2 x data 2, two optimizers": {**PIPELINE, **DATA, **INSTANCES},
 }
 
 

@@ -29,6 +29,7 @@ CASES = {
     "bf16, data": {**BFLOAT16, **DATA},
     "fp16, tensor": {**FLOAT16, **TENSOR},
     "bf16, critic, pipeline, plain optimizer": {**BFLOAT16, **PIPELINE, **CRITIC, **PLAIN},
+    "bf16, two optimizers": {**BFLOAT16, **DATA, "num_distributed_optimizer_instances": 2},
     "bf16, data, stateless": {**BFLOAT16, **DATA, **STATELESS},
     "fp16, pipeline, stateless, plain optimizer": {**FLOAT16, **PIPELINE, **STATELESS, **PLAIN},
     "bf16, data, narrow": {**BFLOAT16, **DATA, **NARROW},
