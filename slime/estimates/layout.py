@@ -111,12 +111,15 @@ _COUNTED = "--account-for-embedding-in-pipeline-split / --account-for-loss-in-pi
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """One stage. `chunks[c]`: decoder layers of its model chunk c, counted from 0 over the whole model."""
+    """One stage. `chunks[c]`: decoder layers of its model chunk c, counted from 0 over the whole model. `predicts`: it has the
+    layers of multi-token prediction, if the model has such, and then its last norm. `passes_on`: it comes behind that one."""
 
     index: int
     chunks: tuple[tuple[int, ...], ...]
     is_first: bool
     is_last: bool
+    predicts: bool
+    passes_on: bool
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -166,7 +169,14 @@ def split_as_laid_out(layout: str, pipeline: int) -> tuple[PipelineStage, ...]:
     With more of them than pipeline ranks, the ranks take turns: virtual stages.
     """
     sizes = [part.count("t") for part in parts_of_layout(layout)]
-    return _numbered([sizes[stage::pipeline] for stage in range(pipeline)])
+    predicting = stage_of_predictions(layout, pipeline)
+    return _numbered([sizes[stage::pipeline] for stage in range(pipeline)], predicting)
+
+
+def stage_of_predictions(layout: str | None, pipeline: int) -> int:
+    """The stage, counted from 0, that has the layers of multi-token prediction: the last one, if the layout says nothing."""
+    of_them = [index for index, part in enumerate(parts_of_layout(layout or "")) if "m" in part]
+    return (of_them[0] if of_them else -1) % pipeline
 
 
 def parts_of_layout(layout: str) -> list[str]:
@@ -181,7 +191,7 @@ def parts_of_layout(layout: str) -> list[str]:
     return text.split("|")
 
 
-def _numbered(sizes: list[list[int]]) -> tuple[PipelineStage, ...]:
+def _numbered(sizes: list[list[int]], predicting: int | None = None) -> tuple[PipelineStage, ...]:
     """`sizes[stage][chunk]` layers, counted through the first chunks of all stages, then the second ones, and so on."""
     chunks: list[list[tuple[int, ...]]] = [[] for _ in sizes]
     start = 0
@@ -190,8 +200,9 @@ def _numbered(sizes: list[list[int]]) -> tuple[PipelineStage, ...]:
             chunks[stage].append(tuple(range(start, start + of_stage[chunk])))
             start += of_stage[chunk]
     last = len(sizes) - 1
+    predicting = last if predicting is None else predicting
     return tuple(
-        PipelineStage(index=stage, chunks=tuple(chunks[stage]), is_first=stage == 0, is_last=stage == last)
+        PipelineStage(stage, tuple(chunks[stage]), stage == 0, stage == last, stage == predicting, stage > predicting)
         for stage in range(len(sizes))
     )
 

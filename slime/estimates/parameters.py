@@ -244,7 +244,9 @@ def rank_parameters(
         counts: of the padded vocabulary; of the whole model, or what is trained of it.
     """
     layers = [counts.layers[index] for index in stage.layers]
-    mtp = counts.mtp if stage.is_last else ()
+    mtp = counts.mtp if stage.predicts else ()
+    # A layout may have a place for layers of multi-token prediction that the model, a critic's, has not.
+    has_norm = stage.predicts if shape.mtp_num_layers else stage.is_last
     layers += [prediction.layer for prediction in mtp]
     per_layer = [_of_layer(layer, layout) for layer in layers]
     vocabulary = counts.embedding // layout.tensor
@@ -263,7 +265,7 @@ def rank_parameters(
         shared_experts=sums.shared_experts,
         routed_experts=sums.routed_experts,
         router=sums.router,
-        norms=sums.norms + (counts.final_norm if stage.is_last else 0) + sum(prediction.norms for prediction in mtp),
+        norms=sums.norms + (counts.final_norm if has_norm else 0) + sum(prediction.norms for prediction in mtp),
     )
 
 

@@ -253,9 +253,10 @@ def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSet
 
 
 def _borrowed_embedding(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> int:
-    """Bytes of the first stage's embedding, of which the last one gets a copy for a step that trains layers of multi-token
-    prediction. Where weights are tied it has one."""
-    if not setup.predictions or not stage.is_last or stage.is_first or shape.tied_embeddings:
+    """Bytes of the first stage's embedding, of which the stage of multi-token prediction gets a copy for a step that trains its
+    layers. Where weights are tied the last one has one."""
+    has_one = stage.is_first or stage.is_last and shape.tied_embeddings
+    if not setup.predictions or not stage.predicts or has_one:
         return 0
     return counts.embedding // setup.layout.tensor * setup.state.weight
 
@@ -369,7 +370,7 @@ def _computing(
         residual_bytes=setup.residual_bytes,
     )
     tokens = setup.stream_tokens
-    chunks = [*stage.chunks, *([(-1,)] * setup.predictions if stage.is_last else [])]
+    chunks = [*stage.chunks, *([(-1,)] * setup.predictions if stage.predicts else [])]
     in_flight = chunks_in_flight(setup.layout, stage.index, setup.micro_batches, setup.microbatch_group)
     whole = min(setup.kept_whole / setup.layout.virtual_pipeline, in_flight)
     kept = kept_of_chunks(model, chunks) * (in_flight - whole)
@@ -380,6 +381,9 @@ def _computing(
         # The final norm, whose output is what the head multiplies, and its input. A value head multiplies in float32.
         width = shape.hidden_size / (setup.layout.tensor if setup.layout.sequence_parallel else 1)
         head = (4 * width if shape.value_head else model.norm(width)) + model.hidden
+    if stage.passes_on:
+        # Each prediction layer's hidden states lie behind the model's.
+        kept += setup.predictions * model.hidden * in_flight
     # Sequence parallelism gathers into one buffer that stays.
     gathered = model.bytes * shape.hidden_size if setup.layout.sequence_parallel and setup.layout.tensor > 1 else 0
     base = replace(base, buffers=base.buffers + round(tokens * gathered))

@@ -10,6 +10,7 @@ from slime.estimates.layout import (
     parts_of_layout,
     split_as_laid_out,
     split_into_stages,
+    stage_of_predictions,
 )
 from slime.utils.errors import UserError
 
@@ -194,3 +195,16 @@ def test_stages_hold_what_a_layout_says(layout, chunks):
     stages = split_as_laid_out(layout, 3)
     assert [stage.chunks for stage in stages] == chunks
     assert [(stage.is_first, stage.is_last) for stage in stages] == [(True, False), (False, False), (False, True)]
+    assert [(stage.predicts, stage.passes_on) for stage in stages] == [(False, False), (False, False), (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage"),
+    [("Et|ttt|mL", 2), ("Ett|ttm*2|L", 1), ("Ettttm||L", 0), ("E|tt|t|t|m|L", 1), ("Et|ttt|L", 2), (None, 2)],
+)
+def test_layers_of_multi_token_prediction_are_where_a_layout_has_them(layout, stage):
+    assert stage_of_predictions(layout, 3) == stage
+    if layout is not None:
+        stages = split_as_laid_out(layout, 3)
+        assert [index for index, one in enumerate(stages) if one.predicts] == [stage]
+        assert [index for index, one in enumerate(stages) if one.passes_on] == list(range(stage + 1, 3))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.estimates.layout import ParallelLayout, split_into_stages
+from slime.estimates.layout import ParallelLayout, split_as_laid_out, split_into_stages
 from slime.estimates.parameters import LayerParameters, count_parameters, rank_parameters
 from slime.estimates.shape import IndexerShape, LinearAttentionShape, MlaShape, ModelShape, MoeShape
 from slime.models.shape_of_flags import model_shape_from_args
@@ -230,6 +230,23 @@ def test_layers_of_multi_token_prediction_lie_last_and_bring_no_embedding(tied):
     held = per_stage(ModelShape(**SIZES, mtp_num_layers=1, tied_embeddings=tied), ParallelLayout(2, pipeline=2))
     assert (held[1].embedding, held[1].output_head) == (0, 256)
     assert held[1].dense_mlp - held[0].dense_mlp == 3 * 8 * 16 + 2 * 8 * 8
+
+
+def test_layers_of_multi_token_prediction_before_the_last_stage_have_the_last_norm_beside_them():
+    shape, layout = ModelShape(**SIZES, mtp_num_layers=1), ParallelLayout(3, pipeline=3)
+    counts = count_parameters(shape, padded_vocabulary=True)
+
+    def stages_of(shape, counts):
+        return [rank_parameters(shape, counts, layout, stage) for stage in split_as_laid_out("Ett|ttm|L", 3)]
+
+    first, middle, last = stages_of(shape, counts)
+    assert last.total == last.output_head == 256
+    assert middle.total - first.total + first.embedding == counts.mtp[0].total + counts.final_norm
+    # A critic has none of them, and the norm where its values are made.
+    *_, last = stages_of(
+        dataclasses.replace(shape, mtp_num_layers=0, value_head=True), dataclasses.replace(counts, mtp=())
+    )
+    assert last.norms == counts.final_norm
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from slime.estimates.activations import Kernels, Recompute
-from slime.estimates.layout import ParallelLayout, split_into_stages
+from slime.estimates.layout import ParallelLayout, split_as_laid_out, split_into_stages
 from slime.estimates.parameters import count_parameters
 from slime.estimates.shape import IndexerShape, MlaShape, ModelShape, MoeShape
 from slime.estimates.training_memory import (
@@ -231,6 +231,23 @@ def test_a_last_stage_that_trains_prediction_layers_gets_a_copy_of_the_embedding
     first, last = training_memory(shape, setup(layout, 4, predictions=1))
     assert (first.buffers, last.buffers) == (0, 0 if tied else 1024 // 2 * 512 * 2)
     assert [memory.buffers for memory in training_memory(shape, setup(layout, 4))] == [0, 0]
+
+
+def test_prediction_layers_before_the_last_stage_send_it_their_states():
+    """It alone has the logits; the stage with the layers has the copy of the embedding, tied or not."""
+    shape = ModelShape(4, 512, 1536, 8, 4, 64, 2**16, 2**16, mtp_num_layers=1, tied_embeddings=True)
+    given = setup(ParallelLayout(3, pipeline=3), 3, predictions=1, stream_tokens=1000, recompute=Recompute())
+
+    def memories(layout, **changes):
+        return training_memory(shape, dataclasses.replace(given, stages=split_as_laid_out(layout, 3), **changes))
+
+    _, middle, last = memories("Ett|ttm|L")
+    _, without, beside = memories("Ett|tt|mL")
+    assert (middle.buffers, without.buffers, last.buffers, beside.buffers) == (2**16 * 512 * 2, 0, 0, 0)
+    assert middle.weights > without.weights and middle.activations > without.activations
+    assert last.logits == beside.logits > 0 and beside.activations > last.activations
+    *_, plain = memories("Ett|ttm|L", predictions=0)
+    assert last.activations - plain.activations == 1000 * 2 * 512
 
 
 def test_an_indexer_has_weights_alone():

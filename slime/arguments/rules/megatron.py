@@ -342,27 +342,24 @@ def _has_layout(args: argparse.Namespace) -> bool:
 def pipeline_layout(args: argparse.Namespace) -> Iterator[Violation]:
     if not _has_layout(args):
         return
-    layout, stages = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
-    parts = parts_of_layout(layout)
-    unknown = sorted(set("".join(parts)) - set("EtmL"))
-    if unknown:
-        template = (
-            "{--pipeline-model-parallel-layout=}: {letter} means nothing; E stands for the embedding, t for a layer, L for the "
-            "loss, | ends a stage, and (t|)*4 repeats"
-        )
-        yield broken(args, template, letter=repr(unknown[0]))
-        return
-    if len(parts) % stages:
-        template = (
-            "{--pipeline-model-parallel-layout=} has {count} stages, no multiple of {--pipeline-model-parallel-size=}"
-        )
-        yield broken(args, template, count=len(parts))
-    layers = sum(part.count("t") for part in parts)
-    if args.num_layers and layers != args.num_layers:
-        template = "{--pipeline-model-parallel-layout=} has {layers} layers, but {--num-layers} is {num_layers}"
-        yield broken(args, template, layers=layers)
-    if not re.fullmatch("E[tm|]*L", "|".join(parts)):
-        yield broken(args, "{--pipeline-model-parallel-layout=} must begin with its one E and end with its one L")
+    parts, stages = parts_of_layout(args.pipeline_model_parallel_layout), args.pipeline_model_parallel_size
+    layout, given = "|".join(parts), args.mtp_num_layers or 0
+    unknown, layers, predictions = sorted(set(layout) - set("EtmL|")), layout.count("t"), layout.count("m")
+    # What the chunks behind prediction layers send is longer; in another round than the last these would be earlier ones too.
+    in_place = re.fullmatch("[^m]*m*[|L]*", layout) and predictions == "".join(parts[-stages:]).count("m")
+    problems = (
+        (unknown, ": {letter} means nothing; E stands for the embedding, t for a layer, m for one of {--mtp-num-layers}, L for "
+         "the loss, | ends a stage, and (t|)*4 repeats"),
+        (len(parts) % stages, " has {count} stages, no multiple of {--pipeline-model-parallel-size=}"),
+        (args.num_layers and layers != args.num_layers, " has {layers} layers, but {--num-layers} is {num_layers}"),
+        (not re.fullmatch("E[tm|]*L", layout), " must begin with its one E and end with its one L"),
+        (predictions not in (0, given), " has {predictions} m, but {--mtp-num-layers} is {given}"),
+        (not in_place, ": all m stand together, behind every t and in one of the last {stages} stages"),
+    )  # fmt: skip
+    values = {"letter": repr(unknown[0]) if unknown else "", "count": len(parts), "layers": layers, "stages": stages}
+    for text in [text for is_so, text in problems if is_so][: 1 if unknown else None]:
+        template = "{--pipeline-model-parallel-layout=}" + text
+        yield broken(args, template, **values, predictions=predictions, given=given)
 
 
 def phases(args: argparse.Namespace) -> Iterator[Violation]:

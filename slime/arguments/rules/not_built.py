@@ -78,26 +78,6 @@ def layers(args: argparse.Namespace) -> Iterator[Violation]:
         )
 
 
-def prediction_layers(args: argparse.Namespace) -> Iterator[Violation]:
-    if not args.has_trainer:
-        return
-    layout = args.pipeline_model_parallel_layout
-    if layout is not None and "m" in layout:
-        yield broken(
-            args,
-            "{--pipeline-model-parallel-layout=}: m, another place for prediction layers than the last stage, is not built "
-            "yet; leave m out",
-        )
-    without = {family.layer_spec for family in FAMILIES.values() if family.predictions is None}
-    if args.mtp_num_layers and args.spec and ".".join(args.spec) in without:
-        yield broken(
-            args,
-            "{--mtp-num-layers=} with {--spec} {spec}: prediction layers like those of this family are not built yet; drop "
-            "{--mtp-num-layers}",
-            spec=" ".join(args.spec),
-        )
-
-
 def built_family(args: argparse.Namespace) -> Iterator[Violation]:
     if args.model_name is None or not args.has_trainer:
         return
@@ -108,8 +88,13 @@ def built_family(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, template, name=name, built=" or ".join(TRAINED_MODEL_TYPES))
 
 
+_WITHOUT_PREDICTIONS = {family.layer_spec for family in FAMILIES.values() if family.predictions is None}
+
 NOT_BUILT_RULES: tuple[Rule, ...] = (
-    layers, prediction_layers, built_family, not_yet_violations,
+    layers, built_family, not_yet_violations,
+    refused(lambda args: args.has_trainer and args.mtp_num_layers and args.spec and ".".join(args.spec) in _WITHOUT_PREDICTIONS,
+        "{--mtp-num-layers=} with {--spec=}: prediction layers like those of this family are not built yet; drop "
+        "{--mtp-num-layers}"),
     refused(lambda args: bool(args.multimodal_keys) and args.has_trainer and args.custom_model_provider_path is None,
         "{--multimodal-keys}: this model is trained on text; for Qwen3.5 give {--custom-model-provider-path} slime_plugins."
         "models.qwen3_5_vl.get_qwen3_5_vl_model_provider, else {--debug-rollout-only}, or images in sets of {--eval-config}"),

@@ -120,9 +120,10 @@ class MegatronBackend:
         from slime.backends.megatron_utils.routers import take_losses
         from slime.backends.megatron_utils.schedules import forward_backward
 
-        prediction = None
+        prediction, during = None, contextlib.nullcontext
         if trains_prediction_layers(self.args):
-            prediction = PredictionStep(self.args, self.model, batches.samples, denominator).loss
+            own = PredictionStep(self.args, self.model, batches.samples, denominator)
+            prediction, during = own.loss, own.forward
         # Megatron moves them with the reduction of gradients, before anybody asks whether the step counts.
         biases = [(bias, bias.clone()) for chunk in self.model for _, bias in named_expert_biases(chunk)]
         metrics = forward_backward(
@@ -133,6 +134,7 @@ class MegatronBackend:
             lambda batch, logits: loss(batch, logits, prediction),
             denominator,
             before=lambda: self._call_step_hook(*place),
+            during=during,
         )
         self.housekeeping.before_update()
         learning_rates = [group["lr"] for group in self.optimizer.param_groups]

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -64,26 +65,30 @@ def get_decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=not is_local, normalization=config.normalization, vp_stage=vp_stage
     )
-    block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
-    for layer in block.layer_specs:
-        if layer.submodules.mlp.module is MoELayer:
-            layer.submodules.mlp.submodules.router = Router
-        put = _with_own_parts if is_local else _with_own_attention
-        put(layer, config)
+    block.layer_specs = [_among_experts(layer, config, Router) for layer in block.layer_specs]
     if is_local:
         block.layer_norm = RMSNorm
     return block
 
 
-def get_prediction_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> ModuleSpec:
-    """The spec of a layer for multi-token prediction: inside it is like the last decoder layer."""
+def _among_experts(layer: ModuleSpec, config: TransformerConfig, router: type[nn.Module]) -> ModuleSpec:
+    """A copy of Megatron's spec of a layer of a model with experts, with our parts and this router."""
+    layer = copy.deepcopy(layer)
+    if layer.submodules.mlp.module is MoELayer:
+        layer.submodules.mlp.submodules.router = router
+    return (_with_own_parts if config.transformer_impl == "local" else _with_own_attention)(layer, config)
+
+
+def get_prediction_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """The spec of a layer for multi-token prediction: inside it is like the last decoder layer, on whichever stage that is."""
     is_local = config.transformer_impl == "local"
     if config.num_moe_experts is None:
         layer = (_local_layer_spec if is_local else _engine_layer_spec)(config)
     else:
-        layer = get_decoder_spec(config, vp_stage).layer_specs[-1]
-        if layer.submodules.mlp.module is MoELayer:
-            layer.submodules.mlp.submodules.router = PredictionRouter
+        layers = get_gpt_decoder_layer_specs(
+            config, use_transformer_engine=not is_local, normalization=config.normalization
+        )
+        layer = _among_experts(layers[-1], config, PredictionRouter)
     spec = get_mtp_layer_spec(layer, use_transformer_engine=not is_local)
     if is_local:
         spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RMSNorm

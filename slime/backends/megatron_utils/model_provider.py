@@ -46,6 +46,7 @@ from slime.backends.megatron_utils.parameter_names import EMBEDDING, global_name
 from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
 from slime.backends.megatron_utils.prediction_layers import put_prediction_layers
 from slime.backends.megatron_utils.value_head import put_value_head
+from slime.estimates.layout import parts_of_layout
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import accepted_keywords, calling_user_code, load_function, parameters_of
@@ -136,7 +137,11 @@ def _model_fields(args: Any) -> dict[str, Any]:
 def _pipeline_fields(args: Any) -> dict[str, Any]:
     pipelined = args.pipeline_model_parallel_size > 1
     interleaved = virtual_stages(args) > 1
+    layout = args.pipeline_model_parallel_layout
     return {
+        # The model itself has no layers for multi-token prediction; a stage of nothing else is empty for Megatron.
+        "pipeline_model_parallel_layout": layout
+        and "|".join(part.replace("m", "") for part in parts_of_layout(layout)),
         # Only the interleaved schedule can overlap messages with computation, and it must: with both directions in one
         # batch of messages, Gloo hands a stage the message that was meant for its other chunk.
         "overlap_p2p_comm": interleaved,
@@ -344,8 +349,7 @@ def _complete(args: Any, model: GPTModel, vp_stage: int | None) -> GPTModel:
     if model.post_process and args.padded_vocab_size > args.vocab_size:
         # A provider that starts from ours has it already; twice is as once.
         _mask_vocabulary_padding(model.output_layer, args)
-    if not hasattr(model, "mtp"):
-        put_prediction_layers(args, model, vp_stage)
+    put_prediction_layers(args, model, vp_stage)
     return model
 
 

@@ -1,10 +1,14 @@
-"""Layers for multi-token prediction on the last pipeline stage, beside a model that knows nothing of them.
+"""Layers for multi-token prediction, on the last pipeline stage or before it, beside a model that knows nothing of them.
 
 They are Megatron's (`MultiTokenPredictionBlock`), under the names that its checkpoints have: `mtp.layers.{i}`. What Megatron's
 `GPTModel` would do with them is not used: it runs them in every pass, trains the embeddings and the whole model by their loss,
 and averages that per micro-batch. Here the model stays as it is, in every pass and for the critic. In a training pass its last
 hidden states are remembered, and the layers run on them as constants, with constant embeddings and output weights. So nothing
 but the layers learns from their loss.
+
+A pipeline's layout may have them on an earlier stage, behind all layers of the decoder. Its final norm is then there too. In
+a training pass what that stage sends on is the model's last hidden states and, behind their rows, those of each prediction
+layer; the last stage takes them apart and makes the logits of all.
 
 The model's own logits at position t of a sequence predict token t + 1. Prediction layer i = 1, 2, … has at position t the
 state of the layer before it (of the model itself, for the first) and the embedding of token t + i, and predicts token
@@ -20,6 +24,8 @@ same number.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,12 +41,14 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
 )
+from megatron.core.transformer.spec_utils import build_module
 
 from slime.algorithms.reduction import masked_sum
 from slime.arguments.config_files.role_config import ACTOR
 from slime.backends.megatron_utils.layer_spec import get_prediction_layer_spec
 from slime.backends.megatron_utils.output_rows import logits_of
 from slime.backends.megatron_utils.parameter_names import unwrap_model
+from slime.estimates.layout import stage_of_predictions
 from slime.training.log_probs import calculate_log_probs_and_entropy
 from slime.training.metric_reduction import all_reduce_sum
 from slime.training.packed_stream import PackedStream
@@ -87,11 +95,51 @@ def trains_prediction_layers(args: Any) -> bool:
     return has_prediction_layers(args) and args.enable_mtp_training
 
 
+def stage_apart(args: Any) -> int | None:
+    """The pipeline stage of the layers where it is another than that of the output layer, counted from 0."""
+    stages = args.pipeline_model_parallel_size
+    stage = stage_of_predictions(args.pipeline_model_parallel_layout, stages)
+    return stage if has_prediction_layers(args) and stage < stages - 1 else None
+
+
 def put_prediction_layers(args: Any, model: GPTModel, vp_stage: int | None) -> None:
-    """Give a bare model chunk the layers, as `model.mtp`, if it is the one that has the output layer."""
-    if not (has_prediction_layers(args) and model.post_process):
+    """Give a bare model chunk the layers, as `model.mtp`, if it is the one that shall have them, and have it send or take what
+    they make where another one has the output layer. Again it does nothing."""
+    if not has_prediction_layers(args) or hasattr(model, "mtp") or hasattr(model, "predicted"):
         return
-    spec = get_prediction_layer_spec(model.config, vp_stage)
+    model.predicted = None
+    apart, is_last_chunk = stage_apart(args), vp_stage in (None, (args.virtual_pipeline_model_parallel_size or 1) - 1)
+    if apart is None and model.post_process:
+        _build_layers(args, model, vp_stage)
+        if trains_prediction_layers(args):
+            model.decoder.register_forward_hook(functools.partial(_remember, model), with_kwargs=True)
+    elif apart is not None and model.post_process:
+        model.decoder.final_layernorm = None
+        model.decoder.register_forward_hook(functools.partial(_take_apart, model, _sent_states(args)))
+    elif apart == parallel_state.get_pipeline_model_parallel_rank() and is_last_chunk:
+        decoder, config = model.decoder, model.config
+        decoder.final_layernorm = build_module(
+            decoder.submodules.layer_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+        )
+        _build_layers(args, model, vp_stage)
+        model.decoder.register_forward_hook(
+            functools.partial(_predict_and_join, model, _sent_states(args)), with_kwargs=True
+        )
+
+
+def _sent_states(args: Any) -> int:
+    return args.mtp_num_layers if trains_prediction_layers(args) else 0
+
+
+def messages_with_states(args: Any) -> tuple[int, int]:
+    """(stage, number): what this stage and those behind it send in a training pass has so many hidden states beside the
+    model's. The number is 0 where the layers are on the last stage, or not trained."""
+    apart = stage_apart(args)
+    return (0, 0) if apart is None else (apart, _sent_states(args))
+
+
+def _build_layers(args: Any, model: GPTModel, vp_stage: int | None) -> None:
+    spec = get_prediction_layer_spec(model.config)
     # A family whose layers are its own has a function for these beside that of its decoder.
     file, module, _ = split_path(".".join(args.spec or ()))
     of_family = args.spec and getattr(load_module(file or module, "--spec"), "prediction_layer_spec", None)
@@ -100,14 +148,40 @@ def put_prediction_layers(args: Any, model: GPTModel, vp_stage: int | None) -> N
     spec.module = PredictionLayer
     submodules = MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * args.mtp_num_layers)
     model.mtp = MultiTokenPredictionBlock(model.config, submodules, vp_stage=vp_stage)
-    model.mtp.trunk = None
+    model.mtp.trunk = model.mtp.embed = None
 
-    def remember(decoder: torch.nn.Module, inputs: tuple, options: dict[str, Any], hidden: torch.Tensor) -> None:
-        if decoder.training and torch.is_grad_enabled():
-            model.mtp.trunk = _Trunk(hidden.detach(), {name: options.get(name) for name in _STREAM_OPTIONS})
 
-    if trains_prediction_layers(args):
-        model.decoder.register_forward_hook(remember, with_kwargs=True)
+def _remember(
+    model: GPTModel, decoder: torch.nn.Module, inputs: tuple, options: dict[str, Any], hidden: torch.Tensor
+) -> None:
+    if decoder.training and torch.is_grad_enabled():
+        model.mtp.trunk = _Trunk(hidden.detach(), {name: options.get(name) for name in _STREAM_OPTIONS})
+
+
+def _predict_and_join(
+    model: GPTModel,
+    states: int,
+    decoder: torch.nn.Module,
+    inputs: tuple,
+    options: dict[str, Any],
+    hidden: torch.Tensor,
+) -> torch.Tensor:
+    """The decoder's output with that of the layers behind it; in other passes than those of training it alone."""
+    joined = hidden
+    if states and decoder.training and torch.is_grad_enabled():
+        _remember(model, decoder, inputs, options, hidden)
+        joined = torch.cat([hidden, *_states(model, model.mtp.embed)])
+    # A stage that receives it expects the dtype of the residual stream, which the norm has rounded.
+    return joined.to(model.config.pipeline_dtype)
+
+
+def _take_apart(
+    model: GPTModel, states: int, decoder: torch.nn.Module, inputs: tuple, received: torch.Tensor
+) -> torch.Tensor:
+    hidden = received.to(model.config.params_dtype)
+    if states and decoder.training and torch.is_grad_enabled():
+        hidden, *model.predicted = hidden.chunk(1 + states)
+    return hidden
 
 
 def predict(model: GPTModel, stream: PackedStream, embed: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -115,36 +189,60 @@ def predict(model: GPTModel, stream: PackedStream, embed: Callable[[int], torch.
     rows that predict something, of one row where none does.
 
     Args:
-        model: bare, with layers that are trained.
-        embed: of i = 1, 2, …, the embeddings of the tokens i positions after each row, as `embed_tokens` gives them.
+        model: the chunk with the output layer, bare; the layers are trained.
+        embed: of i = 1, 2, …, the embeddings of the tokens i positions after each row, as `embed_tokens` gives them. Where
+            another stage has the layers it is not asked.
     """
-    trunk, model.mtp.trunk = model.mtp.trunk, None
     weight = model.output_layer.weight
     if model.share_embeddings_and_output_weights:
         weight = model.shared_embedding_or_output_weight()
-    # A layer that is recomputed in the backward pass gets a gradient only if its input asks for one.
-    hidden = trunk.hidden.requires_grad_()
-    for number, layer in enumerate(model.mtp.layers, 1):
-        hidden, _, _ = layer(input_ids=None, position_ids=None, hidden_states=hidden, embedding=embed, **trunk.options)
+    received, model.predicted = model.predicted, None
+    for number, hidden in enumerate(_states(model, embed) if received is None else received, 1):
         with logits_of(stream.rows_predicting(1 + number).one_at_least(), model.output_layer):
             logits, _ = model.output_layer(hidden, weight=weight.detach())
         yield logits.squeeze(1)
 
 
-@torch.no_grad()
-def embedding_weight(model: list[torch.nn.Module]) -> torch.Tensor | None:
-    """This tensor-parallel rank's part of the embedding's weight, a constant; on stages between first and last None.
+def _states(model: GPTModel, embed: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
+    """What one layer after the other makes of the hidden states that the chunk with them has just made."""
+    trunk, model.mtp.trunk = model.mtp.trunk, None
+    # A layer that is recomputed in the backward pass gets a gradient only if its input asks for one.
+    hidden = trunk.hidden.requires_grad_()
+    for layer in model.mtp.layers:
+        hidden, _, _ = layer(input_ids=None, position_ids=None, hidden_states=hidden, embedding=embed, **trunk.options)
+        yield hidden
 
-    Collective over the first and the last pipeline stage. The last one gets a copy if it has none; it is that of now, so it is
-    asked for anew in every optimizer step.
+
+@torch.no_grad()
+def embedding_weight(model: list[torch.nn.Module], apart: int | None = None) -> torch.Tensor | None:
+    """This tensor-parallel rank's part of the embedding's weight, a constant, on the first pipeline stage and on that of the
+    prediction layers; on others None.
+
+    Collective over these two. The latter gets a copy if it has none; it is that of now, so it is asked for anew in every
+    optimizer step.
+
+    Args:
+        model: this rank's wrapped chunks.
+        apart: that stage, if it is not the last one.
     """
     first, last = unwrap_model(model[0]), unwrap_model(model[-1])
     if parallel_state.is_pipeline_first_stage(ignore_virtual=True):
         weight = first.embedding.word_embeddings.weight.detach()
-    elif parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+    elif apart == parallel_state.get_pipeline_model_parallel_rank():
+        rows = last.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
+        norm = last.decoder.final_layernorm.weight
+        weight = norm.new_empty(rows, last.config.hidden_size, dtype=last.config.params_dtype)
+    elif apart is None and parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         weight = last.output_layer.weight.detach()
     else:
         return None
+    if apart is not None:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if apart > 0 and group.rank() == 0:
+            dist.send(weight, group=group, group_dst=apart)
+        elif apart > 0:
+            dist.recv(weight, group=group, group_src=0)
+        return weight
     # Of tied weights Megatron keeps both copies equal.
     if parallel_state.get_pipeline_model_parallel_world_size() == 1 or last.share_embeddings_and_output_weights:
         return weight
@@ -238,10 +336,24 @@ class PredictionStep:
         denominator: float,
     ) -> None:
         self._args = args
+        # Of each rank the last chunk has the layers, or the output layer.
         self._model = unwrap_model(model[-1])
-        self._embedding = embedding_weight(model)
+        self._embedding = embedding_weight(model, stage_apart(args))
         counts = counted_predictions(step_data, args.mtp_num_layers, parallel_state.get_data_parallel_group())
         self._weights = [denominator / count for count in counts]
+
+    @contextlib.contextmanager
+    def forward(self, batch: MicroBatch) -> Iterator[None]:
+        """Around a pass of the micro-batch through a chunk: layers before the last stage compute in it."""
+        has_layers = hasattr(self._model, "mtp")
+        if has_layers:
+            self._model.mtp.embed = self._embed(batch)
+        yield
+        if has_layers:
+            self._model.mtp.embed = None
+
+    def _embed(self, batch: MicroBatch) -> Callable[[int], torch.Tensor]:
+        return lambda ahead: embed_tokens(self._embedding, tokens_ahead(batch, ahead), self._model.config)
 
     def loss(self, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         """The term of the micro-batch that the model has just seen, `--mtp-loss-scaling-factor` times the mean over layers.
@@ -250,14 +362,11 @@ class PredictionStep:
             (term, metrics without that factor: `mtp_{i}_loss` of each layer, and `mtp_loss`, their mean).
         """
 
-        def embed(ahead: int) -> torch.Tensor:
-            return embed_tokens(self._embedding, tokens_ahead(batch, ahead), self._model.config)
-
         tensor_group = parallel_state.get_tensor_model_parallel_group()
         losses = [
             prediction_loss(batch, logits, layer, tensor_group, self._args.log_probs_chunk_size) * weight
             for layer, (logits, weight) in enumerate(
-                zip(predict(self._model, batch.stream, embed), self._weights, strict=True), 1
+                zip(predict(self._model, batch.stream, self._embed(batch)), self._weights, strict=True), 1
             )
         ]
         mean = torch.stack(losses).mean()

@@ -27,6 +27,7 @@ from slime.backends.megatron_utils.attention import packed_seq_params
 from slime.backends.megatron_utils.layer_spec import rotates_by_position
 from slime.backends.megatron_utils.output_rows import logits_of
 from slime.backends.megatron_utils.parameter_names import unwrap_model
+from slime.backends.megatron_utils.prediction_layers import messages_with_states
 from slime.backends.megatron_utils.replaying_router import routing_replay_of
 from slime.backends.megatron_utils.routers import SampleBalance, loads_of_step
 from slime.training.backend import Collect
@@ -63,9 +64,11 @@ def forward_backward(
     denominator: float,
     *,
     before: Callable[[], None] = lambda: None,
+    during: Callable[[MicroBatch], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> list[Metrics]:
     """Gradients in place, of the sums of `loss` over all ranks divided by `denominator`. Returns the metrics per micro-batch;
-    none before the last stage. `before` is called when gradients are zero."""
+    none before the last stage. `before` is called when gradients are zero; `during` is around each micro-batch's way through a
+    chunk."""
     # Megatron divides by the number of micro-batches and averages gradients over data- and context-parallel ranks. All is
     # undone, because the denominator of the step already is the whole normalisation: the context-parallel size by its
     # schedule itself, which multiplies the loss by it, the other two here.
@@ -85,7 +88,7 @@ def forward_backward(
     before()
     set_schedule_functions(args, model, optimizer)
     with loads_of_step(model, len(batches), lambda: _count_loads(args, model, batches)):
-        return _run_schedule(args, model, batches, make, forward_only=False)
+        return _run_schedule(args, model, batches, make, forward_only=False, during=during)
 
 
 def _count_loads(args: argparse.Namespace, model: list[DistributedDataParallel], batches: MicroBatches) -> None:
@@ -109,6 +112,7 @@ def _run_schedule(
     *,
     forward_only: bool,
     rows: Callable[[PackedStream], Rows | None] | None = None,
+    during: Callable[[MicroBatch], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> list[Any]:
     """One pass.
 
@@ -136,7 +140,7 @@ def _run_schedule(
         if model_of_stage.post_process:
             made = rows_of_logits(args, batch.stream) if rows is None else rows(batch.stream)
             selected = logits_of(made, model_of_stage.output_layer)
-        with replay.forward(number, batch), told, kept, selected:
+        with replay.forward(number, batch), told, kept, selected, during(batch):
             output = _forward(chunk, batch)
         return output, make_logits_function(batch)
 
@@ -151,7 +155,7 @@ def _run_schedule(
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
-        **_messages(model, batches.stream_rows),
+        **_messages(model, batches.stream_rows, (0, 0) if forward_only else messages_with_states(args)),
     )
 
 
@@ -166,13 +170,15 @@ def _without_recomputation(chunk: torch.nn.Module) -> Iterator[None]:
         config.recompute_granularity = granularity
 
 
-def _messages(model: list[DistributedDataParallel], stream_rows: Sequence[int]) -> dict[str, Any]:
+def _messages(
+    model: list[DistributedDataParallel], stream_rows: Sequence[int], with_states: tuple[int, int]
+) -> dict[str, Any]:
     """What a schedule is given for the messages between stages; nothing where there is one stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return {}
     # The groups that a schedule takes by itself; it wants all of them where it is given a communicator.
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"])
-    return {"p2p_communicator": KnownShapes(model, groups, stream_rows), "pg_collection": groups}
+    return {"p2p_communicator": KnownShapes(model, groups, stream_rows, with_states), "pg_collection": groups}
 
 
 class KnownShapes(P2PCommunicator):
@@ -183,10 +189,16 @@ class KnownShapes(P2PCommunicator):
 
     Args:
         stream_rows: rows of every micro-batch on this rank, sequence parallelism left out.
+        with_states: (stage, number) of `messages_with_states`: what the last chunks of this stage and of those behind it send
+            is so many times longer.
     """
 
     def __init__(
-        self, model: list[DistributedDataParallel], groups: ProcessGroupCollection, stream_rows: Sequence[int]
+        self,
+        model: list[DistributedDataParallel],
+        groups: ProcessGroupCollection,
+        stream_rows: Sequence[int],
+        with_states: tuple[int, int] = (0, 0),
     ) -> None:
         config = model[0].config
         super().__init__(groups.pp, config)
@@ -194,12 +206,21 @@ class KnownShapes(P2PCommunicator):
         group_size = config.microbatch_group_size_per_vp_stage if len(model) > 1 else len(stream_rows)
         order = get_schedule_table(len(stream_rows), len(model), group_size)
 
-        def shapes(*, goes_round: bool) -> Iterator[list[int]]:
-            received = received_micro_batches(order, len(model), goes_round=goes_round)
-            return iter([[stream_rows[number] // parts, 1, config.hidden_size] for number in received])
+        (stage, states), own, last = with_states, groups.pp.rank(), groups.pp.size() - 1
 
-        self._from_previous = shapes(goes_round=groups.pp.rank() == 0)
-        self._from_next = shapes(goes_round=groups.pp.rank() == groups.pp.size() - 1)
+        def shapes(*, goes_round: bool, longer: int | None) -> Iterator[list[int]]:
+            received = received_micro_batches(order, len(model), goes_round=goes_round)
+            times = {longer: 1 + states}
+            return iter(
+                [
+                    [stream_rows[number] // parts * times.get(chunk, 1), 1, config.hidden_size]
+                    for number, chunk in received
+                ]
+            )
+
+        # What goes round goes to another chunk than the last one.
+        self._from_previous = shapes(goes_round=own == 0, longer=len(model) - 1 if own > stage else None)
+        self._from_next = shapes(goes_round=own == last, longer=0 if stage <= own < last else None)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
@@ -209,16 +230,16 @@ class KnownShapes(P2PCommunicator):
         return next(self._from_previous) if recv_prev else nothing, next(self._from_next) if recv_next else nothing
 
 
-def received_micro_batches(order: Sequence[tuple[int, int]], chunks: int, *, goes_round: bool) -> list[int]:
-    """The micro-batches whose tensors a stage gets from a neighbour, in their order.
+def received_micro_batches(order: Sequence[tuple[int, int]], chunks: int, *, goes_round: bool) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) of the tensors that a stage gets from a neighbour, in their order; the chunk is the neighbour's.
 
-    Gradients come in the order of activations, from the last chunk to the first one.
+    Gradients come in the order of activations, from the last chunk to the first one: counted backward.
 
     Args:
         order: (micro-batch, chunk) of a stage's passes, going forward.
         goes_round: the neighbour is at the other end of the pipeline, and keeps what its last chunk made.
     """
-    return [number for number, chunk in order if not (goes_round and chunk == chunks - 1)]
+    return [(number, chunk) for number, chunk in order if not (goes_round and chunk == chunks - 1)]
 
 
 def fill_last_group(model: list[DistributedDataParallel], batches: MicroBatches) -> MicroBatches:

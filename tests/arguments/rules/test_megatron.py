@@ -9,10 +9,11 @@ from slime.arguments import parse_args
 from slime.arguments.derivation import settle_precision
 from slime.arguments.megatron.effects import ACTS_WITH, FIXED
 from slime.arguments.megatron.values import derive_megatron_values
+from slime.arguments.rules.megatron import pipeline_layout
 from slime.arguments.violations import Kind, broken
 from slime.models.fsdp import FLASH_ATTENTION
 from slime.utils.errors import UserError
-from tests.support.models.args import command_line, parse, write_config
+from tests.support.models.args import command_line, default_args, parse, write_config
 from tests.support.tables.rules import assert_violation, refusal, violations
 
 FOUR = "--actor-num-gpus-per-node 4"
@@ -222,8 +223,16 @@ VIRTUAL = f"{TWO} --num-virtual-stages-per-pipeline-rank 2"
         (f"{TWO} --pipeline-model-parallel-layout EttL|ttL",
          "--pipeline-model-parallel-layout EttL|ttL must begin with its one E and end with its one L"),
         (f"{TWO} --pipeline-model-parallel-layout Ett|ttX",
-         "--pipeline-model-parallel-layout Ett|ttX: 'X' means nothing; E stands for the embedding, t for a layer, L for the "
-         "loss, | ends a stage, and (t|)*4 repeats"),
+         "--pipeline-model-parallel-layout Ett|ttX: 'X' means nothing; E stands for the embedding, t for a layer, m for one of "
+         "--mtp-num-layers, L for the loss, | ends a stage, and (t|)*4 repeats"),
+        (f"{TWO} --pipeline-model-parallel-layout Ett|ttmL",
+         "--pipeline-model-parallel-layout Ett|ttmL has 1 m, but --mtp-num-layers is 0"),
+        (f"{TWO} --mtp-num-layers 2 --pipeline-model-parallel-layout Ett|ttm|m|L",
+         "--pipeline-model-parallel-layout Ett|ttm|m|L: all m stand together, behind every t and in one of the last 2 stages"),
+        (f"{TWO} --mtp-num-layers 1 --pipeline-model-parallel-layout Ett|ttm||L",
+         "--pipeline-model-parallel-layout Ett|ttm||L: all m stand together, behind every t and in one of the last 2 stages"),
+        (f"{TWO} --mtp-num-layers 1 --pipeline-model-parallel-layout Etttm|tL",
+         "--pipeline-model-parallel-layout Etttm|tL: all m stand together, behind every t and in one of the last 2 stages"),
         (f"{VIRTUAL} --pipeline-model-parallel-layout Et|t|t|tL",
          "--num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-layout both split the layers; drop one of "
          "them"),
@@ -234,6 +243,12 @@ VIRTUAL = f"{TWO} --num-virtual-stages-per-pipeline-rank 2"
 )  # fmt: skip
 def test_rule(tmp_path, words, message):
     assert_violation(tmp_path, words, message)
+
+
+@pytest.mark.parametrize("layout", ["Ett|ttL", "Ett|ttm*2L", "Ettttm*2|L", "Ett|t|tmm|L"])
+def test_layouts_that_are_taken(layout):
+    sizes = {"num_layers": 4, "mtp_num_layers": 2, "pipeline_model_parallel_size": 2}
+    assert not [*pipeline_layout(default_args(**sizes, pipeline_model_parallel_layout=layout))]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ TRAINED = {
 }  # fmt: skip
 DISTRIBUTED = {**TRAINED, "use_distributed_optimizer": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
+BEFORE = {**PIPELINE, "pipeline_model_parallel_layout": "Ettttmm|L"}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 MTP = ("mtp_1_loss", "mtp_2_loss", "mtp_loss")
@@ -185,6 +187,8 @@ TWO_RANKS = {
     "tp, sequence": ("untied", {**TENSOR, **TRAINED, "sequence_parallel": True}),
     "pp, untied": ("untied", {**PIPELINE, **TRAINED}),
     "pp, tied": ("tied", {**PIPELINE, **DISTRIBUTED}),
+    "pp, before the last stage": ("untied", {**BEFORE, **TRAINED}),
+    "pp, tied, before the last stage": ("tied", {**BEFORE, **DISTRIBUTED, **RECOMPUTED}),
     "virtual": ("untied", {**PIPELINE, **TRAINED, "virtual_pipeline_model_parallel_size": 2}),
     "cp": ("untied", {**CONTEXT, **TRAINED}),
     "cp, all-gather": ("untied", {**CONTEXT, **TRAINED, "allgather_cp": True}),
@@ -197,12 +201,12 @@ RESUMING = {
 }  # fmt: skip
 
 
-def _two_ranks(cases, saving, loading, *refused):
-    return {**_steps(cases), "resumed": _resume(saving, loading, *refused)}
+def _two_ranks(cases, *runs):
+    return {**_steps(cases), "resumed": _resume(*runs)}
 
 
-def _resume(saving, loading, *refused):
-    """Metrics of the step after a checkpoint: of the run that saved it, and of one that loads it in another layout. Then what
+def _resume(saving, layouts, *refused):
+    """Metrics of the step after a checkpoint: of the run that saved it, and of those that load it in other layouts. Then what
     loading it says with arguments that it does not fit."""
     import torch.distributed as dist
 
@@ -220,10 +224,12 @@ def _resume(saving, loading, *refused):
     run.prepare()
     expected = [run.step(), run.step()]
     source = WeightSource("megatron", saving.save, resume=True)
-    run = LayoutRun(loading, loads=False)
-    load_checkpoint(loading, source, run.model, run.optimizer, run.scheduler)
-    run.prepare()
-    found = [run.step(), run.step()]
+    found = []
+    for loading in layouts:
+        run = LayoutRun(loading, loads=False)
+        load_checkpoint(loading, source, run.model, run.optimizer, run.scheduler)
+        run.prepare()
+        found.append([run.step(), run.step()])
     messages = []
     for args in refused:
         run = LayoutRun(args, loads=False)
@@ -237,18 +243,21 @@ def _resume(saving, loading, *refused):
 def two_ranks(models, tmp_path_factory):
     cases = {case: layout_args(models[name][0], **layout) for case, (name, layout) in TWO_RANKS.items()}
     options = {**RESUMING, "save": str(tmp_path_factory.mktemp("save"))}
-    runs = [
+    saving, loading, before, *refused = [
         layout_args(models["untied"][0], **{**options, **changes})
-        for changes in (TENSOR, PIPELINE, {**TENSOR, "enable_mtp_training": False}, {**TENSOR, "mtp_num_layers": 3})
-    ]
-    return run_distributed(_two_ranks, 2, (cases, *runs), timeout=240)
+        for changes in (
+            TENSOR, PIPELINE, BEFORE, {**TENSOR, "enable_mtp_training": False}, {**TENSOR, "mtp_num_layers": 3}
+        )
+    ]  # fmt: skip
+    return run_distributed(_two_ranks, 2, (cases, saving, [loading, before], *refused), timeout=240)
 
 
 def test_checkpoints_hold_the_layers_and_their_optimizer_state_for_every_layout(two_ranks):
     for rank in two_ranks:
-        expected, found, (frozen, deeper) = rank["resumed"]
-        for step, of_saving in zip(found, expected, strict=True):
-            assert_equal_metrics(step, of_saving, bounds_of_batch())
+        expected, loaded, (frozen, deeper) = rank["resumed"]
+        for found in loaded:
+            for step, of_saving in zip(found, expected, strict=True):
+                assert_equal_metrics(step, of_saving, bounds_of_batch())
         assert expected[1]["mtp_loss"] < expected[0]["mtp_loss"]
         assert "no frozen parameters, this run has --mtp-num-layers without --enable-mtp-training" in frozen
         assert "has fewer layers for multi-token prediction than --mtp-num-layers 3: give the number that" in deeper
@@ -256,10 +265,13 @@ def test_checkpoints_hold_the_layers_and_their_optimizer_state_for_every_layout(
 
 @pytest.mark.parametrize("case", TWO_RANKS)
 def test_every_layout_computes_what_one_rank_does(one_rank, two_ranks, case):
-    expected = one_rank[TWO_RANKS[case][0]]
+    assert_computed_like_one([rank[case] for rank in two_ranks], one_rank[TWO_RANKS[case][0]])
+
+
+def assert_computed_like_one(ranks, expected):
     seen = set()
-    for rank in two_ranks:
-        found = rank[case]
+    for found in ranks:
+        assert found["exported"] == expected["exported"]
         assert_equal_metrics(found["metrics"], expected["metrics"], bounds_of_batch())
         for name, square in found["squares"].items():
             # Its root is the norm of a gradient.
@@ -267,6 +279,40 @@ def test_every_layout_computes_what_one_rank_does(one_rank, two_ranks, case):
         seen |= {name for name in found["before"] if name.startswith("mtp.")}
     assert seen == {name for name in expected["before"] if name.startswith("mtp.")}
     assert np.isfinite(expected["metrics"]["grad_norm"])
+
+
+def _stages(stages, layout, **options):
+    return {"pipeline_model_parallel_size": stages, "pipeline_model_parallel_layout": layout, **options}
+
+
+# The stage with the layers is neither the first one nor the last.
+BETWEEN = {
+    3: {
+        "untied": ("untied", {**_stages(3, "Ett|ttmm|L"), **TRAINED}),
+        "tied, alone": ("tied", {**_stages(3, "Etttt|mm|L"), **DISTRIBUTED}),
+        "virtual": ("untied", {**_stages(3, "E|t|t|tt|mm|L", virtual_pipeline_model_parallel_size=2), **TRAINED}),
+        "not trained": ("untied", {**_stages(3, "Ett|ttmm|L"), **TRAINED, "enable_mtp_training": False}),
+    },
+    4: {
+        "tensor": ("untied", {**_stages(2, "Ettttmm|L"), **TENSOR, **TRAINED, "sequence_parallel": True}),
+        "context": ("tied", {**_stages(2, "Ettttmm|L"), **CONTEXT, **TRAINED}),
+        "data": ("untied", {**_stages(2, "Ettttmm|L"), **DISTRIBUTED, "data_parallel_size": 2}),
+        "passed on": ("untied", {**_stages(4, "Ett|ttmm||L"), **TRAINED}),
+        "virtual": ("tied", {**_stages(2, "Et|t|ttmm|L", virtual_pipeline_model_parallel_size=2), **TENSOR, **TRAINED}),
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_layers_before_the_last_stage_compute_what_they_do_on_it(models, one_rank, ranks):
+    cases = {name: layout_args(models[model][0], **layout) for name, (model, layout) in BETWEEN[ranks].items()}
+    found = run_distributed(_steps, ranks, (cases,), timeout=400)
+    for name, (model, layout) in BETWEEN[ranks].items():
+        try:
+            of_one = one_rank[model if layout["enable_mtp_training"] else "frozen"]
+            assert_computed_like_one([rank[name] for rank in found], of_one)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
 
 
 ONE_LAYER = {**TRAINED, "mtp_num_layers": 1}
@@ -290,6 +336,7 @@ _OWN = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "final_layerno
 EXPERT_LAYOUTS = {
     "tp": {**TENSOR, "sequence_parallel": True},
     "pp": PIPELINE,
+    "pp, before the last stage": {**PIPELINE, "pipeline_model_parallel_layout": "Ettm|L"},
     "ep": {"expert_model_parallel_size": 2, "data_parallel_size": 2},
 }
 WITH_EXPERTS = pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_next"])
