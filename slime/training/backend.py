@@ -208,6 +208,7 @@ class Backend(Protocol):
         accepts: Callable[[float, bool], bool],
         rollouts: int,
         place: tuple[int, int],
+        followed: bool = False,
     ) -> StepResult:
         """Forward, backward and one update.
 
@@ -217,6 +218,7 @@ class Backend(Protocol):
                 and weights are as they were; gives the same answer on all ranks. Not accepted, no update is taken.
             rollouts: how far an update that is taken moves the learning-rate schedule on.
             place: the rollout, and the number of the step in it, for functions of the user.
+            followed: the next that is done with the model is another step; only then may an update be unfinished on the return.
         """
 
     def leaving_no_trace(self) -> contextlib.AbstractContextManager[None]:

@@ -195,6 +195,7 @@ def train_one_step(
         accepts=accepts,
         rollouts=global_batch_size,
         place=(rollout_id, step),
+        followed=step + 1 < len(data["num_microbatches"]),
     )
     metrics = None
     if groups.is_last_stage:

@@ -175,6 +175,9 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--bf16} or {--fp16}", lambda args: args.bf16 or args.fp16, ("fp32_residual_connection",)),
     ActsWith("{--enable-autocast}", _given("enable_autocast"), ("autocast_dtype",)),
     ActsWith("{--use-distributed-optimizer}", _given("use_distributed_optimizer"), ("num_distributed_optimizer_instances",)),
+    ActsWith("{--use-distributed-optimizer}, {--overlap-grad-reduce} and several steps per rollout", lambda args:
+             args.use_distributed_optimizer and args.overlap_grad_reduce and args.num_steps_per_rollout != 1,
+             ("overlap_param_gather",)),
     ActsWith("{--overlap-grad-reduce}", _given("overlap_grad_reduce"), ("ddp_bucket_size", "ddp_num_buckets")),
     ActsWith("{--use-megatron-fsdp}", _given("use_megatron_fsdp"), (
         "data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "suggested_communication_unit_size",
@@ -238,7 +241,7 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("overlap_p2p_comm_warmup_flush", "overlapping the first messages of a pipeline (streams differ in length)"),
     *features("another context parallelism than gathering keys and values", "hierarchical_context_parallel_sizes",
         "hybrid_context_parallel", cp_comm_type="all_gather"),
-    *features("gathering parameters behind the forward pass", "overlap_param_gather",
+    *features("gathering parameters in the optimizer's step, or in a group of its own",
         "overlap_param_gather_with_optimizer_step", "create_all_gather_group"),
     *features("Megatron's own FSDP", "use_megatron_fsdp", "use_custom_fsdp"),
     NotYet("nccl_ub", "registered communication buffers"),

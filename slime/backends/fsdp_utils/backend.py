@@ -234,6 +234,7 @@ class FSDPBackend:
         accepts: Callable[[float, bool], bool],
         rollouts: int,
         place: tuple[int, int],
+        followed: bool = False,
     ) -> StepResult:
         self.optimizer.zero_grad()
         metrics = []
@@ -282,8 +283,7 @@ class FSDPBackend:
         return self._whole_tensors, dict
 
     def expected_names(self) -> set[str]:
-        directory = self.args.hf_checkpoint
-        return _of_model(SafetensorsDirectory(directory).names(), directory)
+        return _of_model(SafetensorsDirectory(self.args.hf_checkpoint).names(), self.args.hf_checkpoint)
 
     def live_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():

@@ -113,8 +113,9 @@ class MegatronBackend:
         accepts: Callable[[float, bool], bool],
         rollouts: int,
         place: tuple[int, int],
+        followed: bool = False,
     ) -> StepResult:
-        from slime.backends.megatron_utils.optimizer import update_weights
+        from slime.backends.megatron_utils.optimizer import gather_weights, update_weights
         from slime.backends.megatron_utils.parameter_names import named_expert_biases, norm_of_weights
         from slime.backends.megatron_utils.prediction_layers import PredictionStep, trains_prediction_layers
         from slime.backends.megatron_utils.routers import take_losses
@@ -144,11 +145,23 @@ class MegatronBackend:
         else:
             for bias, before in biases:
                 bias.copy_(before)
+        if self.args.overlap_param_gather and not (followed and self._looks_at_weights_in_layers_alone()):
+            gather_weights(self.model)
         self._compare_replicas(self.housekeeping.after_step(), place)
         measured = take_losses(self.model, len(batches))
         if self.args.log_params_norm:
             measured["params_norm"] = norm_of_weights(self.model)
         return StepResult(metrics, learning_rates, update, measured)
+
+    def _looks_at_weights_in_layers_alone(self) -> bool:
+        """Whether nothing but passes through the model reads weights from one step to the next one."""
+        args = self.args
+        return not (
+            args.log_params_norm
+            or args.check_weight_hash_across_dp_replicas_interval
+            or args.custom_megatron_before_train_step_hook_path
+            or args.enable_mtp_training
+        )
 
     def _compare_replicas(self, steps: int, place: tuple[int, int]) -> None:
         from slime.backends.megatron_utils.parameter_names import differing_weights

@@ -41,7 +41,7 @@ from slime.backends.megatron_utils.layer_spec import (
     transformer_engine_available,
 )
 from slime.backends.megatron_utils.low_precision import multiply_in_fp8, round_weights_to_int4
-from slime.backends.megatron_utils.optimizer import takes_both_dtypes
+from slime.backends.megatron_utils.optimizer import gather_behind_layers, takes_both_dtypes
 from slime.backends.megatron_utils.parameter_names import EMBEDDING, global_named_parameters, named_expert_biases
 from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
 from slime.backends.megatron_utils.prediction_layers import put_prediction_layers
@@ -465,6 +465,9 @@ def setup_model(args: Any) -> list[DistributedDataParallel]:
                 keep_float32(args, model)
         # Buckets let the first chunk's gradients travel during backward; those of later chunks have time in any case.
         wrapped = DistributedDataParallel(config, ddp_config, model, disable_bucketing=index > 0)
+        if wrapped.use_forward_hook:
+            # Stages start at one time in Megatron's interleaved schedule alone.
+            gather_behind_layers(wrapped, together=args.align_param_gather and count > 1)
         if args.data_parallel_random_init:
             wrapped.broadcast_params()
         chunks.append(wrapped)

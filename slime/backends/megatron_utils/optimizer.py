@@ -29,6 +29,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron_utils.adam import MAIN, MOMENTS, Adam, HostShare, PrecisionAwareAdam, as_megatrons_adam
 from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
+from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.stateless_adam import StatelessAdam
 from slime.training.backend import Update
 from slime.training.parameter_schedule import schedule_settings
@@ -173,6 +174,45 @@ def update_weights(optimizer: ChainedOptimizer, accepts: Callable[[float, bool],
                 clip_grad_by_total_norm_fp32(parameters, limit, grad_norm, decoupled)
     zeros = float(optimizer.count_zeros()) if optimizer.config.log_num_zeros_in_grad else None
     return Update(optimizer.step_with_ready_grads(), grad_norm, zeros)
+
+
+def gather_behind_layers(chunk: DistributedDataParallel, *, together: bool) -> None:
+    """With `--overlap-param-gather`: have each layer wait for what data-parallel ranks have made of its weights when it is to
+    compute. The update leaves that unfinished.
+
+    Megatron has each module wait for its own parameters, when it is called. Some are never called, but hold the weights of
+    what another one computes; those would be old ones, without a word. Here a layer waits for all that is in it, and what is
+    in none of them is there when the pass begins.
+
+    Args:
+        together: other stages gather at the same time; else each asks for the next weights when it has got the last ones.
+    """
+    chunk.disable_forward_pre_hook(param_sync=False)
+    model = unwrap_model(chunk)
+    late = [*model.decoder.layers, *(model.mtp.layers if hasattr(model, "mtp") else ())]
+    late += [
+        module for module in (model.decoder.final_layernorm, getattr(model, "output_layer", None)) if module is not None
+    ]
+
+    def wait_for(parameters: list[torch.nn.Parameter]) -> Callable[..., None]:
+        groups = dict.fromkeys(chunk.param_to_bucket_group[p] for p in parameters if p in chunk.param_to_bucket_group)
+
+        def wait(*_: Any) -> None:
+            for group in groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=together)
+
+        return wait
+
+    for module in late:
+        module.register_forward_pre_hook(wait_for([*module.parameters()]))
+    of_late = {parameter for module in late for parameter in module.parameters()}
+    chunk.register_forward_pre_hook(wait_for([p for p in model.parameters() if p not in of_late]))
+
+
+def gather_weights(model: list[DistributedDataParallel]) -> None:
+    """Finish what updates have left to the next pass. Collective over data-parallel ranks."""
+    for chunk in model:
+        chunk.start_param_sync(force_sync=True)
 
 
 @torch.no_grad()

@@ -265,6 +265,8 @@ def set_schedule_functions(
             # Read by the schedules of pipelines alone: all stages start their reductions at one time.
             functions = [chunk.start_grad_sync for chunk in model]
             config.grad_sync_func = functions if len(model) > 1 else functions[0]
+    if model[0].ddp_config.overlap_param_gather and args.align_param_gather and len(model) > 1:
+        config.param_sync_func = [chunk.start_param_sync for chunk in model]
 
 
 @contextlib.contextmanager

@@ -166,7 +166,7 @@ def test_the_critic_has_its_own_training_and_nothing_else(tmp_path):
     [
         ("rotary_base: 77", "role critic: hf_validate_args failed: the flags and"),
         ("fp8_format: e4m3", "role critic: --fp8-format e4m3: training with Transformer Engine's low-precision"),
-        ("overlap_param_gather: true", "role critic: --overlap-param-gather: gathering parameters behind the forward pass"),
+        ("overlap_param_gather: true", "role critic: --overlap-param-gather has nothing to act on without"),
         ("optimizer: muon", "role critic: --optimizer muon: another optimizer than Adam and SGD is not built yet"),
         ("optimizer: sgd", "role critic: --optimizer sgd: Megatron distributes the state of Adam alone"),
         ("lr_warmup_iters: 1000", "role critic: --lr-warmup-iters 1000 must be below the 4 optimizer steps"),
