@@ -247,8 +247,10 @@ def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSet
         push,
     ]
     if setup.gloo:
-        copied = setup.state.gradient if setup.state.distributed else 0
-        moments.append(replace(base, moment="gradient reduction", buffers=trained.total * copied + borrowed))
+        # A rank that shares no state with others has nothing to scatter.
+        shares = zip((trained.dense, trained.routed_experts), _optimizer_shards(trained, setup), strict=True)
+        copied = sum(own for own, share in shares if share < own) * setup.state.gradient
+        moments.append(replace(base, moment="gradient reduction", buffers=round(copied) + borrowed))
     return max(moments, key=lambda memory: memory.total)
 
 

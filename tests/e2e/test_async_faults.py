@@ -78,7 +78,9 @@ def test_the_death_is_named_and_the_new_server_generates_too(survived):
     output = process.output()
     (engine,) = re.findall(r"engine (\d) has a new server", output)
     # Where generation never stops, a push may be under way, and be the first to miss it.
-    assert re.search(rf"engine {engine} died( \(/update_weights_from_distributed\))?: its scheduler_0 .* SIGKILL", output)
+    assert re.search(
+        rf"engine {engine} died( \(/update_weights_from_distributed\))?: its scheduler_0 .* SIGKILL", output
+    )
     assert "ERROR" not in output and "Traceback" not in output
     log = (process.event_directory / f"logs/engine_{engine}.log").read_text(errors="replace")
     *_, of_the_new_server = log.split("server_args=")

@@ -278,6 +278,7 @@ def test_moments_between_steps():
     alone = training_memory(shape, setup(ParallelLayout(1), 4, fp32, **tiny))[0]
     assert (alone.moment, alone.buffers) == ("optimizer step", 4 * parameters)
     assert alone.total == 20 * parameters
+    assert training_memory(shape, setup(ParallelLayout(1), 4, fp32, gloo=True, **tiny))[0] == alone
     two = training_memory(shape, setup(ParallelLayout(2), 4, fp32, gloo=True, **tiny))[0]
     assert (two.moment, two.buffers) == ("gradient reduction", 4 * parameters)
     # Experts and all else are updated one after the other.
