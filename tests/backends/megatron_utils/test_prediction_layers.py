@@ -539,6 +539,7 @@ def test_each_layer_makes_logits_of_the_rows_that_predict_something_there(monkey
     model = SimpleNamespace(
         mtp=SimpleNamespace(trunk=trunk, layers=layers),
         output_layer=Output(),
+        predicted=None,
         share_embeddings_and_output_weights=False,
     )
     stream = pack_stream([torch.arange(4), torch.arange(3)], [3, 1], pad_multiple=8)
