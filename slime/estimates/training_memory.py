@@ -378,11 +378,13 @@ def _computing(
     kept = kept_of_chunks(model, chunks) * (in_flight - whole)
     if whole:
         kept += sum(model.kept(chunk) for chunk in chunks) * whole
-    head = 0.0
+    head, width = 0.0, shape.hidden_size / (setup.layout.tensor if setup.layout.sequence_parallel else 1)
     if stage.is_last:
         # The final norm, whose output is what the head multiplies, and its input. A value head multiplies in float32.
-        width = shape.hidden_size / (setup.layout.tensor if setup.layout.sequence_parallel else 1)
         head = (4 * width if shape.value_head else model.norm(width)) + model.hidden
+    elif stage.predicts and shape.mtp_num_layers:
+        # That norm, and what is sent on to the head, or comes back from it.
+        kept += (model.norm(width) + model.hidden) * in_flight + (1 + setup.predictions) * model.hidden
     if stage.passes_on:
         # Each prediction layer's hidden states lie behind the model's.
         kept += setup.predictions * model.hidden * in_flight

@@ -344,6 +344,20 @@ def test_a_stage_with_prediction_layers_takes_what_is_planned(arguments, rehears
 
 
 @pytest.mark.slow
+def test_prediction_layers_before_the_last_stage_take_what_is_planned(arguments, rehearse, stand_in, tmp_path):
+    """Their stage gets a copy of the embedding, and the last one, which has no layers, their states."""
+    write_tiny_mimo(tmp_path, vocab_size=65536, hidden=HIDDEN)
+    stages = ["--actor-num-gpus-per-node", "3", "--pipeline-model-parallel-size", "3"]
+    words = ["--enable-mtp-training", *stages, "--pipeline-model-parallel-layout", "Et|tm|L", *LONG_STREAMS]
+    found = rehearsed_as_planned(rehearse, arguments("--hf-checkpoint", str(tmp_path), *words))
+    assert sum(len(result.pushed.names) for result, _ in found) == 43
+    assert ["logits" in result.peaks["step"] for result, _ in found] == [step["logits"] > 0 for _, step in found]
+    # Those of the last stage are nothing beside its logits.
+    for result, step in found[:2] if stand_in.library else ():
+        assert result.peaks["step"]["activations"] == pytest.approx(step["activations"], rel=0.1)
+
+
+@pytest.mark.slow
 def test_an_indexer_takes_what_is_planned(arguments, rehearse, tmp_path):
     row = TINY_FAMILIES["glm_moe_dsa"]
     entries = {**row.entries, "index_n_heads": 32, "index_head_dim": 64}

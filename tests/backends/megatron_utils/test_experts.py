@@ -273,7 +273,12 @@ TRAINED_ON_FOUR = {
     "experts x cut": {**DATA, **TENSOR, **EXPERTS},
     "cut x pipeline, the rest whole": {**DATA, **PIPELINE, "expert_tensor_parallel_size": 2},
     "experts x pipeline": {**DATA, **PIPELINE, **EXPERTS},
-    "experts x data, two optimizers": {"data_parallel_size": 4, **EXPERTS, "num_distributed_optimizer_instances": 2},
+    "experts x context, two optimizers": {
+        **DATA,
+        **EXPERTS,
+        "context_parallel_size": 2,
+        "num_distributed_optimizer_instances": 2,
+    },
     "experts x pipeline x tensor": {**PIPELINE, **TENSOR, **EXPERTS, **WHOLE_EXPERTS},
     "experts x context": {**DATA, "context_parallel_size": 2, "expert_model_parallel_size": 4},
 }
