@@ -131,6 +131,17 @@ def test_an_engine_that_fails_once_is_sent_the_next_abort(server, checkpoint, ca
     assert [record.levelname for record in caplog.records if "did not take part" in record.message] == ["WARNING"]
 
 
+def test_an_engine_that_is_dead_does_not_stretch_the_abort(server, checkpoint, caplog):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, **PATIENT)
+    args.abort_timeout = LONG_S
+    # Nobody listens there.
+    server.other_workers = ["http://127.0.0.1:1"]
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    run_step(args, CountingDataSource(2), limit_s=LATER_S)
+    assert "engine http://127.0.0.1:1 did not take part in the abort" in caplog.text
+    assert "--abort-timeout" not in caplog.text, "it is over with the tasks"
+
+
 def test_a_router_that_never_answers_does_not_stretch_the_abort(server, checkpoint, silent_port, caplog):
     args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
     args.abort_timeout = LONG_S
