@@ -73,9 +73,9 @@ class Worker:
     bootstrap_port: int | None = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class RouterHandle:
-    """A router at `ip:port`. `process` is None when the router was started by somebody else.
+    """A router at `ip:port`. `process` is None when the router was started by somebody else. Its keys are in no `repr`.
 
     `found`: engines of this run that it served already, which stay when the run leaves it. `comes_back`: whether another takes
     its place when it dies; to be set before `wait_ready`. `_fields`: its arguments. `_waits`: it starts with its first engines,

@@ -191,6 +191,7 @@ def test_the_key_of_the_router_is_for_its_owner_only(tmp_path, monkeypatch):
     try:
         (arguments,) = router._scratch.glob("*.json")
         assert "s3cret" in arguments.read_text() and stat.S_IMODE(arguments.stat().st_mode) == 0o600
+        assert "s3cret" not in repr(router)
     finally:
         router.shutdown()
 
