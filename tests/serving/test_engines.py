@@ -83,8 +83,9 @@ def serving(old_checkpoint, tmp_path_factory):
         ray.shutdown()
 
 
-def test_log_lines_of_engines_say_which_engine_it_is(tmp_path):
+def test_log_lines_of_engines_say_which_engine_it_is(tmp_path, monkeypatch):
     """Ray puts the name of an actor in front of what it logs."""
+    monkeypatch.setattr(engines, "configure_logger", lambda level: None)
     args = SimpleNamespace(log_level="INFO")
     assert repr(engines.EngineActor(args, 3, tmp_path)) == "engine 3"
     assert (
