@@ -498,11 +498,8 @@ async def _send(
                 if survived == SURVIVED_ENGINES:
                     raise HttpError(
                         f"{failure} (request {request_id} was under way when engines or routers died, {survived} times: it "
-                        "may be what they die of)",
-                        url=address,
-                        status=failure.status,
-                        body=failure.body,
-                    )
+                        "may be what they die of)", url=address, status=failure.status, body=failure.body,
+                    )  # fmt: skip
                 continue
         if attempt == attempts:
             tried = f"{failure} ({attempts} attempts)" if attempts > 1 else str(failure)
@@ -580,7 +577,7 @@ def _client() -> _LoopClient:
 
 def new_session() -> aiohttp.ClientSession:
     """Connections of the running event loop, as many as there are requests."""
-    return aiohttp.ClientSession(
+    session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, limit_per_host=0),
         headers={"Content-Type": "application/json"},
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -588,6 +585,9 @@ def new_session() -> aiohttp.ClientSession:
         # The time of an attempt as a whole is that of a `time_limit`.
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
     )
+    # It would send a question whose connection broke once more by itself, to a router that may have come back without engines.
+    session._retry_connection = False
+    return session
 
 
 def _is_trusted(url: str) -> bool:

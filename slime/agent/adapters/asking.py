@@ -147,7 +147,7 @@ class Engine:
         try:
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
                 try:
-                    urls = engine_urls((await get(f"{self._base_url}/workers", 1))["workers"])
+                    urls = engine_urls((await get(f"{self._base_url}/workers", 2))["workers"])
                     trust_engine_urls(urls, listed_by=self._base_url)
                 except (HttpError, KeyError, TypeError):
                     urls = [self._base_url]
