@@ -102,6 +102,7 @@ def test_steps_and_what_is_pushed_behind_the_last_one_are_the_same(directories, 
         assert_alike(ranks, name, [True, False])
 
 
+@pytest.mark.slow
 def test_what_reads_weights_between_steps_finds_them_gathered(directories):
     cases = {
         (name, overlaps): args
