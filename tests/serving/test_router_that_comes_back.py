@@ -162,7 +162,14 @@ class BusyServer(FakeGenerateServer):
         return await super()._about(request)
 
 
-@pytest.mark.parametrize(("others", "policy"), [(0, "round_robin"), (1, "round_robin"), (1, "power_of_two")])
+@pytest.mark.parametrize(
+    ("others", "policy"),
+    [
+        (0, "round_robin"),
+        pytest.param(1, "round_robin", marks=pytest.mark.slow),
+        pytest.param(1, "power_of_two", marks=pytest.mark.slow),
+    ],
+)
 def test_an_engine_that_was_busy_is_told_of_again(tmp_path, monkeypatch, others, policy, caplog):
     """Without it the router would have one engine less for the rest of the run, or none."""
     monkeypatch.setattr(router_module, "_START_SECONDS", 3.0)

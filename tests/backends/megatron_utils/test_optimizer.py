@@ -172,7 +172,7 @@ def _worker(hf_dir, layouts, checkpoint):
     [
         ("adam", 1, [{}]),
         ("adam", 2, [TENSOR, {"use_distributed_optimizer": False}, {}]),
-        ("sgd", 2, [{**SGD, **TENSOR}, SGD]),
+        pytest.param("sgd", 2, [{**SGD, **TENSOR}, SGD], marks=pytest.mark.slow),
     ],
     ids=["one rank", "two ranks", "two ranks, SGD"],
 )

@@ -110,6 +110,7 @@ def test_still_needed_imports_that_serve_nothing():
 
 
 @on_cpu
+@pytest.mark.slow
 def test_an_engine_imports_the_model_that_it_serves_and_others_when_they_are_asked_for(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM", "NoSuchModel"]}')
     printed = run_python(
@@ -149,6 +150,7 @@ def test_still_needed_without_a_compiler():
 
 
 @on_cpu
+@pytest.mark.slow
 def test_a_server_that_compiles_nothing_imports_the_compiler_when_it_is_asked_for():
     printed = run_python(
         "import os, sys\n"

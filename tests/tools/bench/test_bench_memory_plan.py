@@ -41,6 +41,7 @@ def test_small_model_on_two_ranks(monkeypatch):
         check(words, max(ranks), tolerance=0.05)
 
 
+@pytest.mark.slow
 def test_small_model_of_16_bits_without_a_checkpoint(monkeypatch):
     monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
     monkeypatch.setitem(MODELS, "small", SMALL)
