@@ -15,6 +15,7 @@ from tests.support.processes.served_engines import (
     MIXTURE,
     PROMPT,
     assert_computed_by,
+    assert_groups_compute,
     flush,
     make_args,
     post,
@@ -85,16 +86,7 @@ def test_the_router_chooses_the_group(serving):
 
 
 def test_log_probs_of_every_group_are_those_of_the_model(ask, old):
-    """While the other one is idle, and while both have requests, which end at different times."""
-    model = ReferenceModel(old)
-    for group in GROUPS:
-        answer = ask(group).result()
-        assert answer["meta_info"]["dp_rank"] == group
-        assert_computed_by(answer, model)
-    prompts = [PROMPT[: 3 + position] + [7 * position] for position in range(6)]
-    answers = [ask(position % 3 % 2, prompt, 4 + 9 * position) for position, prompt in enumerate(prompts)]
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert_computed_by(answer.result(), model, prompt)
+    assert_groups_compute(ask, old)
 
 
 @pytest.mark.parametrize("placement", [{}, TOGETHER], ids=["group", "handles"])

@@ -12,6 +12,7 @@ from tests.support.processes.served_engines import (
     MIXTURE,
     PROMPT,
     assert_computed_by,
+    assert_groups_compute,
     flush,
     make_args,
     post,
@@ -58,16 +59,7 @@ def ask(serving):
 
 
 def test_log_probs_of_every_group_are_those_of_the_model(ask, checkpoints):
-    """While the other one is idle, and while both have requests in batches of both stages."""
-    model = ReferenceModel(checkpoints[0])
-    for group in GROUPS:
-        answer = ask(group).result()
-        assert answer["meta_info"]["dp_rank"] == group
-        assert_computed_by(answer, model)
-    prompts = [PROMPT[: 3 + position] + [7 * position] for position in range(6)]
-    answers = [ask(position % 3 % 2, prompt, 4 + 9 * position) for position, prompt in enumerate(prompts)]
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert_computed_by(answer.result(), model, prompt)
+    assert_groups_compute(ask, checkpoints[0])
 
 
 @pytest.mark.parametrize("placement", [{}, TOGETHER], ids=["group", "handles"])

@@ -227,3 +227,17 @@ def pushing(serving, tensors, expected=None, num_sources=1, version=0, **flags):
     finally:
         for source in trainer.sources:
             source.close()
+
+
+def assert_groups_compute(ask, checkpoint):
+    """Log-probs of either group of an engine are those of the model: while the other one is idle, and while both have requests,
+    which end at different times."""
+    model = ReferenceModel(checkpoint)
+    for group in range(2):
+        answer = ask(group).result()
+        assert answer["meta_info"]["dp_rank"] == group
+        assert_computed_by(answer, model)
+    prompts = [PROMPT[: 3 + position] + [7 * position] for position in range(6)]
+    answers = [ask(position % 3 % 2, prompt, 4 + 9 * position) for position, prompt in enumerate(prompts)]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_computed_by(answer.result(), model, prompt)
