@@ -217,6 +217,7 @@ def main(argv: list[str] | None = None) -> int:
                 logger.info("weights %d: %d engines have them after %.1f s", version, len(engines), seconds)
                 if given.until is not None and version >= given.until:
                     return 0
+            # A disk that machines share tells none of them what another one writes.
             time.sleep(given.poll_seconds)
 
 

@@ -274,12 +274,11 @@ class RolloutManager:
             limit = longest_push_wait(args, 1)
             deadline, next_engine = time.monotonic() + limit, EngineName(victim.name.engine_id + 1)
             while not any(victim.name < life < next_engine for life in owner.engines().names):
-                if owner.ended.done():
-                    owner.ended.result()
-                    return
                 if time.monotonic() > deadline:
                     raise RunError(f"--ci-test: nothing took the place of {victim.name} within {limit:.0f} s")
-                time.sleep(_FAULT_POLL_SECONDS)
+                with contextlib.suppress(TimeoutError):
+                    owner.ended.result(_FAULT_POLL_SECONDS)
+                    return
 
     def _is_working(self) -> bool:
         # A push would wait for engines that are replaced, and then cut off what others have got to do meanwhile. With a bound

@@ -110,6 +110,17 @@ def test_requests_that_engines_can_finish_are_work_where_others_find_no_engine(t
     assert asyncio.run(manager.is_working())
 
 
+class NotEnded:
+    """Stands in for the end of the engines, which does not come: `look` is called in the place of each wait for it."""
+
+    def __init__(self, look):
+        self._look = look
+
+    def result(self, timeout):
+        self._look()
+        raise TimeoutError
+
+
 @pytest.mark.parametrize(
     ("words", "killed_at"),
     [
@@ -133,9 +144,9 @@ def test_a_test_run_that_is_to_outlive_an_engine_kills_one_and_waits_for_the_nex
         return FleetSnapshot(1, (*found, EngineSnapshot(EngineName(1, 7), EngineState.SERVING, 1, None, 1, 1, 1)))
 
     monkeypatch.setattr(rollout_manager, "wait_for", lambda ref, name, limit: ref)
-    monkeypatch.setattr(rollout_manager.time, "sleep", lambda seconds: events.append("looked in vain"))
     manager = RolloutManager(parse(tmp_path, *words))
-    manager._serving = SimpleNamespace(engines=engines, generating=contextlib.nullcontext, ended=Future())
+    ended = NotEnded(lambda: events.append("looked in vain"))
+    manager._serving = SimpleNamespace(engines=engines, generating=contextlib.nullcontext, ended=ended)
     manager._pipeline = SimpleNamespace(generate=lambda rollout_id, trained_as: events.append(rollout_id))
     for rollout_id in range(4):
         asyncio.run(manager.generate(rollout_id))
@@ -149,14 +160,14 @@ def test_a_test_run_ends_where_nothing_takes_the_place_of_the_engine_it_killed(t
     crash = SimpleNamespace(remote=lambda: None)
     snapshot = EngineSnapshot(victim, EngineState.SERVING, 1, SimpleNamespace(crash=crash), 1, 0, 0)
     monkeypatch.setattr(rollout_manager, "wait_for", lambda ref, name, limit: ref)
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + 600.0))
-    monkeypatch.setattr(rollout_manager, "time", clock)
+    monkeypatch.setattr(rollout_manager, "time", SimpleNamespace(monotonic=lambda: now[0]))
     manager = RolloutManager(parse(tmp_path, "--ci-test", "--use-fault-tolerance"))
-    manager._serving = SimpleNamespace(
-        engines=lambda: FleetSnapshot(1, (snapshot,)), generating=contextlib.nullcontext, ended=Future()
-    )
+    end = Future() if ended else NotEnded(lambda: now.append(now.pop() + 600.0))
     if ended:
-        manager._serving.ended.set_exception(RunError("engine 0 is given up"))
+        end.set_exception(RunError("engine 0 is given up"))
+    manager._serving = SimpleNamespace(
+        engines=lambda: FleetSnapshot(1, (snapshot,)), generating=contextlib.nullcontext, ended=end
+    )
     with pytest.raises(
         RunError, match="given up" if ended else "^--ci-test: nothing took the place of engine 0 within"
     ):

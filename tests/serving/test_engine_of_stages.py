@@ -11,7 +11,9 @@ from slime.weights.transports import Receiver
 from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
 from tests.support.oracles.log_probs import ReferenceModel, generation_request, response_of
 from tests.support.processes.served_engines import (
+    LONG,
     PROMPT,
+    TOGETHER,
     assert_computed_by,
     flush,
     make_args,
@@ -33,8 +35,6 @@ ENGINE = {
     # Which would keep no prefixes.
     "sglang_enable_deterministic_inference": None,
 }  # fmt: skip
-TOGETHER = {"colocate": True, "has_trainer": True}
-LONG = 1500
 
 
 @pytest.fixture(scope="module")

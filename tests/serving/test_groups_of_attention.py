@@ -12,8 +12,12 @@ from slime.weights.transports import Receiver
 from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
 from tests.support.oracles.log_probs import ReferenceModel, generation_request, response_of
 from tests.support.processes.served_engines import (
+    GROUPS,
+    LONG,
     MIXTURE,
     PROMPT,
+    TOGETHER,
+    TWO_GROUPS,
     assert_computed_by,
     assert_groups_compute,
     flush,
@@ -28,16 +32,7 @@ from tests.support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-GROUPS = range(2)
-ENGINE = {
-    "rollout_num_gpus_per_engine": 2, "sglang_ep_size": 2, "sglang_dp_size": 2, "sglang_enable_dp_attention": True,
-    "sglang_enable_dp_lm_head": True,
-    # Answers are drawn as they are in a run that is not reproducible.
-    "sglang_enable_deterministic_inference": None,
-    "router_dp_aware": True,
-}  # fmt: skip
-TOGETHER = {"colocate": True, "has_trainer": True}
-LONG = 1500
+ENGINE = {**TWO_GROUPS, "rollout_num_gpus_per_engine": 2, "router_dp_aware": True}
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,11 @@ from slime.weights.transports import Receiver
 from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
 from tests.support.oracles.log_probs import ReferenceModel, generation_request, response_of
 from tests.support.processes.served_engines import (
+    GROUPS,
+    LONG,
     MIXTURE,
     PROMPT,
+    TWO_GROUPS,
     assert_computed_by,
     flush,
     make_args,
@@ -28,15 +31,12 @@ from tests.support.processes.served_engines import (
 )
 from tests.support.processes.waiting import wait_until
 
-GROUPS = range(2)
 ENGINES = {
-    "num_gpus_per_node": 4, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2, "prefill_num_servers": 1,
-    "sglang_ep_size": 2, "sglang_dp_size": 2, "sglang_enable_dp_attention": True, "sglang_enable_dp_lm_head": True,
-    "sglang_enable_deterministic_inference": None, "sglang_disaggregation_transfer_backend": None,
+    **TWO_GROUPS, "num_gpus_per_node": 4, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2, "prefill_num_servers": 1,
+    "sglang_disaggregation_transfer_backend": None,
 }  # fmt: skip
 # Not the address on which the processes of an engine with groups speak to each other.
 HOST = "127.0.0.2"
-LONG = 1500
 
 
 @pytest.mark.slow

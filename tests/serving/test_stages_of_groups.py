@@ -9,8 +9,12 @@ from slime.weights.transports import Receiver
 from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
 from tests.support.oracles.log_probs import ReferenceModel, generation_request, response_of
 from tests.support.processes.served_engines import (
+    GROUPS,
+    LONG,
     MIXTURE,
     PROMPT,
+    TOGETHER,
+    TWO_GROUPS,
     assert_computed_by,
     assert_groups_compute,
     flush,
@@ -24,14 +28,10 @@ from tests.support.processes.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-GROUPS = range(2)
 ENGINE = {
-    "num_gpus_per_node": 4, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4, "world_size": 4, "sglang_pp_size": 2,
-    "sglang_ep_size": 2, "sglang_dp_size": 2, "sglang_enable_dp_attention": True, "sglang_enable_dp_lm_head": True,
-    "sglang_enable_deterministic_inference": None,
+    **TWO_GROUPS, "num_gpus_per_node": 4, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 4, "world_size": 4,
+    "sglang_pp_size": 2,
 }  # fmt: skip
-TOGETHER = {"colocate": True, "has_trainer": True}
-LONG = 1500
 
 
 @pytest.fixture(scope="module")

@@ -196,6 +196,8 @@ EXPERT_RULES: tuple[Rule, ...] = where(lambda args: args.num_experts,
         "{--num-experts=} with {--tensor-model-parallel-size=} needs {--sequence-parallel}"),
     refused(lambda args: args.moe_router_topk > args.num_experts, "{--moe-router-topk=} is above {--num-experts=}"),
     experts,
+    refused(lambda args: args.moe_router_load_balancing_type in ("none", ["none"]) and args.moe_aux_loss_coeff not in (0, [0]),
+        "{--moe-aux-loss-coeff=} weighs no loss with {--moe-router-load-balancing-type=}; drop one of them"),
     refused(lambda args: "sinkhorn" in args.moe_router_load_balancing_type,
         "{--moe-router-load-balancing-type=}: by sinkhorn the tokens of a stream compete for experts, later ones too, and in "
         "steps alone; engines and other passes choose for each token, so theirs is another policy; give global_aux_loss"),

@@ -537,6 +537,7 @@ class SGLangEngine:
         self._process.start()
 
     def _wait_until_healthy(self, timeout: float) -> None:
+        # A server says nothing by itself: it is asked until it answers.
         started = time.monotonic()
         while time.monotonic() - started < timeout:
             if self._process.poll() is not None:

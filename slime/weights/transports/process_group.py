@@ -231,6 +231,7 @@ class ProcessGroupTransport(Transport):
         look for it until its own limit."""
         ranks = {engine.id: engine.num_gpus for engine in self._engines}
         deadline = time.monotonic() + _JOINING_SECONDS
+        # A store tells nobody who comes.
         while time.monotonic() < deadline:
             if _visitors(self._store.port) >= sum(ranks[id] for id in _unanswered(answers)):
                 return

@@ -34,6 +34,16 @@ MIXTURE = {
     "model_type": "qwen3_moe", "tie": False, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     "norm_topk_prob": True,
 }  # fmt: skip
+# An engine of two groups for attention. Its answers are drawn as they are in a run that is not reproducible.
+TWO_GROUPS = {
+    "sglang_ep_size": 2, "sglang_dp_size": 2, "sglang_enable_dp_attention": True, "sglang_enable_dp_lm_head": True,
+    "sglang_enable_deterministic_inference": None,
+}  # fmt: skip
+GROUPS = range(2)
+# Of an engine on the devices of training ranks.
+TOGETHER = {"colocate": True, "has_trainer": True}
+# Tokens of an answer that is under way for a while.
+LONG = 1500
 PROMPT = [5, 9, 77, 200, 31, 8, 90, 3]
 
 
@@ -233,7 +243,7 @@ def assert_groups_compute(ask, checkpoint):
     """Log-probs of either group of an engine are those of the model: while the other one is idle, and while both have requests,
     which end at different times."""
     model = ReferenceModel(checkpoint)
-    for group in range(2):
+    for group in GROUPS:
         answer = ask(group).result()
         assert answer["meta_info"]["dp_rank"] == group
         assert_computed_by(answer, model)

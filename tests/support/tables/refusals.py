@@ -358,6 +358,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type global_aux_loss none "
          "--moe-aux-loss-coeff 0.1 0.2",
          "--moe-router-load-balancing-type", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+         "--moe-aux-loss-coeff --moe-router-load-balancing-type", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type sinkhorn",
          "--moe-router-load-balancing-type", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type aux_loss sinkhorn "
