@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from slime.backends.megatron_utils.checkpoint.gathered_state import STATES, describe_states, put_states, require_owned
 from slime.backends.megatron_utils.optimizer import parts_of
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "default_config")
 # The mark of a learning rate of its own follows from `default_config`; not every checkpoint has set it.
 _NO_SETTINGS = ("params", "step", "is_decoupled_lr")
+# A whole optimizer has its float32 copies in a list for each group. A rank may have none of a group. If that is rank 0, an
+# empty list would be part of what all ranks are given, and fit none of theirs: so here they go by their numbers.
+_COPIES, _NUMBERED = "fp32_from_fp16_params", "float32_copies"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +91,10 @@ def _state_of(
     part: MegatronOptimizer, model: dict[str, Any], *, is_loading: bool, metadata: dict[str, Any]
 ) -> dict[str, Any]:
     if not isinstance(part, DistributedOptimizer):
-        return part.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        state = part.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        if _COPIES in state:
+            state[_NUMBERED] = {group: dict(enumerate(copies)) for group, copies in enumerate(state.pop(_COPIES))}
+        return state
     if is_loading:
         part.load_state_dict(part.state_dict())  # makes the moments, which are to be filled
     return {
@@ -128,6 +135,11 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], director
         holder["param_groups"] = [_without(group, ("step",)) for group in part.optimizer.state_dict()["param_groups"]]
     gathered = [of_part.pop("param_state", {}) for of_part in _states_of_parts(state)]
     require_owned(parts, gathered, STATES)
+    for part, of_part in zip(parts, _states_of_parts(state), strict=True):
+        if isinstance(part, Float16OptimizerWithFloat16Params):
+            numbered = of_part.pop(_NUMBERED, {})
+            groups = (numbered.get(group, {}) for group in range(len(part.float16_groups)))
+            of_part[_COPIES] = [[copies[number] for number in sorted(copies)] for copies in groups]
     ChainedOptimizer(parts).load_state_dict(state)
     for part, loaded in zip(parts, gathered, strict=True):
         if isinstance(part, DistributedOptimizer):

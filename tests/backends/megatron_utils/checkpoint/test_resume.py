@@ -35,6 +35,7 @@ CASES = {
     "bf16, data, narrow": {**BFLOAT16, **DATA, **NARROW},
     "only the second stage learns": SECOND_STAGE,
     "only the second stage learns, plain optimizer": {**SECOND_STAGE, **PLAIN},
+    "bf16, only the second stage learns, plain optimizer": {**BFLOAT16, **SECOND_STAGE, **PLAIN},
 }
 # On every change their like runs with the other optimizer, and without moments in `test_optimizer_state.py`.
 SLOW = (
@@ -55,6 +56,8 @@ EXPERT_CASES = {
     "only experts learn, stateless": {**EXPERTS, **DATA, **STATELESS, "only_train_params_name_list": ["experts"]},
     "only experts learn": {**EXPERTS, **DATA, "only_train_params_name_list": ["experts"]},
     "only experts learn, plain optimizer": {**EXPERTS, **DATA, **PLAIN, "only_train_params_name_list": ["experts"]},
+    # Rank 0 has no experts.
+    "only the second stage has experts, plain optimizer": {**EXPERTS, **PIPELINE, **PLAIN, "moe_layer_freq": [0, 1]},
 }
 MODELS = {
     "bf16": {**BFLOAT16},
@@ -69,6 +72,13 @@ SGD_CASES = {
     "sgd": {**SGD, **BFLOAT16, "sgd_momentum": 0.0},
     "sgd, momentum": {**SGD, **BFLOAT16, "sgd_momentum": 0.9},
     "sgd, momentum, fp32": {**SGD, "sgd_momentum": 0.9},
+    "sgd, momentum, only the second stage learns": {
+        **SGD,
+        **BFLOAT16,
+        **SECOND_STAGE,
+        "sgd_momentum": 0.9,
+        "data_parallel_size": 1,
+    },
 }
 HOST = {"optimizer_cpu_offload": True, "accumulate_allreduce_grads_in_fp32": True}
 ON_WEIGHTS = {
