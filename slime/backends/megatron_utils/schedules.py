@@ -261,8 +261,9 @@ def set_schedule_functions(
         # Only the backward pass of the last micro-batch starts reductions.
         functions = [chunk.no_sync for chunk in model]
         config.no_sync_func = functions if len(model) > 1 else functions[0]
-        if args.align_grad_reduce:
-            # Read by the schedules of pipelines alone: all stages start their reductions at one time.
+        if args.align_grad_reduce and args.num_distributed_optimizer_instances == 1:
+            # Read by the schedules of pipelines alone: all stages start their reductions at one time. Of one over several
+            # optimizers Megatron forgets that it has begun, and would reduce once more what it has reduced.
             functions = [chunk.start_grad_sync for chunk in model]
             config.grad_sync_func = functions if len(model) > 1 else functions[0]
     if model[0].ddp_config.overlap_param_gather and args.align_param_gather and len(model) > 1:

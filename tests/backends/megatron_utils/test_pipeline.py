@@ -210,6 +210,21 @@ def test_four_ranks_compute_what_one_rank_does(hf_dirs, one_rank):
             raise AssertionError(f"{embeddings}, {name}: {error}") from error
 
 
+# With one rank in each, a reduction that is done twice is one that is done once.
+LARGE_INSTANCES = {
+    "one chunk": {**PIPELINE, **OVERLAP, **INSTANCES, "data_parallel_size": 4},
+    "virtual": {**VIRTUAL, **OVERLAP, **INSTANCES, "data_parallel_size": 4},
+}
+
+
+@pytest.mark.slow
+def test_stages_reduce_once_over_several_optimizers_of_several_ranks(hf_dirs, one_rank):
+    cases = {name: layout_args(hf_dirs["tied"], **layout) for name, layout in LARGE_INSTANCES.items()}
+    ranks = run_distributed(train_steps, 8, (cases,), timeout=300)
+    for name in cases:
+        assert_equal_runs([rank[name] for rank in ranks], one_rank["tied"])
+
+
 @pytest.mark.slow
 def test_l28_messages_of_virtual_stages_are_never_swapped(hf_dirs, one_rank):
     cases = {

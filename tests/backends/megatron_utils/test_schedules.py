@@ -55,6 +55,8 @@ def test_stages_start_their_reductions_together_unless_told_otherwise():
     assert schedule_functions(1, align_grad_reduce=False) == ("no_sync 0", None, None)
     assert schedule_functions(2, align_grad_reduce=False) == (["no_sync 0", "no_sync 1"], None, None)
     assert schedule_functions(2, overlap_grad_reduce=False) == (None, None, None)
+    # A second reduction would follow.
+    assert schedule_functions(1, num_distributed_optimizer_instances=2) == ("no_sync 0", None, None)
 
 
 def test_chunks_start_their_gathers_together_unless_told_otherwise():
