@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from slime.utils.run_values import Kept
+
 TORCH_SUFFIX = ".pt"
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 _TENSOR = "__tensor__"
@@ -38,6 +40,9 @@ def encode_plain(value: Any, where: str, encode_other: Callable[[Any, str], Any]
         if all(type(key) is str and not key.startswith("__") for key in value):
             return {key: encode_plain(entry, f"{where}[{key!r}]", encode_other) for key, entry in value.items()}
         return {"__items__": encode_plain([[key, entry] for key, entry in value.items()], where, encode_other)}
+    if isinstance(value, Kept):
+        # A flag's list, that a function of a user's put beside a sample: in a file nobody keeps it.
+        return encode_plain(value.copy(), where, encode_other)
     return encode_other(value, where)
 
 

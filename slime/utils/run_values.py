@@ -97,11 +97,11 @@ class SharedArguments(argparse.Namespace):
 
 def _plain_namespace(values: dict[str, Any]) -> argparse.Namespace:
     return argparse.Namespace(
-        **{name: value.copy() if isinstance(value, _KeptList | _KeptDict) else value for name, value in values.items()}
+        **{name: value.copy() if isinstance(value, Kept) else value for name, value in values.items()}
     )
 
 
-class _Kept:
+class Kept:
     """Refuses to be changed in place. What `copy` returns, `copy.copy`, `copy.deepcopy` and pickle, is of the plain type."""
 
     attribute: str
@@ -116,12 +116,12 @@ class _Kept:
         return type(plain), (plain,)
 
 
-class _KeptList(_Kept, list[Any]):
-    append = extend = insert = remove = sort = reverse = __iadd__ = __imul__ = _Kept._refuse
+class _KeptList(Kept, list[Any]):
+    append = extend = insert = remove = sort = reverse = __iadd__ = __imul__ = Kept._refuse
 
 
-class _KeptDict(_Kept, dict[Any, Any]):
-    update = setdefault = popitem = __ior__ = _Kept._refuse
+class _KeptDict(Kept, dict[Any, Any]):
+    update = setdefault = popitem = __ior__ = Kept._refuse
 
 
 def _kept(name: str, value: Any) -> Any:

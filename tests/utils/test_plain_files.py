@@ -1,12 +1,14 @@
 """Values that JSON does not have come back as they were, and what is not plain goes where its encoder says."""
 
 import json
+from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
 
 from slime.utils.plain_files import decode_plain, encode_plain, may_be_dump, read_dump, write_dump
+from slime.utils.run_values import SharedArguments
 
 VALUES = {
     "a tuple": (1, ("x", [2.5, None])),
@@ -21,6 +23,13 @@ VALUES = {
 def test_plain_values_come_back_with_their_types(name):
     text = json.dumps(encode_plain(VALUES[name], "state", None))
     assert repr(decode_plain(json.loads(text), None)) == repr(VALUES[name])
+
+
+def test_lists_and_dicts_of_flags_are_written_as_others_are():
+    args = SharedArguments(Namespace(rollout_stop=["</s>", "."], eval_config={"datasets": [{"name": "math"}]}))
+    value = {"stop": args.rollout_stop, "beside": [args.eval_config]}
+    text = json.dumps(encode_plain(value, "state", None))
+    assert decode_plain(json.loads(text), None) == value
 
 
 def test_what_is_not_plain_is_named_by_its_place():
