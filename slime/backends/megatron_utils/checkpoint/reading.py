@@ -78,9 +78,10 @@ def load_checkpoint(
     if optimizer is None:
         _load_state(args, directory, stored, model, None)
     else:
-        _load_with_optimizer(args, directory, common, stored, model, optimizer)
         if args.use_checkpoint_opt_param_scheduler:
+            # First: whether SGD has a momentum to load is one of them.
             put_settings(optimizer, _settings_of(common))
+        _load_with_optimizer(args, directory, common, stored, model, optimizer)
     if scheduler is not None:
         if "scheduler" in common:
             restore_schedule(scheduler, common["scheduler"])

@@ -195,10 +195,11 @@ LENGTHS = {
 
 
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "use_distributed_optimizer": False, "bf16": True}
+RESUMED_SGD = {"again": {}, "by the checkpoint": {"sgd_momentum": 0.9, "use_checkpoint_opt_param_scheduler": True}}
 
 
 def one_rank_worker(cases, schedule, resumes, sgd):
-    return settings_worker(cases), schedule_worker(schedule, resumes), schedule_worker(sgd, {"again": {}})["again"]
+    return settings_worker(cases), schedule_worker(schedule, resumes), schedule_worker(sgd, RESUMED_SGD)
 
 
 @pytest.fixture(scope="module")
@@ -243,9 +244,10 @@ def test_a_stateless_run_in_16_bits_takes_the_float32_weights_and_no_moments(one
     assert one_rank[0]["narrow"] == (True, True, 0)
 
 
-def test_an_optimizer_without_moments_does_not_start_fresh(one_rank):
-    """It is the same after a resume, so nothing is said of it."""
-    [of_the_weights] = one_rank[2]
+@pytest.mark.parametrize("case", RESUMED_SGD)
+def test_an_optimizer_without_moments_does_not_start_fresh(one_rank, case):
+    """It is the same after a resume, so nothing is said of it; and it has none if the checkpoint says so."""
+    [of_the_weights] = one_rank[2][case]
     assert "are stored in float32 and rounded to the 16 bits" in of_the_weights
 
 
