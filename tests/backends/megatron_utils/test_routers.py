@@ -1,6 +1,7 @@
 """Balancing losses of each sample and of a step by hand, and which samples the rows of a stream are of. Layouts are in
 `test_experts`."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +57,33 @@ def test_what_scores_weigh_in_a_step_by_hand(monkeypatch):
     torch.testing.assert_close(weights, torch.tensor([1.5, 0.5]) / 4 * 6)
     # Where no rank has a token.
     assert Router.weights_in_step(router, torch.zeros(2), 3).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_step_has_counted_is_of_no_other_step(monkeypatch, fails):
+    """The next one may have a single micro-batch, and count nothing before it."""
+    from megatron.core import parallel_state
+
+    from slime.backends.megatron_utils.routers import Router, loads_of_step
+
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: 1)
+    router = Router.__new__(Router)
+    torch.nn.Module.__init__(router)
+    router.routing_type, router.topk, router.num_experts, router.tp_dp_cp_group = "global_aux_loss", 1, 2, None
+    router.config = SimpleNamespace(moe_aux_loss_coeff=0.1, moe_router_load_balancing_type="global_aux_loss")
+    router.counts = router.step_weights = None
+    chunk = torch.nn.ModuleList([router])
+    chunk.config = router.config
+
+    def count():
+        router.counts += torch.tensor([3.0, 1.0])
+
+    with contextlib.suppress(ZeroDivisionError), loads_of_step([chunk], 3, count):
+        torch.testing.assert_close(router.step_weights, torch.tensor([1.5, 0.5]) / 4 * 3)
+        assert router.counts is None
+        if fails:
+            raise ZeroDivisionError
+    assert router.step_weights is router.counts is None
 
 
 def test_a_router_that_takes_a_stream_for_one_sequence_is_refused():
