@@ -21,6 +21,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -207,35 +208,59 @@ def _load_file(file: str, subject: str) -> ModuleType:
 
 
 def _taken_for_another(file: str) -> Iterator[tuple[str, str]]:
-    """Modules beside `file` that it or one of them imports, each with the other one of that name that lies beside another
-    plug-in's file."""
+    """Modules below the directory of `file` that it or one of them imports, each with the other one of that name below the
+    directory of another plug-in's file, which it would be given."""
     directory, files = os.path.dirname(file), [file]
     # It grows meanwhile.
     for importing in files:
-        for name in _names_imported_by(importing):
-            other = getattr(sys.modules.get(name), "__file__", None)
-            for beside in (f"{name}.py", os.path.join(name, "__init__.py")):
-                own = os.path.join(directory, beside)
-                if own in files or not os.path.isfile(own):
-                    continue
-                files.append(own)
-                others = {os.path.join(place, beside) for place in _directories - {directory}}
-                if other in others and not filecmp.cmp(own, other, shallow=False):
-                    yield own, other
+        for name in _names_imported_by(importing, directory):
+            own = next(filter(os.path.isfile, _files_of(name, directory)), None)
+            if own is None or own in files:
+                continue
+            files.append(own)
+            other = _given_instead(name, directory)
+            if other is not None and not filecmp.cmp(own, other, shallow=False):
+                yield own, other
 
 
-def _names_imported_by(file: str) -> list[str]:
+def _files_of(name: str, directory: str) -> tuple[str, str]:
+    """Where the module `name` may lie below `directory`, first what Python takes first."""
+    place = os.path.join(directory, *name.split("."))
+    return os.path.join(place, "__init__.py"), f"{place}.py"
+
+
+def _given_instead(name: str, directory: str) -> str | None:
+    """The file from which Python has the module `name`, or would take it, below the directory of another plug-in's file."""
+    found = getattr(sys.modules.get(name), "__file__", None)
+    # What is not imported yet is looked for where its package lies.
+    package = name.partition(".")[0]
+    file_of_package = getattr(sys.modules.get(package), "__file__", None)
+    for place in _directories - {directory}:
+        files = _files_of(name, place)
+        if found in files:
+            return found
+        if file_of_package == _files_of(package, place)[0]:
+            return next(filter(os.path.isfile, files), None)
+    return None
+
+
+def _names_imported_by(file: str, directory: str) -> list[str]:
+    """Of modules and, before them, the packages that they are in; what `file` gets from a module may be one too."""
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return []  # the import says what is wrong
+    packages = Path(file).relative_to(directory).parts[:-1]
     imported: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            imported.add(node.module.partition(".")[0])
-    return sorted(imported)
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            # Each dot after the first one leaves a package.
+            near = packages[: len(packages) + 1 - node.level] if node.level else ()
+            module = [*near, *filter(None, [node.module])]
+            imported |= {".".join([*module, alias.name]) for alias in node.names}
+    return sorted({part for name in imported for part in itertools.accumulate(name.split("."), "{}.{}".format)})
 
 
 @contextmanager

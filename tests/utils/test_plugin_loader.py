@@ -72,6 +72,60 @@ def test_a_neighbour_is_not_given_the_neighbour_of_another_file(tmp_path, monkey
         load_function(f"{tmp_path}/two/plugin.py:f", "--custom-rm-path")
 
 
+PACKAGES = {
+    "of a package": ("from pack_of_plugins.reward import WHO", {"__init__.py": "", "reward.py": "WHO = {!r}"}),
+    "asked of a package": ("from pack_of_plugins import reward", {"__init__.py": "", "reward.py": "WHO = {!r}"}),
+    "of a package without a file": ("import pack_of_plugins.reward as r", {"reward.py": "WHO = {!r}"}),
+    "by the package itself": (
+        "import pack_of_plugins",
+        {"__init__.py": "from .reward import WHO", "reward.py": "WHO = {!r}"},
+    ),
+    "by a module of a package": (
+        "import pack_of_plugins.near.by",
+        {"near/by.py": "from ..reward import WHO\nfrom . import by", "reward.py": "WHO = {!r}"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PACKAGES)
+def test_a_module_in_a_package_is_not_that_of_a_package_beside_another_file(tmp_path, monkeypatch, kind):
+    """Whose own file is the same, empty say, or which has none."""
+    statement, files = PACKAGES[kind]
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "pack_of_plugins":
+            monkeypatch.delitem(sys.modules, name)
+    for name, who in (("one", 1), ("same", 1), ("two", 2)):
+        for file, text in {**files, "unused.py": name}.items():
+            path = tmp_path / name / "pack_of_plugins" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text.format(who))
+        (tmp_path / name / "plugin.py").write_text(f"{statement}\ndef f(): ...")
+    try:
+        load_function(f"{tmp_path}/one/plugin.py:f", "--custom-rm-path")
+        load_function(f"{tmp_path}/same/plugin.py:f", "--custom-rm-path")
+        with pytest.raises(UserError) as caught:
+            load_function(f"{tmp_path}/two/plugin.py:f", "--custom-rm-path")
+        own, other = (tmp_path / name / "pack_of_plugins/reward.py" for name in ("two", "one"))
+        assert f"it imports {own}, and the file of another plug-in has imported {other} under that name" in str(
+            caught.value
+        )
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "pack_of_plugins"]:
+            del sys.modules[name]
+
+
+def test_a_module_is_not_the_package_of_its_name_beside_another_file(tmp_path, monkeypatch):
+    for name, place in (("one", "either_of_plugins/__init__.py"), ("two", "either_of_plugins.py")):
+        (tmp_path / name / place).parent.mkdir(parents=True)
+        (tmp_path / name / place).write_text(f"WHO = {name!r}")
+        (tmp_path / name / "plugin.py").write_text("from either_of_plugins import WHO\ndef f(): return WHO")
+    assert load_function(f"{tmp_path}/one/plugin.py:f", "--custom-rm-path")() == "one"
+    with pytest.raises(UserError, match=f"it imports {tmp_path}/two/either_of_plugins.py, and the file of another"):
+        load_function(f"{tmp_path}/two/plugin.py:f", "--custom-rm-path")
+    monkeypatch.delitem(sys.modules, "either_of_plugins")
+    assert load_function(f"{tmp_path}/two/plugin.py:f", "--custom-rm-path")() == "two"
+
+
 def test_the_same_relative_path_in_another_directory_is_another_file(tmp_path, monkeypatch):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
