@@ -19,6 +19,7 @@ import filecmp
 import functools
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import itertools
@@ -40,6 +41,7 @@ _running_a_file = threading.RLock()
 # Where the files lie that were run: what they imported from beside them goes on under its plain name.
 _directories: set[str] = set()
 
+_GIVEN_ANOTHER = "and another plug-in has imported {} under that name, which it would be given; rename one of them"
 _REWARD_FLAG = "--custom-rm-path"
 _REWARD_METHOD = "compute_reward"
 _REWARD_NAMES = ("reward_func", "custom_rm", _REWARD_METHOD)
@@ -174,6 +176,12 @@ def split_path(path: str) -> tuple[str | None, str, str]:
 
 
 def _import_module(name: str, subject: str) -> ModuleType:
+    top = name.partition(".")[0]
+    found = getattr(sys.modules.get(top), "__file__", None)
+    if any(found in _files_of(top, directory) for directory in _directories):
+        spec = importlib.machinery.PathFinder.find_spec(top)
+        if spec is not None and spec.has_location and not _are_equal(spec.origin, found):
+            raise UserError(f"{subject}: names {spec.origin}, {_GIVEN_ANOTHER.format(found)}")
     with _importing(subject):
         return importlib.import_module(name)
 
@@ -189,10 +197,7 @@ def _load_file(file: str, subject: str) -> ModuleType:
             return sys.modules[name]
         directory = os.path.dirname(real_path)
         for own, other in _taken_for_another(real_path):
-            raise UserError(
-                f"{subject}: it imports {own}, and the file of another plug-in has imported {other} under that name, which it "
-                "would be given; rename one of them"
-            )
+            raise UserError(f"{subject}: it imports {own}, {_GIVEN_ANOTHER.format(other)}")
         _directories.add(directory)
         module_spec = importlib.util.spec_from_file_location(name, real_path)
         module = importlib.util.module_from_spec(module_spec)
@@ -209,7 +214,7 @@ def _load_file(file: str, subject: str) -> ModuleType:
 
 def _taken_for_another(file: str) -> Iterator[tuple[str, str]]:
     """Modules below the directory of `file` that it or one of them imports, each with the other one of that name below the
-    directory of another plug-in's file, which it would be given."""
+    directory of another plug-in, which it would be given."""
     directory, files = os.path.dirname(file), [file]
     # It grows meanwhile.
     for importing in files:
@@ -219,8 +224,12 @@ def _taken_for_another(file: str) -> Iterator[tuple[str, str]]:
                 continue
             files.append(own)
             other = _given_instead(name, directory)
-            if other is not None and not filecmp.cmp(own, other, shallow=False):
+            if other is not None and not _are_equal(own, other):
                 yield own, other
+
+
+def _are_equal(one: str, other: str) -> bool:
+    return os.path.samefile(one, other) or filecmp.cmp(one, other, shallow=False)
 
 
 def _files_of(name: str, directory: str) -> tuple[str, str]:
@@ -230,12 +239,13 @@ def _files_of(name: str, directory: str) -> tuple[str, str]:
 
 
 def _given_instead(name: str, directory: str) -> str | None:
-    """The file from which Python has the module `name`, or would take it, below the directory of another plug-in's file."""
+    """The file from which Python has the module `name`, or would take it, below the directory of another plug-in."""
     found = getattr(sys.modules.get(name), "__file__", None)
     # What is not imported yet is looked for where its package lies.
     package = name.partition(".")[0]
     file_of_package = getattr(sys.modules.get(package), "__file__", None)
-    for place in _directories - {directory}:
+    # A path that names a module is looked for where the run was started, too.
+    for place in {*_directories, os.getcwd()} - {directory}:
         files = _files_of(name, place)
         if found in files:
             return found

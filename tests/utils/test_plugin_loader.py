@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from slime.utils import plugin_loader
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import calling_user_code, containing_endings, load_function
 
@@ -49,7 +50,7 @@ def test_a_file_is_not_given_the_neighbour_of_another(tmp_path, monkeypatch, pla
     with pytest.raises(UserError) as caught:
         load_function(path, "--custom-rm-path")
     own, other = (tmp_path / name / place for name in ("two", "one"))
-    assert str(caught.value).startswith(f"--custom-rm-path {path}: it imports {own}, and the file of another plug-in")
+    assert str(caught.value).startswith(f"--custom-rm-path {path}: it imports {own}, and another plug-in")
     assert f"has imported {other} under that name" in str(caught.value)
     monkeypatch.delitem(sys.modules, "helper_of_plugins")
     assert load_function(path, "--custom-rm-path")() is None
@@ -66,9 +67,7 @@ def test_a_neighbour_is_not_given_the_neighbour_of_another_file(tmp_path, monkey
         monkeypatch.setitem(sys.modules, module, None)
         monkeypatch.delitem(sys.modules, module)
     load_function(f"{tmp_path}/one/plugin.py:f", "--custom-rm-path")
-    with pytest.raises(
-        UserError, match=f"it imports {tmp_path}/two/end_of_plugins.py, and the file of another plug-in"
-    ):
+    with pytest.raises(UserError, match=f"it imports {tmp_path}/two/end_of_plugins.py, and another plug-in"):
         load_function(f"{tmp_path}/two/plugin.py:f", "--custom-rm-path")
 
 
@@ -106,9 +105,7 @@ def test_a_module_in_a_package_is_not_that_of_a_package_beside_another_file(tmp_
         with pytest.raises(UserError) as caught:
             load_function(f"{tmp_path}/two/plugin.py:f", "--custom-rm-path")
         own, other = (tmp_path / name / "pack_of_plugins/reward.py" for name in ("two", "one"))
-        assert f"it imports {own}, and the file of another plug-in has imported {other} under that name" in str(
-            caught.value
-        )
+        assert f"it imports {own}, and another plug-in has imported {other} under that name" in str(caught.value)
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "pack_of_plugins"]:
             del sys.modules[name]
@@ -120,10 +117,37 @@ def test_a_module_is_not_the_package_of_its_name_beside_another_file(tmp_path, m
         (tmp_path / name / place).write_text(f"WHO = {name!r}")
         (tmp_path / name / "plugin.py").write_text("from either_of_plugins import WHO\ndef f(): return WHO")
     assert load_function(f"{tmp_path}/one/plugin.py:f", "--custom-rm-path")() == "one"
-    with pytest.raises(UserError, match=f"it imports {tmp_path}/two/either_of_plugins.py, and the file of another"):
+    with pytest.raises(UserError, match=f"it imports {tmp_path}/two/either_of_plugins.py, and another plug-in"):
         load_function(f"{tmp_path}/two/plugin.py:f", "--custom-rm-path")
     monkeypatch.delitem(sys.modules, "either_of_plugins")
     assert load_function(f"{tmp_path}/two/plugin.py:f", "--custom-rm-path")() == "two"
+
+
+@pytest.mark.parametrize("file_first", [False, True])
+def test_a_module_of_the_working_directory_and_one_beside_a_file_are_not_taken_for_each_other(
+    tmp_path, monkeypatch, file_first
+):
+    """Of a path that names a module, such as `scores_of_plugins.f`."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "scores_of_plugins.py").write_text(f"def f(): return {name!r}")
+    file = tmp_path / "there" / "plugin.py"
+    file.write_text("import scores_of_plugins\ndef g(): return scores_of_plugins.f()")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(str(tmp_path / "here"))
+    monkeypatch.setattr(plugin_loader, "_directories", set())
+    monkeypatch.setitem(sys.modules, "scores_of_plugins", None)
+    monkeypatch.delitem(sys.modules, "scores_of_plugins")
+    paths = [f"{file}:g", "scores_of_plugins.f"]
+    first, second = paths if file_first else reversed(paths)
+    assert load_function(first, "--custom-rm-path")() == ("there" if file_first else "here")
+    plugin_loader._load_cached.cache_clear()
+    assert load_function(first, "--custom-rm-path")() == ("there" if file_first else "here"), "it is itself"
+    with pytest.raises(
+        UserError, match=f"^--buffer-filter-path {second}: .*, and another plug-in has imported"
+    ) as caught:
+        load_function(second, "--buffer-filter-path")
+    assert all(f"{tmp_path}/{name}/scores_of_plugins.py" in str(caught.value) for name in ("here", "there"))
 
 
 def test_the_same_relative_path_in_another_directory_is_another_file(tmp_path, monkeypatch):
