@@ -353,7 +353,9 @@ class RouterHandle:
         deadline = time.monotonic() + _START_SECONDS
         while self._reservations[0].is_taken():
             if time.monotonic() > deadline or self._ending.wait(_LOOK_SECONDS):
-                raise RunError(f"another process has taken its port, {self.port}")
+                lives = self.process.pid is not None and self.process.poll() is None
+                who = "the dead one, which the kernel does not let go," if lives else "another process"
+                raise RunError(f"{who} has taken its port, {self.port}")
         self.process, self._scratch = _new_process(self.process.name, self.process.log_path)
         self._late, self._waits, self._missing = 0, _lacks_engines(self._fields), frozenset()
         self._registered.clear()

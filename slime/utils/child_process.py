@@ -37,6 +37,8 @@ from slime.utils.errors import RunError
 _EXIT_POLL_SECONDS = 0.02
 # Between the end of a process's pipes, or the signal that ends it, and its own.
 _EXIT_SECONDS = 5.0
+# For one that was killed to give back what it has: much memory of devices takes long.
+_KILLED_SECONDS = 30.0
 _TAIL_BYTES = 64 * 1024
 
 # The ends of pipes by which children see that this process lives.
@@ -133,23 +135,19 @@ class ChildProcess:
     def terminate(self, timeout: float = 10.0) -> int | None:
         """End the process and its group: SIGTERM, after `timeout` seconds SIGKILL. Harmless when it already ended.
 
+        One that the kernel does not let go yet, as of a device or a disk that hangs, is not waited for: it ends when it can.
+
         Returns:
-            The exit status; None if the process was never started.
+            The exit status; None if the process was never started, or has not ended.
         """
-        if self._process is None:
-            return None
-        if self.poll() is None:
-            if timeout > 0:
-                with self._collecting:
-                    if self.poll() is None:
-                        self._signal_group(signal.SIGTERM)
-                self.wait(timeout)
+        steps = [(signal.SIGTERM, timeout)] if timeout > 0 else []
+        for signal_number, seconds in (*steps, (signal.SIGKILL, _KILLED_SECONDS)):
             with self._collecting:
-                if self.poll() is None:
-                    self._signal_group(signal.SIGKILL)
-                    os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-                    self._reap()
-        return self._process.returncode
+                if self._process is None or self.poll() is not None:
+                    break
+                self._signal_group(signal_number)
+            self.wait(seconds)
+        return self.poll()
 
     def log_tail(self, lines: int = 30) -> str:
         """The last `lines` lines of the log, for error messages."""

@@ -14,7 +14,7 @@ import requests
 from slime.ray.rollout_manager import _EnginesOfModel
 from slime.serving import router as router_module
 from slime.serving.router import Worker, start_router
-from slime.utils import http_utils
+from slime.utils import child_process, http_utils
 from slime.utils.errors import RunError
 from slime.utils.http_utils import close_http_client, get, init_http_client, post
 from tests.support.processes import http_server
@@ -285,6 +285,19 @@ def test_a_port_that_stays_taken_is_told_of(tmp_path, monkeypatch):
         with killed_and_replaced_by_another_server(router):
             told = wait_until(router.trouble)
         assert f"another process has taken its port, {router.port}\nno other router takes its place" in told
+
+
+def test_a_port_that_a_dead_router_keeps_is_told_of(tmp_path, monkeypatch):
+    """The kernel lets a process go that waits for a disk, say, when it can."""
+    monkeypatch.setattr(router_module, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(router_module, "_WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(router_module, "_WATCH_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(child_process, "_KILLED_SECONDS", 0.05)
+    with running_router(tmp_path) as router, monkeypatch.context() as held:
+        held.setattr(router.process, "_signal_group", lambda signal_number: None)
+        os.kill(router.process.pid, signal.SIGSTOP)
+        told = wait_until(router.trouble)
+    assert f"the dead one, which the kernel does not let go, has taken its port, {router.port}\nno other router" in told
 
 
 def test_no_router_starts_once_the_run_ends(tmp_path, monkeypatch):

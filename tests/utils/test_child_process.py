@@ -157,6 +157,23 @@ def test_f2_a_child_that_ignores_sigterm_is_killed_after_the_timeout(tmp_path, s
     assert child.terminate(timeout=0.3) == -signal.SIGKILL
 
 
+def test_a_child_that_the_kernel_does_not_let_go_is_not_waited_for(tmp_path, started, monkeypatch):
+    """Whoever replaces it would wait without an end, and so would all who ask whether it lives."""
+    monkeypatch.setattr("slime.utils.child_process._KILLED_SECONDS", 0.05)
+    child, ended = started("import time; time.sleep(60)", tmp_path / "log"), []
+    with monkeypatch.context() as held:
+        # As in a call of a device that hangs: the signal waits for its end.
+        held.setattr(child, "_signal_group", lambda signal_number: None)
+        ending = threading.Thread(target=lambda: ended.append(child.terminate(0.01)), daemon=True)
+        ending.start()
+        ending.join(30.0)
+        was_left = not ending.is_alive()
+        if not was_left:
+            os.kill(child.pid, signal.SIGKILL)
+    assert was_left and ended == [None] and child.describe_end().startswith("still running")
+    assert child.terminate(0) == -signal.SIGKILL
+
+
 def test_exit_status_and_last_log_lines(tmp_path, started):
     code = "import sys\nfor i in range(100): print(i, flush=True)\nsys.exit('boom')"
     child = started(code, tmp_path / "log")
