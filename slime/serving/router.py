@@ -140,11 +140,14 @@ class RouterHandle:
         return self._gave_up or (None if self.process is None or self.comes_back else self._fault())
 
     def serves(self) -> bool:
-        """Whether requests find a router that has its engines, or some. One that does not come back is not waited for."""
+        """Whether requests find a router that has its engines, or some of each role. One that does not come back is not waited
+        for."""
         if not self.comes_back:
             return True
-        has_some = not self._missing or not self._missing.issuperset(self._told)
-        return has_some and not self._waits and self._is_back.is_set() and self.process.poll() is None
+        if self._waits or not self._is_back.is_set() or self.process.poll() is not None:
+            return False
+        told, missing = list(self._told.values()), self._missing
+        return not missing or {worker.role for worker in told if worker.url not in missing} >= {w.role for w in told}
 
     @property
     def deaths(self) -> int:

@@ -13,7 +13,7 @@ import requests
 
 from slime.ray.rollout_manager import _EnginesOfModel
 from slime.serving import router as router_module
-from slime.serving.router import Worker, start_router
+from slime.serving.router import RouterHandle, Worker, start_router
 from slime.utils import child_process, http_utils
 from slime.utils.errors import RunError
 from slime.utils.http_utils import close_http_client, get, init_http_client, post
@@ -189,6 +189,47 @@ def test_an_engine_that_was_busy_is_told_of_again(tmp_path, monkeypatch, others,
         assert generated(router) == "FGH"
     assert f"there is a router at {router.url} again, with {others} engines" in caplog.text
     assert f"the router {router.url} has the engine {busy.url} again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("missing", "serves"),
+    [
+        ("", True),
+        ("prefill one", True),
+        ("prefill one, prefill two", False),
+        ("decode", False),
+        ("prefill one, gone", True),
+        ("gone", True),
+    ],
+)
+def test_requests_wait_for_a_router_that_has_engines_of_each_role(missing, serves):
+    """Without one that prefills it answers each with an error, until all attempts are used up."""
+    router = RouterHandle("127.0.0.1", 1, KEY, SimpleNamespace(poll=lambda: None), comes_back=True)
+    router._is_back.set()
+    router._told = {name: Worker(name, name.split()[0]) for name in ("prefill one", "prefill two", "decode")}
+    router._missing = frozenset(filter(None, missing.split(", ")))
+    assert router.serves() is serves
+    router._told = {name: Worker(name) for name in ("one", "two")}
+    router._missing = frozenset({"one"})
+    assert router.serves()
+    router._missing = frozenset({"one", "two"})
+    assert not router.serves()
+
+
+def test_a_pair_whose_one_half_was_busy_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(router_module, "_START_SECONDS", 3.0)
+    monkeypatch.setattr(router_module, "_WATCH_SECONDS", 1.0)
+    roles = ("prefill", "decode")
+    with BusyServer() as prefill, FakeGenerateServer() as decode, running_router(tmp_path, roles) as router:
+        router.add_workers([Worker(prefill.url, "prefill", 15002), Worker(decode.url, "decode")], 60, KEY)
+        prefill.busy = True
+        kill(router)
+        wait_until(lambda: router._missing)
+        wait_until(lambda: router._is_back.is_set())
+        assert router._missing == {prefill.url} and not router.serves()
+        prefill.busy = False
+        wait_until(router.serves, 120)
+        assert generated(router) == "FGH" and router.deaths == 1
 
 
 def test_an_engine_that_leaves_while_a_router_is_told_of_it_is_not_waited_for(tmp_path, monkeypatch, caplog):
