@@ -8,11 +8,13 @@ beside the loop tells where it stands then. One that calls `sys.exit` does not e
 """
 
 import asyncio
+import functools
 import logging
 import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +26,8 @@ STALL_S = 30.0
 ASK_EVERY_S = 5.0
 # A process that was halted finds its time over before its loop could answer: the wait is made of so many.
 _WAITS = 10
+# So often one task looks for others that wait.
+_LOOKS = 300
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -192,6 +196,25 @@ class SingleFlight:
             task = self._under_way[loop] = loop.create_task(ask())
             task.add_done_callback(lambda _: self._under_way.pop(loop))
         return await asyncio.shield(task)
+
+
+# By what is waited for.
+_looking = defaultdict[Callable[[], bool], SingleFlight](SingleFlight)
+
+
+async def until_true(condition: Callable[[], bool], every: float) -> None:
+    """Return when `condition()` is true. `every` so many seconds one task looks for all of this event loop that wait for it:
+    what it raises, they raise."""
+    while not condition():
+        await _looking[condition].join(functools.partial(_look_for, condition, every))
+
+
+async def _look_for(condition: Callable[[], bool], every: float) -> None:
+    # Not for ever: those who wait may be gone.
+    for _ in range(_LOOKS):
+        await asyncio.sleep(every)
+        if condition():
+            return
 
 
 # Per event loop, because a semaphore belongs to one; they go with it.

@@ -34,7 +34,7 @@ import numpy as np
 import orjson
 
 from slime.utils import env
-from slime.utils.async_utils import time_limit
+from slime.utils.async_utils import time_limit, until_true
 from slime.utils.errors import RunError
 from slime.utils.http_carriers import CarriedAnswer, CarrierLost, Carriers, ExchangeFailed
 from slime.utils.misc import get_host_info as get_host_info
@@ -509,11 +509,11 @@ async def _send(
 
 async def _wait_until(condition: Callable[[], bool], url: str, limit: float) -> None:
     """Wait for a router, or the engines behind it; HttpError after `limit` seconds."""
-    deadline = time.monotonic() + limit
-    while not condition():
-        if time.monotonic() > deadline:
-            raise HttpError(f"{url}: no engine served requests for {limit:g} s (--http-request-timeout)", url=url)
-        await asyncio.sleep(_SUPPLY_POLL_SECONDS)
+    try:
+        with time_limit(limit):
+            await until_true(condition, _SUPPLY_POLL_SECONDS)
+    except TimeoutError:
+        raise HttpError(f"{url}: no engine served requests for {limit:g} s (--http-request-timeout)", url=url) from None
 
 
 def is_news(url: str, status: int | None) -> bool:

@@ -138,6 +138,37 @@ def test_an_answer_under_way_is_everybodys_and_goes_on_without_who_asked_first()
     asyncio.run(main())
 
 
+def test_one_task_looks_for_what_several_wait_for_and_not_for_ever(monkeypatch):
+    monkeypatch.setattr(async_utils, "_LOOKS", 5)
+    looks, truth = [], []
+
+    def condition():
+        looks.append(asyncio.current_task())
+        return truth and truth[0]()
+
+    async def main():
+        waiting = [asyncio.create_task(async_utils.until_true(condition, 0.001)) for _ in range(3)]
+        await until(lambda: len(looks) > 20)
+        by_waiting, others = ([look for look in looks if (look in waiting) is theirs] for theirs in (True, False))
+        # The first time, and once more after each five looks of another task.
+        assert len(by_waiting) <= 3 * (1 + len(others) // 5) and len(set(others)) == -(-len(others) // 5)
+        waiting.pop().cancel()
+        truth.append(lambda: True)
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 30) == [None, None]
+        truth[0] = lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            await async_utils.until_true(condition, 0.001)
+        truth[0] = lambda: False
+        left = asyncio.create_task(async_utils.until_true(condition, 0.001))
+        await asyncio.sleep(0)
+        left.cancel()
+        await until(lambda: len(asyncio.all_tasks()) == 1)
+        truth[0] = lambda: True
+        assert await async_utils.until_true(condition, 0.001) is None
+
+    asyncio.run(main())
+
+
 async def _within(seconds, awaitable):
     """(result or exception, whether the limit ended it)."""
     limit = async_utils.time_limit(seconds)

@@ -190,6 +190,35 @@ def test_a_request_waits_no_longer_than_it_may_take():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("waiting_for", ["an engine", "a verdict"])
+def test_one_task_looks_for_all_requests_that_wait(waiting_for):
+    """To look asks about all engines: thousands that do so several times a second would hold up everything else."""
+
+    async def main():
+        supply, looks = Supply(), []
+        supply.served, supply.decided = waiting_for != "an engine", waiting_for != "a verdict"
+
+        def looking(name):
+            looks.append(asyncio.current_task())
+            return getattr(supply, name)
+
+        if waiting_for == "an engine":
+            supply.is_serving = lambda: looking("served")
+        else:
+            supply.is_decided = lambda: looking("decided")
+        async with serving(answering([500] * 20 if waiting_for == "a verdict" else [])) as url:
+            http_utils.set_engine_supply(url, supply)
+            asked = [asyncio.create_task(post(f"{url}/generate", {}, max_retries=2)) for _ in range(20)]
+            await until(lambda: set(asked) <= set(looks))
+            begun = len(looks)
+            await until(lambda: len(looks) >= begun + 20)
+            assert len(set(looks[begun : begun + 20])) == 1
+            supply.served = supply.decided = True
+            assert await asyncio.wait_for(asyncio.gather(*asked), 30) == [{"status": 200}] * 20
+
+    asyncio.run(main())
+
+
 def test_only_requests_to_its_own_router_ask_the_supply():
     async def main():
         supply = Supply()
