@@ -256,10 +256,12 @@ class Engines:
             found[name] = outcome if isinstance(outcome, RunError) else None
         return found
 
-    def host_memory_gib(self) -> float | None:
-        """The most that the processes of a server have of the memory of a host, in GiB. None: no server of ours says."""
-        servers = [handle for name, handle in list(self._handles.items()) if not self.why_none_follows(name)]
-        servers += [handle for helpers in list(self._helpers.values()) for handle in helpers]
+    def host_memory_gib(self, names: Iterable[EngineName]) -> float | None:
+        """The most that the processes of one of these engines have of the memory of a host, in GiB. None: no server of ours
+        says."""
+        ours = [name for name in names if not self.why_none_follows(name)]
+        servers = [handle for name in ours if (handle := self._handles.get(name)) is not None]
+        servers += [handle for name in ours for handle in self._helpers.get(name, ())]
         asked = [handle.host_memory_gib.remote() for handle in servers]
         found = wait_for_each(asked, "host memory of the engines", _ANSWER_SECONDS) if asked else []
         return max((gib for gib in found if isinstance(gib, float)), default=None)

@@ -390,8 +390,10 @@ class ServingOwner:
         return self._deaths[model]
 
     def host_memory_gib(self) -> float | None:
-        """As of `Engines`."""
-        return self._engines.host_memory_gib()
+        """As of `Engines`, of those that answer: the process of one that starts is not there yet, and is not waited for."""
+        with self._changed:
+            names = self._named(EngineState.STALE, EngineState.SERVING, EngineState.ASLEEP)
+        return self._engines.host_memory_gib(names)
 
     # -- life and death ---------------------------------------------------------------------------------------------
 

@@ -123,25 +123,35 @@ def test_an_engine_that_two_stop_at_once_is_stopped_once(monkeypatch, tmp_path):
     assert killed == [handle] and engines._handles == {}
 
 
-def test_the_engine_with_most_memory_of_its_host_is_told(monkeypatch, make_owner):
+def test_the_engine_with_most_memory_of_its_host_is_told(monkeypatch, tmp_path):
     """Of each node that it is on. What the run did not start is on hosts that it does not know."""
     monkeypatch.setattr(engines_module, "wait_for_each", lambda refs, name, limit: refs)
-    owner, external = make_owner(), SimpleNamespace(url="http://its.own")
-    engines = owner._engines = Engines(SimpleNamespace(), None, None, "", {})
-    of_run = {engine_id: SimpleNamespace(external=external if engine_id == 2 else None) for engine_id in range(4)}
+    engines, external = Engines(SimpleNamespace(), None, None, tmp_path, {}), SimpleNamespace(url="http://its.own")
+    of_run = {engine_id: SimpleNamespace(external=external if engine_id == 2 else None) for engine_id in range(5)}
     engines.topology = SimpleNamespace(find=lambda engine_id: (None, None, of_run[engine_id]))
 
     def having(answer):
         return SimpleNamespace(host_memory_gib=SimpleNamespace(remote=lambda: answer))
 
-    assert owner.host_memory_gib() is None
-    answers = {0: 1.5, 1: RunError("it died"), 2: 99.0, 3: None}
-    engines._handles = {EngineName(engine_id): having(answer) for engine_id, answer in answers.items()}
-    assert owner.host_memory_gib() == 1.5
-    engines._helpers = {EngineName(0): [having(2.5), having(0.5)]}
-    assert owner.host_memory_gib() == 2.5
-    # They have no ends.
-    engines._handles, engines._helpers = {}, {}
+    names = [EngineName(engine_id) for engine_id in range(5)]
+    assert engines.host_memory_gib(names) is None
+    engines._handles = dict(zip(names, map(having, (1.5, RunError("it died"), 99.0, None)), strict=False))
+    assert engines.host_memory_gib(names) == 1.5
+    engines._helpers = {names[0]: [having(2.5), having(0.5)]}
+    assert engines.host_memory_gib(names) == 2.5
+    assert engines.host_memory_gib(names[1:]) is None
+
+
+def test_the_memory_of_an_engine_that_starts_or_is_doubted_is_not_waited_for(make_owner, monkeypatch):
+    """Its process may answer when Ray has found a place for it: the step would wait, and all GPUs with it."""
+    owner, asked = ready(make_owner(engines=4, use_fault_tolerance=True, has_trainer=False)), []
+    monkeypatch.setattr(owner._engines, "host_memory_gib", lambda names: asked.append([*names]) or 1.5)
+    names = [EngineName(engine_id) for engine_id in range(4)]
+    owner._fleet.sleep(names[0])
+    owner._fleet.doubt(names[1], "a request failed")
+    owner._fleet.die(names[2], "it died", 0.0)
+    owner._fleet.replace(2)
+    assert owner.host_memory_gib() == 1.5 and asked == [[names[0], names[3]]]
 
 
 # -- weights -------------------------------------------------------------------------------------------------------------
