@@ -111,6 +111,25 @@ def test_a_module_in_a_package_is_not_that_of_a_package_beside_another_file(tmp_
             del sys.modules[name]
 
 
+def test_a_module_that_nobody_imported_yet_is_looked_for_in_the_package_that_is_there(tmp_path, monkeypatch):
+    for name in ("one", "two", "three"):
+        (tmp_path / name / "begun_of_plugins").mkdir(parents=True)
+        (tmp_path / name / "begun_of_plugins/__init__.py").write_text("")
+        imported = "" if name == "one" else ".score"
+        (tmp_path / name / "plugin.py").write_text(f"import begun_of_plugins{imported}\ndef f(): ...")
+    for name in ("one", "two"):
+        (tmp_path / name / "begun_of_plugins/score.py").write_text(f"WHO = {name!r}")
+    monkeypatch.setitem(sys.modules, "begun_of_plugins", None)
+    monkeypatch.delitem(sys.modules, "begun_of_plugins")
+    load_function(f"{tmp_path}/one/plugin.py:f", "--custom-rm-path")
+    own, other = (tmp_path / name / "begun_of_plugins/score.py" for name in ("two", "one"))
+    with pytest.raises(UserError, match=f"it imports {own}, and another plug-in has imported {other} under that name"):
+        load_function(f"{tmp_path}/two/plugin.py:f", "--custom-rm-path")
+    # What it has not itself is no matter of names.
+    load_function(f"{tmp_path}/three/plugin.py:f", "--custom-rm-path")
+    del sys.modules["begun_of_plugins.score"]
+
+
 def test_a_module_is_not_the_package_of_its_name_beside_another_file(tmp_path, monkeypatch):
     for name, place in (("one", "either_of_plugins/__init__.py"), ("two", "either_of_plugins.py")):
         (tmp_path / name / place).parent.mkdir(parents=True)
