@@ -119,8 +119,8 @@ def refused_values() -> list[str]:
     def host() -> None:
         from slime.utils.ports import interface_of
 
-        if env.host_ip_override():
-            interface_of(env.host_ip_override())
+        if env.host_ip_override() or env.prefers_ipv6():
+            interface_of(env.host_ip_override() or "::1")
 
     refused = []
     for read in (

@@ -26,6 +26,18 @@ def host_ip_override() -> str | None:
     return os.environ.get("SLIME_HOST_IP") or None
 
 
+def prefers_ipv6() -> bool:
+    """`SLIME_PREFER_IPV6=1`: nodes announce addresses of IPv6 and no others, where `SLIME_HOST_IP` names none.
+
+    Raises:
+        UserError: it is neither 1 nor 0.
+    """
+    value = os.environ.get("SLIME_PREFER_IPV6") or "0"
+    if value not in ("0", "1"):
+        raise UserError(f"SLIME_PREFER_IPV6={value}: give 1 for addresses of IPv6, or 0")
+    return value == "1"
+
+
 def gloo_interface() -> str | None:
     """`GLOO_SOCKET_IFNAME`: the network interface on which process groups on the host meet."""
     return os.environ.get("GLOO_SOCKET_IFNAME") or None
@@ -282,7 +294,8 @@ def actor_environment() -> dict[str, str]:
         "RAY_USE_UVLOOP": "0",
     }
     key_files = ("SLIME_RM_API_KEY_FILE", "SLIME_BUFFER_API_KEY_FILE")
-    handed_on = ("SLIME_ACCELERATOR", "SLIME_DEBUG", *key_files, *_INT4_TRAINING, *_OF_CODING_AGENTS)
+    names = ("SLIME_ACCELERATOR", "SLIME_DEBUG", "SLIME_PREFER_IPV6")
+    handed_on = (*names, *key_files, *_INT4_TRAINING, *_OF_CODING_AGENTS)
     of_agents = [f"{prefix}{name}" for prefix in (_AGENT, _OLDER_AGENT) for name in _HANDED_ON_OF_AGENTS]
     return {**variables, **{name: os.environ[name] for name in (*handed_on, *of_agents) if name in os.environ}}
 
@@ -317,14 +330,12 @@ def library_environment() -> dict[str, str]:
 _READ = (
     "SLIME_ACCELERATOR", "SLIME_BENCH_RUN", "SLIME_BUFFER_API_KEY", "SLIME_BUFFER_API_KEY_FILE", "SLIME_DEBUG",
     "SLIME_ENABLE_EXPANDABLE_SEGMENTS", "SLIME_ENGINE_API_KEY", "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS", "SLIME_HOST_IP",
-    "SLIME_RM_API_KEY",
-    "SLIME_RM_API_KEY_FILE", "SLIME_SESSION", "SLIME_START_COMMAND",
+    "SLIME_PREFER_IPV6", "SLIME_RM_API_KEY", "SLIME_RM_API_KEY_FILE", "SLIME_SESSION", "SLIME_START_COMMAND",
 )  # fmt: skip
 
 
 # What there is in the place of those that nothing reads, by the beginnings of their names.
 _INSTEAD = {
-    "SLIME_PREFER_IPV6": "set SLIME_HOST_IP on each node to the address that it is to announce, of either kind",
     "SLIME_DESTROY_WORLD_PROCESS_GROUP": "process groups stay while a rank lends its memory; set it to 0, or unset it",
     "SLIME_GRAD_COALESCE_CHUNK_BYTES": "give --ddp-bucket-size, the numbers of gradients that are reduced together",
     "SLIME_CONTRACT_": "give the paths of functions to `python -m slime.plugins check`, by their flags",

@@ -167,14 +167,20 @@ def _bind_and_release(port: int) -> int:
 def get_current_node_ip() -> str:
     """The address under which other nodes reach this one, without the brackets of IPv6.
 
-    `SLIME_HOST_IP` wins; then the address that Ray uses for this node; then that of the default route; else loopback.
+    `SLIME_HOST_IP` wins; then the address that Ray uses for this node; then that of the default route; else loopback. With
+    `SLIME_PREFER_IPV6=1` it is an address of IPv6: that of Ray, or `ipv6_of_this_node`, which raises RunError without one.
     """
     override = env.host_ip_override()
     if override:
         return override.strip("[]")
     ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        return ray.util.get_node_ip_address().strip("[]")
+    of_ray = ray.util.get_node_ip_address().strip("[]") if ray is not None and ray.is_initialized() else None
+    if env.prefers_ipv6():
+        from slime.utils.ports import ipv6_of_this_node
+
+        return of_ray if of_ray is not None and ":" in of_ray else ipv6_of_this_node()
+    if of_ray is not None:
+        return of_ray
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Connecting a datagram socket sends nothing: it only makes the kernel choose a route.

@@ -23,7 +23,7 @@ import psutil
 from slime.utils import env
 from slime.utils.errors import RunError
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, _LOOPBACK_OF_IPV6 = "127.0.0.1", "::1"
 
 
 class PortReservation:
@@ -100,13 +100,14 @@ def service_host(clients: Iterable[str] = ()) -> str:
     """The address that a server of this node binds and announces.
 
     `SLIME_HOST_IP` if set; the node's Ray address when the Ray cluster has several nodes; else the one that this node has on
-    the way to a client outside of it; loopback otherwise. Never all interfaces.
+    the way to a client outside of it; loopback otherwise. Never all interfaces. With `SLIME_PREFER_IPV6=1` no address of IPv4
+    is taken from these: in the place of one stands `ipv6_of_this_node`, or the loopback of IPv6.
 
     Args:
         clients: URLs of servers outside of Ray that will connect.
 
     Raises:
-        RunError: `SLIME_HOST_IP` is no address of this machine.
+        RunError: `SLIME_HOST_IP` is no address of this machine, or it has none of IPv6.
     """
     override = env.host_ip_override()
     if override:
@@ -115,9 +116,34 @@ def service_host(clients: Iterable[str] = ()) -> str:
     import ray
 
     if ray.is_initialized() and sum(node["Alive"] for node in ray.nodes()) > 1:
-        return ray.util.get_node_ip_address()
-    ways = (_address_towards(client) for client in clients)
-    return next((address for address in ways if not ipaddress.ip_address(address).is_loopback), LOOPBACK)
+        found = ray.util.get_node_ip_address()
+    else:
+        ways = (_address_towards(client) for client in clients)
+        found = next((address for address in ways if not ipaddress.ip_address(address).is_loopback), LOOPBACK)
+    if ":" in found or not env.prefers_ipv6():
+        return found
+    if found != LOOPBACK:
+        return ipv6_of_this_node()
+    interface_of(_LOOPBACK_OF_IPV6)
+    return _LOOPBACK_OF_IPV6
+
+
+def ipv6_of_this_node() -> str:
+    """The first address of IPv6 of this machine by which others reach it.
+
+    Raises:
+        RunError: it has none.
+    """
+    for entries in psutil.net_if_addrs().values():
+        for entry in entries:
+            if entry.family == socket.AF_INET6 and not (
+                (found := ipaddress.ip_address(entry.address.partition("%")[0])).is_loopback or found.is_link_local
+            ):
+                return str(found)
+    raise RunError(
+        "SLIME_PREFER_IPV6=1: this machine has no address of IPv6 that others reach; give it one, set SLIME_HOST_IP on each "
+        "node, or set SLIME_PREFER_IPV6=0"
+    )
 
 
 def interface_of(address: str) -> str:

@@ -68,9 +68,9 @@ def test_a_driver_of_the_users_own_has_flags_of_its_own(run):
 
 
 def test_a_variable_of_ours_that_nothing_reads_is_told_at_the_start(run, monkeypatch):
-    monkeypatch.setenv("SLIME_PREFER_IPV6", "1")
+    monkeypatch.setenv("SLIME_GRAD_COALESCE_CHUNK_BYTES", "1")
     _, lines = run(lambda args, progress: None)
-    assert sum("SLIME_PREFER_IPV6 is set and has no effect" in line for line in lines) == 1
+    assert sum("SLIME_GRAD_COALESCE_CHUNK_BYTES is set and has no effect" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize(

@@ -34,18 +34,19 @@ def test_variables_of_ours_that_nothing_reads_are_named_and_their_values_are_not
     for name in (
         "SLIME_ACCELERATOR",
         "SLIME_HOST_IP",
+        "SLIME_PREFER_IPV6",
         "SLIME_AGENT_NODE_TARBALL",
         "SLIME_RM_API_KEY_FILE",
         "MY_SLIME_X",
     ):
         monkeypatch.setenv(name, "value")
     assert env.warnings_about_names() == []
-    for name in ("SLIME_RM_APIKEY", "SLIME_PREFER_IPV6", "SLIME_CONTRACT_GENERATE"):
+    for name in ("SLIME_RM_APIKEY", "SLIME_GRAD_COALESCE_CHUNK_BYTES", "SLIME_CONTRACT_GENERATE"):
         monkeypatch.setenv(name, "s3cret")
     told = env.warnings_about_names()
     assert [message.split()[3] for message in told] == [
         "SLIME_CONTRACT_GENERATE",
-        "SLIME_PREFER_IPV6",
+        "SLIME_GRAD_COALESCE_CHUNK_BYTES",
         "SLIME_RM_APIKEY",
     ]
     assert told[2].endswith("did you mean SLIME_RM_API_KEY?") and "s3cret" not in " ".join(told)
@@ -54,7 +55,6 @@ def test_variables_of_ours_that_nothing_reads_are_named_and_their_values_are_not
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("SLIME_PREFER_IPV6", "set SLIME_HOST_IP on each node"),
         ("SLIME_DESTROY_WORLD_PROCESS_GROUP", "process groups stay"),
         ("SLIME_GRAD_COALESCE_CHUNK_BYTES", "give --ddp-bucket-size"),
         ("SLIME_CONTRACT_GENERATE_FUNCTION", "`python -m slime.plugins check`"),
@@ -223,3 +223,14 @@ def test_settings_of_agents_are_handed_on_and_what_may_hold_keys_is_not(monkeypa
     given = env.actor_environment()
     assert handed_on.items() <= given.items() and not set(kept) & set(given)
     assert env.agent_program("CC").extra_env == {"API_KEY": "s3cret"}
+
+
+def test_whether_addresses_of_ipv6_are_announced(monkeypatch):
+    monkeypatch.delenv("SLIME_PREFER_IPV6", raising=False)
+    assert not env.prefers_ipv6() and "SLIME_PREFER_IPV6" not in env.actor_environment()
+    for value, expected in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("SLIME_PREFER_IPV6", value)
+        assert env.prefers_ipv6() is expected and env.actor_environment()["SLIME_PREFER_IPV6"] == value
+    monkeypatch.setenv("SLIME_PREFER_IPV6", "maybe")
+    with pytest.raises(UserError, match="^SLIME_PREFER_IPV6=maybe: give 1 for addresses of IPv6, or 0$"):
+        env.prefers_ipv6()

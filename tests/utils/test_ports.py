@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 
 from slime.utils import ports
 from slime.utils.errors import RunError
+from slime.utils.misc import get_current_node_ip
 from slime.utils.ports import (
     engine_urls,
     group_environment,
@@ -145,7 +147,7 @@ def interfaces(monkeypatch):
             (socket.AF_INET, "10.0.0.7"),
             (socket.AF_INET6, "fe80::1%eth0"),
         ],
-        "eth1": [(socket.AF_INET, "10.1.0.7")],
+        "eth1": [(socket.AF_INET, "10.1.0.7"), (socket.AF_INET6, "fd00::7")],
     }
     monkeypatch.setattr(
         psutil,
@@ -155,6 +157,7 @@ def interfaces(monkeypatch):
             for name, addresses in found.items()
         },
     )
+    return found
 
 
 @pytest.mark.parametrize(
@@ -188,6 +191,41 @@ def test_an_address_that_the_node_announces_and_does_not_have_is_told_with_those
             RunError, match=re.escape(f"{other} is no address of this machine, which has 127.0.0.1 (lo), ")
         ):
             service_host()
+
+
+@pytest.mark.parametrize(
+    ("alive", "of_ray", "client", "expected"),
+    [
+        (1, "10.0.0.7", None, "::1"),
+        (2, "10.0.0.7", None, "fd00::7"),
+        (2, "fd00::9", None, "fd00::9"),
+        (1, "10.0.0.7", "10.0.0.7", "fd00::7"),
+        (1, "10.0.0.7", "fd00::8", "fd00::8"),
+        (1, "10.0.0.7", LOOPBACK, "::1"),
+    ],
+)
+def test_nodes_that_prefer_ipv6_announce_nothing_else(interfaces, monkeypatch, alive, of_ray, client, expected):
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}] * alive)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: of_ray)
+    monkeypatch.setattr(ports, "_address_towards", lambda url: url)
+    clients = [] if client is None else [client]
+    monkeypatch.delenv("SLIME_PREFER_IPV6", raising=False)
+    assert service_host(clients) in (LOOPBACK, of_ray, client)
+    monkeypatch.setenv("SLIME_PREFER_IPV6", "1")
+    assert service_host(clients) == expected
+    assert get_current_node_ip() == (of_ray if ":" in of_ray else "fd00::7")
+    monkeypatch.setenv("SLIME_HOST_IP", "10.1.0.7")
+    assert service_host(clients) == get_current_node_ip() == "10.1.0.7"
+    monkeypatch.delenv("SLIME_HOST_IP")
+    for addresses in interfaces.values():
+        addresses[:] = [(family, address) for family, address in addresses if family != socket.AF_INET6]
+    if ":" in of_ray or expected == client:
+        assert service_host(clients) == expected
+    else:
+        message = "^SLIME_PREFER_IPV6=1: this machine has no address of IPv6 that others reach; give it one"
+        with pytest.raises(RunError, match="^::1 is no address of this machine" if expected == "::1" else message):
+            service_host(clients)
 
 
 def test_the_engines_that_a_router_lists_are_there_once_with_all_their_groups():
