@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.utils.child_process import exit_when_parent_dies
 from slime.utils.errors import UserError
+from slime.utils.ports import host_for_url
 
 if TYPE_CHECKING:
     from slime.arguments.surface import FlagSpec
@@ -66,8 +67,9 @@ def compute_router_fields(args: Any, host: str, port: int, prometheus_port: int)
         **OUR_DEFAULTS,
         "request_timeout_secs": getattr(args, "sglang_router_request_timeout_secs", None) or REQUEST_TIMEOUT_SECONDS,
     }
-    addresses = {"host": host, "port": port, "prometheus_host": host, "prometheus_port": prometheus_port}
-    return {**defaults, **addresses, **typed, "host": host, "port": port}
+    addresses = {"prometheus_host": host, "prometheus_port": prometheus_port}
+    # The router puts its own address before the port as it is, and reads the other one alone.
+    return {**defaults, **addresses, **typed, "host": host_for_url(host), "port": port}
 
 
 def describe() -> list[FlagSpec]:

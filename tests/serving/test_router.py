@@ -10,6 +10,7 @@ import threading
 from types import SimpleNamespace
 from typing import ClassVar
 
+import psutil
 import pytest
 import requests
 from sglang_router.router_args import RouterArgs
@@ -63,6 +64,29 @@ def test_an_unknown_router_flag_is_named():
 
 def test_ipv6_address_in_the_url():
     assert RouterHandle("::1", 80, None, None).url == "http://[::1]:80"
+
+
+def test_an_address_of_ipv6_is_given_to_a_router_as_it_reads_it():
+    fields = compute_router_fields(SimpleNamespace(), "::1", 3000, 3001)
+    assert (fields["host"], fields["prometheus_host"]) == ("[::1]", "::1")
+
+
+def test_a_router_listens_on_an_address_of_ipv6(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIME_HOST_IP", "::1")
+    try:
+        reserve_port("::1", 21000).release()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    router = start_router(SimpleNamespace(router_log_level="warn", router_api_key="k"), tmp_path)
+    try:
+        router.wait_ready(60)
+        listening = {
+            tuple(c.laddr) for c in psutil.Process(router.process.pid).net_connections("tcp") if c.status == "LISTEN"
+        }
+        assert listening == {("::1", router.port), ("::1", router._fields["prometheus_port"])}
+        assert router.workers() == []
+    finally:
+        router.shutdown()
 
 
 def test_f6_a_router_that_cannot_start_shows_its_last_log_lines(tmp_path):
