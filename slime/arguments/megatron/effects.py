@@ -27,9 +27,10 @@ FIXED: dict[str, tuple[Any, str]] = {
     "async_tensor_model_parallel_allreduce": (True, "Megatron-Core ignores it"),
     "moe_extended_tp": (False, "Megatron-Core ignores it; --expert-tensor-parallel-size took its place"),
     "moe_token_dropping": (False, "Megatron-Core ignores it; --moe-expert-capacity-factor drops tokens"),
-    "fp8_interval": (1, "Transformer Engine ignores it"),
     "apply_residual_connection_post_layernorm": (False, "Megatron-Core has no such layer any more"),
-    "test_mode": (False, "it is for Megatron's own tests"),
+    "test_mode": (False, "it is for Megatron's own tests"), "fp8_interval": (1, "Transformer Engine ignores it"),
+    "ckpt_format": ("torch_dist", "it alone fits any layout, and it is what resumes, background saves and tools go by; "
+                    "--ckpt-convert-format of Megatron-LM turns its older format into it"),
     "dist_ckpt_save_pre_mcore_014": (False, "checkpoints are written for any layout, which older versions cannot read"),
     "moe_use_legacy_grouped_gemm": (False, "the kernels of --moe-grouped-gemm are Transformer Engine's"),
     "moe_enable_routing_replay": (False, "--use-routing-replay is this trainer's own"),
@@ -52,13 +53,12 @@ NO_EFFECT: dict[str, str] = {
     "use_persistent_ckpt_worker": "every checkpoint has writers of its own",
     "async_strategy": "the writers of --async-save are copies of the ranks' processes, of no library",
     "deallocate_pipeline_outputs": "a stage's outputs are freed as soon as that is safe",
-    "bias_gelu_fusion": "no model with GELU is built",
-    "log_loss_scale_to_tensorboard": "the loss scale is not logged",
+    "bias_gelu_fusion": "no model with GELU is built", "log_loss_scale_to_tensorboard": "the loss scale is not logged",
     "auto_detect_ckpt_format": "the format of --load is always found out",
     "gated_linear_unit": "every MLP that is built is gated: --swiglu says it",
     "apply_query_key_layer_scaling": "attention has its scores in float32, where they need no scaling",
     "tokenizer_type": "the tokenizer is always that of --hf-checkpoint; the only choice says so",
-}
+}  # fmt: skip
 
 # These values ask for nothing, so they may be typed anywhere.
 _NOTHING = (0, 1, "none")
@@ -172,7 +172,8 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--bf16}", _given("bf16"), ("disable_bf16_reduced_precision_matmul", "grad_reduce_in_bf16")),
     ActsWith("{--grad-reduce-in-bf16} and {--use-distributed-optimizer}", lambda args: args.grad_reduce_in_bf16
              and args.use_distributed_optimizer, ("ddp_reduce_scatter_with_fp32_accumulation",)),
-    ActsWith("{--bf16} or {--fp16}", lambda args: args.bf16 or args.fp16, ("fp32_residual_connection",)),
+    ActsWith("{--bf16} or {--fp16}", lambda args: args.bf16 or args.fp16,
+             ("fp32_residual_connection", "load_main_params_from_ckpt")),
     ActsWith("{--enable-autocast}", _given("enable_autocast"), ("autocast_dtype",)),
     ActsWith("{--use-distributed-optimizer}", _given("use_distributed_optimizer"), ("num_distributed_optimizer_instances",)),
     ActsWith("{--use-distributed-optimizer}, {--overlap-grad-reduce} and several steps per rollout", lambda args:
@@ -268,7 +269,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("optimizer", "another optimizer than Adam and SGD", works=("adam", "sgd")),
     *features("moving activations to the host", "cpu_offloading", "fine_grained_activation_offloading"),
     *features("CUDA graphs in training", "enable_cuda_graph", "external_cuda_graph", cuda_graph_impl="none"),
-    *features("another format of checkpoints than torch_dist", "load_main_params_from_ckpt", ckpt_format="torch_dist"),
     # Logging and profiling
     NotYet("log_interval", "logging less often than every step", works=(1,)),
     *features("Megatron's own logging", "log_progress", "log_timers_to_tensorboard", "log_memory_to_tensorboard",

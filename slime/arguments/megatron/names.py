@@ -235,7 +235,7 @@ HISTORICAL: tuple[FlagSpec, ...] = (
     _on("--dist-ckpt-save-pre-mcore-014", "write the optimizer as Megatron-Core did before 0.14"),
     _on("--dist-ckpt-optim-fully-reshardable", "write the optimizer so that any layout can load it (always)"),
     _on("--distrib-optim-fully-reshardable-mem-efficient", "the same with less memory (always)"),
-    _on("--load-main-params-from-ckpt", "take the optimizer's float32 weights from the checkpoint's parameters"),
+    _on("--load-main-params-from-ckpt", "where no optimizer state is loaded, its float32 weights are those of the checkpoint"),
     _value("--async-strategy", "str", "nvrx", "library of --async-save", ("nvrx", "mcore")),
     # Logging
     _value("--log-interval", "int", 1, "optimizer steps between two log lines"),

@@ -59,17 +59,25 @@ class MegatronBackend:
         self.routing_replay = attach_routing_replay(self.args, self.model)
 
     def load(self, source: WeightSource) -> int:
-        """Load the weights, and with them build the optimizer; unless it resumes, which fills one that was built before."""
-        from slime.backends.megatron_utils.checkpoint import load_checkpoint
+        """Load the weights, and with them build the optimizer; unless it resumes, or takes its float32 copies from where the
+        weights are: that fills one that was built before."""
+        from slime.backends.megatron_utils.checkpoint import load_checkpoint, putting_copies
+        from slime.backends.megatron_utils.hf_conversion import load_hf_weights
         from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
 
-        if not source.resume:
+        takes_copies = self.args.load_main_params_from_ckpt and self.args.num_rollout > 0
+        if not source.resume and not takes_copies:
             self.load_weights(source)
         if self.args.num_rollout > 0:
             self.optimizer, self.scheduler = build_optimizer_and_scheduler(self.args, self.model)
         iteration = -1
         if source.resume:
             iteration = load_checkpoint(self.args, source, self.model, self.optimizer, self.scheduler)
+        elif takes_copies and source.kind == "hf":
+            with putting_copies(self.optimizer) as put_copy:
+                load_hf_weights(self.args, self.model, source.path, put_copy)
+        elif takes_copies and source.kind == "megatron":
+            load_checkpoint(self.args, source, self.model, self.optimizer)
         self.housekeeping.begin()
         return iteration
 

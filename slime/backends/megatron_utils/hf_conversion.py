@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,17 @@ _LISTED = 20
 
 
 @torch.no_grad()
-def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: str | Path) -> int:
+def load_hf_weights(
+    args: Any,
+    model_chunks: Iterable[torch.nn.Module],
+    hf_dir: str | Path,
+    put_copy: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+) -> int:
     """Fill the parameters of `model_chunks` from the HF directory `hf_dir`, converted to the parameters' dtype.
+
+    Args:
+        put_copy: given every parameter with its values before they are converted, in the dtype that they are stored in, or in
+            float32 where they are quantised.
 
     Collective over the ranks that hold one copy of the weights; all of them raise the same error.
 
@@ -78,7 +87,7 @@ def load_hf_weights(args: Any, model_chunks: Iterable[torch.nn.Module], hf_dir: 
         )
     message = None
     try:
-        _fill(plan, source, tensor_sizes(args), hf_dir)
+        _fill(plan, source, tensor_sizes(args), hf_dir, put_copy)
     except UserError as error:
         message = str(error)
     # A tensor that does not fit is met by the ranks that hold it; the others are not left alone with what comes next.
@@ -106,7 +115,13 @@ def tensor_sizes(args: Any) -> TensorSizes:
     return TensorSizes.of(vars(args))
 
 
-def _fill(plan: Plan, source: SafetensorsDirectory, sizes: TensorSizes, hf_dir: str | Path) -> None:
+def _fill(
+    plan: Plan,
+    source: SafetensorsDirectory,
+    sizes: TensorSizes,
+    hf_dir: str | Path,
+    put_copy: Callable[[torch.Tensor, torch.Tensor], None] | None,
+) -> None:
     narrowed = []
     for name, parameter, rule, hf_names in plan:
         tensors = [source.tensor(hf_name) for hf_name in hf_names]
@@ -118,11 +133,18 @@ def _fill(plan: Plan, source: SafetensorsDirectory, sizes: TensorSizes, hf_dir: 
                 "agree with the checkpoint's config.json"
             )
         parameter.copy_(shard)
+        if put_copy is not None:
+            put_copy(parameter, shard)
         if parameter.dtype.itemsize < 4:
             # What is quantised is read as float32, but not stored so.
             stored = ((hf_name, source.parts(hf_name).get(hf_name)) for hf_name in hf_names)
             narrowed += [hf_name for hf_name, tensor in stored if tensor is not None and tensor.dtype == torch.float32]
-    if narrowed and _speaks_for_its_stage():
+    if put_copy is not None and not narrowed and _speaks_for_its_stage():
+        logger.warning(
+            "--load-main-params-from-ckpt: %s has no weights in float32, of which the optimizer could make its copies",
+            hf_dir,
+        )
+    elif narrowed and put_copy is None and _speaks_for_its_stage():
         logger.warning(
             "%s: %d tensors (%s, …) are stored in float32 and rounded to the 16 bits that the model is trained in",
             hf_dir,

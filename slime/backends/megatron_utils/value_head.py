@@ -8,7 +8,7 @@ values of a standard deviation of √h times theirs. The first step moves the he
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -72,6 +72,11 @@ def put_value_head(model: GPTModel) -> None:
 def is_value_head(parameter: torch.nn.Parameter) -> bool:
     """Whether a parameter belongs to a value head."""
     return getattr(parameter, "is_value_head", False)
+
+
+def has_stored_head(stored: Iterable[str]) -> bool:
+    """Whether a checkpoint with these names has a value head."""
+    return any(name.startswith(_STORED_PREFIX) for name in stored)
 
 
 def leave_out_missing_head(state: dict[str, Any], stored: Container[str]) -> bool:

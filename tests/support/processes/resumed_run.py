@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +120,23 @@ def resumed(args: SimpleNamespace, directory: Any, data: dict[str, Any] | None =
     run.optimizer, run.scheduler = run.backend.optimizer, run.backend.scheduler
     run.data = run.data if data is None else data
     return run
+
+
+@contextlib.contextmanager
+def lines_of_slime() -> Iterator[list[str]]:
+    """What our code logs in the block."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("slime")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 def stored_tensors(directory: Any) -> dict[str, torch.Tensor]:

@@ -404,6 +404,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--ddp-reduce-scatter-with-fp32-accumulation",
          "--ddp-reduce-scatter-with-fp32-accumulation --grad-reduce-in-bf16 --use-distributed-optimizer", WRONG),
         ("--fp32-residual-connection", "--fp32-residual-connection --bf16 --fp16", WRONG),
+        ("--load-main-params-from-ckpt", "--load-main-params-from-ckpt --bf16 --fp16", WRONG),
+        ("--ckpt-format torch", "--ckpt-format", WRONG),
         ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint --load", WRONG),
         ("--actor-num-gpus-per-node 4 --context-parallel-size 2 --allgather-cp",
          "--allgather-cp --context-parallel-size", WRONG),

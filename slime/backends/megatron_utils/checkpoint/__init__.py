@@ -6,6 +6,7 @@ their own, one file per rank. Further sets of weights that exist nowhere else, s
 directories in `states/` of the checkpoint.
 """
 
+from slime.backends.megatron_utils.checkpoint.gathered_state import putting_copies
 from slime.backends.megatron_utils.checkpoint.reading import load_checkpoint, load_stored_state
 from slime.backends.megatron_utils.checkpoint.writing import begin_checkpoint
 from slime.training.checkpoint_publication import forget_checkpoints, publish_checkpoint, show_checkpoint
@@ -16,5 +17,6 @@ __all__ = [
     "load_checkpoint",
     "load_stored_state",
     "publish_checkpoint",
+    "putting_copies",
     "show_checkpoint",
 ]

@@ -12,6 +12,7 @@ they have in a whole optimizer's state, and can be read out of one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from slime.backends.megatron_utils.adam import main_parameter, set_main_parameter
+from slime.backends.megatron_utils.optimizer import parts_of
 
 # What is kept of a weight, by name; whole, on the rank that owns it. Weights are numbered through the optimizer's buffers.
 Described = dict[int, dict[str, ShardedTensor | ShardedTensorFactory | dict]]
@@ -104,15 +106,48 @@ def put_copies(parts: list[MegatronOptimizer], loaded: Mapping[int, Loaded]) -> 
     require_owned(parts, gathered, (_COPY,))
     for part, of_part in zip(parts, gathered, strict=True):
         if isinstance(part, DistributedOptimizer):
-            if _is_precision_aware(part):
-                # Main parameters are states, which are made together with moments of 0.
-                for param in part.get_parameters():
-                    part.optimizer.initialize_state(param)
+            _make_states(part)
             _put_gathered(part, of_part, (_COPY,), functools.partial(_put_states_of, part))
             _spread_weights(part)
         else:
             for index, (_, copy) in enumerate(_own_copies(part)):
                 copy.copy_(of_part[index][_COPY])
+
+
+@contextlib.contextmanager
+def putting_copies(optimizer: MegatronOptimizer) -> Iterator[Callable[[torch.Tensor, torch.Tensor], None]]:
+    """Within the block the optimizer's copies are set one by one, by a function of a weight and of its values, in more bits and
+    of all that this rank has of it. Weights of which there is no copy are passed over. The end is collective over the
+    data-parallel ranks."""
+    parts = [part for part in parts_of(optimizer) if part.optimizer is not None]
+    puts: dict[torch.Tensor, Callable[[torch.Tensor], Any]] = {}
+    for part in parts:
+        if isinstance(part, DistributedOptimizer):
+            _make_states(part)
+            puts |= {weight: functools.partial(_put_piece, part, weight, first) for weight, first in _own_starts(part)}
+        else:
+            puts |= {weight: copy.copy_ for weight, copy in _own_copies(part)}
+
+    @torch.no_grad()
+    def put(weight: torch.Tensor, values: torch.Tensor) -> None:
+        if weight in puts:
+            puts[weight](values.to(weight.device, torch.float32))
+
+    yield put
+    for part in parts:
+        if isinstance(part, DistributedOptimizer):
+            _spread_weights(part)
+
+
+def _put_piece(part: DistributedOptimizer, weight: torch.Tensor, first: int, values: torch.Tensor) -> None:
+    own = values.reshape(-1)[first : first + _updated(part, weight).numel()]
+    _put_states_of(part, weight, {_COPY: own})
+
+
+def _make_states(part: DistributedOptimizer) -> None:
+    """Have an optimizer whose main parameters are states make them; moments are made with them, of 0."""
+    for param in part.get_parameters() if _is_precision_aware(part) else ():
+        part.optimizer.initialize_state(param)
 
 
 def _own_copies(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

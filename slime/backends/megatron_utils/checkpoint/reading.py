@@ -12,12 +12,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.arguments.checkpoints import WeightSource
-from slime.backends.megatron_utils.checkpoint.gathered_state import has_float32_copies, prefix_in, put_copies
+from slime.arguments.config_files.role_config import CRITIC
+from slime.backends.megatron_utils.checkpoint.gathered_state import (
+    has_float32_copies,
+    prefix_in,
+    put_copies,
+    putting_copies,
+)
 from slime.backends.megatron_utils.checkpoint.optimizer_state import (
     groups_in,
     is_stateless,
@@ -37,7 +44,7 @@ from slime.backends.megatron_utils.checkpoint.writing import (
 from slime.backends.megatron_utils.generator_states import load_generators
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.parameter_selection import as_flags, selection_of
-from slime.backends.megatron_utils.value_head import leave_out_missing_head
+from slime.backends.megatron_utils.value_head import has_stored_head, leave_out_missing_head
 from slime.training.checkpoint_parts import describe, directory_of_state
 from slime.training.parameter_schedule import changed_curves, restore_schedule
 from slime.utils.checkpoint_directory import iteration_directory, latest_iteration, require_backend
@@ -60,8 +67,9 @@ def load_checkpoint(
 
     The optimizer's float32 copies of 16-bit weights, which a stateless Adam has too, and the loss scale are those of the
     checkpoint. The copies are made of the loaded weights where it has none, and with `--no-load-optim`; the optimizer then
-    starts fresh. Its settings, and the curves of its schedule, are this run's unless `--use-checkpoint-opt-param-scheduler`
-    asks for those of the checkpoint.
+    starts fresh, and so it does where nothing is resumed. `--load-main-params-from-ckpt` takes the copies all the same, or else
+    makes them of weights that the checkpoint has in float32. Settings, and the curves of the schedule, are this run's unless
+    `--use-checkpoint-opt-param-scheduler` asks for those of the checkpoint.
 
     With a scheduler the run goes on where it was, random generators included, even if the optimizer starts fresh.
 
@@ -72,16 +80,19 @@ def load_checkpoint(
     iteration = latest_iteration(source.path) if source.step is None else source.step
     directory = iteration_directory(source.path, iteration)
     if not (directory / "metadata.json").is_file():
-        raise UserError(f"{directory} is no torch_dist checkpoint, although {source.path} names iteration {iteration}")
+        raise UserError(
+            f"{directory} is no torch_dist checkpoint, although {source.path} names iteration {iteration}; Megatron-LM turns "
+            "its older format into this one with --ckpt-convert-format torch_dist"
+        )
     common, stored = dist_checkpointing.load_common_state_dict(str(directory)), read_stored(directory)
     _require_same_sizes(args, directory, common, stored)
     if optimizer is None:
         _load_state(args, directory, stored, model, None)
     else:
-        if args.use_checkpoint_opt_param_scheduler:
+        if source.resume and args.use_checkpoint_opt_param_scheduler:
             # First: whether SGD has a momentum to load is one of them.
             put_settings(optimizer, _settings_of(common))
-        _load_with_optimizer(args, directory, common, stored, model, optimizer)
+        _load_with_optimizer(args, directory, common, stored, model, optimizer, resume=source.resume)
     if scheduler is not None:
         if "scheduler" in common:
             restore_schedule(scheduler, common["scheduler"])
@@ -128,14 +139,22 @@ def _load_with_optimizer(
     stored: Stored,
     model: list[torch.nn.Module],
     optimizer: Any,
+    *,
+    resume: bool,
 ) -> None:
     """Load the weights, and of the optimizer's state what there is and this run wants."""
-    has_copies, wants = has_float32_copies(optimizer), not args.no_load_optim
+    has_copies, wants = has_float32_copies(optimizer), resume and not args.no_load_optim
     loads_all = wants and bool(common.get("has_optimizer")) and not is_stateless(optimizer)
-    prefix = prefix_in(stored.shapes) if wants and has_copies and not loads_all else None
-    advice = _advice(args, common)
+    takes = wants or args.load_main_params_from_ckpt and _has_all_copies(args, common, stored)
+    prefix = prefix_in(stored.shapes) if takes and has_copies and not loads_all else None
+    advice = (
+        _advice(args, common) if wants else ". If only float32 copies do not fit, drop --load-main-params-from-ckpt"
+    )
     of_optimizer = optimizer if loads_all or prefix else None
-    _load_state(args, directory, stored, model, of_optimizer, advice, float32_prefix=prefix)
+    makes_copies = has_copies and not loads_all and prefix is None
+    widens = makes_copies and args.load_main_params_from_ckpt and stored.has_float32_weights
+    copied_by = optimizer if widens else None
+    _load_state(args, directory, stored, model, of_optimizer, advice, float32_prefix=prefix, copied_by=copied_by)
     if wants:
         put_loss_scales(optimizer, common.get("loss_scales", ()))
     if loads_all:
@@ -143,15 +162,22 @@ def _load_with_optimizer(
     level = logging.WARNING if common.get("scheduler", {}).get("num_steps", 0) > 0 else logging.INFO
     if wants and not is_stateless(optimizer):
         _tell(level, f"{directory} was saved without optimizer state: the optimizer starts fresh, its schedule goes on")
-    if prefix is None:
+    if prefix is None and not widens:
         optimizer.reload_model_params()
         if has_copies:
-            reason = "it holds no others" if wants else "--no-load-optim takes no others"
+            takes = wants or args.load_main_params_from_ckpt
+            reason = "it holds no others" if takes else "--no-load-optim takes no others"
             _tell(
                 level,
                 f"the optimizer's float32 copies of the weights are made of the 16-bit weights in {directory}, since {reason}: "
                 "updates too small for 16 bits are lost",
             )
+
+
+def _has_all_copies(args: argparse.Namespace, common: dict[str, Any], stored: Stored) -> bool:
+    """Whether the run that saved the checkpoint trained all that this one trains, as far as it is there."""
+    is_whole = args.role != CRITIC or has_stored_head(stored.weights)
+    return is_whole and common.get("parameter_selection", {}) == selection_of(args)
 
 
 def _tell(level: int, line: str) -> None:
@@ -186,7 +212,9 @@ def _load_state(
     advice: str = "",
     *,
     float32_prefix: str | None = None,
+    copied_by: Any | None = None,
 ) -> None:
+    """Args: copied_by: the optimizer whose float32 copies are made of the weights as they are stored."""
     state = sharded_state(args, model, optimizer, stored=stored, float32_prefix=float32_prefix)
     if "optimizer" in state:
         leave_out_groups(state["optimizer"])
@@ -195,6 +223,7 @@ def _load_state(
         with torch.no_grad():
             chunks = chunks_by_key(model)
             headless = [key for key in chunks if leave_out_missing_head(state[key], stored.weights)]
+            weights = {key: _ask_in_float32(state[key]) for key in chunks} if copied_by is not None else {}
             loaded = dist_checkpointing.load(state, str(directory), _load_strategy(args, directory), strict=strict)
             for key, chunk in chunks.items():
                 unwrap_model(chunk).load_state_dict(loaded[key], strict=key not in headless)
@@ -202,6 +231,13 @@ def _load_state(
                 load_optimizer(optimizer, loaded["optimizer"], directory)
             elif "float32_copies" in state:
                 put_copies(trained_parts(optimizer), loaded.get("float32_copies", {}))
+            if copied_by is not None:
+                # What the checkpoint lacks has a copy too.
+                copied_by.reload_model_params()
+                with putting_copies(copied_by) as put:
+                    for key, of_chunk in weights.items():
+                        for name, weight in of_chunk.items():
+                            put(weight, loaded[key][name])
     except UserError:
         raise
     except (CheckpointingException, CheckpointException, RuntimeError, KeyError, ValueError, OSError) as error:
@@ -216,6 +252,19 @@ def _load_state(
             f"{directory} cannot be loaded into the model that the flags describe; it is damaged or of another shape "
             f"({reason[:500]}){advice if optimizer is not None else ''}"
         ) from error
+
+
+def _ask_in_float32(described: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Have a chunk's description bring the weights of 16 bits in host memory, and in float32. Gives these, by name: all of
+    them, because layers that are stored as one tensor must be asked for in one dtype, whichever are trained."""
+    found = {}
+    for name, entry in described.items():
+        weight = entry.data if isinstance(entry, ShardedTensor | ShardedTensorFactory) else None
+        if weight is not None and weight.is_floating_point() and weight.dtype.itemsize == 2:
+            found[name], entry.data = weight, torch.empty(weight.shape, dtype=torch.float32)
+            if isinstance(entry, ShardedTensor):
+                entry.dtype = torch.float32
+    return found
 
 
 def _load_strategy(args: argparse.Namespace, directory: Path) -> Any:

@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -54,15 +55,23 @@ class Stored:
     Args:
         shapes: of its tensors, by name.
         objects: names of what it holds beside tensors, each with its place.
+        float32: names of those of its tensors that have this dtype.
     """
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], objects: Collection[str] = ()) -> None:
-        self.shapes, self.objects = shapes, frozenset(objects)
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int]], objects: Collection[str] = (), float32: Collection[str] = ()
+    ) -> None:
+        self.shapes, self.objects, self._float32 = shapes, frozenset(objects), frozenset(float32)
 
     @functools.cached_property
     def weights(self) -> frozenset[str]:
         """Names of the model's tensors."""
         return frozenset(name for name in self.shapes if not name.startswith(_OPTIMIZER))
+
+    @property
+    def has_float32_weights(self) -> bool:
+        """Whether the model was saved in float32. Among weights of 16 bits some have it all the same, but not the embedding."""
+        return VOCABULARY[0] in self._float32
 
     @functools.cached_property
     def optimized(self) -> frozenset[str]:
@@ -83,8 +92,10 @@ def read_stored(directory: Path) -> Stored:
         raise UserError(
             f"{directory / '.metadata'} cannot be read: {reason}; give a checkpoint that is whole"
         ) from error
-    shapes = {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    return Stored(shapes, entries.keys() - shapes.keys())
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
+    float32 = [name for name, entry in tensors.items() if entry.properties.dtype == torch.float32]
+    return Stored(shapes, entries.keys() - shapes.keys(), float32)
 
 
 def keeps_layers_apart(names: Collection[str]) -> bool:

@@ -1,8 +1,6 @@
 """A run that stops at a checkpoint and goes on is, bit for bit, the run that did not stop: in every precision and layout."""
 
-import contextlib
 import itertools
-import logging
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,14 @@ import torch
 
 from tests.support.models.tiny_model import write_tiny_model
 from tests.support.processes.distributed import run_distributed
-from tests.support.processes.resumed_run import FLOAT16, ResumableRun, changed, resumable_args, resumed
+from tests.support.processes.resumed_run import (
+    FLOAT16,
+    ResumableRun,
+    changed,
+    lines_of_slime,
+    resumable_args,
+    resumed,
+)
 
 BEFORE, AFTER = 2, 3
 BFLOAT16 = {"bf16": True}
@@ -209,22 +214,6 @@ def overflow_worker(args) -> dict:
             state["parameter_groups"] = [group for group in state["parameter_groups"] if group["wd_mult"]]
             torch.save(state, common)
     return {"whole": whole, "again": again, "fresh": fresh, **lines}
-
-
-@contextlib.contextmanager
-def lines_of_slime():
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("slime")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
 
 
 def _without_metrics(step) -> dict:

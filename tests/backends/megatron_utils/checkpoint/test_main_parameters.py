@@ -1,0 +1,187 @@
+"""`--load-main-params-from-ckpt`: the float32 copies of 16-bit weights begin with what the checkpoint has, unrounded.
+
+What a run begins with is read from the checkpoint that it writes before its first step.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime.arguments.checkpoints import WeightSource
+from tests.support.models.tiny_model import write_tiny_model
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.resumed_run import ResumableRun, changed, lines_of_slime, resumable_args, stored_tensors
+
+COPIES = "optimizer.state.fp32_param."
+ASKED = {"bf16": True, "load_main_params_from_ckpt": True}
+OPTIMIZERS = {
+    "distributed": {},
+    "whole": {"use_distributed_optimizer": False},
+    "on the weights": {"use_precision_aware_optimizer": True},
+    "on the host": {"optimizer_cpu_offload": True},
+    "without moments": {"use_stateless_adam": True, "no_save_optim": True},
+}
+LAYOUTS = {
+    "data": {"data_parallel_size": 2},
+    "tensor": {"tensor_model_parallel_size": 2},
+    "pipeline": {"pipeline_model_parallel_size": 2},
+}
+
+
+def begun(args: SimpleNamespace, source: WeightSource) -> ResumableRun:
+    """The run that starts from `source`, in place of other weights."""
+    run = ResumableRun(changed(args, seed=args.seed + 77), loads=False)
+    run.args = run.backend.args = args
+    run.backend.load(source)
+    run.optimizer, run.scheduler = run.backend.optimizer, run.backend.scheduler
+    return run
+
+
+def begin_and_save(cases: dict[str, tuple[SimpleNamespace, WeightSource]]) -> dict[str, list[str]]:
+    """What each run says of float32 when it starts."""
+    told = {}
+    for name, (args, source) in cases.items():
+        with lines_of_slime() as lines:
+            run = begun(args, source)
+        run.save()
+        told[name] = [line for line in lines if "float32" in line]
+    return told
+
+
+def save_sources(wide: SimpleNamespace, narrow: SimpleNamespace, bare: SimpleNamespace) -> None:
+    """The checkpoints of a run in float32, and of two in bfloat16 after a step, the second of which leaves its copies out."""
+    begun(wide, WeightSource("hf", wide.hf_checkpoint)).save()
+    for args in (narrow, bare):
+        run = ResumableRun(args)
+        run.prepare()
+        run.step()
+        run.save()
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Name → (what a run starts from, name → float32 value of each weight there)."""
+    root = tmp_path_factory.mktemp("sources")
+    write_tiny_model(root / "model", tied=False)
+    wide = resumable_args(root / "model", root / "wide", no_save_optim=True)
+    narrow = resumable_args(root / "model", root / "narrow", bf16=True)
+    bare = resumable_args(root / "model", root / "bare", bf16=True, no_save_optim=True)
+    run_distributed(save_sources, 1, (wide, narrow, bare))
+    stored = stored_tensors(root / "wide/iter_0000000")
+    trained = stored_tensors(root / "narrow/iter_0000000")
+    prefix = "optimizer.state.param."
+    copies = {name.removeprefix(prefix): value for name, value in trained.items() if name.startswith(prefix)}
+    assert copies.keys() == stored.keys() and all(value.dtype == torch.float32 for value in stored.values())
+    return root, {
+        "hf": (WeightSource("hf", str(root / "model")), stored),
+        "float32": (WeightSource("megatron", str(root / "wide")), stored),
+        "float32, resumed": (WeightSource("megatron", str(root / "wide"), resume=True), stored),
+        "copies": (WeightSource("megatron", str(root / "narrow")), copies),
+        "copies, resumed": (WeightSource("megatron", str(root / "narrow"), resume=True), copies),
+    }
+
+
+def copies_in(directory) -> dict[str, torch.Tensor]:
+    tensors = stored_tensors(directory)
+    return {name.removeprefix(COPIES): value for name, value in tensors.items() if name.startswith(COPIES)}
+
+
+def differing(found, expected) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name, value in expected.items() if not value.equal(found[name])]
+
+
+@pytest.mark.parametrize(
+    "layout, optimizers",
+    [({}, OPTIMIZERS), *((layout, ["distributed"]) for layout in LAYOUTS.values()), (LAYOUTS["data"], OPTIMIZERS)],
+    ids=["one rank", *LAYOUTS, "data, each optimizer"],
+)
+def test_copies_are_what_the_checkpoint_has(tmp_path, sources, layout, optimizers):
+    root, known = sources
+    cases = {
+        f"{optimizer} from {name}": resumable_args(
+            root / "model", tmp_path / f"{optimizer} from {name}", no_load_optim=True, **ASKED, **layout,
+            **OPTIMIZERS[optimizer],
+        )
+        for optimizer in optimizers
+        for name in known
+    }  # fmt: skip
+    ranks = 2 if layout else 1
+    run_distributed(
+        begin_and_save,
+        ranks,
+        ({key: (args, known[key.split(" from ")[1]][0]) for key, args in cases.items()},),
+        timeout=300,
+    )
+    for key in cases:
+        expected = known[key.split(" from ")[1]][1]
+        assert any(not value.bfloat16().float().equal(value) for value in expected.values())
+        assert not differing(copies_in(tmp_path / key / "iter_0000000"), expected), key
+
+
+def test_a_stage_that_learns_alone_has_copies_of_its_own(tmp_path, sources):
+    """They are found among weights that are stored with those of the layers that learn nothing."""
+    root, known = sources
+    flags = {**LAYOUTS["pipeline"], "only_train_params_name_list": [r"layers\.1\.", "final"], **ASKED}
+    cases = {
+        name: (resumable_args(root / "model", tmp_path / name, **flags), known[name][0]) for name in ("hf", "float32")
+    }
+    run_distributed(begin_and_save, 2, (cases,))
+    for name in cases:
+        found, expected = copies_in(tmp_path / name / "iter_0000000"), known[name][1]
+        assert len(found) > 5 and "decoder.final_layernorm.weight" in found
+        for weight, value in found.items():
+            whole = expected[weight.replace(".layers.1.", ".layers.")]
+            assert value.equal(whole[1] if ".layers." in weight else whole), (name, weight)
+
+
+def test_without_the_flag_they_are_rounded(tmp_path, sources):
+    root, known = sources
+    cases = {
+        name: (resumable_args(root / "model", tmp_path / name, bf16=True, no_load_optim=True), source)
+        for name, (source, _) in known.items()
+    }
+    run_distributed(begin_and_save, 1, (cases,), timeout=300)
+    for name, (_, expected) in known.items():
+        rounded = {weight: value.bfloat16().float() for weight, value in expected.items()}
+        assert not differing(copies_in(tmp_path / name / "iter_0000000"), rounded), name
+
+
+def test_who_finds_nothing_in_float32_is_told(tmp_path, sources):
+    root, known = sources
+    write_tiny_model(tmp_path / "model", tied=False)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model/model.safetensors").items()}
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    bare = WeightSource("megatron", str(root / "bare"))
+    cases = {
+        "hf": (tmp_path / "model", WeightSource("hf", str(tmp_path / "model"))),
+        "megatron": (root / "model", bare),
+        "fine": (root / "model", known["hf"][0]),
+    }
+    cases = {name: (resumable_args(model, tmp_path / name, **ASKED), source) for name, (model, source) in cases.items()}
+    (told,) = run_distributed(begin_and_save, 1, (cases,))
+    (line,) = told["hf"]
+    assert "has no weights in float32" in line
+    (line,) = told["megatron"]
+    assert "are made of the 16-bit weights" in line and "it holds no others" in line
+    assert not told["fine"]
+
+
+def test_a_critic_begins_with_an_actors_weights_and_a_head_of_its_own(tmp_path, sources):
+    root, known = sources
+    cases = {
+        name: (resumable_args(root / "model", tmp_path / name, role="critic", **ASKED), known[name][0])
+        for name in ("hf", "float32", "copies")
+    }
+    run_distributed(begin_and_save, 1, (cases,))
+    for name in cases:
+        found, expected = copies_in(tmp_path / name / "iter_0000000"), dict(known[name][1])
+        assert not found.pop("value_head.weight").any() and expected.pop("output_layer.weight") is not None
+        if name == "copies":
+            # Of the actor's optimizer, which has none of the head, nothing is taken.
+            expected = {weight: value.bfloat16().float() for weight, value in expected.items()}
+        assert not differing(found, expected), name
