@@ -131,7 +131,7 @@ def putting_copies(optimizer: MegatronOptimizer) -> Iterator[Callable[[torch.Ten
     @torch.no_grad()
     def put(weight: torch.Tensor, values: torch.Tensor) -> None:
         if weight in puts:
-            puts[weight](values.to(weight.device, torch.float32))
+            puts[weight](values)
 
     yield put
     for part in parts:
@@ -141,7 +141,7 @@ def putting_copies(optimizer: MegatronOptimizer) -> Iterator[Callable[[torch.Ten
 
 def _put_piece(part: DistributedOptimizer, weight: torch.Tensor, first: int, values: torch.Tensor) -> None:
     own = values.reshape(-1)[first : first + _updated(part, weight).numel()]
-    _put_states_of(part, weight, {_COPY: own})
+    _put_states_of(part, weight, {_COPY: own.to(weight.device, torch.float32)})
 
 
 def _make_states(part: DistributedOptimizer) -> None:
