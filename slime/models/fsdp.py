@@ -27,6 +27,7 @@ ONLY_VALUES: dict[str, Any] = {
     "use_precision_aware_optimizer": False, "decoupled_lr": None,
     "only_train_params_name_list": None, "freeze_params_name_list": None, "freeze_indexer": False,
     "log_num_zeros_in_grad": False, "log_params_norm": False, "manual_gc": False, "train_sync_interval": None,
+    "timing_log_level": 0,
     "grad_reduce_in_bf16": False, "check_for_large_grads": False, "distributed_backend": "nccl",
     "num_distributed_optimizer_instances": 1,
     "empty_unused_memory_level": 0, "distributed_timeout_seconds_after_init": None,

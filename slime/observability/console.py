@@ -82,6 +82,16 @@ def rollout_line(rollout_id: int, num_rollout: int, metrics: dict[str, Any]) -> 
     return f"rollout {rollout_id} ({rollout_id + 1}/{num_rollout}) | {' | '.join(parts)} | seconds: {', '.join(phases)}"
 
 
+def has_line(rollout_id: int, num_rollout: int, *, steps: int, interval: int) -> bool:
+    """Whether a rollout has a line: with it `interval` optimizer steps are over since the last one, or the run is.
+
+    Args:
+        steps: of a rollout.
+    """
+    before, after = rollout_id * steps, (rollout_id + 1) * steps
+    return after // interval > before // interval or rollout_id + 1 == num_rollout
+
+
 def generation_name(rollout_id: int) -> str:
     """What the generation of a step is called: `generation of rollout 3`."""
     return f"generation of rollout {rollout_id}"

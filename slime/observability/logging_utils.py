@@ -36,6 +36,8 @@ _ROLLOUT_AXES = ("rollout/step", "eval/step")
 
 _trackers: list[TensorBoardTracker | WandbTracker] = []
 _steps_per_rollout = 1
+# Of optimizer steps, every so many-th is told to the trackers.
+_train_interval = 1
 # What was logged outside of `collected_metrics`.
 _outbox: list[LoggedMetrics] = []
 _collected: contextvars.ContextVar[list[LoggedMetrics]] = contextvars.ContextVar("collected_metrics", default=_outbox)
@@ -119,10 +121,11 @@ def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> No
     Raises:
         UserError: a tracker's package is missing, or W&B refuses its settings.
     """
-    global _steps_per_rollout
+    global _steps_per_rollout, _train_interval
     logger = logging.getLogger(__name__)
     directory = directory or tracking_directory(args)
     _steps_per_rollout = args.num_steps_per_rollout if args.wandb_always_use_train_step else 1
+    _train_interval = args.tensorboard_log_interval
     by_axis = {"train/step": args.num_steps_per_rollout, **dict.fromkeys(_ROLLOUT_AXES, _steps_per_rollout)}
     if args.use_tensorboard:
         _trackers.append(TensorBoardTracker(directory, by_axis))
@@ -205,6 +208,8 @@ def write_to_trackers(logged: list[LoggedMetrics]) -> None:
     if not _trackers:
         return
     for metrics, step_key in logged:
+        if step_key == "train/step" and (int(metrics[step_key]) + 1) % _train_interval:
+            continue
         numbers = {name: float(value) for name, value in metrics.items() if _is_number(value) and name != step_key}
         step = int(metrics[step_key]) * (_steps_per_rollout if step_key in _ROLLOUT_AXES else 1)
         for tracker in _trackers:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.observability.console import StartupClock, evaluation_line, evaluation_name, rollout_line
+from slime.observability.console import StartupClock, evaluation_line, evaluation_name, has_line, rollout_line
 from slime.observability.logging_utils import LoggedMetrics, forget_lost_steps, write_to_trackers
 from slime.scheduling.device_turns import ENGINES, TRAINER, Holds, Sides, Turn, steps_to
 from slime.utils.errors import RunError, UserError
@@ -225,7 +225,9 @@ class StepReport:
             # Nothing is graded: a reward of zero in the line would look like a failure.
             self._merged.pop("rollout/raw_reward", None)
         self._progress.rollouts_done = rollout_id + 1
-        logger.info("%s", rollout_line(rollout_id, self._progress.num_rollout, self._merged))
+        args, num_rollout = self._args, self._progress.num_rollout
+        if has_line(rollout_id, num_rollout, steps=args.num_steps_per_rollout, interval=args.log_interval):
+            logger.info("%s", rollout_line(rollout_id, num_rollout, self._merged))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -207,6 +207,8 @@ def train_one_step(
     update = result.update
     if update.zeros is not None:
         metrics["num_zeros_in_grad"] = update.zeros
+    if args.log_world_size_to_tensorboard:
+        metrics["world_size"] = float(dist.get_world_size())
     if args.log_throughput:
         metrics["tflops_per_gpu"] = throughput(args, samples, groups, time.perf_counter() - start)
     return {

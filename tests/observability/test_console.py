@@ -1,11 +1,14 @@
 """The lines of a run, its progress bar, and how long it took to start."""
 
+import pytest
+
 from slime.observability import console as startup
 from slime.observability.console import (
     Progress,
     StartupClock,
     evaluation_line,
     evaluation_name,
+    has_line,
     rollout_line,
 )
 from slime.utils.misc import SingletonMeta
@@ -24,6 +27,14 @@ def test_line_of_a_step_tells_what_did_not_go_as_usual():
     }  # fmt: skip
     line = rollout_line(0, 1, metrics)
     assert line == "rollout 0 (1/1) | failed samples 2 | surplus groups 1 | filtered groups 7 | seconds: "
+
+
+@pytest.mark.parametrize(
+    "steps, interval, expected",
+    [(1, 1, [0, 1, 2, 3, 4, 5, 6]), (1, 3, [2, 5, 6]), (2, 4, [1, 3, 5, 6]), (3, 4, [1, 2, 3, 5, 6]), (1, 100, [6])],
+)
+def test_a_line_stands_where_so_many_optimizer_steps_are_over_and_at_the_end(steps, interval, expected):
+    assert [number for number in range(7) if has_line(number, 7, steps=steps, interval=interval)] == expected
 
 
 def test_line_of_an_evaluation_shows_the_sets_only():

@@ -84,9 +84,13 @@ def test_what_outlives_its_block_or_has_no_context_goes_to_the_outbox():
     ]  # fmt: skip
 
 
+# Other trackers, and all points.
+TENSORBOARD = {"use_tensorboard": True, "use_wandb": False, "tensorboard_log_interval": 1}
+
+
 def test_numbers_reach_the_event_file(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path))
-    flags = {"use_tensorboard": True, "use_wandb": False, "wandb_always_use_train_step": False, "tensorboard_dir": None}
+    flags = {**TENSORBOARD, "wandb_always_use_train_step": False, "tensorboard_dir": None}
     init_tracking(SimpleNamespace(**flags, num_steps_per_rollout=1))
     metrics = {"a/x": 0.5, "a/text": "no", "a/nan": float("nan"), "a/step": 7}
     write_to_trackers([(metrics, "a/step")])
@@ -95,7 +99,7 @@ def test_numbers_reach_the_event_file(tmp_path, monkeypatch):
 
 
 def test_over_optimizer_steps_the_axes_of_a_run_agree_and_no_step_comes_twice(tmp_path):
-    flags = {"use_tensorboard": True, "use_wandb": False, "wandb_always_use_train_step": True}
+    flags = {**TENSORBOARD, "wandb_always_use_train_step": True}
     # An own rollout function whose 3 x 4 rollouts are no whole number of batches: one step is announced.
     sizes = {"rollout_batch_size": 3, "n_samples_per_prompt": 4, "global_batch_size": 24, "num_steps_per_rollout": 1}
     for name, values in (("whole", {"num_steps_per_rollout": 2, "global_batch_size": 6}), ("part", {})):
@@ -113,7 +117,7 @@ def test_over_optimizer_steps_the_axes_of_a_run_agree_and_no_step_comes_twice(tm
 def told_by_a_run(directory, rollouts, start=None, num_rollout=9, again=False, **values):
     """Some optimizer steps per rollout (2) and an evaluation after each; returns the steps of every metric in `directory`."""
     defaults = {
-        "use_tensorboard": True, "use_wandb": False, "wandb_always_use_train_step": False, "num_steps_per_rollout": 2,
+        **TENSORBOARD, "wandb_always_use_train_step": False, "num_steps_per_rollout": 2,
         "initial_weights": SimpleNamespace(resume=rollouts[0] > 0),
     }  # fmt: skip
     args = SimpleNamespace(**{**defaults, **values})
@@ -245,6 +249,13 @@ def test_an_evaluation_of_a_checkpoint_replaces_the_one_that_was_made_with_the_s
     assert steps["eval/x"] == [1, 3, 4, 4]
 
 
+def test_of_optimizer_steps_as_many_are_told_as_the_interval_says(tmp_path):
+    steps = told_by_a_run(tmp_path, [0, 1, 2], tensorboard_log_interval=3)
+    assert steps == {"train/loss": [2, 5], "perf/time": [0, 1, 2], "mine/x": [0, 1, 2], "eval/x": [1, 2, 3]}
+    # The next run in this process tells of all again.
+    assert told_by_a_run(tmp_path / "next", [0])["train/loss"] == [0, 1]
+
+
 def test_a_new_run_leaves_the_event_files_of_another_one_alone(tmp_path):
     told_by_a_run(tmp_path, [0, 1])
     assert told_by_a_run(tmp_path, [0])["perf/time"] == [0, 0, 1]
@@ -256,7 +267,7 @@ def test_a_run_that_starts_anew_takes_back_what_it_told_and_nothing_of_others(tm
     event_file = next(tmp_path.glob("events*"))
     event_file.rename(event_file.with_name(event_file.name.replace(f".{os.getpid()}.", ".1.")))
     told_by_a_run(tmp_path, [0, 1, 2])
-    flags = {"use_tensorboard": True, "use_wandb": False, "wandb_always_use_train_step": False}
+    flags = {**TENSORBOARD, "wandb_always_use_train_step": False}
     init_tracking(SimpleNamespace(**flags, num_steps_per_rollout=2), tmp_path)
     write_to_trackers([({"eval/x": 0, "eval/step": 0}, "eval/step")])
     finish_tracking()

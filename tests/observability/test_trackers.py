@@ -19,7 +19,7 @@ KEY = "0123456789abcdef0123456789abcdefsecret00"
 FLAGS = {
     "use_tensorboard": True, "use_wandb": True, "wandb_mode": "offline", "wandb_dir": None, "wandb_key": KEY,
     "wandb_host": "https://wandb.example.com", "wandb_team": "team", "wandb_group": "group", "wandb_project": "project",
-    "typed_flags": [],
+    "typed_flags": [], "tensorboard_log_interval": 1,
     "wandb_run_id": None, "wandb_random_suffix": True, "wandb_always_use_train_step": False, "tb_experiment_name": None,
     "rollout_batch_size": 4, "n_samples_per_prompt": 2, "global_batch_size": 2, "num_steps_per_rollout": 4, "lr": 1e-5,
     "train_env_vars": {"HF_TOKEN": KEY},

@@ -33,7 +33,7 @@ def make(**values):
         "loss_type": "policy_loss", "offload_train": False, "release_train": False, "offload_rollout": False,
         "async_save": False, "ci_test": False, "ci_disable_kl_checker": False, "ci_save_grad_norm": None,
         "ci_load_grad_norm": None, "ci_train_rollout_logprob_abs_diff_threshold": 0.1, "num_steps_per_rollout": 2,
-        "use_rollout_logprobs": False, "keep_old_actor": False,
+        "use_rollout_logprobs": False, "keep_old_actor": False, "log_interval": 1,
     }  # fmt: skip
     return SimpleNamespace(**{**defaults, **values})
 
@@ -110,18 +110,16 @@ def test_a_finished_run_says_so(caplog):
 
 
 def test_an_evaluation_is_told_by_the_rollout_that_it_precedes_or_follows(caplog):
-    report = StepReport(make(), started(3), RunProgress())
+    report = StepReport(make(log_interval=8), started(3), RunProgress())
     with caplog.at_level("INFO"):
         report.evaluation([({"eval/math": 0.5, "eval/step": 3}, "eval/step")])
-        with report.step(3):
-            pass
-        report.evaluation([({"eval/math": 0.75, "eval/step": 4}, "eval/step")])
+        for rollout_id in (3, 4):
+            with report.step(rollout_id):
+                pass
+        report.evaluation([({"eval/math": 0.75, "eval/step": 5}, "eval/step")])
     told = [record.getMessage().partition(" | ")[0] for record in caplog.records]
-    assert told == [
-        "evaluation before rollout 3: math 0.5000",
-        "rollout 3 (4/12)",
-        "evaluation after rollout 3: math 0.7500",
-    ]
+    before, after = "evaluation before rollout 3: math 0.5000", "evaluation after rollout 4: math 0.7500"
+    assert told == [before, "rollout 3 (4/12)", after]
 
 
 def test_the_end_of_a_run_knows_what_was_saved():

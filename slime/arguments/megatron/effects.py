@@ -35,6 +35,10 @@ FIXED: dict[str, tuple[Any, str]] = {
     "moe_use_legacy_grouped_gemm": (False, "the kernels of --moe-grouped-gemm are Transformer Engine's"),
     "moe_enable_routing_replay": (False, "--use-routing-replay is this trainer's own"),
     "moe_router_topk_limited_devices": (None, "--moe-router-num-groups and --moe-router-group-topk took its place"),
+    "use_ring_exchange_p2p": (False, "it needs a build of torch that has ring_exchange, which no published one has"),
+    "log_validation_ppl_to_tensorboard": (False, "evaluations grade answers: there is no loss of theirs"),
+    "logging_level": (None, "--log-level says it, in words"),
+    "memory_snapshot_path": ("snapshot.pickle", "every rank has one: --memory-snapshot-dir is where they go"),
     "moe_latent_size": (None, "no family has projections around its experts: no checkpoint and no engine could hold them"),
     **{name: (value, "the engines generate, not Megatron") for name, value in {
         "flash_decode": False, "inference_rng_tracker": False, "inference_sampling_seed": 42,
@@ -54,6 +58,9 @@ NO_EFFECT: dict[str, str] = {
     "async_strategy": "the writers of --async-save are copies of the ranks' processes, of no library",
     "deallocate_pipeline_outputs": "a stage's outputs are freed as soon as that is safe",
     "bias_gelu_fusion": "no model with GELU is built", "log_loss_scale_to_tensorboard": "the loss scale is not logged",
+    "tensorboard_queue_size": "what is logged is written at once, so that a run that is killed loses nothing",
+    "log_timers_to_tensorboard": "the seconds of every phase are among the metrics of a rollout",
+    **dict.fromkeys(("log_memory_to_tensorboard", "log_memory_interval"), "the memory of every phase is, too, on GPUs"),
     "auto_detect_ckpt_format": "the format of --load is always found out",
     "gated_linear_unit": "every MLP that is built is gated: --swiglu says it",
     "apply_query_key_layer_scaling": "attention has its scores in float32, where they need no scaling",
@@ -110,7 +117,7 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--pipeline-model-parallel-size} above 1", _above_one("pipeline_model_parallel_size"), (
         "pipeline_model_parallel_comm_backend", "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout",
         "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "overlap_p2p_comm",
-        "batch_p2p_comm", "batch_p2p_sync", "use_ring_exchange_p2p", "defer_embedding_wgrad_compute", "align_grad_reduce",
+        "batch_p2p_comm", "batch_p2p_sync", "defer_embedding_wgrad_compute", "align_grad_reduce",
         "wgrad_deferral_limit", "overlap_p2p_comm_warmup_flush", "microbatch_group_size_per_vp_stage",
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "align_param_gather",
     )),
@@ -224,9 +231,7 @@ ACTS_WITH: tuple[ActsWith, ...] = (
         "profile_step_start", "profile_step_end", "profile_ranks", "pytorch_profiler_collect_shapes",
         "pytorch_profiler_collect_callstack",
     )),
-    ActsWith("{--timing-log-level}", _given("timing_log_level"), (
-        "timing_log_option", "barrier_with_L1_time", "log_timers_to_tensorboard",
-    )),
+    ActsWith("{--timing-log-level}", _given("timing_log_level"), ("timing_log_option", "barrier_with_L1_time")),
     ActsWith("{--manual-gc}", _given("manual_gc"), ("manual_gc_interval",)),
     ActsWith("{--is-hybrid-model}", _given("is_hybrid_model"), (
         "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "use_mamba_mem_eff_path",
@@ -238,7 +243,7 @@ ACTS_WITH: tuple[ActsWith, ...] = (
 
 NOT_YET: tuple[NotYet, ...] = (
     # Parallelism
-    *features("another kind of pipeline messages", "use_ring_exchange_p2p", pipeline_model_parallel_comm_backend="nccl"),
+    *features("another kind of pipeline messages", pipeline_model_parallel_comm_backend="nccl"),
     NotYet("overlap_p2p_comm_warmup_flush", "overlapping the first messages of a pipeline (streams differ in length)"),
     *features("another context parallelism than gathering keys and values", "hierarchical_context_parallel_sizes",
         "hybrid_context_parallel", cp_comm_type="all_gather"),
@@ -269,11 +274,6 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("optimizer", "another optimizer than Adam and SGD", works=("adam", "sgd")),
     *features("moving activations to the host", "cpu_offloading", "fine_grained_activation_offloading"),
     *features("CUDA graphs in training", "enable_cuda_graph", "external_cuda_graph", cuda_graph_impl="none"),
-    # Logging and profiling
-    NotYet("log_interval", "logging less often than every step", works=(1,)),
-    *features("Megatron's own logging", "log_progress", "log_timers_to_tensorboard", "log_memory_to_tensorboard",
-        "log_world_size_to_tensorboard", "log_validation_ppl_to_tensorboard", "log_memory_interval",
-        "log_max_attention_logit", timing_log_level=0, tensorboard_log_interval=1, tensorboard_queue_size=1000),
-    NotYet("logging_level", "log levels as numbers (--log-level takes names)"),
-    NotYet("memory_snapshot_path", "a snapshot of that name (--memory-snapshot-dir takes a directory)", ("snapshot.pickle",)),
+    # Logging
+    *features("Megatron's own logging", "log_progress", "log_max_attention_logit"),
 )  # fmt: skip

@@ -26,7 +26,7 @@ from slime.utils.plugin_loader import call_plug_in
 # Functions of the user's, and what is done after so many steps; each without a value.
 _OF_REAL_STEPS = dict.fromkeys(
     ("custom_megatron_before_log_prob_hook_path", "custom_megatron_before_train_step_hook_path",
-     "check_weight_hash_across_dp_replicas_interval", "distributed_timeout_seconds_after_init")
+     "check_weight_hash_across_dp_replicas_interval", "distributed_timeout_seconds_after_init", "timing_log_level")
 )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ class MegatronBackend:
         from slime.backends.megatron_utils.parameter_names import named_expert_biases, norm_of_weights
         from slime.backends.megatron_utils.prediction_layers import PredictionStep, trains_prediction_layers
         from slime.backends.megatron_utils.routers import take_losses
-        from slime.backends.megatron_utils.schedules import forward_backward
+        from slime.backends.megatron_utils.schedules import forward_backward, timed
 
         prediction, during = None, contextlib.nullcontext
         if trains_prediction_layers(self.args):
@@ -135,19 +135,20 @@ class MegatronBackend:
             prediction, during = own.loss, own.forward
         # Megatron moves them with the reduction of gradients, before anybody asks whether the step counts.
         biases = [(bias, bias.clone()) for chunk in self.model for _, bias in named_expert_biases(chunk)]
-        metrics = forward_backward(
-            self.args,
-            self.model,
-            self.optimizer,
-            batches,
-            lambda batch, logits: loss(batch, logits, prediction),
-            denominator,
-            before=lambda: self._call_step_hook(*place),
-            during=during,
-        )
-        self.housekeeping.before_update()
-        learning_rates = [group["lr"] for group in self.optimizer.param_groups]
-        update = update_weights(self.optimizer, accepts)
+        with timed(self.args, self.model, self.optimizer, place):
+            metrics = forward_backward(
+                self.args,
+                self.model,
+                self.optimizer,
+                batches,
+                lambda batch, logits: loss(batch, logits, prediction),
+                denominator,
+                before=lambda: self._call_step_hook(*place),
+                during=during,
+            )
+            self.housekeeping.before_update()
+            learning_rates = [group["lr"] for group in self.optimizer.param_groups]
+            update = update_weights(self.optimizer, accepts)
         if update.taken:
             self.scheduler.step(increment=rollouts)
         else:

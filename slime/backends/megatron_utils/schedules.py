@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,9 +23,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.timers import Timers
 
 from slime.backends.megatron_utils.attention import packed_seq_params
 from slime.backends.megatron_utils.layer_spec import rotates_by_position
+from slime.backends.megatron_utils.optimizer import parts_of
 from slime.backends.megatron_utils.output_rows import logits_of
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.prediction_layers import messages_with_states
@@ -37,6 +40,8 @@ from slime.training.packed_stream import PackedStream, Rows
 from slime.training.rollout_data import Metrics, MicroBatch
 from slime.training.train_step import MicroBatches
 from slime.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 # Of the batch that it is made for: what Megatron's schedule calls with the logits [1, rows, V / tensor-parallel size].
 LogitsFunction = Callable[[MicroBatch], Callable[..., Any]]
@@ -268,6 +273,32 @@ def set_schedule_functions(
             config.grad_sync_func = functions if len(model) > 1 else functions[0]
     if model[0].ddp_config.overlap_param_gather and args.align_param_gather and len(model) > 1:
         config.param_sync_func = [chunk.start_param_sync for chunk in model]
+
+
+@contextlib.contextmanager
+def timed(
+    args: argparse.Namespace, model: list[DistributedDataParallel], optimizer: MegatronOptimizer, place: tuple[int, int]
+) -> Iterator[None]:
+    """In the block, the optimizer step `place` (rollout, step), Megatron's timers of `--timing-log-level` run. Behind it rank 0
+    says what they have measured on all ranks. Collective over all of them."""
+    if not args.timing_log_level:
+        yield
+        return
+    timers = Timers(args.timing_log_level, args.timing_log_option)
+    configs = [part.config for part in (*model, *parts_of(optimizer))]
+    for config in configs:
+        config.timers = timers
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.timers = None
+    # A stage has some that others have not, and they ask each other for one after the other.
+    of_ranks: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, list(timers._timers))
+    measured = timers.get_all_timers_string(list(dict.fromkeys(name for names in of_ranks for name in names)))
+    if dist.get_rank() == 0:
+        logger.info("rollout %d, step %d: %s", *place, measured)
 
 
 @contextlib.contextmanager

@@ -236,9 +236,9 @@ VIRTUAL = f"{TWO} --num-virtual-stages-per-pipeline-rank 2"
         (f"{VIRTUAL} --pipeline-model-parallel-layout Et|t|t|tL",
          "--num-virtual-stages-per-pipeline-rank and --pipeline-model-parallel-layout both split the layers; drop one of "
          "them"),
-        (f"{TWO} --use-ring-exchange-p2p",
-         "--use-ring-exchange-p2p: another kind of pipeline messages is not built yet; drop the flag (--dry-run plans with "
-         "it)"),
+        (f"{TWO} --pipeline-model-parallel-comm-backend ucc",
+         "--pipeline-model-parallel-comm-backend ucc: another kind of pipeline messages is not built yet; drop the flag "
+         "(--dry-run plans with it)"),
     ],
 )  # fmt: skip
 def test_rule(tmp_path, words, message):

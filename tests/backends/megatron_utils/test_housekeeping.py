@@ -16,6 +16,7 @@ from tests.support.models.args import default_args
 from tests.support.models.tiny_model import write_tiny_mixture, write_tiny_model
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.layout_steps import LayoutRun, assert_equal_runs, layout_args, train_steps
+from tests.support.processes.resumed_run import digest, lines_of_slime
 
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
@@ -212,25 +213,69 @@ def test_the_norm_of_all_weights_counts_each_once(root):
 
 
 def throughputs(args):
-    """What a step tells, the time that it took at most, and the lengths of this rank's samples."""
+    """What a step tells, the time that it took at most, the lengths of this rank's samples, and the number of ranks."""
     run = LayoutRun(args)
     run.prepare()
     start = time.perf_counter()
-    told = run.step().get("tflops_per_gpu")
-    return told, time.perf_counter() - start, [len(tokens) for tokens in run.data["tokens"]]
+    told = run.step()
+    lengths = [len(tokens) for tokens in run.data["tokens"]]
+    return told.get("tflops_per_gpu"), time.perf_counter() - start, lengths, told.get("world_size")
 
 
 def test_operations_per_second_are_those_of_all_samples_over_all_ranks(root, monkeypatch):
     from slime.models.shape_of_flags import calculate_fwd_flops
 
-    assert run_distributed(throughputs, 1, (layout_args(root / "tied"),))[0][0] is None
-    args = layout_args(root / "tied", log_throughput=True, **DATA)
+    assert run_distributed(throughputs, 1, (layout_args(root / "tied"),))[0][::3] == (None, None)
+    args = layout_args(root / "tied", log_throughput=True, log_world_size_to_tensorboard=True, **DATA)
     ranks = run_distributed(throughputs, 2, (args,))
-    assert ranks[0][0] == ranks[1][0]
+    assert ranks[0][0] == ranks[1][0] and [rank[3] for rank in ranks] == [2.0, 2.0]
     flops = 3 * calculate_fwd_flops([length for rank in ranks for length in rank[2]], args)
     # The time of the step itself is a part of the time around it.
-    whole = sum(seconds for _, seconds, _ in ranks)
+    whole = sum(rank[1] for rank in ranks)
     assert 0.5 * ranks[0][0] <= flops / whole / 1e12 <= ranks[0][0]
+
+
+TIMERS = {
+    1: ["forward-backward", "all-grads-sync", "optimizer-inner-step", "params-all-gather"],
+    2: ["forward-compute", "backward-compute"],
+}
+# A stage alone has the one or the other.
+MESSAGES = ["forward-send", "forward-recv"]
+
+
+def timed_steps(cases):
+    """By case, what this rank says while it takes a step, and the weights behind it."""
+    found = {}
+    for name, args in cases.items():
+        run = LayoutRun(args)
+        run.prepare()
+        with lines_of_slime() as lines:
+            run.step()
+        found[name] = [line for line in lines if "across ranks" in line], digest(run.backend.model[0].parameters())
+    return found
+
+
+def test_timers_of_megatron_are_told_by_the_first_rank_for_all(root):
+    flags = {"unasked": {}, **{level: {"timing_log_level": level} for level in TIMERS}}
+    flags["each"] = {"timing_log_level": 2, "timing_log_option": "all"}
+    for layout, messages in ((DATA, []), (PIPELINE, MESSAGES)):
+        cases = {name: layout_args(root / "tied", **values, **layout) for name, values in flags.items()}
+        first, second = run_distributed(timed_steps, 2, (cases,))
+        assert not any(lines for lines, _ in second.values())
+        nothing, unwatched = first.pop("unasked")
+        assert not nothing
+        for name, ((line,), weights) in first.items():
+            assert line.startswith("rollout 0, step 0: ")
+            expected = TIMERS[1] if name == 1 else TIMERS[1] + TIMERS[2] + messages
+            told = [
+                timer
+                for timer in (*TIMERS[1], *TIMERS[2], *MESSAGES)
+                if f"    {timer} ." in line or f"  {timer}:" in line
+            ]
+            assert told == expected, (layout, name, line)
+            assert "rank  1: " in line if name == "each" else "(min, max) time" in line
+            # They look on.
+            assert weights == unwatched
 
 
 def random_starts(cases):
