@@ -1,6 +1,7 @@
 """The families of Qwen.
 
-Qwen3.5 is published as models of text and images, of which the language model is trained; their other parts stay as they are.
+Qwen3-VL and Qwen3.5 are published as models of text and images, of which the language model is trained; their other parts stay
+as they are.
 """
 
 import dataclasses
@@ -181,8 +182,17 @@ _QWEN3_5_MOE = dataclasses.replace(
     rules=_QWEN3_5.rules,
     stages_tie=True,
 )
-# Known by name; what its config says is not written down yet.
-_QWEN3_VL = Family(model_types=(), names=("qwen3vl",))
+_QWEN3_VL = dataclasses.replace(
+    QWEN3,
+    model_types=("qwen3_vl",),
+    names=("qwen3vl",),
+    other_models=(),
+    rules=_of_language_model(QWEN3.rules),
+    not_trained=re.compile(r"^model\.visual\."),
+    fsdp=False,
+)
+# Known by name. Checkpoints have all experts of a layer in one tensor, rows and columns exchanged, and nothing writes such yet.
+_QWEN3_VL_MOE = Family(model_types=(), names=("qwen3vlmoe",))
 
 QWEN = (
     QWEN2,
@@ -195,4 +205,5 @@ QWEN = (
     _QWEN3_5_MOE,
     _QWEN3_5_MOE_TEXT,
     _QWEN3_VL,
+    _QWEN3_VL_MOE,
 )

@@ -82,6 +82,11 @@ class Sight:
                 f"--hf-checkpoint {self._args.hf_checkpoint} is a {config.model_type} without a vision tower, and samples have "
                 "images; take a model that sees images, or data without them"
             )
+        if getattr(config.vision_config, "deepstack_visual_indexes", ()):
+            raise UserError(
+                f"--hf-checkpoint {self._args.hf_checkpoint} is a {config.model_type}, and samples have images: its tower "
+                "gives features to decoder layers too, which is not built; take Qwen3.5, or data without images"
+            )
         return config
 
     @cached_property

@@ -86,10 +86,10 @@ def test_config_class_of_transformers_gives_the_row(name, rows):
 def test_all_types_of_direct_load_are_known():
     assert SUPPORTED_MODEL_TYPES == (
         "deepseek_v3", "deepseek_v32", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "llama", "mimo",
-        "minimax_m2", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next",
+        "minimax_m2", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "qwen3_vl",
     )  # fmt: skip
     published = {config["model_type"] for config in PUBLISHED_MODELS.values()}
-    assert published == set(SUPPORTED_MODEL_TYPES) - {"deepseek_v32", "qwen2_moe"}
+    assert published == set(SUPPORTED_MODEL_TYPES) - {"deepseek_v32", "qwen2_moe", "qwen3_vl"}
 
 
 def test_every_derived_name_is_an_attribute_of_a_flag_and_has_its_type(parser):
@@ -110,11 +110,11 @@ def test_every_kind_of_flag_names_flags(parser):
     assert not CHOICES & SUPPLEMENTS
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v32"])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v32", "qwen3_vl"])
 def test_types_without_a_published_row(model_type):
     from transformers import CONFIG_MAPPING
 
-    args = model_args_from_hf(CONFIG_MAPPING[model_type]().to_dict())
+    args = model_args_from_hf(text_config_of(CONFIG_MAPPING[model_type]().to_dict()))
     expected = {
         # Defaults of transformers' classes.
         "qwen2_moe": {
@@ -126,6 +126,10 @@ def test_types_without_a_published_row(model_type):
             "num_layers": 61, "dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128, "dsa_indexer_topk": 2048,
             "moe_layer_freq": [0] * 3 + [1] * 58, "multi_latent_attention": True, "moe_router_num_groups": 8,
             "spec": ["slime_plugins.models.glm5.glm5", "get_glm5_spec"],
+        },
+        "qwen3_vl": {
+            "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 22016, "num_query_groups": 32, "kv_channels": 128,
+            "rotary_base": 500000, "qk_layernorm": True, "untie_embeddings_and_output_weights": True, "spec": None,
         },
     }  # fmt: skip
     assert differences(args, expected[model_type]) == {}
@@ -195,6 +199,7 @@ def test_every_family_says_which_rope_it_knows():
         ("qwen2.5-0.5B", QWEN2), ("mimo", MIMO), ("MiMoForCausalLM", MIMO), ("MiMo-7B-RL", MIMO),
         ("qwen3-next-80B", FAMILIES["qwen3_next"]), ("qwen3_5", FAMILIES["qwen3_5"]), ("Qwen2_moe", FAMILIES["qwen2_moe"]),
         ("qwen3moe", FAMILIES["qwen3_moe"]), ("Glm4MoeLite", FAMILIES["glm4_moe_lite"]), ("glm4moe", FAMILIES["glm4_moe"]),
+        ("Qwen3VLForConditionalGeneration", FAMILIES["qwen3_vl"]), ("qwen3-vl-4B", FAMILIES["qwen3_vl"]),
         ("DeepseekV32ForCausalLM", FAMILIES["deepseek_v32"]), ("KimiK2", FAMILIES["kimi_k2"]), ("llama", FAMILIES["llama"]),
     ],
 )  # fmt: skip
@@ -253,6 +258,7 @@ def test_yarn_of_latent_attention():
 def test_parts_that_are_not_trained_are_left_out():
     """Of a checkpoint with a vision tower and layers for multi-token prediction."""
     families = {name: FAMILIES[name] for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")}
+    assert FAMILIES["qwen3_vl"].may_be_left_out("model.visual.blocks.0.norm1.weight", 4)
     for name, family in families.items():
         for tensor in ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"):
             assert family.may_be_left_out(tensor, 4) and family.leaves_alone(tensor), name
@@ -344,8 +350,9 @@ def test_names_of_all_families():
     assert sorted(FAMILIES_BY_NAME) == [
         "deepseekv3", "deepseekv32", "glm4", "glm4moe", "glm4moelite", "glmmoedsa", "kimi", "llama", "mimo", "minimaxm2",
         "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen35moe", "qwen35moetext", "qwen35text", "qwen3moe", "qwen3next", "qwen3vl",
+        "qwen3vlmoe",
     ]  # fmt: skip
     assert {name for name in FAMILIES_BY_NAME if FAMILIES_BY_NAME[name].is_trained} == {
         "deepseekv3", "deepseekv32", "glm4", "glm4moe", "glm4moelite", "glmmoedsa", "kimi", "llama", "mimo", "minimaxm2",
-        "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen35moe", "qwen35moetext", "qwen35text", "qwen3moe", "qwen3next",
+        "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen35moe", "qwen35moetext", "qwen35text", "qwen3moe", "qwen3next", "qwen3vl",
     }  # fmt: skip

@@ -60,14 +60,17 @@ def test_a_proof_is_told_which_weights_engines_have(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_export_has_the_parts_that_are_not_trained(tmp_path):
+@pytest.mark.parametrize(
+    "model_type, further", [("qwen3_5", ["mtp.fc.weight"]), ("qwen3_vl", []), ("qwen3_vl tied", [])]
+)
+def test_an_export_has_the_parts_that_are_not_trained(tmp_path, model_type, further):
     """A vision tower, and a layer for multi-token prediction."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    TINY_FAMILIES["qwen3_5"].save(tmp_path / "actor")
+    TINY_FAMILIES[model_type].save(tmp_path / "actor")
     path = tmp_path / "actor" / "model.safetensors"
-    stored = load_file(path) | {"mtp.fc.weight": torch.arange(6.0).view(2, 3)}
+    stored = load_file(path) | {name: torch.arange(6.0).view(2, 3) for name in further}
     save_file(stored, path, metadata={"format": "pt"})
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "unused"}) + "\n")
     made = run_distributed(export_worker, 2, (tmp_path, {"export": []}))[0]["export"]

@@ -42,9 +42,9 @@ def test_a_name_outside_of_the_list(tmp_path):
 
 def test_a_family_that_is_not_built(tmp_path):
     (line,) = violations(tmp_path, "--model-name Qwen3VLMoe")
-    assert line.startswith("--model-name Qwen3VLMoe: the conversion of qwen3vl is not built yet; ")
+    assert line.startswith("--model-name Qwen3VLMoe: the conversion of qwen3vlmoe is not built yet; ")
     assert line.removesuffix(" (--dry-run plans with it)") != line
-    assert len(parse(tmp_path, "--model-name", "qwen3_vl", "--dry-run").plan_notes) == 1
+    assert len(parse(tmp_path, "--model-name", "qwen3_vl_moe", "--dry-run").plan_notes) == 1
 
 
 @pytest.mark.parametrize("name", ["qwen3", "Qwen3ForCausalLM", "qwen3config"])

@@ -20,7 +20,7 @@ from tests.support.models.seen_batch import (
     seen_alone,
     write_seeing_model,
 )
-from tests.support.models.tiny_families import LAYOUTS
+from tests.support.models.tiny_families import LAYOUTS, TINY_FAMILIES
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.family_checks import of_trained_parts
 from tests.support.processes.layout_steps import assert_equal_runs, layout_args, train_steps
@@ -275,6 +275,17 @@ def test_attention_that_finds_positions_by_itself_takes_no_images():
     Sight(SimpleNamespace(multimodal_keys=None), model)
     with pytest.raises(UserError, match="Transformer Engine's attention .* give --transformer-impl local"):
         Sight(SimpleNamespace(multimodal_keys={"image": "images"}), model)
+
+
+def test_a_tower_that_gives_features_to_decoder_layers_takes_no_images(tmp_path):
+    from slime_plugins.models.qwen3_5_vl import Sight
+
+    TINY_FAMILIES["qwen3_vl"].save(tmp_path)
+    model = torch.nn.Module()
+    model.rotary_pos_emb, model.pre_process = torch.nn.Module(), False
+    sight = Sight(SimpleNamespace(multimodal_keys=None, hf_checkpoint=str(tmp_path)), model)
+    with pytest.raises(UserError, match="is a qwen3_vl, and samples have images: .* take Qwen3.5"):
+        sight.tower  # noqa: B018
 
 
 @pytest.mark.parametrize("shapes", [[], [(1, 2, 3)], [(1, 1, 1), (1, 4, 2)], [(2, 3, 2), (1, 2, 5), (1, 1, 4)]])

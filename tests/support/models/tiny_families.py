@@ -114,6 +114,10 @@ _VISION: dict[str, Any] = {
         "num_position_embeddings": 4, "temporal_patch_size": 1,
     },
 }  # fmt: skip
+# The tower gives features to the first decoder layer as well.
+_SEEING_EARLY: dict[str, Any] = {
+    "vision": {**_VISION["vision"], "depth": 2, "deepstack_visual_indexes": [0]},
+}
 _GATED_MOE: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
 }  # fmt: skip
@@ -141,6 +145,8 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "llama3": TinyFamily("llama", {"head_dim": 32, "tied": True, "rope_parameters": {**_LLAMA3_ROPE, "factor": 8.0}}),
     "glm4": TinyFamily("glm4", {"head_dim": 16, "attention_bias": True, "rope_parameters": _HALF_ROPE}),
     "glm4 without bias": TinyFamily("glm4", {"head_dim": 16, "attention_bias": False, "rope_parameters": _HALF_ROPE}),
+    "qwen3_vl": TinyFamily("qwen3_vl", _SEEING_EARLY),
+    "qwen3_vl tied": TinyFamily("qwen3_vl", {**_SEEING_EARLY, "tied": True}, layouts=("pp2",)),
     "qwen2_moe": TinyFamily("qwen2_moe", write=write_tiny_mixture, layouts=EXPERTS),
     "qwen3_moe": TinyFamily("qwen3_moe", write=write_tiny_mixture, layouts=EXPERTS),
     "qwen3_next": TinyFamily("qwen3_next", {**_DELTA_NET, **_GATED_MOE}, write=write_tiny_delta_net, layouts=MIXED),

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import UserError
+from tests.support.models.tiny_families import TINY_FAMILIES
 from tests.support.models.tiny_model import tiny_args, write_tiny_mimo, write_tiny_mixture, write_tiny_model
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.family_checks import of_trained_parts
@@ -43,6 +44,7 @@ def directories(tmp_path_factory):
     write_tiny_mimo(root / "mimo", head_dim=8)
     write_tiny_model(root / "tied", tied=True)
     write_tiny_mixture(root / "experts", "qwen3_moe")
+    TINY_FAMILIES["qwen3_vl"].save(root / "seeing")
     run_distributed(_convert, 1, (str(root),))
     return root
 
@@ -51,11 +53,11 @@ def _convert(root):
     from pathlib import Path
 
     root = Path(root)
-    for name in ("qwen3", "mimo", "tied", "experts"):
+    for name in ("qwen3", "mimo", "tied", "experts", "seeing"):
         convert_hf_to_torch_dist(root / name, root / f"{name}-dist", [], **OPTIONS)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mimo", "tied"])
+@pytest.mark.parametrize("name", ["qwen3", "mimo", "tied", "seeing"])
 def test_there_and_back_is_bitwise(directories, tmp_path, name):
     convert_torch_dist_to_hf(directories / f"{name}-dist", tmp_path / "back", directories / name, **HF_OPTIONS)
     stored, back = load_file(directories / name / "model.safetensors"), {}
@@ -71,8 +73,6 @@ def test_there_and_back_is_bitwise(directories, tmp_path, name):
 def _families(root):
     """Of every family that trains, by name: its tensors that differ from what came back, or from what Megatron loads."""
     from pathlib import Path
-
-    from tests.support.models.tiny_families import TINY_FAMILIES
 
     paths, found = {}, {}
     for number, (name, family) in enumerate(TINY_FAMILIES.items()):
