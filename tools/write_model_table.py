@@ -41,7 +41,6 @@ _PROVIDER = "--custom-model-provider-path"
 # What keeps SGLang from serving a family on CPU; the page says more.
 _UNSERVED = {
     "qwen3_next": "no: kernels", "qwen3_5": "no: kernels", "qwen3_5_moe": "no: kernels", "glm_moe_dsa": "no: FP8 keys",
-    "mimo": "no: config",
 }  # fmt: skip
 _SERVED = {entries["model_type"] for entries in (*test_families.SERVED.values(), test_mixture_loop.SERVED)}
 _HEADER = (

@@ -28,6 +28,8 @@ _LATENT = {
 }  # fmt: skip
 # It refuses this with latent attention on CPU.
 _DETERMINISTIC = "--sglang-enable-deterministic-inference"
+# Types whose config is code that lies beside the checkpoint.
+OF_CODE = ("mimo",)
 # Family -> its config, beside that of every tiny checkpoint.
 SERVED = {
     "qwen2": {"model_type": "qwen2"},
@@ -40,6 +42,7 @@ SERVED = {
             "original_max_position_embeddings": 8192,
         },
     },
+    "mimo": {"model_type": "mimo", "tie": False},
     "deepseek_v3": _LATENT,
     "moonlight": {
         **_LATENT, **_ONE_GROUP, "q_lora_rank": None, "rms_norm_eps": 1e-5,
@@ -78,6 +81,8 @@ def test_trainer_and_engine_agree_on_log_probs_after_every_weight_update(name, t
     ]  # fmt: skip
     if "kv_lora_rank" in SERVED[name]:
         flags.remove(_DETERMINISTIC)
+    if SERVED[name]["model_type"] in OF_CODE:
+        flags.append("--trust-remote-code")
     with TrainProcess(flags, tmp_path / "run") as process:
         process.wait_for_success(300)
         process.assert_no_process_left()

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 # Model types that transformers does not know -> what it calls the same model.
-KNOWN_AS = {"kimi_k2": "deepseek_v3"}
+KNOWN_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+# Of these, those whose config is of a class that lies beside the checkpoint (`--trust-remote-code`) -> its file and the file's
+# text; the class of the model, which the engines have.
+_CODE = {
+    "mimo": (
+        "configuration_mimo.py",
+        'from transformers import Qwen2Config\n\n\nclass MiMoConfig(Qwen2Config):\n    model_type = "mimo"\n',
+        {"architectures": ["MiMoForCausalLM"], "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}},
+    ),
+}
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 
 _CHAT_TEMPLATE = (
@@ -81,5 +90,8 @@ def make_tiny_checkpoint(
     model.save_pretrained(str(path))
     if model_type in KNOWN_AS:
         written = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**written, "model_type": model_type}))
+        file, text, entries = _CODE.get(model_type, (None, "", {}))
+        (path / "config.json").write_text(json.dumps({**written, "model_type": model_type, **entries}))
+        if file is not None:
+            (path / file).write_text(text)
     return path
