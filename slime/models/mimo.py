@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class _SwappedInputs(Sharded):
     """One HF tensor, its columns' halves exchanged, cut along the rows."""
 
+    moves_columns = True
+
     def __init__(self) -> None:
         super().__init__(dim=0)
 

@@ -65,6 +65,8 @@ class Layout(Protocol):
 
     # Whether tensor-parallel ranks hold different parts.
     sharded: bool
+    # Whether `split` moves columns too; others move rows alone.
+    moves_columns: bool
 
     def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
         """What tensor-parallel rank `rank` of `size` holds.
@@ -89,6 +91,7 @@ class Replicated:
     """One HF tensor, whole on every rank (norms)."""
 
     sharded = False
+    moves_columns = False
 
     def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
         (tensor,) = tensors

@@ -35,13 +35,21 @@ from slime.weights.quantisers import quantiser_of
 from tools.command_line import model_alone
 from tools.conversion.hugging_face import finish_hf_checkpoint, read_config, reopen_hf_checkpoint, shard_name
 from tools.conversion.origin import require_same_model, require_same_tensors
-from tools.conversion.torch_dist_files import COMMON, TorchDistDirectory, dtype_of, read_common, save_in_parts
+from tools.conversion.torch_dist_files import (
+    COMMON,
+    TorchDistDirectory,
+    dtype_of,
+    joined,
+    read_common,
+    save_in_parts,
+    split_parts,
+)
 from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
 
 # A run that builds a model and nothing else; --load-debug-rollout-data names a file that it never reads.
 _RUN = (
     "--model-args-from-hf", "--debug-train-only", "--rollout-batch-size", "1",
-    "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--disable-rewards-normalization",
+    "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--disable-rewards-normalization", "--no-initialization",
 )  # fmt: skip
 _LAYERS = re.compile(r"(?<=\blayers)\.(?!\d)")
 _EXPERTS = ".experts.experts."
@@ -282,7 +290,7 @@ def _write_distcp(
                 # Quantised weights are numbers of 16 bits when they are trained.
                 parts = [part.bfloat16() for part in parts]
             elif len({part.dtype for part in parts}) > 1:
-                parts = [torch.cat(tuple(parts))]
+                parts = [joined(parts)]
             parameter, numel = parameters[name], sum(part.numel() for part in parts)
             if numel != parameter.numel:
                 raise UserError(
@@ -485,12 +493,12 @@ def _write_hf(
     stored, quantiser = TorchDistDirectory(directory), quantiser_of(origin)
     copied = [name.removeprefix(_ORIGIN) for name in unit.names if name.startswith(_ORIGIN)]
 
-    def named() -> Iterator[tuple[str, torch.Tensor]]:
+    def named() -> Iterator[tuple[str, list[torch.Tensor]]]:
         for name in unit.names:
             if not name.startswith(_ORIGIN):
                 key, numbers, _ = places[name]
                 rule, hf_names = family.find(name)
-                yield from zip(hf_names, rule.layout.split(stored.read(key, numbers), sizes), strict=True)
+                yield from zip(hf_names, split_parts(rule.layout, stored.read(key, numbers), sizes), strict=True)
 
     def of_origin() -> Iterator[tuple[str, torch.Tensor]]:
         opened = open_checkpoint(origin) if copied else None
@@ -498,7 +506,7 @@ def _write_hf(
             # As it is stored: it is quantised already.
             yield from ((part, tensor[...]) for part, tensor in opened.parts(name).items())
 
-    tensors = named() if quantiser is None else quantiser(named())
+    tensors = named() if quantiser is None else quantiser((name, joined(parts)) for name, parts in named())
     file = draft / shard_name(unit.index)
     write_streamed_shard(file, itertools.chain(tensors, of_origin()), 16 * len(unit.names))
     return file, None

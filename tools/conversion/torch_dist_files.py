@@ -6,6 +6,7 @@ can leave out on both ways: so what is read lies in the file still, and what is 
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from slime.models.tensor_layouts import Layout, TensorSizes
 from slime.utils.errors import UserError
 
 _OPTIMIZER = "optimizer."
@@ -65,8 +67,9 @@ class TorchDistDirectory:
             if path.stat().st_size < end:
                 raise UserError(f"{path} is cut off: it has {path.stat().st_size} bytes, and should have {end}")
 
-    def read(self, key: str, prefix: tuple[int, ...]) -> torch.Tensor:
-        """Of the tensor `key` what stands at `prefix` of its first axes. What one file has of it is mapped, not copied.
+    def read(self, key: str, prefix: tuple[int, ...]) -> list[torch.Tensor]:
+        """Of the tensor `key` what stands at `prefix` of its first axes, cut along its rows; the parts are in their order. What
+        files have in whole rows is mapped, not copied.
 
         Raises:
             UserError: a file is missing or too short, or the pieces are not the whole.
@@ -75,19 +78,24 @@ class TorchDistDirectory:
         if (key, depth) not in self._chunks:
             self._chunks[key, depth] = _by_prefix(entry.chunks, depth)
         shape, found = entry.size[depth:], self._chunks[key, depth].get(prefix, ())
-        pieces = (
-            (chunk, self._load(key, tuple(chunk.offsets)).view(chunk.sizes)[_inside(prefix, chunk)]) for chunk in found
-        )
+        pieces = [
+            (chunk.offsets[depth:], self._load(key, tuple(chunk.offsets)).view(chunk.sizes)[_inside(prefix, chunk)])
+            for chunk in found
+        ]
+        rows, row = [], 0
+        for offset, piece in sorted(pieces, key=lambda at: at[0]):
+            if piece.shape[1:] == shape[1:] and (not shape or offset[0] == row):
+                rows.append(piece)
+                row += len(piece) if shape else 1
+        if rows and row == (shape[0] if shape else 1):
+            return rows
         whole, filled = torch.empty(shape, dtype=dtype_of(entry)), 0
-        for chunk, piece in pieces:
-            if piece.shape == shape:
-                return piece
-            place = zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True)
-            whole[tuple(slice(first, first + size) for first, size in place)] = piece
+        for offset, piece in pieces:
+            whole[tuple(slice(first, first + size) for first, size in zip(offset, piece.shape, strict=True))] = piece
             filled += piece.numel()
         if filled != whole.numel():
             raise UserError(f"{self._directory}: {key} is incomplete: {filled} of {whole.numel()} entries are there")
-        return whole
+        return [whole]
 
     def _load(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
         """What is saved at `offset` of a tensor."""
@@ -110,6 +118,40 @@ class TorchDistDirectory:
         if start % described.itemsize:
             numbers = numbers.clone()
         return numbers.view(described.dtype).as_strided(described.shape, described.stride(), described.storage_offset())
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor of the rows of `parts`, which are not copied where one has all."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+
+
+def split_parts(layout: Layout, parts: Sequence[torch.Tensor], sizes: TensorSizes) -> list[list[torch.Tensor]]:
+    """`layout.split` of a parameter that is cut along its rows into `parts`. What it gives is cut too; rows are not copied."""
+    if layout.moves_columns or not parts[0].ndim:
+        return [[part] for part in layout.split(joined(parts), sizes)]
+    found, starts = [], [0, *itertools.accumulate(map(len, parts))]
+    for runs in _runs_of_rows(layout, starts[-1], sizes):
+        cuts = [
+            part[max(first - start, 0) : max(last - start, 0)]
+            for first, last in runs
+            for part, start in zip(parts, starts, strict=False)
+        ]
+        # One without rows has at least its other sizes.
+        found.append([cut for cut in cuts if len(cut)] or [parts[0][:0]])
+    return found
+
+
+@functools.cache
+def _runs_of_rows(layout: Layout, rows: int, sizes: TensorSizes) -> list[list[tuple[int, int]]]:
+    """Which rows of a parameter a layout makes each Hugging Face tensor of: (first, behind the last) of what lies together."""
+    found = []
+    # Numbered rows say where they have come from.
+    for numbers in layout.split(torch.arange(rows), sizes):
+        ends = [0, *((numbers[1:] - numbers[:-1]) != 1).nonzero().add(1).flatten().tolist(), len(numbers)]
+        found.append(
+            [(int(numbers[at]), int(numbers[at]) + end - at) for at, end in itertools.pairwise(ends) if end > at]
+        )
+    return found
 
 
 def dtype_of(entry: Any) -> torch.dtype:

@@ -322,42 +322,46 @@ def split_into_units(sizes: Iterable[tuple[str, int]], workers: int, largest: in
     return [*units, Unit(len(units), tuple(names), total)]
 
 
-def write_streamed_shard(path: Path, named_tensors: Iterable[tuple[str, torch.Tensor]], count: int) -> None:
+def write_streamed_shard(
+    path: Path, named_tensors: Iterable[tuple[str, torch.Tensor | Sequence[torch.Tensor]]], count: int
+) -> None:
     """Write a safetensors file tensor by tensor.
 
     The header, which comes first, is written last, into room that is kept for it. Tensors lie at multiples of 8 bytes, apart
     from those whose size is none, which wait for the end.
 
     Args:
+        named_tensors: a tensor may be given as parts that hold its rows one after the other.
         count: how many names there are at most, none longer than 256 bytes.
     """
     import torch
 
     room = -(-(_HEADER_BYTES + 2 * _ENTRY_BYTES * count) // _PAGE) * _PAGE - 8
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    uneven: list[tuple[str, torch.Tensor]] = []
+    uneven: list[tuple[str, list[torch.Tensor]]] = []
 
-    def put(name: str, tensor: torch.Tensor) -> None:
+    def put(name: str, parts: Sequence[torch.Tensor]) -> None:
         if name in header:
             raise RunError(f"tensor {name} occurs twice")
         start = file.tell() - 8 - room
-        # Numpy knows neither bfloat16 nor float8. One entry counts as contiguous with any stride, and as bytes it does not.
-        whole = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,))
-        file.write(memoryview(whole.view(torch.uint8).numpy()))
-        offsets = [start, start + tensor.nbytes]
-        header[name] = {
-            "dtype": safetensors_dtype(tensor.dtype), "shape": list(tensor.shape), "data_offsets": offsets,
-        }  # fmt: skip
+        for part in parts:
+            # Numpy knows neither bfloat16 nor float8. One entry counts as contiguous with any stride, and as bytes it does not.
+            whole = part.detach().cpu().contiguous().as_strided((part.numel(),), (1,))
+            file.write(memoryview(whole.view(torch.uint8).numpy()))
+        shape = [sum(map(len, parts)), *parts[0].shape[1:]] if parts[0].ndim else []
+        offsets = [start, file.tell() - 8 - room]
+        header[name] = {"dtype": safetensors_dtype(parts[0].dtype), "shape": shape, "data_offsets": offsets}
 
     with open(path, "wb") as file:
         file.seek(8 + room)
-        for name, tensor in named_tensors:
-            if tensor.nbytes % _ALIGNMENT:
-                uneven.append((name, tensor.clone()))
+        for name, given in named_tensors:
+            parts = [given] if isinstance(given, torch.Tensor) else given
+            if sum(part.nbytes for part in parts) % _ALIGNMENT:
+                uneven.append((name, [part.clone() for part in parts]))
             else:
-                put(name, tensor)
-        for name, tensor in sorted(uneven, key=lambda item: -item[1].element_size()):
-            put(name, tensor)
+                put(name, parts)
+        for name, parts in sorted(uneven, key=lambda item: -item[1][0].element_size()):
+            put(name, parts)
         text = json.dumps(header).encode()
         if len(text) > room:
             raise RunError(f"{path}: names of {count} tensors do not fit its header")
