@@ -16,7 +16,7 @@ from slime.arguments.flag import flag_of
 from slime.arguments.violations import Kind, Violation, about
 from slime.estimates.shape import expert_layers
 from slime.models import fsdp
-from slime.models.config_entries import FIXED_BY_SCALING, rope_scaling, rope_type
+from slime.models.config_entries import FIXED_BY_SCALING, rope_scaling, rope_type, text_config_of
 from slime.models.families import SUPPORTED_MODEL_TYPES, TRAINED_MODEL_TYPES, family_of, misnomer, model_args_from_hf
 from slime.models.layer_pattern import written_pattern
 from slime.models.shape_of_flags import SHAPE_FLAGS
@@ -217,10 +217,6 @@ def shown(name: str, value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-# What a multimodal config says about the whole model; the same entries inside `text_config` are only defaults.
-_OF_THE_WHOLE_MODEL = ("model_type", "architectures", "tie_word_embeddings")
-
-
 def read_hf_config(checkpoint: str | Path, flag: str = "--hf-checkpoint") -> Config:
     """The `config.json` of a Hugging Face directory, the entries of `text_config` taken out when there is one.
 
@@ -250,15 +246,6 @@ def no_directory(flag: str, path: str | Path) -> str:
             f" (models are not downloaded here: `hf download {owner.name}/{Path(path).name} --local-dir {path}` does)"
         )
     return message
-
-
-def text_config_of(config: Config) -> Config:
-    """The config of the language model: `config` itself, or of a multimodal one its `text_config` in front of the rest."""
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        return config
-    whole = {name: config[name] for name in _OF_THE_WHOLE_MODEL if config.get(name) is not None}
-    return {**config, **text, **whole}
 
 
 def is_hf_checkpoint(path: str | Path) -> bool:

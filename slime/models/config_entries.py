@@ -25,6 +25,17 @@ _NEEDED_BY_LATENT_ATTENTION = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head
 # One number under the names that the families give it.
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
+# What a multimodal config says about the whole model; the same entries inside `text_config` are only defaults.
+_OF_THE_WHOLE_MODEL = ("model_type", "architectures", "tie_word_embeddings")
+
+
+def text_config_of(config: Config) -> Config:
+    """The config of the language model: `config` itself, or of a multimodal one its `text_config` in front of the rest."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    whole = {name: config[name] for name in _OF_THE_WHOLE_MODEL if config.get(name) is not None}
+    return {**config, **text, **whole}
 
 
 def decoder(config: Config) -> ModelArgs:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from slime.arguments.hf_config import text_config_of
+from slime.models.config_entries import text_config_of
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, family_name, model_args_from_hf
 from slime.models.family import Family
 from slime.models.tensor_layouts import TensorSizes
