@@ -6,6 +6,7 @@ scales of the blocks or groups that it touches.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,15 +104,15 @@ class _Fp8:
         rows, columns = _ranges(index, self.shape)
         codes = self._numbers[rows, columns].view(torch.uint8)
         numbers = torch.empty(codes.shape, dtype=torch.float32)
-        height = self._block[0] if self._block else max(STRIP_NUMBERS // max(codes.shape[1], 1), 1)
-        first = rows.start
-        while first < rows.stop:
-            last = min(first // height * height + height, rows.stop)
+        if self._block:
+            height, scales = self._block[0], _scales_of_rows(self._scale, rows, columns, self._block)
+        else:
+            height, scales = max(STRIP_NUMBERS // max(codes.shape[1], 1), 1), itertools.repeat(self._scale[...].float())
+        # As many rows at once as share their scales, and as a cache holds.
+        ends = [*range((rows.start // height + 1) * height, rows.stop, height), rows.stop]
+        for first, last, scale in zip([rows.start, *ends], ends, scales, strict=False):
             own = slice(first - rows.start, last - rows.start)
-            place = (slice(first, first + 1), columns)
-            scale = _spread(self._scale, place, self._block) if self._block else self._scale[...]
-            torch.mul(_fp8_numbers(codes[own]), scale.float(), out=numbers[own])
-            first = last
+            torch.mul(_fp8_numbers(codes[own]), scale, out=numbers[own])
         return numbers
 
 
@@ -122,10 +123,12 @@ def _fp8_numbers(codes: torch.Tensor) -> torch.Tensor:
     """
     import torch
 
-    if not codes.numel() or (codes & 0x7F).amax() == 0x7F:
+    signed = codes.view(torch.int8)
+    # Of no number are the largest code and, with the other sign, the last one.
+    if not codes.numel() or signed.amax() == 0x7F or codes.amax() == 0xFF:
         return codes.view(torch.float8_e4m3fn).float()
     # The sign comes twice, once at the place of an exponent's bit.
-    halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
+    halves = signed.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
     return halves.view(torch.float16).float().mul_(256.0)
 
 
@@ -181,11 +184,10 @@ def _ranges(index: slice | tuple[slice, ...], shape: tuple[int, ...]) -> tuple[s
     return rows, columns
 
 
-def _spread(scale: StoredTensor, place: tuple[slice, slice], block: tuple[int, ...]) -> torch.Tensor:
-    """The scale of every entry of `place`, of blocks of the size `block`; nothing else of `scale` is read."""
-    read = tuple(slice(own.start // size, -(-own.stop // size)) for own, size in zip(place, block, strict=True))
-    found = scale[read]
-    for dim, (own, size) in enumerate(zip(place, block, strict=True)):
-        spread = found.repeat_interleave(size, dim=dim)
-        found = spread.narrow(dim, own.start % size, own.stop - own.start)
-    return found
+def _scales_of_rows(scale: StoredTensor, rows: slice, columns: slice, block: tuple[int, ...]) -> torch.Tensor:
+    """For each block that `rows` touch the scales (float32) of its `columns`; nothing else of `scale` is read."""
+    read = tuple(
+        slice(own.start // size, -(-own.stop // size)) for own, size in zip((rows, columns), block, strict=True)
+    )
+    first = columns.start % block[1]
+    return scale[read].float().repeat_interleave(block[1], dim=1)[:, first : first + columns.stop - columns.start]

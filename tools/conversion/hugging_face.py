@@ -10,8 +10,9 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from slime.weights.quantisers import (
     quantise_fp8_tensor,
     quantise_integers,
 )
-from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
+from tools.conversion.units import ALIGNMENT, Conversion, Unit, split_into_units, write_streamed_shard
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,8 @@ _EMBEDDING = re.compile(r"embed")
 # Types of numbers that are not quantised.
 _PLAIN_TYPES = ("BF16", "F16", "F32")
 DEFAULT_SHARD_BYTES = 5 * 1024**3
+# What nearly all blocks of FP8 have: strips that end where blocks do need each scale once.
+_ROWS_OF_BLOCKS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +216,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def write_hf_shard(
-    named: Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]], draft: Path, unit: Unit
+    named: Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor | Iterable[torch.Tensor]]]],
+    draft: Path,
+    unit: Unit,
 ) -> tuple[Path, None]:
     """Write what `named` makes of the unit's names as one weight file."""
     file = draft / shard_name(unit.index)
@@ -247,7 +252,7 @@ def _convert(
     source: Path,
     target: Path,
     config: Mapping[str, Any],
-    named: Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]],
+    named: Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor | Iterable[torch.Tensor]]]],
     places: Mapping[str, Place],
     options: argparse.Namespace,
 ) -> None:
@@ -281,21 +286,21 @@ def _quantised(
         yield from ((module + part, made) for part, made in parts(tensor).items())
 
 
-def _plain(source: Path, dtype: str, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _plain(
+    source: Path, dtype: str, names: Sequence[str]
+) -> Iterator[tuple[str, torch.Tensor | Iterable[torch.Tensor]]]:
     import torch
 
-    opened = open_checkpoint(source)
+    opened, plain = open_checkpoint(source), getattr(torch, dtype)
     for name in names:
         stored = opened.tensor(name)
         # What was never quantised stays as it is.
         if isinstance(stored, StoredTensor):
             yield name, stored[...]
             continue
-        whole = torch.empty(stored.shape, dtype=getattr(torch, dtype))
-        rows = max(STRIP_NUMBERS // stored.shape[1], 1)
-        for first in range(0, stored.shape[0], rows):
-            whole[first : first + rows] = stored[first : first + rows]
-        yield name, whole
+        rows = max(STRIP_NUMBERS // stored.shape[1] // _ROWS_OF_BLOCKS, 1) * _ROWS_OF_BLOCKS
+        strips = (stored[first : first + rows].to(plain) for first in range(0, stored.shape[0] or 1, rows))
+        yield name, strips if math.prod(stored.shape) * plain.itemsize % ALIGNMENT == 0 else list(strips)
 
 
 def places_of(source: Path) -> dict[str, Place]:

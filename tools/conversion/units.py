@@ -48,7 +48,7 @@ _NOTED = ("file", "bytes", "result")
 LEAST_UNIT_BYTES = 256 * 1024**2
 # Of a safetensors file: what its header has for itself, and for each tensor beside its name.
 _HEADER_BYTES, _ENTRY_BYTES = 4096, 256
-_ALIGNMENT = 8
+ALIGNMENT = 8
 # Where its first tensor starts: what is copied a few bytes ahead of its own place in a page goes at half the speed.
 _PAGE = 4096
 
@@ -323,7 +323,7 @@ def split_into_units(sizes: Iterable[tuple[str, int]], workers: int, largest: in
 
 
 def write_streamed_shard(
-    path: Path, named_tensors: Iterable[tuple[str, torch.Tensor | Sequence[torch.Tensor]]], count: int
+    path: Path, named_tensors: Iterable[tuple[str, torch.Tensor | Iterable[torch.Tensor]]], count: int
 ) -> None:
     """Write a safetensors file tensor by tensor.
 
@@ -331,7 +331,8 @@ def write_streamed_shard(
     from those whose size is none, which wait for the end.
 
     Args:
-        named_tensors: a tensor may be given as parts that hold its rows one after the other.
+        named_tensors: a tensor may be given as parts that hold its rows one after the other: as a list, or, where they fill
+            multiples of 8 bytes together, as an iterator, of which one part at a time is in memory.
         count: how many names there are at most, none longer than 256 bytes.
     """
     import torch
@@ -340,23 +341,25 @@ def write_streamed_shard(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     uneven: list[tuple[str, list[torch.Tensor]]] = []
 
-    def put(name: str, parts: Sequence[torch.Tensor]) -> None:
+    def put(name: str, parts: Iterable[torch.Tensor]) -> None:
         if name in header:
             raise RunError(f"tensor {name} occurs twice")
-        start = file.tell() - 8 - room
+        start, rows = file.tell() - 8 - room, 0
         for part in parts:
+            rows += len(part) if part.ndim else 0
             # Numpy knows neither bfloat16 nor float8. One entry counts as contiguous with any stride, and as bytes it does not.
             whole = part.detach().cpu().contiguous().as_strided((part.numel(),), (1,))
             file.write(memoryview(whole.view(torch.uint8).numpy()))
-        shape = [sum(map(len, parts)), *parts[0].shape[1:]] if parts[0].ndim else []
         offsets = [start, file.tell() - 8 - room]
-        header[name] = {"dtype": safetensors_dtype(parts[0].dtype), "shape": shape, "data_offsets": offsets}
+        header[name] = {
+            "dtype": safetensors_dtype(part.dtype), "shape": [rows, *part.shape[1:]][: part.ndim], "data_offsets": offsets,
+        }  # fmt: skip
 
     with open(path, "wb") as file:
         file.seek(8 + room)
         for name, given in named_tensors:
             parts = [given] if isinstance(given, torch.Tensor) else given
-            if sum(part.nbytes for part in parts) % _ALIGNMENT:
+            if isinstance(parts, list) and sum(part.nbytes for part in parts) % ALIGNMENT:
                 uneven.append((name, [part.clone() for part in parts]))
             else:
                 put(name, parts)
