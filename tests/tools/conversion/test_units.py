@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.utils.errors import RunError, UserError
+from tests.support.models.tiny_model import write_tiny_model
 from tests.support.processes.waiting import wait_until
 from tests.support.tables.shell_arrays import ROOT
 from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
@@ -179,6 +180,7 @@ def test_fewer_workers_go_on_with_what_more_have_left(source, tmp_path, monkeypa
 PARENT = """
 import json, sys, time
 from pathlib import Path
+from tests.support.models.tiny_model import write_tiny_model
 from tests.support.processes.waiting import wait_until
 from tests.support.tables.shell_arrays import ROOT
 from tools.conversion.units import Conversion, Unit
@@ -303,3 +305,36 @@ def test_a_shard_is_written_as_its_tensors_come(tmp_path):
         assert found[name].float().equal(tensor.float()), name
     with pytest.raises(RunError, match="tensor x occurs twice"):
         write_streamed_shard(tmp_path / "b.safetensors", [("x", torch.zeros(2)), ("x", torch.zeros(2))], 2)
+
+
+def test_a_shard_takes_tensors_in_parts(tmp_path):
+    whole, odd, held = torch.randn(9, 4).bfloat16(), torch.arange(5, dtype=torch.uint8), []
+
+    def rows():
+        for part in whole.split(4):
+            held.append(len(part))
+            yield part
+
+    named = [("odd", list(odd.split(2))), ("list", list(whole.split(2))), ("iterator", rows())]
+    write_streamed_shard(tmp_path / "a.safetensors", named, 3)
+    found = load_file(tmp_path / "a.safetensors")
+    assert found["odd"].equal(odd) and found["list"].equal(whole) and found["iterator"].equal(whole)
+    assert held == [4, 4, 1]
+
+
+_DESCRIBED = """
+import sys
+from tools.conversion import torch_dist
+print("slime.arguments" in sys.modules)
+torch_dist.describe_model(torch_dist.parse_model_flags(sys.argv[1], []))
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_conversion_waits_for_no_module_that_it_does_not_need(tmp_path):
+    """Neither for flags, on the way to Hugging Face, nor for a compiler, where a model is described: nothing is drawn there."""
+    write_tiny_model(tmp_path / "model")
+    environment = {**os.environ, "SLIME_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-W", "ignore", "-c", _DESCRIBED, str(tmp_path / "model")]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.stdout.split() == ["False", "False"], run.stderr
