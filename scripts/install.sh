@@ -205,7 +205,7 @@ main() {
   export PIP_CACHE_DIR="${PIP_CACHE_DIR:-$VENV/pip-cache}"
   local total
   total="$(grep -c '^[^#]*==' "$REQUIREMENTS")"
-  say "installing $total packages (about 400 MB to fetch, 2.5 GB on disk; some minutes)"
+  say "installing $total packages (about 460 MB to fetch, 2.7 GB on disk; some minutes)"
   prefer_cpu_torch
   pip_install "$total" -r "$REQUIREMENTS"
   complete_torch

@@ -1,7 +1,7 @@
 """One declaration for each flag of our own: how it is typed, and everything that the rest of this package asks about it.
 
 The tables stand in `slime.arguments.groups`. Whoever adds a flag adds a row there: its bounds, where its path leads, who calls
-its plug-in, when it changes nothing and whether its feature is built are read from the row, and so is the flag reference.
+its plug-in and when it changes nothing are read from the row, and so is the flag reference.
 """
 
 import argparse
@@ -114,7 +114,6 @@ class Flag:
         placeholders: what is filled in where the value has `{name}`.
         idle: where it has no effect.
         needs: what it cannot do without: the other flag in braces, and more about it, as they end "--x needs …".
-        not_yet: the feature that the flag asks for, while it is not built: nothing but the default can be given.
     """
 
     names: tuple[str, ...]
@@ -132,7 +131,6 @@ class Flag:
     placeholders: tuple[str, ...] = ()
     idle: tuple[Idle, ...] = ()
     needs: str | None = None
-    not_yet: str | None = None
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
         """Put the flag into a group of a parser."""

@@ -303,6 +303,7 @@ EXTRAS = (
     Extra("e2b", "sandboxes of a service, E2BSandbox", "pip install e2b"),
     Extra("lm_eval", "--rm-type ifbench, the checks of IFEval", "pip install 'lm-eval[ifeval]'"),
     Extra("blake3", "--update-weight-delta-checksum blake3", "pip install blake3"),
+    Extra("nixl", "--rollout-data-transport nixl", "pip install nixl"),
     Extra("matplotlib", "pictures of tools/report.py", "pip install matplotlib"),
     Extra(
         "mooncake",

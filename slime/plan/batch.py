@@ -42,11 +42,12 @@ def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> Batch
         total_optimizer_steps=None if args.num_rollout is None else args.num_rollout * steps,
         object_store=train_batch_bytes(args) if layout is not None else None,
         kept_per_token=kept_tokens(args) if layout is not None else 0,
+        in_manager=args.rollout_data_transport == "nixl",
     )
 
 
 def train_batch_bytes(args: argparse.Namespace) -> int:
-    """Bytes of one rollout step's train batch in Ray's object store, all samples at their longest; 0 where none is trained on.
+    """Bytes of one rollout step's train batch, until ranks have it, all samples at their longest; 0 where none is trained on.
 
     A lower bound where no flag limits the prompt, and without images, whose sizes no flag tells; sets of kept tokens count with
     the most that they may have. The driver lets a batch go before it asks for the next.

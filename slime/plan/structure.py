@@ -79,7 +79,7 @@ class BatchPlan:
     micro_batches: of one optimizer step on one data-parallel rank, all samples at their longest; a lower bound unless
         `prompt_is_limited`. None: no training ranks.
     object_store: bytes of the train batch in Ray's object store, all samples at their longest, and as `micro_batches` else;
-        without images.
+        without images. `in_manager`: in the rollout manager's own memory instead (`--rollout-data-transport nixl`).
     kept_per_token: ids of the tokens that sampling kept, the most for one token, which `object_store` counts; 0: none are told.
     """
 
@@ -98,6 +98,7 @@ class BatchPlan:
     total_optimizer_steps: int | None
     object_store: int | None
     kept_per_token: int = 0
+    in_manager: bool = False
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,8 @@ def _batch(batch: BatchPlan) -> Iterator[str]:
         yield _micro_batches(batch)
     if batch.object_store:
         at_least = "at least " if batch.longest_sample is not None and not batch.prompt_is_limited else ""
-        yield f"train batch in Ray's object store, host memory: {at_least}{_size(batch.object_store)} of a rollout step"
+        place = "the rollout manager" if batch.in_manager else "Ray's object store"
+        yield f"train batch in {place}, host memory: {at_least}{_size(batch.object_store)} of a rollout step"
         if batch.kept_per_token:
             yield f"  with {batch.kept_per_token} ids in the set of kept tokens of each token, the most that there may be"
     if batch.total_optimizer_steps is not None:

@@ -164,6 +164,9 @@ def object_store_bytes(args: argparse.Namespace) -> int:
     What does not fit Ray writes to disk and reads back, at a fraction of the speed; a warning tells both numbers.
     """
     batches = 1 + args.async_buffer_size if args.asynchronous else 1
+    if args.rollout_data_transport == "nixl" and not args.use_critic:
+        # The manager's own memory holds them. Columns that a critic and the actor exchange lie in the store all the same.
+        batches = 0
     wanted = max(_SMALLEST_OBJECT_STORE, round(_OBJECT_STORE_SLACK * batches * train_batch_bytes(args)))
     limits = {f"{_OBJECT_STORE_SHARE:.0%} of the memory": _OBJECT_STORE_SHARE * ray._private.utils.get_system_memory()}
     with contextlib.suppress(OSError):
@@ -218,6 +221,16 @@ def refuse_recording(args: argparse.Namespace) -> None:
         )
     if args.memory_recorder == "memray" and env.ray_address() is None and importlib.util.find_spec("memray") is None:
         raise UserError("--memory-recorder memray needs the package memray: pip install memray")
+
+
+def refuse_transport(args: argparse.Namespace) -> None:
+    """Raise UserError where batches could not travel as `--rollout-data-transport` says, as far as this machine tells."""
+    wanted = args.rollout_data_transport == "nixl" and args.has_trainer and env.ray_address() is None
+    if wanted and importlib.util.find_spec("nixl") is None:
+        raise UserError(
+            "--rollout-data-transport nixl needs the package nixl, which is not installed here: pip install nixl, or leave the "
+            "flag out"
+        )
 
 
 def refuse_incomplete_models(args: argparse.Namespace) -> None:

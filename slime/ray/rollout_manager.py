@@ -434,6 +434,9 @@ class RolloutClient:
         self._push_deadline = longest_push_wait(args, engines) + _CONTROL_DEADLINE_SECONDS
         # Rollouts wait for their turn in the manager, and a pause between two of them is asked for beside them.
         groups = {"generate": args.async_buffer_size + 3, "evaluate": 1, "control": 8}
+        if args.rollout_data_transport == "nixl":
+            # In which Ray's direct transport frees memory; to ask for it by `enable_tensor_transport` imports torch here.
+            groups["_ray_system"] = 1
         remote_class = ray.remote(concurrency_groups=groups)(RolloutManager)
         environment = {**env.actor_environment(), **env.library_environment(), **communicator_environment(args)}
         options = {"num_cpus": 1, "num_gpus": 0, "runtime_env": {"env_vars": environment}}

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
-import ray
-
 from slime.arguments.config_files.role_config import critic_args
 from slime.observability.console import Progress, evaluation_name, generation_name
 from slime.observability.logging_utils import LoggedMetrics, collected_metrics, drain_outbox
@@ -37,6 +35,7 @@ from slime.rollout.staleness import hold_to_bound
 from slime.rollout.train_data import convert_samples_to_train_batch, post_process_rewards
 from slime.rollout.user_functions import CallTimedOut, call_for_step, wrong_result_error
 from slime.scheduling.dp_schedule import DPSchedule
+from slime.training.batch_transport import open_transport, send_shard
 from slime.training.rollout_batch import split_for_data_parallel
 from slime.training.schedule import schedule_from_args, train_parallel_config
 from slime.utils.errors import RunError, UserError
@@ -69,6 +68,8 @@ class RolloutPipeline:
         self._given_up: set[str] = set()
         self.engine_memory: Callable[[], float | None] = lambda: None
         self.args = SharedArguments(args)
+        if args.has_trainer:
+            open_transport(args)
         if args.load_debug_rollout_data is None:
             self.data_source = create_data_source(self.args)
             self.states = DataSourceSnapshots(self.args, self.data_source)
@@ -167,14 +168,14 @@ class RolloutPipeline:
         rollouts that fit no whole step."""
         batch = convert_samples_to_train_batch(self.args, samples)
         schedule = batch_schedule(self.args, batch)
-        shards = [Box(ray.put(shard)) for shard in split_for_data_parallel(batch, schedule)]
+        shards = [send_shard(self.args, shard) for shard in split_for_data_parallel(batch, schedule)]
         if not self.args.use_critic:
             return shards, [], schedule.dropped
         # A layout or a token budget of its own; else the ranks of both models take the same objects.
         of_critic = batch_schedule(critic_args(self.args), batch)
         if of_critic == schedule:
             return shards, shards, schedule.dropped
-        return shards, [Box(ray.put(shard)) for shard in split_for_data_parallel(batch, of_critic)], schedule.dropped
+        return shards, [send_shard(self.args, s) for s in split_for_data_parallel(batch, of_critic)], schedule.dropped
 
     def logged_by_user(self, rollout_id: int, samples: list[Any], metrics: dict[str, Any], seconds: float) -> bool:
         """Whether a user's function logged the rollout in the place of the usual metrics."""

@@ -150,10 +150,12 @@ def _ready(args: argparse.Namespace, stream: TextIO) -> argparse.Namespace | Non
             refuse_images_on_cpus,
             refuse_incomplete_models,
             refuse_recording,
+            refuse_transport,
         )
 
         refuse_images_on_cpus(args)
         refuse_recording(args)
+        refuse_transport(args)
         check_before_start(args)
         refuse_incomplete_models(args)
         if not args.check:

@@ -141,6 +141,8 @@ class RehearsedRank(TrainRank, abc.ABC):
         self.saved: Saved | None = None
         self.vocabulary_columns = args.padded_vocab_size // args.tensor_model_parallel_size
         changed = {"initial_weights": self._weights(args), "update_weight_transport": _TRANSPORT, "save_hf": None}
+        # Nothing comes from a rollout manager.
+        changed["rollout_data_transport"] = "object-store"
         if args.save is not None:
             changed["save"] = str(task.answer.with_name("checkpoints"))
         if args.num_rollout is None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from slime.algorithms.reduction import rollout_mask_sums
 from slime.scheduling.dp_schedule import DPSchedule
+from slime.training.batch_transport import fetch_shard
 from slime.training.columns import COLUMNS, IMAGES, column_of
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
@@ -288,12 +289,11 @@ def process_rollout_data(
 
     Raises:
         ValueError: the number of shards is not `dp_size`.
+        RunError: the shard did not come.
     """
-    import ray
-
     if len(refs) != dp_size:
         raise ValueError(f"the rollout is cut into {len(refs)} shards, and there are {dp_size} data-parallel ranks")
-    return to_tensors(ray.get(refs[dp_rank].inner, timeout=args.http_control_timeout), device)
+    return to_tensors(fetch_shard(refs[dp_rank], args.http_control_timeout), device)
 
 
 def _complete(batch: TrainBatch) -> TrainBatch:

@@ -23,6 +23,7 @@ from slime.observability.timer import PeakMemory, Timer, phase
 from slime.plan.longest_batch import Lengths, ProbedMemory
 from slime.scheduling.device_turns import Holds
 from slime.training.backend import RankGroups, UnfinishedSave, make_backend
+from slime.training.batch_transport import open_transport
 from slime.training.checkpoint_publication import forget_checkpoints, show_checkpoint
 from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
 from slime.training.memory_probe import probe_memory
@@ -182,6 +183,7 @@ class TrainRank:
         # Most of its time are imports.
         with no_garbage_collection():
             self.backend.place()
+            open_transport(args)
 
     def _load_model(self) -> int:
         """Load the model's weights and build the optimizer. Returns the last finished rollout, −1 at a new start."""

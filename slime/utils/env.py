@@ -309,8 +309,8 @@ _HANDED_ON_OF_AGENTS = (
 )  # fmt: skip
 
 
-# Libraries that compute and communicate in ranks and engines read these: NCCL, Gloo, Transformer Engine, SGLang.
-_OF_LIBRARIES = ("NCCL_", "GLOO_", "NVTE_", "SGLANG_")
+# Libraries that compute and communicate in ranks and engines read these: NCCL, Gloo, Transformer Engine, SGLang, UCX (of NIXL).
+_OF_LIBRARIES = ("NCCL_", "GLOO_", "NVTE_", "SGLANG_", "UCX_", "NIXL_")
 # What an actor is started with stands in logs of Ray that everybody on the machine may read. A name says at its end whether it
 # stands for a key or a token. Elsewhere the words are of counts and switches, as in SGLANG_INIT_NEW_TOKEN_RATIO; so are TOKENS
 # and PER_TOKEN at the end, and NCCL_IB_PKEY is an index.

@@ -175,6 +175,8 @@ AS_THEY_ARE = "on rows that are neither rendered (--apply-chat-template) nor mea
         ("--no-use-tensorboard --tb-project-name p", "--tb-project-name: no effect without --use-tensorboard"),
         ("--profile-target train_actor", "--profile-target: no effect without --use-pytorch-profiler"),
         ("--memory-probe --debug-rollout-only --rollout-num-gpus 1", "--memory-probe: no effect without training ranks"),
+        ("--rollout-data-transport nixl --debug-rollout-only --rollout-num-gpus 1",
+         "--rollout-data-transport: no effect without training ranks"),
         ("--memory-recorder memray", "--memory-recorder: no effect without --record-memory-history"),
         ("--memory-snapshot-num-steps 3", "--memory-snapshot-num-steps: no effect without --record-memory-history"),
         ("--eval-prompt-data a {tmp}/prompts.jsonl", "--eval-prompt-data: no effect without --eval-interval"),

@@ -1,6 +1,7 @@
 """What ends a run before Ray starts, by the way that the driver goes."""
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -385,6 +386,23 @@ def test_memory_that_ranks_cannot_record_is_refused_before_they_start(
 def test_a_check_refuses_what_ranks_could_not_record(tmp_path, capsys):
     assert run(tmp_path, "--record-memory-history", "--check") == 2
     assert "--memory-recorder torch records the memory of GPUs, and this run has none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("check", [["--check"], []])
+def test_batches_by_nixl_need_its_package(tmp_path, capsys, monkeypatch, check):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == "nixl" else find(name, *more))
+    words = ["--rollout-data-transport", "nixl"]
+    assert run(tmp_path, *words, *check) == 2
+    said = "--rollout-data-transport nixl needs the package nixl, which is not installed here: pip install nixl, or leave the"
+    assert said in capsys.readouterr().err
+    args = parse(tmp_path, *words)
+    with pytest.raises(UserError, match=said):
+        cluster.refuse_transport(args)
+    # Nothing travels, and the machines of a cluster are not this one.
+    cluster.refuse_transport(parse(tmp_path, *words, "--debug-rollout-only", "--rollout-num-gpus", "1"))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    cluster.refuse_transport(args)
 
 
 def set_with_images(tmp_path, field="x", **entry):

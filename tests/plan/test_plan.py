@@ -34,6 +34,8 @@ def test_the_train_batch_is_as_large_as_its_columns():
     # 256 samples of at most 8192 tokens: ids in 8 bytes, masks and log-probs in 4 each.
     assert plan.batch.object_store == 256 * 8192 * 16 == 32 * 2**20
     assert "train batch in Ray's object store, host memory: 32.00 MiB of a rollout step" in render(plan)
+    by_nixl = make_plan(planned(SMALL, "--rollout-data-transport", "nixl"))
+    assert "train batch in the rollout manager, host memory: 32.00 MiB of a rollout step" in render(by_nixl)
     teacher = batch.train_batch_bytes(argparse.Namespace(**{**vars(planned(SMALL)), "use_opd": True}))
     critic = batch.train_batch_bytes(argparse.Namespace(**{**vars(planned(SMALL)), "use_critic": True}))
     assert (teacher, critic) == (256 * 8192 * 20, 256 * 8192 * 2 * 20)

@@ -274,11 +274,8 @@ def test_a_good_function_of_every_point(file, flag):
     assert finding.text().endswith("\n  fine") and POINTS[flag].call in finding.text()
 
 
-def test_every_plug_in_of_the_command_line_is_a_point_or_not_built():
-    from slime.arguments.groups import OWN_FLAGS
-
-    not_built = {flag_of(name) for name in RANK_PLUG_INS if OWN_FLAGS[name].not_yet}
-    plug_ins = {flag_of(name) for name in (*MANAGER_PLUG_INS, *RANK_PLUG_INS)} - not_built
+def test_every_plug_in_of_the_command_line_is_a_point():
+    plug_ins = {flag_of(name) for name in (*MANAGER_PLUG_INS, *RANK_PLUG_INS)}
     # --spec is a module and a name, a generator a module.
     assert plug_ins == {flag for flag, point in POINTS.items() if not point.in_python} - {"--spec"}
     assert set(GOOD) == set(POINTS) - {"--spec", "--buffer-generator"}

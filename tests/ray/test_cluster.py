@@ -118,6 +118,10 @@ def test_the_object_store_takes_the_train_batch_of_a_step(machine, caplog):
     assert object_store_bytes(large) == 1.25 * 8192 * 8192 * 16
     large.asynchronous, large.async_buffer_size = True, 2
     assert object_store_bytes(large) == 3 * 1.25 * 8192 * 8192 * 16, "two more wait while one is trained"
+    large.rollout_data_transport = "nixl"
+    assert object_store_bytes(large) == 512 * MIB, "the manager has them"
+    large.use_critic = True
+    assert object_store_bytes(large) > 512 * MIB, "its columns lie in the store"
     assert "object store" not in caplog.text
 
 

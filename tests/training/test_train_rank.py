@@ -44,7 +44,7 @@ def make_rank() -> TrainRank:
     rank = awake(TrainRank)
     rank.args = SimpleNamespace(
         num_steps_per_rollout=2, reset_optimizer_states=False, use_pytorch_profiler=False, record_memory_history=False,
-        ci_test=False, ci_save_grad_norm=None, ci_load_grad_norm=None,
+        ci_test=False, ci_save_grad_norm=None, ci_load_grad_norm=None, rollout_data_transport="object-store",
     )  # fmt: skip
     rank.rank, rank.backend = 0, None
     rank._not_handed_over = []

@@ -13,6 +13,7 @@ def test_variables_of_libraries_are_handed_on_and_secrets_are_not(monkeypatch):
         monkeypatch.delenv(name)
     handed_on = {
         "NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", "NVTE_DEBUG": "1", "SGLANG_CACHE_DIR": "/cache",
+        "UCX_NET_DEVICES": "mlx5_0:1", "NIXL_LOG_LEVEL": "INFO",
         # Words of secrets, in names of counts and switches.
         "SGLANG_INIT_NEW_TOKEN_RATIO": "0.7", "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "256",
         "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "4096", "SGLANG_MOE_DEFERRED_FINALIZE_MAX_TOKENS": "64",

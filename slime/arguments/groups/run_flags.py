@@ -31,6 +31,7 @@ _OLD_ACTOR_UNREAD = (
         "on the policy loss beside --use-rollout-logprobs, whose old log-probs are the engine's",
     ),
 )
+_NO_TRAINER = Idle(lambda args: not args.has_trainer, "without training ranks")
 _NO_PARTIAL_ROLLOUT = Idle(lambda args: not args.partial_rollout, "without --partial-rollout")
 _DYNAMIC_BATCHES = Idle(lambda args: args.use_dynamic_batch_size, "with --use-dynamic-batch-size")
 _STATIC_BATCHES = Idle(lambda args: not args.use_dynamic_batch_size, "without --use-dynamic-batch-size")
@@ -176,7 +177,7 @@ DEBUGGING = Group("debugging", (
         path=PathKind.WRITTEN),
     # Memory and time
     either("--memory-probe", "before the first step, run one micro-batch of the longest allowed length; unset: on GPUs",
-        idle=Idle(lambda args: not args.has_trainer, "without training ranks")),
+        idle=_NO_TRAINER),
     switch("--record-memory-history", "training ranks record their allocations, for a snapshot when memory runs out"),
     flag("--memory-recorder", str, "torch", "what records them: GPU or host memory", "torch", "memray", idle=_NO_RECORDING),
     flag("--memory-snapshot-dir", str, ".", "directory of the snapshots", path=PathKind.WRITTEN, idle=_NO_RECORDING),
@@ -231,8 +232,8 @@ ROLLOUT = Group("rollout", (
     switch("--mask-offpolicy-in-partial-rollout", "with --partial-rollout, train only the tokens written after the "
         "resumption", idle=_NO_PARTIAL_ROLLOUT),
     flag("--max-turns", int, None, "turns of the model in a dialogue; unset: as many as it takes", bounds=AT_LEAST_ONE),
-    flag("--rollout-data-transport", str, "object-store", "how batches travel from the rollout manager to the training ranks",
-        "object-store", "nixl", not_yet="another transport of batches than the object store"),
+    flag("--rollout-data-transport", str, "object-store", "how batches travel from the rollout manager to the training ranks; "
+        "nixl, with the package of that name: from memory to memory", "object-store", "nixl", idle=_NO_TRAINER),
     # Staleness
     switch("--keep-old-actor", "keep a lagging copy of the actor that supplies the old log-probs", idle=_OLD_ACTOR_UNREAD),
     flag("--async-buffer-size", int, 1, "rollouts that train_async.py may generate or queue beyond the one being trained, at "

@@ -10,20 +10,12 @@ from collections.abc import Iterator
 
 from slime.arguments import server_flags
 from slime.arguments.flag import NotYet, flag_of
-from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.megatron import effects
 from slime.arguments.origins import Origin
 from slime.arguments.rules.serving import has_roles, of_groups
 from slime.arguments.violations import Rule, Violation, broken, refused, where
 from slime.models import fsdp
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
-
-# Our own declare it: nothing but the default is fine.
-OWN_ROWS = tuple(
-    NotYet(name, flag.not_yet, () if flag.default is None or flag.default is False else (flag.default,))
-    for name, flag in OWN_FLAGS.items()
-    if flag.not_yet
-)
 
 
 def not_yet_violations(args: argparse.Namespace) -> Iterator[Violation]:
@@ -57,8 +49,8 @@ def names_of(row: NotYet, args: argparse.Namespace) -> list[str]:
 
 
 def rows() -> tuple[NotYet, ...]:
-    """All rows, of our own flags, Megatron's and those of the engines and the router."""
-    return (*OWN_ROWS, *effects.NOT_YET, *server_flags.NOT_YET)
+    """All rows, of Megatron's flags and those of the engines and the router."""
+    return (*effects.NOT_YET, *server_flags.NOT_YET)
 
 
 def layers(args: argparse.Namespace) -> Iterator[Violation]:

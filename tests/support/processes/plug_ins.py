@@ -73,6 +73,13 @@ async def branching_generate(args: Any, sample: Sample, sampling_params: dict[st
     return sample
 
 
+def count_shards(rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, Any], seconds: float) -> None:
+    """A log function that adds how many shards the rollout manager keeps for ranks that read its memory."""
+    from ray._private.worker import global_worker
+
+    metrics["rollout/shards_kept"] = global_worker.rdt_manager.rdt_store.get_num_objects()
+
+
 def not_every_fifth(args: Any, samples: list[Sample]) -> bool:
     """A dynamic filter that drops groups by their number."""
     return samples[0].group_index % 5 != 0
