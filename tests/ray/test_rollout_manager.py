@@ -354,7 +354,9 @@ def make_client(monkeypatch):
     actor_class = SimpleNamespace(
         options=lambda **options: asked.update(options) or SimpleNamespace(remote=lambda args: manager)
     )
-    monkeypatch.setattr(rollout_manager.ray, "remote", lambda **options: lambda of: actor_class)
+    monkeypatch.setattr(
+        rollout_manager.ray, "remote", lambda **options: lambda of: asked.update(options) or actor_class
+    )
     monkeypatch.setattr(waiting.ray, "wait", lambda refs, **options: ([], refs))
     engines = SimpleNamespace(start_all=lambda: events.append("engines"))
     monkeypatch.setattr(
@@ -365,7 +367,7 @@ def make_client(monkeypatch):
         values = {
             "async_buffer_size": 1, "engine_start_timeout": 600.0, "http_request_timeout": 60.0, "has_trainer": True,
             "has_engines": True, "train_env_vars": {}, "rollout_external_engine_infos": None, "rollout_external": False,
-            "log_dir": "/logs",
+            "log_dir": "/logs", "rollout_data_transport": "object-store",
         }  # fmt: skip
         args = SimpleNamespace(**{**values, **flags})
         client = rollout_manager.RolloutClient(args, None, places)
@@ -387,6 +389,13 @@ def test_manager_and_engines_get_what_the_training_ranks_get(make_client, monkey
     names = {name for name in of_manager if name.startswith(("NCCL_", "SLIME_", "RAY_"))}
     assert {name: of_manager[name] for name in names} == {name: of_ranks.get(name) for name in names}
     assert names >= {"NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "RAY_USE_UVLOOP"}
+
+
+@pytest.mark.parametrize("transport, beside", [("object-store", set()), ("nixl", {"_ray_system"})])
+def test_memory_of_the_manager_is_freed_while_it_generates(make_client, transport, beside):
+    """Ray calls the manager for that, in a concurrency group of that name: without it nothing is ever freed."""
+    client = make_client(rollout_data_transport=transport)
+    assert client.options["concurrency_groups"].keys() - {"generate", "evaluate", "control"} == beside
 
 
 @pytest.mark.parametrize(

@@ -446,14 +446,15 @@ def test_what_was_found_is_printed_where_the_process_of_another_rank_ends(argume
 
 
 def test_without_a_library_the_tensors_are_of_the_cpu(arguments, tmp_path, monkeypatch):
-    """The process of a rank finds this package from anywhere, and no kernels where they are installed."""
+    """The process of a rank finds this package from anywhere, and no kernels where they are installed, nor NIXL."""
     words = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--apply-rope-fusion", "--num-epoch", "1"]
+    words += ["--rollout-data-transport", "nixl"]
     args = arguments(*words)
     # Where only the data set tells it.
     args.num_rollout = None
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    for name in ("transformer_engine", "apex", "amp_C"):
+    for name in ("transformer_engine", "apex", "amp_C", "nixl"):
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} is imported')")
     result = rehearsed(functools.partial(rehearse_rank, stand_in=StandIn(None, "nothing can be built")), args)
     assert result.waits == {}
