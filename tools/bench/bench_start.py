@@ -1,0 +1,184 @@
+"""From the start of `train.py` to its first sample: seconds, and those of the processor over all processes of the run.
+
+    python tools/bench/bench_start.py [--starts 3]
+    git worktree add ../before COMMIT && python tools/bench/bench_start.py --beside ../before
+
+A start is a run of one rollout on the toy task of 0.8 M parameters, with one engine and one rank. `train.py` tells the seconds
+itself; those of the processor are read from the kernel while it runs, up to that moment. With --beside each turn starts the
+other tree first and then this one, with the interpreter of this one, so that both have the same hour of the machine. Modules of
+both are compiled before the clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import contextlib
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from slime.utils.child_process import ChildProcess
+from tools.bench.bench_loop import train_command
+from tools.bench.learning_curves import markdown
+from tools.tied import ROOT, tied
+
+INTERVAL_S = 0.2
+_TOLD = re.compile(r"first sample ([0-9.]+) s after the start \(seconds: (.*)\)")
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_SIGCHLD_IS_IGNORED = re.compile(r"^SigIgn:\s*[0-9a-f]*[13579bdf][0-9a-f]{4}$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Start:
+    """seconds: to the first sample; processor: seconds of all processes until then; stretches: what `train.py` says of them."""
+
+    seconds: float
+    processor: float
+    stretches: str
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--starts", type=int, default=3, help="of each tree")
+    parser.add_argument(
+        "--beside", type=Path, metavar="TREE", help="another tree of this project, such as a git worktree"
+    )
+    options = parser.parse_args(argv)
+    trees = [ROOT] if options.beside is None else [options.beside.resolve(), ROOT]
+    for tree in trees:
+        if not (tree / "train.py").is_file():
+            parser.error(f"--beside {tree}: there is no train.py")
+        compileall.compile_dir(tree / "slime", quiet=2)
+    with tempfile.TemporaryDirectory(prefix="bench-start-") as directory:
+        task = Path(directory) / "task"
+        subprocess.run([sys.executable, ROOT / "tools/make_toy_task.py", task], check=True, stdout=sys.stderr)
+        found = measure(trees, options.starts, task, Path(directory))
+    print(markdown(("Tree", "Seconds", "Seconds of the processor"), [row(tree, found[tree]) for tree in trees]))
+    for tree in trees:
+        print(f"{tree}, the last start: {found[tree][-1].stretches}")
+
+
+def row(tree: Path, starts: Sequence[Start]) -> list[str]:
+    """A line of the table: all starts, and their median where there are several."""
+    columns = []
+    for numbers in ([start.seconds for start in starts], [start.processor for start in starts]):
+        median = f" (median {statistics.median(numbers):.1f})" if len(numbers) > 1 else ""
+        columns.append(", ".join(f"{number:.1f}" for number in numbers) + median)
+    return [str(tree), *columns]
+
+
+def measure(trees: Sequence[Path], starts: int, task: Path, directory: Path) -> dict[Path, list[Start]]:
+    """Tree → its starts. The trees take turns."""
+    found: dict[Path, list[Start]] = {tree: [] for tree in trees}
+    for turn in range(starts):
+        for number, tree in enumerate(trees):
+            words = train_command(task, argparse.Namespace(engines=1, rollouts=1))[2:]
+            command = [sys.executable, str(tree / "train.py"), *words]
+            found[tree].append(start(command, tree, directory / f"turn-{turn}-{number}"))
+            print(f"{tree}: {row(tree, found[tree][-1:])[1:]}", file=sys.stderr, flush=True)
+    return found
+
+
+def start(command: Sequence[str], tree: Path, directory: Path) -> Start:
+    """Run the command to its end, with modules of `tree`; metrics and log go below `directory`.
+
+    Raises:
+        SystemExit: it failed, or told no first sample.
+    """
+    import_path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": import_path,
+        "TENSORBOARD_DIR": str(directory),
+        "SLIME_ACCELERATOR": "cpu",
+    }
+    log = directory.with_suffix(".log")
+    child = ChildProcess("train.py", tied(command), log, environment)
+    began = time.monotonic()
+    child.start()
+    family, times, seconds, told = Family(child.pid), [0.0], [0.0], None
+    try:
+        while told is None and child.poll() is None:
+            time.sleep(INTERVAL_S)
+            # In this order: so the last look comes after the first sample.
+            told = _TOLD.search(log.read_text(errors="replace"))
+            times.append(time.monotonic() - began)
+            seconds.append(family.seconds(processes()))
+        status = child.wait(600)
+    finally:
+        child.terminate()
+    told = told or _TOLD.search(log.read_text(errors="replace"))
+    if status != 0 or told is None:
+        sys.exit(f"{' '.join(command[:2])} ended with {status}:\n{log.read_text(errors='replace')[-3000:]}")
+    until = float(told[1])
+    return Start(until, float(np.interp(until, times, seconds)), told[2])
+
+
+@dataclass(frozen=True)
+class Process:
+    """seconds: of the processor, its own and those of the children whose end it has seen."""
+
+    parent: int
+    seconds: float
+
+
+def processes() -> dict[int, Process]:
+    """All that there are, by their ids."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            # One may end while it is read.
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", errors="replace") as stat:
+                # The command in parentheses may hold spaces; what follows it begins with field 3.
+                fields = stat.read().rpartition(")")[2].split()
+                found[int(name)] = Process(int(fields[1]), sum(map(int, fields[11:15])) / _TICKS_PER_SECOND)
+    return found
+
+
+def forgets_children(pid: int) -> bool:
+    """Whether the kernel takes the ends of the process's children, and their seconds with them: it ignores SIGCHLD."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", errors="replace") as status:
+        return _SIGCHLD_IS_IGNORED.search(status.read()) is not None
+    return False
+
+
+@dataclass
+class Family:
+    """A process and all that it starts, looked at from time to time.
+
+    What a process has had when it ends its parent has from then on. Where the parent forgets it (Ray's raylet does), or ended
+    before it, what it had at the last look stays.
+    """
+
+    root: int
+    _members: dict[int, Process] = field(default_factory=dict)
+    _of_forgotten: float = 0.0
+
+    def seconds(self, alive: Mapping[int, Process]) -> float:
+        """Of the processor, of all members so far, when these processes are there."""
+        before, self._members = self._members, {}
+        # Those whose parent has ended stay.
+        candidates = {pid for pid in alive if pid == self.root or pid in before}
+        while candidates:
+            self._members |= {pid: alive[pid] for pid in candidates}
+            candidates = {pid for pid, process in alive.items() if process.parent in candidates} - self._members.keys()
+        for pid in before.keys() - self._members.keys():
+            parent = before[pid].parent
+            if parent not in before or forgets_children(parent):
+                self._of_forgotten += before[pid].seconds
+        return self._of_forgotten + sum(process.seconds for process in self._members.values())
+
+
+if __name__ == "__main__":
+    main()
