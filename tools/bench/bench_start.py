@@ -5,8 +5,8 @@
 
 A start is a run of one rollout on the toy task of 0.8 M parameters, with one engine and one rank. `train.py` tells the seconds
 itself; those of the processor are read from the kernel while it runs, up to that moment. With --beside each turn starts the
-other tree first and then this one, with the interpreter of this one, so that both have the same hour of the machine. Modules of
-both are compiled before the clock starts.
+other trees first and then this one, all with the interpreter of this one, so that they have the same hour of the machine.
+Their modules are compiled before the clock starts.
 """
 
 from __future__ import annotations
@@ -51,14 +51,13 @@ class Start:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--starts", type=int, default=3, help="of each tree")
-    parser.add_argument(
-        "--beside", type=Path, metavar="TREE", help="another tree of this project, such as a git worktree"
-    )
+    parser.add_argument("--beside", type=Path, nargs="+", default=[], metavar="TREE", help="such as git worktrees")
     options = parser.parse_args(argv)
-    trees = [ROOT] if options.beside is None else [options.beside.resolve(), ROOT]
+    trees = [*(tree.resolve() for tree in options.beside), ROOT]
     for tree in trees:
         if not (tree / "train.py").is_file():
             parser.error(f"--beside {tree}: there is no train.py")
+    for tree in trees:
         compileall.compile_dir(tree / "slime", quiet=2)
     with tempfile.TemporaryDirectory(prefix="bench-start-") as directory:
         task = Path(directory) / "task"
