@@ -1,12 +1,14 @@
 """What a run of the tests says about the machine that it ran on, as a number that rounds otherwise there has a place to begin;
-which files it begins with; and which cases fixtures of whole modules are for."""
+which files it begins with; which cases fixtures of whole modules are for; and the parsers that its tests share."""
 
+import copy
 import gc
 import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -51,6 +53,37 @@ def selected(request: pytest.FixtureRequest) -> Callable[[Callable], list[dict[s
         return [item.callspec.params for item in items]
 
     return cases
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_parsers() -> Iterator[None]:
+    """Have `parse_args` build the parser of a program once: to build it takes longer than to parse the words and ask all rules.
+
+    A parser keeps nothing of what it has parsed. Where a test puts others in place of what the flags are read from, or has
+    flags of its own, a parser is built for it.
+    """
+    import slime.arguments
+    from slime.arguments import groups, parser
+
+    build, kept = slime.arguments.build_parser, {}
+
+    def kept_or_built(add_custom_arguments: Any = None, *, program: str = "train.py") -> parser.ArgumentParser:
+        if add_custom_arguments is not None:
+            return build(add_custom_arguments, program=program)
+        key = program, parser.load_surface, groups.load_surface, id(parser.OWN_GROUPS)
+        if key not in kept:
+            built = build(program=program)
+            lent = [action for action in built._actions if isinstance(action.default, list | dict)]
+            # The groups are kept so that nothing else gets their id.
+            kept[key] = built, [(action, copy.deepcopy(action.default)) for action in lent], parser.OWN_GROUPS
+        built, defaults, _ = kept[key]
+        # The arguments of a run hold the defaults themselves, and may change them.
+        for action, default in defaults:
+            action.default = copy.deepcopy(default)
+        return built
+
+    with mock.patch.object(slime.arguments, "build_parser", kept_or_built):
+        yield
 
 
 @pytest.fixture

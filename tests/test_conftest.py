@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+import slime.arguments
+from slime.arguments import groups, parser
 from tests.conftest import pytest_collection_modifyitems
 
 
@@ -54,3 +56,27 @@ def test_processes_that_share_the_files_begin_with_whole_runs(monkeypatch):
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     files = [("test_c", 2), ("test_b", 1), ("test_d", 3), ("test_a", 2)]
     assert order() == [(name, number) for name, count in files for number in range(count)]
+
+
+def test_tests_share_the_parser_of_a_program_and_nothing_that_it_gave():
+    shared = slime.arguments.build_parser()
+    args = shared.parse_args([])
+    args.train_env_vars["A"] = "b"
+    args.rollout_sample_hook_path.append("hooks.py:hook")
+    assert slime.arguments.build_parser() is shared
+    args = shared.parse_args([])
+    assert args.train_env_vars == {} and args.rollout_sample_hook_path == []
+    assert slime.arguments.build_parser(program="train_async.py").prog == "train_async.py"
+    own = slime.arguments.build_parser(lambda given: given.add_argument("--mine") and given)
+    assert own.parse_args(["--mine", "1"]).mine == "1" and not hasattr(shared.parse_args([]), "mine")
+
+
+@pytest.mark.parametrize("place", [groups, parser])
+def test_what_a_test_changes_of_the_flags_is_in_a_parser_of_its_own(place, monkeypatch):
+    shared = slime.arguments.build_parser()
+    monkeypatch.setattr(place, "load_surface", lambda name, ask=place.load_surface: ask(name))
+    assert slime.arguments.build_parser() is not shared
+    monkeypatch.undo()
+    assert slime.arguments.build_parser() is shared
+    monkeypatch.setattr(parser, "OWN_GROUPS", parser.OWN_GROUPS[:-1])
+    assert len(slime.arguments.build_parser()._actions) < len(shared._actions)

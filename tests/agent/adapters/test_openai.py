@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 
 from slime.agent.adapters import OpenAIAdapter
@@ -125,6 +124,9 @@ def test_an_answer_without_text_has_no_chunk_for_it():
 
 
 def test_openais_own_client_streams_and_does_not():
+    # Its import takes a second, which nobody else needs.
+    import openai
+
     with talking(f"so {CALL}{END}", f"It is 2{END}") as agent:
         with openai.OpenAI(base_url=f"{agent.served.url}/v1", api_key="s", max_retries=0, timeout=60) as client:
             first = client.chat.completions.create(model="m", messages=[USER], tools=TOOLS)

@@ -8,14 +8,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from megatron.core import parallel_state
-from megatron.core.transformer import TransformerConfig
 
 from slime.models.qwen import DELTA_RULE_PACKAGES
 from slime.utils import device
 from slime.utils.errors import UserError
 from slime_plugins.models import qwen_gdn_backend
-from slime_plugins.models.qwen3_next import get_qwen3_next_spec
 from slime_plugins.models.qwen_gdn_backend import CHUNK, Sequences, causal_convolution, gated_delta_rule, rule_of
 from tests.support.models.args import default_args
 
@@ -168,6 +165,12 @@ def test_on_a_gpu_a_typed_backend_needs_its_package(on_gpu):
 
 
 def spec_of(monkeypatch, **changes):
+    # Seconds, which only these tests cost then, and not whoever collects them.
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
+    from slime_plugins.models.qwen3_next import get_qwen3_next_spec
+
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     sizes = {
         "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_num_value_heads": 4, "linear_value_head_dim": 8,

@@ -9,7 +9,7 @@ import pytest
 from tests.support.models.grpo_batch import make_samples
 from tests.support.models.tiny_model import write_tiny_model
 from tests.support.processes.distributed import DistributedFailure, run_distributed
-from tests.support.processes.layout_steps import layout_args, train_steps
+from tests.support.processes.layout_steps import layout_args, shard, train_steps
 
 
 def _sum_of_ranks(offset):
@@ -29,14 +29,30 @@ def test_results_come_back_by_rank():
 def _imports_of_training(args):
     """The modules that a rank imports while it trains."""
     before = set(sys.modules)
-    train_steps({"one": args}, make_samples)
+    if args.train_backend == "fsdp":
+        _train_with_fsdp(args)
+    else:
+        train_steps({"one": args}, make_samples)
     return sorted(set(sys.modules) - before)
 
 
-def test_ranks_find_all_that_they_train_with_imported(tmp_path):
+def _train_with_fsdp(args):
+    from slime.training.advantages import compute_advantages_and_returns
+    from slime.training.train_step import train_one_step
+    from tests.support.processes.megatron_worker import load_backend
+
+    backend = load_backend(args)
+    data = shard(args, backend.groups.data_rank, backend.groups.cp)
+    data["log_probs"] = data["ref_log_probs"]
+    compute_advantages_and_returns(args, data)
+    train_one_step(args, backend, data, 0, 0)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_ranks_find_all_that_they_train_with_imported(tmp_path, backend):
     """Each would spend seconds on it, and the server that forks them tells nobody what it could not import."""
     write_tiny_model(tmp_path)
-    (imported,) = run_distributed(_imports_of_training, 1, (layout_args(tmp_path),))
+    (imported,) = run_distributed(_imports_of_training, 1, (layout_args(tmp_path, train_backend=backend),))
     of_training = [
         name for name in imported if name.partition(".")[0] in ("torch", "megatron", "slime", "transformers")
     ]
@@ -67,3 +83,14 @@ def test_a_timeout_names_itself_and_leaves_no_process(tmp_path):
     for announcement in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(announcement.read_text()), 0)
+
+
+def _arguments_that_were_there():
+    from tests.support.models import args
+
+    return args._of_no_words.cache_info().currsize
+
+
+def test_ranks_find_the_arguments_of_a_run_without_words():
+    """To read all flags and to parse no words takes a tenth of a second, and nearly every rank asks for them."""
+    assert run_distributed(_arguments_that_were_there, 1) == [1]
