@@ -40,7 +40,7 @@ def test_contenders_take_turns_and_the_best_counts():
         # The same result, and another gradient of the input, of the weight, and none that is a number.
         lambda inputs: inputs * WEIGHT + (inputs - inputs.detach()),
         lambda inputs: inputs * WEIGHT + (WEIGHT - WEIGHT.detach()),
-        lambda inputs: inputs * WEIGHT + (inputs - inputs.detach()).sqrt(),
+        lambda inputs: inputs * WEIGHT + 0 * (inputs - inputs.detach()).sqrt(),
     ],
     ids=["result", "of the input", "of the weight", "not a number"],
 )

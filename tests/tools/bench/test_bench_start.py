@@ -65,7 +65,14 @@ def test_trees_take_turns_and_seconds_are_those_until_the_first_sample(tree_of, 
     assert bench_start.row(trees[0], found[trees[0]])[:2] == [str(trees[0]), "600.0, 600.0 (median 600.0)"]
 
 
-@pytest.mark.parametrize("text", ["print('no GPU here'); raise SystemExit(3)", "print('no GPU here')"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "print('no GPU here'); raise SystemExit(3)",
+        "print('no GPU here')",
+        "print('first sample 0.1 s after the start (seconds: Ray 0.1)\\nno GPU here'); raise SystemExit(3)",
+    ],
+)
 def test_a_start_that_fails_or_has_no_sample_ends_the_bench_with_what_it_said(text, tree_of, tmp_path):
     with pytest.raises(SystemExit, match=r"(?s)train.py ended with [30]:.*no GPU here"):
         bench_start.measure([tree_of("broken", text)], 1, tmp_path / "task", tmp_path)
