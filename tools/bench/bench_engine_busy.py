@@ -1,4 +1,5 @@
-"""Which share of the generation phase engines compute: seconds of their schedulers' processor by seconds of the phase.
+"""Which share of the generation phase engines compute: seconds of their schedulers' processor by seconds of the phase, and
+how long that is.
 
     python tools/bench/bench_engine_busy.py                    # 0.8 M and 19 M parameters, an engine per core
     python tools/bench/bench_engine_busy.py --model 19M --lengths long-tailed
@@ -58,12 +59,14 @@ def measure(name: str, directory: Path, options: argparse.Namespace) -> None:
     environment = {**os.environ, "TENSORBOARD_DIR": str(events), "SLIME_ACCELERATOR": "cpu", MARK: watch.mark}
     run_tied(command, directory / "train.log", environment)
     seconds = watch.stop()
-    shares = [share_of(phase, seconds) for phase in phases(events)[1:]]
+    told = phases(events)[1:]
+    shares = [share_of(phase, seconds) for phase in told]
+    took = statistics.median(end - begin for begin, end in told)
     lowest, highest = (statistics.median(pick(share) for share in shares) for pick in (min, max))
     mean = statistics.median(statistics.fmean(share) for share in shares)
     print(
-        f"{name}, {options.lengths}, {options.engines} engine(s): busy {mean:.2f} of {len(shares)} phases (medians; the "
-        f"engine with the least {lowest:.2f}, with the most {highest:.2f})",
+        f"{name}, {options.lengths}, {options.engines} engine(s): busy {mean:.2f} of {len(shares)} phases of {took:.2f} s "
+        f"(medians; the engine with the least {lowest:.2f}, with the most {highest:.2f})",
         flush=True,
     )
 
