@@ -6,7 +6,7 @@
 A start is a run of one rollout on the toy task of 0.8 M parameters, with one engine and one rank. `train.py` tells the seconds
 itself; those of the processor are read from the kernel while it runs, up to that moment. With --beside each turn starts the
 other trees first and then this one, all with the interpreter of this one, so that they have the same hour of the machine.
-Their modules are compiled before the clock starts.
+Before the clock starts their modules are compiled, and each has read the flags of the installed packages, which it keeps.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for tree in trees:
         if not (tree / "train.py").is_file():
             parser.error(f"--beside {tree}: there is no train.py")
-    for tree in trees:
-        compileall.compile_dir(tree / "slime", quiet=2)
     with tempfile.TemporaryDirectory(prefix="bench-start-") as directory:
         task = Path(directory) / "task"
         subprocess.run([sys.executable, ROOT / "tools/make_toy_task.py", task], check=True, stdout=sys.stderr)
+        for tree in trees:
+            compileall.compile_dir(tree / "slime", quiet=2)
+            plan = [*command_in(tree, task), "--dry-run"]
+            subprocess.run(plan, check=True, stdout=subprocess.DEVNULL, env=environment_in(tree))
         found = measure(trees, options.starts, task, Path(directory))
     print(markdown(("Tree", "Seconds", "Seconds of the processor"), [row(tree, found[tree]) for tree in trees]))
     for tree in trees:
@@ -82,26 +84,30 @@ def measure(trees: Sequence[Path], starts: int, task: Path, directory: Path) -> 
     found: dict[Path, list[Start]] = {tree: [] for tree in trees}
     for turn in range(starts):
         for number, tree in enumerate(trees):
-            words = train_command(task, argparse.Namespace(engines=1, rollouts=1))[2:]
-            command = [sys.executable, str(tree / "train.py"), *words]
-            found[tree].append(start(command, tree, directory / f"turn-{turn}-{number}"))
+            found[tree].append(start(tree, task, directory / f"turn-{turn}-{number}"))
             print(f"{tree}: {row(tree, found[tree][-1:])[1:]}", file=sys.stderr, flush=True)
     return found
 
 
-def start(command: Sequence[str], tree: Path, directory: Path) -> Start:
-    """Run the command to its end, with modules of `tree`; metrics and log go below `directory`.
+def command_in(tree: Path, task: Path) -> list[str]:
+    """The command of a start in `tree`, which is where `python -m` looks first."""
+    words = train_command(task, argparse.Namespace(engines=1, rollouts=1))[2:]
+    return ["env", "-C", str(tree), sys.executable, "train.py", *words]
+
+
+def environment_in(tree: Path) -> dict[str, str]:
+    """By which all of its processes find the modules of `tree`."""
+    import_path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": import_path, "SLIME_ACCELERATOR": "cpu"}
+
+
+def start(tree: Path, task: Path, directory: Path) -> Start:
+    """Run `train.py` of `tree` to its end; metrics and log go below `directory`.
 
     Raises:
         SystemExit: it failed, or told no first sample.
     """
-    import_path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": import_path,
-        "TENSORBOARD_DIR": str(directory),
-        "SLIME_ACCELERATOR": "cpu",
-    }
+    command, environment = command_in(tree, task), {**environment_in(tree), "TENSORBOARD_DIR": str(directory)}
     log = directory.with_suffix(".log")
     child = ChildProcess("train.py", tied(command), log, environment)
     began = time.monotonic()
@@ -119,7 +125,7 @@ def start(command: Sequence[str], tree: Path, directory: Path) -> Start:
         child.terminate()
     told = told or _TOLD.search(log.read_text(errors="replace"))
     if status != 0 or told is None:
-        sys.exit(f"{' '.join(command[:2])} ended with {status}:\n{log.read_text(errors='replace')[-3000:]}")
+        sys.exit(f"{tree / 'train.py'} ended with {status}:\n{log.read_text(errors='replace')[-3000:]}")
     until = float(told[1])
     return Start(until, float(np.interp(until, times, seconds)), told[2])
 

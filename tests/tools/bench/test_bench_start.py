@@ -19,6 +19,8 @@ from pathlib import Path
 
 place = Path({place!r})
 with open(place / "order", "a") as order:
+    # Modules are looked for in the tree that it stands in.
+    assert Path.cwd().name == "{name}"
     order.write("{name} ")
 subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 0.2: pass"], check=True)
 print("first sample {seconds} s after the start (seconds: arguments 0.1, Ray 0.2)", flush=True)
