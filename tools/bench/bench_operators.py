@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from slime.backends.megatron_utils import cpu_runtime
     from slime.utils.device import get_accelerator
 
+    # Megatron says at length what it does without.
+    warnings.simplefilter("ignore")
     cpu_runtime.install()
     torch.set_num_threads(options.threads)
     # As ranks do.
