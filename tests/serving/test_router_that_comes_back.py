@@ -333,8 +333,8 @@ def test_a_port_that_a_dead_router_keeps_is_told_of(tmp_path, monkeypatch):
     monkeypatch.setattr(router_module, "_START_SECONDS", 0.0)
     monkeypatch.setattr(router_module, "_WATCH_SECONDS", 0.01)
     monkeypatch.setattr(router_module, "_WATCH_TIMEOUT_SECONDS", 0.2)
-    monkeypatch.setattr(child_process, "_KILLED_SECONDS", 0.05)
     with running_router(tmp_path) as router, monkeypatch.context() as held:
+        held.setattr(child_process, "_KILLED_SECONDS", 0.05)
         held.setattr(router.process, "_signal_group", lambda signal_number: None)
         os.kill(router.process.pid, signal.SIGSTOP)
         told = wait_until(router.trouble)
