@@ -323,10 +323,10 @@ def test_a_shard_takes_tensors_in_parts(tmp_path):
 
 
 _DESCRIBED = """
-import sys
+import pathlib, sys
 from tools.conversion import torch_dist
 print("slime.arguments" in sys.modules)
-torch_dist.describe_model(torch_dist.parse_model_flags(sys.argv[1], []))
+torch_dist.describe_model(torch_dist.parse_model_flags(pathlib.Path(sys.argv[1]), []))
 print("torch._dynamo" in sys.modules)
 """
 
