@@ -49,7 +49,7 @@ from tools.conversion.units import Conversion, Unit, split_into_units, write_str
 # A run that builds a model and nothing else; --load-debug-rollout-data names a file that it never reads.
 _RUN = (
     "--model-args-from-hf", "--debug-train-only", "--rollout-batch-size", "1",
-    "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--disable-rewards-normalization", "--no-initialization",
+    "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--disable-rewards-normalization",
 )  # fmt: skip
 _LAYERS = re.compile(r"(?<=\blayers)\.(?!\d)")
 _EXPERTS = ".experts.experts."
