@@ -21,7 +21,7 @@ args = SimpleNamespace(
     rollout_max_prompt_len=None, rollout_max_response_len=None, use_opd=False, use_rollout_routing_replay=False,
     use_critic=False, asynchronous=False, tensor_model_parallel_size=1, num_gpus_per_node=8, sglang_config=None,
     prefill_num_servers=None, hf_checkpoint="/model", num_rollout=1, rollout_top_k=-1, vocab_size=None, num_layers=None,
-    moe_router_topk=None,
+    moe_router_topk=None, rollout_data_transport="object-store",
 )
 with ray_cluster(args) as args:
     bundles = create_placement_groups(args)
