@@ -118,8 +118,8 @@ def test_models_that_are_refused_stages_still_have_none():
 
 def test_the_last_stage_of_models_with_one_vocabulary_still_takes_the_embedding_for_its_head():
     files = {family.model_types[0] for family in FAMILIES.values() if family.stages_tie}
-    assert files == {"qwen2", "qwen3", "qwen3_5", "qwen3_5_moe"}
-    for file in ("qwen2", "qwen3", "qwen3_5"):
+    assert files == {"qwen2", "qwen3", "qwen3_vl", "qwen3_5", "qwen3_5_moe"}
+    for file in ("qwen2", "qwen3", "qwen3_vl", "qwen3_5"):
         loading = source_of(f"{MODELS}.{file}")
         taken = loading[loading.index('"model.embed_tokens.weight"') - 200 :][:600]
         for text in ("pp_group.is_last_rank", "self.config.tie_word_embeddings", 'if "lm_head.weight" in params_dict:'):
