@@ -15,12 +15,12 @@ from tests.support.tables.rules import violations
 def test_all_violations_come_in_one_message(tmp_path):
     words = (
         "--rollout-temperature -1 --global-batch-size 3 --save-interval 1 --prompt-data /nowhere/a.jsonl "
-        "--log-interval 100 --sequence-parallel --sglang-dp-size 2 --rm-url host"
+        "--attention-dropout 0.1 --sequence-parallel --sglang-dp-size 2 --rm-url host"
     )
     lines = "\n".join(violations(tmp_path, words))
     families = (
         "--rollout-temperature -1.0", "no multiple of --global-batch-size 3", "--save-interval 1 needs --save",
-        "there is no file /nowhere/a.jsonl", "--log-interval 100: logging less often", "--sequence-parallel needs",
+        "there is no file /nowhere/a.jsonl", "--attention-dropout 0.1: dropout in attention", "--sequence-parallel needs",
         "--sglang-dp-size 2", "--rm-url host: it must start",
     )  # fmt: skip
     assert [part for part in families if part not in lines] == []
@@ -31,18 +31,18 @@ def test_a_dry_run_has_errors_and_notes(tmp_path):
         parse(
             tmp_path,
             "--dry-run",
-            "--log-interval",
-            "100",
+            "--attention-dropout",
+            "0.1",
             "--prompt-data",
             "/nowhere/a.jsonl",
             "--rollout-temperature",
             "0",
         )
     assert str(error.value).startswith("--rollout-temperature 0.0") and str(error.value).count("\n") == 0
-    args = parse(tmp_path, "--dry-run", "--log-interval", "100", "--prompt-data", "/nowhere/a.jsonl")
+    args = parse(tmp_path, "--dry-run", "--attention-dropout", "0.1", "--prompt-data", "/nowhere/a.jsonl")
     assert [note.split(":")[0] for note in args.plan_notes] == [
         "--prompt-data /nowhere/a.jsonl",
-        "--log-interval 100",
+        "--attention-dropout 0.1",
     ]
 
 

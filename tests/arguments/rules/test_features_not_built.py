@@ -81,9 +81,9 @@ def test_a_typed_default_asks_for_nothing(tmp_path):
 
 
 def test_a_dry_run_notes_it(tmp_path):
-    args = parse_args(argv=[*command_line(tmp_path), "--log-interval", "100", "--dry-run"])
+    args = parse_args(argv=[*command_line(tmp_path), "--attention-dropout", "0.1", "--dry-run"])
     assert args.plan_notes == [
-        "--log-interval 100: logging less often than every step is not built yet; drop the flag (--dry-run plans with it)"
+        "--attention-dropout 0.1: dropout in attention is not built yet; drop the flag (--dry-run plans with it)"
     ]
 
 
