@@ -39,8 +39,7 @@ def test_a_proof_is_told_which_weights_engines_have(monkeypatch):
     from slime.scheduling.device_turns import Holds
     from slime.training import actor_rank
 
-    class Enough(Exception):
-        pass
+    class Enough(Exception): ...
 
     def expect_proof(args, rollout_id, data, weight_version):
         raise Enough(rollout_id, weight_version)
@@ -60,17 +59,15 @@ def test_a_proof_is_told_which_weights_engines_have(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model_type, further", [("qwen3_5", ["mtp.fc.weight"]), ("qwen3_vl", []), ("qwen3_vl tied", [])]
-)
-def test_an_export_has_the_parts_that_are_not_trained(tmp_path, model_type, further):
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_vl", "qwen3_vl tied"])
+def test_an_export_has_the_parts_that_are_not_trained(tmp_path, model_type):
     """A vision tower, and a layer for multi-token prediction."""
     import torch
     from safetensors.torch import load_file, save_file
 
     TINY_FAMILIES[model_type].save(tmp_path / "actor")
     path = tmp_path / "actor" / "model.safetensors"
-    stored = load_file(path) | {name: torch.arange(6.0).view(2, 3) for name in further}
+    stored = load_file(path) | ({"mtp.fc.weight": torch.ones(2, 3)} if model_type == "qwen3_5" else {})
     save_file(stored, path, metadata={"format": "pt"})
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "unused"}) + "\n")
     made = run_distributed(export_worker, 2, (tmp_path, {"export": []}))[0]["export"]
