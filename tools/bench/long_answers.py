@@ -15,6 +15,7 @@ import asyncio
 import random
 import time
 from argparse import Namespace
+from dataclasses import dataclass
 from typing import Any
 
 from slime.rollout.generation import generate
@@ -35,6 +36,27 @@ async def custom_generate(args: Namespace, sample: Sample, sampling_params: dict
     """The default function, with an answer that is as long as drawn."""
     tokens = answer_tokens(sample.index, args.rollout_max_response_len)
     return await generate(args, sample, {**sampling_params, "max_new_tokens": tokens, "ignore_eos": True})
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer, or a part of one: when it was asked for and there (`time.time`), and its tokens."""
+
+    began: float
+    ended: float
+    tokens: int
+
+
+# What `noted_generate` was given in this process, thrown away or not. Whoever reads it clears it before.
+WRITTEN: list[Written] = []
+
+
+async def noted_generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """As `custom_generate`, and notes what came."""
+    began, before = time.time(), sample.response_length
+    sample = await custom_generate(args, sample, sampling_params)
+    WRITTEN.append(Written(began, time.time(), sample.response_length - before))
+    return sample
 
 
 async def full_generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
