@@ -31,6 +31,7 @@ def train(args: argparse.Namespace, progress: RunProgress | None = None) -> None
 
 def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> None:
     """`rollout_manager` makes the data, `actor` learns from it, `sync` hands the weights back."""
+    # It imports Ray, which takes longer than all that `--help` does.
     from slime.ray.weight_sync import WeightSync
 
     rollout_manager, actor = run.rollout_manager, run.actor
@@ -52,7 +53,7 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
                     # Where they are shared, engines sleep from here on until the push.
                     devices.turn_to(Turn.TRAINING)
                     actor.train(rollout_id, rollout, report.add)
-                # The next batch needs its place in the object store.
+                # The object store has room for one batch: the next one takes this one's place.
                 del rollout
                 if actor:
                     saver.after(rollout_id)

@@ -32,12 +32,13 @@ def train(args: argparse.Namespace, progress: RunProgress | None = None) -> None
 
 def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> None:
     """`rollout_manager` makes the data, `actor` learns from it, `sync` hands the weights back."""
+    # It imports Ray, which takes longer than all that `--help` does.
     from slime.ray.weight_sync import WeightSync
 
     rollout_manager, actor = run.rollout_manager, run.actor
     report = StepReport(args, run, progress)
     saver = Saver(args, run, report)
-    # Nobody sleeps: both sides work at the same time.
+    # Both sides work at the same time, so neither ever sleeps: each has devices of its own.
     devices = SharedDevices(args, actor, rollout_manager)
     sync = WeightSync(args, actor, rollout_manager, devices) if args.has_trainer and args.has_engines else None
     if sync:
@@ -55,6 +56,7 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
                 report.add(rollout.logged)
                 if actor:
                     actor.train(rollout_id, rollout, report.add)
+                # The object store has room for those that wait, and no more.
                 del rollout
                 if actor:
                     saver.after(rollout_id)

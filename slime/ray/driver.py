@@ -1,5 +1,12 @@
-"""What the driver's loop hands on, decides and reports: a rollout, when to save and evaluate, whose turn it is on the devices,
-what a step told."""
+"""The parts that the loops of `train.py` and `train_async.py` are written with.
+
+- What the loops pass around: `StartedRun`, `RunLength`, `RolloutResult`, and `RunProgress`, which outlives them.
+- What they ask: whether a save, a push or an evaluation is due after a rollout.
+- What they do: report a step (`StepReport`), save and publish (`Saver`), give the devices to one side or the other
+  (`SharedDevices`), generate ahead (`RolloutsAhead`).
+
+Nothing here talks to Ray itself: ranks and engines are reached through `TrainGroup` and `RolloutClient`.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +35,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of each wait for ranks by which a checkpoint is saved from the end of a run that failed.
+# When a run fails while a checkpoint is being written, each question to the ranks about it may take this long.
 _RESCUE_SECONDS = 10.0
-# By `--ci-test`: what is the same may differ by so much, and gradient norms of two runs by the larger of a share and a number.
+# `--ci-test` takes numbers that should be zero for zero up to this.
 _EQUAL = 1e-8
+# `--ci-load-grad-norm` lets a gradient norm differ from that of the earlier run by a share of it or by a number, whichever is
+# larger.
 _NORM_SHARE, _NORM_DIFFERENCE = 0.01, 0.01
 _NORMS = {"train/grad_norm": "actor", "train/critic-grad_norm": "critic"}
 
@@ -49,7 +58,8 @@ class RunLength:
     rollouts_per_epoch: int | None = None
 
     def is_due(self, interval: int | None, rollout_id: int) -> bool:
-        """Whether what happens every `interval` rollouts (None: never), at ends of epochs and at the end is due after this."""
+        """Whether something that happens every `interval` rollouts is due after this one; it is also due where an epoch or the
+        run ends. With None it never is."""
         return should_run_periodic_action(rollout_id, interval, self.rollouts_per_epoch, self.num_rollout)
 
 
@@ -70,9 +80,9 @@ class StartedRun:
 
 @dataclass
 class RunProgress:
-    """How far a run has come: its loop says so, and whoever ends the run tells by it what is kept and what is lost.
+    """How far a run has come. `StepReport` writes it; whoever ends the run reads from it what is kept and what is lost.
 
-    With `--max-restarts` the starts of one command are one run.
+    All starts of one command (`--max-restarts`) share one of these.
 
     Attributes:
         start_rollout_id, num_rollout: the first rollout of this run, and the number of all; None before the loop.
@@ -124,31 +134,36 @@ class RolloutResult:
 
 
 def probe_memory(args: argparse.Namespace, run: StartedRun) -> None:
-    """Before the first step, with engines as in a step, have the training ranks find out whether the longest one fits: where
-    `--memory-probe` asks for it, and unless it was typed on GPUs.
+    """Before the first step, have the training ranks find out whether the longest step fits while the engines have the memory
+    that they have in a step.
+
+    `--memory-probe` and `--no-memory-probe` decide whether that is done; without either, it is on GPUs.
 
     Raises:
         UserError: memory ran out on a rank.
     """
     if run.actor is None or run.start_rollout_id >= run.length.num_rollout:
         return
-    if args.on_gpus is not False if args.memory_probe is None else args.memory_probe:
-        try:
-            run.actor.probe_memory()
-        except UserError:
-            raise
-        except Exception:
-            logger.error("the memory probe (--memory-probe) failed: --no-memory-probe leaves it out")
-            raise
-        StartupClock().mark("memory probe")
+    is_wanted = args.on_gpus is not False if args.memory_probe is None else args.memory_probe
+    if not is_wanted:
+        return
+    try:
+        run.actor.probe_memory()
+    except UserError:
+        raise
+    except Exception:
+        logger.error("the memory probe (--memory-probe) failed: --no-memory-probe leaves it out")
+        raise
+    StartupClock().mark("memory probe")
 
 
 def log_probe(args: argparse.Namespace, probe: Callable[[list[Lengths]], list[ProbedMemory]]) -> None:
-    """Say what a probe of the longest micro-batches of a model found; or that no flag says how long they are.
+    """Have a model's ranks go through its longest micro-batches, and log what that took; or that no flag says how long these
+    are.
 
     Args:
-        args: of the model's role.
-        probe: has all ranks go through these micro-batches.
+        args: those of the model's role.
+        probe: takes all ranks through the micro-batches that it is given.
     """
     # Importing the plan takes as long as all that `--help` does.
     from slime.plan.longest_batch import longest_micro_batches, probe_line
@@ -174,7 +189,7 @@ class RolloutsAhead:
         self._calls: dict[int, RunningCall[RolloutResult]] = {}
 
     def start(self, rollout_id: int) -> None:
-        """`rollout_id` is trained next: start it and those that may be generated beside it, as far as they are not."""
+        """`rollout_id` is trained next: start it, and those that may be generated meanwhile, unless they are under way."""
         length = self._run.length
         last = min(rollout_id + self._args.async_buffer_size, length.num_rollout - 1)
         while self._next <= last:
@@ -196,17 +211,17 @@ class StepReport:
     """Collects the metrics of a step, hands them to the trackers and prints the step's line.
 
     Args:
-        progress: gets what becomes of the steps.
+        progress: is brought up to date as steps and saves end.
     """
 
     def __init__(self, args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> None:
         self._args = args
         self._progress = progress
-        # Of the step that is under way or was the last one; None before the first.
+        # The step that is under way, or else the last one; None before the first.
         self._rollout_id: int | None = None
         self._merged: dict[str, Any] = {}
         starts_again = progress.rollouts_done is not None
-        # From here on the end of the run has something to tell, before the first rollout is done too.
+        # From here on the closing lines have something to say, even if no rollout gets done.
         progress.rollouts_done = self._start_rollout_id = run.start_rollout_id
         if progress.start_rollout_id is None:
             progress.start_rollout_id = run.start_rollout_id
@@ -281,25 +296,33 @@ def check_numbers(args: argparse.Namespace, metrics: dict[str, Any], step_key: s
     place = {"rollout_id": rollout_id, "step_id": step_id}
     wrong = _unhealthy(args, metrics, **place) if args.ci_test else []
     norms = {name: float(metrics[name]) for name in _NORMS if name in metrics}
-    for name, norm in norms.items() if args.ci_load_grad_norm is not None else ():
-        path = Path(args.ci_load_grad_norm.format(role=_NORMS[name], **place))
-        try:
-            before = float(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise RunError(f"--ci-load-grad-norm {path}: no gradient norm of an earlier run: {error}") from None
-        if norm != before and not abs(norm - before) <= max(_NORM_SHARE * abs(before), _NORM_DIFFERENCE) < math.inf:
-            wrong.append(f"{name} is {norm:.6g}, and was {before:.6g} in {path} (--ci-load-grad-norm)")
+    if args.ci_load_grad_norm is not None:
+        for name, norm in norms.items():
+            wrong += _other_norm(name, norm, Path(args.ci_load_grad_norm.format(role=_NORMS[name], **place)))
     if wrong:
         raise RunError(f"rollout {rollout_id}, step {step_id}: {'; '.join(wrong)}")
-    # Not before: they may be the files that were compared with.
-    for name, norm in norms.items() if args.ci_save_grad_norm is not None else ():
-        write_json_atomically(args.ci_save_grad_norm.format(role=_NORMS[name], **place), norm)
+    if args.ci_save_grad_norm is not None:
+        # The comparison comes first: both flags may name the same files.
+        for name, norm in norms.items():
+            write_json_atomically(args.ci_save_grad_norm.format(role=_NORMS[name], **place), norm)
+
+
+def _other_norm(name: str, norm: float, path: Path) -> list[str]:
+    """A line that tells how far the gradient norm is from that of an earlier run; none where it is close enough."""
+    try:
+        before = float(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"--ci-load-grad-norm {path}: no gradient norm of an earlier run: {error}") from None
+    # Written so that a NaN differs, and an infinite norm from any other.
+    if norm == before or abs(norm - before) <= max(_NORM_SHARE * abs(before), _NORM_DIFFERENCE) < math.inf:
+        return []
+    return [f"{name} is {norm:.6g}, and was {before:.6g} in {path} (--ci-load-grad-norm)"]
 
 
 def _unhealthy(args: argparse.Namespace, metrics: dict[str, Any], rollout_id: int, step_id: int) -> list[str]:
-    """What `--ci-test` says of metrics; no finite number is between anything."""
+    """What `--ci-test` finds wrong with metrics, a line each. Comparisons are written so that a NaN is wrong too."""
     limit = args.ci_train_rollout_logprob_abs_diff_threshold
-    # Both excluded.
+    # The bounds themselves are not allowed.
     between = {"rollout/log_probs": (-1, 0), "rollout/entropy": (0, 1), "train/mtp_loss": (-math.inf, 1)}
     found = [
         f"{name} is {metrics[name]:.6g}, not between {low} and {high} (--ci-test)"
@@ -314,7 +337,8 @@ def _unhealthy(args: argparse.Namespace, metrics: dict[str, Any], rollout_id: in
         )
     if args.ci_disable_kl_checker:
         return found
-    # Where the trainer computes the old log-probs, with the weights that the first step has, and the reference is the actor.
+    # In a rollout's first step the policy is still the one that gave the old log-probs, where the trainer computed them with
+    # these weights. In the run's first step it is still the reference, too.
     zeros = {"train/ppo_kl": step_id == 0 and not (args.use_rollout_logprobs or args.keep_old_actor)}
     zeros["train/kl_loss"] = rollout_id == step_id == 0
     differences = {name: metrics[name] for name, is_due in zeros.items() if is_due and name in metrics}
@@ -329,15 +353,15 @@ def _unhealthy(args: argparse.Namespace, metrics: dict[str, Any], rollout_id: in
 
 
 class Saver:
-    """Saves and publishes the checkpoints of a run: weights, and the place in the data that belongs to them.
+    """Saves and publishes the checkpoints of a run: the weights, and the place in the data that belongs to them.
 
-    With `--async-save` a checkpoint is published when a later rollout, the next save or the end of the loop finds it written,
-    also an end by an error. Until then the one before it is the newest, whatever happens.
+    A resume takes the newest checkpoint that is published. With `--async-save` one is published as soon as somebody finds that
+    it is wholly written: a later rollout, the next save, or the end of the loop, even if the loop ends by an error.
     """
 
     def __init__(self, args: argparse.Namespace, run: StartedRun, report: StepReport) -> None:
         self._args, self._run, self._report = args, run, report
-        # The rollout whose checkpoint is being written, or about to be published.
+        # The rollout whose checkpoint is being written in the background, and whether all of it is on disk.
         self._unpublished: int | None = None
         self._is_written = False
 
@@ -345,7 +369,7 @@ class Saver:
         """A rollout has been trained: save it if that is due, and publish what has been written meanwhile.
 
         Raises:
-            RunError: a checkpoint could not be written; also that of an earlier rollout.
+            RunError: a checkpoint could not be written, this one or that of an earlier rollout.
         """
         actor, due = self._run.actor, saves(self._args, self._run.length, rollout_id)
         if self._unpublished is not None and (due or actor.save_has_ended()):
@@ -376,10 +400,10 @@ class Saver:
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
-        """The block is the loop: `finish` at its end. After an error only a checkpoint that is wholly written is published.
+        """The block is the loop; `finish` at its end. After an error a checkpoint is published only if it is wholly written.
 
         Raises:
-            RunError: as `finish`; after an error of the block that one alone.
+            RunError: as `finish`. After an error of the block, that error is raised and no other.
         """
         try:
             yield
@@ -392,34 +416,35 @@ class Saver:
         rollout_id, self._unpublished = self._unpublished, None
         if rollout_id is None:
             return
-        # Ranks that still train, or have died, do not say so in time. A second Ctrl-C ends the wait.
         try:
-            # They answer when they have done what they were asked before: a publication is over then, and was tried once.
+            # Ranks answer one question after the other. So a rank that still trains does not answer in time, nor does a dead
+            # one; and when they answer, a publication that was under way is over. A second Ctrl-C ends the wait.
             if self._run.actor.save_has_ended(_RESCUE_SECONDS):
                 if not self._is_written:
                     self._run.actor.finish_save(_RESCUE_SECONDS)
                     self._publish(rollout_id)
                 return
         except BaseException:
-            # The error that ends the run is the one to tell.
+            # The error that ended the loop is the one that is told.
             logger.debug("the checkpoint of rollout %d could not be finished", rollout_id, exc_info=True)
         if not self._is_written:
             logger.warning("the checkpoint of rollout %d was not wholly written, and is lost with the run", rollout_id)
 
     def _publish(self, rollout_id: int) -> None:
-        # Whatever ends the run from here on may find it to be the newest.
+        # Noted first: if the run ends in the middle of a publication, this checkpoint may already be the newest.
         self._report.saved(rollout_id)
         self._run.actor.publish(rollout_id)
 
 
 class SharedDevices:
-    """Lets one side sleep and wakes the other, in the order of `slime.scheduling.device_turns`.
+    """Puts one side to sleep and wakes the other, in the order of `slime.scheduling.device_turns`; does nothing where neither
+    side ever sleeps.
 
-    A step that fails leaves what was done before it as it is; the next turn begins there.
+    When one side fails to follow, what was done before stays as it is, and the next turn begins there.
 
     Args:
-        actor: the training ranks, which have just started and hold everything; None where nothing is trained.
-        rollout_manager: of engines that sleep already if they do so in this run.
+        actor: the training ranks, which have just started and hold all their memory; None where nothing is trained.
+        rollout_manager: its engines sleep already, if engines sleep in this run at all.
     """
 
     def __init__(self, args: argparse.Namespace, actor: TrainGroup | None, rollout_manager: RolloutClient) -> None:
@@ -435,7 +460,7 @@ class SharedDevices:
 
         Raises:
             RunError: a rank or an engine failed.
-            IllegalTurn: the engines would generate with weights that they have not.
+            IllegalTurn: the engines would generate with weights that they do not have.
         """
         for side, holds in steps_to(turn, Sides(self._holds[TRAINER], self._holds[ENGINES]), self._sleeps):
             self._sides[side].hold(holds)
