@@ -1,9 +1,10 @@
 """Start and end of a run in the driver: arguments, Ray, trackers, signals, and the exit status.
 
-Whatever happens, the way out is the same: trackers flushed, ranks, engines and router ended, Ray left. Exit status: 0
-done (or nothing to do), 2 the user can mend it, 1 a part of the run failed, 130 Ctrl-C, 143 SIGTERM.
+However a run ends, the way out is the same: trackers are flushed, ranks, engines and router end, Ray is left. The exit
+status is 0 when the run is done or there is nothing to do, 2 when the user can mend what is wrong, 1 when a part of the run
+failed, 130 after Ctrl-C, 143 after SIGTERM.
 
-The last lines of a run: what was kept, what was lost since, and the command that goes on.
+The last lines of a run tell what was kept, what was lost since, and the command that goes on.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ from slime.utils.run_values import with_run_values
 logger = logging.getLogger(__name__)
 
 
-# Who holds it writes the checkpoints in `--save`. Pushes by files may go through the same directory, and have a lock of theirs.
+# The run that holds it is the only one that writes checkpoints into `--save`. Weight pushes by files, which may go through the
+# same directory, have a lock of their own.
 _CHECKPOINTS_LOCK = ".checkpoints.lock"
-# Who holds it was the first one to write logs and metrics into a run's directory, and has its name in the file.
+# The run that holds it was the first to write logs and metrics into its directory; the file says which process that is.
 _RUN_LOCK = ".run.lock"
-# Set by SIGTERM, which otherwise acts like Ctrl-C: Ray turns whatever a signal handler raises into KeyboardInterrupt.
+# Set by SIGTERM, so that it can be told from Ctrl-C: Ray turns whatever a signal handler raises into KeyboardInterrupt.
 _terminated = threading.Event()
-# Set by Ctrl-C and SIGTERM while the parts of a run end, where they interrupt nothing: such a run does not start again.
+# Set by Ctrl-C and SIGTERM while the parts of a run end. They do not interrupt that, but the run must not start again.
 _told_to_end = threading.Event()
 
 
@@ -73,14 +75,14 @@ def main(
         asynchronous: the loop generates while it trains, which some flags do not go with.
         add_custom_arguments: adds the flags of a driver of the user's own, as `parse_args` takes it.
     """
-    # A plan and the result of a check have the standard output for themselves: a program may read them.
+    # A program may read the plan or the result of a check, so these have the standard output for themselves.
     words = list(sys.argv[1:] if argv is None else argv)
     plans = any(word in ("--check", "--dry-run", "--rehearse") or word.startswith("--dry-run-json") for word in words)
     stream = sys.stderr if plans else sys.stdout
     configure_logger(stream=stream)
     _terminated.clear()
     _told_to_end.clear()
-    args, progress, first = None, RunProgress(), None
+    args, args_of_first_start, progress = None, None, RunProgress()
     parse = functools.partial(parse_args, add_custom_arguments=add_custom_arguments, asynchronous=asynchronous)
     try:
         args = args_of_start = parse(argv=words)
@@ -95,35 +97,35 @@ def main(
             # Everything up to the session happens before Ray, trackers or directories are touched.
             args_of_start = _ready(args_of_start, stream)
             if args_of_start is None:
-                # Also of a run that had trained all when a part of it failed.
+                # A restart ends here too, if all was trained before a part of the run failed.
                 break
-            with _checkpoints_claimed(args), _session(args_of_start, first) as args_of_run:
-                first = args_of_run
+            with _checkpoints_claimed(args), _session(args_of_start, args_of_first_start) as args_of_run:
+                args_of_first_start = args_of_first_start or args_of_run
                 if _comes_to_its_end(train, args_of_run, progress, restarts_left):
                     break
             args_of_start = parse(argv=words_of_restart(args, progress, words))
         _tell_what_is_kept(args, progress, words, finished=True)
-    except (UserError, RunError) as error:
-        if env.debug_enabled():
+    except (Exception, KeyboardInterrupt) as error:
+        if env.debug_enabled() and isinstance(error, UserError | RunError | OSError):
             raise
-        _tell("%s", error)
+        exit_status = _tell_why_it_ended(error)
         _tell_what_is_kept(args, progress, words)
-        return error.exit_status
-    except KeyboardInterrupt:
-        _tell("stopped by %s", "SIGTERM" if _terminated.is_set() else "Ctrl-C")
-        _tell_what_is_kept(args, progress, words)
-        return 143 if _terminated.is_set() else 130
-    except OSError as error:
-        if env.debug_enabled():
-            raise
-        _tell("%s", error)
-        _tell_what_is_kept(args, progress, words)
-        return 1
-    except Exception:
-        _tell("the run failed", exc_info=True)
-        _tell_what_is_kept(args, progress, words)
-        return 1
+        return exit_status
     return 0
+
+
+def _tell_why_it_ended(error: BaseException) -> int:
+    """Say on the standard error what ended the run, and return its exit status. Only an error that nobody expected gets a
+    traceback."""
+    # The log of the run went to the standard output.
+    configure_logger(stream=sys.stderr)
+    if isinstance(error, KeyboardInterrupt):
+        name, exit_status = ("SIGTERM", 143) if _terminated.is_set() else ("Ctrl-C", 130)
+        logger.error("stopped by %s", name)
+        return exit_status
+    is_expected = isinstance(error, UserError | RunError | OSError)
+    logger.error("%s", error if is_expected else "the run failed", exc_info=not is_expected)
+    return error.exit_status if isinstance(error, UserError | RunError) else 1
 
 
 def _show_plan(
@@ -141,8 +143,11 @@ def _show_plan(
 
 
 def _ready(args: argparse.Namespace, stream: TextIO) -> argparse.Namespace | None:
-    """The arguments of a run that may start, after all that can be known before it does; None where nothing is to start, which
-    is told."""
+    """Check all that can be known before a run starts. Returns its arguments; None where nothing is to start, after saying so.
+
+    Raises:
+        UserError: the run cannot start.
+    """
     finished = nothing_left(args)
     if finished is None:
         from slime.ray.cluster import (
@@ -177,13 +182,13 @@ def _comes_to_its_end(
     progress: RunProgress,
     restarts_left: int,
 ) -> bool:
-    """Run it. False: a part of it has failed, which is told, and it is to start again."""
+    """Run `train`. Returns False where a part of the run failed and it is to start again; the error is logged then."""
     try:
         train(args, progress)
     except UserError:
         raise
     except Exception as error:
-        # What fails before the loop would fail again.
+        # An error before the loop would come again.
         if restarts_left == 0 or progress.rollouts_done is None or _told_to_end.is_set():
             raise
         known = isinstance(error, RunError) and not env.debug_enabled()
@@ -195,7 +200,10 @@ def _comes_to_its_end(
 
 
 def _sweep() -> None:
-    """Remove what killed runs left, also where this one is refused: they may have filled what it lacks."""
+    """Remove the scratch directories that killed runs left behind.
+
+    They may have filled the very memory or disk that the checks of the machine look at next.
+    """
     for left_by_a_killed_run in sweep_scratch_directories():
         logger.debug("removed %s, which a killed run had left", left_by_a_killed_run)
 
@@ -208,17 +216,11 @@ def _needs_of(args: argparse.Namespace) -> str:
 
 
 def _tell_result(line: str, stream: TextIO) -> None:
-    """The one line of a run that starts nothing: of a check on the standard output, else in the log."""
+    """The one line of a run that starts nothing: a check prints it on the standard output, other runs log it."""
     if stream is sys.stderr:
         print(line)
     else:
         logger.info("%s", line)
-
-
-def _tell(message: str, *values: object, exc_info: bool = False) -> None:
-    """Say on the standard error why the run ended; its log went to the standard output."""
-    configure_logger(stream=sys.stderr)
-    logger.error(message, *values, exc_info=exc_info)
 
 
 def _tell_what_is_kept(
@@ -227,7 +229,7 @@ def _tell_what_is_kept(
     """The last lines of a run, where its log went; nothing for one that ended before its loop."""
     if progress.rollouts_done is None:
         return
-    # How the run went has been told; whatever goes wrong with these lines, its exit status stays.
+    # The exit status is settled by now, whatever goes wrong with these lines.
     try:
         for line in closing_lines(args, progress, _start_command(words), finished=finished):
             logger.info("%s", line)
@@ -279,12 +281,12 @@ def _end(end: Callable[[], None] | None, part: Any) -> None:
         try:
             end()
         except Exception as error:
-            # The run's own result or error matters more than how its parts went.
+            # The result or the error of the run itself matters more than how its parts ended.
             logger.error("ending %s: %s", type(part).__name__, error)
 
 
 def _places_of_checkpoints(args: argparse.Namespace) -> dict[str, Path]:
-    """The directories that the run writes checkpoints into, by what says so; none of a run that writes none."""
+    """The directories that the run writes checkpoints into, by the flag that names each; empty for a run that writes none."""
     if args.save is None or args.save_interval is None or args.num_rollout == 0 or not args.has_trainer:
         return {}
     places = {f"--save {args.save}": Path(args.save)}
@@ -298,10 +300,11 @@ def _places_of_checkpoints(args: argparse.Namespace) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def _checkpoints_claimed(args: argparse.Namespace) -> Iterator[None]:
-    """In the block no other run writes checkpoints where this one does. One that writes none, an evaluation say, may share it.
+    """In the block no other run writes checkpoints where this one does. A run that writes none, say an evaluation, claims
+    nothing.
 
     Raises:
-        UserError: another run does.
+        UserError: another run already does.
     """
     with contextlib.ExitStack() as claims:
         for said, directory in _places_of_checkpoints(args).items():
@@ -316,8 +319,8 @@ def _checkpoints_claimed(args: argparse.Namespace) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _directory_claimed(directory: Path) -> Iterator[None]:
-    """In the block a run that begins in the same directory is told of this one. If another one is here already, that is told at
-    once; they may go on beside each other."""
+    """In the block, a run that begins in the same directory is warned that this one is here. If another one is here already,
+    this run is warned; both may go on."""
     lock = directory / _RUN_LOCK
     if not claim_directory(directory, _RUN_LOCK):
         name = ""
@@ -330,7 +333,7 @@ def _directory_claimed(directory: Path) -> Iterator[None]:
         )  # fmt: skip
         yield
         return
-    # On a full disk, or where the file is another user's, nobody is named.
+    # The name is a courtesy: a full disk, or a file of another user, must not end the run.
     with contextlib.suppress(OSError):
         begun = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         lock.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {begun}\n")
@@ -342,9 +345,9 @@ def _directory_claimed(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _session(args: argparse.Namespace, before: argparse.Namespace | None) -> Iterator[argparse.Namespace]:
-    """Gives the arguments for the processes of the run: `args` with what is known before they start.
+    """In the block there is a Ray cluster, and metrics reach the trackers. Gives `args` with what is known only now.
 
-    `before`: those of an earlier start of this run, which goes on in the same directory and under the same id of W&B.
+    `before`: what an earlier start of this run got here; the run goes on in the same directory, under the same W&B id.
     """
     from slime.ray.cluster import ray_cluster
 
@@ -358,13 +361,13 @@ def _session(args: argparse.Namespace, before: argparse.Namespace | None) -> Ite
     failed = True
     with _directory_claimed(directory), _sigterm_as_interrupt():
         try:
-            # Ray puts a SIGTERM handler of its own in place of ours when it starts.
+            # Ray replaces our SIGTERM handler by its own when it starts, so ours is set once more.
             with ray_cluster(args) as args_of_cluster, _sigterm_as_interrupt():
-                # Some values follow from the devices of a cluster, which it shows when it is joined.
+                # These may differ from `args`: some values follow from the devices of the cluster, now that it is joined.
                 init_tracking(args_of_cluster, directory)
                 logger.info("%s", effective_configuration(args_of_cluster))
                 logger.debug("%s", derived_configuration(args_of_cluster))
-                # Beside checkpoints stands how they were made.
+                # A directory with checkpoints also tells how they were made.
                 record = write_run_record(args_of_cluster, args.save if _places_of_checkpoints(args) else directory)
                 logger.info("every value and where it came from: %s", record)
                 StartupClock().mark("Ray")
@@ -372,7 +375,7 @@ def _session(args: argparse.Namespace, before: argparse.Namespace | None) -> Ite
             failed = False
         finally:
             finish_tracking(failed=failed)
-            # After an error and at Ctrl-C ranks and engines are killed at once, and leave theirs.
+            # Ranks and engines that were killed, after an error or at Ctrl-C, have left their scratch directories.
             sweep_scratch_directories()
 
 
@@ -407,8 +410,8 @@ def _uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# They say what this start took from where, and how many values they have; a start that goes on takes all of the newest
-# checkpoint: weights, optimizer, generators, place in the data.
+# Flags that say what this start took from its checkpoint, and how many values each has. The command that goes on drops them: it
+# takes everything (weights, optimizer, generators, place in the data) from the newest checkpoint.
 OF_THIS_START = {
     "--ckpt-step": 1, "--start-rollout-id": 1, "--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0,
     "--fresh-data-state": 0,
@@ -421,7 +424,7 @@ def closing_lines(
     """What a person should know at the end of a run; empty for one that trains nothing.
 
     Args:
-        progress: how far the loop has come; it had begun.
+        progress: how far the loop has come, once it has begun.
         command: the words that started the run.
         finished: whether the run came to its end by itself.
     """
@@ -436,7 +439,7 @@ def closing_lines(
         again = f"start again: {_shown(command)}"
         return [f"kept: no checkpoint of this run{_why_none(args)}{_lost(start, done)}", again]
     line = f"kept: the checkpoint of rollout {kept} in {iteration_directory(args.save, kept)}"
-    # Where this start published nothing, the same words load the same checkpoint in the same way.
+    # If this start published nothing, the same words load the same checkpoint again, and nothing in them changes.
     line += _lost(kept + 1, done) if of_this_start else f", where this start began{_lost(start, done)}"
     values = {"--load": args.save} if of_this_start else {}
     if finished:
@@ -446,7 +449,8 @@ def closing_lines(
 
 
 def _kept(args: argparse.Namespace, progress: RunProgress) -> tuple[int | None, bool]:
-    """The iteration in `--save` that goes on, and whether this start made it; an earlier one counts if it was resumed from."""
+    """The iteration in `--save` to go on from, and whether this start made it. One of an earlier run counts only if this start
+    resumed from it."""
     if progress.rollout_saved is not None and is_megatron_checkpoint(args.save):
         newest = latest_iteration(args.save)
         if progress.start_rollout_id <= newest <= progress.rollout_saved:
@@ -481,13 +485,13 @@ def _rollouts(first: int, last: int) -> str:
 
 
 def words_of_restart(args: argparse.Namespace, progress: RunProgress, words: Sequence[str]) -> list[str]:
-    """The words that a run goes on with from its newest checkpoint; where it has none, the same ones.
+    """The words that let a run go on from its newest checkpoint; the same words where it has none.
 
     Args:
-        args: of the first start, by `words`.
+        args: what the first start parsed from `words`.
 
     Raises:
-        UserError: words alone do not do it.
+        UserError: flags stand where no command line reaches them, so other words are not enough.
     """
     if not _kept(args, progress)[1]:
         return list(words)
@@ -498,7 +502,7 @@ def words_of_restart(args: argparse.Namespace, progress: RunProgress, words: Seq
 
 
 def _continuing(command: Sequence[str], args: argparse.Namespace, values: Mapping[str, str]) -> str:
-    """The command with `values`, and a word about flags of this start that stand where no command line reaches them."""
+    """The command with `values`, followed by a comment on flags of this start that stand where no command line reaches them."""
     words = _going_on(command, values, _changed(args, values))
     return "    # ".join([_shown(words), *_beside_the_words(command, args, values)])
 
@@ -508,7 +512,7 @@ def _changed(args: argparse.Namespace, values: Mapping[str, str]) -> dict[str, s
 
 
 def _beside_the_words(command: Sequence[str], args: argparse.Namespace, values: Mapping[str, str]) -> list[str]:
-    """What else is to change where the command is to go on with `values`: flags of this start that it does not hold."""
+    """What a person has to change beside the command, to go on with `values`: flags of this start that stand elsewhere."""
     typed = {word.partition("=")[0] for word in command}
     flags = {flag_of(name) for name in args.typed_flags} if "--load" in values else set()
     elsewhere = [flag for flag in OF_THIS_START if flag in flags and flag not in typed]
@@ -525,8 +529,8 @@ def _beside_the_words(command: Sequence[str], args: argparse.Namespace, values: 
 
 
 def _going_on(command: Sequence[str], values: Mapping[str, str], changed: Mapping[str, str]) -> list[str]:
-    """The words with `changed` in the place of what they say, and, where `values` say what to load, without what held for the
-    checkpoint of this start."""
+    """The words with the flags in `changed` replaced. If `values` say what to load, flags that held for this start's checkpoint
+    (`OF_THIS_START`) are dropped."""
     dropped = {
         **(OF_THIS_START if "--load" in values else {}),
         **dict.fromkeys(changed, 1),
