@@ -1,4 +1,8 @@
-"""The training ranks as one object: created, used, disposed of, and created again."""
+"""The training ranks of a model as one object, which the driver calls; each rank lives in a Ray actor of its own.
+
+`TrainGroup` starts the ranks, calls all of them together, and ends them. `EndingTrainGroup` (`--release-train`) also ends them
+whenever engines need their memory, and starts them again from the last checkpoint. Errors name the ranks that are late.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ _CALL_DEADLINE_SECONDS = 24 * 3600.0
 _DISPOSE_DEADLINE_SECONDS = 60.0
 _LEFT_METRICS_SECONDS = 3.0
 _CORES_SECONDS = 300.0
-# By which the system's clock may have been set meanwhile, from which the time of a process's creation is counted.
+# A process's time of creation is computed from the system's clock, and moves by so much when that is set meanwhile.
 _CLOCK_SECONDS = 1.0
 _START_SECONDS, _END_SECONDS = "perf/start_trainer_time", "perf/end_trainer_time"
 
@@ -56,11 +60,11 @@ class RankProcess:
 
     Args:
         environment: variables that are set before anything of the rank is imported.
-        description: the pickled (class or its path, args, rank, further arguments of the class). What args hold may import
-            torch, which reads variables when it is imported, so they are read after the environment was set.
+        description: the pickled (class or its path, args, rank, further arguments of the class). It comes as bytes, because to
+            unpickle args may import torch, which reads some of these variables when it is imported.
     """
 
-    # Ray asks for it also where the class does not even load.
+    # Ray asks for the `repr` even if the class of the rank cannot be loaded.
     _name = "a rank"
 
     def __init__(self, environment: dict[str, str], description: bytes) -> None:
@@ -70,7 +74,7 @@ class RankProcess:
             actor_cls, args, rank, *arguments = ray.cloudpickle.loads(description)
             self._name = f"{'critic ' if args.role == 'critic' else ''}rank {rank}"
             self._scratch = make_scratch_directory("rank")
-            # Writers of checkpoints talk over sockets in a directory of the interpreter, which a killed process would leave.
+            # Writers of checkpoints open sockets in it. If this process is killed, a later run sweeps them away.
             multiprocessing.current_process()._config["tempdir"] = str(self._scratch)
             rank_class = load_function(actor_cls) if isinstance(actor_cls, str) else actor_cls
             self._rank = rank_class(args, rank, *arguments)
@@ -83,18 +87,18 @@ class RankProcess:
         return getattr(self._rank, method)(*arguments)
 
     def call_after(self, awaited: Any, method: str, *arguments: Any) -> Any:
-        """`call`, when the reference `awaited` is ready."""
+        """`call`, as soon as `awaited` is there: Ray waits for a reference that is given as an argument."""
         return self.call(method, *arguments)
 
     def identity(self) -> tuple[int, float]:
-        """(process id, when it was created in seconds of the epoch) of this process, which no other of its node has."""
+        """(process id, time of creation in seconds of the epoch) of this process; both together are unique on its node."""
         return os.getpid(), psutil.Process().create_time()
 
     def take_logged(self) -> list[LoggedMetrics]:
         """What the rank logged in work that failed, and so has not handed over."""
         if hasattr(self._rank, "take_logged"):
             return self._rank.take_logged()
-        # A rank of a user's own, which need not be made of ours: what it logged lies in this process.
+        # A user's own class of ranks need not inherit from ours; what its functions log lies in this process.
         return drain_outbox()
 
     def leave(self) -> None:
@@ -127,7 +131,7 @@ class TrainGroup:
         self._actor_cls = actor_cls or _ACTOR_RANK
         self._actors: list[Any] = []
         self._starting: list[ray.ObjectRef] = []
-        # By this object; each changes the weights.
+        # Each rollout changes the weights: whoever pushes them remembers this number.
         self.rollouts_trained = 0
 
     @property
@@ -180,19 +184,19 @@ class TrainGroup:
             pending=self._name_ranks,
             flag="--train-start-timeout",
         )
-        # Also while they have nothing to do.
+        # From here on a rank that dies ends whatever the driver waits for, even if the ranks have nothing to do.
         watch_actors(self._actors)
         if len(set(first_ids)) != 1:
             raise RunError(f"the {self.rank_name}s loaded different iterations: {first_ids}")
         return first_ids[0]
 
     def optimizer_bytes_to_come(self) -> int:
-        """What the first update takes on a device; of the rank with most."""
+        """Bytes that the first update will take on a device, for what the optimizer remembers; those of the rank with most."""
         return max(self._call_all("optimizer_bytes_to_come"))
 
     def probe_memory(self, beside: int = 0) -> None:
-        """Have all ranks go through a step of the longest micro-batches, without a trace; logs what it took. Another model on
-        their devices will take `beside` bytes more.
+        """Have all ranks go through a step of the longest micro-batches that leaves no trace, and log what it took. Another
+        model will take `beside` bytes on the same devices.
 
         Raises:
             UserError: memory ran out on a rank; the others may hang in a collective.
@@ -200,7 +204,7 @@ class TrainGroup:
         log_probe(self._args, lambda batches: self._call_all("probe_memory", batches, beside))
 
     def train(self, rollout_id: int, rollout: RolloutResult, report: Report) -> None:
-        """Train on a rollout; `report` gets rank 0's metrics (all ranks log the same), after an error those before it."""
+        """Train on a rollout. `report` gets the metrics of rank 0 (all ranks log the same), after an error those until then."""
         self.rollouts_trained += 1
         with self._reporting_errors(report):
             logged = self._call_all("train", rollout_id, rollout.shards)[0]
@@ -241,14 +245,14 @@ class TrainGroup:
 
     def connect_engines(self, source: int, engines: Sequence[Receiver]) -> Connected:
         """Connect a source of weights to `engines`."""
-        return next(of_rank for of_rank in self._call_all("connect_engines", source, engines) if of_rank is not None)
+        return self._answer_of_one("connect_engines", source, engines)
 
     def send_weights(self, source: int, version: int, whole: bool = False) -> Sent:
-        """Send the weights of a source to the engines that it is connected to, as `version`; `whole`: nothing is left out."""
-        return next(sent for sent in self._call_all("send_weights", source, version, whole) if sent is not None)
+        """Send the weights of a source to the engines that it is connected to, as `version`; `whole`: leave nothing out."""
+        return self._answer_of_one("send_weights", source, version, whole)
 
     def weights_written(self, version: int, engines: Sequence[Any]) -> None:
-        """Tell all ranks that files of weights are on the disk; returns when the functions of the user have."""
+        """Tell all ranks that files of weights are on the disk; returns when the user's functions for that have returned."""
         self._call_all("weights_written", version, engines)
 
     def weights_pushed(self, version: int) -> None:
@@ -256,7 +260,7 @@ class TrainGroup:
         self._call_all("weights_pushed", version)
 
     def weights_settled(self) -> None:
-        """Tell all ranks that engines have in place what was sent, under the version of the last push."""
+        """Tell all ranks that engines which had missed the last push have its weights now, under its version."""
         self._call_all("weights_settled")
 
     def export_hf(self, directory: str) -> None:
@@ -290,6 +294,10 @@ class TrainGroup:
         seconds = _CALL_DEADLINE_SECONDS if limit is None else limit
         return wait_for_all(refs, f"{method} on the {self.rank_name}s", seconds, pending=self._name_ranks)
 
+    def _answer_of_one(self, method: str, *arguments: Any) -> Any:
+        """Call all ranks, one of which has something to answer; the others return None."""
+        return next(answer for answer in self._call_all(method, *arguments) if answer is not None)
+
     @contextlib.contextmanager
     def _reporting_errors(self, report: Report) -> Iterator[None]:
         """When a call of the ranks in the block fails, `report` what they logged before: it may tell why."""
@@ -300,7 +308,7 @@ class TrainGroup:
             raise
 
     def _logged_before_error(self) -> list[LoggedMetrics]:
-        """The account of the first rank that gives one; those that died or hang in a collective do not."""
+        """What the first rank to answer logged. Ranks that died, or hang in a collective, do not answer in time."""
         waiting = [actor.take_logged.remote() for actor in self._actors]
         deadline = time.monotonic() + _LEFT_METRICS_SECONDS
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -311,7 +319,7 @@ class TrainGroup:
         return []
 
     def _call_first(self, method: str, *arguments: Any) -> Any:
-        """Call rank 0 only, with something that moves or deletes whole checkpoints."""
+        """Call rank 0 only, for work on whole checkpoints (to publish or to delete them), which has a limit of its own."""
         ref = self._actors[0].call.remote(method, *arguments)
         name, limit = f"{method} on {self.rank_name} 0", self._args.checkpoint_publish_timeout
         return wait_for(ref, name, limit, flag="--checkpoint-publish-timeout")
@@ -321,7 +329,7 @@ class TrainGroup:
 
     @functools.cached_property
     def _threads(self) -> list[int]:
-        """With how many threads each rank computes: as the user of the driver says, else its share of the cores of its node."""
+        """How many threads each rank computes with: as many as the user gave the driver, else its share of its node's cores."""
         ranks, typed = min(len(self._places), self._args.actor_num_gpus_per_node), env.threads_of_user()
         if typed is not None:
             return [typed] * len(self._places)
@@ -334,11 +342,10 @@ class TrainGroup:
         return [max(1, cores[node_of[bundle]] // ranks) for bundle, _ in self._places]
 
     def _environments(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Variables that a rank's process starts with, beside its threads, and those that it sets itself before it imports the
-        rank.
+        """(Variables that a rank's process starts with, those that it sets itself before it imports the rank).
 
-        Ray writes the first kind into logs that everybody on the machine may read, so of `--train-env-vars`, which may
-        hold secrets, only those are among them that would come too late otherwise.
+        Ray writes the first kind into logs that everybody on the machine may read, and `--train-env-vars` may hold secrets:
+        only those that a process reads as it starts are among the first kind.
         """
         typed = {name: str(value) for name, value in self._args.train_env_vars.items()}
         early = {name: value for name, value in typed.items() if env.is_read_at_process_start(name)}
@@ -366,7 +373,7 @@ def _cores() -> int:
 
 
 def _logged_pairs(logged: Any, rank_name: str, actor_cls: type | str) -> list[LoggedMetrics]:
-    """What a rank, which may be of a user's own, has to say of a rollout: pairs in a list; each of these may be a tuple, too.
+    """`logged` as a list of (metrics, step key). It is what `train` of a rank returned, whose class may be a user's own.
 
     Raises:
         RunError: it is something else.
@@ -386,8 +393,8 @@ def _logged_pairs(logged: Any, rank_name: str, actor_cls: type | str) -> list[Lo
 class EndingTrainGroup(TrainGroup):
     """Ranks that end when they are to hold nothing, and are created again when they are to hold something: `--release-train`.
 
-    What they know is in the checkpoint of the last rollout, and until there is one, in what the first of them started from.
-    Their directory of pushes is the run's while no rank lives, too: a process on the node of rank 0 holds it.
+    They are created from the checkpoint of the last rollout; before there is one, from what the first ranks started from.
+    No other run may take the directory of pushes while no rank lives, so a process on the node of rank 0 holds its lock.
     """
 
     def __init__(
@@ -400,21 +407,21 @@ class EndingTrainGroup(TrainGroup):
         super().__init__(_with_fixed_iterations(args), group, places, actor_cls)
         # The rollout that they train next; None before the first of them are ready.
         self._next: int | None = None
-        # (version, chain) of the last that engines got of these ranks, or of those before; None before the first push.
+        # (version, chain) of the last push, which may be one of ranks that have ended; None before the first.
         self._pushed: tuple[int, str] | None = None
-        # Of the ranks that live.
+        # What the living ranks hold.
         self._holds = Holds.ALL
-        # From the first push on.
+        # The process that holds the lock on the directory of pushes; None before the first push.
         self._directory: Any = None
-        # Of ranks that have ended since the last training: what they had not handed over, and what it took to replace them.
+        # What ranks had not handed over when they ended, and how long their end and a new start took, since the last training.
         self._logged: list[LoggedMetrics] = []
         self._seconds: dict[str, float] = collections.defaultdict(float)
 
     def wait_ready(self) -> int:
-        """As of every group.
+        """As in every group.
 
         Raises:
-            RunError: also if the ranks would go on elsewhere than those before them ended.
+            RunError: also if these ranks would not go on where those before them ended.
         """
         first = super().wait_ready()
         if self._next not in (None, first):
@@ -426,8 +433,8 @@ class EndingTrainGroup(TrainGroup):
         return first
 
     def hold(self, holds: Holds) -> None:
-        """Have all ranks hold that much of their memory on the devices; no rank holds nothing."""
-        # Ranks that keep their weights only have nothing that they could train on with: the checkpoint has it.
+        """Have all ranks hold that much of their memory on the devices; to hold nothing, they end."""
+        # What ranks have given up they cannot load again; new ranks can, from the checkpoint.
         if holds is Holds.NOTHING or (self.lives and holds > self._holds):
             with self._timed(_END_SECONDS):
                 self._end()
@@ -437,13 +444,13 @@ class EndingTrainGroup(TrainGroup):
             with self._timed(_START_SECONDS):
                 self._create_again()
             logger.info("training ranks started again in %.1f s", self._seconds[_START_SECONDS])
-        # Where devices are not shared nobody needs what the optimizer has.
+        # Only engines on the same devices need the memory of the optimizer.
         if self._args.colocate:
             super().hold(holds)
             self._holds = holds
 
     def train(self, rollout_id: int, rollout: RolloutResult, report: Report) -> None:
-        """As of every group; `report` also gets what the ranks before these left, and how long it took to start these."""
+        """As in every group; `report` also gets what earlier ranks had not handed over, and how long it took to start these."""
         if self._seconds:
             self._logged.append(({**self._seconds, "rollout/step": rollout_id}, "rollout/step"))
         report(self._logged)
@@ -456,21 +463,13 @@ class EndingTrainGroup(TrainGroup):
         super().publish(rollout_id)
         self._next = rollout_id + 1
         source = WeightSource("megatron", self._args.save, rollout_id, resume=True)
-        # What was asked for the start of the run is done.
-        self._args = argparse.Namespace(
-            **{
-                **vars(self._args),
-                "initial_weights": source,
-                "no_load_optim": False,
-                "no_load_rng": False,
-                "finetune": False,
-            }
-        )
+        # These flags are about the start of the run, which is over: ranks to come take all of the checkpoint.
+        of_start = {"no_load_optim": False, "no_load_rng": False, "finetune": False}
+        self._args = argparse.Namespace(**{**vars(self._args), **of_start, "initial_weights": source})
 
     def weights_pushed(self, version: int) -> None:
         """Tell all ranks that engines serve their weights as `version`."""
-        chains = self._call_all("weights_pushed", version)
-        self._pushed = version, next(chain for chain in chains if chain is not None)
+        self._pushed = version, self._answer_of_one("weights_pushed", version)
 
     def open_weight_push(self) -> Opening:
         """Make the ranks ready for pushes of their weights.
@@ -483,7 +482,7 @@ class EndingTrainGroup(TrainGroup):
         return super().open_weight_push()
 
     def require_files(self) -> None:
-        """Raise RunError unless the files of the last push are there, of this run."""
+        """Raise RunError unless the files of this run's last push are still there."""
         self._ask_directory(self._directory, "require", *self._pushed)
 
     def dispose(self) -> None:
@@ -506,11 +505,8 @@ class EndingTrainGroup(TrainGroup):
         return directory
 
     def _ask_directory(self, directory: Any, method: str, *arguments: Any) -> None:
-        limit = 60.0 * self._args.distributed_timeout_minutes
-        flag = "--distributed-timeout-minutes"
-        wait_for(
-            getattr(directory, method).remote(*arguments), f"{method} of the directory of pushes", limit, flag=flag
-        )
+        answer, limit = getattr(directory, method).remote(*arguments), 60.0 * self._args.distributed_timeout_minutes
+        wait_for(answer, f"{method} of the directory of pushes", limit, flag="--distributed-timeout-minutes")
 
     def _give_directory_back(self) -> None:
         directory, self._directory = self._directory, None
@@ -523,7 +519,7 @@ class EndingTrainGroup(TrainGroup):
         if not self.lives:
             return
         limit = _DISPOSE_DEADLINE_SECONDS
-        # All ranks log the same, and what functions of a user's log counts once.
+        # Rank 0 speaks for all: they log the same.
         self._logged += wait_for(self._actors[0].take_logged.remote(), f"metrics of {self.rank_name} 0", limit)
         asked = [actor.identity.remote() for actor in self._actors]
         processes = wait_for_all(asked, "ids of the ranks' processes", limit, pending=self._name_ranks)
@@ -534,7 +530,7 @@ class EndingTrainGroup(TrainGroup):
             .remote(self._name_ranks([rank]), process, limit)
             for rank, (process, (bundle, _)) in enumerate(zip(processes, self._places, strict=True))
         ]
-        # A process that looks begins first.
+        # Twice the limit: the process that looks has to start before its own limit begins.
         wait_for_all(gone, f"end of the {self.rank_name}s", 2 * limit, pending=self._name_ranks)
 
     def _create_again(self) -> None:
@@ -553,7 +549,7 @@ class EndingTrainGroup(TrainGroup):
 
 
 def _with_fixed_iterations(args: argparse.Namespace) -> argparse.Namespace:
-    """A copy that names the iterations which checkpoints to load call their latest now: later it may be another one."""
+    """A copy that names the iterations to load, where flags only say "the latest": later that may be another one."""
     fixed: dict[str, Any] = {}
     source = args.initial_weights
     if source.kind == "megatron" and source.step is None:
@@ -569,7 +565,7 @@ def _with_fixed_iterations(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _beside(group: PlacementGroup, bundle: int) -> dict[str, Any]:
-    """Options of a process that has a bundle's node and none of its resources."""
+    """Ray options of a process on the node of a bundle that takes none of the bundle's resources."""
     return {
         "num_cpus": 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle),
@@ -578,10 +574,10 @@ def _beside(group: PlacementGroup, bundle: int) -> dict[str, Any]:
 
 
 def _wait_until_gone(rank: str, identity: tuple[int, float], seconds: float) -> None:
-    """Return when that process of this node has ended.
+    """Return when a process of this node, named by its `RankProcess.identity`, has ended.
 
     Raises:
-        RunError: after `seconds` it has not.
+        RunError: it has not after `seconds`.
     """
     process_id, created = identity
     try:
