@@ -1,8 +1,11 @@
-"""The rollout manager: one Ray actor that turns prompts into train batches; and the driver's side of it.
+"""The rollout manager, one Ray actor that turns prompts into train batches, and the driver's side of it.
 
-What the actor does is done by two: `RolloutPipeline`, for data, and `ServingOwner`, for router and engines. Methods are
-asynchronous and run in concurrency groups, so saving and progress are served while generation runs; what blocks runs in
-threads. The driver calls them with names and deadlines, and draws progress bars while it waits.
+- `RolloutManager` is the actor. It has two parts: `RolloutPipeline`, for data, and `ServingOwner`, for router and engines. Its
+  methods are asynchronous and run in concurrency groups, so that it saves and reports progress while it generates; what blocks
+  runs in threads.
+- `RolloutClient` is what the driver holds. It gives every call a name and a deadline. A rollout and an evaluation take as long
+  as they take: it starts them, and the `RunningCall` that it returns waits for the end, draws a progress bar meanwhile, and
+  fails if the manager stops saying how far it has come.
 """
 
 from __future__ import annotations
@@ -44,15 +47,15 @@ from slime.weights.transports.process_group import communicator_environment
 
 logger = logging.getLogger(__name__)
 
-# Beside the start of the engines: data are loaded and, the first time, cached.
+# Data are loaded beside the start of the engines. The first time they are also written to a cache, which takes longer.
 _DATA_SECONDS = 1200.0
 _CONTROL_DEADLINE_SECONDS = 600.0
 _SHUTDOWN_DEADLINE_SECONDS = 60.0
-# To fetch an answer that is there.
+# For fetching an answer that Ray says is ready.
 _ANSWER_SECONDS = 5.0
-# A test run that is to outlive an engine kills one when it comes to this rollout: weights were pushed more than once by then.
+# A run with `--ci-test --use-fault-tolerance` kills an engine before this rollout: weights were pushed more than once by then.
 _FAULT_AT_ROLLOUT = 2
-# Between two looks for the server that takes its place.
+# How often it looks whether another server has taken that engine's place.
 _FAULT_POLL_SECONDS = 0.2
 
 
@@ -60,7 +63,8 @@ Result = TypeVar("Result")
 
 
 async def _in_thread(work: Callable[..., Result], *arguments: Any, **keywords: Any) -> Result:
-    """`work(*arguments, **keywords)` in a thread. Nothing that it raises ends the event loop of this actor's other calls."""
+    """The result of `work(*arguments, **keywords)`, which runs in a thread. Whatever it raises, even a `SystemExit`, the event
+    loop goes on: this actor's other calls need it."""
     with containing_endings():
         return await asyncio.to_thread(work, *arguments, **keywords)
 
@@ -119,7 +123,8 @@ class RolloutManager:
 
     @ray.method(concurrency_group="control")
     async def start(self, engines: Engines | None) -> RunLength:
-        """Start router and engines, which may start already, and load the data meanwhile, which say how long the run is."""
+        """Start the router, and engines that were not told to start yet; load the data meanwhile. Returns how long the run is,
+        which the data may decide."""
         return await _in_thread(self._start, engines)
 
     @ray.method(concurrency_group="control")
@@ -138,7 +143,8 @@ class RolloutManager:
     async def progress(self, name: str) -> tuple[str, int, int] | None:
         """(description, done, total) of what the call with this name generates (`generation_name`, `evaluation_name`).
 
-        There is no answer while something blocks the event loop in which all calls generate: no limit of theirs acts then.
+        The answer comes from the event loop in which all calls generate. If something blocks that loop, none comes: the time
+        limits of the calls do not act then either, and the driver has to notice.
         """
         await turn_of_async_loop()
         return self._pipeline.progress(name)
@@ -214,7 +220,7 @@ class RolloutManager:
     def _checked_engines(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._serving is None else self._serving.generating()
 
-    # What follows runs in threads and may block.
+    # The methods from here on run in threads, so they may block.
 
     def _start(self, engines: Engines | None) -> RunLength:
         try:
@@ -223,7 +229,7 @@ class RolloutManager:
                 if self.args.use_distributed_post:
                     self._request_actors = RequestActors(self.args.num_gpus_per_node)
             load_plug_ins(self.args, MANAGER_PLUG_INS)
-            # It needs torch, for which the driver, which knows this class, has no use.
+            # The driver imports this module, and has no use for torch, which the pipeline needs.
             from slime.ray.rollout_pipeline import RolloutPipeline
 
             self._pipeline = RolloutPipeline(self.args)
@@ -252,7 +258,8 @@ class RolloutManager:
             sglang_router_port=first_port,
             sglang_model_routers=addresses,
         )
-        # What became of engines that register by themselves nobody here knows.
+        # Engines that register by themselves (`--rollout-num-gpus 0`) are not ours to look after, so requests that fail there
+        # do not ask what became of them.
         if self.args.use_fault_tolerance and (self.args.rollout_external or self.args.rollout_num_gpus):
             for model, router in routers.items():
                 set_engine_supply(router.url, _EnginesOfModel(self._serving, model))
@@ -281,8 +288,8 @@ class RolloutManager:
                     return
 
     def _is_working(self) -> bool:
-        # A push would wait for engines that are replaced, and then cut off what others have got to do meanwhile. With a bound
-        # for the age of samples there is none: the run ends.
+        # Engines that are being replaced count: a push now would wait for them, and then cut off requests that others have got
+        # meanwhile. With `--max-weight-staleness` no such push follows: the run ends, and need not wait.
         replaces = self.args.max_weight_staleness is None and not self._serving.is_settled()
         return self._serving.is_serving() or replaces or have_requests(self._serving.engines())
 
@@ -290,7 +297,7 @@ class RolloutManager:
         if self._serving is not None:
             self._serving.leave_given_router()
         if silent:
-            # What this process would still tell is the end itself: requests lose their engines, groups are given up.
+            # From here on requests lose their engines and groups are given up, which would fill the log and tells nothing.
             logging.disable(logging.CRITICAL)
         if self._request_actors is not None:
             send_through(None)
@@ -330,12 +337,12 @@ class _EnginesOfModel:
 
 
 class RunningCall(Generic[Result]):
-    """A rollout or an evaluation that is under way in the manager, which has others beside it.
+    """A rollout or an evaluation that is under way in the manager, perhaps beside others.
 
     Args:
         name: what the manager and messages call it.
-        limit: seconds within which the manager has to say how far it has come, again and again.
-        has_engines: whether samples are generated, so that the first one is news.
+        limit: seconds that the manager may take, each time that it is asked how far the call has come.
+        has_engines: whether samples are generated, so that the first one is worth a line in the log.
         on_poll: called several times a second while `result` waits.
     """
 
@@ -355,16 +362,16 @@ class RunningCall(Generic[Result]):
         self._has_engines = has_engines
         self._on_poll = on_poll
         self._bar = GenerationBar()
-        # The question how far it has come, while it is not answered, and when it was asked.
+        # The question how far the call has come: one reference until it is answered, then empty. And when it was asked.
         self._question: list[ray.ObjectRef] = []
         self._asked_at = 0.0
-        # The last answer that told something.
+        # The last answer that held numbers.
         self._snapshot: tuple[str, int, int] | None = None
 
     def result(self) -> Result:
-        """Wait for the end of the call, with its progress drawn meanwhile.
+        """Wait for the end of the call, and draw its progress meanwhile.
 
-        It may take as long as it takes: what it consists of has limits of its own, or was given none by the user.
+        The call itself has no deadline: each of its parts has one, or the user gave it none.
 
         Raises:
             UserError, RunError: what ended the call; or the manager did not say within the limit how far it has come.
@@ -399,16 +406,16 @@ class RunningCall(Generic[Result]):
 
     def _report_start(self) -> None:
         line = StartupClock().close("first sample")
-        # Without engines nothing is generated, and the line would speak of something else.
+        # Without engines nothing is generated, and there is no first sample that the line could tell of.
         if line is not None and self._has_engines:
             self._bar.close()
             logger.info("%s", line)
 
 
 def _answer(question: list[ray.ObjectRef]) -> Any:
-    """The answer to the question in the list, which it leaves then; None while there is none.
+    """The answer to the one question in the list, which is emptied then; None while there is no answer yet.
 
-    A manager that died answers nothing here: the wait that asks beside itself hears of the death, and names it.
+    The death of the manager is no error here: whoever polls is waiting for a call of it, and that wait names the death.
     """
     ready, _ = ray.wait(question, timeout=0)
     if not ready:
@@ -420,7 +427,7 @@ def _answer(question: list[ray.ObjectRef]) -> Any:
 
 
 class RolloutClient:
-    """Owns the manager's actor, which starts when this object is made; `starting` is ready when it is."""
+    """The driver's side of the manager: makes its actor, calls it, and ends it. `starting` is ready when the manager is."""
 
     def __init__(
         self, args: argparse.Namespace, group: PlacementGroup | None, places: Sequence[tuple[int, int]]
@@ -428,14 +435,14 @@ class RolloutClient:
         self._args = args
         # Seconds until engines, router and data have to be there.
         self.start_deadline = args.engine_start_timeout + _DATA_SECONDS
-        # It only bounds what the manager may take, which keeps the limits of engines itself and whose death ends every wait.
-        # There are no more engines than devices of the run, or than addresses of others.
+        # An upper bound alone: the manager keeps the limits of its engines itself, and its death ends every wait. There are at
+        # most as many engines as devices, or as addresses of engines that others started.
         engines = max(len(places), len(args.rollout_external_engine_infos or ()))
         self._push_deadline = longest_push_wait(args, engines) + _CONTROL_DEADLINE_SECONDS
-        # Rollouts wait for their turn in the manager, and a pause between two of them is asked for beside them.
+        # Room for the rollout under way, those that wait for their turn, and a request for a pause between two of them.
         groups = {"generate": args.async_buffer_size + 3, "evaluate": 1, "control": 8}
         if args.rollout_data_transport == "nixl":
-            # In which Ray's direct transport frees memory; to ask for it by `enable_tensor_transport` imports torch here.
+            # Ray's direct transport frees memory in this group. `enable_tensor_transport` makes it too, but imports torch.
             groups["_ray_system"] = 1
         remote_class = ray.remote(concurrency_groups=groups)(RolloutManager)
         environment = {**env.actor_environment(), **env.library_environment(), **communicator_environment(args)}
@@ -445,26 +452,26 @@ class RolloutClient:
         if args.has_engines:
             self._engines = engines_of_run(args, group, places, args.log_dir, environment)
         if args.has_engines and not args.rollout_external:
-            # What a start waits for are their servers, which need not wait for the manager's process. Those of others have
-            # to be in reach from there.
+            # Their servers take longest of all that a start waits for, so they do not wait for the manager's process. Engines
+            # that others started are reached from that process, so it has to be there first.
             self._engines.start_all()
         self.starting = self._manager.start.remote(self._engines)
         self._length: RunLength | None = None
-        # The last one that was asked for.
+        # The last rollout that was asked for.
         self._last_rollout: int | None = None
-        # Of the last push that engines hold.
+        # The weight version of the last push.
         self._version: int | None = None
         self._death: list[ray.ObjectRef] = []
         self._bring_weights: Callable[[], None] | None = None
-        # The question whether an engine lacks weights, while it is not answered.
+        # The question whether an engine lacks weights: one reference until it is answered, then empty.
         self._lacking: list[ray.ObjectRef] = []
 
     def wait_ready(self) -> RunLength:
         """Wait until data source, engines and router are there. Returns how long the run is."""
         if self._length is None:
-            # No flag is named: engines that take too long for theirs end the run before, so what is late are data.
+            # The message names no flag: engines that are late end the run before, by their own limit. So data are late.
             self._length = wait_for(self.starting, "start of engines, router and data", self.start_deadline)
-            # What dies there ends whatever the driver waits for, also while nobody talks to it.
+            # Whatever the driver waits for, be it a call of others, ends when something dies there that nobody replaces.
             self._death = [self._manager.wait_for_death.remote()]
             watch(self._death)
         return self._length
@@ -479,7 +486,7 @@ class RolloutClient:
         return wait_for(self._manager.begin_push.remote(), "the engines for a push", self._push_deadline)
 
     def end_push(self, names: Sequence[EngineName], version: int, failed: Mapping[int, str]) -> None:
-        """The push to `names` is over: those not in `failed` (engine id → reason) hold `version`, the others are dead."""
+        """The push to `names` is over: those not in `failed` (engine id → reason) hold `version`; the others count as dead."""
         self._control("end_push", "the end of a push", names, version, failed)
         self._version = version
 
@@ -492,11 +499,11 @@ class RolloutClient:
         return self._control("is_working", "the engines that serve")
 
     def bring_weights_by(self, bring: Callable[[], None]) -> None:
-        """From now on `bring` is called whenever an engine lacks the weights of the last push while a call is awaited."""
+        """From now on call `bring`, while a rollout or an evaluation is awaited, if an engine lacks the last push's weights."""
         self._bring_weights = bring
 
     def _look_after_engines(self) -> None:
-        """Several times a second."""
+        """Bring weights to engines that lack them; called several times a second while a call is awaited."""
         if not self._args.use_fault_tolerance or self._bring_weights is None:
             return
         if not self._lacking:
@@ -509,8 +516,8 @@ class RolloutClient:
         self._control("load", "load of the data state", rollout_id)
 
     def generate(self, rollout_id: int, pushes_ahead: int = 0) -> RunningCall[RolloutResult]:
-        """Start one rollout step, behind the one that was started before. Its result: a shard per data-parallel rank, and
-        metrics.
+        """Start one rollout, which begins when the one that was started before is over. Its result: a shard per data-parallel
+        rank, and metrics.
 
         `pushes_ahead`: how many pushes there will be before it is trained.
         """
@@ -546,6 +553,7 @@ class RolloutClient:
         return wait_for(getattr(self._manager, method).remote(*arguments), name, _CONTROL_DEADLINE_SECONDS)
 
     def _running(self, ref: ray.ObjectRef, name: str) -> RunningCall[Any]:
-        # Functions that block the event loop, one after the other, get as long as several requests may take.
+        # Users' `async` functions may block the event loop for a while, several of them one after the other. So the manager
+        # gets as long for an answer as several requests may take.
         limit = 4 * self._args.http_request_timeout + _CONTROL_DEADLINE_SECONDS
         return RunningCall(self._manager, ref, name, limit, self._args.has_engines, self._look_after_engines)

@@ -1,9 +1,10 @@
-"""Weight pushes as the driver orders them, with the proofs that an engine holds what the trainer has.
+"""Weight pushes as the driver orders them, and two proofs that an engine holds what the trainer has.
 
-Before the first generation, with `--check-weight-update-equal`: the engines load the trainer's weights from a scratch
-checkpoint and report checksums, their tensors are overwritten, the weights are pushed in the normal way, and the
-checksums must be the same. After the first push that an engine gets (with the flag: after every push) the log-probs of fixed
-tokens are compared between trainer and engine.
+- Checksums, once, with `--check-weight-update-equal`. Before the first generation the engines load the trainer's weights from a
+  scratch checkpoint and report checksums; their tensors are overwritten; the weights are pushed in the normal way, and the
+  checksums must be the same again.
+- Log-probs of fixed tokens, which trainer and engine both compute, after the first push that an engine gets; with the flag,
+  after every push.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ logger = logging.getLogger(__name__)
 # Largest mean absolute difference of log-probs between trainer and engine, by the dtype of the weights.
 LOG_PROB_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2, "quantised": 0.5}
 _PROBE_SEQUENCES, _PROBE_LENGTH = 4, 24
-# Between the end of an engine's own time limit and its answer.
+# An engine has time limits of its own; after their end, its answer may still take this long to arrive.
 _ANSWER_SECONDS = 60.0
-# So often all engines may fail one push, and are replaced, before the run ends.
+# With `--use-fault-tolerance`: how often all engines may fail one push and be replaced before the run ends.
 _ROUNDS = 3
 
 
 class WeightSync:
-    """Pushes the trainer's weights to the engines of a run, which the rollout manager has.
+    """Pushes the trainer's weights to the engines that the rollout manager owns.
 
-    For a push the `devices` turn to it, and afterwards to generation.
+    It also gives shared devices their turns: to the push, and then to generation.
     """
 
     def __init__(
@@ -61,11 +62,12 @@ class WeightSync:
         self._rollout_manager = rollout_manager
         self._weight_push = WeightPush(args, train_group)
         self._pushes = 0
-        # Rollouts that the weights of the last push were trained on, of this start.
+        # How many rollouts this start had trained when it last pushed: by this, later ones show that the weights have changed.
         self._trained_at_push = 0
-        # What the trainer told of the log-probs of its last weights; such a one that ends has told it for engines to come.
+        # The trainer's log-probs of the fixed tokens, under the weights of the last push. They are kept for engines that get
+        # these weights later, when the ranks may have ended (`--release-train`).
         self._log_probs: list[list[float]] = []
-        # Engines whose log-probs were compared.
+        # Engines whose log-probs were compared already.
         self._proven: set[EngineName] = set()
         rollout_manager.bring_weights_by(self.push_to_stale)
 
@@ -85,17 +87,17 @@ class WeightSync:
         for _ in range(_ROUNDS):
             self._devices.turn_to(Turn.PUSH)
             fleet = self._rollout_manager.begin_push()
-            # Engines that took the weights, and failed before they proved them, leave a version to their successors: one more
-            # for the same weights would make all samples that wait older than anybody expected.
+            # If all engines took the weights and then failed to prove them, the version is taken, and their successors get the
+            # same one: another number for the same weights would make all samples that wait look older than they are.
             send = self._weight_push.push if self._weight_push.version == before else self._weight_push.repeat
             report = self._push_with_checksums(fleet, send) if first and check else send(_receivers(fleet))
-            served = _without(fleet, report.failed.keys())
+            served = _without(fleet, report.failed)
             failed = dict(report.failed)
-            # Where nobody has the weights nobody generates, and the trainer keeps them for the engines to come.
+            # Without an engine that has the weights the trainer does not go to sleep: it still has to give them to new engines.
             if served.engines and (not failed or self._args.use_fault_tolerance):
-                failed |= self._turn_to_generation(served if check else _without(served, self._proven))
+                failed |= self._turn_to_generation(served if check else self._unproven_of(served))
             self._rollout_manager.end_push(fleet.names, report.version, failed)
-            served = _without(fleet, failed.keys())
+            served = _without(fleet, failed)
             if served.engines or not self._args.use_fault_tolerance:
                 break
         if failed and not (self._args.use_fault_tolerance and served.engines):
@@ -108,9 +110,9 @@ class WeightSync:
     def push_to_stale(self) -> None:
         """Give engines that have missed the last push its weights, under its version, and prove it; the others go on.
 
-        Where the trainer has gone on since, nobody has those weights: then such engines wait for the next push, unless nothing
-        can be generated without them. When no request is under way any more either, which a push would cut off, all get what
-        the trainer has, as a version of its own.
+        If the trainer has trained since, nobody has those weights any more, and such engines wait for the next push. Only if
+        nothing can be generated without them, and no request is under way that a push would cut off, all engines get what the
+        trainer has now, as a version of its own.
         """
         if self._train_group.rollouts_trained != self._trained_at_push:
             if not self._rollout_manager.is_working():
@@ -124,9 +126,9 @@ class WeightSync:
             report = self._weight_push.repeat(_receivers(fleet))
         else:
             report = self._weight_push.repeat_from_files(_receivers(fleet))
-        failed = {**report.failed, **self._turn_to_generation(_without(fleet, report.failed.keys()))}
+        failed = {**report.failed, **self._turn_to_generation(_without(fleet, report.failed))}
         self._rollout_manager.end_push(fleet.names, report.version, failed)
-        served = _without(fleet, failed.keys())
+        served = _without(fleet, failed)
         if served.engines:
             logger.info("%s: weights of version %d", ", ".join(map(str, served.names)), report.version)
 
@@ -147,8 +149,8 @@ class WeightSync:
         self._call(fleet, "reset_weights")
         check_all_reset(from_disk, self._checksums(fleet))
         report = send(_receivers(fleet))
-        served = _without(fleet, report.failed.keys())
-        # An engine that failed ends the run, or another takes its place: the others go on serving, so they are checked.
+        served = _without(fleet, report.failed)
+        # If one failed and the run goes on, the others serve from here on, so they are checked all the same.
         if served.engines and (not report.failed or self._args.use_fault_tolerance):
             after_push = self._checksums(served)
             alike = {engine.name.engine_id: engine.alike for engine in served.engines}
@@ -163,16 +165,16 @@ class WeightSync:
         return {name.engine_id: report for name, report in zip(fleet.names, reports, strict=True)}
 
     def _turn_to_generation(self, unproven: FleetSnapshot) -> dict[int, str]:
-        """End a push: engines may generate, those that are `unproven` for the comparison first.
+        """End a push: let the engines generate, and compare the log-probs of those that are `unproven`.
 
         Returns:
-            What `_compare_log_probs` does.
+            As `_compare_log_probs`.
         """
-        # An engine hands them to its groups in turn, and each has to show what it holds.
+        # An engine deals sequences to its data-parallel groups in turn, and each of these has to show what it holds.
         groups = (arguments_of_group(self._args, group) for group in served_groups(self._args))
         count = max([_PROBE_SEQUENCES, *map(attention_groups, groups)])
         sequences = probe_sequences(self._args.vocab_size, count)
-        # The trainer computes while it has its weights, the engines when they have caches.
+        # Before the turn the trainer still has its weights; after it the engines have the caches that they compute with.
         if self._train_group.lives and (unproven.engines or self._args.release_train):
             self._log_probs = self._train_group.probe_log_probs(sequences)
         self._devices.turn_to(Turn.GENERATION)
@@ -181,14 +183,21 @@ class WeightSync:
     def _compare_log_probs(
         self, fleet: FleetSnapshot, sequences: list[list[int]], trainer: list[list[float]]
     ) -> dict[int, str]:
-        """The engines that tell no log-probs, and why: engine id → reason. Those whose log-probs differ end the run.
+        """Compare the log-probs of `sequences` that engines tell with the `trainer`'s.
 
-        An engine that only decodes reads no prompt, so it has nothing to tell.
+        An engine that only decodes reads no prompt, so it cannot tell them and counts as proven.
+
+        Returns:
+            The engines that failed to tell, engine id → reason; with fault tolerance alone.
+
+        Raises:
+            RunError: the log-probs of an engine differ, in float32 or where the proof was asked for (else that is a warning);
+                or, without fault tolerance, one failed to tell them.
         """
         failed: dict[int, str] = {}
         telling = [engine for engine in fleet.engines if engine.role != "decode"]
         self._proven.update(engine.name for engine in fleet.engines if engine not in telling)
-        # What engines compute with is coarser where they quantise.
+        # Engines that quantise compute with coarser weights than the trainer.
         is_quantised = quantisation_settings(Path(self._args.hf_checkpoint)) is not None
         tolerance = LOG_PROB_TOLERANCE["quantised" if is_quantised else self._args.params_dtype_name]
         refs = [engine.handle.generate.remote(_probe_request(sequences)) for engine in telling]
@@ -212,7 +221,8 @@ class WeightSync:
                 f"weight check: the log-probs of {name} differ from the trainer's by {difference:.2e} on average "
                 f"(allowed: {tolerance:.0e}); it does not serve the weights that were pushed, or computes differently"
             )
-            # With fewer bits two right implementations differ by more on some models: then only who asked for proof is stopped.
+            # With fewer bits, two correct implementations may differ by more than this on some models. So a run below float32
+            # is only stopped if it asked for the proof.
             if (self._args.params_dtype_name == "float32" and not is_quantised) or self._args.check_weight_update_equal:
                 raise RunError(message)
             logger.warning("%s", message)
@@ -220,7 +230,7 @@ class WeightSync:
 
     @contextmanager
     def _scratch_directory(self) -> Iterator[Path]:
-        # Engines of other nodes must see it, so it lies beside the checkpoints where there are any.
+        # Engines on other nodes must see it. `--save` is on a disk that all nodes share, so it lies there if that is given.
         if not self._args.save:
             root = make_scratch_directory("weight-check")
             try:
@@ -237,6 +247,10 @@ class WeightSync:
             yield root / "hf"
         finally:
             shutil.rmtree(root, ignore_errors=True)
+
+    def _unproven_of(self, fleet: FleetSnapshot) -> FleetSnapshot:
+        engines = tuple(engine for engine in fleet.engines if engine.name not in self._proven)
+        return dataclasses.replace(fleet, engines=engines)
 
     def _call(self, fleet: FleetSnapshot, method: str, *arguments: Any) -> list[Any]:
         refs = [getattr(handle, method).remote(*arguments) for handle in fleet.handles]
@@ -255,9 +269,9 @@ def _receivers(fleet: FleetSnapshot) -> list[Receiver]:
     ]
 
 
-def _without(fleet: FleetSnapshot, left_out: Collection[int | EngineName]) -> FleetSnapshot:
-    """`left_out`: ids of engines, or lives."""
-    engines = tuple(e for e in fleet.engines if e.name not in left_out and e.name.engine_id not in left_out)
+def _without(fleet: FleetSnapshot, failed: Collection[int]) -> FleetSnapshot:
+    """The engines of `fleet` whose ids are not in `failed`."""
+    engines = tuple(engine for engine in fleet.engines if engine.name.engine_id not in failed)
     return dataclasses.replace(fleet, engines=engines)
 
 
