@@ -1,8 +1,11 @@
-"""Placement: one Ray placement group for all devices of a run, cut into a training and an engine part.
+"""Where the parts of a run go, and their start: one Ray placement group for all devices, with a training and an engine part.
 
-Bundles are one device each. They are ordered by node address and then by device id, both as numbers, so that
-neighbouring ranks share a node and device 10 comes after device 2. A tensor-parallel group or an engine, or the part of an
-engine that one node shall have, never lies on two nodes that each have room for it.
+Each bundle is one device. Bundles are ordered by node address and then by device id, both as numbers, so that neighbouring
+ranks share a node, and device 10 comes after device 2. What has to lie on one node does: a tensor-parallel group, an engine,
+or the part of an engine that one node is to have.
+
+`create_rollout_manager` and `create_training_models` start what is placed. A run with a critic trains by `ActorCritic`: two
+models, each a `TrainGroup`, take turns on the same devices.
 """
 
 from __future__ import annotations
@@ -70,8 +73,8 @@ def create_placement_groups(args: argparse.Namespace) -> dict[str, Bundles]:
         report_s=_PLACEMENT_REPORT_SECONDS,
     )
     if env.ray_address() is None:
-        # A Ray of the run's own has its devices and no others, and the run has all of them: whichever Ray counts for a bundle,
-        # none is used twice. The process that would be asked is one that the engines would wait for.
+        # Ray was started for this run, with its devices and no others. Any numbering of the bundles is right then, as long as
+        # no device is used twice, and asking each bundle would cost a process that the engines wait for.
         devices = [(ray.util.get_node_ip_address(), device) for device in range(plan.gpus)]
     else:
         devices = _locate_devices(group)
@@ -102,15 +105,15 @@ def create_training_models(
     """Start the training ranks, if the run trains, beside the engines, wait for both, and restore the data state.
 
     Args:
-        actor_cls: own train actor class in place of the Megatron one.
+        actor_cls: a class of ranks in place of the trainer's own.
     """
     group = None
-    # On GPUs that they share, ranks find the memory that sleeping engines have given back.
+    # Where ranks and engines share devices, ranks start when the engines sleep: there is no room for both.
     shares = args.has_trainer and args.colocate and sleeping_sides(args).engines
     if args.has_trainer:
         rank_args = args
         if args.num_rollout is None:
-            # The length of the schedule follows from the size of the data set.
+            # The learning-rate schedule is as long as the run, and that follows from the size of the data set.
             length = rollout_manager.wait_ready()
             rank_args = with_run_values(args, **dataclasses.asdict(length))
         group = _train_group(rank_args, pgs["actor"], actor_cls)
@@ -134,10 +137,10 @@ def _train_group(args: argparse.Namespace, bundles: Bundles, actor_cls: type | N
 def _wait_for_start(
     args: argparse.Namespace, rollout_manager: RolloutClient, group: TrainGroup | None, *, one_after_the_other: bool
 ) -> None:
-    """Wait for engines and ranks together: whichever fails first ends the run at once.
+    """Wait for engines and ranks together, so that whichever fails first ends the run at once.
 
     Args:
-        one_after_the_other: ranks begin when the engines are done, so each side has its time.
+        one_after_the_other: ranks begin when the engines are done, so the limit is the sum of both limits.
     """
     ranks = group.starting if group is not None else []
 
@@ -147,7 +150,7 @@ def _wait_for_start(
         return ", ".join([*parts, group.name_starting(of_ranks)] if of_ranks else parts)
 
     def flag(positions: list[int]) -> str | None:
-        # Engines that take too long for their own flag end the run before: without a rank among them, what is late are data.
+        # Engines that are late end the run before, by the limit of their own flag. So if no rank is late, data are.
         of_ranks = one_after_the_other or limit == args.train_start_timeout or any(positions)
         return "--train-start-timeout" if of_ranks else None
 
@@ -157,10 +160,11 @@ def _wait_for_start(
 
 
 class ActorCritic(TrainGroup):
-    """The ranks of a run with a critic: the actor's, which are what the arguments speak of, and the critic's beside them.
+    """The ranks of a run with a critic. The object itself is the group of the actor, whose flags `args` are. It has the group of
+    the critic beside it, and its methods call both.
 
-    Both models live on the same devices and take turns. A rollout has one order, with and without a KL penalty: the critic's
-    values; the actor's log-probs, advantages, returns and training; the critic's training on these very returns.
+    Both models live on the same devices and take turns. Every rollout has the same order: the critic computes values; the actor
+    computes log-probs, advantages and returns, and trains; the critic trains on these returns.
     """
 
     @functools.cached_property
@@ -201,7 +205,7 @@ class ActorCritic(TrainGroup):
     def train(self, rollout_id: int, rollout: RolloutResult, report: Report) -> None:
         """Train both models on a rollout; `report` gets the metrics of each, after an error those before it."""
         self.rollouts_trained += 1
-        # The critic has not handed over what it logged with the values, whichever of the two fails.
+        # What the critic logged with the values it hands over only when it trains: after an error of either it is fetched.
         with self._critic._reporting_errors(report):
             values = self._critic.values(rollout_id, rollout.critic_shards)
             with self._reporting_errors(report):
@@ -210,13 +214,14 @@ class ActorCritic(TrainGroup):
         self._critic.learn(rollout_id, [part for _, part in results if part is not None], report)
 
     def probe_memory(self, beside: int = 0) -> None:
-        """As of every group, of one model after the other, each with what the optimizer of the other will take beside it."""
+        """As in every group, for one model after the other; beside each stands what the other's optimizer will take."""
         of_actor, of_critic = self.optimizer_bytes_to_come(), self._critic.optimizer_bytes_to_come()
         self._critic.probe_memory(beside + of_actor)
         super().probe_memory(beside + of_critic)
 
     def hold(self, holds: Holds) -> None:
-        """Have all ranks of both models hold that much of their memory on the devices; nobody pushes a critic's weights."""
+        """Have all ranks of both models hold that much of their memory on the devices. While the actor's weights are pushed,
+        the critic holds nothing: its weights go nowhere."""
         self._critic.hold(Holds.NOTHING if holds is Holds.WEIGHTS else holds)
         super().hold(holds)
 
@@ -241,7 +246,8 @@ class ActorCritic(TrainGroup):
     def publish(self, rollout_id: int) -> None:
         """Make the checkpoints of `rollout_id` those that a resume takes.
 
-        The actor's pointer decides for both; whenever the run ends, the critic has the checkpoint that belongs to it.
+        The actor's newest checkpoint decides for both models. So the critic's is published before it, and older ones of the
+        critic are deleted after it: at any moment the critic has the one that belongs to the actor's newest.
         """
         self._critic.publish(rollout_id)
         super().publish(rollout_id)
@@ -292,10 +298,11 @@ def sort_bundles(devices: list[tuple[str, int]]) -> list[int]:
 
 
 def group_sizes(args: argparse.Namespace, layout: GpuRanges) -> list[tuple[str, int]]:
-    """Ranks and engines that lie on one node, in the order of the run's GPUs: (name, size).
+    """Which ranks and engines have to lie on one node, in the order of the run's GPUs: (name, size).
 
-    The ranks of a tensor-parallel group exchange activations in every layer. Engines on GPUs of training ranks follow those;
-    of one that has the last of these and others behind them, all lie on the node of these ranks.
+    The ranks of a tensor-parallel group do, since they exchange activations in every layer. Engines on the GPUs of training
+    ranks lie where these lie. One engine may have the last of the ranks' GPUs and some behind them: then all of it lies on the
+    node of these ranks.
     """
     tensor = args.tensor_model_parallel_size
     sizes = [(f"the tensor-parallel group of rank {first}", tensor) for first in range(0, layout.actor_gpus, tensor)]
@@ -312,8 +319,8 @@ def group_sizes(args: argparse.Namespace, layout: GpuRanges) -> list[tuple[str, 
 
 
 def engine_sizes(args: argparse.Namespace, layout: GpuRanges) -> list[tuple[str, int]]:
-    """Engines, or their parts on several nodes, in the order of the GPUs for engines: (name, size). GPUs that are kept free of
-    engines are groups of one."""
+    """Engines, or the parts of those over several nodes, in the order of the GPUs for engines: (name, size). A GPU that is kept
+    free of engines is an entry of its own."""
     sizes: list[tuple[str, int]] = []
     engine, first = 0, layout.first_rollout_gpu
     for group in served_groups(args) if layout.rollout_gpus else ():
@@ -330,9 +337,9 @@ def engine_sizes(args: argparse.Namespace, layout: GpuRanges) -> list[tuple[str,
 def arrange_bundles(devices: list[tuple[str, int]], sizes: Sequence[tuple[str, int]]) -> list[int]:
     """Bundle indices in the order of the run's GPUs: as `sort_bundles`, but no group of `sizes` lies on two nodes.
 
-    Where nodes are free in part, a group takes the first node that has room for all of it. Where that leaves one without
-    room, the largest choose first: if each size divides the next, this finds a placement wherever there is one. A group that
-    is larger than any node takes what comes first.
+    Each group in turn takes the first node that has room for all of it. If that leaves a group without room, the largest groups
+    choose first; this finds a placement wherever there is one, if each size divides the next larger one. A group that is larger
+    than any node takes the first free devices.
 
     Args:
         devices: (node address or host name, device id) of each bundle.
@@ -349,14 +356,14 @@ def arrange_bundles(devices: list[tuple[str, int]], sizes: Sequence[tuple[str, i
 
 
 def _first_fit(devices: list[tuple[str, int]], sizes: Sequence[tuple[str, int]], turns: Sequence[int]) -> list[int]:
-    """`arrange_bundles`, in which the groups choose their nodes in the order of `turns`, positions in `sizes`."""
+    """As `arrange_bundles`, with the groups choosing their nodes in the order of `turns`, which are positions in `sizes`."""
     free: dict[str, list[int]] = {}
     for index in sort_bundles(devices):
         free.setdefault(devices[index][0], []).append(index)
     nodes = list(free)
     largest = max(map(len, free.values()), default=0)
     taken: dict[int, list[int]] = {}
-    # Nodes only fill up: one without room for a size has none later.
+    # Nodes only fill up, so one without room for a size is never looked at again for that size.
     first_with_room: Counter[int] = Counter()
     for turn in turns:
         name, size = sizes[turn]
@@ -414,7 +421,8 @@ def _address_key(address: str) -> tuple[int, Any]:
 
 
 def _locate_devices(group: PlacementGroup) -> list[tuple[str, int]]:
-    """(node address, device id) of each bundle. A node tells of one after the other, so that one process there is enough."""
+    """(node address, device id) of each bundle. All nodes are asked at the same time, each about one bundle after the other, so
+    that one process per node is enough."""
     places: dict[int, tuple[str, int]] = {}
     on_node: dict[str, list[int]] = {}
     for index, node in placement_group_table(group)["bundles_to_node_id"].items():
@@ -435,5 +443,5 @@ def _locate(group: PlacementGroup, index: int) -> ray.ObjectRef:
 @ray.remote
 def _node_and_device() -> tuple[str, int]:
     device, visible = str(ray.get_gpu_ids()[0]), env.visible_devices()
-    # Processes count the devices that they see, whatever names those have.
+    # A device id is a position among the devices that processes see, whatever these are called.
     return ray.util.get_node_ip_address(), visible.index(device) if visible and device in visible else int(device)

@@ -1,6 +1,8 @@
-"""From the data source to the batches of the training ranks: what a rollout and an evaluation consist of, beside serving.
+"""From the data source to the batches of the training ranks: all of a rollout or an evaluation but the serving.
 
-Methods block, and several may run at a time, each in a thread of its own.
+A rollout draws prompts, calls the rollout function, dumps and logs what came back, and cuts it into one shard per data-parallel
+rank. Methods block, and several may run at a time, each in a thread of its own: what belongs to one call lies in its
+`GenerationCall`.
 """
 
 from __future__ import annotations
@@ -46,25 +48,25 @@ from slime.utils.types import Sample, failed_and_masked
 
 logger = logging.getLogger(__name__)
 
-# The leaf rule: a list that holds samples directly, this deep or deeper and more than one of them, is one execution; its
-# samples share one `rollout_id`. Depth 0 is the list of groups, depth 1 a group.
+# A list at this depth or deeper that holds more than one sample directly is one execution: its samples share one `rollout_id`.
+# Depth 0 is the list of groups, depth 1 a group.
 _EXECUTION_DEPTH = 2
 
 
 class RolloutPipeline:
-    """Owns the data source, which a run that trains on dumps has not, and its states.
+    """Owns the data source, which a run that trains on dumps does not have, and the source's states.
 
     Attributes:
         length: how long the run is, by its flags and its data.
-        engine_memory: tells GiB of the host that an engine has, the one with most; None where there is none to ask.
+        engine_memory: tells the GiB of host memory of the engine that has most; None where there is no engine to ask.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.data_source: Any = None
         self.states: DataSourceSnapshots | None = None
-        # Of the calls that are under way, by their names.
+        # The progress of each call that is under way, by its name.
         self._progress: dict[str, Progress] = {}
-        # Flags of log functions that did not return.
+        # Flags whose log function did not return in time, and is not called any more.
         self._given_up: set[str] = set()
         self.engine_memory: Callable[[], float | None] = lambda: None
         self.args = SharedArguments(args)
@@ -92,13 +94,13 @@ class RolloutPipeline:
     def _call(
         self, name: str, rollout_id: int, trained_as: int | None = None, **evaluation: bool
     ) -> Iterator[list[LoggedMetrics]]:
-        """The block is a call of its own; gives what functions of the user's log in it."""
+        """The block is a generation call of its own. Gives the list that the user's functions log into meanwhile."""
         call = GenerationCall(rollout_id, trained_as, **evaluation)
         self._progress[name] = call.progress
         try:
             with call.under_way(), collected_metrics() as logged:
                 yield logged
-            # Threads of a user's own have no context: what they log belongs to no call, and leaves with the next that ends.
+            # A user's own threads have no context, so what they log belongs to no call. It leaves with the next call that ends.
             logged += drain_outbox()
         finally:
             del self._progress[name]
@@ -106,7 +108,7 @@ class RolloutPipeline:
     def generate(self, rollout_id: int, trained_as: int | None = None) -> RolloutResult:
         """Run the rollout function for one step and build the shards of its train batch.
 
-        `trained_as`: the version of the weights that it will train, None where nobody knows.
+        `trained_as`: the version of the weights that the rollout will train; None where that is not known.
         """
         drawing = contextlib.nullcontext() if self.states is None else self.states.of_rollout(rollout_id)
         with self._call(generation_name(rollout_id), rollout_id, trained_as) as logged, drawing:
@@ -134,12 +136,8 @@ class RolloutPipeline:
     def _remember_state(self, rollout_id: int) -> None:
         """Keep the data state for the checkpoint of `rollout_id`, if one will be written."""
         args = self.args
-        if (
-            self.states is not None
-            and args.save is not None
-            and args.has_trainer
-            and saves(args, self.length, rollout_id)
-        ):
+        writes_checkpoints = self.states is not None and args.save is not None and args.has_trainer
+        if writes_checkpoints and saves(args, self.length, rollout_id):
             self.states.remember(rollout_id)
 
     def samples_of(self, rollout_id: int) -> tuple[list[Any], dict[str, Any] | None]:
@@ -154,14 +152,15 @@ class RolloutPipeline:
             output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=False)
         check_metrics(output.metrics, source)
         if args.rollout_sample_filter_path is not None:
-            flag, path = "--rollout-sample-filter-path", args.rollout_sample_filter_path
-            called = flag, path, f"rollout {rollout_id}"
-            returned = call_for_step(args, *called, args, output.samples)
-            if returned is not None and returned is not output.samples:
-                raise wrong_result_error(
-                    *called, returned, "None: a sample is left out by `sample.remove_sample = True`"
-                )
+            self._mark_samples_to_leave_out(rollout_id, output.samples)
         return flatten_rollout_output(output.samples, source), output.metrics
+
+    def _mark_samples_to_leave_out(self, rollout_id: int, groups: list[Any]) -> None:
+        """Call the user's `--rollout-sample-filter-path`, which sets `remove_sample` of what must not be trained."""
+        called = "--rollout-sample-filter-path", self.args.rollout_sample_filter_path, f"rollout {rollout_id}"
+        returned = call_for_step(self.args, *called, self.args, groups)
+        if returned is not None and returned is not groups:
+            raise wrong_result_error(*called, returned, "None: a sample is left out by `sample.remove_sample = True`")
 
     def _build_shards(self, samples: list[Any]) -> tuple[list[Box], list[Box], int]:
         """One boxed object per data-parallel rank of the actor and of the critic, if there is one, and the number of
@@ -171,11 +170,13 @@ class RolloutPipeline:
         shards = [send_shard(self.args, shard) for shard in split_for_data_parallel(batch, schedule)]
         if not self.args.use_critic:
             return shards, [], schedule.dropped
-        # A layout or a token budget of its own; else the ranks of both models take the same objects.
-        of_critic = batch_schedule(critic_args(self.args), batch)
-        if of_critic == schedule:
+        schedule_of_critic = batch_schedule(critic_args(self.args), batch)
+        if schedule_of_critic == schedule:
+            # The same objects serve the ranks of both models.
             return shards, shards, schedule.dropped
-        return shards, [send_shard(self.args, s) for s in split_for_data_parallel(batch, of_critic)], schedule.dropped
+        # The critic has a layout or a token budget of its own.
+        of_critic = [send_shard(self.args, shard) for shard in split_for_data_parallel(batch, schedule_of_critic)]
+        return shards, of_critic, schedule.dropped
 
     def logged_by_user(self, rollout_id: int, samples: list[Any], metrics: dict[str, Any], seconds: float) -> bool:
         """Whether a user's function logged the rollout in the place of the usual metrics."""
@@ -186,6 +187,7 @@ class RolloutPipeline:
         """Evaluate all data sets, `before` training on `rollout_id` or after it, and return what was logged."""
         args, name = self.args, evaluation_name(rollout_id, before=before)
         flag, path = "--eval-function-path", args.eval_function_path
+        log_flag, log_path = "--custom-eval-rollout-log-function-path", args.custom_eval_rollout_log_function_path
         function = load_function(path, flag=flag)
         with self._call(name, rollout_id, evaluation=True, before_training=before) as logged:
             with _calling(flag, path, name):
@@ -193,17 +195,19 @@ class RolloutPipeline:
             check_eval_output(output, f"{flag} {path}")
             if args.save_debug_rollout_data is not None:
                 save_evaluation(args.save_debug_rollout_data, rollout_id, output.data, before_training=before)
-            flag, path = "--custom-eval-rollout-log-function-path", args.custom_eval_rollout_log_function_path
-            if not self._call_log_function(flag, path, rollout_id, output.data, output.metrics):
+            if not self._call_log_function(log_flag, log_path, rollout_id, output.data, output.metrics):
                 metrics = merge_extra_metrics(compute_eval_metrics(args, output.data), output.metrics, "eval/")
-                # An evaluation stands at the number of rollouts that are trained: its weights were, too, where each of them
-                # is pushed, and it is at the step of the rollout that is generated with the same weights.
+                # The step is the number of rollouts trained so far. So an evaluation and the rollout that is generated with the
+                # same weights have one step, where weights are pushed after every rollout.
                 logged.append(({**metrics, "eval/step": rollout_id + (not before)}, "eval/step"))
         return logged
 
     def _call_log_function(self, flag: str, path: str | None, rollout_id: int, *arguments: Any) -> bool:
-        """Call a user's log function, if there is one. That it fails, or does not return, is reported and never ends the run;
-        one that did not return is called no more, since every step would wait for it as long."""
+        """Call a user's log function, if there is one. Returns whether it logged in place of us.
+
+        A function that fails, or does not return in time, is reported and never ends the run. One that did not return is not
+        called any more: every step would wait for it as long.
+        """
         if path is None or flag in self._given_up:
             return False
         try:
@@ -230,8 +234,8 @@ def batch_schedule(args: argparse.Namespace, batch: dict[str, Any]) -> DPSchedul
 
 @contextlib.contextmanager
 def _calling(flag: str, path: str, subject: str) -> Iterator[None]:
-    """`calling_user_code` for a plug-in. The errors of our own functions speak for themselves, but for a cancellation: we have
-    not cancelled them."""
+    """`calling_user_code` for a user's function. Our own functions raise errors that need no such frame; only a cancellation,
+    which we did not ask for, is turned into one."""
     if not path.startswith("slime."):
         with calling_user_code(flag, path, subject):
             yield
@@ -245,7 +249,7 @@ def _calling(flag: str, path: str, subject: str) -> Iterator[None]:
 
 
 def _raw_reward(args: argparse.Namespace, samples: Sequence[Sample]) -> dict[str, float]:
-    """`rollout/raw_reward` as training ranks would report it; nothing where they would get no rewards, which is told."""
+    """`rollout/raw_reward` as training ranks would report it. Nothing, with a warning, where they could not get rewards."""
     try:
         raw, _ = post_process_rewards(args, samples)
     except UserError as error:
