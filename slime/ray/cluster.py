@@ -1,7 +1,9 @@
-"""The Ray cluster of a run: joined where one is given, else started on this machine with what the plan needs.
+"""The Ray cluster of a run: joined where `RAY_ADDRESS` names one, else started on this machine with what the plan needs.
 
 Devices are Ray `GPU` resources; on a machine without GPUs they are logical. A cluster that is too small is an error at
 once, with both numbers, never a silent wait.
+
+What a run needs of machines and directories is checked here too, before anything starts (`refuse_…`, `check_machine`).
 """
 
 from __future__ import annotations
@@ -58,11 +60,11 @@ from slime.weights.hf_reader import places_of_checkpoint
 
 logger = logging.getLogger(__name__)
 
-# What travels through the object store are train batches; this is enough for everything else.
+# Train batches are what needs room in the object store; this much is enough for everything else that travels through it.
 _SMALLEST_OBJECT_STORE = 512 * 2**20
-# Objects need room in one piece, and are deleted a moment after they were let go.
+# An object lies in one piece, and the last one is only deleted a moment after nobody holds it: so there is room to spare.
 _OBJECT_STORE_SLACK = 1.25
-# Of the machine's memory; training ranks and engines want theirs.
+# The store gets at most this share of the machine's memory: training ranks and engines want theirs.
 _OBJECT_STORE_SHARE = 0.3
 _CONNECT_SECONDS = 10.0
 _NODE_SECONDS = 180.0
@@ -102,9 +104,10 @@ def plan_cluster(args: argparse.Namespace) -> ClusterPlan:
 
 @contextlib.contextmanager
 def ray_cluster(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """Connect to `RAY_ADDRESS`, or start Ray on this machine, which `check_machine` has looked at, for the length of the block.
+    """For the length of the block, connect to `RAY_ADDRESS`, or start Ray on this machine, which `check_machine` has passed.
 
-    Gives the arguments of a run there: the precision follows the devices of the cluster.
+    Gives the arguments for the processes of the run. They may differ from `args`, since the precision follows from the devices
+    that the cluster turns out to have.
 
     Raises:
         UserError: the cluster has fewer devices than the plan needs, or flags do not go with its devices.
@@ -112,10 +115,10 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """
     plan = plan_cluster(args)
     address = env.ray_address()
-    # Ray reads these when it starts. Its messages about itself would bury ours.
+    # Ray reads these variables when it starts. They keep its messages about itself from burying ours.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
-        # The names of processes in front of their lines are coloured for people only.
+        # Ray puts the name of a process before its lines, and colours it: that helps a person and hinders a program.
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -127,8 +130,8 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
         _require_shared_directory(args)
     try:
         if address is not None:
-            # What the driver's own machine has says nothing about the nodes that will train.
-            # Of `GPU` resources that are devices Ray names the type where it found them itself and knows it.
+            # The driver's own machine may have other devices than the nodes that will train. A node with real GPUs shows their
+            # type as a resource, if Ray found them by itself and knows the type.
             found = any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
             forced = env.forced_accelerator()
             args = _as_on(args, on_gpus=found if forced is None else forced != "cpu")
@@ -140,10 +143,10 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def _as_on(args: argparse.Namespace, *, on_gpus: bool) -> argparse.Namespace:
-    """The arguments as they follow from the devices that a cluster turned out to have.
+    """The arguments with what follows from the devices that the cluster has.
 
     Raises:
-        UserError: flags do not go with these, which could not be known when the flags were checked.
+        UserError: flags do not go with these devices, which were not known when the flags were checked.
     """
     if args.on_gpus is on_gpus:
         return args
@@ -158,14 +161,15 @@ def _as_on(args: argparse.Namespace, *, on_gpus: bool) -> argparse.Namespace:
 
 
 def object_store_bytes(args: argparse.Namespace) -> int:
-    """Size of the object store of a Ray on this machine: room for the train batch of a step, and in the asynchronous loop for
-    those that wait, if the machine has it.
+    """Bytes of the object store of a Ray on this machine: room for the train batch of a step and, in the asynchronous loop, for
+    the batches that wait, as far as the machine has it.
 
-    What does not fit Ray writes to disk and reads back, at a fraction of the speed; a warning tells both numbers.
+    Ray writes what does not fit to disk and reads it back, at a fraction of the speed; a warning tells both numbers.
     """
     batches = 1 + args.async_buffer_size if args.asynchronous else 1
     if args.rollout_data_transport == "nixl" and not args.use_critic:
-        # The manager's own memory holds them. Columns that a critic and the actor exchange lie in the store all the same.
+        # Batches then stay in the manager's own memory. With a critic they are counted all the same, for the columns that both
+        # models exchange through the store.
         batches = 0
     wanted = max(_SMALLEST_OBJECT_STORE, round(_OBJECT_STORE_SLACK * batches * train_batch_bytes(args)))
     limits = {f"{_OBJECT_STORE_SHARE:.0%} of the memory": _OBJECT_STORE_SHARE * ray._private.utils.get_system_memory()}
@@ -185,13 +189,13 @@ def object_store_bytes(args: argparse.Namespace) -> int:
     return granted
 
 
-# Rollout functions that ask our engines. Those of the user's own may ask somebody else.
+# Rollout functions that are known to ask our engines. A user's own function may ask somebody else.
 _ASKING = ("slime.rollout.sglang_rollout.", "slime.rollout.fully_async_rollout.")
 
 
 def refuse_images_on_cpus(args: argparse.Namespace) -> None:
-    """Raise UserError where engines of ours would be asked about images on CPUs: of this machine, or of a cluster that
-    `SLIME_ACCELERATOR=cpu` tells about."""
+    """Raise UserError if engines of ours on CPUs would be asked about images. Engines are known to run on CPUs if this machine,
+    on which Ray starts, has no GPU, or if `SLIME_ACCELERATOR=cpu` says so of a cluster."""
     elsewhere = env.ray_address() is not None and env.forced_accelerator() != "cpu"
     if not args.has_engines or args.rollout_external or elsewhere or gpus_on_this_machine() > 0:
         return
@@ -210,8 +214,8 @@ def refuse_images_on_cpus(args: argparse.Namespace) -> None:
 
 
 def refuse_recording(args: argparse.Namespace) -> None:
-    """Raise UserError where training ranks could not record their memory, as far as this machine tells: `--memory-recorder`
-    records on GPUs alone, or by a package that is missing."""
+    """Raise UserError if, as far as this machine tells, training ranks could not record their memory: the recorder of
+    `--memory-recorder` works on GPUs alone, or its package is missing."""
     if not args.record_memory_history or not args.has_trainer:
         return
     if args.memory_recorder == "torch" and expects_gpus(args) is False:
@@ -224,7 +228,7 @@ def refuse_recording(args: argparse.Namespace) -> None:
 
 
 def refuse_transport(args: argparse.Namespace) -> None:
-    """Raise UserError where batches could not travel as `--rollout-data-transport` says, as far as this machine tells."""
+    """Raise UserError if, as far as this machine tells, batches could not travel as `--rollout-data-transport` says."""
     wanted = args.rollout_data_transport == "nixl" and args.has_trainer and env.ray_address() is None
     if wanted and importlib.util.find_spec("nixl") is None:
         raise UserError(
@@ -234,10 +238,10 @@ def refuse_transport(args: argparse.Namespace) -> None:
 
 
 def refuse_incomplete_models(args: argparse.Namespace) -> None:
-    """Raise UserError where a Hugging Face directory lacks something of what the run loads from it: all of its weights or a
-    part of them, as a download leaves that was broken off, or the tokenizer.
+    """Raise UserError if a Hugging Face directory lacks something that the run loads from it: the tokenizer, all weights, or
+    some of them, as after a download that broke off.
 
-    Of weights only the headers of files are read. Directories from which nothing is loaded may have a config alone.
+    Only the headers of weight files are read. A directory from which no weights are loaded may hold a config alone.
     """
     loads = [*_loads_of_ranks(args), *_loads_of_engines(args)]
     for directory in sorted({load.directory for load in loads if load.files}):
@@ -276,9 +280,9 @@ class _Load:
     """What is loaded from a Hugging Face directory.
 
     Attributes:
-        place: what names the directory, and the directory.
-        files: patterns of the files in which weights are looked for, any of them; empty where no weights are loaded.
-        ways_out: flags with which no weights are loaded, and who goes without then.
+        place: the flag or the place in a file that names the directory, followed by the directory, for messages.
+        files: patterns, any of which files with weights may match; empty where no weights are loaded.
+        ways_out: flags that start without these weights, each with the part of the run that then has none.
         tokenizer: whether there must be one.
     """
 
@@ -303,7 +307,7 @@ def _loads_of_ranks(args: argparse.Namespace) -> Iterator[_Load]:
         place = place_in(args.megatron_config_path, CRITIC, "load", "hf_checkpoint")
         sources.append((f"{place}: role critic:", critic))
     states = other_model_states(args)
-    # A checkpoint that is resumed may have a reference of its own.
+    # A checkpoint that the run resumes from may hold the reference, and then `--ref-load` is not read.
     if REFERENCE in states and not start.resume:
         sources.append(("--ref-load", source_of_reference(args)))
     if TEACHER in states:
@@ -315,7 +319,7 @@ def _loads_of_ranks(args: argparse.Namespace) -> Iterator[_Load]:
 
 
 def _loads_of_engines(args: argparse.Namespace) -> Iterator[_Load]:
-    """Of engines that the run starts. Formats that are typed are left to SGLang."""
+    """What engines that the run starts load. If a load format was typed, weights are left to SGLang to find."""
     for model in served_models(args) if args.has_engines and not args.rollout_external else ():
         groups = [group for group in model.groups if group.num_engines]
         formats = {group.overrides.get("load_format", vars(args).get("sglang_load_format")) for group in groups}
@@ -335,18 +339,18 @@ def _asks(function: str, generate: str | None) -> bool:
 
 
 def check_machine(args: argparse.Namespace) -> None:
-    """Look whether this machine can hold a run that starts Ray on it; of one that joins a cluster nothing is asked here.
+    """Check that this machine can hold a run that starts Ray on it. A run that joins a cluster is not checked here.
 
     Raises:
-        UserError: the machine has fewer GPUs, or without GPUs less memory, than the run needs; or nothing that moves caches
-            from engines that prefill to those that decode, or nothing that could draft.
+        UserError: the machine has fewer GPUs than the run needs or, without GPUs, less memory; or it lacks what moves caches
+            from engines that prefill to those that decode, or what engines draft with.
     """
     if env.ray_address() is not None:
         return
     plan = plan_cluster(args)
     real, layout = gpus_on_this_machine(), plan.layout
     if real == 0:
-        # The plan and every process of the run go by this.
+        # The plan and every process of the run read this variable.
         os.environ["SLIME_ACCELERATOR"] = "cpu"
     if 0 < real < plan.gpus and plan.reserved is not None:
         raise UserError(
@@ -368,9 +372,10 @@ def check_machine(args: argparse.Namespace) -> None:
 
 
 _SYSTEM_CONFIG = {
-    # Processes that Ray starts in advance have another environment than ours, and nobody uses them.
+    # Our actors have environments of their own, so none would ever run in a process that Ray starts in advance.
     "prestart_worker_first_driver": False,
-    # A raylet looks for its object store, which it starts itself, every 50 ms instead of every second, for 10 s as ever.
+    # How often a raylet looks for the object store that it has started: every 50 ms instead of every second, for 10 s as by
+    # default.
     "raylet_client_connect_timeout_milliseconds": 50,
     "raylet_client_num_connect_attempts": 200,
 }
@@ -403,10 +408,10 @@ def _start_local(args: argparse.Namespace, plan: ClusterPlan) -> None:
 def _on_loopback_only() -> Iterator[None]:
     """Let the Ray that starts in the block serve this machine alone, or join one that does.
 
-    Each of its servers listens on loopback where the node's address is loopback, and on all interfaces otherwise. Ray
-    2.60 replaces a loopback address that it is given by the machine's own (`services.resolve_ip_for_localhost`), unless
-    clusters of several nodes are switched off, which `RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0` does on any system. Ray reads
-    that variable when it is imported, which has happened, so the constant that it ends in is set.
+    Ray's servers listen on loopback if that is the node's address, and on all interfaces otherwise. Ray 2.60 replaces a
+    loopback address by the machine's own (`services.resolve_ip_for_localhost`), unless clusters of several nodes are off.
+    `RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0` does that on any system, but Ray reads it when it is imported, which has happened by
+    now; so the constant that it sets is set here.
     """
     with _replaced(ray_constants, ENABLE_RAY_CLUSTER=False):
         yield
@@ -414,9 +419,9 @@ def _on_loopback_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _patience_with_node() -> Iterator[None]:
-    """See a Ray node that starts in the block as soon as it is there, and give it time on a busy machine.
+    """Notice a Ray node that starts in the block as soon as it is there, and give it more time on a busy machine.
 
-    Ray 2.60 asks by `services.get_node`, which looks once a second, and gives up after 30 s; no setting of it says otherwise.
+    Ray 2.60 waits in `services.get_node`, which looks once a second and gives up after 30 s; no setting changes that.
     """
     get_node = services.get_node
 
@@ -432,8 +437,8 @@ def _patience_with_node() -> Iterator[None]:
         yield
 
 
-# Of flags that are given twice a raylet takes the last. It wants an agent that lives as long as itself: this one reads the pipe
-# that ends with the raylet. -1 is what an agent says of a port that it does not have.
+# Appended to a raylet's flags; of a flag that is given twice it takes the last. A raylet wants an agent that lives as long as
+# itself: `cat` reads a pipe that ends with the raylet. An agent reports −1 for a port that it does not have.
 _NO_AGENT = (
     "--dashboard_agent_command=cat", "--metrics-agent-port=-1", "--metrics_export_port=-1",
     "--dashboard_agent_listen_port=-1",
@@ -442,10 +447,10 @@ _NO_AGENT = (
 
 @contextlib.contextmanager
 def _without_dashboard() -> Iterator[None]:
-    """Let a Ray node that starts in the block start nothing for a dashboard or an autoscaler, of which it has neither.
+    """Keep a Ray node that starts in the block from starting what a dashboard or an autoscaler would need: it has neither.
 
-    `ray.init(include_dashboard=False)` of Ray 2.60 starts a server without a page, an agent for it on the node and the monitor
-    of an autoscaler all the same, waits for the first and then for the second, and imports beforehand what they would need.
+    Even with `include_dashboard=False`, Ray 2.60 starts a server without a page, an agent for it on the node, and the monitor
+    of an autoscaler. It imports what these need, and waits for the server and then for the agent.
     """
     start_process = services.start_ray_process
 
@@ -487,7 +492,7 @@ def settle_token() -> None:
         descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".auth_token.")
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
-        # Whole from its first moment, and never in place of another: runs that start together share one.
+        # A link appears with all of the file's content, and never replaces another: runs that start together share one token.
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
         os.unlink(draft)
@@ -498,14 +503,14 @@ def settle_token() -> None:
 
 @contextlib.contextmanager
 def _agents_follow_driver() -> Iterator[None]:
-    """End the agents of our Ray node with the driver, should it be killed; everything else of Ray follows by itself.
+    """If the driver is killed in the block, kill the agents of our Ray node too; everything else of Ray ends by itself.
 
-    An agent that finds its node dead tries for a minute to report that to the dead cluster. So a shell waits on a pipe
-    that only the driver holds: end of file means that the driver died, a line that all is well.
+    An agent that finds its node dead would try for a minute to report that to the dead cluster. So a shell waits on a pipe that
+    only the driver holds: end of file means that the driver died, a line that all is well.
     """
     raylets = ray._private.worker._global_node.all_processes["raylet"]
     children = [child for raylet in raylets for child in psutil.Process(raylet.process.pid).children()]
-    # Not the workers: they come and go, and their numbers may be given to others meanwhile.
+    # Workers are left out: they come and go, and by then another process may have the number of one that is gone.
     agents = [str(child.pid) for child in children if "agent" in " ".join(child.cmdline()).lower()]
     watch = 'read line || kill -9 "$@" 2>/dev/null'
     with subprocess.Popen(
@@ -542,7 +547,7 @@ def _answers_on_loopback_only(address: str) -> bool:
 
 
 def _require_shared_directory(args: argparse.Namespace) -> None:
-    """Raise UserError where ranks would write for engines of other nodes, and no directory is known that all nodes see."""
+    """Raise UserError if ranks would have to write files for engines on other nodes, and no directory is known that all see."""
     nodes = sum(node["Alive"] for node in ray.nodes())
     if nodes > 1 and args.check_weight_update_equal and not args.save:
         ray.shutdown()

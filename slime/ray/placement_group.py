@@ -160,8 +160,8 @@ def _wait_for_start(
 
 
 class ActorCritic(TrainGroup):
-    """The ranks of a run with a critic. The object itself is the group of the actor, whose flags `args` are. It has the group of
-    the critic beside it, and its methods call both.
+    """The ranks of a run with a critic. The object itself is the group of the actor, whose flags `args` are. It has the
+    critic's group beside it, and its methods call both.
 
     Both models live on the same devices and take turns. Every rollout has the same order: the critic computes values; the actor
     computes log-probs, advantages and returns, and trains; the critic trains on these returns.

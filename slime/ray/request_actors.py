@@ -1,10 +1,12 @@
 """`--use-distributed-post`: actors on every node that send the rollout manager's requests, which `http_carriers` deals to them.
 
+They take two things off the manager: its connections, and the parsing of long answers.
+
 Invariants:
-- An actor knows no limit, no attempts and no time: it makes the exchange that it is told of, and ends it when it is told so.
-- A long answer is parsed where it arrives, and the manager gets arrays: that is what it saves, beside connections.
-- A node that joins the cluster while there are some gets its own, which send as soon as they have started.
-- They end with the manager. One that does not answer any more, or whose calls fail, is ended, whereby all that it has fails.
+- An actor knows no limits, attempts or deadlines: it makes the exchange that it is told of, and ends it when it is told so.
+- A long answer is parsed in the actor that receives it, and the manager gets arrays.
+- A node that joins the cluster later gets actors too, which send as soon as they have started.
+- Actors end with the manager. One that stops answering, or whose calls fail, is ended, and with it fail all its requests.
 - Ray keeps no record of their calls, whose arguments hold the key of the engines.
 """
 
@@ -29,17 +31,19 @@ from slime.utils.http_utils import THREAD_FROM_BYTES, decode_generated, new_sess
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 120.0
-# How often they are asked whether they live, and how long one may take to say so. Both bound what a hung one holds up.
+# How often actors are asked whether they live, and how long one may take to answer. The sum of both bounds how long requests
+# wait for an actor that hangs.
 _ASK_EVERY_SECONDS = 10.0
 _SILENT_SECONDS = 30.0
-# A process that was halted finds its time over before it could take an answer: a wait for answers is made of so many.
+# The wait for answers is cut into so many short ones. If this process itself is halted for a while, one long wait would be
+# over as soon as it goes on, with the answers still unread.
 _WAITS = 10
-# For one to close the connection of a request that is given up.
+# How long an actor may take to close the connection of a request that is given up.
 _CLOSING_SECONDS = 5.0
-# Of what Ray says about an actor that died.
+# Ray's account of why an actor died is cut to so many characters.
 _LONGEST_CAUSE = 300
 _DID_NOT_START = "%s did not start (%s): the manager goes without it"
-# The limit is that of the manager, exactly; this one of Ray's is never reached.
+# Calls of one actor at a time. The manager has the exact limit; this one, which Ray wants, is never reached.
 _AT_A_TIME = 1_000_000
 
 
@@ -58,8 +62,8 @@ class RequestActor:
     async def exchange(
         self, method: str, url: str, body: bytes | None, headers: dict[str, str], parse: bool
     ) -> tuple[int, bytes, bool] | Exception:
-        """(status, body of the answer, whether it is a pickle of what the body was parsed into), or what `Carrier.exchange`
-        raises. It is not raised here: of an error that Ray cannot pickle the manager would get another one."""
+        """(status, body of the answer, whether that is a pickle of the parsed body), or the error that `Carrier.exchange` is to
+        raise. It is returned because Ray would replace an error that it cannot pickle by another one."""
         if self._session is None:
             self._session = new_session()
         try:
@@ -70,12 +74,12 @@ class RequestActor:
                 response.release()
             if not parse or response.status >= 400 or len(content) < THREAD_FROM_BYTES:
                 return response.status, content, False
-            # As one value of bytes: arrays that Ray knows of would stay in its store as long as a sample has them.
+            # Pickled here, so that Ray sees bytes alone: arrays would stay in its store for as long as a sample has them.
             return response.status, pickle.dumps(await decode_generated(content), protocol=5), True
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             return ExchangeFailed(f"{type(error).__name__}: {error}")
         except aiohttp.ClientResponseError as error:
-            # Its headers and its responses are none that could be pickled.
+            # The error holds headers and responses, which cannot be pickled: so a bare one takes its place.
             sent = aiohttp.RequestInfo(error.request_info.url, method, {}, error.request_info.real_url)
             return type(error)(sent, (), status=error.status, message=error.message)
         except Exception as error:
@@ -89,7 +93,7 @@ class RequestClient:
         self.actor = actor
         self.name = name
         self.is_here = is_here
-        # Why it is ended, or will be when actors are asked next; None: it is not.
+        # Why the actor was ended, or will be when actors are asked next; None while it is in use.
         self.ended_for: str | None = None
 
     async def exchange(
@@ -102,15 +106,15 @@ class RequestClient:
                 answer = await sent
             except asyncio.CancelledError:
                 ray.cancel(sent)
-                # Only then another request may take its place.
+                # The engine must see the connection close before another request takes this one's place.
                 with contextlib.suppress(TimeoutError, RayError):
                     await asyncio.wait_for(sent, _CLOSING_SECONDS)
                 raise
         except RayTaskError as error:
-            # It lives, and has sent the request or not: an attempt that nobody knows the end of.
+            # The actor lives. Whether it has sent the request is unknown, so this counts as an attempt that failed.
             raise ExchangeFailed(_cause(error)) from error
         except RayError as error:
-            # It may live still, behind a network that broke: engines would go on with what is sent again.
+            # The actor may still live behind a broken network, and engines would go on with requests that others send again.
             self.ended_for = self.ended_for or _cause(error)
             raise CarrierLost(self.ended_for) from error
         if isinstance(answer, Exception):
@@ -129,9 +133,9 @@ class RequestActors:
 
     def __init__(self, on_each_node: int) -> None:
         self._on_each_node = on_each_node
-        # Where there are some, or were.
+        # Nodes that have got their actors, which may have ended since.
         self._nodes: set[str] = set()
-        # Of those that are not asked yet: the answer by which they tell that they have started, and until when it may come.
+        # Actors that start: the answer that shows that one has started → the actor, and until when that answer may come.
         self._starting: dict[ray.ObjectRef, tuple[RequestClient, float]] = {}
         self._carriers = Carriers([])
         self._clients = self._begin()
@@ -143,7 +147,7 @@ class RequestActors:
         if not nodes:
             return []
         here = ray.get_runtime_context().get_node_id()
-        # No share of a processor is reserved: a node whose processors are all promised to others has them as well.
+        # They reserve no share of a processor, so that they also start on a node whose processors are all reserved by others.
         options = {"num_cpus": 0, "num_gpus": 0, "max_concurrency": _AT_A_TIME, "enable_task_events": False}
         remote_class = ray.remote(**options)(RequestActor)
         clients = []
@@ -157,7 +161,7 @@ class RequestActors:
         return clients
 
     def wait_ready(self) -> Carriers:
-        """Those that have started; the manager goes without the others, which is told."""
+        """The actors that have started. The manager goes without the others, and a warning tells which."""
         started, others = self._ask(_START_SECONDS)
         for client in others:
             logger.warning(_DID_NOT_START, client.name, client.ended_for)
@@ -170,20 +174,20 @@ class RequestActors:
         """End them all."""
         self._ended.set()
         for client in [*self._clients, *(client for client, _ in list(self._starting.values()))]:
-            # Where Ray cannot end it, it ends with the manager.
+            # If Ray cannot end it now, it ends with the manager.
             with contextlib.suppress(RayError):
                 client.end("the run ends")
 
     def _watch(self) -> None:
         while self._clients and not self._ended.wait(_ASK_EVERY_SECONDS):
-            # What Ray cannot do now, while its head starts again say, it can the next time.
+            # Ray may be unable to do this now, say while its head restarts. Then the next round does it.
             with contextlib.suppress(RayError):
                 self._ask(_SILENT_SECONDS)
             with contextlib.suppress(RayError):
                 self._welcome()
 
     def _welcome(self) -> None:
-        """Begin actors on nodes that have joined, and take those that have started since."""
+        """Start actors on nodes that have joined, and take those into use that have started since."""
         until = time.monotonic() + _START_SECONDS
         self._starting |= {client.actor.answer.remote(): (client, until) for client in self._begin()}
         if not self._starting:
@@ -205,7 +209,7 @@ class RequestActors:
                 logger.warning(_DID_NOT_START, client.name, client.ended_for)
 
     def _ask(self, seconds: float) -> tuple[list[RequestClient], list[RequestClient]]:
-        """Those that say within so many seconds that they live, and the others, which are ended and asked no more."""
+        """(Actors that say within `seconds` that they live, the others). The others are ended, and not asked again."""
         asked = {client.actor.answer.remote(): client for client in self._clients}
         silent = list(asked)
         for _ in range(_WAITS):
@@ -225,7 +229,7 @@ class RequestActors:
 
 
 def _problem(answered: ray.ObjectRef) -> str | None:
-    """Why an actor is not there to answer; None: it is."""
+    """Why an actor could not answer; None if it did."""
     try:
         ray.get(answered, timeout=_CLOSING_SECONDS)
     except RayError as error:
