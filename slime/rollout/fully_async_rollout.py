@@ -1,10 +1,10 @@
-"""A rollout function whose generation never stops: `--rollout-function-path` of `generate_rollout_fully_async`.
+"""A rollout function whose generation never stops: `generate_rollout_fully_async`, for `--rollout-function-path`.
 
-A worker keeps as many groups in flight as the engines can take, whatever rollout asks. A rollout takes the oldest finished
-ones; the others wait for the next. So a long answer holds up nothing but its own group.
+A worker keeps as many groups in flight as the engines can take, also while no rollout asks for any. A rollout takes the oldest
+finished groups; the others wait for the next rollout. So a long answer holds up nothing but its own group.
 
 Every prompt that the worker has drawn is in exactly one place: in flight, in the queue, with a rollout, dropped by the dynamic
-filter, or back in the data source. What is in flight or in the queue is in every saved state of the data.
+filter, or back in the data source. Every saved state of the data holds what is in flight and what is in the queue.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from slime.rollout.failures import FailureTally, failed_samples
 from slime.rollout.filter_hub.base_types import (
     FILTER_FLAG,
     MetricGatherer,
-    call_dynamic_filter,
-    samples_to_judge,
     should_drop_dynamic_filter_output,
+    verdict_on_group,
 )
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import cancelled_error, is_aborted, start_group
 from slime.rollout.generation_call import GenerationCall, current_call
 from slime.rollout.sglang_rollout import MAX_INTERRUPTIONS_OF_A_GROUP
 from slime.rollout.staleness import is_too_old
-from slime.rollout.user_functions import call_within_request_time, describe_samples, run_in_daemon_thread
+from slime.rollout.user_functions import run_in_daemon_thread
 from slime.utils.async_utils import run
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import generation_concurrency
@@ -50,8 +49,8 @@ def generate_rollout_fully_async(args: Any, rollout_id: int, data_source: Any, e
     """The next `rollout_batch_size` finished groups, by the index of their first sample; starts the worker the first time.
 
     Raises:
-        ValueError: it was asked to evaluate.
-        UserError, RunError: what ended the worker, or the data source ran dry.
+        UserError: it was asked to evaluate, or the data source ran dry.
+        UserError, RunError: what ended the worker.
     """
     if evaluation:
         raise UserError(
@@ -82,14 +81,14 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         path = args.dynamic_sampling_filter_path
         self._filter = load_function(path, flag=FILTER_FLAG) if path else None
         self._done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
-        # Told of everything that rollouts and the worker wait for.
+        # Notified whenever something changes that a rollout or the worker may wait for.
         self._changed = asyncio.Condition()
         self._error: BaseException | None = None
         self._is_dry = False
         self._tasks: list[asyncio.Task[None]] = []
         self._draws = current_draws()
         self._rollout_id = self._drawn_for_rollout = 0
-        # By the rollout that is being collected.
+        # How many groups the rollout that is being collected has taken.
         self._taken = 0
         self._interruptions: Counter[Any] = Counter()
         self._reset_counts()
@@ -99,7 +98,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         call, target = current_call(), self.args.rollout_batch_size
         self._rollout_id, self._drawn_for_rollout = rollout_id, 0
         if not self._tasks:
-            # Nothing of this rollout goes along with it: its call, its metrics, what it draws.
+            # An empty context: the worker outlives this rollout, and must not work for its call, its metrics or its draws.
             work = (self._top_up_for_ever(), self._judge_for_ever())
             self._tasks = [asyncio.create_task(one, context=contextvars.Context(), name=_WORKER) for one in work]
         taken: list[tuple[list[Any], list[Any]]] = []
@@ -109,7 +108,8 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
                     origin, group = await self._oldest(rollout_id, target - len(taken))
                     if is_too_old(self.args, group, call.trained_as):
                         self._counts["stale_groups"] += 1
-                        # It comes to its end also where this rollout is cancelled: the source may have the group by then.
+                        # Shielded: if this rollout is cancelled while the source takes the group, both must still agree on
+                        # who has it.
                         await asyncio.shield(asyncio.create_task(self._return_stale(origin, group)))
                         continue
                     taken.append((origin, group))
@@ -128,7 +128,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
                 self._taken = 0
                 self._changed.notify_all()
         if self._draws is not None:
-            # Not later: whoever gets the groups may change them, and a state may still have them as they were queued.
+            # Before they are handed out: from then on they may be changed, and until now a saved state holds them as they are.
             self._draws.taken([origin for origin, _ in taken], rollout_id)
         return RolloutFnTrainOutput(groups, {**self._take_metrics(), "failed_samples": len(failed_samples(groups))})
 
@@ -163,14 +163,14 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         await self._guarded(self._judge)
 
     async def _guarded(self, work: Any) -> None:
-        """Do `work` again and again; what it raises, the rollout that waits raises."""
+        """Do `work` again and again. If it raises, that ends the worker, and the rollout that waits raises the same."""
         while self._error is None:
             try:
                 await work()
             except Exception as error:
                 await self._fail(error)
             except asyncio.CancelledError:
-                # Nobody would generate any more, and rollouts would wait for ever.
+                # Somebody cancelled the worker. Rollouts have to hear of it, or they would wait for ever.
                 await self._fail(cancelled_error(asyncio.current_task()))
                 raise
 
@@ -180,10 +180,11 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
             self._changed.notify_all()
 
     def _room(self) -> int:
-        """How many groups may start: as many as fill the engines, and none while as many wait to be taken.
+        """How many groups may start now: as many as fill the engines, but none while that many finished ones wait.
 
-        With a bound on staleness no more than may still be trained when they are done: behind w whole rollouts a group is
-        ⌈w ÷ interval⌉ pushes older than those, which may be ⌈buffer ÷ interval⌉ old themselves.
+        With `--max-weight-staleness`, also no more than may still be trained when their turn comes. A group that waits behind w
+        whole rollouts gets ⌈w ÷ interval⌉ pushes older meanwhile, and the rollouts in front may be ⌈buffer ÷ interval⌉ old
+        themselves.
         """
         args = self.args
         pool = max(1, generation_concurrency(args) // args.n_samples_per_prompt)
@@ -228,17 +229,17 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
             finished = await self._settle(task, origin)
         finally:
             async with self._changed:
-                # At once, so that it takes up room in one place.
+                # Both in one go, so that the group always counts in exactly one place.
                 del self.in_flight[task]
                 if finished is not None:
                     self.queue.append((origin, finished))
                 self._changed.notify_all()
 
     async def _settle(self, task: asyncio.Task[Any], origin: list[Any]) -> list[Any] | None:
-        """The group, if it is finished and stays."""
+        """The finished group, if the filter keeps it; None where it was dropped or given back."""
         error = cancelled_error(task) if task.cancelled() else task.exception()
         if error is not None:
-            # Before it ends the run, so that no prompt is lost.
+            # The error ends the run. Its prompts return first, so that none is lost.
             await self._return_to_source(origin, as_prompts(origin))
             raise error
         group = task.result()
@@ -261,24 +262,21 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         if self._filter is not None and await self._filter_drops(group):
             if self._draws is not None:
                 self._draws.taken([origin], None)
-            # Those that failed look alike to a filter: without this, a dead reward service would be asked for ever.
+            # To a filter all failed samples look alike, so it drops every group of a dead reward service. Without this check
+            # that service would be asked for ever.
             if self._failures.samples >= self.args.rollout_batch_size * self.args.n_samples_per_prompt:
                 self._failures.stop_when_most_failed()
             return None
         if self._draws is not None:
-            # As it goes into a state: attempts with their prompts beside them, which are gone on with, or done.
+            # A saved state holds the group as attempts, each with its prompt beside it.
             self._draws.finished(
                 origin, lambda: as_continuable_group(self.args, origin, [new_attempt(entry) for entry in group])
             )
         return group
 
     async def _filter_drops(self, group: list[Any]) -> bool:
-        samples, path = samples_to_judge(group), self.args.dynamic_sampling_filter_path
-        called = FILTER_FLAG, path, describe_samples(samples)
-        verdict = await call_within_request_time(
-            self.args, *called, call_dynamic_filter, self._filter, self.args, samples
-        )
-        # While the source has prompts there are always more.
+        verdict = await verdict_on_group(self.args, self._filter, group)
+        # As long as the source has prompts, any number of groups can still be had.
         obtainable = len(self.in_flight) + len(self.queue) if self._is_dry else math.inf
         drop = should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=obtainable, target_data_size=self.args.rollout_batch_size
@@ -288,7 +286,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         return drop
 
     async def _return_stale(self, origin: list[Any], group: list[Any]) -> None:
-        """Give back a group that was taken from the queue; into which it goes again if the source does not take it."""
+        """Give a group that was taken from the queue back to the source; if that fails, it goes back into the queue."""
         self._taken -= 1
         try:
             await self._return_to_source(origin, as_prompts(origin))

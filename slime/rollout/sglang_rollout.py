@@ -3,9 +3,9 @@
 `generate_rollout` is what `--rollout-function-path` names by default: one step of training rollouts, or an evaluation,
 against SGLang engines behind a router.
 
-A step goes from prompts to the chosen groups, with nothing lost on the way: every group taken from the data source ends in
-exactly one place: kept, dropped by the dynamic filter, or back in the data source (as prompts, as a partial group, or finished
-with `--keep-surplus-groups`).
+A step goes from prompts to the chosen groups, and loses nothing on the way. Every group that it takes from the data source ends
+in exactly one place: it is kept, dropped by the dynamic filter, or back in the data source (as prompts, as a partial group, or
+finished with `--keep-surplus-groups`).
 """
 
 import asyncio
@@ -33,9 +33,8 @@ from slime.rollout.failures import FailureTally, failed_samples
 from slime.rollout.filter_hub.base_types import (
     FILTER_FLAG,
     MetricGatherer,
-    call_dynamic_filter,
-    samples_to_judge,
     should_drop_dynamic_filter_output,
+    verdict_on_group,
 )
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import (
@@ -50,7 +49,6 @@ from slime.rollout.generation_call import GenerationCall
 from slime.rollout.staleness import is_too_old
 from slime.rollout.user_functions import (
     call_within_request_time,
-    describe_samples,
     run_in_daemon_thread,
     wrong_result_error,
 )
@@ -77,7 +75,8 @@ logger = logging.getLogger(__name__)
 REPORT_AFTER_S = 30.0
 SLEEP_REPORT_S = 600.0
 MAX_INTERRUPTIONS_OF_A_GROUP = 5
-# Kept groups that one way to a thread packs: it takes longer than to pack one whose samples hold arrays already.
+# So many kept groups are packed in a thread at a time: to reach the thread takes longer than to pack a group whose samples hold
+# arrays already.
 GROUPS_PER_THREAD = 16
 ALL_SAMPLES_FLAG = "--rollout-all-samples-process-path"
 
@@ -104,9 +103,9 @@ def generate_rollout(
 
 
 def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> None:
-    """Never returns, so that engines stay up for whoever asks them; the addresses of their routers are logged.
+    """Never returns, so that engines stay up for whoever asks them; logs the addresses of their routers.
 
-    It is ended with the run.
+    It ends when the run is ended.
     """
     while True:
         for name, url in router_urls(args).items():
@@ -115,7 +114,11 @@ def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 
 
 class RolloutStep:
-    """State of one step; `run` is called once."""
+    """One step, from prompts to chosen groups; `run` is called once.
+
+    A task generates and grades a group. `origins` has the groups as they were drawn, by their tasks; a group stays in it until
+    it is dropped or the data source has taken it back, so that a step that fails can give back all that it has drawn.
+    """
 
     def __init__(self, args: Any, rollout_id: int, data_source: Any) -> None:
         self.args = args
@@ -135,11 +138,15 @@ class RolloutStep:
         self.origins: dict[asyncio.Task[Any], list[Any]] = {}
         self.started_at: dict[asyncio.Task[Any], float] = {}
         self.done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
+        # How often each group was interrupted, by its name.
         self.interruptions: Counter[Any] = Counter()
+        # Kept groups that are not packed yet, and the work of packing the others.
         self.unpacked: list[list[Any]] = []
         self.packing: list[asyncio.Future[Any]] = []
-        self.busy_with = ""  # what the step itself does beside waiting for groups
-        self.exchange: asyncio.Future[None] | None = None  # the last one with the data source
+        # What the step waits for when it does not wait for groups: a data source or a function of the user's.
+        self.busy_with = ""
+        # The last call of the data source, which may be under way.
+        self.exchange: asyncio.Future[None] | None = None
 
     async def run(self) -> RolloutFnTrainOutput:
         """Collect the groups of the step, wind the rest down, and hand out what was chosen."""
@@ -162,14 +169,15 @@ class RolloutStep:
                 reporter.cancel()
 
     async def _fetch_prompts(self) -> None:
-        """Draw until the target can be met: over-sampling at first, later one group for each that was lost."""
+        """Draw until the target can be met: `--over-sampling-batch-size` groups at first, later one for each that was lost."""
         while (missing := self.target - self.call.remaining_batch_size) > 0:
             first_draw = self.counts["started"] == 0
             size = self.args.over_sampling_batch_size if first_draw else missing
             await self._exchange("get_samples", self._draw(size))
 
     async def _exchange(self, method: str, with_source: Coroutine[Any, Any, None]) -> None:
-        """Await it. Where the step is cancelled meanwhile it goes on: what the source gave or took must be known at the end."""
+        """Await a call of the data source. It goes on even if the step is cancelled meanwhile: at the end the step must know
+        what the source gave or took."""
         self.exchange = asyncio.ensure_future(with_source)
         await wait_for_source(self.args, self.exchange, method)
 
@@ -202,7 +210,7 @@ class RolloutStep:
 
     def _on_done(self, task: asyncio.Task[Any]) -> None:
         self.call.pendings.discard(task)
-        # A task holds its group.
+        # A task holds its group, so nothing may hold the task longer than it is needed.
         del self.started_at[task]
         self.done.put_nowait(task)
 
@@ -215,7 +223,7 @@ class RolloutStep:
             self.busy_with = ""
 
     async def _report_regularly(self) -> None:
-        """A task of its own, so that a data source or a filter that hangs is told of as well."""
+        """Log every 30 s what the step waits for. A task of its own, so that it also tells of a data source that hangs."""
         while True:
             await asyncio.sleep(REPORT_AFTER_S)
             self._report_progress()
@@ -247,7 +255,8 @@ class RolloutStep:
             self.call.remaining_batch_size -= 1
             self.counts["dropped"] += 1
             del self.origins[task]
-            # Those that failed look alike to a filter: without this, a dead reward service would be asked for ever.
+            # To a filter all failed samples look alike, so it drops every group of a dead reward service. Without this check
+            # that service would be asked for ever.
             if self.counts["finished"] >= self.target:
                 self.failures.stop_when_most_failed()
             return
@@ -268,12 +277,8 @@ class RolloutStep:
             self.all_finished.append(group)
 
     async def _filter_drops(self, group: list[Any]) -> bool:
-        samples, path = samples_to_judge(group), self.args.dynamic_sampling_filter_path
-        called = FILTER_FLAG, path, describe_samples(samples)
-        with self._busy(f"{FILTER_FLAG} {path}"):
-            verdict = await call_within_request_time(
-                self.args, *called, call_dynamic_filter, self.filter, self.args, samples
-            )
+        with self._busy(f"{FILTER_FLAG} {self.args.dynamic_sampling_filter_path}"):
+            verdict = await verdict_on_group(self.args, self.filter, group)
         drop = should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=self.call.remaining_batch_size, target_data_size=self.target
         )
@@ -282,7 +287,7 @@ class RolloutStep:
         return drop
 
     async def _give_back_interrupted(self, task: asyncio.Task[Any], group: list[Any]) -> None:
-        """An engine or a custom function interrupted the group although the step goes on: it takes its turn again."""
+        """An engine or a custom function interrupted the group although the step goes on: give it back, to be drawn again."""
         origin = self.origins[task]
         name = group_name(origin)
         self.interruptions[name] += 1
@@ -317,9 +322,9 @@ class RolloutStep:
         await self._return_to_source(returning)
 
     def _surplus(self, origin: list[Any], group: list[Any]) -> list[Any]:
-        """A finished group beyond the target: itself with `--keep-surplus-groups`, else its prompts.
+        """What a finished group beyond the target returns as: itself with `--keep-surplus-groups`, else its prompts.
 
-        What failed in it starts again. With `--group-rm` all of it does: its reward is one verdict over all answers.
+        Samples in it that failed start again. With `--group-rm` the whole group does, since one verdict graded all answers.
         """
         self._count_finished(group)
         self.counts["surplus_groups"] += 1
@@ -335,7 +340,7 @@ class RolloutStep:
         return as_prompts(origin)
 
     async def _return_to_source(self, groups: dict[asyncio.Task[Any], list[Any]]) -> None:
-        """Give back what is left of the groups of these tasks; the step has their origins until the source has taken them."""
+        """Give the groups of these tasks back to the data source, as what is left of them, in the order of their indices."""
         if groups:
             in_order = sorted(groups.items(), key=lambda item: first_index(item[1]))
             await self._exchange("add_samples", self._give_back(in_order))
@@ -350,18 +355,18 @@ class RolloutStep:
             del self.origins[task]
 
     async def _give_up(self, error: BaseException) -> None:
-        """The step fails: end its tasks and let no prompt be lost, so that whoever goes on finds all of them."""
+        """The step fails: end its tasks, and give all prompts back for whoever goes on with the data source."""
         self.call.aborted = True
         busy = False
         if self.exchange is not None:
             await asyncio.wait([self.exchange], timeout=CANCEL_TIMEOUT_S)
             busy = not self.exchange.done()
-        # A consequence of the error, which is told by itself.
+        # At debug level: the cancellation follows from the error, which is told anyway.
         await cancel_tasks(set(self.call.pendings), f"rollout {self.rollout_id} failed", level=logging.DEBUG)
         failed = [task for task in self.origins if task.done() and not task.cancelled()]
         others = [task for task in failed if task.exception() is not None and task.exception() is not error]
         if others:
-            # One line: what ends a step, a dead service say, ends many of its groups.
+            # One line for all: what ends a step, say a dead service, often ends many of its groups.
             first = others[0]
             logger.error(
                 "%d other groups failed as well, %s first: %s", len(others), first.get_name(), first.exception()
@@ -372,19 +377,19 @@ class RolloutStep:
         try:
             await self._return_to_source({task: as_prompts(origin) for task, origin in self.origins.items()})
         except Exception:
-            # The error that ends the step is raised, not this one.
+            # The caller raises the error that ended the step, not this one.
             logger.exception("the prompts of rollout %d could not be given back to the data source", self.rollout_id)
 
     async def _output(self) -> RolloutFnTrainOutput:
         self.kept.sort(key=first_index)
         self.failures.stop_when_most_failed()
         await self._process_all_samples()
-        shown = (("first", leaves(self.kept[0])[0]), ("last", leaves(self.kept[-1])[-1]))
-        for name, sample in shown if self.state.shows_samples("rollouts", self.rollout_id) else ():
-            logger.info("rollout %d, %s sample: %s", self.rollout_id, name, sample_line(sample))
+        if self.state.shows_samples("rollouts", self.rollout_id):
+            for name, sample in (("first", leaves(self.kept[0])[0]), ("last", leaves(self.kept[-1])[-1])):
+                logger.info("rollout %d, %s sample: %s", self.rollout_id, name, sample_line(sample))
         reported = ("started", "finished", "dropped", "surplus_groups", "aborted_samples")
         counts = ", ".join(f"{name} {self.counts[name]}" for name in reported)
-        # What was dropped, surplus or aborted is a metric as well.
+        # Only at debug level: metrics tell the counts that matter.
         logger.debug("rollout %d, groups: %s", self.rollout_id, counts)
         metrics = {
             **self.gatherer.collect(),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.base_types import leaves, path_of
-from slime.rollout.user_functions import describe_samples
+from slime.rollout.user_functions import call_within_request_time, describe_samples
 from slime.utils.errors import UserError
 from slime.utils.types import Sample, failed_and_masked
 
@@ -61,6 +61,17 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
         f"{FILTER_FLAG} {path_of(fn)} returned {output!r} ({type(output).__name__}); "
         "expected DynamicFilterOutput(keep=bool, ...) or bool"
     )
+
+
+async def verdict_on_group(args: Any, function: Callable[..., Any], group: list[Any]) -> DynamicFilterOutput:
+    """What `function`, that of `--dynamic-sampling-filter-path`, says of a group; it has as long as a request.
+
+    Raises:
+        UserError: a sample has no reward; or the filter raised, did not return in time, or returned something unusable.
+    """
+    samples = samples_to_judge(group)
+    called = FILTER_FLAG, args.dynamic_sampling_filter_path, describe_samples(samples)
+    return await call_within_request_time(args, *called, call_dynamic_filter, function, args, samples)
 
 
 def should_drop_dynamic_filter_output(
