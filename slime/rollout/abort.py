@@ -1,10 +1,10 @@
 """Ends the generation of one call: the engines of every served model let its requests go, and every task comes to an end.
 
-A call that is alone has the engines abort all that they do, until they are idle. Where another call of this process is under
-way, they are told the requests one by one, and what the other one asked for goes on. Which engine has a request only the router
-knows, unless it was sent past it: each engine is told of each, and of none that is answered by then.
+If the call is the only one of this process, the engines abort all that they do, until they are idle. If another call is under
+way, its requests must go on, so engines are told the ids of this call's requests one by one. Only the router knows which engine
+has a request, unless that was sent past it: so every engine is told of every request that is still unanswered.
 
-`--abort-timeout` bounds all of it: whoever has not answered by then, router, engine or task, is named and left behind.
+`--abort-timeout` bounds all of it: a router, an engine or a task that has not answered by then is named and left behind.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 LIST_ATTEMPTS = 3
 REPEAT_S = 3.0
-# Of one call, at one engine at a time.
+# How many aborts of one call an engine gets at a time.
 ABORTS_AT_A_TIME = 32
 POLL_S = 0.1
 CANCEL_TIMEOUT_S = 10.0
@@ -100,46 +100,60 @@ async def _abort_model(
 async def _abort_engine(
     call: GenerationCall, url: str, tasks: set[asyncio.Task[Any]], deadline: float, share: float
 ) -> None:
-    """Send the abort every 3 s until no task can send anything more, and an engine that works for no other call is idle.
-
-    One that fails is sent the next abort, too: it may have closed a connection at that moment. If it is dead, nothing of it is
-    left to wait for but the tasks.
+    """Send the abort every 3 s until all tasks are done, and the engine is idle if it works for no other call.
 
     Args:
-        share: of the requests, how many it is told of last: where each engine begins elsewhere, many are answered before all
-            are told of them.
+        share: the part of the requests that this engine is told of last. Each engine begins at another place in the list, so
+            that many requests are answered before all engines were told of them.
     """
-    answered = failed = False
+    engine = _AbortingEngine(call, url, share)
     try:
         async with asyncio.timeout_at(deadline):
-            next_abort = now = asyncio.get_running_loop().time()
-            while True:
-                is_due = now >= next_abort
-                if is_due or not failed:
-                    try:
-                        if is_due:
-                            next_abort = now + REPEAT_S
-                            await _send_abort(call, url, share)
-                        idle = not call.is_alone() or await _is_idle(url)
-                        answered, failed = True, False
-                    except HttpError as error:
-                        level = logging.DEBUG if failed else logging.WARNING
-                        logger.log(level, "engine %s did not take part in the abort: %s", url, error)
-                        idle = failed = True
-                if idle and all(task.done() for task in tasks):
-                    return
+            while not (await engine.has_let_go() and all(task.done() for task in tasks)):
                 await asyncio.sleep(POLL_S)
-                now = asyncio.get_running_loop().time()
     except TimeoutError:
-        what = "is still busy at" if answered else "did not answer before"
+        what = "is still busy at" if engine.has_answered else "did not answer before"
         logger.warning("engine %s %s the end of --abort-timeout", url, what)
+
+
+class _AbortingEngine:
+    """An engine that is told again and again to let go of the requests of a call."""
+
+    def __init__(self, call: GenerationCall, url: str, share: float) -> None:
+        self._call, self._url, self._share = call, url, share
+        self._next_abort = 0.0
+        self._has_failed = False
+        self.has_answered = False
+
+    async def has_let_go(self) -> bool:
+        """Send the next abort if it is due. Returns whether there is nothing of the engine to wait for, beside the tasks.
+
+        An engine that fails may be dead, and then it holds no request. But it may also have closed one connection just then, so
+        it gets the next abort all the same.
+        """
+        now = asyncio.get_running_loop().time()
+        is_due = now >= self._next_abort
+        if self._has_failed and not is_due:
+            return True
+        try:
+            if is_due:
+                self._next_abort = now + REPEAT_S
+                await _send_abort(self._call, self._url, self._share)
+            is_idle = not self._call.is_alone() or await _is_idle(self._url)
+        except HttpError as error:
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            logger.log(level, "engine %s did not take part in the abort: %s", self._url, error)
+            self._has_failed = True
+            return True
+        self._has_failed, self.has_answered = False, True
+        return is_idle
 
 
 async def _send_abort(call: GenerationCall, url: str, share: float) -> None:
     if call.is_alone():
         await post_control(f"{url}/abort_request", {"abort_all": True}, max_retries=1)
         return
-    # Adapters of agents note theirs in threads of their own.
+    # A copy of the set, since adapters of agents add to it from other threads.
     ids = [name for name in list(call.request_ids) if call.engine_of_request.get(name, url) == url]
     first = int(share * len(ids))
     left = iter(ids[first:] + ids[:first])

@@ -1,11 +1,13 @@
 """Evaluation: every set at the same time, through the same path as training rollouts.
 
-When an evaluation set ends before all of its prompts have finished.
+A set may end before all of its prompts have finished, for one of two reasons:
 
-`eval_task_timeout` is a limit in seconds for the whole set. Early stop leaves stragglers behind: it needs at most
-`eval_early_stop_remaining` unfinished prompts and `eval_early_stop_idle_timeout` seconds in which none has finished;
-either may be given alone. Neither ends a set before `min_eval_samples` samples have finished: early stop waits, the time
-limit is an error then.
+- `eval_task_timeout` seconds are over.
+- Early stop leaves stragglers behind: at most `eval_early_stop_remaining` prompts are unfinished, and none has finished for
+  `eval_early_stop_idle_timeout` seconds. Either condition may be given alone.
+
+Neither ends a set before `min_eval_samples` samples have finished: early stop waits for them, and when the time is over their
+lack is an error.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def load_prompts(args: Any, state: GenerateState, config: EvalDatasetConfig) -> 
         _datasets[key] = Dataset(
             config.path,
             state.tokenizer,
-            # To measure prompts. Where a function of the user's encodes them, it may be one that cannot be loaded here.
+            # Only to measure prompts with images: a user's function may encode them by a processor that cannot be loaded here.
             state.processor if config.multimodal_keys and args.eval_max_prompt_len is not None else None,
             args.eval_max_prompt_len,
             prompt_key=config.input_key,
@@ -114,14 +116,14 @@ def load_prompts(args: Any, state: GenerateState, config: EvalDatasetConfig) -> 
 async def _evaluate_set(
     args: Any, config: EvalDatasetConfig, prompts: list[Sample], advance: Callable[[int], None]
 ) -> tuple[dict[str, list[Any]], int]:
-    """What the set gave, and the number of prompts that it ended without."""
+    """(Rewards, truncated flags and samples of a set, the number of prompts that it left unfinished)."""
     whole = f"evaluation set {config.name}"
     tally = FailureTally(whole)
 
     async def evaluate_group(group: list[Sample]) -> list[Any]:
         entries = await _finished_entries(args, config, group)
         tally.add(entries)
-        # A dead service is not asked for every sample of the set.
+        # Ends the set early if most samples fail: a dead service need not be asked for every one.
         tally.stop_when_most_failed(total=max(tally.samples, len(prompts) * len(group)))
         advance(len(group))
         return entries
@@ -139,7 +141,7 @@ async def _evaluate_set(
             raise
         raise cancelled_error(cancelled[0]) from None
     finally:
-        # A set that is ended before its last prompt says so itself. Its end lies within that of the whole evaluation.
+        # Half the time that `eval_rollout` waits for this set, so that this wait ends first.
         await _end(tasks, f"{whole} is over", abort.CANCEL_TIMEOUT_S / 2)
     tally.stop_when_most_failed()
     samples = [sample for sample in leaves(finished) if not failed_and_masked(sample)]
@@ -161,7 +163,7 @@ async def _evaluate_set(
 
 
 async def _finished_entries(args: Any, config: EvalDatasetConfig, group: list[Sample]) -> list[Any]:
-    """The entries of a group; what an engine interrupted is continued, a few times at most."""
+    """The entries of a group. Attempts that an engine interrupted are continued, a few times at most."""
     attempts: list[Any] = group
     for _ in range(MAX_INTERRUPTIONS):
         attempts = await generate_and_rm_group(args, attempts, config.sampling_params(), evaluation=True)
@@ -173,7 +175,10 @@ async def _finished_entries(args: Any, config: EvalDatasetConfig, group: list[Sa
 
 
 async def _end(tasks: list[asyncio.Task[Any]], reason: str, timeout: float) -> None:
-    """Cancel what still runs, and see every exception. What has not ended after `timeout` seconds is left behind."""
+    """Cancel tasks that still run, and leave behind what has not ended after `timeout` seconds.
+
+    The exceptions of the others are looked at, since asyncio would log each one that nobody has seen.
+    """
     unfinished = {task for task in tasks if not task.done()}
     await abort.cancel_tasks(unfinished, reason, timeout, level=logging.DEBUG)
     for task in tasks:
@@ -223,7 +228,7 @@ async def finished_prompts(tasks: list[asyncio.Task[Any]], config: EvalDatasetCo
         task.result()
         finished += 1
         last = now()
-    # One may have finished at the very end.
+    # A task may have finished between the last wait and now.
     done = [task for task in tasks if task.done()]
     if left := len(tasks) - len(done):
         _check_enough(config, len(done), len(tasks))
