@@ -253,7 +253,7 @@ class RehearsedActor(RehearsedRank, ActorRank):
             "log-probs": lambda: self._prepare(0, self._data, []),
             "first step": self._take_first_step,
             "step": self._take_step,
-            "metrics": lambda: self._of_rollout(0, self._data),
+            "metrics": lambda: self._rollout_metrics(0, self._data),
             "push": self._push,
             "save": self._save,
         }

@@ -53,7 +53,8 @@ from slime.weights.transports import Receiver, transport_of
 
 logger = logging.getLogger(__name__)
 
-# Of the work beside its waits by which a sender of weights comes to a gather later than the ranks that help it.
+# A sender of weights comes to a gather later than the ranks that help it. This is for its own work, beside its waits for
+# engines.
 _GATHER_SECONDS = 60.0
 
 
@@ -92,8 +93,8 @@ class ActorRank(TrainRank):
         """`train` with the critic's values of all samples; the first `--num-critic-only-steps` rollouts train nothing here.
 
         Returns:
-            What was logged, and this rank's part of what the critic is to learn, if it is the one that tells: the returns, and
-            the masks where `--rollout-data-postprocess-path` may have changed them.
+            What was logged. From one rank of those that have the same samples also this rank's part of what the critic is to
+            learn: the returns, and the masks where `--rollout-data-postprocess-path` may have changed them; else None.
         """
         with self._collected() as logged, self._recorded(Part.OVERALL, rollout_id):
             data = self._train(rollout_id, shards, values, logged)
@@ -101,7 +102,8 @@ class ActorRank(TrainRank):
         return logged, send_columns(data, names, self.groups) if self.groups.is_last_stage else None
 
     def residents(self) -> Residents:
-        """Of the model; where the device's memory is the host's, the sets of weights beside it too."""
+        """What the model has on the device, and the other sets of weights, which lie there where device and host share
+        memory."""
         residents = self.backend.residents()
         return dataclasses.replace(residents, weights=[*residents.weights, *self.states.buffers()])
 
@@ -134,7 +136,8 @@ class ActorRank(TrainRank):
         self.require(Holds.WEIGHTS, "an export")
         tensors = self._tensors_of_checkpoint()() if self.groups.replica == 0 else ()
         if self.groups.gives_weights and self.groups.stage == 0:
-            # Other parts of the model, and layers for multi-token prediction that the run has not.
+            # Parts of the model that the run does not have (layers for multi-token prediction, say) go along as they are
+            # stored.
             stored = self._stored(Family.is_exported_as_stored)
             tensors = itertools.chain(tensors, ((name, tensor[...]) for name, tensor in stored.items()))
         with patient_groups(self.args.checkpoint_write_timeout):
@@ -158,7 +161,7 @@ class ActorRank(TrainRank):
         expected, drafts = self.backend.expected_names(), self._stored_drafts()
         if expected is not None:
             expected |= drafts.keys()
-        # Nothing is gathered for them: ranks that only help to make buckets read none.
+        # They are read, not gathered, so only a rank that sends needs them.
         own = drafts if groups.stage == 0 and transport is not None else {}
         self.weight_source = WeightSource(
             self._buckets(way.bucket_bytes(args), own), transport, expected, groups.gives_weights
@@ -166,9 +169,10 @@ class ActorRank(TrainRank):
         return Opening(groups.num_stages, self.weight_version, expected)
 
     def continue_weight_pushes(self, version: int, chain: str) -> None:
-        """Make this rank ready for pushes where ranks that have ended left off: engines serve the live weights as `version`.
+        """Make this rank ready for pushes, going on where ranks that have ended left off: engines serve the live weights as
+        `version`.
 
-        `chain`: what `weights_pushed` of those told.
+        `chain`: what `weights_pushed` of those ranks returned.
         """
         self.open_weight_push()
         self.weight_source.continue_from(version, chain)
@@ -187,13 +191,13 @@ class ActorRank(TrainRank):
         self.require(Holds.WEIGHTS, "a weight push")
         self.states.require_active(ACTOR)
         way, is_own = transport_of(self.args), source == self.groups.stage
-        # Other ranks of the stage hold replicas of what the first data-parallel ones send; the gathers are among those.
+        # The ranks of other replicas have nothing to do: the gathers are among those of the first one.
         if not (is_own and self.groups.replica == 0) and not way.takes_every_rank(self.args):
             return None
         if is_own and not self.weight_source.only_helps:
             return self.weight_source.send(version, whole)
-        # While the sender waits for an engine, and gives it up, this rank is in the gather of the next tensor already, or
-        # waits for the next bucket of the other stage.
+        # This rank is already in the gather of the next tensor, or waits for the other stage's next bucket, while the sender
+        # waits for an engine that it will give up.
         with patient_groups(way.longest_wait(self.args) + _GATHER_SECONDS):
             return self.weight_source.send(version) if is_own else self.weight_source.follow(source)
 
@@ -211,7 +215,7 @@ class ActorRank(TrainRank):
         return chain
 
     def weights_settled(self) -> None:
-        """Engines that had missed the last push have in place what was sent."""
+        """Engines that had missed the last push have its weights now."""
         self.weight_source.settle()
 
     def probe_log_probs(self, sequences: list[list[int]]) -> list[list[float]]:
@@ -235,7 +239,7 @@ class ActorRank(TrainRank):
         super().dispose()
 
     def _buckets(self, max_bytes: int, stored: Mapping[str, StoredTensor]) -> Callable[[], Iterable[Any]]:
-        """Makes the buckets of a push, with what is `stored`, as it is; collective, once."""
+        """What makes the buckets of a push: the live weights, and tensors that are `stored`, as they are. Collective."""
 
         def read() -> Iterator[tuple[str, torch.Tensor]]:
             return ((name, tensor[...].to(self.device)) for name, tensor in stored.items())
@@ -251,14 +255,15 @@ class ActorRank(TrainRank):
         )
 
     def _tensors_of_checkpoint(self) -> Callable[[], Iterable[tuple[str, torch.Tensor]]]:
-        """Makes the tensors of this stage as `--hf-checkpoint` has them: quantised, where that is."""
+        """What makes the tensors of this stage in the format of `--hf-checkpoint`: quantised if that is."""
         tensors, quantiser = self.backend.stage_tensors(), quantiser_of(self.args.hf_checkpoint)
         return tensors if quantiser is None else lambda: quantiser(tensors())
 
     def _stored_drafts(self) -> dict[str, StoredTensor]:
-        """What engines draft with and the trainer has not: of the layer for multi-token prediction in `--hf-checkpoint`. Pushes
-        bring it as it is stored: engines that were reset have lost it, and others that slept may have. Nothing where none of
-        them drafts.
+        """The layer for multi-token prediction in `--hf-checkpoint`, if engines draft with it and the trainer does not have it.
+
+        Pushes bring it as it is stored, because engines that were reset have lost it, and engines that slept may have. Empty
+        where no engine drafts.
 
         Raises:
             UserError: the checkpoint has none either.
@@ -275,7 +280,7 @@ class ActorRank(TrainRank):
         return {name: found[name] for name in sorted(found, key=loading_order)}
 
     def _stored(self, is_wanted: Callable[[Family, str, int, int], bool]) -> dict[str, StoredTensor]:
-        """The tensors of `--hf-checkpoint` of which a question of its family is true, by name; none where it has no weights."""
+        """The tensors of `--hf-checkpoint` that a method of its family (`is_wanted`) picks, by name; none without weights."""
         directory = Path(self.args.hf_checkpoint)
         config = read_hf_config(directory)
         family, num_layers = FAMILIES.get(config.get("model_type")), config.get("num_hidden_layers")
@@ -293,7 +298,8 @@ class ActorRank(TrainRank):
     def _train(
         self, rollout_id: int, shards: list[Box], values: Sequence[ColumnPart], logged: list[LoggedMetrics]
     ) -> RolloutData:
-        """Returns the data with everything that was computed for it; `logged` gets the metrics as they come."""
+        """`train` and `train_on_values`. Returns the data with all that was computed for it; `logged` gets metrics as they
+        come."""
         self.require(Holds.ALL, "it trains")
         Timer().add("train_wait", time.perf_counter() - self._idle_since)
         self.state_schedule.before_rollout(rollout_id)
@@ -315,28 +321,34 @@ class ActorRank(TrainRank):
             else:
                 self.backend.routing_replay.clear()
         self.state_schedule.after_rollout(rollout_id)
-        of_rollout, (phases, axis) = self._of_rollout(rollout_id, data), self._phases(rollout_id)
-        # Of samples that are trained: a rollout's last ones may fit no whole step. Context-parallel ranks have the same ones.
-        own = torch.tensor(sum(data["total_lengths"]), dtype=torch.float64)
-        tokens = float(all_reduce_sum(own, self.groups.host_token_group)) / self.groups.cp.size
-        logged += [of_rollout, ({**phase_speeds(phases, tokens, self._tflops(data)), **phases}, axis)]
+        logged.append(self._rollout_metrics(rollout_id, data))
+        phases, step_key = self._phase_metrics(rollout_id)
+        speeds = phase_speeds(phases, self._tokens_of_all_ranks(data), self._tflops(data))
+        logged.append(({**speeds, **phases}, step_key))
         self._idle_since = time.perf_counter()
         return data
+
+    def _tokens_of_all_ranks(self, data: RolloutData) -> float:
+        """Tokens of all samples that were trained; the last ones of a rollout may fit no whole step. Collective."""
+        own = torch.tensor(sum(data["total_lengths"]), dtype=torch.float64)
+        # The ranks of a context-parallel group have the same samples.
+        return float(all_reduce_sum(own, self.groups.host_token_group)) / self.groups.cp.size
 
     def _tflops(self, data: RolloutData) -> float | None:
         """10¹² floating-point operations of this rank in a pass forward; None where flags do not tell the model's shape."""
         if not all(vars(self.args)[name] for name in SHAPE_FLAGS):
             return None
-        # So many ranks share the samples.
+        # How many ranks share this rank's samples.
         ranks = self.world_size // dist.get_world_size(self.groups.sample_group)
         return calculate_fwd_flops(data["total_lengths"], self.args) / ranks / 1e12
 
     def _prepare(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> None:
-        """Log-probs, advantages (both on the last pipeline stage) and the user's last word on the data (on every rank)."""
+        """Compute log-probs and advantages, both on the last pipeline stage; then the user's function may change the data, on
+        every rank."""
         args = self.args
         others = [state for state in (REFERENCE, TEACHER) if state in self.states]
         needs_own = needs_log_prob_pass(args, steps=len(data["num_microbatches"]))
-        # Where there is no pass there is nothing to look at.
+        # Without a pass there is nothing to record.
         recorded = self._recorded(Part.LOG_PROBS, rollout_id) if others or needs_own else contextlib.nullcontext()
         with recorded, self.states.turns():
             for state in others:
@@ -347,7 +359,7 @@ class ActorRank(TrainRank):
                 with phase("log_probs"), self.states(state), self.backend.routing_replay.log_prob_pass():
                     data.update(forward_log_probs(args, self.backend, data, with_entropy=args.use_rollout_entropy))
         is_imitation = args.loss_type == "sft_loss"
-        # Nothing is rewarded there, but a critic may learn beside it.
+        # Demonstrations have no rewards, but a critic may learn beside the imitation.
         if args.compute_advantages_and_returns and (args.use_critic or not is_imitation):
             self._compute_advantages(rollout_id, data, logged)
         if args.rollout_data_postprocess_path is not None:
@@ -362,7 +374,7 @@ class ActorRank(TrainRank):
             self._tell_worst_tokens(rollout_id, data)
 
     def _compute_advantages(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> None:
-        """Advantages and returns on the last pipeline stage; what is to be said about them, on all."""
+        """Compute advantages and returns, on the last pipeline stage; all stages log their metrics."""
         metrics, groups = None, self.groups
         if groups.is_last_stage:
             metrics = compute_advantages_and_returns(self.args, data, groups.token_group)
@@ -387,7 +399,7 @@ class ActorRank(TrainRank):
         if groups.speaks_for_its_samples:
             save_train_data(template, rollout_id, data, groups.sample_group, groups.data_rank)
 
-    def _of_rollout(self, rollout_id: int, data: RolloutData) -> LoggedMetrics:
+    def _rollout_metrics(self, rollout_id: int, data: RolloutData) -> LoggedMetrics:
         metrics, groups = None, self.groups
         if groups.is_last_stage:
             metrics = rollout_data_metrics(self.args, data, groups.token_group)
@@ -396,7 +408,7 @@ class ActorRank(TrainRank):
 
 
 def _of_all_ranks(value: Any) -> list[Any]:
-    """What each rank has; told on the host, where a rank that was killed is missed at once."""
+    """`value` of every rank. Exchanged on the host, where the death of a rank is noticed at once."""
     group = get_gloo_group()
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)

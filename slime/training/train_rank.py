@@ -1,5 +1,5 @@
-"""What every training rank does, whatever model it trains: join the groups, build and load the model, take optimizer steps,
-leave; and what a critic's rank does beside it. The actor's ranks, which do more, have a chapter of their own.
+"""`TrainRank` is what every training rank does, whatever model it trains: join the groups, build and load the model, take
+optimizer steps, leave. `CriticRank` is a rank of the critic. Ranks of the actor do more: see `slime.training.actor_rank`.
 
 Ranks are plain classes; `slime.ray.train_group` makes Ray actors of them. All methods that touch the model are collective:
 the group calls them on every rank.
@@ -41,7 +41,8 @@ from slime.utils.process_groups import patient_groups
 
 logger = logging.getLogger(__name__)
 
-# Of steps that share one number there is a mean alone, in which what is amiss with one of them may not show.
+# These flags look at the metrics of single steps. Steps that share one number are reported by their mean, in which one bad step
+# may not show.
 _CHECKS_OF_STEPS = {
     "--ci-test": "ci_test", "--ci-save-grad-norm": "ci_save_grad_norm", "--ci-load-grad-norm": "ci_load_grad_norm",
 }  # fmt: skip
@@ -56,8 +57,8 @@ class TrainRank:
 
     Attributes:
         role: which of the two models it is, actor or critic.
-        metric_prefix: of the metrics of its optimizer steps.
-        phase_prefix: of its phases whose names both models have.
+        metric_prefix: what the metrics of its optimizer steps begin with.
+        phase_prefix: what the names of those phases begin with that both models have.
     """
 
     role = "actor"
@@ -76,7 +77,7 @@ class TrainRank:
         self.memory = ResidentMemory(self.residents, ends=args.release_train)
         self._has_slept = False
         self._unfinished: UnfinishedSave | None = None
-        # Of the work on a rollout that is under way, or that failed.
+        # Metrics of the work on a rollout that is under way, or that failed.
         self._not_handed_over: list[LoggedMetrics] = []
 
     @property
@@ -93,7 +94,7 @@ class TrainRank:
         return host, self._store.port
 
     def take_logged(self) -> list[LoggedMetrics]:
-        """The metrics of work on a rollout that failed, up to where it did: it has handed nothing over."""
+        """The metrics of work on a rollout that failed, up to the failure. Such work has not returned them."""
         return [*self._not_handed_over, *drain_outbox()]
 
     def hold(self, holds: Holds) -> None:
@@ -108,7 +109,7 @@ class TrainRank:
         bytes_before = accelerator.memory_allocated()
         with phase(f"{self.phase_prefix}{'wake_up' if holds > before else 'sleep'}"):
             self.memory.hold(holds)
-        # The first time is news.
+        # Only the first time is worth a line at info level, and that of one rank.
         is_news = not (self._has_slept or self.rank or self.args.release_train)
         level = logging.INFO if is_news else logging.DEBUG
         logger.log(
@@ -120,7 +121,7 @@ class TrainRank:
         self._has_slept = self._has_slept or holds is Holds.NOTHING
 
     def require(self, holds: Holds, work: str) -> None:
-        """Raise RunError unless that much of the model is on the device, which `work` needs: nothing else may be read."""
+        """Raise RunError unless that much of the model is on the device; `work`, which needs it, would read freed memory."""
         if self.memory.holds < holds:
             raise RunError(f"{self.role} rank {self.rank} has given its memory back: it must wake up before {work}")
 
@@ -161,7 +162,7 @@ class TrainRank:
         args = self.args
         load_plug_ins(args, RANK_PLUG_INS)
         master_address, master_port = rendezvous
-        # Engines that the run did not start may be on other machines, and meet this rank in a group, too.
+        # Engines that the run did not start join a group with this rank too, and may be on other machines.
         host = service_host(info.url for info in args.rollout_external_engine_infos or ())
         os.environ.update(
             group_environment(host),
@@ -175,12 +176,12 @@ class TrainRank:
         )
         self.device = get_accelerator().device(self.local_rank)
         get_accelerator().set_device(self.local_rank)
-        # The memory of the model is to be among what is recorded.
+        # Before the model is built, so that its memory is recorded too.
         self._records = records_of(args, self.rank)
-        # Before Gloo has threads. Engines that generate meanwhile would miss cores on which threads wait awake.
+        # Before Gloo starts its threads. Not beside engines that generate: they would miss the cores on which threads spin.
         if not args.asynchronous:
             get_accelerator().compute_in_this_thread()
-        # Most of its time are imports.
+        # Most of the time goes into imports, whose objects all stay.
         with no_garbage_collection():
             self.backend.place()
             open_transport(args)
@@ -191,7 +192,7 @@ class TrainRank:
         if self.rank == 0:
             logger.info("%s weights: %s%s", self.role, source, ", resuming" if source.resume else "")
         iteration = self.backend.load(source)
-        # Not before: what loading takes is not needed again.
+        # Only now: memory that loading has freed is not needed again, and must go back to the system.
         get_accelerator().keep_freed_memory()
         return iteration
 
@@ -219,15 +220,15 @@ class TrainRank:
         return RolloutData.of_rank(data, self.groups.cp)
 
     def _recorded(self, part: Part, rollout_id: int) -> contextlib.AbstractContextManager:
-        """The block is that part of the work on a rollout."""
+        """In the block the rank records itself, if flags ask for that at this part of the work on the rollout."""
         return contextlib.nullcontext() if self._records is None else self._records.within(part, rollout_id)
 
     @contextlib.contextmanager
     def _collected(self) -> Iterator[list[LoggedMetrics]]:
-        """The block is work on one rollout; gives the list of its metrics, which what functions of a user's log joins."""
+        """The block is work on one rollout. Gives the list of its metrics, into which the user's functions log too."""
         with collected_metrics() as self._not_handed_over:
             yield self._not_handed_over
-        # Threads of a user's own have no context: what they log belongs to no work, and leaves with the next that ends.
+        # A user's own threads have no context, so what they log belongs to no work. It leaves with the next work that ends.
         self._not_handed_over += drain_outbox()
         self._not_handed_over = []
 
@@ -235,7 +236,7 @@ class TrainRank:
         """Take the optimizer steps of a rollout; `logged` gets the metrics of each when it ends.
 
         Raises:
-            RunError: there are more than announced, and the run is to look at the numbers of every one.
+            RunError: there are more steps than announced, and a flag looks at the numbers of each.
         """
         steps, announced = len(data["num_microbatches"]), self.args.num_steps_per_rollout
         if steps > announced and (checks := [flag for flag, name in _CHECKS_OF_STEPS.items() if vars(self.args)[name]]):
@@ -255,22 +256,23 @@ class TrainRank:
             for step in range(steps):
                 metrics = train_one_step(self.args, self.backend, data, rollout_id, step, role=self.role)
                 if step < announced - 1:
-                    logged.append(self._of_step(rollout_id, step, metrics))
+                    logged.append(self._step_metrics(rollout_id, step, metrics))
                 else:
                     last.append(metrics)
         finally:
-            # Also where a step ends the run: what came before it tells why.
+            # Even if a step ends the run: the steps before it may tell why.
             if last:
-                logged.append(self._of_step(rollout_id, announced - 1, mean_of_steps(last)))
+                logged.append(self._step_metrics(rollout_id, announced - 1, mean_of_steps(last)))
         if self.args.reset_optimizer_states:
             self.backend.reset_optimizer()
 
-    def _of_step(self, rollout_id: int, step: int, metrics: dict[str, float]) -> LoggedMetrics:
+    def _step_metrics(self, rollout_id: int, step: int, metrics: dict[str, float]) -> LoggedMetrics:
         named = {f"{self.metric_prefix}{name}": value for name, value in metrics.items()}
         return {**named, "train/step": rollout_id * self.args.num_steps_per_rollout + step}, "train/step"
 
-    def _phases(self, rollout_id: int) -> LoggedMetrics:
-        """What the phases took since the last call: seconds, and memory where the device counts it; and this process's own."""
+    def _phase_metrics(self, rollout_id: int) -> LoggedMetrics:
+        """What each phase since the last call took: seconds, and memory where the device counts it. And the memory that this
+        process has of its host."""
         seconds = {f"perf/{name}_time": value for name, value in Timer().pop_seconds().items()}
         memory = {f"perf/{name}_memory_gib": peak / 2**30 for name, peak in PeakMemory().pop_bytes().items()}
         memory[f"perf/{self.phase_prefix}rank_host_memory_gib"] = host_memory_gib()
@@ -280,16 +282,16 @@ class TrainRank:
 class CriticRank(TrainRank):
     """A rank of the critic: it says what every response token is worth, and learns the returns that the actor computed.
 
-    Its `args` are those of `slime.arguments.config_files.role_config.critic_args`. A rollout takes two calls: `values` before
-    the actor's work, `train` after it. The data stay on the rank in between. Of what `--rollout-data-postprocess-path` does on
-    the actor's side the critic sees `returns` and `loss_masks`: both models train on the same tokens. A critic has no other set
-    of weights and pushes none.
+    Its `args` are those of `slime.arguments.config_files.role_config.critic_args`. A rollout takes two calls, `values` before
+    the actor's work and `train` after it; the data stay on the rank in between. Then the actor tells `returns` and
+    `loss_masks`, as `--rollout-data-postprocess-path` may have left them, so that both models train on the same tokens. A
+    critic has one set of weights, and pushes none.
     """
 
     role = "critic"
     metric_prefix = "train/critic-"
     phase_prefix = "critic_"
-    # What functions of a user's logged in the last `values`, until `train` hands it over.
+    # What the user's functions logged in the last `values`; `train` hands it over.
     _logged_with_values: Sequence[LoggedMetrics] = ()
 
     def init(self, rendezvous: tuple[str, int]) -> int:
@@ -336,11 +338,11 @@ class CriticRank(TrainRank):
                 if any("loss_masks" in part.boxes for part in parts):
                     take_masks(parts, data, self.groups.sample_group, self.args.http_control_timeout)
                 self._train_steps(rollout_id, data, logged)
-            logged.append(self._phases(rollout_id))
+            logged.append(self._phase_metrics(rollout_id))
         return logged
 
     def take_logged(self) -> list[LoggedMetrics]:
-        """As of every rank; the actor's work may have failed between the two calls."""
+        """As on every rank; includes what `values` logged, in case the actor's work failed between the two calls."""
         return [*self._logged_with_values, *super().take_logged()]
 
     def save(self, rollout_id: int) -> None:

@@ -231,7 +231,7 @@ def run_objective(rank: Any, samples: Sequence[PlainSample], objective: str) -> 
         if args.loss_type != "sft_loss":
             rank._compute_advantages(0, data, logged)
         rank._train_steps(0, data, logged)
-        logged.append(rank._of_rollout(0, data))
+        logged.append(rank._rollout_metrics(0, data))
     result: dict[str, Any] = {
         "train": {},
         "rollout": {},
