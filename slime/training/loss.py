@@ -1,14 +1,14 @@
 """The loss of one micro-batch: which function gives it, what holds for all of them, and what they are made of.
 
-A user's own functions are called from `custom_functions`.
+`custom_functions` calls those that a user writes.
 
-Each term of the policy loss (objective, corrections, entropy and KL) is one number per token, then reduced. A correction may
-reject tokens. They leave the loss altogether (its policy-gradient, entropy and KL terms are summed with the smaller masks), but
-neither what the sums are divided by nor what is reported: metrics, those of the rejection first of all, speak of all trained
-tokens. Only `pg_loss` is the term as it enters the loss.
+Each term of the policy loss (objective, corrections, entropy and KL) is first one number per token, and then reduced. A
+correction may reject tokens. Rejected tokens leave the loss: its policy-gradient, entropy and KL terms are summed with smaller
+masks. They change neither what these sums are divided by nor what is reported: metrics speak of all trained tokens, so that the
+rejection itself shows in them. Only `pg_loss` is reported as it enters the loss.
 
-Masked tokens hold 0 in all that a loss is made of, from the columns of the batch to the new log-probs, whatever was there: no
-ratio or weight is formed of them, so that NaN and infinity reach neither value nor gradient.
+Masked tokens hold 0 in everything that a loss is made of, from the columns of the batch to the new log-probs. So no ratio or
+weight is formed of what was there, and a NaN or an infinity at such a token reaches neither the value nor the gradient.
 
 Per rollout, a term is reduced to the sum over samples of masked means with the denominators of whole executions; per token, to
 the masked sum. The caller divides by the step's denominator (rollouts, or trained tokens) and by nothing else, so splitting a
@@ -67,22 +67,27 @@ def loss_function(
             `rows_of_logits` names; for the role "critic", whose loss is that of its values whatever `--loss-type` says, [T, 1].
     """
     reduce = make_reducer(args, batch)
-    # Columns of the user's own stay as they are.
+    # Only our own columns: what a user's own column means at a masked token is not known.
     per_token = {name: batch[name] for name in names_of(Kind.RESPONSE_PART) if name in batch}
     zeroed = zero_masked_tokens(per_token, batch.local_masks)
     batch = batch.with_columns(**zeroed)
     is_custom = role == "actor" and args.loss_type == "custom_loss"
-    # The loss may have no path back to this rank's logits, though other ranks wait for its backward pass. Zero is made before
-    # the loss, so that its backward pass comes after that of the loss and finds the gradient there.
+    # A loss without a path back to the logits would have no backward pass on this rank, and other ranks wait for that. So a
+    # zero
+    # that depends on the logits is added. It is made before the loss, so that its backward pass comes after that of the
+    # loss, and
+    # its zeros are added to a gradient that is there.
     stream = batch.stream
     may_leave_logits_out = is_custom or stream.cp.all_gather or sum(stream.local_response_lengths) == 0
     zero = _NoGradient.apply(logits) if may_leave_logits_out else None
     if role == "critic":
         loss, metrics = value_loss_function(args, batch, logits, reduce)
     elif is_custom:
-        # The user's function may edit the masks: those of the step stay, and where the loss is made once more it begins anew.
+        # The user's function may edit these masks. It gets a copy, so that the step keeps its own, also when the loss is
+        # made once
+        # more (`--recompute-loss-function`).
         batch = batch.with_columns(loss_masks=copied_masks(batch["loss_masks"]))
-        # Of the masks as they are when it is called.
+        # The reducer is made when it is called, from the masks as they are then.
         loss, metrics = custom_loss_function(args, batch, logits, lambda values: make_reducer(args, batch)(values))
     elif args.loss_type == "sft_loss":
         loss, metrics = sft_loss_function(args, batch, logits, tensor_group, reduce)
@@ -94,7 +99,7 @@ def loss_function(
 
 
 class _NoGradient(torch.autograd.Function):
-    """0 of any logits, with the gradient 0 for each. Nothing is read: zero times an infinite logit would be NaN."""
+    """0 for any logits, with a gradient of 0. The logits are not read: zero times an infinite logit would be NaN."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -104,7 +109,7 @@ class _NoGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        # One zero seen everywhere: a tensor of the logits' size would be a second one beside the gradient of the loss.
+        # One zero, expanded: a tensor of the logits' size would take as much memory as the gradient of the loss.
         zero, shape = ctx.like
         return zero.expand(shape)
 
@@ -178,7 +183,7 @@ def policy_loss_function(
     loss = metrics["pg_loss"] - args.entropy_coef * (loss_reduce(entropy) if is_rejecting else metrics["entropy_loss"])
     if args.use_kl_loss:
         reference = batch.flat("ref_log_probs", "--use-kl-loss")
-        # Of the token itself, whatever ratio the objective takes.
+        # The ratio of the token itself, even if the objective takes that of the sequence.
         ratio = importance_ratio(old_log_probs - log_probs) if args.use_unbiased_kl else None
         kl = compute_approx_kl(log_probs, reference, args.kl_loss_type, ratio)
         metrics["kl_loss"] = reduce(kl)
@@ -200,7 +205,7 @@ def _objective(
     old_log_probs: torch.Tensor,
     reduce: Reducer,
 ) -> tuple[torch.Tensor, Metrics]:
-    """The policy-gradient loss per token, without what corrections do to it but that of `--use-opsm`; and its metrics."""
+    """The policy-gradient loss per token and its metrics. Of the corrections only `--use-opsm` is in it."""
 
     # Differentiable, and collective under context parallelism.
     whole = batch.gather_flat
@@ -244,7 +249,7 @@ def response_log_probs(
         logits: [T, V / tensor-parallel size], or [R, V / tensor-parallel size] of the R rows alone that predict a response
             token: others are not read. They are divided by the temperature inside. Where the batch has the sets of tokens that
             top-p sampling kept, log-probs are those within the sets; the entropy is always that of the whole distribution.
-        temperature: unless set that of the rollout; 1 in supervised fine-tuning, whose tokens nobody sampled.
+        temperature: None takes that of the rollout, or 1 in supervised fine-tuning, whose tokens nobody sampled.
     """
     stream = batch.stream
     if temperature is None:
@@ -273,7 +278,7 @@ def response_values(stream: PackedStream, outputs: torch.Tensor) -> torch.Tensor
 
 
 def where_trained(batch: MicroBatch, *per_token: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What is `per_token`, each flat over this rank's response tokens, with 0 and no gradient at masked ones."""
+    """Each of `per_token`, flat over this rank's response tokens, with 0 and no gradient at masked ones."""
     masks = batch.local_masks
     if not masks:
         return per_token

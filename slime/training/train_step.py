@@ -5,8 +5,8 @@ and the lengths of their sequences. Results come out on the last stage, one tens
 there too; it tells them to the other stages in one small message. Whether the step is good is decided once, on all ranks
 together, when losses and gradients are known and before the weights change.
 
-Losses and gradients that are not finite are found by whoever has them and answered by all ranks alike. A rank must not stop
-alone: the others wait for it in a collective. So nothing is said while a step computes. Each rank only remembers its losses,
+A loss or a gradient that is not finite is seen by one rank, and all ranks have to act on it together: one that stopped alone
+would leave the others waiting in a collective. So no rank says anything while a step computes. Each only remembers its losses,
 and whether the gradient that comes back to the logits is finite; no number is brought to the host. When the gradients are
 summed, one all-reduce of two numbers tells all ranks whether the step is good. Only if it is not, they exchange what they
 remember, and every rank stops, or skips the update, with the same message.
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from slime.models.shape_of_flags import calculate_fwd_flops
-from slime.training.backend import Backend, Collect, OwnTerm, RankGroups, StepLoss
+from slime.training.backend import Backend, Collect, OwnTerm, RankGroups, StepLoss, StepResult
 from slime.training.loss import loss_function, response_log_probs, response_values
 from slime.training.metric_reduction import all_reduce_sum, reduce_metrics, step_denominator
 from slime.training.on_policy import OnPolicyProof, is_proved
@@ -48,7 +48,7 @@ class MicroBatches:
 
     Attributes:
         indices: positions in the rank's data, per micro-batch.
-        pad_multiple: of which the length of every stream is a multiple.
+        pad_multiple: the length of every stream is a multiple of it.
     """
 
     data: RolloutData
@@ -90,8 +90,8 @@ def forward_log_probs(
     """Log-probs of every response token under the live weights, without gradient and without dropout.
 
     Args:
-        temperature: unless set that of the rollout.
-        prefix: what the names of the results begin with: whose weights are live.
+        temperature: None takes that of the rollout.
+        prefix: what the names of the results begin with; it tells whose weights are live.
 
     Returns:
         On the last pipeline stage `{prefix}log_probs` (and `{prefix}entropy`): one float32 tensor per sample, in their order,
@@ -183,7 +183,7 @@ def train_one_step(
 
     def accepts(grad_norm: float, overflowed: bool) -> bool:
         is_good = guard.accepts(grad_norm, overflowed)
-        # A step that is skipped was not on policy either.
+        # Also for a step that is skipped: a loss that is not finite is no excuse for being off policy.
         if proof is not None:
             proof.require()
         return is_good
@@ -197,26 +197,26 @@ def train_one_step(
         place=(rollout_id, step),
         followed=step + 1 < len(data["num_microbatches"]),
     )
-    metrics = None
+    of_loss = None
     if groups.is_last_stage:
-        metrics = reduce_metrics(result.metrics, denominator, groups.host_token_group) | mismatch
-    metrics = backend.broadcast(metrics)
+        of_loss = reduce_metrics(result.metrics, denominator, groups.host_token_group) | mismatch
+    metrics = backend.broadcast(of_loss) | _metrics_of_update(args, result)
     if proof is not None:
         metrics["mismatch_max_abs"] = proof.largest
-    metrics |= {f"lr-pg_{i}": rate for i, rate in enumerate(result.learning_rates)} | result.measured
+    if args.log_throughput:
+        metrics["tflops_per_gpu"] = throughput(args, samples, groups, time.perf_counter() - start)
+    return {**metrics, "global_batch_size": global_batch_size}
+
+
+def _metrics_of_update(args: argparse.Namespace, result: StepResult) -> dict[str, float]:
+    """What a step tells of its update; equal on all ranks."""
     update = result.update
+    metrics = {f"lr-pg_{i}": rate for i, rate in enumerate(result.learning_rates)} | result.measured
     if update.zeros is not None:
         metrics["num_zeros_in_grad"] = update.zeros
     if args.log_world_size_to_tensorboard:
         metrics["world_size"] = float(dist.get_world_size())
-    if args.log_throughput:
-        metrics["tflops_per_gpu"] = throughput(args, samples, groups, time.perf_counter() - start)
-    return {
-        **metrics,
-        "grad_norm": update.grad_norm,
-        "skipped_steps": float(not update.taken),
-        "global_batch_size": global_batch_size,
-    }
+    return {**metrics, "grad_norm": update.grad_norm, "skipped_steps": float(not update.taken)}
 
 
 def throughput(args: argparse.Namespace, samples: RolloutData, groups: RankGroups, seconds: float) -> float:
@@ -240,8 +240,9 @@ def step_loss(
     that a micro-batch keeps for it until its backward pass is the logits: what the loss is made of is made once more there."""
     compute = functools.partial(loss_function, role=role)
     if args.recompute_loss_function:
-        # The one that repeats all of a function, on every rank: others may wait for its collectives, though this rank's loss
-        # has nothing that is needed again.
+        # The reentrant kind repeats the whole function on every rank. The other kind would stop early on a rank whose loss
+        # needs
+        # nothing again, while other ranks wait for the function's collectives.
         compute = functools.partial(checkpoint, compute, use_reentrant=True)
 
     def loss(batch: MicroBatch, logits: torch.Tensor, own_term: OwnTerm | None = None) -> tuple[torch.Tensor, Metrics]:
@@ -282,7 +283,7 @@ class LossGuard:
     Args:
         place: where the step is in the run, for messages.
         stops: whether a bad step ends the run, or is skipped.
-        bad_parameters: names of this rank's parameters whose gradient is not finite; asked only when the norm is not.
+        bad_parameters: tells the names of this rank's parameters whose gradient is not finite; called only if the norm is not.
         group: all ranks that train together; None: the world.
     """
 
