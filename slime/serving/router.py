@@ -3,8 +3,8 @@
 The router is the `sglang_router` package. It is ready when its health endpoint answers; a worker is ready when the
 router lists it as healthy. Both are polled with a deadline, and the process is watched meanwhile.
 
-Where the run asks for that, a router of ours that dies or hangs comes back: another process starts at the same address and is
-told of the same engines. Whoever tells a router of engines meanwhile waits, and does it again.
+With `--use-fault-tolerance` a router of ours that dies or hangs comes back: another process starts at the same address and is
+told of the same engines. A caller that was telling it of engines waits meanwhile, and tells the new one.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ from slime.utils.ports import (
 logger = logging.getLogger(__name__)
 
 _FIRST_PORT = 3000
-# Between two questions: a router tells nobody when it is ready, nor when an engine has come that a person has started.
+# A router has to be asked again and again: it tells nobody that it is ready, or that an engine has come that a person started.
 _POLL_SECONDS = 0.05
 _ARRIVAL_POLL_SECONDS = 0.5
 _REQUEST_TIMEOUT_SECONDS = 10.0
 _SHUTDOWN_SECONDS = 3.0
 _START_SECONDS = 60.0
-# Between two looks whether our router has ended.
+# How often we look whether our router has ended.
 _LOOK_SECONDS = 0.2
-# A router is asked whether it answers this long after its last answer, and may be late so often: beside much other work an
-# answer takes long.
+# How long after its last answer a router is asked whether it answers, and how often in a row it may be late: beside much other
+# work an answer takes long.
 _WATCH_SECONDS = 10.0
 _WATCH_TIMEOUT_SECONDS = 30.0
 _LATE_ANSWERS = 4
 _ARGUMENTS_FILE = "arguments.json"
 
-# The policy that compares two engines for every request; who may have it, and among engines of which role (empty: of any).
+# The policy that compares two engines for every request; which flags may name it, and the role of the engines that each of them
+# speaks of (empty: any).
 _POWER_OF_TWO = "power_of_two"
 _POLICIES = {"policy": "", "prefill_policy": "prefill", "decode_policy": "decode"}
 # What sglang_router 0.3.2 misses without engines, where it asks one that prefills and one that decodes for every request.
@@ -75,13 +76,12 @@ class Worker:
 
 @dataclasses.dataclass(repr=False)
 class RouterHandle:
-    """A router at `ip:port`. `process` is None when the router was started by somebody else. Its keys are in no `repr`.
+    """A router at `ip:port`. Its `repr` shows none of its fields, some of which are keys.
 
-    `found`: engines of this run that it served already, which stay when the run leaves it. `comes_back`: whether another takes
-    its place when it dies; to be set before `wait_ready`. `_fields`: its arguments. `_waits`: it starts with its first engines,
-    and has not yet: it has no worker, and nobody is to send it requests. `_registered`: what it called engines when it was told
-    of them. `_told`: the engines that it is to have. `_missing`: those of them that one that came back lacks. `_changing`: held
-    while a process starts; after `shutdown` none does.
+    Attributes:
+        process: None when somebody else has started the router.
+        found: engines of this run that it served already; they stay when the run leaves it.
+        comes_back: whether another router takes its place when it dies; to be set before `wait_ready`.
     """
 
     ip: str
@@ -91,19 +91,26 @@ class RouterHandle:
     found: frozenset[str] = frozenset()
     comes_back: bool = False
     _reservations: tuple[PortReservation, ...] = ()
+    # The directory of the arguments of the next start, and these arguments.
     _scratch: Path | None = None
     _fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Its process starts with its first engines, and has not started yet: it has no worker, and must get no requests.
     _waits: bool = False
-    _registered: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    # The engines that it is to have, by URL; those of them that it lacks since it came back; and the ids of registrations.
     _told: dict[str, Worker] = dataclasses.field(default_factory=dict)
     _missing: frozenset[str] = frozenset()
+    _registered: dict[str, str | None] = dataclasses.field(default_factory=dict)
     _worker_api_key: str | None = None
+    # The thread that watches it, and how often in a row it did not answer.
     _guard: threading.Thread | None = None
-    _late: int = 0  # how often in a row it did not answer
+    _late: int = 0
     _deaths: list[float] = dataclasses.field(default_factory=list)
+    # Why no other takes its place any more; None while one would.
     _gave_up: str | None = None
+    # Not set between its death and the start of another.
     _is_back: threading.Event = dataclasses.field(default_factory=threading.Event)
     _ending: threading.Event = dataclasses.field(default_factory=threading.Event)
+    # Held while a process starts; none starts after `shutdown`.
     _changing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
@@ -136,12 +143,13 @@ class RouterHandle:
             self._guard.start()
 
     def trouble(self) -> str | None:
-        """Why our router serves no more, and none will: its end, or that it lives and does not answer. Returns at once."""
+        """Why no router will serve any more: ours has ended, or lives and does not answer, and none takes its place. Returns at
+        once; None while all is well."""
         return self._gave_up or (None if self.process is None or self.comes_back else self._fault())
 
     def serves(self) -> bool:
-        """Whether requests find a router that has its engines, or some of each role. One that does not come back is not waited
-        for."""
+        """Whether requests find a router with all its engines, or at least one of each role. True for a router that does not
+        come back: nobody has to wait for it."""
         if not self.comes_back:
             return True
         if self._waits or not self._is_back.is_set() or self.process.poll() is not None:
@@ -165,8 +173,8 @@ class RouterHandle:
     def workers(self, deadline: float | None = None) -> list[dict[str, Any]]:
         """The registered engines, each with `id`, `url` and `is_healthy`; asked for until `deadline` at most.
 
-        One whose groups the router lists is healthy when all of those are. Its `id` is that of its registration: with one of a
-        group the router takes nothing out.
+        A router may list the data-parallel groups of an engine instead of the engine. Then the engine is healthy when all of
+        them are, and its `id` is that of its registration: by the id of a group the router takes nothing out.
         """
         if self._waits:
             return []
@@ -199,7 +207,7 @@ class RouterHandle:
             self._waits = False
             self._launch(_told_at_start(told))
             self.wait_ready(timeout)
-        # A start has had a time of its own.
+        # Counted from here: a start had its own time.
         deadline, new = time.monotonic() + timeout, []
         if not knows_them:
             listed = {worker["url"] for worker in self.workers(deadline)}
@@ -215,7 +223,7 @@ class RouterHandle:
             self._registered[worker.url] = self._call("POST", "/workers", told, deadline).json().get("worker_id")
         urls = {worker.url for worker in workers}
         self._wait_until_none(
-            # One that is taken out meanwhile is not waited for.
+            # An engine may be taken out meanwhile, and is not waited for then.
             lambda: (
                 (urls & self._told.keys())
                 - {worker["url"] for worker in self.workers(deadline) if worker["is_healthy"]}
@@ -296,7 +304,7 @@ class RouterHandle:
             except RunError:
                 if not self.comes_back or self._guard is None or (deaths == self.deaths and self._answers(None)):
                     raise
-                # Others see what has become of it: one that does not answer for so long is ended.
+                # The watch finds out what became of it, and ends it if it does not answer for so long.
                 limit = time.monotonic() + _LATE_ANSWERS * (_WATCH_SECONDS + _WATCH_TIMEOUT_SECONDS)
                 while deaths == self.deaths and self._gave_up is None and not self._answers(None):
                     if time.monotonic() > limit or self._ending.wait(_LOOK_SECONDS):
@@ -311,13 +319,13 @@ class RouterHandle:
             self._is_back.clear()
 
     def _keep_watch(self) -> None:
-        """Look whether our router lives, ask it whether it answers, and start another one in its place; in a thread of its own:
-        who waits for requests that hang would not see it."""
+        """See whether our router lives and answers, and start another one in its place if not. In a thread of its own: callers
+        may be waiting for requests that hang."""
         session, asked = _session(None), time.monotonic()
         while not self._ending.wait(min(_LOOK_SECONDS, _WATCH_SECONDS)):
             if not self._waits and self.process.poll() is None and time.monotonic() - asked >= _WATCH_SECONDS:
                 try:
-                    # Whatever it says, it answers.
+                    # Any status will do: it answers.
                     session.get(f"{self.url}/health", timeout=_WATCH_TIMEOUT_SECONDS)
                     self._late = 0
                 except requests.RequestException:
@@ -333,7 +341,7 @@ class RouterHandle:
         """Have another router with the same engines in the place of one that died, or hangs; or give up."""
         self._is_back.clear()
         while not self._ending.is_set():
-            # One that hangs is ended: requests to it fail, and are made again.
+            # If it hangs rather than being dead, this makes requests to it fail, and they are sent again.
             self.process.terminate(0.0)
             self._deaths.append(time.monotonic())
             if why := why_no_router_follows(self._deaths):
@@ -370,14 +378,15 @@ class RouterHandle:
         except RunError as error:
             if self._fault():
                 raise
-            # Those that answer get requests. Whether the others live is seen where engines are looked after.
+            # Engines that answer get requests. Whether the others live is the owner's business.
             logger.warning("the router lacks engines: %s", error)
             healthy = {worker["url"] for worker in self.workers() if worker["is_healthy"]}
             self._missing = frozenset(self._told.keys() - healthy)
 
     def _tell_again(self) -> None:
-        """Tell of engines that it lacks: one that computes something long does not say meanwhile what it is, and a router that
-        was told of it then forgets it."""
+        """Tell the router once more of engines that it lacks. An engine that computes for long does not answer what it is,
+        and a
+        router that was told of it at such a time forgets it."""
         for url in sorted(self._missing):
             try:
                 if (worker := self._told.get(url)) is not None:
@@ -397,7 +406,7 @@ class RouterHandle:
             self.process.start()
 
     def _remove_arguments(self) -> None:
-        """They are needed for the start alone, and hold the key."""
+        """Remove the file of arguments: it holds the key, and is needed for the start alone."""
         if self._scratch is not None:
             remove_scratch_directory(self._scratch)
 
