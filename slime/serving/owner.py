@@ -1,9 +1,9 @@
-"""The owner of all that serves in a run: routers, engines, and what is known of them.
+"""The owner of all that serves in a run: the routers, the engines, and what is known of them.
 
-Everything that can run at the same time does: `start` returns at once, so that routers, engines and training ranks come
-up together; `wait_ready` joins. From then on a thread watches. An engine that dies or hangs is replaced where the run asks for
-that: it leaves the router, a new server starts in its place, gets the weights of the last push, and only then requests. So is
-a router, which looks after itself. What dies again and again is given up. Whatever else dies ends `ended` with its cause.
+`start` returns at once, so that routers, engines and training ranks come up together; `wait_ready` waits for the first two.
+From then on a thread watches over them. With `--use-fault-tolerance` an engine that dies or hangs is replaced: it leaves the
+router, a new server starts in its place, gets the weights of the last push, and only then requests. An engine that dies again
+and again is given up. A router looks after itself. Any other death ends the run: the future `ended` gets its cause.
 
 Each model has a router of its own. Engines of a frozen model serve what they loaded: no push waits for them or reaches them.
 """
@@ -34,7 +34,7 @@ from slime.utils.run_values import with_run_values
 
 logger = logging.getLogger(__name__)
 
-# Between the end of an engine's own time limit and its answer.
+# An engine has time limits of its own; after their end, its answer may still take this long to arrive.
 _ANSWER_SECONDS = 60.0
 _REGISTRATION_SECONDS = 60.0
 _ROUTER_FAREWELL_SECONDS = 10.0
@@ -45,15 +45,15 @@ _Taker = Callable[[EngineName, ray.ObjectRef], None]
 
 
 def _start_limit(args: argparse.Namespace) -> float:
-    # What the engine's own process says of a start that takes too long comes first.
+    # Longer than the engine's own limit: its process can say more about a start that takes too long, so it speaks first.
     return args.engine_start_timeout + _ANSWER_SECONDS
 
 
 def longest_push_wait(args: argparse.Namespace, num_engines: int) -> float:
-    """Seconds that `ServingOwner.begin_push` may take at most with so many engines, one of which has trouble after another.
+    """Seconds that `ServingOwner.begin_push` takes at most, if all engines have trouble and one does after the other.
 
-    An engine is doubted for no longer than a start may take. Then it is replaced a number of times before it is given up, each
-    time within that of a start, counted from the death before.
+    An engine is doubted for no longer than a start may take. Then it is replaced `REPLACEMENTS` times before it is given up,
+    each time within the limit of a start, which counts from the death before.
     """
     return num_engines * (1 + REPLACEMENTS) * _start_limit(args)
 
@@ -65,8 +65,8 @@ class ServingOwner:
         engines: those of the run; they may start already.
 
     Attributes:
-        routers: by the name of the model, under which functions of the user's own find it; the first is that of the model
-            that generates. Empty before `start`.
+        routers: by the name of the model, which users' functions ask for; the first is that of the model that generates. Empty
+            before `start`.
         ended: its result is None when `shutdown` was called, and a RunError when something died that nobody replaces.
     """
 
@@ -81,11 +81,11 @@ class ServingOwner:
         self._topology = engines.topology
         self.routers: dict[str, RouterHandle] = {}
         self._urls: dict[EngineName, str] = {}
-        # Engines that the router knows, and those that it is just being told of.
+        # Engines that their router knows, and those that it is just being told of.
         self._registered, self._admitting = set[EngineName](), set[EngineName]()
-        # Engines that a push is under way to.
+        # Engines that are part of the push under way.
         self._receiving: set[EngineName] = set()
-        # What the watch waits for, and who takes the outcome for which engine.
+        # What the watch waits for → the method that takes the outcome, and the engine that it is about.
         self._awaited: dict[ray.ObjectRef, tuple[_Taker, EngineName]] = {}
         self._health = HealthChecks(
             interval=args.rollout_health_check_interval,
@@ -95,56 +95,44 @@ class ServingOwner:
         )
         self._generations = 0
         self._deaths: Counter[str] = Counter()  # by model
-        # While the engines sleep; the dead among them that a new server may follow.
+        # Whether the engines sleep, and those that died meanwhile: new servers follow them when the others wake.
         self._asleep = False
         self._cleared: list[EngineName] = []
-        # Guards all of this, and is told of what others wait for.
+        # Guards all of this, and is notified whenever something changes that others wait for.
         self._changed = threading.Condition(threading.RLock())
         self._ending = threading.Event()
         self._watching: threading.Thread | None = None
 
     def start(self) -> dict[str, RouterHandle]:
         """Start routers and engines; does not wait for them. Returns `routers`."""
-        # A router that runs already is tried with the key that was given for it, if any: one that has a key refuses others,
-        # one without ignores ours.
+        # The user may give a router that already runs. It is asked with the key that was given for it, if any: a router with a
+        # key of its own refuses others, and one without ignores ours.
         given = self._args.sglang_router_ip is not None
         ours = [engine.external.url for engine in self._topology.engines if engine.external is not None]
-        # Of a run without engines any that registers is welcome.
+        # In a run without engines of its own, any engine that registers is welcome.
         ours = ours if self._topology.engines else None
         for number, model in enumerate(self._topology.models):
             args = self._args if given and number == 0 else self._with_key()
             router = start_router(args, self._log_dir, ours, number, [g.role for g in model.groups])
-            # What registered by itself nobody could tell another one of.
-            router.comes_back = (
-                self._args.use_fault_tolerance and router.process is not None and bool(self._topology.engines)
-            )
+            # Another router could not be told of engines that registered by themselves, so then none takes its place.
+            router.comes_back = self._args.use_fault_tolerance and router.process is not None and ours is not None
             self.routers[model.name] = router
         self._engines.start_all()
         return self.routers
 
     def wait_ready(self) -> None:
-        """Return when the routers send requests to all their engines, and to no others. Each engine keeps its own time.
-
-        Where the run has no engines, when one that somebody else has started is registered.
+        """Return when the routers send requests to all their engines, and to no others. In a run without engines of its own,
+        return when one that somebody else has started is registered.
 
         Raises:
-            RunError: a server failed to start; holds the last lines of its log. All engines are ended. Or none has come.
+            RunError: a server failed to start; all engines are ended, and the message has the last lines of its log. Or no
+                engine has registered in time.
         """
         for router in self.routers.values():
             if router.process is not None:
                 router.wait_ready()
         if not self._topology.engines:
-            (router,) = self.routers.values()
-            logger.info('waiting for engines that register at the router: POST %s/workers {"url": …}', router.url)
-            if self._args.has_trainer:
-                logger.warning(
-                    "--rollout-num-gpus 0: no push reaches these engines, which keep the weights that they have"
-                )
-            count = router.wait_for_workers(self._args.engine_start_timeout)
-            logger.info(
-                "%d engines have registered at the router %s; all together they get --sglang-server-concurrency %d requests "
-                "at a time", count, router.url, self._args.sglang_server_concurrency,
-            )  # fmt: skip
+            self._wait_for_foreign_engines()
         names = list(self._engines.starting)
         try:
             urls = wait_for_all(
@@ -157,7 +145,7 @@ class ServingOwner:
         except BaseException:
             self._engines.stop()
             raise
-        # Nobody sends requests before the first push, so engines without the trainer's weights may be known to the router.
+        # Nobody sends requests before the first push, so routers may know engines that lack the trainer's weights.
         for model, router in self.routers.items() if names else ():
             found = {name: url for name, url in zip(names, urls, strict=True) if self._model(name).name == model}
             router.refuse_other_workers(list(found.values()))
@@ -172,10 +160,24 @@ class ServingOwner:
         self._watching = threading.Thread(target=self._watch, daemon=True, name="serving watch")
         self._watching.start()
 
+    def _wait_for_foreign_engines(self) -> None:
+        """Wait for engines that register by themselves at the run's one router."""
+        (router,) = self.routers.values()
+        logger.info('waiting for engines that register at the router: POST %s/workers {"url": …}', router.url)
+        if self._args.has_trainer:
+            logger.warning("--rollout-num-gpus 0: no push reaches these engines, which keep the weights that they have")
+        count = router.wait_for_workers(self._args.engine_start_timeout)
+        logger.info(
+            "%d engines have registered at the router %s; all together they get --sglang-server-concurrency %d requests "
+            "at a time", count, router.url, self._args.sglang_server_concurrency,
+        )  # fmt: skip
+
     # -- weights ----------------------------------------------------------------------------------------------------
 
     def begin_push(self) -> FleetSnapshot:
-        """The engines that a push goes to, when none is being replaced. Until `end_push` they hold the weights of no version.
+        """The engines that a push goes to, as soon as none is being replaced. Until `end_push` they count as holding the
+        weights
+        of no version.
 
         Raises:
             RunError: something died that nobody replaces, or nothing became of an engine for longer than a start may take.
@@ -187,12 +189,12 @@ class ServingOwner:
             return self._taking_weights(EngineState.STALE, EngineState.SERVING)
 
     def is_settled(self) -> bool:
-        """Whether a push would wait for no engine: of those that get weights none is replaced, or doubted."""
+        """Whether a push need not wait: of the engines that get weights, none is being replaced or in doubt."""
         with self._changed:
             return not self._unsettled(self._gets_weights)
 
     def _wait_until_settled(self, purpose: str, concerns: Callable[[EngineName], bool]) -> None:
-        # Each life has its time, so the limit begins anew with what happens to one.
+        # Each new server has its own time. So the limit begins anew whenever the state of one of these engines changes.
         while not self.ended.done() and (waiting := self._unsettled(concerns)):
             if not self._changed.wait_for(
                 lambda waiting=waiting: self.ended.done() or self._unsettled(concerns) != waiting, self._start_limit
@@ -203,7 +205,7 @@ class ServingOwner:
             self.ended.result()
 
     def _unsettled(self, concerns: Callable[[EngineName], bool]) -> list[tuple[EngineName, EngineState]]:
-        """Engines that a push, or a sleep, would miss, although they or those in their place may get it yet."""
+        """Engines that a push or a sleep would miss now, although they, or their successors, may soon be there."""
         records = self._fleet.records(EngineState.STARTING, EngineState.SUSPECT, EngineState.DEAD)
         return [(record.name, record.state) for record in records if concerns(record.name)]
 
@@ -258,13 +260,15 @@ class ServingOwner:
         return self._topology.find(name.engine_id)[2].sleeps
 
     def _rests(self, name: EngineName) -> bool:
-        return self._asleep and self._sleeps(name)  # or goes to sleep, which may take longer than a check
+        # True also while it goes to sleep, which may take longer than a check.
+        return self._asleep and self._sleeps(name)
 
     def _admit(self, names: Sequence[EngineName], version: int | None) -> None:
-        """Let engines serve that hold `version` whole: the router first has to know those that took another's place."""
+        """Let engines serve that hold `version` whole. One that took another's place is first registered at the router."""
         for name in names:
             with self._changed:
-                if name in self._admitting:  # one that starts again while the others wake, by the watch
+                if name in self._admitting:
+                    # The watch admits it in another thread: it started again while the others woke.
                     continue
                 self._admitting.add(name)
                 url = None if name in self._registered else self._urls.get(name)
@@ -282,7 +286,7 @@ class ServingOwner:
                 self._admitting.discard(name)
                 self._changed.notify_all()
             if url is not None and name not in self._registered:
-                # Whoever replaces it takes only those out of the router that were admitted.
+                # `_replace` takes only engines out of the router that were registered here.
                 with contextlib.suppress(RunError):
                     self._router_of(name).remove_workers([url], _ROUTER_FAREWELL_SECONDS)
             if error is not None:
@@ -291,9 +295,9 @@ class ServingOwner:
     # -- sleep ------------------------------------------------------------------------------------------------------
 
     def hold(self, holds: Holds) -> None:
-        """Have all engines that sleep hold that much of their memory. What is so already is left alone.
+        """Have all engines that ever sleep hold that much of their memory; one that already does is left alone.
 
-        Those of a frozen model have their weights again when they wake, and serve when they have caches. An engine that dies
+        An engine of a frozen model has its weights again when it wakes, and serves as soon as it has caches. One that dies
         asleep is replaced when the others wake: until then its GPUs are the trainer's.
 
         Raises:
@@ -320,7 +324,7 @@ class ServingOwner:
             names = [name for name in self._named(EngineState.STALE, EngineState.SERVING) if self._sleeps(name)]
         for name in self._order(names, "sleep"):
             with self._changed:
-                # One that did it is no longer doubted, whatever became of a request meanwhile.
+                # An engine that obeyed is no longer in doubt, even if a request to it failed meanwhile.
                 if self._is(name, EngineState.STALE, EngineState.SERVING, EngineState.SUSPECT):
                     self._fleet.sleep(name)
 
@@ -337,7 +341,7 @@ class ServingOwner:
                     self._fleet.wake(name)
 
     def _order(self, names: Sequence[EngineName], method: str) -> list[EngineName]:
-        """Those that did it; the others are dead."""
+        """Call `method` of these engines. Returns those that obeyed; the others count as dead."""
         outcomes = self._engines.order(names, method)
         for name, error in outcomes.items():
             if error is not None:
@@ -364,7 +368,7 @@ class ServingOwner:
                 self._generations -= 1
 
     def is_serving(self, model: str | None = None) -> bool:
-        """Whether requests to `model`, or to each one that gets the trainer's weights, find an engine."""
+        """Whether requests to `model` find an engine of each role; None: to each model that gets the trainer's weights."""
         with self._changed:
             found = {self._topology.part_of(n.engine_id) for n in self._named(EngineState.SERVING, EngineState.SUSPECT)}
         trained = [m.name for m in self._topology.models if m.update_weights or not self._args.has_trainer]
@@ -372,8 +376,8 @@ class ServingOwner:
         return found.issuperset(pair for pair in needed if pair[0] in (trained if model is None else [model]))
 
     def doubt_all(self, model: str, cause: str) -> None:
-        """A request to `model` failed, and nobody knows on which engine: all of it are checked at once, and doubted until they
-        answer."""
+        """A request to `model` failed, and nobody knows on which engine: all its engines are checked at once, and are in doubt
+        until they answer."""
         with self._changed:
             for name in self._named(EngineState.SERVING):
                 if self._model(name).name == model:
@@ -390,7 +394,7 @@ class ServingOwner:
         return self._deaths[model]
 
     def host_memory_gib(self) -> float | None:
-        """As of `Engines`, of those that answer: the process of one that starts is not there yet, and is not waited for."""
+        """As in `Engines`, of the engines that answer: the process of one that still starts would have to be waited for."""
         with self._changed:
             names = self._named(EngineState.STALE, EngineState.SERVING, EngineState.ASLEEP)
         return self._engines.host_memory_gib(names)
@@ -411,7 +415,7 @@ class ServingOwner:
                 awaited = list(self._awaited)
             if awaited:
                 ray.wait(awaited, timeout=_WATCH_POLL_SECONDS)
-            # To take a result may last: what is late is judged by the moment at which all that was there was seen.
+            # Taking results may last. Lateness is judged by this moment, at which everything that had arrived was seen.
             now = time.monotonic()
             ready = ray.wait(awaited, num_returns=len(awaited), timeout=0)[0] if awaited else []
             for reference in ready:
@@ -421,9 +425,8 @@ class ServingOwner:
             with self._changed:
                 overdue, late = self._health.overdue(now), self._fleet.late(now)
             for name in overdue:
-                self._died(
-                    name, RunError(f"the process of {name} did not answer a check for {self._health.timeout:g} s")
-                )
+                silent = f"the process of {name} did not answer a check for {self._health.timeout:g} s"
+                self._died(name, RunError(silent))
             for name in late:
                 self._died(
                     name,
@@ -444,9 +447,9 @@ class ServingOwner:
             self._died(name, error)
 
     def _died(self, name: EngineName, error: RunError) -> None:
-        """Take an engine out, and start another in its place; without `--use-fault-tolerance`, that ends the run.
+        """Take an engine out, and start another in its place; without `--use-fault-tolerance`, end the run.
 
-        One that died too often gets no other, and the run goes on without it while others do its work.
+        If it died too often, none takes its place, and the run goes on without it as long as others do its work.
         """
         with self._changed:
             if self._ending.is_set() or not self._fleet.die(name, str(error), time.monotonic()):
@@ -460,11 +463,8 @@ class ServingOwner:
             if why:
                 self._fleet.give_up(name.engine_id)
                 if not self._has_substitutes(name):
-                    self._fail(
-                        RunError(
-                            f"{name} is given up: {why}, and no other engine does its work; the last time: {error}"
-                        )
-                    )
+                    missing = f"{name} is given up: {why}, and no other engine does its work; the last time: {error}"
+                    self._fail(RunError(missing))
                     return
             self._changed.notify_all()
         if why:
@@ -484,7 +484,7 @@ class ServingOwner:
         """Clear away a dead engine, and start the server of its next life unless it was given up."""
         try:
             if name in self._registered:
-                # The router may wait for the requests that the engine has, which end with it.
+                # A first attempt, cut short: the router may wait for requests that the engine has, and these end with it.
                 with contextlib.suppress(RunError):
                     self._router_of(name).remove_workers([self._urls[name]], _ROUTER_FAREWELL_SECONDS)
             self._engines.stop([name])
@@ -512,7 +512,7 @@ class ServingOwner:
             return
         with self._changed:
             if not self._is(name, EngineState.STARTING):
-                # It answers after its time, and is ended already.
+                # It answers too late: it counts as dead, and is being ended.
                 return
             self._answers(name, url)
         logger.info("%s has a new server", name)
@@ -534,7 +534,7 @@ class ServingOwner:
         states = (EngineState.SERVING, EngineState.SUSPECT) if self._generations else (EngineState.SUSPECT,)
         now, names = time.monotonic(), [name for name in self._named(*states) if not self._rests(name)]
         for name in self._health.begin(now, names):
-            # Weights that came meanwhile have paused the engine: then the check says nothing.
+            # The version, since a push pauses the engine: if one comes meanwhile, this check says nothing.
             version = self._fleet.record(name.engine_id).weight_version
             take = functools.partial(self._checked, version)
             self._awaited[self._engines.check(name, self._health.timeout)] = (take, name)
