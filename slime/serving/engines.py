@@ -1,7 +1,8 @@
-"""The engines' processes: Ray actors in placement-group bundles. The only holder of their handles.
+"""The engines' processes: Ray actors in placement-group bundles. Nobody else holds their handles.
 
-It carries out what `owner.py` decides: it starts the server of a new life, ends one, and hands out references to what it asked.
-Only the first lives begin before there is an owner: a start waits longest for their servers.
+`Engines` carries out what `owner.py` decides: it starts the server of a new life of an engine, ends one, and hands out
+references to answers. The first lives are the exception: the driver starts them before there is an owner, because a start waits
+longest for their servers.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from slime.utils.run_values import with_run_values
 
 _SHUTDOWN_SECONDS = 30.0
 _ORDER_SECONDS = 180.0
-# To fetch an outcome that is there.
+# For a short question to an engine's process.
 _ANSWER_SECONDS = 10.0
-# To fetch what a finished call returned: it is there, but a busy node may be slow.
+# For fetching what a finished call returned: Ray says that it is there, but a busy node may be slow.
 _OUTCOME_SECONDS = 60.0
-# For the other parts of an engine to say what they have computed.
+# How long the other parts of an engine may take to say how much they have computed.
 _MEASURE_SECONDS = 5.0
 
 
@@ -50,7 +51,7 @@ class EngineActor(SGLangEngine):
     def __init__(self, args: Any, rank: int, log_dir: str | Path, role: str = "regular", threads: int | None = None):
         configure_logger(args.log_level)
         super().__init__(args, rank, log_dir, role, threads)
-        # Of the part that serves: the others, and what it hears of first when one of them fails.
+        # In the part that serves: the other parts, and a reference to each that becomes an error when the part fails.
         self._helpers: list[Any] = []
         self._of_helpers: list[ray.ObjectRef] = []
         self._store: Any = None
@@ -88,10 +89,12 @@ class EngineActor(SGLangEngine):
         asked = [helper.computing_seconds.remote() for helper in self._helpers]
         others = wait_for_each(asked, f"the other parts of engine {self.rank}", _MEASURE_SECONDS) if asked else []
         if any(isinstance(other, RunError) for other in others):
-            # A busy node is late. Whether a part has ended is heard of on another way.
+            # A busy node may be late, which says nothing. If a part has ended, its reference in `_of_helpers` tells.
             return None
         parts = [self.computing_seconds(), *others]
-        # While one compiles the others wait for it, and compute nothing; of an engine of which one stopped comes nothing.
+        # The sum, since one part may compile while the others wait for it. A part that was stopped reports 0, and without
+        # it the
+        # engine gives no answer, whatever the others compute.
         return sum(parts) if all(parts) else 0.0
 
     def crash(self) -> None:
@@ -108,7 +111,7 @@ class EngineActor(SGLangEngine):
         return super()._computing_seconds()
 
     def fetch_weights(self, published: str) -> str | None:
-        """As of every engine, on the hosts of all its parts: each server reads the directory of its own."""
+        """As in every engine, on the hosts of all its parts: each server reads the directory of its own host."""
         others = [helper.fetch_weights.remote(published) for helper in self._helpers]
         reasons = [super().fetch_weights(published)]
         name, limit = f"the other parts of engine {self.rank}", self._args.engine_load_timeout + _ANSWER_SECONDS
@@ -120,7 +123,7 @@ class EngineActor(SGLangEngine):
             ray.wait(self._of_helpers, num_returns=len(self._of_helpers), timeout=0) if self._of_helpers else ([], [])
         )
         for reference in ended:
-            # What has started is no failure.
+            # Raises what the part failed with. A reference may also be ready because the part has started.
             wait_for(reference, f"a part of engine {self.rank}", _ANSWER_SECONDS)
 
 
@@ -133,16 +136,17 @@ class ExternalEngineActor(ExternalEngine):
 
 
 class Engines:
-    """The actors of a topology. An engine has one at a time; `start` of a new life forgets that of the last one.
+    """The actors of a topology. An engine has one at a time: `start` of a new life forgets the actor of the last one.
 
-    May be handed to another process, which goes on with it. Actors live no longer than the process that started them.
+    The driver makes this object and hands it to the manager's process, which goes on with it. An actor lives no longer than the
+    process that started it.
 
     Args:
         args: `router_api_key` is the key that the servers ask for.
         environment: the variables of their processes.
 
     Attributes:
-        starting: by engine, what `start` gave for the first life of each; empty before `start_all`.
+        starting: what `start` returned for the first life of each engine; empty before `start_all`.
     """
 
     def __init__(
@@ -159,10 +163,10 @@ class Engines:
         self.starting: dict[EngineName, ray.ObjectRef] = {}
         self._log_dir = Path(log_dir)
         self._environment = dict(environment)
-        # Asked of the driver: Ray sets the variable in the processes that it starts, where the user did not.
+        # Read here, in the driver: in the processes that Ray starts it sets the variable itself, if the user did not.
         self._threads = env.threads_of_user()
         self._handles: dict[EngineName, Any] = {}
-        # Of engines over several nodes, the actors that only compute.
+        # The actors of an engine over several nodes that only compute.
         self._helpers: dict[EngineName, list[Any]] = {}
 
     @property
@@ -184,16 +188,16 @@ class Engines:
             `--engine-start-timeout`.
         """
         _, group, engine = self.topology.find(name.engine_id)
-        # Others of these may be stopped, or started, by other threads meanwhile.
+        # A copy of the keys: other threads may start or stop other engines meanwhile.
         for last in [life for life in list(self._handles) if life.engine_id == name.engine_id]:
             self._handles.pop(last, None)
         common = {
             "runtime_env": {"env_vars": self._environment},
-            # One watches the server for the whole run; a reader of the log can be served while others wait for it.
+            # One call watches the server for the whole run, so others need room beside it.
             "max_concurrency": 5,
         }
         if engine.external is not None:
-            # Where the router is, too: from there the engine must be in reach.
+            # On the node of this process, where the router runs too: the engine has to be reached from there.
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             actor_class = ray.remote(ExternalEngineActor).options(num_cpus=0, scheduling_strategy=here, **common)
             self._handles[name] = actor_class.remote(self._args, name.engine_id, str(self._log_dir), engine.external)
@@ -250,15 +254,15 @@ class Engines:
         found: dict[EngineName, RunError | None] = {name: RunError(f"{name} was ended") for name in names}
         handles = {name: handle for name in names if (handle := self._handles.get(name)) is not None}
         refs = [getattr(handle, method).remote() for handle in handles.values()]
-        # The engine's own limits come first: a minute in which requests may end, and those of what it asks its server.
+        # Longer than the engine's own limits: a minute in which requests may end, and those of its questions to its server.
         limit = 4 * self._args.http_control_timeout + _ORDER_SECONDS
         for name, outcome in zip(handles, wait_for_each(refs, f"{method} of the engines", limit), strict=True):
             found[name] = outcome if isinstance(outcome, RunError) else None
         return found
 
     def host_memory_gib(self, names: Iterable[EngineName]) -> float | None:
-        """The most that the processes of one of these engines have of the memory of a host, in GiB. None: no server of ours
-        says."""
+        """GiB of host memory that the processes of an engine have on one host; the largest number of all these engines. None
+        if no server of ours tells."""
         ours = [name for name in names if not self.why_none_follows(name)]
         servers = [handle for name in ours if (handle := self._handles.get(name)) is not None]
         servers += [handle for name in ours for handle in self._helpers.get(name, ())]
@@ -279,7 +283,7 @@ class Engines:
     def stop(self, names: Iterable[EngineName] | None = None) -> None:
         """End servers and actors; None: all. Those that cannot end politely are killed, and their servers follow them."""
         named = list(self._handles) if names is None else names
-        # Several threads may stop an engine: the first one to take its handle does.
+        # Several threads may want to stop an engine: the one that takes its handle out does it.
         handles = [handle for name in named if (handle := self._handles.pop(name, None)) is not None]
         handles += [handle for name in named for handle in self._helpers.pop(name, ())]
         if not handles:
@@ -309,8 +313,8 @@ def engines_of_run(
 
 
 def have_requests(fleet: FleetSnapshot) -> bool:
-    """Whether engines that serve have requests that they will finish. One that prefills finishes none by itself; one that does
-    not say may have some, and whether it lives is seen elsewhere."""
+    """Whether engines that serve have requests that they will finish. Engines that prefill are not asked: they finish none by
+    themselves. One that does not answer counts as having some; whether it lives is not decided here."""
     serving = [engine for engine in fleet.engines if engine.state in (EngineState.SERVING, EngineState.SUSPECT)]
     asked = [engine.handle.has_requests.remote() for engine in serving if engine.role != "prefill"]
     return any(answer is not False for answer in wait_for_each(asked, "requests of the engines", _ANSWER_SECONDS))

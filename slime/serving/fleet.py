@@ -1,9 +1,9 @@
 """The engine set of a run: which engines there are, what each of them may be asked, and which weights it holds.
 
-Pure: no Ray, no network, no clock, no threads; times are given, in seconds. Whoever sees something happen tells the fleet,
-which says what holds from then on; `engines.py` carries out what follows and is the only holder of engine handles. Everybody
-else asks for a snapshot, and uses it for one operation. Beside it: when engines are checked, how long one may be silent, and
-how often a router may die.
+A pure state machine: no Ray, no network, no threads, and no clock, since times are given, in seconds. Whoever sees something
+happen to an engine tells the fleet as an event, and the fleet says what holds from then on; `owner.py` decides what follows.
+Others ask for a snapshot and use it for one operation. `HealthChecks` says when engines are checked and how long one may be
+silent, `why_no_router_follows` how often a router may die.
 
     STARTING ──ready──► STALE ──weights_whole──► SERVING ──doubt──► SUSPECT
                           ▲ ◄──weights_change───┘ │    ▲ ◄──answer───┘
@@ -53,11 +53,11 @@ _TRANSITIONS: dict[str, tuple[Collection[EngineState], EngineState]] = {
     "replace": ({EngineState.DEAD}, EngineState.STARTING),
     "give_up": ({EngineState.DEAD}, EngineState.GIVEN_UP),
 }
-# So often an engine is replaced within the time of ten starts. What ends it more often is not cured by a new server: a broken
-# GPU, a full disk. The time is counted in starts, because one whose server takes long to start dies less often.
+# How often an engine is replaced within the time of ten starts. What ends it more often than that, say a broken GPU or a full
+# disk, a new server does not cure. The time is counted in starts, because an engine that takes long to start dies less often.
 REPLACEMENTS = 3
 _WINDOW_IN_STARTS = 10
-# A router that dies so often within that time does not come back; time enough for one that hangs so often to be seen.
+# A router that dies this often within this time does not come back. The time must be long enough to notice as many hangs.
 _LAST_DEATH_OF_ROUTER = 3
 _ROUTER_WINDOW_SECONDS = 600.0
 
@@ -79,9 +79,11 @@ class EngineName:
 
 @dataclasses.dataclass(frozen=True)
 class EngineRecord:
-    """What the fleet knows of an engine. `weight_version`: that of the last push it holds whole; None: none yet.
+    """What the fleet knows of an engine.
 
-    `cause`: why it died, was given up or is doubted; empty in the other states.
+    Attributes:
+        weight_version: of the push whose weights it holds whole; None if it holds those of none.
+        cause: why it is dead, given up or in doubt; empty in the other states.
     """
 
     name: EngineName
@@ -98,7 +100,7 @@ class EngineSnapshot:
         handle: its actor; for the operation that the snapshot was taken for.
         num_gpus: its devices, each a rank of a weight-update group.
         gpu_offset: where its devices begin among those of all engines.
-        alike: the first of the engines that are started as it is; of one that others started, itself.
+        alike: the first engine that is started with the same settings; one that somebody else started is alike to itself.
         role: the worker type of its group.
     """
 
@@ -129,12 +131,14 @@ class FleetSnapshot:
 
 
 class Fleet:
-    """The states of the engines `engine_ids`, all of which are starting.
+    """The states of the engines `engine_ids`, all of which are starting at first.
 
-    `start_limit`: seconds that an engine has from its death until a server answers again in its place.
+    Events name the life of an engine that they are about. An event about an earlier life comes too late: the method changes
+    nothing and returns False. Methods raise IllegalTransition if an event cannot have happened in the engine's state, and
+    KeyError for an unknown engine.
 
-    An event tells the life that it is about: one of an earlier generation is late and changes nothing, then the method returns
-    False. Methods raise IllegalTransition where the event cannot have happened, and KeyError for an unknown engine.
+    Args:
+        start_limit: seconds that an engine has from its death until a server answers in its place.
     """
 
     def __init__(self, engine_ids: Iterable[int], start_limit: float) -> None:
@@ -161,7 +165,7 @@ class Fleet:
         return self._records[name.engine_id].name == name
 
     def late(self, now: float) -> list[EngineName]:
-        """New lives whose server does not answer in time: it does not start, or has no place to start in."""
+        """New lives without a server that answers in time: it does not start, or Ray has no place for it."""
         starting = self.records(EngineState.STARTING)
         began = [(record.name, self._down_since.get(record.name.engine_id, now)) for record in starting]
         return [name for name, since in began if now - since > self._start_limit]
@@ -179,7 +183,7 @@ class Fleet:
     # -- events -----------------------------------------------------------------------------------------------------
 
     def ready(self, name: EngineName) -> bool:
-        """Its server answers. What it loaded at its start are not the weights of a push."""
+        """Its server answers. The weights that it loaded at its start are those of no push."""
         happened = self._happened("ready", name)
         if happened:
             self._down_since.pop(name.engine_id, None)
@@ -190,7 +194,7 @@ class Fleet:
         return self._happened("weights_change", name, weight_version=None)
 
     def weights_whole(self, name: EngineName, version: int | None) -> bool:
-        """It holds the weights of `version`, which is the current one from here on; None: what it loaded are its weights."""
+        """It holds the weights of `version`, which becomes the current one; None: it serves the weights that it loaded."""
         if self.version is not None and version is not None and version < self.version:
             raise IllegalTransition(
                 f"{name} got the weights of version {version}, but {self.version} is pushed already"
@@ -205,7 +209,7 @@ class Fleet:
         return self._happened("sleep", name, weight_version=None)
 
     def wake(self, name: EngineName) -> bool:
-        """It has its memory again; what stands in it counts for nothing."""
+        """It has its memory again, but no weights in it that count."""
         return self._happened("wake", name)
 
     def doubt(self, name: EngineName, cause: str) -> bool:
@@ -217,7 +221,7 @@ class Fleet:
         return self._happened("answer", name)
 
     def die(self, name: EngineName, cause: str, now: float) -> bool:
-        """It is gone, or is no longer counted on. Several may see that: all but the first are late."""
+        """It is gone, or is no longer counted on. Several callers may tell that; only the first one changes something."""
         if self._records[name.engine_id].state not in _LIVING:
             return False
         happened = self._happened("die", name, weight_version=None, cause=cause)
@@ -229,7 +233,7 @@ class Fleet:
     def replace(self, engine_id: int, since: float | None = None) -> EngineName:
         """A new server starts in the place of a dead one. Returns the name of its life.
 
-        `since`: from when on its start counts, where nobody was to start before; None: from the death.
+        `since`: when it could start at the earliest, if that was after the death; its time counts from there.
         """
         last = self._records[engine_id].name
         name = EngineName(engine_id, last.generation + 1)
@@ -258,8 +262,8 @@ class Fleet:
 
 
 def why_no_router_follows(deaths: Sequence[float]) -> str:
-    """Why another router in the place of one that died at these moments, the last one now, is not worth its start; empty: it
-    is."""
+    """Why no other router should take the place of one that died at these moments, the last of which is now; empty if one
+    should."""
     recent = [died for died in deaths if deaths[-1] - died <= _ROUTER_WINDOW_SECONDS]
     if len(recent) < _LAST_DEATH_OF_ROUTER:
         return ""
@@ -268,13 +272,13 @@ def why_no_router_follows(deaths: Sequence[float]) -> str:
 
 # -- checks -------------------------------------------------------------------------------------------------------------
 
-# What a check may take beside its own time limit: a first token, what is computed before and after, and its answer.
+# How much longer than its own limit a check may take: for a first token, for what is computed around it, and for its answer.
 _ANSWER_SECONDS = 25.0
 
 
 @dataclasses.dataclass
 class _Course:
-    """Where an engine stands: when its next check is due, when the one under way began, since when it has not answered."""
+    """An engine's checks: when the next one is due, when the one under way began, and since when it has not answered."""
 
     due: float
     began: float | None = None
@@ -284,9 +288,9 @@ class _Course:
 class HealthChecks:
     """The checks of all engines.
 
-    A check asks the engine for progress: that it answers, or that it computes something. One that compiles or loads answers
-    nobody for long and computes; one that hangs does neither, and its check fails. Checks run side by side, each with a limit
-    of its own, so that one engine that hangs does not keep the others from being looked at.
+    A check asks whether the engine makes progress: it answers, or at least computes. An engine that compiles or loads answers
+    nobody for long, but computes; one that hangs does neither, and its check fails. Checks run side by side, each with its own
+    limit, so that an engine that hangs does not delay those of the others.
 
     Args:
         interval: pause between two checks of an engine.
@@ -344,7 +348,7 @@ class HealthChecks:
         return silent if silent > self._work_limit else None
 
     def overdue(self, now: float) -> list[EngineName]:
-        """Engines whose actor does not even say how its check went."""
+        """Engines whose actor did not even say in time how the check went."""
         limit = self.timeout + _ANSWER_SECONDS
         courses = self._courses.items()
         return [name for name, course in courses if course.began is not None and now - course.began > limit]
