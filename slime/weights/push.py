@@ -1,21 +1,22 @@
 """A weight push: new weights from the training ranks to all engines, whatever carries them.
 
-connect → pause → flush → begin → send → put in place → version → verify → continue
+    connect → pause → flush → begin → send → put in place → version → verify → continue
 
-What stands between two steps of the trainer every engine goes through by itself: an order over the network and back costs more
-than most of them do. Where weights are files, engines are paused when these are written, and on their hosts where they are
-copied to those:
+Where weights travel as files, engines go on generating while these are written and copied to their hosts:
 
-connect → send → hook → fetch → pause → flush → put in place → version → verify → continue
+    connect → send → hook → fetch → pause → flush → put in place → version → verify → continue
+
+`connect`, `send` and the user's `hook` are steps of the trainer. All orders between two of these are given to an engine at once,
+and it carries them out by itself, one after the other: the way over the network and back would cost more than most of them.
 
 Invariants:
-- An engine that fails any of these is left out of the rest, and the push goes on with the others. When it broke a connection
-  or a transfer, they get all of it again; so does, once in a push, an engine that answers with an error, which a peer may have
-  caused.
+- An engine that fails a step is left out of the rest, and the push goes on with the others. If it broke a connection or a
+  transfer, the others get everything again. An engine that answered with an error gets a second chance, once in a push: a peer
+  may have caused the error.
 - `continue` goes only to engines that hold a whole version: the new one, or the old one if nothing was sent yet.
-- What engines cannot make use of, because they lack what it changes, is sent again whole, once.
-- The push owns the weight version, which goes up by one when engines go on with new weights, is saved with every checkpoint,
-  and goes on after a resume.
+- If engines cannot use what was sent, because they lack what it changes, everything is sent again whole, once.
+- The push owns the weight version. It goes up by one when engines go on with new weights, is saved with every checkpoint, and
+  goes on after a resume.
 - Nothing waits without a deadline.
 """
 
@@ -39,9 +40,9 @@ from slime.weights.verification import NamesDiffer, PushedNames
 
 logger = logging.getLogger(__name__)
 
-# Orders that take the longer the larger the model is.
+# Orders that take longer for larger models, and so have `--engine-load-timeout`.
 _LOADING = frozenset({"fetch_weights", "update_weights_from_disk", "end_weight_update"})
-# Between the end of an engine's own time limit and its answer.
+# An engine has time limits of its own; after their end, its answer may still take this long to arrive.
 _ANSWER_SECONDS = 30.0
 
 
@@ -59,14 +60,14 @@ class Opening:
 
 
 class Sources(Protocol):
-    """The training ranks as a push sees them. A source is asked together with all ranks that help it."""
+    """The training ranks as a push sees them. A source is a rank that sends; ranks that help it are asked together with it."""
 
     def open_weight_push(self) -> Opening: ...
 
     def connect_engines(self, source: int, engines: Sequence[Receiver]) -> Connected: ...
 
     def send_weights(self, source: int, version: int, whole: bool) -> Sent:
-        """`whole`: also what engines had before, as a transport may leave out."""
+        """`whole`: send everything; otherwise a transport may leave out what engines have already."""
         ...
 
     def weights_written(self, version: int, engines: Sequence[Any]) -> None:
@@ -110,10 +111,11 @@ class WeightPush:
         self._args = args
         self._sources = sources
         self._transport = transport_of(args)
-        # Bytes of deltas since all of the weights travelled. Who starts anew reads them all: no more than the weights have.
+        # Bytes of deltas since all weights travelled. An engine that starts anew has to read all of these deltas, so when they
+        # are as many as the weights have, all weights travel again.
         self._delta_bytes = 0
         self._next_is_whole = False
-        self._told = False
+        self._has_logged = False
         opening = sources.open_weight_push()
         self._num_sources = opening.num_sources
         self._expected_names = opening.expected_names
@@ -123,7 +125,7 @@ class WeightPush:
         """Push the current weights to `engines` as version `version + 1`.
 
         Raises:
-            RunError: what was to be sent is at fault, or the trainer failed; engines that hold no whole version stay paused.
+            RunError: the weights themselves are wrong, or the trainer failed. Engines that hold no whole version stay paused.
         """
         return self._push(engines, self.version + 1)
 
@@ -147,7 +149,7 @@ class WeightPush:
         if order is not None:
             served.leave_out(served.refusing(order))
         served.order(*self._pausing_orders(), *self._placing_orders(self.version))
-        return PushReport(self.version, served.failed, self._metrics([], time.monotonic() - started))
+        return self._report(served, [], time.monotonic() - started)
 
     def _push(self, engines: Sequence[Receiver], version: int) -> PushReport:
         started = time.monotonic()
@@ -159,7 +161,7 @@ class WeightPush:
             joined = len(served.remaining)
             served.order(*pause, *([] if opening is None else [opening]))
             if len(served.remaining) < joined:
-                # Nothing is sent to who failed: the others would wait for it.
+                # Sources must not send to engines that have failed: the others would wait for them.
                 self._connect(served)
         sent = self._send(served, version, self._next_is_whole)
         if through_files:
@@ -170,16 +172,15 @@ class WeightPush:
             self._sources.weights_pushed(version)
         elif served.remaining:
             self._sources.weights_settled()
-        return PushReport(self.version, served.failed, self._metrics(sent, time.monotonic() - started))
+        return self._report(served, sent, time.monotonic() - started)
 
     def _pausing_orders(self) -> list[Order]:
-        # Retracted requests go on with the new weights, and compute anew what they have from the flushed cache.
+        # "retract": requests go on later with the new weights, and compute the flushed part of their cache again.
         return [("pause_generation", "retract" if self._args.update_weights_in_flight else "abort"), ("flush_cache",)]
 
     def _placing_orders(self, version: int) -> list[Order]:
-        """To put in place what arrived, and to go on. The trainer hears of it later: what nobody serves is pushed again, under
-        the same number.
-        """
+        """Orders to put in place what arrived, and to go on. The trainer only hears of the version afterwards: if no engine
+        serves it in the end, the next push takes the same number."""
         return [
             self._transport.placing_order(self._args, version),
             ("set_weight_version", str(version)),
@@ -188,7 +189,7 @@ class WeightPush:
         ]
 
     def _connect(self, served: _Engines) -> None:
-        """Connect every source, in turn, to the engines that remain: until one round of all sources goes well."""
+        """Connect every source, in turn, to the engines that remain. If one connection fails, all sources connect again."""
         source = 0
         while served.remaining and source < self._num_sources:
             connected = self._sources.connect_engines(source, served.remaining)
@@ -196,7 +197,11 @@ class WeightPush:
             source = 0 if connected.failed else source + 1
 
     def _fetch(self, served: _Engines, version: int) -> list[Sent]:
-        """Let the hosts of engines copy what was written. Returns what was written again, for those who could not use it."""
+        """Let the hosts of engines copy what was written. If some cannot use it, all weights are written again, whole.
+
+        Returns:
+            What was written again.
+        """
         order = self._transport.fetching_order(self._args, version)
         if order is None or not (refused := served.refusing(order)):
             return []
@@ -206,7 +211,7 @@ class WeightPush:
         return sent
 
     def _send(self, served: _Engines, version: int, whole: bool) -> list[Sent]:
-        """Send everything from every source, in turn, to the engines that remain: until nobody broke it."""
+        """Send from every source, in turn, to the engines that remain. If an engine breaks that, all sources send again."""
         sent: list[Sent] = []
         while served.remaining and len(sent) < self._num_sources:
             of_source = self._sources.send_weights(len(sent), version, whole)
@@ -224,7 +229,7 @@ class WeightPush:
         if served.remaining:
             names.check_complete()
         deltas = [one.delta for one in sent if one.delta]
-        # A source that does not know what engines have sends all without being asked to.
+        # A source that does not know what engines have sends everything, whether or not it was asked to.
         whole = whole or any(delta.is_whole for delta in deltas)
         self._delta_bytes = 0 if whole else self._delta_bytes + sum(delta.wire_bytes for delta in deltas)
         self._next_is_whole = self._delta_bytes > sum(one.num_bytes for one in sent)
@@ -234,27 +239,23 @@ class WeightPush:
         return sent
 
     def _release_untouched(self, served: _Engines, sent: list[Sent]) -> None:
-        """Let the engines go on with the weights that they have, if nothing was sent."""
+        """Let the engines go on with the old weights. Only if nothing was sent: otherwise they hold no whole version."""
         if any(of_source.num_buckets for of_source in sent):
             return
         opened = self._transport.opening_order(self._args, self.version) is not None
         placing = [self._transport.placing_order(self._args, self.version)] if opened else []
         served.order(*placing, ("continue_generation",))
 
-    def _metrics(self, sent: list[Sent], seconds: float) -> dict[str, float]:
+    def _report(self, served: _Engines, sent: list[Sent], seconds: float) -> PushReport:
         num_bytes, parts = sum(one.num_bytes for one in sent), sum(one.num_buckets for one in sent)
         rate = num_bytes / seconds / 1e9
-        # That of the first push, which is before every rollout, stands in no rollout's line and in no metrics.
-        level, self._told = logging.INFO if parts and not self._told else logging.DEBUG, True
+        # The first push comes before every rollout, so no rollout's line and no metrics tell of it: the log does.
+        level = logging.INFO if parts and not self._has_logged else logging.DEBUG
+        self._has_logged = True
         logger.log(
-            level,
-            "weights version %d: %.1f MB in %d parts, %.2f s, %.2f GB/s",
-            self.version,
-            num_bytes / 1e6,
-            parts,
-            seconds,
-            rate,
-        )
+            level, "weights version %d: %.1f MB in %d parts, %.2f s, %.2f GB/s",
+            self.version, num_bytes / 1e6, parts, seconds, rate,
+        )  # fmt: skip
         metrics = {
             "perf/update_weights_time": seconds,
             "perf/update_weights_bytes": float(num_bytes),
@@ -265,11 +266,11 @@ class WeightPush:
         if deltas:
             metrics["perf/update_weights_density"] = sum(delta.changed_bytes for delta in deltas) / max(num_bytes, 1)
             metrics["perf/update_weights_wire_bytes"] = float(sum(delta.wire_bytes for delta in deltas))
-        return metrics
+        return PushReport(self.version, served.failed, metrics)
 
 
 def write_weight_version(checkpoint: Path, version: int) -> None:
-    """Note in a checkpoint that its weights, or the last ones before them that were pushed, went out as `version`."""
+    """Note in a checkpoint the version of the last push: that of its weights, or of earlier ones if these were not pushed."""
     write_json_atomically(checkpoint / WEIGHT_VERSION, {"weight_version": version})
 
 
@@ -283,7 +284,7 @@ class _Engines:
     """The engines that still take part in a push (`remaining`), and why the others do not (`failed`)."""
 
     def __init__(self, args: Any, engines: Sequence[Receiver]) -> None:
-        # What an engine has for each of the others.
+        # Seconds that an engine has for any order that `_limits` does not name.
         self._limit = args.http_control_timeout
         self._limits = {"flush_cache": FLUSH_SECONDS, **dict.fromkeys(_LOADING, args.engine_load_timeout)}
         self.remaining = list(engines)
@@ -291,12 +292,14 @@ class _Engines:
         self._tried_again = False
 
     def leave_out(self, failed: dict[int, str]) -> None:
-        """Go on without these engines. What one failed of first is its reason; the rest follows from that."""
+        """Go on without these engines. The first reason that an engine had counts: the others follow from it."""
         self.failed = {**failed, **self.failed}
         self.remaining = [engine for engine in self.remaining if engine.id not in failed]
 
     def blame(self, broken: Connected | Sent) -> None:
-        """Leave out who broke a connection or a transfer; who answered with an error stays once: a peer may be the cause."""
+        """Leave out engines that broke a connection or a transfer. Engines that answered with an error get a second chance,
+        once
+        in a push: a peer may be the cause."""
         if not broken.failed:
             return
         if broken.certain or self._tried_again:
@@ -322,6 +325,6 @@ class _Engines:
         return [outcome_of[engine.id] for engine in self.remaining]
 
     def refusing(self, order: Order) -> dict[int, str]:
-        """Give an order that is answered with a reason why it cannot be done, or None. Returns the reasons."""
+        """Give an order that engines may refuse. Returns the reasons of those that do, by id."""
         reasons = self.order(order)
         return {engine.id: reason for engine, reason in zip(self.remaining, reasons, strict=True) if reason is not None}
