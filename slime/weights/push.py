@@ -6,8 +6,8 @@ Where weights travel as files, engines go on generating while these are written 
 
     connect → send → hook → fetch → pause → flush → put in place → version → verify → continue
 
-`connect`, `send` and the user's `hook` are steps of the trainer. All orders between two of these are given to an engine at once,
-and it carries them out by itself, one after the other: the way over the network and back would cost more than most of them.
+`connect`, `send` and the user's `hook` are steps of the trainer. All orders between two of these are given to an engine at
+once, and it carries them out by itself, one after the other: the way over the network costs more than most of them do.
 
 Invariants:
 - An engine that fails a step is left out of the rest, and the push goes on with the others. If it broke a connection or a
