@@ -7,7 +7,7 @@ Samples of one execution share a `rollout_id`; a sample without one is an execut
 import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,20 +130,27 @@ def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     `decode/`, in seconds; `decode/throughput` in tokens per second."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for span in spans_of(samples):
-        if span["name"] == "sglang_generate":
-            for name, metric in _OF_REQUESTS.items():
-                if name in span["attrs"]:
-                    values[metric].append(span["attrs"][name])
-        elif span["name"] == "sglang_pd_summary":
-            for name, value in span["attrs"].items():
-                for prefix, metric in _OF_PARTS.items():
-                    if name.startswith(prefix):
-                        values[metric + name.removeprefix(prefix)].append(value)
+        for metric, value in _values_of_span(span):
+            values[metric].append(value)
     return {
         f"perf/{metric}/{name}": value
         for metric, told in values.items()
         for name, value in compute_statistics(told).items()
     }
+
+
+def _values_of_span(span: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """What an engine said of one request: (metric, value) pairs; none for spans of other kinds."""
+    attributes = span["attrs"]
+    if span["name"] == "sglang_generate":
+        yield from ((metric, attributes[name]) for name, metric in _OF_REQUESTS.items() if name in attributes)
+    elif span["name"] == "sglang_pd_summary":
+        for prefix, metric in _OF_PARTS.items():
+            yield from (
+                (metric + name.removeprefix(prefix), value)
+                for name, value in attributes.items()
+                if name.startswith(prefix)
+            )
 
 
 def merge_extra_metrics(metrics: dict[str, Any], extra: Mapping[str, Any] | None, prefix: str) -> dict[str, Any]:
