@@ -214,30 +214,22 @@ def _load_state(
     float32_prefix: str | None = None,
     copied_by: Any | None = None,
 ) -> None:
-    """Args: copied_by: the optimizer whose float32 copies are made of the weights as they are stored."""
+    """Load a checkpoint into the model, and into the optimizer unless that is None.
+
+    Args:
+        advice: what the message of an error ends with, if the optimizer was to be loaded.
+        float32_prefix: as of `sharded_state`.
+        copied_by: the optimizer whose float32 copies are made of the weights as they are stored.
+
+    Raises:
+        UserError: the checkpoint is damaged, or is one of another model.
+    """
     state = sharded_state(args, model, optimizer, stored=stored, float32_prefix=float32_prefix)
     if "optimizer" in state:
         leave_out_groups(state["optimizer"])
-    strict = args.dist_ckpt_strictness
     try:
         with torch.no_grad():
-            chunks = chunks_by_key(model)
-            headless = [key for key in chunks if leave_out_missing_head(state[key], stored.weights)]
-            weights = {key: _ask_in_float32(state[key]) for key in chunks} if copied_by is not None else {}
-            loaded = dist_checkpointing.load(state, str(directory), _load_strategy(args, directory), strict=strict)
-            for key, chunk in chunks.items():
-                unwrap_model(chunk).load_state_dict(loaded[key], strict=key not in headless)
-            if "optimizer" in state:
-                load_optimizer(optimizer, loaded["optimizer"], directory)
-            elif "float32_copies" in state:
-                put_copies(trained_parts(optimizer), loaded.get("float32_copies", {}))
-            if copied_by is not None:
-                # What the checkpoint lacks has a copy too.
-                copied_by.reload_model_params()
-                with putting_copies(copied_by) as put:
-                    for key, of_chunk in weights.items():
-                        for name, weight in of_chunk.items():
-                            put(weight, loaded[key][name])
+            _load_described(args, directory, state, stored, model, optimizer, copied_by)
     except UserError:
         raise
     except (CheckpointingException, CheckpointException, RuntimeError, KeyError, ValueError, OSError) as error:
@@ -252,6 +244,37 @@ def _load_state(
             f"{directory} cannot be loaded into the model that the flags describe; it is damaged or of another shape "
             f"({reason[:500]}){advice if optimizer is not None else ''}"
         ) from error
+
+
+def _load_described(
+    args: argparse.Namespace,
+    directory: Path,
+    state: dict[str, Any],
+    stored: Stored,
+    model: list[torch.nn.Module],
+    optimizer: Any | None,
+    copied_by: Any | None,
+) -> None:
+    """Load what `state` describes (`sharded_state`), and put it where it belongs; arguments as of `_load_state`."""
+    chunks = chunks_by_key(model)
+    headless = [key for key in chunks if leave_out_missing_head(state[key], stored.weights)]
+    weights = {key: _ask_in_float32(state[key]) for key in chunks} if copied_by is not None else {}
+    strategy, strict = _load_strategy(args, directory), args.dist_ckpt_strictness
+    loaded = dist_checkpointing.load(state, str(directory), strategy, strict=strict)
+    for key, chunk in chunks.items():
+        unwrap_model(chunk).load_state_dict(loaded[key], strict=key not in headless)
+    if "optimizer" in state:
+        load_optimizer(optimizer, loaded["optimizer"], directory)
+    elif "float32_copies" in state:
+        put_copies(trained_parts(optimizer), loaded.get("float32_copies", {}))
+    if copied_by is None:
+        return
+    # Weights that the checkpoint lacks have copies too, which are made of the model's.
+    copied_by.reload_model_params()
+    with putting_copies(copied_by) as put:
+        for key, of_chunk in weights.items():
+            for name, weight in of_chunk.items():
+                put(weight, loaded[key][name])
 
 
 def _ask_in_float32(described: dict[str, Any]) -> dict[str, torch.Tensor]:
