@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _FORMAT_VERSION = 1
 
-# Stands for the data set that the flags name, where a source is made with `args` alone, by name.
+# In place of a data set: read the one that the flags name. A source that is made with `args` alone gets this.
 _OF_FLAGS: Any = object()
 
 Group = list[Any]  # entries are samples, or lists of samples where one execution gave several
@@ -97,7 +97,7 @@ def build_dataset(args: Any) -> Dataset | StreamedDataset | None:
         return None
     if not args.prompt_data:
         raise UserError("--prompt-data is missing; give one, or --disable-rollout-global-dataset with your own source")
-    # Supervised conversations are cut at the context limit, not left out by the length of their prompt.
+    # Supervised conversations are cut at the context limit; no limit on their prompts leaves them out.
     max_length = None if args.loss_type == "sft_loss" else args.rollout_max_prompt_len
     tokenizer = None
     if args.apply_chat_template or max_length is not None:
@@ -106,17 +106,9 @@ def build_dataset(args: Any) -> Dataset | StreamedDataset | None:
     if args.multimodal_keys and max_length is not None:
         processor = load_processor(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
     workers = None
-    # Rows that are neither rendered nor measured are only read.
-    if args.num_data_workers and tokenizer is not None:
-        preparation = Preparation(
-            checkpoint=args.hf_checkpoint,
-            trust_remote_code=args.trust_remote_code,
-            rendered=args.apply_chat_template,
-            template_kwargs=dict(args.apply_chat_template_kwargs or {}),
-            measures=max_length is not None,
-            sees_images=processor is not None,
-        )
-        workers = DataWorkers(args.num_data_workers, preparation)
+    # Without a tokenizer rows are neither rendered nor measured: to read them needs no workers.
+    if tokenizer is not None:
+        workers = _data_workers(args, measures=max_length is not None, sees_images=processor is not None)
     common = {
         "workers": workers,
         "seed": args.rollout_seed,
@@ -143,6 +135,21 @@ def build_dataset(args: Any) -> Dataset | StreamedDataset | None:
         )
 
 
+def _data_workers(args: Any, *, measures: bool, sees_images: bool) -> DataWorkers | None:
+    """Processes that prepare rows beside this one; None with `--num-data-workers 0`."""
+    if not args.num_data_workers:
+        return None
+    preparation = Preparation(
+        checkpoint=args.hf_checkpoint,
+        trust_remote_code=args.trust_remote_code,
+        rendered=args.apply_chat_template,
+        template_kwargs=dict(args.apply_chat_template_kwargs or {}),
+        measures=measures,
+        sees_images=sees_images,
+    )
+    return DataWorkers(args.num_data_workers, preparation)
+
+
 class RolloutDataSource(DataSource):
     """Groups of prompts from a data set, epoch after epoch. Takes nothing back.
 
@@ -165,7 +172,7 @@ class RolloutDataSource(DataSource):
         self.metadata: dict[str, Any] = {}
         self._shuffle = {"enabled": bool(args.rollout_shuffle), "seed": args.rollout_seed}
         self._order: tuple[int, Sequence[int]] | None = None  # (epoch, positions)
-        # Read now: the file may be changed while the run goes on, and then the state must still name what was used.
+        # Taken now: if the file changes while the run goes on, a saved state must still name the data that were used.
         self._fingerprint = dataset_fingerprint(dataset)
 
     def __len__(self) -> int:
@@ -268,7 +275,8 @@ class RolloutDataSource(DataSource):
         return True
 
     def _completed(self, state: dict[str, Any], place: Path) -> dict[str, Any]:
-        """`state` with what that of another program lacks: which data it was, in which order, and what came back."""
+        """`state`, completed if another program wrote it: such a state lacks the fingerprint of the data, their order, and the
+        buffer."""
         if place.suffix != PICKLED:
             return state
         counters = ("sample_offset", "epoch_id", "sample_group_index", "sample_index")
@@ -299,7 +307,7 @@ class RolloutDataSource(DataSource):
             if not isinstance(self.dataset, StreamedDataset):
                 return _as_sample(self.dataset[int(order[offset])])
             sample = self.dataset.in_order(order, offset)
-            # Else it has met a row that is of no use.
+            # None: the row there cannot be used, so the next one is tried.
             if sample is not None:
                 return sample
         raise UserError(
@@ -316,7 +324,8 @@ class RolloutDataSource(DataSource):
         return self._order[1]
 
     def _make_group(self, prompt: Sample) -> Group:
-        # Rows of files hold nothing but containers and what cannot be changed; a data set of the user's may hold anything.
+        # Rows of files hold nothing but containers and immutable values, which `own_copy` copies fast. A user's own data set
+        # may hold anything.
         copied = own_copy if isinstance(self.dataset, Dataset | StreamedDataset) else copy.deepcopy
         group = []
         for _ in range(self.args.n_samples_per_prompt):

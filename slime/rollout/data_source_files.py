@@ -1,11 +1,11 @@
 """A data source's state in plain values, and the directory that holds it.
 
-The directory has `state.json`, and `arrays.safetensors` where there are arrays. No pickle: what is read back can only be
-plain values and numpy arrays. Tuples, dicts with keys that are no strings, and arrays are written as objects whose keys
-start with `__`; arrays in a narrow type that holds their values exactly. The directory appears whole or not at all. What
-rollouts behind the state had drawn by then lies in a directory of its own in it, in the same form.
+The directory has `state.json`, and `arrays.safetensors` if there are arrays. There is no pickle in it, so nothing but plain
+values and numpy arrays can be read back. Tuples, dicts with keys that are no strings, and arrays are written as objects whose
+keys start with `__`; arrays take the narrowest type that holds their values exactly. The directory appears whole or not at all.
+Rollouts behind the state may have drawn groups ahead: these lie in a directory of their own in it, in the same form.
 
-What a data source, be it ours or a user's, has to have, and errors of its methods that name flag and class.
+Also here: which methods a data source must have, be it ours or a user's, and errors of these that name flag and class.
 """
 
 from __future__ import annotations
@@ -32,13 +32,18 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-# Of states that other programs wrote, with a pickle in them.
+# The ending of states that other programs wrote, with a pickle in them.
 PICKLED = ".pt"
 _JSON_FILE = "state.json"
 _ARRAY_FILE = "arrays.safetensors"
 _DRAWN_AHEAD = "drawn_ahead"
 # Token ids take four bytes, masks one, and log-probs four where the engine computes them in float32.
 _NARROW_TYPES = {"i": (np.int8, np.int32), "f": (np.float32,)}
+
+FLAG = "--data-source-path"
+# All methods of a source that we, or our own sources, call.
+_METHODS = ("get_samples", "add_samples", "state_dict", "load_state_dict", "save", "load", "buffer_filter")
+_DEFAULT_LOOP = "slime.rollout.sglang_rollout.generate_rollout"
 
 
 def state_directory(root: str | Path, rollout_id: int) -> Path:
@@ -68,7 +73,8 @@ def find_state(args: Any, rollout_id: int) -> Path | None:
 
 
 def left_for_a_fresh_start(args: Any, place: Path, error: UserError) -> bool:
-    """Whether `error`, about the state at `place`, is only told: it is of another program, of no use, and may be left."""
+    """Whether `error`, about the state at `place`, is only a warning: another program wrote that state, and with
+    `--fresh-data-state` the data may start from zero."""
     left = args.fresh_data_state and place.suffix == PICKLED
     if left:
         logger.warning("--fresh-data-state: the data starts from zero: %s", error)
@@ -222,13 +228,6 @@ def _decode(arrays: dict[str, np.ndarray], entry: dict[str, Any]) -> np.ndarray:
     return array.astype(entry.get("__dtype__", array.dtype), copy=False)
 
 
-FLAG = "--data-source-path"
-
-# All that is called of a source, by us or by our own sources.
-_METHODS = ("get_samples", "add_samples", "state_dict", "load_state_dict", "save", "load", "buffer_filter")
-_DEFAULT_LOOP = "slime.rollout.sglang_rollout.generate_rollout"
-
-
 def calling_source(args: Any, source: Any, method: str, subject: str) -> contextlib.AbstractContextManager[None]:
     """`calling_user_code` for a method that a user wrote; nothing for our own, whose errors speak for themselves.
 
@@ -246,7 +245,8 @@ def has_method(source: Any, name: str) -> bool:
 
 
 def check_methods(args: Any, source: Any) -> None:
-    """Raise UserError, naming flag, class and methods, when `source` lacks what this run will call, or it would not run."""
+    """Raise UserError, naming flag, class and methods, if `source` lacks a method that this run calls, or has an `async` one
+    that nobody would await."""
     for name in _METHODS:
         if is_coroutine_function(getattr(source, name, None)):
             raise UserError(nobody_awaits(f"{FLAG} {args.data_source_path}: {type(source).__name__}.{name}"))
@@ -280,5 +280,5 @@ def prompts_per_epoch(args: Any, source: Any) -> int | None:
 def _groups_come_back(args: Any) -> bool:
     if args.rollout_function_path != _DEFAULT_LOOP:
         return False
-    # What a filter drops is replaced one for one, so only the first draw can bring more than the step needs.
+    # A group that the filter drops is replaced by one other, so only the first draw can bring more than the step needs.
     return args.over_sampling_batch_size > args.rollout_batch_size

@@ -1,7 +1,7 @@
-"""One `/generate` request: what is sent for a sample, checked here because engines die of some mistakes, and to whom.
+"""One `/generate` request: what is sent for a sample, and to whom.
 
-Addresses of the routers that serve this run, and of the engines behind them. Requests go to a router, but for those with a
-field that it drops: these go to the engines that it lists.
+What is sent is checked here, because some mistakes would end an engine. Requests go to a router. But a router may drop fields
+of a request that it does not know: a request with such a field goes past it, to one of the engines that it lists.
 """
 
 import collections
@@ -29,6 +29,16 @@ from slime.utils.misc import SingletonMeta
 from slime.utils.ports import engine_urls, host_for_url
 from slime.utils.sample_fields import held, token_array
 from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
+
+# Fields of a request that a router may drop → what an engine answers to them.
+_ANSWERED_BY = {"return_routed_experts": "routed_experts", "return_sampling_mask": "output_token_sampling_mask"}
+# How long the list of engines is believed. A request that failed is sent again after a longer time than this.
+_LISTED_SECONDS = 0.5
+# An engine that broke a request, or answered it by 429 or 5xx, gets no other for this long if there are others. A dead engine,
+# or one that refuses at once, looks idle, and the router lists a dead one until its owner has noticed the end.
+_AVOIDED_SECONDS = 10.0
 
 
 def token_budget(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> int:
@@ -82,12 +92,14 @@ def build_payload(state: GenerateState, sample: Sample, sampling_params: dict[st
 
 
 def asks_kept_sets(args: Any) -> bool:
-    """Whether the call that is under way has to learn among which tokens the engines sample: evaluations train nothing."""
+    """Whether the call that is under way needs the sets of tokens that engines sample among. An evaluation trains nothing, so
+    it does not."""
     return samples_among_some(args) and not current_call().evaluation
 
 
 def check_kept_sets(args: Any, sample: Sample) -> None:
-    """Raise SampleFailed where `sample` was begun under flags by which its sets are told, and are not now; or the other way."""
+    """Raise SampleFailed if `sample` was begun under flags that ask engines for these sets and the flags of now do not, or the
+    other way round."""
     asked, told = asks_kept_sets(args), sample.rollout_top_p_token_offsets is not None
     if (told and not asked) or (asked and not told and sample.effective_response_length):
         raise SampleFailed("it was begun under another --rollout-top-p or --rollout-top-k; it starts from its prompt")
@@ -121,23 +133,13 @@ def check_prompt_length(args: Any, sample: Sample) -> None:
 
 # -- who is asked --------------------------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
-
-# Fields of a request that a router may drop → what an engine answers to them.
-_ANSWERED_BY = {"return_routed_experts": "routed_experts", "return_sampling_mask": "output_token_sampling_mask"}
-# For so long the list of engines is taken for true; a request that failed is sent again after a longer time.
-_LISTED_SECONDS = 0.5
-# An engine that broke a request, or answered it by 429 or 5xx, gets no other for so long where there are others: a
-# dead one, or one that refuses at once, looks idle, and the router lists a dead one until its owner has seen its end.
-_AVOIDED_SECONDS = 10.0
-
 
 async def ask_engine(args: Any, sample: Sample, payload: dict[str, Any], model_name: str = "default") -> dict[str, Any]:
     """The answer of an engine of a served model to the `/generate` request `payload` for `sample`.
 
-    Functions of users ask by it where the routing of engines or the tokens that they kept are replayed: a request with
-    `return_routed_experts` or `return_sampling_mask` passes by a router that would drop this field. With the latter, log-probs
-    of the answer are those among the kept tokens.
+    Users' functions ask by it if a run replays the routing of engines, or the tokens that they kept: a request with
+    `return_routed_experts` or `return_sampling_mask` goes past a router that would drop this field. With the latter, the
+    log-probs of the answer are those among the kept tokens.
 
     Raises:
         HttpError: the engine refused the request, or did not answer.
@@ -190,7 +192,8 @@ async def _addressed(args: Any, sample: Sample, payload: dict[str, Any], model_n
 
 
 class _IdsPastTheRouter(set[str]):
-    """For `request_ids` of `post_generate`: has the call note beside each id which engine works on it."""
+    """The `request_ids` of a `post_generate` past the router. The set itself stays empty: ids go to the call, together with the
+    engine that works on each, which an abort needs to know."""
 
     def __init__(self, call: GenerationCall, router: str) -> None:
         super().__init__()
@@ -216,7 +219,7 @@ class _IdsPastTheRouter(set[str]):
 def _completed(payload: dict[str, Any], output: dict[str, Any]) -> dict[str, Any]:
     """An answer with what its request says about it."""
     if "routed_experts_start_len" in payload:
-        # Stock engines honour it without saying so.
+        # Stock engines honour the field, but do not repeat it in their answers.
         output["meta_info"].setdefault("routed_experts_start_len", payload["routed_experts_start_len"])
     if payload.get("return_sampling_mask"):
         _take_log_probs_among_kept(output["meta_info"])
@@ -224,7 +227,7 @@ def _completed(payload: dict[str, Any], output: dict[str, Any]) -> dict[str, Any
 
 
 def _take_log_probs_among_kept(meta_info: dict[str, Any]) -> None:
-    """Put the log-probs that tokens were sampled with in the place of those in the whole vocabulary."""
+    """Replace log-probs over the whole vocabulary by those that tokens were sampled with."""
     entries, log_probs = meta_info.get("output_token_logprobs"), meta_info.get("output_token_sampling_logprobs")
     if log_probs is None:
         if entries is not None and len(entries):
@@ -277,7 +280,7 @@ class EnginesOfRouter:
         if not self._urls:
             await self._first_list.join(self._list)
         elif time.monotonic() >= self._list_again_at:
-            # Others use the old list meanwhile.
+            # Only this request waits; others go by the old list meanwhile.
             await self._list()
         return self._urls
 
@@ -296,17 +299,18 @@ class EnginesOfRouter:
 
 
 class _Engines(metaclass=SingletonMeta):
-    """Of each router, the engines to be asked past it; None where it hands on whole what is asked."""
+    """For each router and set of fields, the engines to ask past it; None for a router that hands all fields on."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, frozenset[str]], EnginesOfRouter | None] = {}
         self._probes = collections.defaultdict[tuple[str, frozenset[str]], SingleFlight](SingleFlight)
 
     async def behind(self, url: str, model_name: str, asked: frozenset[str]) -> EnginesOfRouter | None:
-        """What the router's `url` showed when one token was asked for, with the fields `asked`; that is done once.
+        """The engines to ask, if the router drops one of the fields `asked`. The first caller finds that out by asking the
+        router for one token; others wait for the result.
 
         Raises:
-            HttpError: the engine refused, or did not answer; of all that waited for it.
+            HttpError: the engine refused, or did not answer; all who waited get it.
         """
         if (url, asked) in self._known:
             return self._known[url, asked]
