@@ -92,9 +92,8 @@ class EngineActor(SGLangEngine):
             # A busy node may be late, which says nothing. If a part has ended, its reference in `_of_helpers` tells.
             return None
         parts = [self.computing_seconds(), *others]
-        # The sum, since one part may compile while the others wait for it. A part that was stopped reports 0, and without
-        # it the
-        # engine gives no answer, whatever the others compute.
+        # The sum, since one part may compile while the others wait for it. A part that was stopped reports 0, and without it
+        # the engine gives no answer, whatever the others compute.
         return sum(parts) if all(parts) else 0.0
 
     def crash(self) -> None:

@@ -176,8 +176,7 @@ class ServingOwner:
 
     def begin_push(self) -> FleetSnapshot:
         """The engines that a push goes to, as soon as none is being replaced. Until `end_push` they count as holding the
-        weights
-        of no version.
+        weights of no version.
 
         Raises:
             RunError: something died that nobody replaces, or nothing became of an engine for longer than a start may take.

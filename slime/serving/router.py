@@ -384,9 +384,8 @@ class RouterHandle:
             self._missing = frozenset(self._told.keys() - healthy)
 
     def _tell_again(self) -> None:
-        """Tell the router once more of engines that it lacks. An engine that computes for long does not answer what it is,
-        and a
-        router that was told of it at such a time forgets it."""
+        """Tell the router once more of engines that it lacks. An engine that computes for long does not answer what it is, and
+        a router that was told of it at such a time forgets it."""
         for url in sorted(self._missing):
             try:
                 if (worker := self._told.get(url)) is not None:

@@ -73,19 +73,16 @@ def loss_function(
     batch = batch.with_columns(**zeroed)
     is_custom = role == "actor" and args.loss_type == "custom_loss"
     # A loss without a path back to the logits would have no backward pass on this rank, and other ranks wait for that. So a
-    # zero
-    # that depends on the logits is added. It is made before the loss, so that its backward pass comes after that of the
-    # loss, and
-    # its zeros are added to a gradient that is there.
+    # zero that depends on the logits is added. It is made before the loss, so that its backward pass comes after that of the
+    # loss, and its zeros are added to a gradient that is there.
     stream = batch.stream
     may_leave_logits_out = is_custom or stream.cp.all_gather or sum(stream.local_response_lengths) == 0
     zero = _NoGradient.apply(logits) if may_leave_logits_out else None
     if role == "critic":
         loss, metrics = value_loss_function(args, batch, logits, reduce)
     elif is_custom:
-        # The user's function may edit these masks. It gets a copy, so that the step keeps its own, also when the loss is
-        # made once
-        # more (`--recompute-loss-function`).
+        # The user's function may edit these masks. It gets a copy, so that the step keeps its own, also when the loss is made
+        # once more (`--recompute-loss-function`).
         batch = batch.with_columns(loss_masks=copied_masks(batch["loss_masks"]))
         # The reducer is made when it is called, from the masks as they are then.
         loss, metrics = custom_loss_function(args, batch, logits, lambda values: make_reducer(args, batch)(values))

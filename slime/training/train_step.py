@@ -241,8 +241,7 @@ def step_loss(
     compute = functools.partial(loss_function, role=role)
     if args.recompute_loss_function:
         # The reentrant kind repeats the whole function on every rank. The other kind would stop early on a rank whose loss
-        # needs
-        # nothing again, while other ranks wait for the function's collectives.
+        # needs nothing again, while other ranks wait for the function's collectives.
         compute = functools.partial(checkpoint, compute, use_reentrant=True)
 
     def loss(batch: MicroBatch, logits: torch.Tensor, own_term: OwnTerm | None = None) -> tuple[torch.Tensor, Metrics]:

@@ -298,8 +298,7 @@ class _Engines:
 
     def blame(self, broken: Connected | Sent) -> None:
         """Leave out engines that broke a connection or a transfer. Engines that answered with an error get a second chance,
-        once
-        in a push: a peer may be the cause."""
+        once in a push: a peer may be the cause."""
         if not broken.failed:
             return
         if broken.certain or self._tried_again:
