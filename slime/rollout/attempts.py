@@ -1,9 +1,9 @@
 """A prompt as it left the data source, and the attempts that are made on it.
 
-Generation works on attempts, which are copies, and so do the functions of users that it calls: the prompt stays what it is.
-An attempt that failed leaves nothing to the next one, which starts from the prompt. One that was interrupted may be gone on
-with in a later step: it returns to the data source with what it has, and with its prompt beside it. A run that is started
-again with another distribution to sample from begins it anew: log-probs of one answer are those of one distribution.
+Generation, and the users' functions that it calls, work on attempts, which are copies: the prompt stays what it is. An attempt
+that failed leaves nothing to the next one, which starts from the prompt. An attempt that was interrupted may be continued in a
+later step: it returns to the data source with what it has, and with its prompt beside it. If the run is started again with
+other sampling flags, it begins anew: all log-probs of an answer must be those of one distribution.
 
 Invariants: no prompt is lost; a returned group has as many entries as it was given; finished siblings stay finished.
 """
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
-# Attributes of an attempt that returned to the data source, in plain values, because both may be saved with it: its prompt,
-# and the flags that its tokens were sampled under.
+# Attributes of an attempt that returned to the data source: its prompt, and the flags that its tokens were sampled under. Both
+# are plain values, since a saved state holds them.
 PROMPT_BESIDE = "prompt_beside"
 SAMPLED_UNDER = "sampled_under"
 
 
 def new_attempt(entry: Any) -> Any:
-    """What generation may change of `entry`, a prompt or an attempt to be gone on with: a copy, in a session of its own.
+    """A copy of `entry`, a prompt or an attempt to continue, that generation may change; in a session of its own.
 
     An execution that fanned out gives a list of copies.
     """
@@ -51,14 +51,14 @@ def own_copy(sample: Sample) -> Sample:
     return copied
 
 
-# Of most fields.
+# The types of most fields' values.
 _WITHOUT_CONTAINERS = frozenset({str, int, float, bool, type(None), np.ndarray, Sample.Status})
 
 
 def _own_values(values: dict[Any, Any]) -> dict[Any, Any]:
     own = values.copy()
     for name, value in values.items():
-        # Most values are looked at here: a call for each would take longer than the copy.
+        # The usual types are handled here, without a call, which would take longer than the copy itself.
         kind = type(value)
         if kind is list and not value:
             own[name] = []
@@ -96,10 +96,10 @@ def _own_containers(value: Any) -> Any:
 
 
 def prompt_of(entry: Any) -> Sample:
-    """The prompt that `entry` is, or that it is an attempt on. An execution that fanned out has one.
+    """The prompt that `entry` is, or that it is an attempt on. All samples of an execution have the same.
 
-    Of an attempt that came here without its prompt, from a user's data source say, everything is kept that generation and
-    grading do not write.
+    An attempt may come without its prompt, say from a user's data source. Then the prompt is what generation and grading do not
+    write.
     """
     sample = leaves(entry)[0]
     beside = sample.__dict__.get(PROMPT_BESIDE)
@@ -118,16 +118,17 @@ def as_prompts(original: list[Any]) -> list[Sample]:
 
 
 def group_name(group: list[Any]) -> str:
-    """What tells `group`, as it was drawn, from others, however often it comes back: its number, or all of its first prompt."""
+    """A name of `group`, as it was drawn, that stays the same however often it comes back: its number, else its first
+    prompt."""
     number = leaves(group)[0].group_index
     return f"the group of {prompt_of(group[0])!r}" if number is None else f"group {number}"
 
 
 def can_be_continued(entry: Any) -> bool:
-    """Whether `entry` is an attempt that is finished, or that has something to go on from.
+    """Whether `entry` is an attempt that is finished, or that has something to continue from.
 
-    A failed one starts again: what it holds is what went wrong. So does an execution that fanned out, unless all of it is
-    finished.
+    A failed attempt starts again, since what it holds is what went wrong. So does an execution that fanned out, unless all of
+    its samples are finished.
     """
     if not isinstance(entry, Sample):
         return all(sample.status in FINISHED for sample in leaves(entry))
@@ -137,7 +138,8 @@ def can_be_continued(entry: Any) -> bool:
 
 
 def as_continuable_group(args: Any, original: list[Any], group: list[Any]) -> list[Any]:
-    """The attempts `group` on `original`, to be gone on with: each with its prompt beside it, or the prompt instead of it."""
+    """The attempts `group` on `original`, to be continued: each has its prompt beside it, or is replaced by its prompt if it
+    cannot be continued."""
     prompts = as_prompts(original)
     for prompt, entry in zip(prompts, group, strict=True):
         if can_be_continued(entry):
@@ -148,9 +150,9 @@ def as_continuable_group(args: Any, original: list[Any], group: list[Any]) -> li
 
 
 def begin_anew_where_sampled_otherwise(args: Any, groups: list[list[Any]], rollout_id: int) -> list[list[Any]]:
-    """`groups` with prompts in the place of attempts that an earlier start sampled from another distribution; tells of them.
+    """`groups`, with prompts in place of attempts that an earlier start sampled from another distribution. A warning tells.
 
-    What is here without the flags that it was sampled under, from a user's function say, stays as it is.
+    An attempt that does not say which flags it was sampled under, say from a user's function, stays as it is.
     """
     if not any(SAMPLED_UNDER in sample.__dict__ for sample in leaves(groups)):
         return groups
@@ -170,7 +172,7 @@ def begin_anew_where_sampled_otherwise(args: Any, groups: list[list[Any]], rollo
             "rollout %d: %d attempts of an earlier start begin anew, from their prompts: they were sampled under other flags "
             "(%s)", rollout_id, len(others), ", ".join(changed),
         )  # fmt: skip
-    # A group that stays as it is stays the same object: whoever drew it is known by it.
+    # A group without such an attempt stays the same object: by that it is known who has drawn it.
     return [group if all(map(operator.is_, group, own)) else own for group, own in pairs]
 
 
@@ -194,13 +196,13 @@ def as_partial_group(args: Any, original: list[Any], group: list[Any], rollout_i
 
 
 def mask_finished_earlier(args: Any, sample: Sample) -> None:
-    """With `--mask-offpolicy-in-partial-rollout`: a sibling that was finished before its group came back trains nothing."""
+    """With `--mask-offpolicy-in-partial-rollout`: mask all of a sibling that was finished before its group came back."""
     if _masking(args) and "start_rollout_id" in sample.metadata:
         sample.loss_mask = np.zeros(sample.response_length, np.int32)
 
 
 def tokens_to_continue(attempt: Sample) -> np.ndarray | None:
-    """Prompt and response so far of an attempt that is gone on with, int64; None of one that starts from its prompt."""
+    """Prompt and response so far of an attempt that is continued, int64; None for one that starts from its prompt."""
     return token_array(attempt, "tokens") if attempt.response_length else None
 
 

@@ -13,9 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class SampleFailed(Exception):
-    """Ends the production of one sample. `retryable`: a second attempt from the bare prompt may succeed.
+    """Ends the production of one sample.
 
-    `abandoned`: what was given up may go on, and write into the attempt.
+    Attributes:
+        retryable: a second attempt from the bare prompt may succeed.
+        abandoned: the work that was given up may still run, and write into the attempt.
     """
 
     def __init__(self, reason: str, *, retryable: bool = True, abandoned: bool = False) -> None:
@@ -45,14 +47,15 @@ class failing_alone:
 
 
 class _Causes(metaclass=SingletonMeta):
-    """The places in code where samples failed: a dead service fails thousands of samples in one way."""
+    """The places in code where samples failed. A dead service fails thousands of samples in one way: one traceback is
+    enough."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, ...]] = set()
 
     def is_news(self, trace: str) -> bool:
-        """Whether no traceback through these places was told yet; messages, which may name a sample, do not count. What has
-        no places, the answer of a service say, is always news."""
+        """Whether no traceback through the same lines of code was logged yet; its message, which may name a sample, does not
+        matter. A reason without a traceback, say the answer of a service, is always news."""
         places = tuple(line for line in trace.splitlines() if line.startswith("  File "))
         is_news = not places or places not in self._told
         self._told.add(places)

@@ -32,7 +32,7 @@ from slime.utils.types import Sample, failed_and_masked
 logger = logging.getLogger(__name__)
 
 STD_EPSILON = 1e-6
-# Without fan-outs n executions give at most (n − 1)/√n.
+# Above this, a scaled reward is worth a warning: without fan-outs, n executions give at most (n − 1)/√n.
 _STEEP_ADVANTAGE = 100.0
 
 
@@ -40,9 +40,9 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
     """The columns of `samples` (flat, in order).
 
     Raises:
-        UserError: a reward is missing or no finite number, or a plug-in raised, did not return, or returned something unusable;
-            or the experts to be replayed, or the sets that sampling kept, are missing or cannot be; or samples have images
-            that the model does not take.
+        UserError: a reward is missing or no finite number; a plug-in raised, did not return, or returned something unusable;
+            the experts to replay, or the sets that sampling kept, are missing or impossible; or samples have images, which the
+            model does not take.
     """
     path = args.custom_convert_samples_to_train_data_path
     if path is not None:
@@ -65,7 +65,9 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
 
 
 def _require_kept_sets(batch: TrainBatch) -> None:
-    """Without them log-probs of the trainer would be those of the whole vocabulary, which nothing was sampled from."""
+    """Raise UserError if a batch that trains something lacks the sets of tokens that sampling kept: the trainer's log-probs
+    would
+    be those of the whole vocabulary, from which nothing was sampled."""
     if OFFSETS not in batch and any(mask.any() for mask in batch["loss_masks"]):
         raise UserError(
             f"--rollout-top-p, --rollout-top-k: no sample has `{OFFSETS}`, the tokens that sampling kept; a generate function "
@@ -95,9 +97,9 @@ def post_process_rewards(
 def relative_rewards(args: argparse.Namespace, samples: Sequence[Sample], values: Sequence[float]) -> Sequence[float]:
     """`values`, one reward per sample, relative to the prompt group, where the estimator wants them so.
 
-    Which estimators centre and scale is told by `slime.algorithms.estimators`; for the others, for SFT and with
-    `--disable-rewards-normalization` rewards stay as they are. Samples that train nothing take part all the same, but for those
-    that failed: their reward is nobody's judgement, and theirs becomes 0.
+    `slime.algorithms.estimators` says which estimators centre and scale; for the others, for SFT and with
+    `--disable-rewards-normalization` rewards stay as they are. A sample that trains nothing counts in its group all the same. A
+    sample that failed does not, since nobody judged it, and its own reward becomes 0.
     """
     row = estimator(args.advantage_estimator)
     if not args.rewards_normalization or args.loss_type == "sft_loss" or not row.centers:

@@ -1,14 +1,14 @@
-"""Calling functions that users supply: without blocking the event loop, without losing their tracebacks.
+"""Calling functions that users supply, without blocking the event loop and without losing their tracebacks.
 
-A coroutine function is awaited, a plain one runs in a daemon thread of its own, so that one that never returns neither
-fills a pool nor keeps the process from ending. A thread cannot be ended: beyond its time limit it is left behind, its slot
-goes to others, and a function that leaves too many behind ends the run. What was cancelled within its time limit, at the end
-of a step say, may yet return: where too many do so, the next call waits for them. A coroutine is cancelled at its time limit
-where it awaits something; one that blocks holds up the event loop with all its limits, which `async_utils` tells.
+- A plain function runs in a daemon thread of its own, so that one that never returns neither fills a pool nor keeps the process
+  from ending. A thread cannot be ended: beyond its time limit it is left behind, its slot goes to others, and a function that
+  leaves too many behind ends the run. A call that was cancelled within its limit, say at the end of a step, may yet return: if
+  too many such calls still run, the next one waits for them.
+- A coroutine function is awaited. At its time limit it is cancelled, if it awaits something then. One that blocks holds up the
+  event loop and all limits in it, which `async_utils` reports.
+- A call can only raise errors: what would end more than the call, say `sys.exit`, is turned into one.
 
-A call may raise errors only: what would end more than itself, `sys.exit` say, is turned into one.
-
-How many calls run at a time is told by `CallSlots`, one for each kind of call and sized by its flag.
+`CallSlots` say how many calls run at a time: there is one for each kind of call, sized by its flag.
 """
 
 import asyncio
@@ -38,15 +38,15 @@ from slime.utils.plugin_loader import (
 
 logger = logging.getLogger(__name__)
 
-# Calls of one function that may be left behind in their threads, as a multiple of those that may run at a time, and at
-# least. Twice: what an abort interrupted may still be running when the calls of the next step meet their limit.
+# How many calls of one function may be left behind in their threads: so many times those that may run at a time, and at least
+# the second number. Twice, because calls that an abort interrupted may still run when those of the next step meet their limit.
 LEFT_BEHIND_PER_SLOT = 2
 MIN_LEFT_BEHIND = 64
 REPORT_AFTER_S = 30.0
 
 
 class CallKind(enum.IntEnum):
-    """What calls are for, in the order in which one leads to another: generation comes before the reward."""
+    """What calls are for, in the order in which one may make another: a generate function asks for rewards."""
 
     GENERATE = 0
     HOOK = 1
@@ -64,11 +64,11 @@ _held_slots: contextvars.ContextVar[tuple[_HeldSlot, ...]] = contextvars.Context
 class CallSlots:
     """Slots for `size` calls of one kind at a time on an event loop; `async with slots:` takes one.
 
-    A call may make others, which need slots too: a generate function asks for rewards, a reward combines others. No call
-    may wait for a slot whose holder waits for it. Therefore places are ordered, by level and then by kind, and a call
-    that is made inside another one takes a place behind that one: the kinds that come later on the same level, its own and
-    earlier kinds one level further down, where `size` slots of their own are. What encloses a call is told by its context,
-    which goes along with tasks, with the threads of plain functions, and with `slime.utils.async_utils.run`.
+    A call may make others, which need slots too: a generate function asks for rewards, a reward combines others. To rule out
+    deadlocks, no call may wait for a slot whose holder waits for this call. So places have an order, by level and then by kind,
+    and a call inside another one always takes a later place: a later kind finds it on the same level, the same kind or an
+    earlier one finds it one level down, where there are `size` more slots. A context variable tells what encloses a call; it
+    goes along with tasks, with the threads of plain functions, and with `slime.utils.async_utils.run`.
     """
 
     def __init__(self, kind: CallKind, size: int) -> None:
@@ -174,8 +174,8 @@ async def call_within_request_time(
     at_a_time: int = 1,
     keywords: dict[str, Any] | None = None,
 ) -> Any:
-    """The result of `fn(*arguments, **keywords)`, a function by `path` that looks at what was generated; it has as long as a
-    request.
+    """The result of `fn(*arguments, **keywords)`, a user's function at `path` that looks at what was generated. It may take as
+    long as a request.
 
     Args:
         subject: what it is called for, for messages: `rollout 3`.
@@ -196,8 +196,8 @@ async def call_within_request_time(
 
 
 def call_for_step(args: Any, flag: str, path: str, subject: str, *arguments: Any) -> Any:
-    """`call_within_request_time` of the function at `path`, from a thread. Nothing else of the step goes on meanwhile, which a
-    line says every 30 s."""
+    """`call_within_request_time` for the function at `path`, from a thread. Nothing else of the step goes on meanwhile, so a
+    line says every 30 s what it waits for."""
     call = call_within_request_time(args, flag, path, subject, load_function(path, flag=flag), *arguments)
     return run(_telling(f"{flag} {path}, called for {subject},", call))
 
@@ -243,17 +243,17 @@ def left_behind(source: str) -> int:
 
 
 class _LeftBehind:
-    """What became of the calls of one source; read and changed under `_left_behind_lock`."""
+    """The calls of one source that were given up and still run; read and changed under `_left_behind_lock`."""
 
     def __init__(self) -> None:
-        # From which `time.monotonic()` on each of those that were given up is beyond its time limit.
+        # Each call → the `time.monotonic()` from which on it is beyond its time limit.
         self.overdue_at: dict[_ThreadCall, float] = {}
-        # Set whenever these change.
+        # The events of those who wait for fewer calls; set whenever `overdue_at` changes.
         self.watchers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def tell_watchers(self) -> None:
         for loop, changed in self.watchers:
-            # One that was stopped without ending its tasks has left its watchers.
+            # A loop that was stopped without ending its tasks leaves its watchers here.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(changed.set)
 
@@ -285,7 +285,7 @@ class _ThreadCall:
             ) from None
 
     def leave_behind(self, source: str, overdue_at: float) -> None:
-        """Nobody waits for the call any more. It is counted until it ends, if it has not ended yet."""
+        """Nobody waits for the call any more: count it until it ends, unless it has ended already."""
         with _left_behind_lock:
             if self._ended:
                 return
@@ -294,7 +294,7 @@ class _ThreadCall:
             left.overdue_at[self] = overdue_at
             left.tell_watchers()
             count = len(left.overdue_at)
-        # At 1, 2, 4, 8, …
+        # A line at 1, 2, 4, 8, …
         if count & (count - 1) == 0:
             logger.warning("%d calls of %s were given up and still run in their threads", count, source)
 
@@ -303,7 +303,7 @@ class _ThreadCall:
             with containing_endings():
                 outcome = (self.future.set_result, work())
         except StopIteration as error:
-            # Which a future does not take.
+            # A future refuses this exception.
             wrapped = RuntimeError("the function raised StopIteration")
             wrapped.__cause__ = error
             outcome = (self.future.set_exception, wrapped)
@@ -325,12 +325,13 @@ class _ThreadCall:
 
 
 async def _wait_for_room(source: str, at_a_time: int) -> None:
-    """Return when fewer calls than the limit are left behind. At the latest when all are overdue, the wait ends in an error."""
+    """Return when fewer calls than the limit are left behind. If so many are beyond their time limits, that is an error: they
+    will not return."""
     limit = max(MIN_LEFT_BEHIND, LEFT_BEHIND_PER_SLOT * at_a_time)
     if left_behind(source) < limit:
         return
     loop, changed, told = asyncio.get_running_loop(), asyncio.Event(), False
-    # Of all calls that wait, one looks: their number must not cost the event loop, nor the threads that end, anything.
+    # Only one of the calls that wait looks at the others. Otherwise every thread that ends would wake all of them.
     async with _turns.setdefault(loop, defaultdict(asyncio.Lock))[source]:
         with _left_behind_lock:
             _left_behind[source].watchers.add((loop, changed))
