@@ -66,8 +66,7 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
 
 def _require_kept_sets(batch: TrainBatch) -> None:
     """Raise UserError if a batch that trains something lacks the sets of tokens that sampling kept: the trainer's log-probs
-    would
-    be those of the whole vocabulary, from which nothing was sampled."""
+    would be those of the whole vocabulary, from which nothing was sampled."""
     if OFFSETS not in batch and any(mask.any() for mask in batch["loss_masks"]):
         raise UserError(
             f"--rollout-top-p, --rollout-top-k: no sample has `{OFFSETS}`, the tokens that sampling kept; a generate function "
