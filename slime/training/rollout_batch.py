@@ -1,9 +1,11 @@
 """The train batch: from packed samples to columns, to one shard per data-parallel rank, to tensors per sample.
 
-Per-token columns are the arrays that the samples already hold, one per row; they are concatenated once, into the flat
-`RaggedArray`s of a shard. No list of Python integers appears on the way. Invariants: row i of every per-sample column
-belongs to sample i; `rollout_mask_sums` is computed here, before anything is split, so the loss cannot depend on the
-split.
+Per-token columns are the arrays that the samples already hold, one per row. They are concatenated once, into the flat
+`RaggedArray`s of a shard; no list of Python integers appears on the way.
+
+Invariants:
+- Row i of every per-sample column belongs to sample i.
+- `rollout_mask_sums` is computed here, before anything is split, so that the loss cannot depend on the split.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from slime.training.rollout_data import RolloutData
 
 TrainBatch = dict[str, Any]
+
+# Columns of a plug-in with one number per sample, all of which must be finite: they count in means and lengths.
+_OF_NUMBERS = ("rewards", "raw_reward", "response_lengths", "rollout_mask_sums")
 
 
 def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], rewards: Sequence[float]) -> TrainBatch:
@@ -92,12 +97,12 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
 def train_batch_from_columns(columns: dict[str, Any], source: str, samples: Sequence[Sample] = ()) -> TrainBatch:
     """A batch from a plug-in's dict of per-sample lists.
 
-    As in `build_train_batch`, samples that are to be left out have masks of zeros, and `failed` tells which of them failed, but
-    where the plug-in tells it.
+    As in `build_train_batch`, samples that are to be left out get masks of zeros, and `failed` tells which samples failed,
+    unless the plug-in has such a column itself.
 
     Args:
         source: flag and path of the plug-in, for messages.
-        samples: what it made them of; `sample_indices` tells whose a row is.
+        samples: what the plug-in was given; the column `sample_indices` tells which of them a row belongs to.
 
     Raises:
         UserError: it is no dict, a required column is missing or has another number of rows, a mask holds something else than 1
@@ -125,7 +130,7 @@ def train_batch_from_columns(columns: dict[str, Any], source: str, samples: Sequ
             if finite_number(value) is None:
                 raise UserError(f"{where} `{name}` is {value!r}; expected a finite number")
     masks = [(mask, f"{where} `loss_masks`") for mask, where in zip(batch["loss_masks"], of_samples, strict=True)]
-    batch["loss_masks"] = [as_loss_mask(_as_row(mask, None, name), name) for mask, name in masks]
+    batch["loss_masks"] = [as_loss_mask(_as_array(mask, None, name), name) for mask, name in masks]
     for position, sample in _samples_of_rows(samples, batch["sample_indices"]):
         if sample.remove_sample:
             batch["loss_masks"][position] = np.zeros_like(batch["loss_masks"][position])
@@ -139,20 +144,17 @@ def train_batch_from_columns(columns: dict[str, Any], source: str, samples: Sequ
         known = column_of(name)
         if known.is_ragged:
             pairs = zip(batch[name], of_samples, strict=True)
-            batch[name] = [_as_row(row, known.dtype, f"{where} `{name}`") for row, where in pairs]
+            batch[name] = [_as_array(row, known.dtype, f"{where} `{name}`") for row, where in pairs]
         elif known.dtype is not None:
-            batch[name] = _as_row(batch[name], known.dtype, f"{source}: `{name}`")
+            batch[name] = _as_array(batch[name], known.dtype, f"{source}: `{name}`")
     for position, where in enumerate(of_samples):
         _require_fitting_rows({name: batch[name][position] for name in columns}, where)
     return _complete(batch)
 
 
-# Columns of a plug-in with one number per sample, of which each counts in a mean or in a length.
-_OF_NUMBERS = ("rewards", "raw_reward", "response_lengths", "rollout_mask_sums")
-
-
 def _samples_of_rows(samples: Sequence[Sample], sample_indices: Sequence[Any]) -> Iterator[tuple[int, Sample]]:
-    """Rows that are of one of the samples, and that sample. Siblings have one index: they follow each other as in `samples`."""
+    """(Row, the sample that it belongs to), for all rows that belong to one of the samples. Siblings share an index, so their
+    rows are taken to be in the order of `samples`."""
     waiting: dict[Any, deque[Sample]] = defaultdict(deque)
     for sample in samples:
         waiting[-1 if sample.index is None else sample.index].append(sample)
@@ -168,7 +170,7 @@ def _has_rows(column: Any) -> bool:
         return False
 
 
-def _as_row(row: Any, dtype: Any, name: str) -> np.ndarray:
+def _as_array(row: Any, dtype: Any, name: str) -> np.ndarray:
     try:
         array = np.asarray(row, dtype)
     except (TypeError, ValueError) as error:
@@ -179,9 +181,9 @@ def _as_row(row: Any, dtype: Any, name: str) -> np.ndarray:
 
 
 def _require_fitting_rows(sample: dict[str, Any], where: str) -> None:
-    """Raise UserError, with column and both numbers, where rows of a sample do not fit together; `where` tells which it is.
+    """Raise UserError, with column and both numbers, if the rows of a sample do not fit together; `where` names the sample.
 
-    Log-probs of trained tokens have to be finite numbers; what stands at others is read by nobody.
+    Log-probs of trained tokens must be finite numbers. Those of other tokens do not matter: nobody reads them.
     """
     total, response = len(sample["tokens"]), int(sample["response_lengths"])
     if not 0 <= response < total:
@@ -211,10 +213,10 @@ def _require_fitting_rows(sample: dict[str, Any], where: str) -> None:
 
 
 def correction_flag(args: argparse.Namespace) -> str | None:
-    """The flag by which the policy loss is corrected with the engine's log-probs; None where it is not.
+    """The flag that has the policy loss corrected by the engine's log-probs; None if none does.
 
-    A function of the user's is called whatever `use_tis` says: of such a function it is a setting of its own, whether weights
-    are applied or only measured.
+    A user's function is called whether or not `--use-tis` is given: the function may read that flag as a setting of its own,
+    for instance to apply its weights or only to measure them.
     """
     if args.use_tis:
         return "--use-tis"
@@ -227,7 +229,7 @@ def takes_images(args: argparse.Namespace) -> bool:
 
 
 def refuse_images(args: argparse.Namespace, batch: TrainBatch) -> None:
-    """Raise UserError where the batch has images and the model takes none: answers to them would be learned as guesses."""
+    """Raise UserError if the batch has images and the model takes none: it would learn to answer without seeing them."""
     seeing = [index for index, one in zip(batch["sample_indices"], batch.get(IMAGES, ()), strict=False) if one]
     if seeing and not takes_images(args):
         raise UserError(
@@ -240,7 +242,7 @@ def refuse_images(args: argparse.Namespace, batch: TrainBatch) -> None:
 
 
 def execution_ids(rollout_ids: Sequence[int | None]) -> np.ndarray:
-    """Own id of each sample's execution, or a fresh unique one where it has none; int64."""
+    """The id of each sample's execution, int64; a sample without one gets a new id that no other has."""
     fresh = max((int(i) for i in rollout_ids if i is not None), default=-1) + 1
     filled = []
     for rollout_id in rollout_ids:
@@ -305,7 +307,8 @@ def _complete(batch: TrainBatch) -> TrainBatch:
 
 
 def _pack(sample: Sample) -> PackedSample:
-    """The sample's arrays; one that failed before it had any token gets two tokens without loss, to keep its place."""
+    """The sample's arrays. A sample that failed before it had any token gets two masked ones, to keep its place in the
+    batch."""
     if sample.remove_sample and not len(held(sample, "tokens")):
         nothing = np.zeros(1, np.int32)
         return PackedSample(np.zeros(2, np.int64), nothing, np.zeros(1, np.float32), np.zeros(1, np.float32))
@@ -353,7 +356,8 @@ def _require_prompts(samples: Sequence[Sample], packed: Sequence[PackedSample]) 
 
 
 def _drop_halves_of_kept_sets(optional: dict[str, list[np.ndarray | None]], trained: Sequence[bool]) -> None:
-    """Ids of kept tokens are read by their offsets: a sample that trains nothing has both or neither."""
+    """Of a sample that trains nothing, drop ids of kept tokens without offsets, and offsets without ids: neither can be read
+    without the other."""
     halves = optional["rollout_top_p_token_ids"], optional["rollout_top_p_token_offsets"]
     for row, trains in enumerate(trained):
         if not trains and any(half[row] is None for half in halves):
@@ -370,13 +374,13 @@ def _optional_rows(
 ) -> list[np.ndarray] | None:
     """A row for every sample, or None when no sample has one that counts.
 
-    A sample whose mask is all zero may have none: whatever stands there is read by nobody, and zeros (no kept tokens) have
-    the length that the trainer expects.
+    A sample whose mask is all zero may have none. It gets zeros of the length that the trainer expects (for kept tokens, empty
+    sets), which nobody reads.
 
     Raises:
         UserError: some of the samples that train have a row and others have none.
     """
-    # Where nothing is trained at all, what there is may still be reported.
+    # If no sample trains anything, the column may still be reported.
     counts = trained if any(trained) else [s.response_length > 0 for s in samples]
     present = [row is not None for row, counted in zip(rows, counts, strict=True) if counted]
     if not any(present):

@@ -1,8 +1,9 @@
-"""A training rank's part of a rollout: columns by name, with what a context-parallel rank owns of each.
+"""A training rank's part of a rollout: columns by name, and what a context-parallel rank owns of each.
 
-It is a dict from names to columns, as plug-ins see it and write into it, which also knows the rank's place in its
-context-parallel group. `slime.training.columns` tells what each column holds, most of them one entry per sample. A column per
-response token has this rank's part of every response, in the zigzag layout; tokens and masks are whole on every rank.
+`RolloutData` is a dict from names to columns, which plug-ins see and write into. It also knows the rank's place in its
+context-parallel group. Most columns have one entry per sample; `slime.training.columns` tells what each holds. A column with a
+value per response token has only this rank's part of every response, in the zigzag layout. Tokens and masks are whole on every
+rank.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Metrics = dict[str, torch.Tensor]
 
 
 class RolloutData(dict[str, Any]):
-    """Columns of the samples that this rank has. Copied or pickled it is a dict alone: process groups stay where they are.
+    """Columns of the samples that this rank has. A copy or a pickle is a plain dict: process groups stay in their process.
 
     Args:
         columns: those per response token hold this rank's part already; `of_rank` cuts whole ones.
@@ -46,7 +47,7 @@ class RolloutData(dict[str, Any]):
         self.cp = cp
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Not `dict`, which files that hold no code may not name.
+        # Files that may hold no code may name OrderedDict, but not `dict`.
         return OrderedDict, (), None, None, iter(self.items())
 
     @classmethod
@@ -60,19 +61,19 @@ class RolloutData(dict[str, Any]):
         """The column `name`.
 
         Raises:
-            UserError: there is none, though `needed_by` (a flag) needs it.
+            UserError: there is none; the message says that `needed_by`, a flag, needs it.
         """
         if self.get(name) is None:
             raise UserError(f"{needed_by} needs `{name}`, and the samples of this rollout have none")
         return self[name]
 
     def flat(self, name: str, needed_by: str = "the loss") -> torch.Tensor:
-        """`column`, of one kind per response token, concatenated over samples."""
+        """`column`, one that has values per response token, concatenated over samples."""
         return torch.cat(list(self.column(name, needed_by)))
 
     def local(self, name: str) -> Tensors:
-        """Of a column per response token this rank's part of every response."""
-        # Data of a caller's own, which one rank has whole, may come without the lengths to cut by.
+        """This rank's part of every response, of a column that has values per response token."""
+        # With one context-parallel rank nothing is cut. A caller's own data may then lack the lengths to cut by.
         is_whole = self.cp.size == 1 and "total_lengths" not in self
         return self[name] if is_whole or column_of(name).kind is Kind.RESPONSE_PART else self.cut(self[name])
 
@@ -81,7 +82,7 @@ class RolloutData(dict[str, Any]):
         return self.gather(self[name]) if column_of(name).kind is Kind.RESPONSE_PART else self[name]
 
     def own_part(self, name: str, rows: Any) -> Any:
-        """What the rank keeps in the column `name` of `rows` for whole responses."""
+        """What this rank keeps of `rows`, the column `name` for whole responses."""
         return self.cut(rows) if column_of(name).kind is Kind.RESPONSE_PART else rows
 
     def with_whole_responses(self) -> RolloutData:
@@ -100,7 +101,7 @@ class RolloutData(dict[str, Any]):
         return gather_responses(parts, self["total_lengths"], self["response_lengths"], self.cp)
 
     def gather_flat(self, parts: torch.Tensor) -> torch.Tensor:
-        """`gather` of parts that come concatenated over samples, as whole responses do then."""
+        """`gather` for parts that are concatenated over samples; so are the whole responses that it returns."""
         return gather_flat_responses(parts, self["total_lengths"], self["response_lengths"], self.cp)
 
     @property
@@ -122,7 +123,7 @@ class RolloutData(dict[str, Any]):
         return [t - r for t, r in zip(self["total_lengths"], self["response_lengths"], strict=True)]
 
     def take(self, positions: Sequence[int]) -> RolloutData:
-        """The samples at `positions`, in that order; without what is not about single samples."""
+        """The samples at `positions`, in that order, without the columns that are not per sample."""
         columns = {name: [rows[i] for i in positions] for name, rows in self.items() if column_of(name).is_per_sample}
         return RolloutData(columns, self.cp)
 
@@ -148,15 +149,15 @@ class MicroBatch(RolloutData):
 
 
 def require_entries(data: RolloutData, where: str) -> None:
-    """Refuse what a function of the user's left in a column of `data` that micro-batches would take single samples of.
+    """Check the columns that a user's function left in `data`: micro-batches will take single samples out of them.
 
-    Masks are not looked at: `refresh_mask_sums` does that, on all ranks together.
+    Masks are left to `refresh_mask_sums`, which checks them on all ranks together.
 
     Args:
         where: flag and path of the function, for the message.
 
     Raises:
-        UserError: a column per sample, also one that the function added, is no list, tensor or array with an entry for each.
+        UserError: a column per sample, also one that the function added, is not a list, tensor or array of that many entries.
     """
     count = len(data["response_lengths"])
     for name, rows in data.items():
@@ -207,11 +208,11 @@ def _checked_masks(data: RolloutData) -> list[np.ndarray]:
         found = f"{len(masks)} masks" if isinstance(masks, Sequence) else type(masks).__name__
         raise UserError(f"{flag}: `loss_masks` must be a list of one mask per sample, {len(samples)} here, not {found}")
     names = [f"{flag}: sample {sample}: `loss_masks`" for sample in samples]
-    rows = [_as_row(*given) for given in zip(names, masks, data["response_lengths"], strict=True)]
+    rows = [_as_mask(*given) for given in zip(names, masks, data["response_lengths"], strict=True)]
     return [as_loss_mask(row, name) for row, name in zip(_on_host(rows), names, strict=True)]
 
 
-def _as_row(name: str, mask: Any, length: int) -> torch.Tensor:
+def _as_mask(name: str, mask: Any, length: int) -> torch.Tensor:
     try:
         row = torch.as_tensor(mask).detach()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -222,7 +223,7 @@ def _as_row(name: str, mask: Any, length: int) -> torch.Tensor:
 
 
 def _on_host(rows: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """The rows as arrays. All of one device and dtype, as a rule all there are, are waited for once."""
+    """The rows as arrays. Rows of one device and dtype, usually all of them, are copied to the host in one piece."""
     arrays: list[Any] = [None] * len(rows)
     for kind in {(row.device, row.dtype) for row in rows}:
         positions = [position for position, row in enumerate(rows) if (row.device, row.dtype) == kind]
