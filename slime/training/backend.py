@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from slime.training.resident_memory import Residents
     from slime.training.train_step import MicroBatches
 
-# Where the backends of `--train-backend` are; a class is imported in the ranks' processes only.
+# The classes of `--train-backend`, by path: they are imported in the ranks' processes only.
 BACKENDS = {
     "megatron": "slime.backends.megatron_utils.backend.MegatronBackend",
     "fsdp": "slime.backends.fsdp_utils.backend.FSDPBackend",
 }
 
-# Of a micro-batch and its logits: lists with one tensor per sample, by name. Logits are [R, V / tensor-parallel size] of the R
-# rows that `rows_of_logits` names; a critic's are its values [T, 1].
+# Takes a micro-batch and its logits to lists with one tensor per sample, by name. Logits are [R, V / tensor-parallel size] for
+# the R rows that `rows_of_logits` names; a critic gives its values [T, 1] in their place.
 Collect = Callable[[MicroBatch, torch.Tensor], dict[str, list[torch.Tensor]]]
-# What layers of the backend's own add to the loss of a micro-batch: (un-normalised term, its metrics).
+# Gives what a backend's own layers add to the loss of a micro-batch: (un-normalised term, its metrics).
 OwnTerm = Callable[[MicroBatch], tuple[torch.Tensor, Metrics]]
 
 
@@ -57,15 +57,15 @@ class RankGroups:
 
     Attributes:
         data_rank: which shard of a rollout this rank has.
-        sample_group: ranks that have all samples together, once: data parallelism alone.
-        token_group: ranks that have all tokens together, once: data and context parallelism.
+        sample_group: ranks that together have every sample exactly once (data parallelism).
+        token_group: ranks that together have every token exactly once (data and context parallelism).
         host_token_group: the same ranks, for collectives on objects and on tensors of the host.
-        replica: which copy of the weights this rank holds a part of; the ranks of one copy have all of them together.
-        tensor_group: ranks that share the vocabulary of the logits; None where a rank has all of it.
-        tensor_rank: place in it.
-        stage: place of its pipeline stage among the `num_stages`.
-        is_last_stage: whether logits come out on this rank: it has the loss, and all that is computed per token.
-        place_group: the ranks in this place on all stages, in their order; None of a backend without stages.
+        replica: which copy of the weights this rank holds a part of; the ranks of one copy together hold all weights.
+        tensor_group: ranks that share the vocabulary of the logits; None if each rank has all of it.
+        tensor_rank: this rank's place in it.
+        stage: place of this rank's pipeline stage among the `num_stages`.
+        is_last_stage: whether logits come out on this rank, and with them the loss and all that is computed per token.
+        place_group: the ranks in this place on all stages, in the order of the stages; None for a backend without stages.
     """
 
     data_rank: int
@@ -83,22 +83,24 @@ class RankGroups:
 
     @property
     def speaks_for_its_samples(self) -> bool:
-        """Whether it is the one rank that tells about its samples, of those that have the same ones on their stage."""
+        """Whether this rank reports on its samples: one rank does, of those on a stage that have the same samples."""
         return self.tensor_rank == 0 and self.cp.rank == 0
 
     @property
     def gives_weights(self) -> bool:
-        """Whether it is the one rank of its stage that hands weights out; the others of its copy help to make them whole."""
+        """Whether this rank hands weights out: one rank of each stage does, and the others of its copy help to make them
+        whole."""
         return self.replica == 0 and self.data_rank == 0 and self.speaks_for_its_samples
 
 
 @dataclass(frozen=True)
 class Update:
-    """What became of an update.
+    """The outcome of an update.
 
-    taken: whether the weights were changed.
-    grad_norm: of all parameters of all ranks, before clipping; infinite or NaN where a gradient is.
-    zeros: entries of the gradient that are zero, over all ranks; None unless `--log-num-zeros-in-grad`.
+    Attributes:
+        taken: whether the weights were changed.
+        grad_norm: over all parameters of all ranks, before clipping; infinite or NaN if a gradient is.
+        zeros: how many entries of the gradient are zero, over all ranks; None unless `--log-num-zeros-in-grad`.
     """
 
     taken: bool
@@ -110,9 +112,10 @@ class Update:
 class StepResult:
     """What a backend's step gives back.
 
-    metrics: of each micro-batch, where the loss is; elsewhere none.
-    learning_rates: of the parameter groups, that the update was taken with.
-    measured: what flags have the backend measure beside that; equal on all ranks.
+    Attributes:
+        metrics: those of each micro-batch, on the last stage; elsewhere none.
+        learning_rates: those of the parameter groups in this update.
+        measured: what flags have the backend measure beside that; equal on all ranks.
     """
 
     metrics: list[Metrics]
@@ -125,7 +128,7 @@ class UnfinishedSave(Protocol):
     """A checkpoint that is being written, in its hidden directory.
 
     Attributes:
-        bytes_on_host: what of it is held in this rank's host memory until it is finished.
+        bytes_on_host: bytes of it that this rank holds in host memory until it is finished.
     """
 
     bytes_on_host: int
@@ -134,11 +137,11 @@ class UnfinishedSave(Protocol):
         """Whether this rank would not wait for its own part in `finish`. Not collective."""
 
     def finish(self) -> Any:
-        """Wait until all parts are on the disk. Asked again before they are published, it says the same.
+        """Wait until all parts are on the disk. May be called again before they are published, with the same result.
 
         Raises:
-            RunError: a rank could not write its part, or not in time; on all ranks. The directory is gone, unless time ran out:
-                its disk may hang.
+            RunError: a rank could not write its part, or not in time; on all ranks. The directory is removed then, unless time
+                ran out, since its disk may hang.
         """
 
 
@@ -147,7 +150,7 @@ class Backend(Protocol):
 
     Attributes:
         groups: this rank's place, since `place`.
-        routing_replay: what the actor's routers ask; without layers where there is nothing to replay.
+        routing_replay: what the actor's routers ask for experts to replay; without layers if there is nothing to replay.
     """
 
     groups: RankGroups
@@ -160,17 +163,17 @@ class Backend(Protocol):
         """Join the process groups that the environment names and build the model, with weights that do not count yet."""
 
     def load(self, source: WeightSource) -> int:
-        """Load the weights that are trained, build the optimizer and, in a resume, put all back where it was.
+        """Load the weights that are trained and build the optimizer; in a resume, restore everything else too.
 
         Returns:
             The last finished rollout; −1 at a new start.
         """
 
     def load_weights(self, source: WeightSource, state: str | None = None) -> bool:
-        """Put the weights of a checkpoint into the live model, or those that it holds under the name `state` beside them.
+        """Put the weights of a checkpoint into the live model, or another set of weights that it holds under the name `state`.
 
         Returns:
-            False, and nothing done, where it holds no such state.
+            False, and nothing is done, if it holds no such state.
         """
 
     def save(
@@ -182,10 +185,10 @@ class Backend(Protocol):
     ) -> UnfinishedSave:
         """Begin to write the checkpoint of `rollout_id`, which `checkpoint_publication` makes the newest when it is finished.
 
-        From the return on weights and optimizer may change; errors are raised when it is finished.
+        When this returns, weights and optimizer may change again; errors are raised when the save is finished.
 
         Args:
-            stored: names out of `states` whose weights the checkpoint holds too.
+            stored: names of sets of weights in `states` that the checkpoint holds too.
             weight_version: the checkpoint's, for `slime.weights.push.read_weight_version`; None: it has none.
         """
 
@@ -193,7 +196,7 @@ class Backend(Protocol):
         """A pass without gradient and without dropout.
 
         Args:
-            prefix: what the names of its results begin with, for functions of the user: whose weights it is for.
+            prefix: what the names of the results will begin with; tells the user's functions whose weights are live.
 
         Returns:
             On the last stage what `collect` gave, per micro-batch; elsewhere nothing.
@@ -214,50 +217,52 @@ class Backend(Protocol):
 
         Args:
             denominator: the sum of `loss` over all micro-batches of all ranks is divided by it, and by nothing else.
-            accepts: asked with the gradient norm and whether the loss scale of float16 overflowed, when gradients are known
-                and weights are as they were; gives the same answer on all ranks. Not accepted, no update is taken.
+            accepts: called with the gradient norm, and whether the loss scale of float16 overflowed, when gradients are known
+                and the weights have not changed. It gives the same answer on all ranks; if False, no update is taken.
             rollouts: how far an update that is taken moves the learning-rate schedule on.
-            place: the rollout, and the number of the step in it, for functions of the user.
-            followed: the next that is done with the model is another step; only then may an update be unfinished on the return.
+            place: the rollout, and the number of the step in it, for users' functions.
+            followed: another step comes next, and nothing else reads the weights before it. Only then may the update still be
+                unfinished when this returns.
         """
 
     def leaving_no_trace(self) -> contextlib.AbstractContextManager[None]:
-        """Passes of the block, and steps that are not accepted, leave nothing behind: parameters, what the optimizer knows, the
-        schedule, generators, what experts have counted and what is counted of steps are as they were, gradients are none, and
-        functions of the user are not called. After an error of the block nothing of that holds."""
+        """In the block, passes and steps that are not accepted leave no trace.
+
+        Parameters, the optimizer's state, the schedule, random generators and all counters (of experts and of steps) are as
+        they were; there are no gradients; users' functions are not called. After an error in the block none of this holds.
+        """
 
     def optimizer_bytes_to_come(self) -> int:
-        """What the next update takes on the device of this rank for what the optimizer remembers, beside what it has there. Not
-        collective."""
+        """Bytes that the next update will allocate on this rank's device for what the optimizer remembers. Not collective."""
 
     def bad_gradients(self) -> list[str]:
         """Names of this rank's parameters whose gradient is not finite. Not collective."""
 
     def reset_optimizer(self) -> None:
-        """Make the next update a first one: the optimizer forgets its history; weights and learning rate stay."""
+        """Let the optimizer forget its history, as before the first update; weights and learning rate stay."""
 
     def broadcast(self, value: Any) -> Any:
         """`value` of the last stage, on all stages; small picklable things only."""
 
     def stage_tensors(self) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
-        """Walks through the live weights of this pipeline stage, whole, under the names of a Hugging Face checkpoint. All
-        stages together give each tensor once, the same on every rank of a stage.
+        """What walks through the live weights of this pipeline stage, whole, under the names of a Hugging Face checkpoint. All
+        stages together give each tensor once, and all ranks of a stage give the same.
 
-        A walk is collective over the ranks of one copy of the stage only. A tensor stays as it is until the weights change, and
-        may share memory with the model.
+        A walk is collective over the ranks of one copy of the stage only. A tensor may share memory with the model, and stays
+        as it is until the weights change.
         """
 
     def tensors_and_own_experts(
         self,
     ) -> tuple[Callable[[], Iterator[tuple[str, torch.Tensor]]], Callable[[], dict[str, torch.Tensor]]]:
-        """`stage_tensors` without experts; and what gives the tensors of the experts that this rank has, if it has them whole,
-        under the names of a Hugging Face checkpoint. The second is not collective."""
+        """(`stage_tensors` without experts, what gives the tensors of this rank's experts). An expert's tensors are given if
+        this rank has them whole, under the names of a Hugging Face checkpoint. The second is not collective."""
 
     def expected_names(self) -> set[str]:
-        """Names that all stages must give, by the checkpoint that the engines started from. Not collective."""
+        """Names that all stages together must give: those of the checkpoint that the engines started from. Not collective."""
 
     def live_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """This rank's part of the live weights, in the same order at every call: what another state takes the place of. Not
+        """This rank's part of the live weights, in the same order at every call; another set of weights takes their place. Not
         collective."""
 
     def residents(self) -> Residents:

@@ -1,6 +1,6 @@
-"""What stands by name in a train batch, in a rank's data of a rollout and in a micro-batch, declared once. Free of torch.
+"""The columns of a train batch, of a rank's data and of a micro-batch, each declared once. Free of torch.
 
-A column that is not in the table has one value per sample: a plug-in may bring its own.
+A plug-in may bring columns of its own. Any that is not in the table has one value per sample.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Kind(enum.Enum):
     RESPONSE_PART = enum.auto()
     # One value per response token, whole on every rank.
     RESPONSE = enum.auto()
-    # A row per sample that goes with its whole sequence, or is taken apart by offsets; whole on every rank.
+    # One row per sample, about its whole sequence or to be read by offsets; whole on every rank.
     SEQUENCE = enum.auto()
     # About all samples of the rollout, those of other ranks included.
     ROLLOUT = enum.auto()
@@ -35,12 +35,13 @@ class Kind(enum.Enum):
 class Column:
     """What is known of a column.
 
-    dtype: of what the rollout brings; None: it stays as it comes, or the trainer makes it.
-    required: a plug-in's batch must have it.
-    sent_whole: a shard has the entries of all samples.
-    on_host: large, or taken apart by offsets, and read on the host: not moved to the device.
-    reported: its mean over samples is a metric of the rollout, as that of every column per response token is.
-    dumped: `--save-debug-train-data` has it.
+    Attributes:
+        dtype: what the rollout brings is made of this type; None: it stays as it comes, or the trainer makes the column.
+        required: a plug-in's batch must have it.
+        sent_whole: a shard has the entries of all samples, not only those of its rank.
+        on_host: it stays on the host, where it is read: it is large, or read by offsets.
+        reported: its mean over samples is a metric of the rollout, as that of every column with values per response token is.
+        dumped: `--save-debug-train-data` writes it.
     """
 
     kind: Kind
@@ -69,7 +70,7 @@ COLUMNS: dict[str, Column] = {
     "total_lengths": Column(Kind.SAMPLE, np.int64, sent_whole=True, reported=True),
     "rewards": Column(Kind.SAMPLE, np.float32, required=True, reported=True),
     "raw_reward": Column(Kind.ROLLOUT, np.float64, required=True, sent_whole=True),
-    # Where a sample failed and trains nothing: its reward was given by nobody. Missing where none did.
+    # Whether a sample failed and trains nothing, so that its reward is nobody's judgement. Missing if none did.
     "failed": Column(Kind.ROLLOUT, np.bool_, sent_whole=True),
     "local_raw_reward": Column(Kind.SAMPLE),
     "truncated": Column(Kind.SAMPLE, required=True, reported=True),
@@ -81,9 +82,9 @@ COLUMNS: dict[str, Column] = {
     "source_names": Column(Kind.SAMPLE),
     # (version of the weights, start, end) in the response; with `--true-on-policy-mode`.
     "weight_version_spans": Column(Kind.SAMPLE, dumped=False),
-    # Of the weights that the trainer has, as engines were told; with `--true-on-policy-mode`.
+    # The version under which engines got the weights that the trainer has now; with `--true-on-policy-mode`.
     "live_weight_version": Column(Kind.ROLLOUT),
-    # Pixels: large, and made anew from what a dump of the rollout has.
+    # Pixels: large, and a dump of the rollout has the images that they are made of.
     IMAGES: Column(Kind.SAMPLE, dumped=False),
     "loss_masks": Column(Kind.RESPONSE, np.int32, required=True),
     "rollout_log_probs": Column(Kind.RESPONSE_PART, np.float32),
