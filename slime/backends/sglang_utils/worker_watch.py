@@ -99,10 +99,12 @@ class WorkerWatch:
     def _report(self, cause: str) -> None:
         if self._stopped.is_set():
             return
-        # Renamed when it is whole: the reader looks as soon as this process has ended, or while it ends.
-        draft = self._cause_path.with_suffix(".draft")
-        draft.write_text(cause)
-        draft.rename(self._cause_path)
+        # The disk may be full, which may be what the process died of: then the log alone tells.
+        with contextlib.suppress(OSError):
+            # Renamed when it is whole: the reader looks as soon as this process has ended, or while it ends.
+            draft = self._cause_path.with_suffix(".draft")
+            draft.write_text(cause)
+            draft.rename(self._cause_path)
         self._end(cause)
 
 
@@ -135,8 +137,10 @@ def host_memory_gib(server_pid: int) -> float:
 
 
 def _end_this_process(cause: str) -> None:
-    print(f"the server ends: {cause}", file=sys.stderr, flush=True)
-    os._exit(_EXIT_STATUS)
+    try:
+        print(f"the server ends: {cause}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(_EXIT_STATUS)
 
 
 def _children_of(pid: int) -> list[psutil.Process]:

@@ -19,7 +19,7 @@ import urllib3
 from slime.backends.sglang_utils import sglang_engine, worker_watch
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.backends.sglang_utils.worker_watch import WorkerWatch
-from slime.utils.child_process import ChildProcess
+from slime.utils.child_process import ChildProcess, environment_for_python
 from slime.utils.errors import RunError
 from tests.support.processes.waiting import wait_until
 
@@ -175,6 +175,25 @@ def test_a_scheduler_that_dies_before_it_has_its_name_is_missed_too(watch, monke
     spawned.kill()
     assert causes.get(timeout=60).startswith(f"its scheduler of scheduler_0 (process {spawned.pid}): ended by SIGKILL")
     assert looked_at == {spawned}
+
+
+SERVER_WHOSE_SCHEDULER_DIES = """
+import multiprocessing, os, pathlib, signal, sys
+from slime.backends.sglang_utils.worker_watch import WorkerWatch
+process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
+process.start()
+WorkerWatch(pathlib.Path(sys.argv[1]), [process], ["scheduler_0"]).start()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("cause", "log"), [("gone/cause", os.devnull), ("cause", "/dev/full")])
+def test_a_server_ends_although_its_disks_are_full(tmp_path, cause, log):
+    """It would live on without its scheduler, and answer that it is healthy."""
+    program = [sys.executable, "-c", SERVER_WHOSE_SCHEDULER_DIES, str(tmp_path / cause)]
+    with open(log, "w") as stderr:
+        done = subprocess.run(program, stderr=stderr, env=environment_for_python(), timeout=60)
+    assert done.returncode == worker_watch._EXIT_STATUS
 
 
 def test_a_server_that_ends_by_itself_reports_nothing(watch):
