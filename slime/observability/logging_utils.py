@@ -35,6 +35,8 @@ LoggedMetrics = tuple[dict[str, Any], str]
 _ROLLOUT_AXES = ("rollout/step", "eval/step")
 
 _trackers: list[TensorBoardTracker | WandbTracker] = []
+# Those that failed: they are told nothing more, and end with the others.
+_failed_trackers: list[TensorBoardTracker | WandbTracker] = []
 _steps_per_rollout = 1
 # Of optimizer steps, every so many-th is told to the trackers.
 _train_interval = 1
@@ -162,9 +164,13 @@ def forget_lost_steps(
 
 
 def finish_tracking(*, failed: bool = False) -> None:
-    """Flush and close the trackers; `failed` says how the run went."""
-    while _trackers:
-        _trackers.pop().close(failed=failed)
+    """Flush and close the trackers; `failed` says how the run went. That one cannot be closed is told."""
+    while _trackers or _failed_trackers:
+        tracker = (_trackers or _failed_trackers).pop()
+        try:
+            tracker.close(failed=failed)
+        except Exception as error:
+            logging.getLogger(__name__).warning("%s was not closed: %s", tracker, error)
 
 
 def log(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> None:
@@ -204,7 +210,10 @@ def drain_outbox() -> list[LoggedMetrics]:
 
 
 def write_to_trackers(logged: list[LoggedMetrics]) -> None:
-    """Driver only: hand metrics that came back from actors to the trackers."""
+    """Driver only: hand metrics that came back from actors to the trackers.
+
+    One that cannot take them, because its disk is full say, costs its curves and not the run: it is told of, and left alone.
+    """
     if not _trackers:
         return
     for metrics, step_key in logged:
@@ -212,8 +221,16 @@ def write_to_trackers(logged: list[LoggedMetrics]) -> None:
             continue
         numbers = {name: float(value) for name, value in metrics.items() if _is_number(value) and name != step_key}
         step = int(metrics[step_key]) * (_steps_per_rollout if step_key in _ROLLOUT_AXES else 1)
-        for tracker in _trackers:
-            tracker.add_scalars(numbers, step_key, step)
+        for tracker in tuple(_trackers):
+            try:
+                tracker.add_scalars(numbers, step_key, step)
+            except Exception as error:
+                _trackers.remove(tracker)
+                _failed_trackers.append(tracker)
+                logging.getLogger(__name__).warning(
+                    "%s takes no metrics any more, and the run goes on without it: %s: %s",
+                    tracker, type(error).__name__, error,
+                )  # fmt: skip
 
 
 def _is_number(value: Any) -> bool:

@@ -63,6 +63,9 @@ class TensorBoardTracker:
                 write_json_atomically(_note_beside(path), self._steps_per_rollout)
                 self._claims(path)
 
+    def __repr__(self) -> str:
+        return f"TensorBoard in {self.directory}"
+
     def add_scalars(self, values: dict[str, float], step_key: str, step: int) -> None:
         """Write all `values` at `step` and flush: a killed run loses nothing that was logged."""
         for tag, value in values.items():
@@ -236,6 +239,9 @@ class WandbTracker:
             with contextlib.suppress(ValueError, TypeError):
                 self._steps_before = _steps_per_rollout(note)
         self._note(self._steps_before)
+
+    def __repr__(self) -> str:
+        return f"W&B run {self.run_id}"
 
     def add_scalars(self, values: dict[str, float], step_key: str, step: int) -> None:
         """Log all `values` over the axis `step_key` at `step`."""

@@ -5,6 +5,7 @@ import importlib
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.observability import logging_utils
 from slime.observability.logging_utils import (
     collected_metrics,
     drain_outbox,
@@ -96,6 +98,43 @@ def test_numbers_reach_the_event_file(tmp_path, monkeypatch):
     write_to_trackers([(metrics, "a/step")])
     finish_tracking()
     assert read_events(tmp_path) == {"a/x": [(7, pytest.approx(0.5))]}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_costs_the_curves_of_a_tracker_and_not_the_run(tmp_path, monkeypatch, caplog):
+    full, other = tmp_path / "full", SimpleNamespace(told=[], closed=[])
+    other.add_scalars = lambda values, axis, step: other.told.append(step)
+    other.close = lambda *, failed: other.closed.append(failed)
+    flags = {**TENSORBOARD, "wandb_always_use_train_step": False, "tensorboard_dir": None}
+    init_tracking(SimpleNamespace(**flags, num_steps_per_rollout=1), full)
+    monkeypatch.setattr(logging_utils, "_trackers", [*logging_utils._trackers, other])
+    write_to_trackers([({"a/x": 0.5, "a/step": 0}, "a/step")])
+    (events,) = full.glob("events*")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The file grows no further, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (events.stat().st_size, limits[1]))
+    try:
+        for step in (1, 2):
+            write_to_trackers([({"a/x": 0.5, "a/step": step}, "a/step")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(
+        f"TensorBoard in {full} takes no metrics any more, and the run goes on without it: OSError: "
+    )
+    finish_tracking(failed=True)
+    assert (other.told, other.closed) == ([0, 1, 2], [True]) and read_events(full) == {"a/x": [(0, pytest.approx(0.5))]}
+
+
+def test_a_tracker_that_cannot_be_closed_keeps_no_other_from_it(monkeypatch, caplog):
+    def close(*, failed):
+        raise OSError(28, "No space left on device")
+
+    closed = []
+    other = SimpleNamespace(close=lambda *, failed: closed.append(failed))
+    monkeypatch.setattr(logging_utils, "_trackers", [other, SimpleNamespace(close=close)])
+    finish_tracking()
+    assert closed == [False] and "was not closed: [Errno 28] No space left on device" in caplog.text
 
 
 def test_over_optimizer_steps_the_axes_of_a_run_agree_and_no_step_comes_twice(tmp_path):
