@@ -9,6 +9,7 @@ told of the same engines. A caller that was telling it of engines waits meanwhil
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -16,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,12 +180,13 @@ class RouterHandle:
         if self._waits:
             return []
         engines: dict[str, dict[str, Any]] = {}
-        for worker in self._call("GET", "/workers", None, deadline).json()["workers"]:
-            url = engine_url(worker["url"])
-            if url != worker["url"]:
-                worker = {**worker, "url": url, "id": self._registered.get(url) or worker["id"]}
-            others = engines.get(url)
-            engines[url] = worker if others is None or not worker["is_healthy"] else others
+        with _told_in(self._call("GET", "/workers", None, deadline)) as listed:
+            for worker in listed["workers"]:
+                url = engine_url(worker["url"])
+                if url != worker["url"]:
+                    worker = {**worker, "url": url, "id": self._registered.get(url) or worker["id"]}
+                others = engines.get(url)
+                engines[url] = worker if others is None or not worker["is_healthy"] else others
         return list(engines.values())
 
     def add_workers(self, workers: Sequence[Worker], timeout: float = 60.0, worker_api_key: str | None = None) -> None:
@@ -208,7 +210,7 @@ class RouterHandle:
             self._launch(_told_at_start(told))
             self.wait_ready(timeout)
         # Counted from here: a start had its own time.
-        deadline, new = time.monotonic() + timeout, []
+        deadline, new, refusal = time.monotonic() + timeout, [], None
         if not knows_them:
             listed = {worker["url"] for worker in self.workers(deadline)}
             new = [worker for worker in workers if worker.url not in listed]
@@ -220,7 +222,14 @@ class RouterHandle:
                 "api_key": self._worker_api_key,
             }
             told = {name: value for name, value in told.items() if value}
-            self._registered[worker.url] = self._call("POST", "/workers", told, deadline).json().get("worker_id")
+            try:
+                with _told_in(self._call("POST", "/workers", told, deadline)) as accepted:
+                    self._registered[worker.url] = accepted.get("worker_id")
+            except RunError as error:
+                # It is told of the others all the same.
+                refusal = error
+        if refusal is not None:
+            raise refusal
         urls = {worker.url for worker in workers}
         self._wait_until_none(
             # An engine may be taken out meanwhile, and is not waited for then.
@@ -373,27 +382,43 @@ class RouterHandle:
         if not self._waits:
             self._launch()
         self.wait_ready()
+        self._missing = self._lacking(list(self._told.values()), _START_SECONDS, logging.WARNING)
+
+    def _lacking(self, workers: Sequence[Worker], timeout: float, level: int) -> frozenset[str]:
+        """Register engines; those of all that it is to have that it lacks then, which is told at that level.
+
+        Those that answer get requests. Whether the others live is seen where engines are looked after.
+
+        Raises:
+            RunError: the router itself failed.
+        """
         try:
-            self._register(list(self._told.values()), _START_SECONDS)
+            self._register(workers, timeout)
+            return frozenset()
         except RunError as error:
             if self._fault():
                 raise
             # Engines that answer get requests. Whether the others live is the owner's business.
-            logger.warning("the router lacks engines: %s", error)
+            logger.log(level, "the router lacks engines: %s", error)
             healthy = {worker["url"] for worker in self.workers() if worker["is_healthy"]}
-            self._missing = frozenset(self._told.keys() - healthy)
+            return frozenset(self._told.keys() - healthy)
 
     def _tell_again(self) -> None:
         """Tell the router once more of engines that it lacks. An engine that computes for long does not answer what it is, and
-        a router that was told of it at such a time forgets it."""
-        for url in sorted(self._missing):
-            try:
-                if (worker := self._told.get(url)) is not None:
-                    self._register([worker], _WATCH_SECONDS)
-                    logger.info("the router %s has the engine %s again", self.url, url)
-                self._missing -= {url}
-            except Exception as error:
-                logger.debug("the router lacks an engine still: %s", error)
+        a router that was told of it at such a time forgets it.
+
+        All are told together: whether the router answers is looked at again only afterwards.
+        """
+        told = [worker for worker in list(self._told.values()) if worker.url in self._missing]
+        try:
+            lacking = self._lacking(told, _WATCH_SECONDS, logging.DEBUG)
+        except Exception as error:
+            logger.debug("the router could not be told of engines: %s", error)
+            return
+        self._missing = frozenset(worker.url for worker in told) & lacking
+        for worker in told:
+            if worker.url not in self._missing:
+                logger.info("the router %s has the engine %s again", self.url, worker.url)
 
     def _launch(self, told: Mapping[str, Any] | None = None) -> None:
         arguments_file = self._scratch / _ARGUMENTS_FILE
@@ -433,8 +458,26 @@ class RouterHandle:
                 raise RunError(f"the router is dead ({path}): {self.process.describe_end()}") from None
             raise RunError(f"the router {self.url} did not answer {path}: {error}") from None
         if not response.ok:
-            raise RunError(f"the router answered {response.status_code} to {method} {path}: {response.text[:500]}")
+            raise RunError(f"the router answered {response.status_code} to {method} {path}: {_begin_of(response)}")
         return response
+
+
+@contextlib.contextmanager
+def _told_in(response: requests.Response) -> Iterator[Any]:
+    """In the block an answer is taken apart, which may be the page of a proxy in front of a router that was given.
+
+    Raises:
+        RunError: it is not what a router answers.
+    """
+    try:
+        yield response.json()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"no router answers at {response.url}: {_begin_of(response)}") from error
+
+
+def _begin_of(response: requests.Response) -> str:
+    """Of a text of any length, in which no encoding is looked for."""
+    return response.content[:500].decode(errors="replace")
 
 
 def _seconds_left(deadline: float | None) -> float:

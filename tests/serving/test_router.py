@@ -317,6 +317,57 @@ def test_a_slow_or_silent_router_does_not_stretch_a_time_limit(monkeypatch, call
     assert slow.now <= 11.0 + 3 * router_module._POLL_SECONDS
 
 
+class HalfRouter:
+    """In the place of a session: a router that is told of engines, of which it finds the `healthy` ones and refuses others."""
+
+    def __init__(self, healthy, refused=()):
+        self.healthy, self.refused, self.posts, self.now = healthy, refused, [], 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def request(self, method, url, json=None, timeout=None):
+        if method == "POST":
+            self.posts.append(json["url"])
+            ok = json["url"] not in self.refused
+            return SimpleNamespace(ok=ok, status_code=400, content=b"refused", json=dict)
+        listed = [{"url": url, "id": url, "is_healthy": True} for url in self.healthy if url in self.posts]
+        return SimpleNamespace(ok=True, json=lambda: {"workers": listed})
+
+
+@pytest.mark.parametrize("refused", [(), ("http://e:0",)])
+def test_engines_that_answer_are_told_of_again_beside_any_number_that_do_not(monkeypatch, caplog, refused):
+    """One after the other they would wait for each of those, and nobody would see meanwhile that the router hangs."""
+    caplog.set_level("INFO")
+    urls = [f"http://e:{number}" for number in range(512)]
+    half = HalfRouter(urls[500:], refused)
+    monkeypatch.setattr(router_module, "time", half)
+    monkeypatch.setattr(router_module, "_session", lambda api_key: half)
+    process = SimpleNamespace(poll=lambda: None)
+    router = RouterHandle("10.0.0.9", 80, None, process, _told={url: Worker(url) for url in urls})
+    router._missing = frozenset(urls)
+    router._tell_again()
+    assert router._missing == frozenset(urls[:500]) and half.posts == urls
+    assert half.now <= router_module._WATCH_SECONDS + 3 * router_module._POLL_SECONDS
+    assert [record.getMessage().split()[-2] for record in caplog.records] == urls[500:]
+
+
+@pytest.mark.parametrize(
+    "answer", [b"<html>Bad gateway</html>", b'{"error": "no"}', b"[1]", b'{"workers": [{"a": 1}]}']
+)
+def test_the_page_of_a_proxy_before_a_router_is_an_error_of_the_run(monkeypatch, answer):
+    response = requests.Response()
+    response.status_code, response.url, response._content = 200, "http://10.0.0.9:80/workers", answer
+    monkeypatch.setattr(RouterHandle, "_call", lambda self, *request: response)
+    router = RouterHandle("10.0.0.9", 80, None, None)
+    with pytest.raises(RunError, match="^no router answers at http://10.0.0.9:80/workers: ") as raised:
+        router.remove_workers(["http://a"])
+    assert str(raised.value).endswith(answer.decode())
+
+
 def test_who_asks_a_router_that_comes_back_does_not_wait_for_ever(monkeypatch):
     """It answers its watch, which is more patient, and so is not ended."""
     slow = SlowRouter(20.0, [])
