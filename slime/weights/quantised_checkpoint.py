@@ -77,6 +77,8 @@ class _Dequantised(SafetensorsDirectory):
             return self._read(found)
         except KeyError as error:
             raise UserError(f"{self._directory}: {name} is quantised, and its {error.args[0]} is missing") from error
+        except ValueError as error:
+            raise UserError(f"{self._directory}: {name} is quantised, and {error}") from error
 
     def parts(self, name: str) -> dict[str, StoredTensor]:
         module = self._parts.get(name.removesuffix("weight")) if name.endswith("weight") else None
@@ -91,6 +93,10 @@ class _Fp8:
         self._numbers, self._block = parts["weight"], block
         self._scale = parts["weight_scale_inv" if block else "weight_scale"]
         self.shape = self._numbers.shape
+        blocks = tuple(-(-own // size) for own, size in zip(self.shape, block, strict=bool(block)))
+        if block and tuple(self._scale.shape) != blocks:
+            # With fewer of them rows would be left as the memory was.
+            raise ValueError(f"has scales {list(self._scale.shape)}, where blocks of {list(block)} need {list(blocks)}")
 
     @property
     def dtype(self) -> torch.dtype:

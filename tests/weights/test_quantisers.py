@@ -407,6 +407,20 @@ def test_a_weight_without_its_scale_is_an_error(checkpoint):
         open_checkpoint(directory).tensor("up.weight")
 
 
+@pytest.mark.parametrize(
+    "scales", [(0, 2), (2, 2), (1, 3), (2,)], ids=["too few", "of other rows", "of other columns", "flat"]
+)
+def test_scales_that_are_not_of_the_blocks_are_an_error(checkpoint, scales):
+    """No number is made of memory that nobody has written, nor with the scale of another block."""
+    directory = checkpoint(BLOCK)
+    tensors = {**load_file(directory / "model.safetensors"), "up.weight_scale_inv": torch.ones(scales)}
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(
+        UserError, match=r"up\.weight is quantised, and has scales .*blocks of \[128, 128\] need \[1, 2\]"
+    ):
+        open_checkpoint(directory).tensor("up.weight")[:]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
