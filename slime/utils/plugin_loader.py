@@ -180,8 +180,13 @@ def _import_module(name: str, subject: str) -> ModuleType:
     found = getattr(sys.modules.get(top), "__file__", None)
     if any(found in _files_of(top, directory) for directory in _directories):
         spec = importlib.machinery.PathFinder.find_spec(top)
-        if spec is not None and spec.has_location and not _are_equal(spec.origin, found):
-            raise UserError(f"{subject}: names {spec.origin}, {_GIVEN_ANOTHER.format(found)}")
+        if spec is not None and spec.has_location and os.path.isfile(spec.origin):
+            # Packages may have the same file, an empty one say, and other modules.
+            place = os.path.dirname(os.path.dirname(spec.origin) if spec.submodule_search_locations else spec.origin)
+            for part in _with_packages(name):
+                own, other = next(filter(os.path.isfile, _files_of(part, place)), None), _given_instead(part, place)
+                if own is not None and other is not None and not _are_equal(own, other):
+                    raise UserError(f"{subject}: names {own}, {_GIVEN_ANOTHER.format(other)}")
     with _importing(subject):
         return importlib.import_module(name)
 
@@ -270,7 +275,12 @@ def _names_imported_by(file: str, directory: str) -> list[str]:
             near = packages[: len(packages) + 1 - node.level] if node.level else ()
             module = [*near, *filter(None, [node.module])]
             imported |= {".".join([*module, alias.name]) for alias in node.names}
-    return sorted({part for name in imported for part in itertools.accumulate(name.split("."), "{}.{}".format)})
+    return sorted({part for name in imported for part in _with_packages(name)})
+
+
+def _with_packages(name: str) -> Iterator[str]:
+    """A module's name, and before it those of the packages that it is in."""
+    return itertools.accumulate(name.split("."), "{}.{}".format)
 
 
 @contextmanager

@@ -169,6 +169,31 @@ def test_a_module_of_the_working_directory_and_one_beside_a_file_are_not_taken_f
     assert all(f"{tmp_path}/{name}/scores_of_plugins.py" in str(caught.value) for name in ("here", "there"))
 
 
+@pytest.mark.parametrize("imported", ["", ".scores"])
+def test_a_path_that_names_a_module_of_a_package_is_not_given_that_of_a_package_beside_a_file(
+    tmp_path, monkeypatch, imported
+):
+    """The files of both packages are the same, empty ones."""
+    for name in ("here", "there"):
+        (tmp_path / name / "deep_of_plugins").mkdir(parents=True)
+        (tmp_path / name / "deep_of_plugins/__init__.py").write_text("")
+        (tmp_path / name / "deep_of_plugins/scores.py").write_text(f"def f(): return {name!r}")
+        (tmp_path / name / "deep_of_plugins/alike.py").write_text("def f(): return 'both'")
+    (tmp_path / "there/plugin.py").write_text(f"import deep_of_plugins{imported}\ndef g(): ...")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(str(tmp_path / "here"))
+    monkeypatch.setattr(plugin_loader, "_directories", set())
+    load_function(f"{tmp_path}/there/plugin.py:g", "--custom-rm-path")
+    try:
+        assert load_function("deep_of_plugins.alike.f", "--buffer-filter-path")() == "both"
+        own, other = (tmp_path / name / "deep_of_plugins/scores.py" for name in ("here", "there"))
+        with pytest.raises(UserError, match=f"names {own}, and another plug-in has imported {other} under that name"):
+            load_function("deep_of_plugins.scores.f", "--buffer-filter-path")
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "deep_of_plugins"]:
+            del sys.modules[name]
+
+
 def test_the_same_relative_path_in_another_directory_is_another_file(tmp_path, monkeypatch):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
