@@ -14,6 +14,8 @@ import ipaddress
 import logging
 import os
 import pickle
+import socket
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,24 +95,29 @@ def fetch_shard(box: Box, seconds: float) -> Any:
     """The shard that `send_shard` gave the box of; its arrays cannot be written to.
 
     Args:
-        seconds: until it has to be there (`--http-control-timeout`). For what NIXL reads Ray has a limit of its own, 60 s.
+        seconds: until it has to be there (`--http-control-timeout`). For what NIXL reads Ray has a limit of its own, 60 s, and
+            the shorter one holds.
 
     Raises:
         RunError: it did not come in time, or its process has ended.
     """
     import ray
 
+    limit, deadline = f"{seconds:g} s (--http-control-timeout)", time.monotonic() + seconds
     try:
         found = ray.get(box.inner, timeout=seconds)
         if not isinstance(found, SentShard):
             return found
         _nixl()
-        memory = ray.get(found.memory, timeout=seconds)
+        left, of_ray = max(deadline - time.monotonic(), 0.0), _limit_of_ray()
+        if of_ray < left:
+            limit = f"{of_ray:g} s (Ray's limit of a read, RAY_rdt_fetch_fail_timeout_milliseconds)"
+        memory = ray.get(found.memory, timeout=left)
     except Exception as error:  # of Ray, or of NIXL where it gives a transfer up
         reason = (str(error).strip().splitlines() or [""])[0].partition(". ")[0]
         raise RunError(
-            f"the train batch did not come from the rollout manager within {seconds:g} s (--http-control-timeout), or the "
-            f"manager has ended: {type(error).__name__}: {reason}"
+            f"the train batch did not come from the rollout manager within {limit}, or the manager has ended: "
+            f"{type(error).__name__}: {reason}"
         ) from error
     _forget(found.memory)
     view = memoryview(memory.numpy()).toreadonly()
@@ -122,6 +129,13 @@ def _keep(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
     if raw := buffer.raw().nbytes:
         buffers.append(buffer.raw())
     return not raw
+
+
+def _limit_of_ray() -> float:
+    """Seconds after which Ray gives a read up, whatever `ray.get` allows."""
+    from ray._private import ray_constants
+
+    return ray_constants.RDT_FETCH_FAIL_TIMEOUT_SECONDS
 
 
 def _forget(memory: Any) -> None:
@@ -171,7 +185,8 @@ def _make_agent(backend: str) -> Any:
     if not env.debug_enabled():
         logging.getLogger("nixl").setLevel(logging.ERROR)
     host, name = service_host(), ray.get_runtime_context().get_worker_id()
-    if ipaddress.ip_address(host).is_loopback:
+    # A node may have been given a name in place of an address.
+    if ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0].partition("%")[0]).is_loopback:
         # UCX would listen on the networks of this machine as well.
         os.environ.setdefault("UCX_NET_DEVICES", interface_of(host))
     agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))

@@ -12,6 +12,7 @@ import torch
 
 from slime.training import batch_transport
 from slime.utils.errors import RunError, UserError
+from slime.utils.misc import Box
 from slime.utils.packed_sample import RaggedArray
 from tests.support.processes.local_ray import start_ray
 from tests.support.processes.waiting import wait_until
@@ -230,6 +231,41 @@ def test_a_sender_that_dies_is_told_by_name_within_the_limit(new_sender, sender,
     # The ranks are as they were: what others send reaches them.
     boxes = asked(sender.send_made.remote(1, 10))
     assert asked(ranks[1].fetch.remote(boxes)) == asked(ranks[0].fetch.remote(boxes))
+
+
+def test_an_agent_is_made_where_the_node_has_a_name_in_place_of_an_address(ray, asked):
+    of_name = ray.remote(num_cpus=0, runtime_env={"env_vars": {"SLIME_HOST_IP": "localhost"}})(Rank).remote()
+    assert set(asked(of_name.opened.remote())) == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    "seconds, said",
+    [
+        (300.0, r"60 s \(Ray's limit of a read, RAY_rdt_fetch_fail_timeout_m\w+\)"),
+        (5.0, r"5 s \(--http-control-t\w+\)"),
+    ],
+)
+def test_the_limit_that_ended_a_read_is_named(monkeypatch, seconds, said):
+    """Ray's own is shorter than the usual --http-control-timeout, which would be raised in vain."""
+    import ray
+
+    clock, limits = [0.0], []
+
+    def get(reference, *, timeout):
+        if reference == "shard":
+            clock[0] += 2.0
+            return batch_transport.SentShard(b"", (), "memory")
+        limits.append(timeout)
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(batch_transport, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(batch_transport, "_nixl", lambda: None)
+    with pytest.raises(
+        RunError, match=f"did not come from the rollout manager within {said}, or the manager has ended"
+    ):
+        batch_transport.fetch_shard(Box("shard"), seconds)
+    assert limits == [seconds - 2.0], "both parts of it come within the limit"
 
 
 @pytest.mark.parametrize("cause", ["missing", "unable"])
