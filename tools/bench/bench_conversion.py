@@ -6,6 +6,7 @@ A random model in the shape of Qwen3 is written, and read once, so that all find
 brought to the disk, by one process, and each converter makes what it makes of them. Rounds take turns, and the least time of
 each is told; that of a converter has the start of its processes in it. Ratios are speeds: bytes read per second, over those
 of the copy. Beside them are the processor's seconds of all processes of the fastest round, which other load changes less.
+Where --only names a converter that reads what another one makes, that one runs first, and is not told.
 """
 
 import argparse
@@ -38,6 +39,8 @@ TOOLS = {
     "convert_hf_to_int4_direct": "--model-dir {model} --save-dir {target}",
     "fp8_cast_bf16": "--input-fp8-hf-path {fp8} --output-bf16-hf-path {target}",
 }
+# Converters whose results others read, by the name of these.
+MADE_BY = {"torch_dist": "convert_hf_to_torch_dist", "fp8": "convert_hf_to_fp8"}
 
 
 def main() -> None:
@@ -59,25 +62,16 @@ def tell(options: argparse.Namespace, directory: Path) -> None:
     model = directory / "model"
     write_model(model, int(options.gigabytes * 1e9))
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    made = {"torch_dist": directory / "torch_dist", "fp8": directory / "fp8"}
     least: dict[str, tuple[float, float]] = {}
     peaks: dict[str, float] = {}
+    for number, tool in enumerate(options.only):
+        for kind, maker in MADE_BY.items():
+            if f"{{{kind}}}" in TOOLS[tool] and maker not in options.only[:number]:
+                convert(maker, directory, options.workers)
     for _ in range(options.rounds):
         note(least, "copy", *copied(model, directory / "copy"))
         for tool in options.only:
-            target = {"convert_hf_to_torch_dist": made["torch_dist"], "convert_hf_to_fp8": made["fp8"]}.get(
-                tool, directory / "made"
-            )
-            shutil.rmtree(target, ignore_errors=True)
-            words = TOOLS[tool].format(model=model, target=target, **made).split()
-            command = [sys.executable, "-W", "ignore", ROOT / "tools" / f"{tool}.py", *words]
-            start, processor = time.perf_counter(), processor_seconds(resource.RUSAGE_CHILDREN)
-            subprocess.run([*command, "--max-workers", str(options.workers)], check=True)
-            seconds = time.perf_counter() - start
-            with contextlib.suppress(ChildProcessError):
-                while True:
-                    os.wait()
-            note(least, tool, seconds, processor_seconds(resource.RUSAGE_CHILDREN) - processor)
+            note(least, tool, *convert(tool, directory, options.workers))
             peaks[tool] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
     count = len(list(model.glob("*.safetensors")))
     print(f"{size / 1e9:.2f} GB in {count} files, {platform.processor() or platform.machine()}")
@@ -88,6 +82,22 @@ def tell(options: argparse.Namespace, directory: Path) -> None:
         print(
             f"{name:28s} {seconds:7.2f} s  {ratio:5.2f} of the copy's speed  {processor:6.2f} s of processors{memory}"
         )
+
+
+def convert(tool: str, directory: Path, workers: int) -> tuple[float, float]:
+    """Run a converter on the files below `directory`. Seconds, and those of processors."""
+    made = {kind: directory / kind for kind in MADE_BY}
+    target = next((made[kind] for kind, maker in MADE_BY.items() if maker == tool), directory / "made")
+    shutil.rmtree(target, ignore_errors=True)
+    words = TOOLS[tool].format(model=directory / "model", target=target, **made).split()
+    command = [sys.executable, "-W", "ignore", ROOT / "tools" / f"{tool}.py", *words, "--max-workers", str(workers)]
+    start, processor = time.perf_counter(), processor_seconds(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True)
+    seconds = time.perf_counter() - start
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+    return seconds, processor_seconds(resource.RUSAGE_CHILDREN) - processor
 
 
 def note(least: dict[str, tuple[float, float]], name: str, seconds: float, processor: float) -> None:
