@@ -48,7 +48,8 @@ def parallel_sizes(args: argparse.Namespace) -> Iterator[Violation]:
     experts = args.num_experts
     ep, pp = args.expert_model_parallel_size, args.pipeline_model_parallel_size
     etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    alike = math.gcd(*(args.world_size // (pp * ranks) for ranks in (args.tensor_model_parallel_size, etp * ep)))
+    dense, of_expert = (args.world_size // (pp * ranks) for ranks in (args.tensor_model_parallel_size, etp * ep))
+    alike = math.gcd(dense, of_expert)
     if alike % args.num_distributed_optimizer_instances:
         template = (
             "{--num-distributed-optimizer-instances=} must divide the {alike} ranks that hold the same weights{hint}"
@@ -67,6 +68,16 @@ def parallel_sizes(args: argparse.Namespace) -> Iterator[Violation]:
     if experts % ep:
         template = "{--num-experts=} cannot be spread over {--expert-model-parallel-size=}{hint}"
         yield broken(args, template, hint=hint("--expert-model-parallel-size", divisors(experts)))
+    # As Megatron compares them, where there is one optimizer.
+    averages = args.ddp_average_in_collective and args.num_distributed_optimizer_instances == 1 and dense and of_expert
+    if averages and of_expert / dense / of_expert != 1 / dense:
+        yield broken(
+            args,
+            "{--ddp-average-in-collective} with {--num-experts=}: Megatron asks that {of_expert} / {dense} / {of_expert}, of "
+            "the ranks that hold an expert and of those that hold other weights, be 1 / {dense} to the last bit, and it is "
+            "not; drop the flag, which changes a step by rounding alone",
+            of_expert=of_expert, dense=dense,
+        )  # fmt: skip
 
 
 def tensor_parallel(args: argparse.Namespace) -> Iterator[Violation]:

@@ -289,6 +289,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--tensor-model-parallel-size --context-parallel-size world_size --actor-num-nodes --actor-num-gpus-per-node", WRONG),
         ("--actor-num-gpus-per-node 4 --num-experts 8 --moe-ffn-hidden-size 64 --expert-model-parallel-size 8",
          "--expert-tensor-parallel-size --expert-model-parallel-size --pipeline-model-parallel-size world_size", WRONG),
+        ("--actor-num-gpus-per-node 39 --num-experts 26 --moe-ffn-hidden-size 64 --expert-model-parallel-size 13 "
+         "--ddp-average-in-collective", "--ddp-average-in-collective --num-experts", WRONG),
         ("--actor-num-gpus-per-node 3 --num-experts 8 --moe-ffn-hidden-size 64 --expert-model-parallel-size 3",
          "--num-experts --expert-model-parallel-size", WRONG),
         ("--actor-num-gpus-per-node 3 --tensor-model-parallel-size 3",
