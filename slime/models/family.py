@@ -87,6 +87,8 @@ class Family:
     engines_draft: SGLang makes a draft model of a layer for multi-token prediction of the family.
     engines_have_stages: SGLang divides models of the family into pipeline stages.
     stages_tie: then the last stage keeps a head that is the embedding equal to it.
+    stacks_experts: checkpoints have all experts of a layer in one tensor, as published with rows and columns exchanged, and
+        exports have them as the checkpoint that they come from.
     fsdp: the model that transformers makes of its config is trained too: its parameters are called as in checkpoints, and
         samples that share a stream do not see each other.
     """
@@ -109,6 +111,7 @@ class Family:
     engines_draft: bool = False
     engines_have_stages: bool = True
     stages_tie: bool = False
+    stacks_experts: bool = False
     fsdp: bool = False
 
     def of_model(self, num_layers: int) -> Family:

@@ -191,8 +191,16 @@ _QWEN3_VL = dataclasses.replace(
     not_trained=re.compile(r"^model\.visual\."),
     fsdp=False,
 )
-# Known by name. Checkpoints have all experts of a layer in one tensor, rows and columns exchanged, and nothing writes such yet.
-_QWEN3_VL_MOE = Family(model_types=(), names=("qwen3vlmoe",))
+# Its configs do not say whether the weights of a token's experts sum to one, as they do.
+_QWEN3_VL_MOE = dataclasses.replace(
+    QWEN3_MOE,
+    model_types=("qwen3_vl_moe",),
+    names=("qwen3vlmoe",),
+    absent={},
+    rules=_of_language_model(QWEN3_MOE.rules),
+    not_trained=_QWEN3_VL.not_trained,
+    stacks_experts=True,
+)
 
 QWEN = (
     QWEN2,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.models.config_entries import text_config_of
+from slime.models.families import FAMILIES
 from slime.utils.errors import UserError
 from slime.utils.hf_files import INDEX_FILE
 
@@ -125,11 +128,11 @@ class StoredTensor:
 
 
 class _OfExpert(StoredTensor):
-    """One expert's rows, from `start` on, of a tensor of all experts [experts, rows, columns]."""
+    """Some of one expert's rows, of a tensor of all experts [experts, rows, columns], or [experts, columns, rows]."""
 
-    def __init__(self, fused: StoredTensor, expert: int, rows: range) -> None:
-        self._fused, self._expert, self._rows = fused, expert, rows
-        self.shape = (len(rows), *fused.shape[2:])
+    def __init__(self, fused: StoredTensor, expert: int, rows: range, is_exchanged: bool) -> None:
+        self._fused, self._expert, self._rows, self._is_exchanged = fused, expert, rows, is_exchanged
+        self.shape = (len(rows), fused.shape[1 if is_exchanged else 2])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,8 +140,11 @@ class _OfExpert(StoredTensor):
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         rows, *columns = index if isinstance(index, tuple) else (slice(None) if index is ... else index,)
-        own = self._rows[rows]
-        return self._fused[(slice(self._expert, self._expert + 1), slice(own.start, own.stop), *columns)][0]
+        own, of_expert = self._rows[rows], slice(self._expert, self._expert + 1)
+        place = (slice(own.start, own.stop), *(columns or [slice(None)]))
+        if self._is_exchanged:
+            return self._fused[(of_expert, *reversed(place))][0].T.contiguous()
+        return self._fused[(of_expert, *place)][0]
 
 
 # What one tensor of all experts holds of each, rows one after the other.
@@ -148,14 +154,46 @@ FUSED_EXPERTS = {
 }
 
 
+def is_exchanged(name: str, shape: Sequence[int], hidden_size: int | None) -> bool:
+    """Whether a tensor of all experts of a layer has their columns before their rows.
+
+    Raises:
+        UserError: it has the model's hidden size on both sides, or on none.
+    """
+    # Up from the hidden size, or down to it.
+    rows, columns = (size == hidden_size for size in shape[1:])
+    if rows == columns:
+        raise UserError(
+            f"{name} is {list(shape)}, and hidden_size {hidden_size} does not tell its rows from its columns; give a "
+            "checkpoint with tensors for each expert"
+        )
+    return rows == (len(FUSED_EXPERTS[fused_ending(name)]) == 2)
+
+
+def fused_ending(name: str) -> str | None:
+    """The key of `FUSED_EXPERTS` with which the name of a tensor ends; None: it is not of all experts of a layer."""
+    return next((ending for ending in FUSED_EXPERTS if name.endswith(ending)), None)
+
+
+def config_of_stacks(directory: Path) -> dict[str, Any] | None:
+    """The config of the language model of a checkpoint whose family stacks experts; None: it does not, or is not known."""
+    try:
+        config = text_config_of(json.loads((directory / "config.json").read_text()))
+    except (OSError, ValueError, AttributeError):
+        return None
+    family = FAMILIES.get(str(config.get("model_type")))
+    return config if family is not None and family.stacks_experts else None
+
+
 class SafetensorsDirectory:
     """The tensors of all safetensors files of a directory, by name. Files are mapped.
 
     Where a directory has one tensor of all experts of a layer (`mlp.experts.gate_up_proj`), each expert's matrices are given in
-    its place, under the names that they have elsewhere (`mlp.experts.7.gate_proj.weight`).
+    its place, under the names that they have elsewhere (`mlp.experts.7.gate_proj.weight`), rows before columns.
 
     Raises:
-        UserError: the directory has no safetensors file, or the index names a file or tensor that is not there.
+        UserError: the directory has no safetensors file, or the index names a file or tensor that is not there; of experts that
+            a family stacks rows cannot be told from columns.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -164,11 +202,15 @@ class SafetensorsDirectory:
         self._file_of = self._read_index()
         # Name -> the tensor of all experts, the expert, and its place among the parts.
         self._fused: dict[str, tuple[str, int, int]] = {}
+        self._exchanged: set[str] = set()
+        config = config_of_stacks(self._directory)
         for name in self._file_of:
-            ending = next((ending for ending in FUSED_EXPERTS if name.endswith(ending)), None)
+            ending = fused_ending(name)
             if ending is not None:
-                layer, parts = name.removesuffix(ending), FUSED_EXPERTS[ending]
-                for expert in range(self._stored(name).shape[0]):
+                layer, parts, shape = name.removesuffix(ending), FUSED_EXPERTS[ending], self._stored(name).shape
+                if config is not None and is_exchanged(name, shape, config.get("hidden_size")):
+                    self._exchanged.add(name)
+                for expert in range(shape[0]):
                     for place, part in enumerate(parts):
                         self._fused[f"{layer}.experts.{expert}.{part}"] = (name, expert, place)
 
@@ -185,9 +227,9 @@ class SafetensorsDirectory:
             return self._stored(name)
         fused_name, expert, place = self._fused[name]
         fused = self._stored(fused_name)
-        parts = next(parts for ending, parts in FUSED_EXPERTS.items() if fused_name.endswith(ending))
-        rows = fused.shape[1] // len(parts)
-        return _OfExpert(fused, expert, range(place * rows, (place + 1) * rows))
+        is_exchanged = fused_name in self._exchanged
+        rows = fused.shape[2 if is_exchanged else 1] // len(FUSED_EXPERTS[fused_ending(fused_name)])
+        return _OfExpert(fused, expert, range(place * rows, (place + 1) * rows), is_exchanged)
 
     def _stored(self, name: str) -> StoredTensor:
         from safetensors import SafetensorError

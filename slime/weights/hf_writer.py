@@ -9,20 +9,30 @@ source checkpoint is never written to.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.models.config_entries import NUM_EXPERTS, first_of
 from slime.utils.checkpoint_directory import METADATA, WEIGHT_VERSION
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import fsync_tree, replace_directory, write_json_atomically
 from slime.utils.hf_files import INDEX_FILE
 from slime.weights.buckets import split_into_buckets
-from slime.weights.hf_reader import places_of_tensors
+from slime.weights.hf_reader import (
+    FUSED_EXPERTS,
+    config_of_stacks,
+    fused_ending,
+    is_exchanged,
+    places_of_checkpoint,
+    places_of_tensors,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +48,73 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.j
 CHECKSUMS = "checksums.json"
 # What says something of the weights of its directory, and of others would be wrong.
 _OF_THESE_WEIGHTS = (CHECKSUMS, METADATA, WEIGHT_VERSION)
+_OF_EXPERT = re.compile(r"^(?P<layer>.+)\.experts\.(?P<expert>\d+)\.(?P<part>(?:gate|up|down)_proj\.weight)$")
 _ON_ONE_DISK = "the directory has to be on a disk that all nodes share"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacks:
+    """How a checkpoint has all experts of a layer in one tensor.
+
+    count: how many experts.
+    is_exchanged: their columns stand before their rows.
+    """
+
+    count: int
+    is_exchanged: bool
+
+
+def stacks_of(directory: Path) -> Stacks | None:
+    """How exports with the config of a checkpoint stack experts, where its family does: as it does, or as they are published,
+    where it has no weights. None: they do not.
+
+    Raises:
+        UserError: a weight file is broken; rows cannot be told from columns.
+    """
+    config = config_of_stacks(directory)
+    if config is None:
+        return None
+    places = places_of_checkpoint(directory)
+    if not places:
+        return Stacks(first_of(config, NUM_EXPERTS), True)
+    stored = next(((name, place.shape) for name, place in places.items() if fused_ending(name) is not None), None)
+    if stored is None:
+        return None
+    name, shape = stored
+    return Stacks(shape[0], is_exchanged(name, shape, config.get("hidden_size")))
+
+
+def stacked(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], stacks: Stacks | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint, those of each expert in one of all of a layer, which waits on the host for its last expert.
+
+    Raises:
+        RunError: when all others are given: an expert is missing.
+    """
+    import torch
+
+    whole: dict[str, torch.Tensor] = {}
+    missing: dict[str, set[tuple[int, str]]] = {}
+    for name, tensor in named_tensors:
+        found = stacks and _OF_EXPERT.match(name)
+        if not found:
+            yield name, tensor
+            continue
+        ending, parts = next(item for item in FUSED_EXPERTS.items() if found["part"] in item[1])
+        stack, (rows, columns) = found["layer"] + ending, tensor.shape
+        if stack not in whole:
+            sides = (columns, len(parts) * rows) if stacks.is_exchanged else (len(parts) * rows, columns)
+            whole[stack] = torch.empty(stacks.count, *sides, dtype=tensor.dtype)
+            missing[stack] = {(expert, part) for expert in range(stacks.count) for part in parts}
+        expert, first = int(found["expert"]), parts.index(found["part"]) * rows
+        of_expert = whole[stack][expert].T if stacks.is_exchanged else whole[stack][expert]
+        of_expert[first : first + rows].copy_(tensor)
+        missing[stack].discard((expert, found["part"]))
+        if not missing[stack]:
+            yield stack, whole.pop(stack)
+    for stack in whole:
+        raise RunError(f"{stack} lacks expert {min(missing[stack])[0]}")
 
 
 def _alone(value: Any) -> list[Any]:
@@ -63,20 +139,21 @@ def write_hf_checkpoint(
     Args:
         named_tensors: (HF name, tensor) on any device; read once, in order, and to the end, because other ranks may help to
             make them.
-        source_hf_dir: where configuration, tokenizer and generation settings are copied from.
+        source_hf_dir: where configuration, tokenizer and generation settings are copied from; experts are stacked as there.
         max_shard_bytes: upper size of a shard; a larger tensor gets a shard of its own. The ranks that write share it, down to
             512 MiB for each.
         writes: whether this rank writes its tensors; the others only help.
         exchange: gives what all ranks have called it with, in their order.
 
     Raises:
-        UserError: `directory` is the source, lies inside it or holds it.
+        UserError: `directory` is the source, lies inside it or holds it; see `stacks_of`.
         RunError: a rank could not write (the disk is full), or was lost; a name occurs twice, or there is no tensor. What
             `directory` was it is still, unless the message says that the new one is in place, or may be: a rank was lost while
             it was shown.
     """
     directory, source = Path(directory), Path(source_hf_dir)
     _refuse_source(directory, source)
+    stacks = stacks_of(source)
     draft = directory.with_name(f".{directory.name}.writing")
 
     def agree(outcome: tuple[dict[str, list[str]], str | None]) -> dict[str, list[str]]:
@@ -91,7 +168,7 @@ def write_hf_checkpoint(
     try:
         agree(({}, _error_of(lambda: _make_draft(draft, directory, source)) if rank == 0 else None))
         shard_bytes = max(max_shard_bytes // max(sum(exchange(writes)), 1), min(max_shard_bytes, _LEAST_SHARD_BYTES))
-        own = named_tensors if writes else _only_made(named_tensors)
+        own = stacked(named_tensors, stacks) if writes else _only_made(named_tensors)
         shards = agree(_write_shards(draft, rank, own, shard_bytes))
         agree(({}, _error_of(lambda: _complete(draft, shards)) if rank == 0 else None))
         what_is_there = "The new one may be in place already"

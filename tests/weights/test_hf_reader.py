@@ -97,3 +97,43 @@ def test_one_tensor_of_all_experts_is_given_expert_by_expert(tmp_path):
         assert (stored.shape, stored.dtype) == (tensor.shape, tensor.dtype)
         for index in (slice(None), ..., slice(1, 2), (slice(None), slice(1, 3)), slice(2, 2)):
             assert stored[index].equal(tensor[index])
+
+
+def stacks(directory, hidden_size, *, is_exchanged, **changes):
+    """A checkpoint of a family that stacks two experts of one layer, 3 wide; returns them as they are one by one."""
+    parts = {"gate": torch.randn(2, 3, 4), "up": torch.randn(2, 3, 4), "down": torch.randn(2, 4, 3)}
+    stored = {"gate_up_proj": torch.cat([parts["gate"], parts["up"]], dim=1), "down_proj": parts["down"]}
+    save_file(
+        {f"l.experts.{name}": tensor.mT.contiguous() if is_exchanged else tensor for name, tensor in stored.items()},
+        directory / "one.safetensors",
+    )
+    text = {"hidden_size": hidden_size, "num_experts": 2}
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe", "text_config": text, **changes}))
+    return {
+        f"l.experts.{expert}.{part}_proj.weight": of_expert
+        for part, of_all in parts.items()
+        for expert, of_expert in enumerate(of_all)
+    }
+
+
+@pytest.mark.parametrize("is_exchanged", [True, False])
+def test_experts_that_a_family_stacks_are_read_either_way_round(tmp_path, is_exchanged):
+    expected = stacks(tmp_path, 4, is_exchanged=is_exchanged)
+    source = SafetensorsDirectory(tmp_path)
+    assert source.names() == expected.keys()
+    for name, tensor in expected.items():
+        stored = source.tensor(name)
+        assert (stored.shape, stored.dtype) == (tensor.shape, tensor.dtype)
+        for index in (slice(None), ..., slice(1, 2), (slice(None), slice(1, 3)), slice(2, 2)):
+            assert stored[index].equal(tensor[index])
+
+
+@pytest.mark.parametrize("hidden_size", [6, 5, None])
+def test_stacked_experts_whose_rows_nothing_tells_from_their_columns_are_refused(tmp_path, hidden_size):
+    stacks(tmp_path, hidden_size, is_exchanged=True)
+    save_file({"l.experts.gate_up_proj": torch.zeros(2, 6, 6)}, tmp_path / "one.safetensors")
+    with pytest.raises(UserError, match=r"gate_up_proj is \[2, 6, 6\], and hidden_size .* does not tell"):
+        SafetensorsDirectory(tmp_path)
+    # Of other families one form is known.
+    stacks(tmp_path, hidden_size, is_exchanged=False, model_type="qwen3_5_moe")
+    assert len(SafetensorsDirectory(tmp_path).names()) == 6

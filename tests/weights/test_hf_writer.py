@@ -1,9 +1,10 @@
+import itertools
 import json
 import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import RunError, UserError
 from slime.weights import hf_writer
@@ -277,3 +278,52 @@ def test_a_rank_that_is_killed_fails_the_others_and_leaves_nothing(tmp_path, sou
             "out could not be written: .* What was there is untouched", error, re.DOTALL
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+STACK = "model.layers.0.mlp.experts"
+
+
+def a_layer(source, form):
+    """Of two experts, 3 wide, by expert; and what a checkpoint has that stacks them as `source`, which is written, does."""
+    parts = {"gate": torch.randn(2, 3, 4), "up": torch.randn(2, 3, 4), "down": torch.randn(2, 4, 3)}
+    apart = {
+        f"{STACK}.{expert}.{part}_proj.weight": of_all[expert] for expert in (1, 0) for part, of_all in parts.items()
+    }
+    gate_up = torch.cat([parts["gate"], parts["up"]], dim=1)
+    whole = {f"{STACK}.gate_up_proj": gate_up, f"{STACK}.down_proj": parts["down"]}
+    exchanged = {name: tensor.mT.contiguous() for name, tensor in whole.items()}
+    expected = {"published": exchanged, "exchanged": exchanged, "as computed with": whole, "apart": apart}[form]
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+    if form != "published":
+        save_file({name: torch.zeros_like(tensor) for name, tensor in expected.items()}, source / "model.safetensors")
+    text = {"hidden_size": 4, "num_experts": 2}
+    (source / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe", "text_config": text}))
+    return apart, expected
+
+
+@pytest.mark.parametrize("form", ["published", "exchanged", "as computed with", "apart"])
+def test_experts_are_stacked_as_in_the_source(tmp_path, source, form):
+    """One without weights has a config alone."""
+    apart, expected = a_layer(source, form)
+    tensors = {"a": torch.ones(2), **apart, "b": torch.zeros(2)}
+    write_hf_checkpoint(tmp_path / "out", iter(tensors.items()), source)
+    _, written = read_back(tmp_path / "out")
+    assert written.keys() == {"a", "b", *expected}
+    assert all(written[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_a_stack_that_lacks_an_expert_is_not_written(tmp_path, source):
+    apart, _ = a_layer(source, "exchanged")
+    del apart[f"{STACK}.1.up_proj.weight"]
+    with pytest.raises(RunError, match=r"layers\.0\.mlp\.experts\.gate_up_proj lacks expert 1\. What was there"):
+        write_hf_checkpoint(tmp_path / "out", iter(apart.items()), source)
+
+
+def test_ranks_that_only_help_stack_nothing(tmp_path, source):
+    apart, _ = a_layer(source, "exchanged")
+    given = []
+    half = (given.append(name) or (name, tensor) for name, tensor in itertools.islice(apart.items(), 3))
+    with pytest.raises(RunError, match="there are no tensors to write"):
+        write_hf_checkpoint(tmp_path / "out", half, source, writes=False)
+    assert len(given) == 3

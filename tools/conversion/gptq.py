@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from slime.utils.data_files import read_file
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
-from slime.weights.hf_reader import FUSED_EXPERTS, SafetensorsDirectory
+from slime.weights.hf_reader import FUSED_EXPERTS, SafetensorsDirectory, fused_ending
 from slime.weights.quantisers import (
     pack_integers,
     quantisation_settings,
@@ -176,7 +176,7 @@ class LayeredModel:
         found = []
         for key, weight in layer.named_parameters():
             name = self.prefix(index) + key
-            fused = next((ending for ending in FUSED_EXPERTS if name.endswith(ending)), None)
+            fused = fused_ending(name)
             if weight.ndim == 2:
                 found.append(Matrix((name,), weight.data))
             elif fused is not None and weight.ndim == 3:
@@ -223,7 +223,7 @@ class LayeredModel:
         names = self._stored.names()
         if name in names:
             return self._stored.tensor(name)[...].clone()
-        fused = next((ending for ending in FUSED_EXPERTS if name.endswith(ending)), None)
+        fused = fused_ending(name)
         experts: list[torch.Tensor] = []
         while fused is not None and set(parts := _of_expert(name, fused, len(experts))) <= names:
             experts.append(torch.cat([self._stored.tensor(part)[...] for part in parts]))

@@ -24,12 +24,13 @@ import torch
 
 from slime.models.config_entries import text_config_of
 from slime.models.families import FAMILIES, FAMILIES_BY_NAME, family_name, model_args_from_hf
-from slime.models.family import Family
+from slime.models.family import Family, next_expert
 from slime.models.tensor_layouts import TensorSizes
 from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_text_atomically
 from slime.weights.hf_reader import StoredTensor
+from slime.weights.hf_writer import Stacks, stacked, stacks_of
 from slime.weights.quantised_checkpoint import open_checkpoint
 from slime.weights.quantisers import quantiser_of
 from tools.command_line import model_alone
@@ -53,6 +54,7 @@ _RUN = (
 )  # fmt: skip
 _LAYERS = re.compile(r"(?<=\blayers)\.(?!\d)")
 _EXPERTS = ".experts.experts."
+_EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 # In front of the names of tensors that are copied.
 _ORIGIN = "origin:"
 _ALIGNMENT = 64
@@ -435,10 +437,16 @@ def convert_torch_dist_to_hf(
             f"{directory} lacks {len(refused)} tensors that {origin} has: {', '.join(refused[:20])}; "
             "--add-missing-from-origin-hf copies them"
         )
-    ordered = sorted(places, key=_by_number)
-    named = [(name, places[name][2]) for name in ordered] + [
-        (f"{_ORIGIN}{name}", lacking[name]) for name in sorted(lacking)
-    ]
+    stacks = stacks_of(origin)
+    parts = [name for name in lacking if stacks is not None and ".experts." in name]
+    if parts:
+        raise UserError(f"{directory} lacks {min(parts)}, which is a part of a tensor of {origin}; convert it whole")
+    # Experts that make one tensor go together, under the name of the first.
+    bytes_of: dict[str, int] = {}
+    for name in sorted(places, key=_by_number):
+        first = name if stacks is None else _EXPERT_NUMBER.sub("0", name)
+        bytes_of[first] = bytes_of.get(first, 0) + places[name][2]
+    named = [*bytes_of.items(), *((f"{_ORIGIN}{name}", lacking[name]) for name in sorted(lacking))]
     if vocab_size is not None:
         config = _with_vocab_size(config, vocab_size)
     conversion = Conversion(
@@ -451,7 +459,7 @@ def convert_torch_dist_to_hf(
     )
     conversion.run(
         split_into_units(named, workers, largest),
-        functools.partial(_write_hf, directory, origin, family, sizes, places),
+        functools.partial(_write_hf, directory, origin, family, sizes, places, stacks),
         lambda draft, results: finish_hf_checkpoint(origin, config, draft, len(results)),
         reopen_hf_checkpoint,
     )
@@ -487,6 +495,7 @@ def _write_hf(
     family: Family,
     sizes: TensorSizes,
     places: dict[str, tuple[str, tuple[int, ...], int]],
+    stacks: Stacks | None,
     draft: Path,
     unit: Unit,
 ) -> tuple[Path, None]:
@@ -494,11 +503,13 @@ def _write_hf(
     copied = [name.removeprefix(_ORIGIN) for name in unit.names if name.startswith(_ORIGIN)]
 
     def named() -> Iterator[tuple[str, list[torch.Tensor]]]:
-        for name in unit.names:
-            if not name.startswith(_ORIGIN):
-                key, numbers, _ = places[name]
-                rule, hf_names = family.find(name)
-                yield from zip(hf_names, split_parts(rule.layout, stored.read(key, numbers), sizes), strict=True)
+        for first in unit.names:
+            is_expert = stacks is not None and _EXPERT_NUMBER.search(first)
+            for name in [next_expert(first, step) for step in range(stacks.count)] if is_expert else [first]:
+                if not name.startswith(_ORIGIN):
+                    key, numbers, _ = places[name]
+                    rule, hf_names = family.find(name)
+                    yield from zip(hf_names, split_parts(rule.layout, stored.read(key, numbers), sizes), strict=True)
 
     def of_origin() -> Iterator[tuple[str, torch.Tensor]]:
         opened = open_checkpoint(origin) if copied else None
@@ -506,7 +517,10 @@ def _write_hf(
             # As it is stored: it is quantised already.
             yield from ((part, tensor[...]) for part, tensor in opened.parts(name).items())
 
-    tensors = named() if quantiser is None else quantiser((name, joined(parts)) for name, parts in named())
+    tensors = named()
+    if quantiser is not None or stacks is not None:
+        whole = ((name, joined(parts)) for name, parts in named())
+        tensors = stacked(whole if quantiser is None else quantiser(whole), stacks)
     file = draft / shard_name(unit.index)
     write_streamed_shard(file, itertools.chain(tensors, of_origin()), 16 * len(unit.names))
     return file, None

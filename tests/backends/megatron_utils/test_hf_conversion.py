@@ -15,7 +15,7 @@ from tests.support.models.tiny_model import tiny_args, write_tiny_latent, write_
 from tests.support.processes.distributed import run_distributed
 
 
-@pytest.mark.parametrize("name", ["MiMoV2FlashForCausalLM", "qwen3_vl_moe", "Qwen2VLConfig"])
+@pytest.mark.parametrize("name", ["MiMoV2FlashForCausalLM", "Qwen3OmniMoe", "Qwen2VLConfig"])
 def test_names_of_other_families_are_refused(name):
     with pytest.raises(UserError, match="qwen2.*qwen3"):
         convert_to_hf(None, name, "decoder.final_layernorm.weight", torch.ones(1))

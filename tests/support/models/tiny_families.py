@@ -14,6 +14,7 @@ from typing import Any
 from tests.support.models.tiny_checkpoint import KNOWN_AS
 from tests.support.models.tiny_model import (
     write_biased_mixture,
+    write_stacked_mixture,
     write_tiny_delta_net,
     write_tiny_latent,
     write_tiny_mimo,
@@ -147,6 +148,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "glm4 without bias": TinyFamily("glm4", {"head_dim": 16, "attention_bias": False, "rope_parameters": _HALF_ROPE}),
     "qwen3_vl": TinyFamily("qwen3_vl", _SEEING_EARLY),
     "qwen3_vl tied": TinyFamily("qwen3_vl", {**_SEEING_EARLY, "tied": True}, layouts=("pp2",)),
+    "qwen3_vl_moe": TinyFamily("qwen3_vl_moe", _SEEING_EARLY, write=write_stacked_mixture, layouts=EXPERTS),
     "qwen2_moe": TinyFamily("qwen2_moe", write=write_tiny_mixture, layouts=EXPERTS),
     "qwen3_moe": TinyFamily("qwen3_moe", write=write_tiny_mixture, layouts=EXPERTS),
     "qwen3_next": TinyFamily("qwen3_next", {**_DELTA_NET, **_GATED_MOE}, write=write_tiny_delta_net, layouts=MIXED),

@@ -84,12 +84,24 @@ TINY_EXPERTS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0], "head_dim": 8,
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "qwen3_vl_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }  # fmt: skip
 
 
 def write_tiny_mixture(directory: Path, model_type: str, **options: Any):
     """`write_tiny_model` of a family with experts."""
     return write_tiny_model(directory, **{"model_type": model_type, **TINY_EXPERTS[model_type], **options})
+
+
+def write_stacked_mixture(directory: Path, **options: Any):
+    """`write_tiny_mixture` of a family whose published checkpoints have columns before rows in tensors of all experts."""
+    from safetensors.torch import load_file, save_file
+
+    model = write_tiny_mixture(directory, **options)
+    path = directory / "model.safetensors"
+    stored = {name: tensor.mT.contiguous() if tensor.ndim == 3 else tensor for name, tensor in load_file(path).items()}
+    save_file(stored, path, metadata={"format": "pt"})
+    return model
 
 
 # Latent vectors of queries too, YaRN, one dense layer, and experts in groups of which half are chosen.

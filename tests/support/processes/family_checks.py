@@ -112,7 +112,6 @@ def reference(model: Any, directory: Path) -> Expected:
     """Run the reference of a tiny model; its gradients are saved to `directory` as if they were weights, for their names."""
     import torch
     import torch.nn.functional as F
-    from safetensors.torch import load_file
 
     chosen: dict[str, list[torch.Tensor]] = {}
 
@@ -139,7 +138,7 @@ def reference(model: Any, directory: Path) -> Expected:
         for parameter in model.parameters():
             parameter.copy_(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
     model.save_pretrained(directory)
-    stored = load_file(directory / "model.safetensors")
+    stored = stored_tensors(directory)
     # A router's bias has no gradient, and is no parameter; a training step moves it where the family does not keep it.
     gradients = {
         name: stored[name] for name in of_trained_parts(stored) if not name.endswith("e_score_correction_bias")
@@ -163,6 +162,14 @@ def assert_like_reference(found: SimpleNamespace, expected: Expected) -> None:
         assert (found.gradients[name] - gradient).abs().max().item() <= 2e-5 * max(scale, 1e-3), name
 
 
+def stored_tensors(directory: Path) -> dict[str, Any]:
+    """The tensors of a checkpoint; of one tensor of all experts those of each."""
+    from slime.weights.hf_reader import SafetensorsDirectory
+
+    source = SafetensorsDirectory(directory)
+    return {name: source.tensor(name)[...] for name in source.names()}
+
+
 def of_trained_parts(names: Iterable[str]) -> list[str]:
     """Those HF names that are not of a vision tower."""
     return [name for name in names if not name.startswith("model.visual.")]
@@ -170,9 +177,7 @@ def of_trained_parts(names: Iterable[str]) -> list[str]:
 
 def assert_gives_checkpoint_back(stages: Sequence[SimpleNamespace], directory: Path) -> None:
     """The stages send the tensors of the checkpoint between them, each once, with the same bits."""
-    from safetensors.torch import load_file
-
-    stored = load_file(directory / "model.safetensors")
+    stored = stored_tensors(directory)
     sent = [pair for stage in stages for pair in stage.exported.items()]
     assert sorted(name for name, _ in sent) == sorted(of_trained_parts(stored))
     different = [name for name, tensor in sent if tensor.dtype != stored[name].dtype or not tensor.equal(stored[name])]

@@ -15,7 +15,7 @@ from slime.utils.errors import UserError
 from tests.support.models.tiny_families import TINY_FAMILIES
 from tests.support.models.tiny_model import tiny_args, write_tiny_mimo, write_tiny_mixture, write_tiny_model
 from tests.support.processes.distributed import run_distributed
-from tests.support.processes.family_checks import of_trained_parts
+from tests.support.processes.family_checks import of_trained_parts, stored_tensors
 from tests.support.tables.shell_arrays import ROOT
 from tools import convert_hf_to_fp8, convert_to_hf, convert_torch_dist_to_hf_parallel, inspect_checkpoint
 from tools import convert_hf_to_torch_dist as converter
@@ -44,7 +44,8 @@ def directories(tmp_path_factory):
     write_tiny_mimo(root / "mimo", head_dim=8)
     write_tiny_model(root / "tied", tied=True)
     write_tiny_mixture(root / "experts", "qwen3_moe")
-    TINY_FAMILIES["qwen3_vl"].save(root / "seeing")
+    for name, family in {"seeing": "qwen3_vl", "stacked": "qwen3_vl_moe"}.items():
+        TINY_FAMILIES[family].save(root / name)
     run_distributed(_convert, 1, (str(root),))
     return root
 
@@ -53,11 +54,11 @@ def _convert(root):
     from pathlib import Path
 
     root = Path(root)
-    for name in ("qwen3", "mimo", "tied", "experts", "seeing"):
+    for name in ("qwen3", "mimo", "tied", "experts", "seeing", "stacked"):
         convert_hf_to_torch_dist(root / name, root / f"{name}-dist", [], **OPTIONS)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mimo", "tied", "seeing"])
+@pytest.mark.parametrize("name", ["qwen3", "mimo", "tied", "seeing", "stacked"])
 def test_there_and_back_is_bitwise(directories, tmp_path, name):
     convert_torch_dist_to_hf(directories / f"{name}-dist", tmp_path / "back", directories / name, **HF_OPTIONS)
     stored, back = load_file(directories / name / "model.safetensors"), {}
@@ -82,9 +83,7 @@ def _families(root):
         convert_torch_dist_to_hf(checkpoint, back, model, **HF_OPTIONS)
         paths[name] = (model, checkpoint, back)
     for name, (model, checkpoint, back) in paths.items():
-        stored, returned = load_file(model / "model.safetensors"), {}
-        for path in back.glob("*.safetensors"):
-            returned |= load_file(path)
+        stored, returned = stored_tensors(model), stored_tensors(back)
         loaded = _load(str(checkpoint), str(model), {})
         found[name] = [
             key
