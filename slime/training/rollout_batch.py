@@ -235,7 +235,8 @@ def refuse_images(args: argparse.Namespace, batch: TrainBatch) -> None:
         raise UserError(
             f"{len(seeing)} of {len(batch[IMAGES])} samples have images (sample indices {[int(i) for i in seeing[:5]]}), and "
             "the model of this run is trained on text: the images would be left out; of Qwen3.5 give "
-            "--custom-model-provider-path slime_plugins.models.qwen3_5_vl.get_qwen3_5_vl_model_provider, of other models "
+            "--custom-model-provider-path slime_plugins.models.qwen3_5_vl.get_qwen3_5_vl_model_provider, of Qwen3-VL "
+            "slime_plugins.models.qwen3_vl.get_qwen3_vl_model_provider, of other models "
             "generate with --debug-rollout-only, or make a batch without `multimodal_train_inputs` by "
             "--custom-convert-samples-to-train-data-path"
         )

@@ -89,7 +89,8 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
         "{--mtp-num-layers}"),
     refused(lambda args: bool(args.multimodal_keys) and args.has_trainer and args.custom_model_provider_path is None,
         "{--multimodal-keys}: this model is trained on text; for Qwen3.5 give {--custom-model-provider-path} slime_plugins."
-        "models.qwen3_5_vl.get_qwen3_5_vl_model_provider, else {--debug-rollout-only}, or images in sets of {--eval-config}"),
+        "models.qwen3_5_vl.get_qwen3_5_vl_model_provider, for Qwen3-VL slime_plugins.models.qwen3_vl."
+        "get_qwen3_vl_model_provider, else {--debug-rollout-only}, or images in sets of {--eval-config}"),
     refused(lambda args: (args.rollout_top_p < 1 or args.rollout_top_k > 0) and args.has_engines
             and (has_roles(args) or args.sglang_speculative_algorithm is not None),
         "{--rollout-top-p=}, {--rollout-top-k=}: engines that prefill or decode, or draft, tell no sets of kept tokens; give 1 "

@@ -153,12 +153,14 @@ class StreamParams(PackedSeqParams):
         none; None: all that it sees.
     choices: those that later layers take over, by the number of the layer that made them.
     batch: the samples of the stream, for models that are given more of them than tokens.
+    added: by the number of a layer, rows of its hidden states, int64, and what such a model adds to them, [rows, hidden].
     """
 
     stream: PackedStream | None = None
     batch: MicroBatch | None = None
     chosen: torch.Tensor | None = None
     choices: dict[int, torch.Tensor] = field(default_factory=dict)
+    added: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 def packed_seq_params(batch: MicroBatch, *, by_position: bool) -> StreamParams:

@@ -319,7 +319,7 @@ def _forward(chunk: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
         seeing = [index for index, one in zip(batch["sample_indices"], batch[IMAGES], strict=True) if one]
         raise UserError(
             f"samples {seeing} have images, and the model that --custom-model-provider-path builds takes none; start from "
-            "slime_plugins.models.qwen3_5_vl.get_qwen3_5_vl_model_provider, or train on texts"
+            "slime_plugins.models.sight.seeing_model, or train on texts"
         )
     # In 16 bits Megatron's wrapper would copy all logits to float32; the loss does that chunk by chunk.
     options: dict[str, Any] = {"fp32_output": False} if chunk.config.bf16 or chunk.config.fp16 else {}

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from slime.utils.errors import UserError
+from slime.weights.hf_reader import FUSED_EXPERTS, fused_ending
 from tests.support.models.seen_batch import (
     BEGIN,
+    DEEP_PROVIDER,
     END,
     IMAGE,
     PROVIDER,
@@ -20,21 +22,24 @@ from tests.support.models.seen_batch import (
     seen_alone,
     write_seeing_model,
 )
-from tests.support.models.tiny_families import LAYOUTS, TINY_FAMILIES
+from tests.support.models.tiny_families import LAYOUTS
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.family_checks import of_trained_parts
 from tests.support.processes.layout_steps import assert_equal_runs, layout_args, train_steps
 
 # A sample with two images is longer than a micro-batch of the batch without them.
 FLAGS = {"max_tokens_per_gpu": 32, "custom_model_provider_path": PROVIDER}
+DEEP_FLAGS = {**FLAGS, "custom_model_provider_path": DEEP_PROVIDER}
+FLAGS_OF = {"qwen3_5": FLAGS, "qwen3_5_moe": FLAGS, "qwen3_vl": DEEP_FLAGS, "qwen3_vl_moe": DEEP_FLAGS}
 # D11: of texts (0, 1) and samples with one image (2, 5: the same) or two (7), in either order.
 ORDERS = ((0, 2, 7), (0, 2), (2, 0), (7, 1, 5, 2), (0, 1))
 
 
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory):
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_vl"])
+def seeing(request, tmp_path_factory):
+    """Directory, model in transformers, and flags."""
     directory = tmp_path_factory.mktemp("seeing")
-    return directory, write_seeing_model(directory)
+    return directory, write_seeing_model(directory, request.param), FLAGS_OF[request.param]
 
 
 def some_samples(order):
@@ -133,7 +138,7 @@ def in_two_precisions(args):
 
 @pytest.fixture(scope="module")
 def in_float32_and_16_bits(seeing):
-    args = [layout_args(seeing[0], **FLAGS, **flags) for flags in ({}, {"bf16": True})]
+    args = [layout_args(seeing[0], **seeing[2], **flags) for flags in ({}, {"bf16": True})]
     (found,) = run_distributed(in_two_precisions, 1, (args,), timeout=400)
     return found
 
@@ -156,30 +161,43 @@ def test_bfloat16_stays_near(in_float32_and_16_bits):
 
 @pytest.mark.parametrize("name", [*ORDERS, *OWN])
 def test_d11_texts_and_images_in_one_micro_batch_are_what_each_is_alone(seeing, packed, name):
-    _, model = seeing
+    assert_what_each_is_alone(seeing[1], OWN[name]() if name in OWN else some_samples(name), packed[name])
+
+
+def assert_what_each_is_alone(model, samples, found_together):
     model.zero_grad()
-    samples = OWN[name]() if name in OWN else some_samples(name)
-    log_probs, gradients = packed[name]
+    log_probs, gradients = found_together
     for sample, found in zip(samples, log_probs, strict=True):
         rows = torch.log_softmax(seen_alone(model, sample), -1)[:-1]
         expected = rows.gather(1, torch.tensor(sample.tokens[1:])[:, None])[-sample.response_length :, 0]
         (-expected.sum()).backward()
         assert (found - expected).abs().max() <= 1e-5, sample.index
-    of_model = {name: parameter.grad for name, parameter in model.named_parameters()}
+    of_model = {}
+    for name, parameter in model.named_parameters():
+        for expert, matrix in enumerate(parameter.grad if ".experts." in name else ()):
+            parts = FUSED_EXPERTS[fused_ending(name)]
+            layer = name.removesuffix(fused_ending(name))
+            names = [f"{layer}.experts.{expert}.{part}" for part in parts]
+            of_model |= dict(zip(names, matrix.chunk(len(parts)), strict=True))
+        if ".experts." not in name:
+            of_model[name] = parameter.grad
     assert set(of_trained_parts(of_model)) == set(gradients)
     for tensor, gradient in gradients.items():
         scale = max(float(of_model[tensor].abs().max()), 1e-3)
         assert (gradient - of_model[tensor]).abs().max() <= 5e-5 * scale, tensor
 
 
-TWO_RANKS = ("tp2", "pp2", "cp2", "cp2 gathered")
+# Of the four layers of Qwen3-VL three get features: both stages have some, and look at images.
+PIPELINE = LAYOUTS["pp2"]
+TWO_RANKS = {name: LAYOUTS[name] for name in ("tp2", "tp2 whole sequence", "pp2", "cp2", "cp2 gathered")}
+TWO_RANKS["pp2 recomputed"] = {**PIPELINE, **LAYOUTS["recomputed"]}
 
 
 @pytest.fixture(scope="module")
 def one_rank(seeing):
     """`train_steps` on one rank, as it is and with layers that are recomputed."""
     cases = {
-        name: layout_args(seeing[0], **{**FLAGS, **sizes})
+        name: layout_args(seeing[0], **{**seeing[2], **sizes})
         for name, sizes in {"one": {}, "recomputed": LAYOUTS["recomputed"]}.items()
     }
     (found,) = run_distributed(train_steps, 1, (cases, make_seen_samples), timeout=400)
@@ -191,18 +209,40 @@ def test_layers_that_are_recomputed_see_the_same(one_rank):
 
 
 def test_every_layout_trains_on_images_as_one_rank_does(seeing, one_rank):
-    cases = {name: layout_args(seeing[0], **{**FLAGS, **LAYOUTS[name]}) for name in TWO_RANKS}
+    layouts = dict(TWO_RANKS)
+    if seeing[2] is DEEP_FLAGS:
+        layouts["virtual stages"] = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}
+    cases = {name: layout_args(seeing[0], **{**seeing[2], **sizes}) for name, sizes in layouts.items()}
     ranks = run_distributed(train_steps, 2, (cases, make_seen_samples), timeout=400)
-    for name in TWO_RANKS:
+    for name in layouts:
         assert_equal_runs([rank[name] for rank in ranks], one_rank["one"])
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts_trains_on_images(tmp_path):
-    write_seeing_model(tmp_path, "qwen3_5_moe")
-    (one,) = run_distributed(train_steps, 1, ({"one": layout_args(tmp_path, **FLAGS)}, make_seen_samples), timeout=400)
+def test_layouts_of_four_ranks_train_on_images_as_one_rank_does(seeing, one_rank):
+    layouts = {"tp2 pp2": LAYOUTS["tp2 pp2"], "cp2 pp2": {**PIPELINE, **LAYOUTS["cp2"]}}
+    cases = {name: layout_args(seeing[0], **{**seeing[2], **sizes}) for name, sizes in layouts.items()}
+    ranks = run_distributed(train_steps, 4, (cases, make_seen_samples), timeout=400)
+    for name in layouts:
+        assert_equal_runs([rank[name] for rank in ranks], one_rank["one"])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe", "qwen3_vl_moe"])
+def test_of_a_mixture_of_experts_texts_and_images_are_what_each_is_alone(tmp_path, model_type):
+    model = write_seeing_model(tmp_path, model_type)
+    (found,) = run_distributed(in_one_micro_batch, 1, (layout_args(tmp_path, **FLAGS_OF[model_type]),), timeout=400)
+    for order in ORDERS:
+        assert_what_each_is_alone(model, some_samples(order), found[order])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe", "qwen3_vl_moe"])
+def test_a_mixture_of_experts_trains_on_images(tmp_path, model_type):
+    flags = FLAGS_OF[model_type]
+    write_seeing_model(tmp_path, model_type)
+    (one,) = run_distributed(train_steps, 1, ({"one": layout_args(tmp_path, **flags)}, make_seen_samples), timeout=400)
     layouts = ("tp2", "ep2", "pp2")
-    cases = {name: layout_args(tmp_path, **{**FLAGS, **LAYOUTS[name]}) for name in layouts}
+    cases = {name: layout_args(tmp_path, **{**flags, **LAYOUTS[name]}) for name in layouts}
     ranks = run_distributed(train_steps, 2, (cases, make_seen_samples), timeout=400)
     for name in layouts:
         assert_equal_runs([rank[name] for rank in ranks], one["one"])
@@ -226,8 +266,9 @@ def told(args, samples):
     return found
 
 
-def test_what_does_not_go_together_is_told_with_the_sample(seeing, tmp_path):
-    directory, _ = seeing
+def test_what_does_not_go_together_is_told_with_the_sample(tmp_path):
+    directory = tmp_path / "seeing"
+    write_seeing_model(directory)
     (sample,) = some_samples([7])
     cases = {
         name: copy.deepcopy(sample)
@@ -268,33 +309,23 @@ def test_what_does_not_go_together_is_told_with_the_sample(seeing, tmp_path):
 
 
 def test_attention_that_finds_positions_by_itself_takes_no_images():
-    from slime_plugins.models.qwen3_5_vl import Sight
+    from slime_plugins.models.sight import Sight
 
     model = torch.nn.Module()
     model.rotary_pos_emb, model.pre_process = torch.nn.Module(), False
-    Sight(SimpleNamespace(multimodal_keys=None), model)
+    model.decoder = SimpleNamespace(layers=[])
+    Sight(SimpleNamespace(multimodal_keys=None), model, (11, 11, 10))
     with pytest.raises(UserError, match="Transformer Engine's attention .* give --transformer-impl local"):
-        Sight(SimpleNamespace(multimodal_keys={"image": "images"}), model)
-
-
-def test_a_tower_that_gives_features_to_decoder_layers_takes_no_images(tmp_path):
-    from slime_plugins.models.qwen3_5_vl import Sight
-
-    TINY_FAMILIES["qwen3_vl"].save(tmp_path)
-    model = torch.nn.Module()
-    model.rotary_pos_emb, model.pre_process = torch.nn.Module(), False
-    sight = Sight(SimpleNamespace(multimodal_keys=None, hf_checkpoint=str(tmp_path)), model)
-    with pytest.raises(UserError, match="is a qwen3_vl, and samples have images: .* take Qwen3.5"):
-        sight.tower  # noqa: B018
+        Sight(SimpleNamespace(multimodal_keys={"image": "images"}), model, (11, 11, 10))
 
 
 @pytest.mark.parametrize("shapes", [[], [(1, 2, 3)], [(1, 1, 1), (1, 4, 2)], [(2, 3, 2), (1, 2, 5), (1, 1, 4)]])
 def test_positions_are_those_of_transformers(seeing, shapes):
     import math
 
-    from slime_plugins.models.qwen3_5_vl import image_positions
+    from slime_plugins.models.sight import image_positions
 
-    _, model = seeing
+    _, model, _ = seeing
     kinds = [0, 0]
     places = []
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""A tiny random Qwen3.5 with a vision tower, and the batch of `grpo_batch` with images in some of its prompts."""
+"""A tiny random Qwen3.5 or Qwen3-VL with its vision tower, and the batch of `grpo_batch` with images in some of its prompts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from slime.utils.types import Sample
 from tests.support.models.grpo_batch import make_samples
 from tests.support.models.tiny_families import TINY_FAMILIES, VOCABULARY
-from tests.support.models.tiny_model import write_tiny_delta_net
 from tests.support.models.tokenizer import build_tokenizer
 from tests.support.models.vision import PLACEHOLDER, TEMPLATE
 
 PROVIDER = "slime_plugins.models.qwen3_5_vl.get_qwen3_5_vl_model_provider"
+DEEP_PROVIDER = "slime_plugins.models.qwen3_vl.get_qwen3_vl_model_provider"
 # Begin, feature, end, frame of a video: the last ones of the vocabulary.
 BEGIN, IMAGE, END, VIDEO = range(VOCABULARY - 4, VOCABULARY)
 # Two patches by two are a feature.
@@ -31,20 +31,20 @@ def write_seeing_model(
     vocab_size: int = VOCABULARY,
     marks: tuple[int, int, int, int] = (BEGIN, IMAGE, END, VIDEO),
 ) -> Any:
-    """Save a random float32 model and return it in transformers: half of a head's channels are rotated, three pairs by time,
-    three by height and two by width. `marks`: the ids of begin, feature, end and frame of a video."""
-    family = TINY_FAMILIES[model_type]
-    entries = {
-        **family.entries,
-        "head_dim": 32,
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2],
-        },
-        "vision": {**family.entries["vision"], "depth": 2, "num_position_embeddings": 16, "spatial_merge_size": MERGE},
-    }  # fmt: skip
+    """Save a random float32 model and return it in transformers: three pairs of a head's channels are rotated by time, three by
+    height and two by width. Qwen3.5 does not rotate the other half of them. Of Qwen3-VL three of four layers get features of
+    their own. `marks`: the ids of begin, feature, end and frame of a video."""
+    family, is_deep = TINY_FAMILIES[model_type], model_type.startswith("qwen3_vl")
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
+    vision = {**family.entries["vision"], "depth": 2, "num_position_embeddings": 16, "spatial_merge_size": MERGE}
+    entries = {**family.entries, "head_dim": 16, "rope_parameters": rope, "vision": vision}
+    if is_deep:
+        entries |= {"layers": 4, "vision": {**vision, "depth": 4, "deepstack_visual_indexes": [0, 1, 2]}}
+    else:
+        entries |= {"head_dim": 32, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
     whole = dict(zip(names, marks, strict=True))
-    return write_tiny_delta_net(directory, model_type=model_type, vocab_size=vocab_size, whole=whole, **entries)
+    return family.write(directory, model_type=model_type, vocab_size=vocab_size, whole=whole, **entries)
 
 
 # Qwen's image processor, and of a processor of texts and images one that writes an image as Qwen's does, and needs no videos.
@@ -129,8 +129,10 @@ def seen_alone(model: Any, sample: Sample) -> Any:
     # It was generated, and is a token like others. The class itself takes all of them for features.
     kinds[:, -sample.response_length :] -= generated
     embedded = model.get_input_embeddings()(tokens)
-    features = torch.cat(model.get_image_features(**inputs).pooler_output)
-    embedded = embedded.masked_scatter(kinds[..., None].bool(), features)
+    features = model.get_image_features(**inputs)
+    embedded = embedded.masked_scatter(kinds[..., None].bool(), torch.cat(features.pooler_output))
     positions, _ = model.model.get_rope_index(tokens, kinds, inputs["image_grid_thw"])
-    seen = model.model.language_model(inputs_embeds=embedded, position_ids=positions)
+    deep = features.get("deepstack_features")
+    of_layers = {"visual_pos_masks": kinds.bool(), "deepstack_visual_embeds": deep} if deep else {}
+    seen = model.model.language_model(inputs_embeds=embedded, position_ids=positions, **of_layers)
     return model.lm_head(seen.last_hidden_state)[0]
