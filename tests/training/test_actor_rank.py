@@ -70,7 +70,10 @@ def test_an_export_has_the_parts_that_are_not_trained(tmp_path, model_type):
     stored = load_file(path) | ({"mtp.fc.weight": torch.ones(2, 3)} if model_type == "qwen3_5" else {})
     save_file(stored, path, metadata={"format": "pt"})
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "unused"}) + "\n")
-    made = run_distributed(export_worker, 2, (tmp_path, {"export": []}))[0]["export"]
+    # Each of two ranks has half of the experts, which are stacked in the checkpoint.
+    of_experts = ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
+    layout = ["--sequence-parallel", *(of_experts if model_type == "qwen3_vl_moe" else [])]
+    made = run_distributed(export_worker, 2, (tmp_path, {"export": layout}))[0]["export"]
     assert not [name for name in made if name.startswith(("model.visual.", "mtp."))]
     exported = load_file(next((tmp_path / "export").glob("*.safetensors")))
     assert exported.keys() == stored.keys() and all(exported[name].equal(stored[name]) for name in stored)
