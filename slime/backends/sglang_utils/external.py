@@ -232,6 +232,23 @@ def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
     for name in _REFUSED_SWITCHES:
         if told.get(name):
             yield f"it was started with --{name.replace('_', '-')}: {REFUSED[f'sglang_{name}']}"
+    yield from _misfits_of_role(args, told)
+    yield from _what_is_not_built(told)
+    if args.use_rollout_routing_replay and not told.get("enable_return_routed_experts"):
+        yield "--use-rollout-routing-replay needs an engine that was started with --enable-return-routed-experts"
+    if args.use_rollout_routing_replay and told.get("enable_hierarchical_cache"):
+        yield (
+            "it was started with --enable-hierarchical-cache, and loses the experts of cached prompts, which "
+            "--use-rollout-routing-replay asks for"
+        )
+    for name, value in typed_fields(args).items():
+        if name in told and told[name] != value:
+            flag = f"--sglang-{name.replace('_', '-')}"
+            yield f"{flag} {value}: the engine was started with {told[name]}; drop the flag, or start the engine with it"
+
+
+def _misfits_of_role(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
+    """What an engine that only prefills or decodes cannot do for this run."""
     role = told.get("disaggregation_mode")
     if role in ("prefill", "decode"):
         asked = {flag_of(name): reason for name, reason in WITH_ROLES.items() if vars(args)[name]}
@@ -241,6 +258,10 @@ def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
             yield f"it only does {role}: {flags}: {reason}; drop the flag, or start it without --disaggregation-mode"
         if told.get("disaggregation_transfer_backend") == "fake":
             yield "its --disaggregation-transfer-backend fake moves no caches; start it with another one"
+
+
+def _what_is_not_built(told: dict[str, Any]) -> Iterator[str]:
+    """Features that the engine was started with, and that no run can use in engines of others yet."""
     if told.get("speculative_algorithm"):
         yield (
             f"it was started with --speculative-algorithm {told['speculative_algorithm']}: speculative decoding by engines of "
@@ -266,17 +287,6 @@ def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
         if row.works and value is not None and value is not False and value not in row.works:
             option = row.name.removeprefix("sglang_").replace("_", "-")
             yield f"it was started with --{option} {value}: {row.feature} is not built yet"
-    if args.use_rollout_routing_replay and not told.get("enable_return_routed_experts"):
-        yield "--use-rollout-routing-replay needs an engine that was started with --enable-return-routed-experts"
-    if args.use_rollout_routing_replay and told.get("enable_hierarchical_cache"):
-        yield (
-            "it was started with --enable-hierarchical-cache, and loses the experts of cached prompts, which "
-            "--use-rollout-routing-replay asks for"
-        )
-    for name, value in typed_fields(args).items():
-        if name in told and told[name] != value:
-            flag = f"--sglang-{name.replace('_', '-')}"
-            yield f"{flag} {value}: the engine was started with {told[name]}; drop the flag, or start the engine with it"
 
 
 def serves_model(told: dict[str, Any], hf_checkpoint: str) -> bool:

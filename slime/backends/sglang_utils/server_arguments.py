@@ -150,8 +150,10 @@ class ServerArguments:
 class EnginePart:
     """One of the servers of an engine over several nodes: that of `node_rank`. The first one serves, the others compute.
 
-    `meeting_point`: host and port at which the ranks of all of them find each other; `bootstrap_port`: of the first one, where
-    the engine prefills; `first_port`: see `compute_server_arguments`.
+    Attributes:
+        meeting_point: host and port at which the ranks of all parts find each other.
+        bootstrap_port: that of the first part, if the engine prefills.
+        first_port: see `compute_server_arguments`.
     """
 
     nodes: int
@@ -178,13 +180,14 @@ def compute_server_arguments(
     """Arguments of engine `rank`, or of the server that is a `part` of it.
 
     Args:
-        role: the worker type of its group; `bootstrap_port`: where one that prefills is asked for its caches.
-        first_port: host and port, the first of a row that belongs to the processes of an engine with data-parallel attention:
-            SGLang counts the ports at which they reach each other from it. None elsewhere.
+        role: the worker type of its group.
+        bootstrap_port: where an engine that prefills is asked for its caches.
+        first_port: host and port. The processes of an engine with data-parallel attention reach each other at ports that
+            SGLang counts from this one, so those behind it are theirs too. None for other engines.
 
     Raises:
-        UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`, or the sizes do not divide, or not over the
-            nodes; or caches cannot be moved here, or nothing drafted.
+        UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`; sizes do not divide, or not over the nodes;
+            caches cannot be moved here; or engines are to draft, and cannot.
     """
     for problem in engine_sizes(args):
         raise UserError(problem.message)
@@ -197,30 +200,18 @@ def compute_server_arguments(
         )
     typed = typed_fields(args)
     if role == "decode":
-        # Prefixes are found, and kept in host memory, by those that prefill.
+        # Only engines that prefill look prefixes up, and keep them in host memory.
         typed = {
             name: value
             for name, value in typed.items()
             if name != "enable_hierarchical_cache" and not name.startswith("hicache_")
         }
-    values: dict[str, Any] = {**RUN_DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
-    if not on_cpu and args.fp16:
-        values["dtype"] = "float16"
-    if args.use_rollout_routing_replay:
-        values["enable_return_routed_experts"] = True
-        if attention_groups(args) > 1:
-            # sglang 0.5.21 reads what such a graph notes of a group where graphs that decode would have it.
-            values["cuda_graph_backend_prefill"] = "disabled"
-    if not on_cpu and sleeping_sides(args).engines:
-        values["enable_memory_saver"] = True
-        # sglang 0.5.21 captures prefill in graphs of a kind that cannot give memory back, and refuses to start with both.
-        values["cuda_graph_backend_prefill"] = "disabled"
-    if role in _LOAD_BALANCE:
-        require_cache_transfer(args, on_cpu)
-        if on_cpu:
-            values["disaggregation_transfer_backend"] = _TRANSFER_ON_CPU
+    values = _values_of_run(args, on_cpu)
+    if role in _LOAD_BALANCE and on_cpu:
+        values["disaggregation_transfer_backend"] = _TRANSFER_ON_CPU
     values.update(typed)
     if role in _LOAD_BALANCE:
+        require_cache_transfer(args, on_cpu)
         values |= {"disaggregation_mode": role, "load_balance_method": _LOAD_BALANCE[role]}
     if bootstrap_port is not None:
         values["disaggregation_bootstrap_port"] = bootstrap_port
@@ -234,7 +225,7 @@ def compute_server_arguments(
         nnodes=nodes,
         node_rank=part.node_rank if part else 0,
         dist_init_addr=first_port or (part.meeting_point if part else None),
-        # Without a GPU the server takes this for the number of a NUMA node.
+        # Without a GPU the server would take this number for that of a NUMA node.
         base_gpu_id=0 if on_cpu else base_gpu_id,
         gpu_id_step=1,
         tp_size=tensor_parallel_size(args),
@@ -242,6 +233,23 @@ def compute_server_arguments(
         api_key=args.router_api_key,
     )
     return ServerArguments(values, frozenset(typed))
+
+
+def _values_of_run(args: Any, on_cpu: bool) -> dict[str, Any]:
+    """What the run has engines start with, unless a flag of theirs was typed."""
+    values: dict[str, Any] = {**RUN_DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
+    if not on_cpu and args.fp16:
+        values["dtype"] = "float16"
+    if args.use_rollout_routing_replay:
+        values["enable_return_routed_experts"] = True
+        if attention_groups(args) > 1:
+            # In sglang 0.5.21 a graph of prefill notes the experts of one group where those of decode are looked for.
+            values["cuda_graph_backend_prefill"] = "disabled"
+    if not on_cpu and sleeping_sides(args).engines:
+        values["enable_memory_saver"] = True
+        # sglang 0.5.21 captures prefill in graphs of a kind that cannot give memory back, and refuses to start with both.
+        values["cuda_graph_backend_prefill"] = "disabled"
+    return values
 
 
 def require_cache_transfer(args: Any, on_cpu: bool) -> None:
