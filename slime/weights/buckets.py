@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     NamedTensors = list[tuple[str, torch.Tensor]]
 
 
-# Of the tensors of a flat bucket, in its order: names, dtypes without the `torch.` prefix, shapes.
+# (Names, dtypes without the `torch.` prefix, shapes) of the tensors of a flat bucket, in its order.
 Contents = tuple[list[str], list[str], list[list[int]]]
 
-# Engines make one layer of the first two, and a number of a part of the third and its scale; and only out of one bucket: what
-# comes without the other is lost without a word.
+# Tensors that engines only load together, out of one bucket: of the first two they make one layer, and the third they combine
+# with its scale. One that comes without the other is lost, and nobody says so.
 _LOADED_TOGETHER = re.compile(r"\.self_attn\.(?:(q_a_proj|kv_a_proj_with_mqa)|indexer\.wk)\.")
 
 
 class RankBucket(list[tuple[str, "torch.Tensor"]]):
-    """A bucket of which every rank has other tensors, or none; `names` are those of all ranks, `num_bytes` their size."""
+    """A bucket of which each rank has other tensors, or none. `names` and `num_bytes` are those of all ranks together."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], names: list[str], num_bytes: int) -> None:
         super().__init__(tensors)
         self.names, self.num_bytes = names, num_bytes
 
     def __bool__(self) -> bool:
-        # Who has none of it takes part.
+        # A rank without tensors of it takes part all the same.
         return True
 
 
@@ -55,15 +55,15 @@ def bytes_of(bucket: NamedTensors) -> int:
 def split_into_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[NamedTensors]:
     """Group consecutive tensors into buckets of at most `max_bytes`; a larger tensor forms a bucket of its own.
 
-    Consecutive tensors that engines load together are in one bucket, be it larger.
+    Consecutive tensors that engines load together are in one bucket, even if it is larger than that.
 
-    Lazy: at most one bucket and one tensor are held, and none of a full bucket while the tensor after it is made.
+    Lazy: at most one bucket and one tensor are held. A full bucket is let go before the tensor after it is made.
     """
     bucket, size = [], 0
     for name, tensor in named_tensors:
         part = _part_loaded_together(name)
         if bucket and size + tensor.nbytes > max_bytes:
-            # All from the first tensor of the part on goes along.
+            # If this tensor is loaded together with some of the bucket, those begin the next bucket with it.
             whole = part is not None
             first = next((n for n, (one, _) in enumerate(bucket) if whole and _part_loaded_together(one) == part), None)
             kept = [] if first is None else bucket[first:]
@@ -84,12 +84,12 @@ def split_into_buckets(named_tensors: Iterable[tuple[str, torch.Tensor]], max_by
 def loading_order(name: str) -> tuple[str, str]:
     """A key by which names are sorted so that tensors which engines load together follow each other."""
     found = _LOADED_TOGETHER.search(name)
-    # The other kind follows its scale by name alone.
+    # An indexer's keys and their scale have names that sort side by side anyway.
     return (name if found is None or found[1] is None else name[: found.start()], name)
 
 
 def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in a row, as integers of their size: not every dtype can be copied along with others."""
+    """The elements in a row, as integers of their size: `torch.cat` does not take every dtype."""
     import torch
 
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -97,7 +97,8 @@ def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _part_loaded_together(name: str) -> tuple[str, bool] | None:
-    """The layer, and whether it is the projections down or the indexer's keys; None for what is loaded by itself."""
+    """(Layer, whether the tensor is a projection down or else the indexer's keys); None for a tensor that is loaded by
+    itself."""
     found = _LOADED_TOGETHER.search(name)
     return None if found is None else (name[: found.start()], found[1] is not None)
 
@@ -142,7 +143,7 @@ def _in_order(named_tensors: NamedTensors) -> NamedTensors:
 
 
 class Memory:
-    """Where flat buckets lie: memory of this process's own."""
+    """Where the memory of flat buckets comes from: this process's own."""
 
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:
         """`size` bytes, uint8, on `device`."""
@@ -161,8 +162,8 @@ class BucketFlattener:
     the preparation of the next one.
 
     Args:
-        max_bytes: a larger tensor, which is a bucket of its own, is not copied: its bytes are the bucket, and must stay as they
-            are while it travels.
+        max_bytes: a larger tensor, which is a bucket of its own, is not copied. Its own memory is the bucket then, and must not
+            change while that travels.
         memory: where the buffers come from.
     """
 
@@ -172,7 +173,7 @@ class BucketFlattener:
         self._turn = 0
 
     def release(self, above: float = 0) -> None:
-        """Give up the buffers of more than `above` bytes: nothing travels any more."""
+        """Give up buffers of more than `above` bytes, when nothing travels any more."""
         for position, buffer in enumerate(self._buffers):
             if buffer is not None and buffer.numel() > above:
                 self._memory.release(buffer)
@@ -207,7 +208,7 @@ class BucketFlattener:
 
         size = sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in zip(*contents, strict=True))
         is_copy, device = self._copies(len(contents[0]), size), get_accelerator().current_device()
-        # A tensor that is larger than a bucket has memory of its own here too, which goes with the result.
+        # A tensor that is larger than a bucket gets memory of its own here too, which is freed with the result.
         buffer = self._next_buffer(size, device) if is_copy else self._memory.allocate(size, device)
         return FlatBucket(*contents, buffer, is_copy)
 
@@ -219,7 +220,7 @@ class BucketFlattener:
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[self._turn]
         if buffer is None or buffer.numel() < size or buffer.device != device:
-            # The smaller one goes before the larger one comes.
+            # Free the old buffer before the new one is allocated.
             if buffer is not None:
                 self._memory.release(buffer)
             del buffer

@@ -1,9 +1,11 @@
-"""Weights as a directory that trainer and engines share: `weight_v{version:06d}`, one per push, and what its index says.
+"""Weights as directories that trainer and engines share: `weight_v{version:06d}`, one per push, and what the index in it says.
 
-Some hold a whole Hugging Face checkpoint. Others hold what changed since the one before: in their files a tensor is the stream
-that makes the new bytes of the old ones, and the file's metadata say how, with the digest of what must come out. A tensor that
-has no such line is there as it is. Those of one trainer's life form a chain; version 0 in it is `--hf-checkpoint`. A trainer
-that ends between pushes (`--release-train`) goes on with the chain of the one before.
+Some directories hold a whole Hugging Face checkpoint. Others hold what changed since the directory before: in their files a
+tensor is a stream that makes the new bytes out of the old ones. The metadata of a file say how, and which digest must come out;
+a tensor that they do not name is there as it is.
+
+The directories of one trainer's life form a chain, whose version 0 is `--hf-checkpoint`. A trainer that ends between pushes
+(`--release-train`) leaves its chain to the one that follows.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How the bytes of a weight push travel, one file per way. `transport_of` chooses, by the table in `weight_transports`. A
-colocated run takes two of them at once."""
+"""How the bytes of a weight push travel, one file per way. `transport_of` chooses one, by the table in
+`slime.utils.weight_transports`. A colocated run may use two at once (`ColocatedTransport`)."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def transport_of(args: Any) -> type[Transport]:
 
 
 class ColocatedTransport(Transport):
-    """To the engines on the trainer's devices by handles, and to those with devices beside them over a process group, at the
-    same time; with engines of one kind, one of the two.
+    """Engines on the trainer's devices get handles to its memory; engines with other devices get their weights over a process
+    group, at the same time. If all engines are of one kind, only one of the two ways is used.
 
-    Handles reach who is on a device of a training rank, so an engine with devices of both kinds is one of the group: there it
-    shares a device with a rank, but none with the one that sends where that is NCCL's.
+    Handles only work on a device of a training rank, so an engine with devices of both kinds belongs to the process group.
+    There it may share a device with a rank, though with NCCL not with the rank that sends.
     """
 
     def __init__(self, args: Any, source: int, num_sources: int) -> None:
@@ -58,7 +58,7 @@ class ColocatedTransport(Transport):
         self._handles = SharedHandlesTransport(args, source, num_sources)
         self._group = ProcessGroupTransport(args, source, num_sources)
         self._ways: list[Transport] = []
-        # Whether handles are given at all: if not, no rank helps with them.
+        # Whether any engine gets handles; if none does, no rank helps with them.
         self._gives_handles = False
 
     @classmethod
@@ -128,7 +128,7 @@ class ColocatedTransport(Transport):
             way.close()
 
     def _refuse_own_device(self, engines: Sequence[Receiver]) -> None:
-        # Such flags are refused before, once the run's devices are known. This tells who has made the transport without.
+        # A run with such flags is refused as soon as its devices are known. This is for a transport that is made without a run.
         if get_accelerator().process_group_backend != "nccl":
             return
         import torch.distributed as dist
@@ -143,14 +143,14 @@ class ColocatedTransport(Transport):
             )
 
     def _each(self, method: str, *arguments: Any) -> None:
-        """Call a method of both ways: engines that break one of them leave the other as far as it has come."""
+        """Call a method of both ways. If engines break one way, the other is carried on all the same."""
         failures = []
         for way in self._ways:
             try:
                 getattr(way, method)(*arguments)
             except EnginesFailed as error:
                 failures.append(error)
-        # Where engines are known to be to blame, others that failed may have done so because of them.
+        # If some engines are certainly to blame, others may only have failed because of them.
         to_tell = [error for error in failures if error.certain] or failures
         if to_tell:
             failed = {id: reason for error in to_tell for id, reason in error.failed.items()}
@@ -158,7 +158,7 @@ class ColocatedTransport(Transport):
 
 
 def split_engines(engines: Sequence[Receiver], layout: GpuRanges) -> tuple[list[Receiver], list[Receiver]]:
-    """Those on devices of training ranks alone, and those with devices beside them, be they all or some."""
+    """(Engines on devices of training ranks alone, engines with at least one other device)."""
     inside: list[Receiver] = []
     beside: list[Receiver] = []
     for engine in engines:

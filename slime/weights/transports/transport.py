@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # A method of an engine, and its arguments.
 Order = tuple[Any, ...]
-# In which requests may end, before an engine refuses to flush its cache.
+# How long requests may take to end before an engine refuses to flush its cache.
 FLUSH_SECONDS = 60.0
 
 
@@ -40,9 +40,12 @@ class Receiver:
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """Of the tensors of a push: the bytes that are others than before, and those that travelled for them.
+    """What a push of changes alone has sent.
 
-    `is_whole`: every tensor was sent as it is.
+    Attributes:
+        changed_bytes: bytes of tensors that differ from those of the last push.
+        wire_bytes: bytes that travelled for them.
+        is_whole: every tensor was sent as it is.
     """
 
     changed_bytes: int
@@ -51,9 +54,11 @@ class Delta:
 
 
 class EnginesFailed(RunError):
-    """Engines broke a transfer: `failed` has the reason of each, by id. The others have to get all of it again.
+    """Engines broke a transfer, and the others have to get everything again.
 
-    `certain`: they are dead or hang. Otherwise they answered with an error, which may be the consequence of another's.
+    Attributes:
+        failed: the reason of each of these engines, by id.
+        certain: they are dead or hang. If not, they answered with an error, which another engine may have caused.
     """
 
     def __init__(self, failed: Mapping[int, str], certain: bool) -> None:
@@ -71,9 +76,10 @@ class Transport(abc.ABC):
         source: position of this source among the `num_sources` that a model has.
     """
 
-    # On the host the order to take a bucket costs as much as the copy of some megabytes: the bucket that is fastest there.
+    # The bucket size that is fastest where weights lie in host memory: there the order to take a bucket costs as much as the
+    # copy of some megabytes.
     host_bucket_bytes: ClassVar[int | None] = None
-    # In which a source finds out who missed a bucket.
+    # How long a source takes to find out which engines have missed a bucket.
     giving_up_seconds: ClassVar[float] = 60.0
 
     @abc.abstractmethod
@@ -86,37 +92,38 @@ class Transport(abc.ABC):
 
     @classmethod
     def directory(cls, args: Any, version: int) -> Path | None:
-        """Where all sources together write weights `version` as files, which engines read later; None: they feed engines.
+        """The directory into which all sources together write weights `version`, for engines to read later. None for a
+        transport that feeds engines.
 
-        Engines go on generating while it is written, and are paused then. Those that are fed are paused before.
+        Engines go on generating while files are written, and are paused afterwards. Engines that are fed are paused before.
         """
         return None
 
     @classmethod
     def fetching_order(cls, args: Any, version: int) -> Order | None:
-        """What engines are told to do with the directory before they are paused; they answer why they cannot, or None."""
+        """What engines are told to do with the directory before they are paused. They answer None, or why they cannot do it."""
         return None
 
     @classmethod
     def placing_order(cls, args: Any, version: int) -> Order:
-        """What all engines are told when all sources have finished: to put in place what came, as weights `version`."""
+        """What all engines are told when all sources have finished: to put what they got in place, as weights `version`."""
         return ("end_weight_update",)
 
     @classmethod
     def longest_wait(cls, args: Any) -> float:
-        """Seconds after which a source makes the next bucket at the latest: the limits of one, and of a tensor larger than a
-        bucket that comes after it, and giving up who missed them."""
+        """Seconds that a source takes at most between two buckets: the limit of one bucket, that of a tensor behind it which is
+        larger than a bucket, and the time to give up engines that missed them."""
         return 2 * 60.0 * args.distributed_timeout_minutes + cls.giving_up_seconds
 
     @classmethod
     def takes_every_rank(cls, args: Any) -> bool:
-        """Whether the ranks of all copies of the weights walk through them, and `help` to carry each bucket, and those of other
-        sources `follow`."""
+        """Whether every training rank takes part: the ranks of all copies `help` to carry each bucket of their source, and
+        `follow` those of other sources."""
         return False
 
     @classmethod
     def bucket_bytes(cls, args: Any) -> int:
-        """The most bytes of tensors that a bucket is made of; a larger tensor is one of its own."""
+        """The most bytes that a bucket holds; a larger tensor is a bucket of its own."""
         sizes = [args.update_weight_buffer_size]
         if cls.host_bucket_bytes is not None and get_accelerator().shares_host_memory:
             sizes.append(cls.host_bucket_bytes)
@@ -136,30 +143,31 @@ class Transport(abc.ABC):
         """Start to carry the tensors of weights `version`; what was carried before is forgotten."""
 
     def carry_all(self) -> None:
-        """Nothing may be left out that engines had before, when the next push begins: they lost it, or are better off."""
+        """In the next push leave nothing out that engines had before: they have lost it, or to read all is less work for
+        them."""
 
     def delta(self) -> Delta | None:
-        """What became of the bytes of the tensors, after `finish`; None: they travelled as they are."""
+        """After `finish`, what was sent of changes alone; None if tensors travel as they are."""
         return None
 
     @abc.abstractmethod
     def send(self, bucket: NamedTensors) -> None:
-        """Start to carry a bucket. Returns when the one before it has arrived, or lies ready at the engines, so the next can be
-        made meanwhile.
+        """Start to carry a bucket. Returns as soon as the one before it has arrived, or lies ready at the engines, so that the
+        next can be made while this one travels.
 
         Raises:
             EnginesFailed: engines broke the transfer, of this bucket or of one before.
         """
 
     def help(self, bucket: NamedTensors) -> None:
-        """Take part in what concerns all ranks of a bucket that is sent by another, or no longer sent."""
+        """Take part in what all ranks of a source do for a bucket that another rank sends, or that nobody sends any more."""
 
     def relay_over(self, group: dist.ProcessGroup) -> None:
-        """Ranks of other sources need each bucket too. `group` has those in the place of this one, one of each source, in
-        their order; called before anything else, where `takes_every_rank` and there are several sources."""
+        """Ranks of other sources need each bucket too. `group` has one rank of each source, those in the place of this rank,
+        in the order of the sources. Called first of all, if the transport `takes_every_rank` and there are several sources."""
 
     def follow(self, source: int) -> None:
-        """Take part in all buckets of another source, whose tensors this rank has not, until that one's `end_walk`."""
+        """Take part in all buckets of another source, whose tensors this rank does not have, until that one's `end_walk`."""
 
     def end_walk(self) -> None:
         """The ranks of this source, whether they send or help, have no further bucket."""
@@ -179,14 +187,14 @@ class Transport(abc.ABC):
         """Give up what held the bytes: the engines have them in place."""
 
     def chain(self) -> str | None:
-        """What tells the pushes of this run from those of others, of the source that publishes them; None elsewhere."""
+        """An id that tells the pushes of this run from those of others, on the source that publishes files; else None."""
         return None
 
     def continue_from(self, version: int, chain: str) -> None:
-        """Go on where a transport in a process that has ended left off: engines have its weights `version`.
+        """Go on where the transport of a process that has ended left off: engines have the weights `version` that it sent.
 
         Raises:
-            RunError: what it left is not there, or is another run's.
+            RunError: the files that it left are not there, or are another run's.
         """
 
     def close(self) -> None:
@@ -194,7 +202,8 @@ class Transport(abc.ABC):
 
 
 class Background:
-    """A function on a daemon thread: one that never returns (a collective without peers) cannot hold the process."""
+    """A function on a daemon thread, which does not keep the process from ending even if it never returns (say, a collective
+    without peers)."""
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self.result: Any = None
