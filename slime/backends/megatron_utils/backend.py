@@ -1,7 +1,7 @@
-"""The trainer's protocol on Megatron-Core.
+"""The trainer's protocol of backends (`slime.training.backend`), on Megatron-Core.
 
-Nothing of megatron.core may be imported before `initialize.prepare` has prepared the process, so modules of this folder that do
-so are imported in the methods.
+Nothing of megatron.core may be imported before `initialize.prepare` has prepared the process. So modules of this folder that
+import it are themselves imported inside the methods.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slime.training.train_step import MicroBatches
 from slime.utils.errors import RunError
 from slime.utils.plugin_loader import call_plug_in
 
-# Functions of the user's, and what is done after so many steps; each without a value.
+# Flags that call users' functions or count real steps. Each is None where passes and steps must leave no trace.
 _OF_REAL_STEPS = dict.fromkeys(
     ("custom_megatron_before_log_prob_hook_path", "custom_megatron_before_train_step_hook_path",
      "check_weight_hash_across_dp_replicas_interval", "distributed_timeout_seconds_after_init", "timing_log_level")
@@ -59,8 +59,11 @@ class MegatronBackend:
         self.routing_replay = attach_routing_replay(self.args, self.model)
 
     def load(self, source: WeightSource) -> int:
-        """Load the weights, and with them build the optimizer; unless it resumes, or takes its float32 copies from where the
-        weights are: that fills one that was built before."""
+        """Load the weights and build the optimizer.
+
+        The optimizer is built on the weights, so usually these are loaded first. A resume, and `--load-main-params-from-ckpt`,
+        fill an optimizer that is there already, so then they are loaded after it is built.
+        """
         from slime.backends.megatron_utils.checkpoint import load_checkpoint, putting_copies
         from slime.backends.megatron_utils.hf_conversion import load_hf_weights
         from slime.backends.megatron_utils.optimizer import build_optimizer_and_scheduler
@@ -133,7 +136,7 @@ class MegatronBackend:
         if trains_prediction_layers(self.args):
             own = PredictionStep(self.args, self.model, batches.samples, denominator)
             prediction, during = own.loss, own.forward
-        # Megatron moves them with the reduction of gradients, before anybody asks whether the step counts.
+        # Megatron moves the biases of experts when it reduces gradients, before anybody asks whether the step is accepted.
         biases = [(bias, bias.clone()) for chunk in self.model for _, bias in named_expert_biases(chunk)]
         with timed(self.args, self.model, self.optimizer, place):
             metrics = forward_backward(
@@ -163,7 +166,7 @@ class MegatronBackend:
         return StepResult(metrics, learning_rates, update, measured)
 
     def _looks_at_weights_in_layers_alone(self) -> bool:
-        """Whether nothing but passes through the model reads weights from one step to the next one."""
+        """Whether only passes through the model read the weights between this step and the next one."""
         args = self.args
         return not (
             args.log_params_norm
@@ -205,7 +208,7 @@ class MegatronBackend:
         args, housekeeping = self.args, self.housekeeping
         self.args = argparse.Namespace(**{**vars(args), **_OF_REAL_STEPS})
         self.housekeeping = initialize.Housekeeping(self.args)
-        # Counts and biases of experts are among them.
+        # The counts and biases of experts are buffers.
         buffers = [(buffer, buffer.clone()) for chunk in self.model for _, buffer in chunk.named_buffers()]
         with kept_generators(), kept_loss_scales(self.optimizer):
             yield
@@ -216,7 +219,7 @@ class MegatronBackend:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        # Of the size that the longest stream takes; the next pass makes what it needs.
+        # Megatron keeps this buffer as large as the longest stream needed; the next pass makes what it needs itself.
         parallel_state.get_global_memory_buffer().buffer.clear()
 
     def optimizer_bytes_to_come(self) -> int:
@@ -274,7 +277,7 @@ class MegatronBackend:
 
         buffers = [buffer for chunk in self.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         optimizer, gradients = tensors_of(self.optimizer) if self.optimizer is not None else ([], [])
-        # A model that takes images has a part that is not trained, and no module of it.
+        # A model that takes images has a part that is not trained, and that is no module of the model.
         sights = [chunk.sight for chunk in map(unwrap_model, self.model) if hasattr(chunk, "sight")]
         constants = [tensor for sight in sights for tensor in sight.constants()]
         return Residents(

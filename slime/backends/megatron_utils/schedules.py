@@ -1,8 +1,8 @@
 """Passes over packed micro-batches with Megatron's schedules.
 
-A function of the logits runs on the last pipeline stage only, once per micro-batch, in the order of the micro-batches; the
-other stages get nothing back. So losses, log-probs and everything that follows from them exist there, while rank 0, which logs
-and talks to the engines, is on the first stage: stages tell each other what only one of them knows.
+A function of the logits runs on the last pipeline stage only, once per micro-batch, in the order of the micro-batches. So
+losses, log-probs and everything that follows from them exist on that stage alone, while rank 0, which logs and talks to the
+engines, is on the first one: what only one stage knows is broadcast to the others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# Of the batch that it is made for: what Megatron's schedule calls with the logits [1, rows, V / tensor-parallel size].
+# Makes, for a micro-batch, the function that Megatron's schedule calls with its logits [1, rows, V / tensor-parallel size].
 LogitsFunction = Callable[[MicroBatch], Callable[..., Any]]
 
 
@@ -71,17 +71,23 @@ def forward_backward(
     before: Callable[[], None] = lambda: None,
     during: Callable[[MicroBatch], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> list[Metrics]:
-    """Gradients in place, of the sums of `loss` over all ranks divided by `denominator`. Returns the metrics per micro-batch;
-    none before the last stage. `before` is called when gradients are zero; `during` is around each micro-batch's way through a
-    chunk."""
-    # Megatron divides by the number of micro-batches and averages gradients over data- and context-parallel ranks. All is
-    # undone, because the denominator of the step already is the whole normalisation: the context-parallel size by its
-    # schedule itself, which multiplies the loss by it, the other two here.
+    """Compute the gradients of the sum of `loss` over all ranks, divided by `denominator`.
+
+    Args:
+        before: called when gradients are zero.
+        during: a context around each micro-batch's way through a chunk of the model.
+
+    Returns:
+        The metrics per micro-batch, on the last stage; elsewhere none.
+    """
+    # Megatron divides by the number of micro-batches, and averages gradients over data- and context-parallel ranks. The step's
+    # denominator is all the normalisation there is, so these divisions are undone. Its schedule itself multiplies the loss by
+    # the context-parallel size; the other two factors are here.
     scale = len(batches) * parallel_state.get_data_parallel_world_size() / denominator
 
     def make(batch: MicroBatch) -> Callable[..., tuple[torch.Tensor, Metrics]]:
         def scaled_loss(logits: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-            # Not by an index, whose backward pass copies the gradient into a second tensor of the logits' size.
+            # An index in place of `squeeze` would copy the gradient into a second tensor of the logits' size.
             value, metrics = loss(batch, logits.squeeze(0))
             return value * scale, metrics
 
@@ -97,7 +103,7 @@ def forward_backward(
 
 
 def _count_loads(args: argparse.Namespace, model: list[DistributedDataParallel], batches: MicroBatches) -> None:
-    """A pass over the micro-batches of a step before the step itself, in which routers count, and nothing is collected."""
+    """Go over the micro-batches of a step once before the step itself, only to let routers count their loads."""
 
     def first_row(stream: PackedStream) -> Rows:
         return Rows.at([range(1)], stream.tokens.device)
@@ -119,18 +125,18 @@ def _run_schedule(
     rows: Callable[[PackedStream], Rows | None] | None = None,
     during: Callable[[MicroBatch], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> list[Any]:
-    """One pass.
+    """One pass over all micro-batches.
 
     Args:
-        rows: of a stream those whose logits are made; None: those that losses and log-probs need.
+        rows: says which rows of a stream logits are made for; None: those that losses and log-probs need.
 
     Returns:
-        On the last pipeline stage what the logits functions returned (forward only) or the second part of it (their
-        first being the loss), per micro-batch; on other stages an empty list.
+        On the last pipeline stage, per micro-batch, what the logits function returned (forward only) or the second part of
+        that (the first is the loss). On other stages an empty list.
     """
 
     replay = routing_replay_of(model)
-    # Routers learn in steps alone.
+    # Only steps balance the load of experts.
     balance = None if forward_only else SampleBalance(model, batches)
 
     def forward_step(
@@ -151,7 +157,7 @@ def _run_schedule(
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        # One iterator for each virtual stage: they come to the same micro-batch at different times.
+        # One iterator per virtual stage, because they reach a micro-batch at different times.
         data_iterator=[iter(batches) for _ in model],
         model=model,
         num_microbatches=len(batches),
@@ -178,19 +184,20 @@ def _without_recomputation(chunk: torch.nn.Module) -> Iterator[None]:
 def _messages(
     model: list[DistributedDataParallel], stream_rows: Sequence[int], with_states: tuple[int, int]
 ) -> dict[str, Any]:
-    """What a schedule is given for the messages between stages; nothing where there is one stage."""
+    """The arguments of a schedule that concern messages between stages; none if there is one stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return {}
-    # The groups that a schedule takes by itself; it wants all of them where it is given a communicator.
+    # A schedule that is given a communicator also wants these groups, which it would otherwise take by itself.
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"])
     return {"p2p_communicator": KnownShapes(model, groups, stream_rows, with_states), "pg_collection": groups}
 
 
 class KnownShapes(P2PCommunicator):
-    """The messages of one pass. All stages have the same micro-batches, so who receives knows how large a message is.
+    """The messages between stages in one pass. All stages have the same micro-batches, so a receiver knows the size of each
+    message.
 
-    Streams differ in length. Stages that tell each other the shape of every tensor wait for the device, which has to finish all
-    that it was asked for before.
+    Megatron's own way, for streams that differ in length, is that stages tell each other the shape of every tensor. For that
+    they would wait until the device has done all that it was asked for before.
 
     Args:
         stream_rows: rows of every micro-batch on this rank, sequence parallelism left out.
@@ -223,7 +230,7 @@ class KnownShapes(P2PCommunicator):
                 ]
             )
 
-        # What goes round goes to another chunk than the last one.
+        # From the other end of the pipeline come only outputs of chunks before the last one.
         self._from_previous = shapes(goes_round=own == 0, longer=len(model) - 1 if own > stage else None)
         self._from_next = shapes(goes_round=own == last, longer=0 if stage <= own < last else None)
 
@@ -248,7 +255,7 @@ def received_micro_batches(order: Sequence[tuple[int, int]], chunks: int, *, goe
 
 
 def fill_last_group(model: list[DistributedDataParallel], batches: MicroBatches) -> MicroBatches:
-    """`batches`, the last one repeated until the count is what the interleaved schedule can do."""
+    """`batches`, with the last one repeated until their number suits the interleaved schedule."""
     if len(model) == 1:
         return batches
     missing = -len(batches) % model[0].config.microbatch_group_size_per_vp_stage
@@ -263,12 +270,12 @@ def set_schedule_functions(
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if model[0].ddp_config.overlap_grad_reduce:
-        # Only the backward pass of the last micro-batch starts reductions.
+        # With these, only the backward pass of the last micro-batch starts to reduce gradients.
         functions = [chunk.no_sync for chunk in model]
         config.no_sync_func = functions if len(model) > 1 else functions[0]
         if args.align_grad_reduce and args.num_distributed_optimizer_instances == 1:
-            # Read by the schedules of pipelines alone: all stages start their reductions at one time. Of one over several
-            # optimizers Megatron forgets that it has begun, and would reduce once more what it has reduced.
+            # Only the schedules of pipelines read this: all stages then start their reductions at the same time. With several
+            # instances of the optimizer, Megatron would forget that it has begun, and reduce the same gradients again.
             functions = [chunk.start_grad_sync for chunk in model]
             config.grad_sync_func = functions if len(model) > 1 else functions[0]
     if model[0].ddp_config.overlap_param_gather and args.align_param_gather and len(model) > 1:
@@ -279,8 +286,9 @@ def set_schedule_functions(
 def timed(
     args: argparse.Namespace, model: list[DistributedDataParallel], optimizer: MegatronOptimizer, place: tuple[int, int]
 ) -> Iterator[None]:
-    """In the block, the optimizer step `place` (rollout, step), Megatron's timers of `--timing-log-level` run. Behind it rank 0
-    says what they have measured on all ranks. Collective over all of them."""
+    """In the block, which is the optimizer step `place` (rollout, step), Megatron's timers of `--timing-log-level` run.
+    After it
+    rank 0 logs what they have measured on all ranks. Collective over all ranks."""
     if not args.timing_log_level:
         yield
         return
@@ -293,7 +301,7 @@ def timed(
     finally:
         for config in configs:
             config.timers = None
-    # A stage has some that others have not, and they ask each other for one after the other.
+    # Megatron gathers one timer after the other from all ranks. Stages have different timers, so first they agree on the names.
     of_ranks: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(of_ranks, list(timers._timers))
     measured = timers.get_all_timers_string(list(dict.fromkeys(name for names in of_ranks for name in names)))
