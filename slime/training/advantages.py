@@ -1,9 +1,10 @@
 """Advantages and returns of a rank's samples, set on the rollout data before training.
 
-In order: KL of the policy against the reference, where it has a weight in the reward; the estimator or the user's function;
-distillation; whitening. Per-token columns are this context-parallel rank's part of each response.
-Estimators that discount get whole responses, gathered over those ranks, since the end of a
-response is not the end of any rank's part; results are cut again.
+In order: the KL of the policy against the reference, if it has a weight in the reward; the estimator or the user's function;
+distillation; whitening.
+
+Columns with values per token have only this context-parallel rank's part of each response. The end of a part is not the end of
+the response, so estimators that discount get whole responses, gathered over the ranks, and their results are cut again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from slime.training.metric_reduction import whiten
 from slime.training.rollout_data import RolloutData, Tensors, require_entries
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import call_plug_in
+
+_POLICIES = ("log_probs", "ref_log_probs")
 
 
 def compute_advantages_and_returns(
@@ -52,7 +55,7 @@ def compute_advantages_and_returns(
     else:
         rollout_data["advantages"], rollout_data["returns"] = _estimate(args, rollout_data)
     if args.use_opd:
-        # A list of its own: returns may be the same one, and stay as they are.
+        # A copy, because the returns may be the same list and must stay as they are.
         rollout_data["advantages"] = list(rollout_data["advantages"])
         apply_opd_kl_to_advantages(args, rollout_data, rollout_data["advantages"], rollout_data.get("log_probs"))
     if not args.normalize_advantages:
@@ -63,19 +66,19 @@ def compute_advantages_and_returns(
 
 
 class _Placeholder(list):
-    """Zeros in the place of `kl`, where it has no weight in the reward."""
+    """The column `kl` as zeros, because it has no weight in the reward; metrics may still tell another one."""
 
 
 def reported_kl(args: argparse.Namespace, rollout_data: RolloutData) -> tuple[Tensors, torch.Tensor]:
-    """This rank's KL as metrics tell it, whatever its weight in the reward, and whether there is one: the estimator's, that of
-    a function of the user's, or else that of the columns, where both policies are known.
+    """(This rank's KL for metrics, whether there is one), whatever weight it has in the reward.
 
-    The second is a boolean scalar on the device of the first, where it may stay until something else is waited for.
+    It is that of the estimator or of the user's function; else it is computed from the log-probs, if those of both policies are
+    there. The second value is a boolean scalar on the device of the first, so that nobody has to wait for it alone.
     """
     kl = rollout_data["kl"]
     if not isinstance(kl, _Placeholder):
         return kl, torch.ones((), dtype=torch.bool, device=kl[0].device if len(kl) else None)
-    # A function may have written into the tensors that it found.
+    # The user's function may have written into these zeros.
     flat = torch.cat(kl) if kl else torch.zeros(0)
     is_written = flat.any()
     if not kl or any(rollout_data.get(name) is None for name in _POLICIES):
@@ -105,9 +108,6 @@ def apply_opd_kl_to_advantages(
     )
     advantages[:] = distilled
     rollout_data["opd_reverse_kl"] = reverse_kl
-
-
-_POLICIES = ("log_probs", "ref_log_probs")
 
 
 def _reward_kl(args: argparse.Namespace, rollout_data: RolloutData) -> Tensors:
@@ -176,12 +176,13 @@ def _call_custom_function(args: argparse.Namespace, rollout_data: RolloutData) -
 
 
 def _are_together(rows: Any, flat: torch.Tensor, lengths: Sequence[int]) -> bool:
-    """Whether `rows` are tensors of these lengths that have, one behind the other, the values of `flat`."""
+    """Whether `rows` are tensors of these lengths which, concatenated, equal `flat`."""
     return _lengths_of(rows) == list(lengths) and bool((torch.cat(list(rows)).to(flat.device) == flat).all())
 
 
 def _lengths_of(tensors: Any) -> list[int | None] | None:
-    """Of each tensor its length, None for what is no tensor of one dimension; None without a list or tuple of them."""
+    """The length of each tensor, None for an entry that is no tensor of one dimension; None if `tensors` is no list or
+    tuple."""
     if not isinstance(tensors, list | tuple):
         return None
     return [len(tensor) if torch.is_tensor(tensor) and tensor.dim() == 1 else None for tensor in tensors]

@@ -1,9 +1,9 @@
-"""The schedule of learning rate and weight decay: what flags make of it, how it is kept in a checkpoint, and what a resumed run
-says when its own is another one.
+"""The schedule of learning rate and weight decay: how flags describe it, how a checkpoint keeps it, and what a resumed run says
+if its own schedule is another one.
 
-It is megatron.core's `OptimizerParamScheduler`, for any optimizer with groups of parameters. It counts rollouts ("samples" in
-Megatron's words), not iterations: a step that lost some of its rollouts moves the schedule on by what it really trained.
-Lengths given in iterations are therefore multiplied by the global batch size.
+The schedule is megatron.core's `OptimizerParamScheduler`, for any optimizer with groups of parameters. It counts rollouts
+("samples" in Megatron's words), not iterations, so that a step which lost some of its rollouts moves it on by what was really
+trained. Lengths that are given in iterations are therefore multiplied by the global batch size.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from slime.arguments.config_files.role_config import CRITIC
 from slime.arguments.sizes import train_iterations
 from slime.utils.errors import UserError
 
-# Which class that is a backend knows.
+# The backend knows the class.
 Scheduler = Any
+# What shapes the curve, and is missing in the state that Megatron makes of a schedule.
+_FURTHER = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+# Two schedules are compared at so many points.
+_POINTS = 64
 
 
 def schedule_settings(args: Any) -> dict[str, Any]:
@@ -47,8 +51,8 @@ def schedule_settings(args: Any) -> dict[str, Any]:
         end_wd=weight_decay if args.end_weight_decay is None else args.end_weight_decay,
         wd_incr_steps=train_iterations(args) * args.global_batch_size,
         wd_incr_style=args.weight_decay_incr_style,
-        # On resume the flags of this run hold, unless the checkpoint's are asked for; Megatron's third way, to stop
-        # when they differ, would forbid to prolong a run, since the schedule's length follows --num-rollout.
+        # After a resume the flags of this run hold, unless those of the checkpoint are asked for. Megatron can also stop when
+        # they differ, but the schedule is as long as --num-rollout says, so then no run could be prolonged.
         use_checkpoint_opt_param_scheduler=from_checkpoint,
         override_opt_param_scheduler=not from_checkpoint,
         wsd_decay_steps=last_phase,
@@ -77,38 +81,32 @@ def _schedule_lengths(args: Any) -> tuple[int, int]:
     return decay_steps, warmup_steps
 
 
-# What shapes the curve and is missing in the state that Megatron makes of a schedule.
-_FURTHER = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
-_POINTS = 64
-
-
 def schedule_state(scheduler: Scheduler) -> dict[str, Any]:
     """Where the schedule stands and what it is, as plain values."""
     return {**scheduler.state_dict(), **{name: getattr(scheduler, name) for name in _FURTHER}}
 
 
 def restore_schedule(scheduler: Scheduler, state: dict[str, Any]) -> None:
-    """Put the schedule where it was; it also becomes the checkpoint's, if that is asked for."""
+    """Put the schedule where it was. With `--use-checkpoint-opt-param-scheduler` it also becomes the checkpoint's."""
     if scheduler.use_checkpoint_opt_param_scheduler:
         for name in _FURTHER:
             setattr(scheduler, name, state.get(name, getattr(scheduler, name)))
-    # Megatron's loading moves the schedule on by what is loaded, so it must stand at the start. It takes the checkpoint's
-    # weight decay over only after it has set that of the parameter groups: they are set again.
+    # Megatron moves the schedule on by the number that it loads, so it has to stand at the start. It sets the parameter groups
+    # before it takes over the checkpoint's weight decay, so a step of 0 sets them again.
     scheduler.num_steps = 0
     scheduler.load_state_dict(state)
     scheduler.step(0)
 
 
 def changed_curves(args: argparse.Namespace, scheduler: Scheduler, state: dict[str, Any]) -> list[str]:
-    """A line for each curve, of the learning rate and of the weight decay, that changes because its length follows the length
-    of the run.
+    """A line for each curve (learning rate, weight decay) that differs from the checkpoint's because it is as long as the run.
 
     Args:
-        scheduler: this run's, where the checkpoint's was.
+        scheduler: this run's, at the point where the checkpoint's was.
         state: the checkpoint's.
 
     Returns:
-        Nothing about a curve that stays, or whose length was given.
+        No line for a curve that stays, or whose length was given by a flag.
     """
     if scheduler.use_checkpoint_opt_param_scheduler:
         return []

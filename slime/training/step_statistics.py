@@ -131,12 +131,13 @@ def _added_up(shares: dict[str, torch.Tensor], data_group: dist.ProcessGroup) ->
 def needs_log_prob_pass(args: argparse.Namespace, steps: int) -> bool:
     """Whether the data needs `log_probs` (or `entropy`) before training in `steps` optimizer steps.
 
-    With one optimizer step per rollout the policy that trains still is the policy that is asked for, so the training forward
-    gives the old log-probs too. Several steps, other weights (`--keep-old-actor`), or anything that reads the log-probs before
-    or beside the loss need the pass. Whether a function of the user's reads them cannot be known: all that may, count.
-    Supervised fine-tuning has no old policy, and advantages only where a critic learns beside it; a function that is given the
-    data is given them there too. The steps are those of the
-    data: an own rollout function or a dump may bring more rollouts than the flags announce.
+    With one optimizer step per rollout, the policy that trains is still the one whose log-probs are needed, so the training
+    forward gives these too. The pass is needed for several steps, for other weights (`--keep-old-actor`), and for anything that
+    reads log-probs before or beside the loss. Users' functions that may read them count, since nobody knows whether they do.
+    Supervised fine-tuning has no old policy, and has advantages only if a critic learns beside it.
+
+    Args:
+        steps: those of the data; a user's rollout function or a dump may bring more rollouts than the flags announce.
     """
     if args.use_rollout_entropy or args.rollout_data_postprocess_path is not None:
         return True
