@@ -16,11 +16,16 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture
-def server():
+def fresh_singletons():
     SingletonMeta.clear_instances()
+    yield
+    SingletonMeta.clear_instances()
+
+
+@pytest.fixture
+def server(fresh_singletons):
     with FakeGenerateServer() as running:
         yield running
-    SingletonMeta.clear_instances()
 
 
 @pytest.fixture

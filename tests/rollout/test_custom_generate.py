@@ -14,24 +14,13 @@ from slime.rollout.generation import generate_and_rm, generate_and_rm_group
 from slime.rollout.generation_call import GenerationCall
 from slime.rollout.rm_hub import async_rm
 from slime.utils.errors import UserError
-from slime.utils.misc import SingletonMeta
 from slime.utils.sample_fields import held
 from slime.utils.types import Sample
-from tests.support.models.rollout_args import make_args, make_checkpoint
+from tests.support.models.rollout_args import make_args
+
+pytestmark = pytest.mark.usefixtures("fresh_singletons")
 
 Status = Sample.Status
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    SingletonMeta.clear_instances()
-    yield
-    SingletonMeta.clear_instances()
 
 
 @pytest.fixture

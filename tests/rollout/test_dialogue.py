@@ -8,14 +8,15 @@ from slime.rollout.dialogue import ask, ask_all, dialogue
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation_call import GenerationCall
 from slime.utils.http_utils import close_http_client, post
-from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import render_chat
 from slime.utils.types import Sample
-from tests.support.models.rollout_args import make_args, make_checkpoint
+from tests.support.models.rollout_args import make_args
 from tests.support.models.tokenizer import build_tokenizer
 from tests.support.processes.fake_generate_server import FakeGenerateServer
 from tests.support.processes.spoken import spoken
 from tests.support.processes.waiting import until
+
+pytestmark = pytest.mark.usefixtures("fresh_singletons")
 
 Status = Sample.Status
 TOKENIZER = build_tokenizer()
@@ -25,18 +26,6 @@ PROMPT = [{"role": "user", "content": "go"}]
 
 def encode(text):
     return TOKENIZER.encode(text, add_special_tokens=False)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    SingletonMeta.clear_instances()
-    yield
-    SingletonMeta.clear_instances()
 
 
 @pytest.fixture
