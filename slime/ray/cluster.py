@@ -320,7 +320,9 @@ def _loads_of_ranks(args: argparse.Namespace) -> Iterator[_Load]:
 
 def _loads_of_engines(args: argparse.Namespace) -> Iterator[_Load]:
     """What engines that the run starts load. If a load format was typed, weights are left to SGLang to find."""
-    for model in served_models(args) if args.has_engines and not args.rollout_external else ():
+    if not args.has_engines or args.rollout_external:
+        return
+    for model in served_models(args):
         groups = [group for group in model.groups if group.num_engines]
         formats = {group.overrides.get("load_format", vars(args).get("sglang_load_format")) for group in groups}
         place = f"--hf-checkpoint {model.model_path}"
@@ -363,7 +365,8 @@ def check_machine(args: argparse.Namespace) -> None:
             f"{', the same ones: ' if args.colocate else ' = '}{plan.gpus}, but this machine has {real}; lower "
             "--actor-num-gpus-per-node or --rollout-num-gpus, or join a cluster by RAY_ADDRESS"
         )
-    for group in served_groups(args) if args.has_engines else ():
+    groups = served_groups(args) if args.has_engines else ()
+    for group in groups:
         of_group = arguments_of_group(args, group)
         require_drafts(of_group, on_cpu=real == 0)
         if group.worker_type in ("prefill", "decode"):

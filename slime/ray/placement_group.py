@@ -322,8 +322,10 @@ def engine_sizes(args: argparse.Namespace, layout: GpuRanges) -> list[tuple[str,
     """Engines, or the parts of those over several nodes, in the order of the GPUs for engines: (name, size). A GPU that is kept
     free of engines is an entry of its own."""
     sizes: list[tuple[str, int]] = []
+    if layout.rollout_gpus == 0:
+        return sizes
     engine, first = 0, layout.first_rollout_gpu
-    for group in served_groups(args) if layout.rollout_gpus else ():
+    for group in served_groups(args):
         for position in range(group.num_engines):
             start = first + position * group.num_gpus_per_engine
             parts = node_parts(start, group.num_gpus_per_engine, args.num_gpus_per_node)
