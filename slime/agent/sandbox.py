@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
@@ -297,6 +297,7 @@ class LocalSandbox(_OwnProcesses):
     async def __aenter__(self) -> Self:
         words = await asyncio.to_thread(require_namespaces)
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(_no_fault_of_a_command())
             made = tempfile.TemporaryDirectory(prefix="slime-sandbox-", ignore_cleanup_errors=True)
             stack.push_async_callback(asyncio.to_thread, made.cleanup)
             self.directory = Path(made.name).resolve()
@@ -363,6 +364,15 @@ class LocalSandbox(_OwnProcesses):
         return argv, environment
 
 
+@contextlib.contextmanager
+def _no_fault_of_a_command() -> Iterator[None]:
+    """In the block this machine may lack what a sandbox takes: room on its disk, another process, files that may be open."""
+    try:
+        yield
+    except OSError as error:
+        raise SandboxError(f"no sandbox starts on this machine: {error}") from error
+
+
 # What shells, compilers and clients read besides programs and libraries. No passwords and keys, and nobody's home.
 _OF_SHELLS = (
     "/bin", "/sbin", "/etc/alternatives", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", "/etc/passwd", "/etc/profile",
@@ -405,6 +415,8 @@ class DockerSandbox(_OwnProcesses):
             await self._remove(name)
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"no container of {self.image} started within {self._lifetime} s") from None
+            if isinstance(error, OSError):
+                raise SandboxError(f"no container of {self.image} starts: {error}") from error
             raise
         self.sandbox_id = name
         return self
@@ -414,11 +426,16 @@ class DockerSandbox(_OwnProcesses):
         await self._remove(name)
 
     async def _remove(self, name: str) -> None:
-        with contextlib.suppress(TimeoutError):
+        # Also where this machine starts no client any more: the container ends by itself.
+        with contextlib.suppress(OSError):
             await run_to_end(["docker", "rm", "--force", "--volumes", name], timeout=_END_SECONDS)
 
     def _argv(self, cmd: str, user: str, env: Mapping[str, str], name: str) -> tuple[list[str], dict[str, str] | None]:
-        given = [word for key, value in env.items() for word in ("--env", f"{key}={value}")]
+        # All of the machine can read command lines, so the client has values in its environment. What it has there for itself,
+        # such as PATH, stays what it is.
+        environment = {**env, **os.environ}
+        by_name = {key: key if environment[key] == value else f"{key}={value}" for key, value in env.items()}
+        given = [word for key in env for word in ("--env", by_name[key])]
         # The command leads a process group of the container; what runs here is a client of Docker's, which ends alone.
         leading = (
             f'{_WRITE_MARK}; echo $$ > /tmp/.slime-{name}; sh -c "$0"; code=$?; rm -f /tmp/.slime-{name}; exit $code'
@@ -435,11 +452,11 @@ class DockerSandbox(_OwnProcesses):
             "-c",
             leading,
             cmd,
-        ], None
+        ], environment
 
     async def _end(self, name: str) -> None:
         kill = f'kill -s KILL -- "-$(cat /tmp/.slime-{name})"; rm -f /tmp/.slime-{name}'
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(OSError):
             await run_to_end(
                 ["docker", "exec", "--user", "root", self.sandbox_id, "sh", "-c", kill], timeout=_END_SECONDS
             )

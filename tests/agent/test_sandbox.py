@@ -1,6 +1,7 @@
 """Sandboxes, each by the same questions; what is special to each; and how a service that fails is asked again."""
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -46,7 +47,8 @@ else:
         flag = words.pop(0)
         value = words.pop(0) if flag != "--interactive" else ""
         if flag == "--env":
-            env |= [value.split("=", 1)]
+            name, told, value = value.partition("=")
+            env[name] = value if told else os.environ[name]
         if flag == "--user":
             env["USER"] = value
     name, *command = words
@@ -354,6 +356,17 @@ def test_a_machine_without_namespaces_refuses_by_name(tmp_path, monkeypatch):
     sandbox.require_namespaces.cache_clear()
 
 
+def test_what_this_machine_lacks_is_an_error_of_the_sandbox(make, monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sandbox.require_namespaces()
+    monkeypatch.setattr(sandbox.tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(sandbox, "run_to_end", refuse)
+    with pytest.raises(SandboxError, match="starts.*No space left on device"):
+        ran(make(), "true")
+
+
 # -- containers -----------------------------------------------------------------------------------------------------------
 
 
@@ -366,6 +379,12 @@ def test_a_container_is_started_by_its_lifetime_and_removed(docker):
     ]  # fmt: skip
     assert calls[1][:4] == ["exec", "--interactive", "--user", "worker"] and calls[-1][-1] == name
     assert not (docker / name).exists()
+
+
+def test_no_command_line_shows_what_a_variable_of_a_command_holds(docker):
+    variables = {"KEY": "s3cret", "PATH": "/usr/bin:/bin", "EMPTY": ""}
+    out = ran(DockerSandbox("some/image"), 'echo "$KEY $PATH ${EMPTY-unset}"', env=variables)[1]
+    assert out == "s3cret /usr/bin:/bin \n" and "s3cret" not in (docker / "calls").read_text()
 
 
 async def _with_its_name(sb, docker):
