@@ -171,7 +171,7 @@ class StartupClock(metaclass=SingletonMeta):
     def mark(self, name: str) -> None:
         """End the current stretch and call it `name`. Nothing after `close`."""
         if not self._closed:
-            now = time.time()
+            now = _since_boot()
             self._stretches.append((name, now - self._last))
             self._last = now
 
@@ -185,11 +185,14 @@ class StartupClock(metaclass=SingletonMeta):
         return f"first sample {self._last - self._started:.1f} s after the start (seconds: {parts})"
 
 
+def _since_boot() -> float:
+    """Seconds of a clock that nobody sets."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def _process_start() -> float:
-    """Start of this process, seconds since the epoch."""
+    """Start of this process, in seconds of `_since_boot`."""
     with open("/proc/self/stat") as stat:
         # The command in parentheses may hold spaces; field 22 counts from the start of the line.
         ticks = int(stat.read().rpartition(")")[2].split()[19])
-    with open("/proc/uptime") as uptime:
-        since_boot = float(uptime.read().split()[0])
-    return time.time() - since_boot + ticks / os.sysconf("SC_CLK_TCK")
+    return ticks / os.sysconf("SC_CLK_TCK")

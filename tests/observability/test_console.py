@@ -1,5 +1,7 @@
 """The lines of a run, its progress bar, and how long it took to start."""
 
+import time
+
 import pytest
 
 from slime.observability import console as startup
@@ -68,7 +70,7 @@ def test_stretches_add_up_from_the_start_of_the_process(monkeypatch):
     SingletonMeta.clear_instances()
     monkeypatch.setattr(startup, "_process_start", lambda: 100.0)
     now = iter([102.5, 110.0])
-    monkeypatch.setattr(startup.time, "time", lambda: next(now))
+    monkeypatch.setattr(startup, "_since_boot", lambda: next(now))
     clock = StartupClock()
     clock.mark("parse")
     assert clock.close("push") == "first sample 10.0 s after the start (seconds: parse 2.5, push 7.5)"
@@ -80,4 +82,13 @@ def test_the_start_of_the_process_lies_before_now_and_after_that_of_its_parent()
     import psutil
 
     # The kernel counts the start of a process in hundredths of a second.
-    assert abs(startup._process_start() - psutil.Process().create_time()) < 1.0
+    age = startup._since_boot() - startup._process_start()
+    assert abs(age - (time.time() - psutil.Process().create_time())) < 1.0
+
+
+def test_who_sets_the_clock_of_the_machine_changes_no_length_of_a_start(monkeypatch):
+    SingletonMeta.clear_instances()
+    clock = StartupClock()
+    monkeypatch.setattr(startup.time, "time", lambda: 0.0)
+    assert "-" not in clock.close("first sample")
+    SingletonMeta.clear_instances()
