@@ -195,11 +195,12 @@ class ServingOwner:
     def _wait_until_settled(self, purpose: str, concerns: Callable[[EngineName], bool]) -> None:
         # Each new server has its own time. So the limit begins anew whenever the state of one of these engines changes.
         while not self.ended.done() and (waiting := self._unsettled(concerns)):
+            who = ", ".join(f"{name} is {state.value}" for name, state in waiting)
+            logger.info("%s waits: %s", purpose, who)
             if not self._changed.wait_for(
                 lambda waiting=waiting: self.ended.done() or self._unsettled(concerns) != waiting, self._start_limit
             ):
-                late = ", ".join(f"{name} is {state.value}" for name, state in waiting)
-                raise RunError(f"{purpose}: {late} after {self._start_limit:.0f} s (--engine-start-timeout)")
+                raise RunError(f"{purpose}: {who} after {self._start_limit:.0f} s (--engine-start-timeout)")
         if self.ended.done():
             self.ended.result()
 

@@ -394,12 +394,14 @@ def test_engines_of_another_role_do_not_stand_in_for_one_that_is_given_up(make_o
         owner.ended.result(60)
 
 
-def test_the_next_push_waits_for_the_successor(make_owner):
+def test_the_next_push_waits_for_the_successor(make_owner, caplog):
+    caplog.set_level("INFO")
     owner = serving(make_owner(use_fault_tolerance=True))
     owner.outcomes["start", SECOND] = "http://late"
     owner.outcomes["end", FIRST] = died()
     wait_until(lambda: states(owner)[0] is not EngineState.SERVING)
     assert owner.begin_push() == (1, [SECOND, EngineName(1)])
+    assert re.search("weight push waits: engine 0 is (dead|starting)\n", caplog.text), "and who it waits for is told"
     owner.end_push([SECOND, EngineName(1)], 2, {})
     assert states(owner) == [EngineState.SERVING] * 2 and ("add", ["http://late"]) in owner.events
 
