@@ -14,8 +14,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -272,16 +273,16 @@ class SGLangEngine:
         from slime.utils.engine_answers import num_requests
 
         # Who asks does not wait for longer; an engine that hangs would be asked again and again until no call gets through.
-        return num_requests(self._call("GET", "/v1/loads?include=core", timeout=_HEALTH_SECONDS)) > 0
+        return self._found_by(num_requests, "GET", "/v1/loads?include=core", timeout=_HEALTH_SECONDS) > 0
 
     def get_weight_version(self) -> str:
         """The version that the server reports for its weights."""
-        return str(self._call("GET", "/model_info")["weight_version"])
+        return str(self._found_by(itemgetter("weight_version"), "GET", "/model_info"))
 
     def weights_checksum(self) -> dict[str, str]:
         """Checksum of every tensor that the engine holds, keyed `{engine-internal rank}/{tensor name}`."""
         # With data-parallel attention every group tells what all ranks hold.
-        ranks = self._call("POST", "/weights_checker", {"action": "checksum"})["ranks"]
+        ranks = self._found_by(itemgetter("ranks"), "POST", "/weights_checker", {"action": "checksum"})
         of_ranks = {rank["parallelism_info"][0]["rank"]: rank["checksums"] for rank in ranks}
         return {f"{rank}/{name}": value for rank, sums in of_ranks.items() for name, value in sums.items()}
 
@@ -421,17 +422,9 @@ class SGLangEngine:
         timeout: float | None = None,
     ) -> None:
         """Receive and load the tensors that rank 0 of `group_name` broadcasts. `dtypes` are names without `torch.`."""
-        payload: dict[str, Any] = {
-            "names": names,
-            "dtypes": dtypes,
-            "shapes": shapes,
-            "group_name": group_name,
-            "flush_cache": False,
-        }
-        if weight_version is not None:
-            payload["weight_version"] = weight_version
-        if load_format is not None:
-            payload["load_format"] = load_format
+        told = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group_name, "flush_cache": False}
+        given = {"weight_version": weight_version, "load_format": load_format}
+        payload = told | {name: value for name, value in given.items() if value is not None}
         self._call("POST", "/update_weights_from_distributed", payload, timeout=timeout)
 
     def update_weights_from_tensor(
@@ -583,6 +576,14 @@ class SGLangEngine:
             if self._process is not None and self._process.wait(2.0) is not None:
                 raise RunError(f"engine {self.rank} died ({path}): {self._describe_end()}") from None
             raise RunError(f"engine {self.rank} did not answer {path} within {timeout:g} s{flag}: {error}") from None
+
+    def _found_by(self, find: Callable[[Any], Any], method: str, path: str, *payload: Any, **options: float) -> Any:
+        """What `find` takes out of an answer, which may be the page of a proxy before an engine that others started."""
+        answer = self._call(method, path, *payload, **options)
+        try:
+            return find(answer)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RunError(f"engine {self.rank} answered {path} with {str(answer)[:500]!r}") from error
 
     def _call(self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
         response = self._request(method, path, payload, timeout)

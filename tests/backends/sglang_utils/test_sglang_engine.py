@@ -156,6 +156,18 @@ def test_an_engine_tells_whether_it_has_requests(tmp_path, monkeypatch, running,
     assert asked == [("GET", "/v1/loads?include=core", 5.0)]
 
 
+@pytest.mark.parametrize("answer", ["<html>Back soon</html>", ["x"]])
+@pytest.mark.parametrize(
+    "ask", [SGLangEngine.has_requests, SGLangEngine.get_weight_version, SGLangEngine.weights_checksum]
+)
+def test_the_page_of_a_proxy_before_an_engine_is_an_error_of_that_engine(tmp_path, monkeypatch, ask, answer):
+    engine = SGLangEngine(SimpleNamespace(), 3, tmp_path)
+    monkeypatch.setattr(engine, "_call", lambda *request, **options: answer)
+    with pytest.raises(RunError, match="^engine 3 answered /.* with ") as raised:
+        ask(engine)
+    assert str(raised.value).endswith(repr(str(answer)))
+
+
 def test_a_cache_is_flushed_when_the_last_request_has_ended(flush):
     flush(answer_s=0.25, refusals=4)
     assert flush.took == 4 * (0.25 + 1) + 0.25
