@@ -94,7 +94,9 @@ def wait_for_all(
     return results
 
 
-def wait_for_each(refs: Sequence[ray.ObjectRef], name: str, timeout_s: float) -> list[Any]:
+def wait_for_each(
+    refs: Sequence[ray.ObjectRef], name: str, timeout_s: float, *, pending: Callable[[list[int]], str] | None = None
+) -> list[Any]:
     """As `wait_for_all`, but what goes wrong with one of `refs` does not end the wait: the RunError stands in its place.
 
     Raises:
@@ -104,7 +106,7 @@ def wait_for_each(refs: Sequence[ray.ObjectRef], name: str, timeout_s: float) ->
     results: list[Any] = [None] * len(refs)
     missing = set(range(len(refs)))
     try:
-        for ref, position, _ in _arriving(refs, name, timeout_s):
+        for ref, position, _ in _arriving(refs, name, timeout_s, pending):
             missing.remove(position)
             try:
                 results[position] = _get(ref, name, others=[])
@@ -141,7 +143,11 @@ def _arriving(
     remaining = {ref: position for position, ref in enumerate(refs)}
     while remaining:
         questions = _open_questions()
-        ready, _ = ray.wait([*remaining, *_watched, *questions], num_returns=1, timeout=_POLL_SECONDS)
+        awaited = [*remaining, *_watched, *questions]
+        ready, _ = ray.wait(awaited, num_returns=1, timeout=_POLL_SECONDS)
+        if ready:
+            # All that are there: to ask for each anew would take time by the square of their number.
+            ready, _ = ray.wait(awaited, num_returns=len(awaited), timeout=0)
         for ref in ready:
             if ref in questions:
                 actor = questions[ref]

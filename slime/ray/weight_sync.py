@@ -34,6 +34,7 @@ from slime.utils.filesystem import make_scratch_directory, remove_scratch_direct
 from slime.weights.push import PushReport, WeightPush
 from slime.weights.quantisers import quantisation_settings
 from slime.weights.transports import Receiver
+from slime.weights.transports.transport import naming_engines
 from slime.weights.verification import check_all_reset, check_equal_checksums
 
 logger = logging.getLogger(__name__)
@@ -203,7 +204,9 @@ class WeightSync:
         refs = [engine.handle.generate.remote(_probe_request(sequences)) for engine in telling]
         limit = self._args.engine_load_timeout + _ANSWER_SECONDS
         names = [engine.name for engine in telling]
-        for name, answers in zip(names, wait_for_each(refs, "log-probs of the engines", limit), strict=True):
+        pending = naming_engines(name.engine_id for name in names)
+        told = wait_for_each(refs, "log-probs of the engines", limit, pending=pending)
+        for name, answers in zip(names, map(_log_probs_in, told), strict=True):
             if isinstance(answers, RunError):
                 if not self._args.use_fault_tolerance:
                     raise answers
@@ -211,9 +214,7 @@ class WeightSync:
                 failed[name.engine_id] = str(answers)
                 continue
             self._proven.add(name)
-            # The first entry has no log-prob: nothing predicts the first token.
-            entries = [answer["meta_info"]["input_token_logprobs"][1:] for answer in answers]
-            difference = mean_difference(trainer, [[entry[0] for entry in of_sample] for of_sample in entries])
+            difference = mean_difference(trainer, answers)
             # Written so that a NaN fails too.
             if difference <= tolerance:
                 continue
@@ -279,6 +280,17 @@ def probe_sequences(vocab_size: int, count: int = _PROBE_SEQUENCES) -> list[list
     """The fixed token sequences of the log-prob probe: the same in every run with this vocabulary."""
     generator = random.Random(0)
     return [[generator.randrange(vocab_size) for _ in range(_PROBE_LENGTH)] for _ in range(count)]
+
+
+def _log_probs_in(answers: Any) -> list[list[float]] | RunError:
+    """Those of each sequence but for its first token, which nothing predicts; an error where these are no answers of an
+    engine, but the page of a proxy before it, say."""
+    if isinstance(answers, RunError):
+        return answers
+    try:
+        return [[entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
+    except (KeyError, TypeError, IndexError):
+        return RunError(f"an engine that was asked for log-probs answered {str(answers)[:500]!r}")
 
 
 def mean_difference(left: list[list[float]], right: list[list[float]]) -> float:

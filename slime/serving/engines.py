@@ -34,6 +34,7 @@ from slime.utils import env
 from slime.utils.errors import RunError
 from slime.utils.ports import host_for_url, service_host
 from slime.utils.run_values import with_run_values
+from slime.weights.transports.transport import naming_engines
 
 _SHUTDOWN_SECONDS = 30.0
 _ORDER_SECONDS = 180.0
@@ -255,7 +256,9 @@ class Engines:
         refs = [getattr(handle, method).remote() for handle in handles.values()]
         # Longer than the engine's own limits: a minute in which requests may end, and those of its questions to its server.
         limit = 4 * self._args.http_control_timeout + _ORDER_SECONDS
-        for name, outcome in zip(handles, wait_for_each(refs, f"{method} of the engines", limit), strict=True):
+        pending = naming_engines(name.engine_id for name in handles)
+        outcomes = wait_for_each(refs, f"{method} of the engines", limit, pending=pending)
+        for name, outcome in zip(handles, outcomes, strict=True):
             found[name] = outcome if isinstance(outcome, RunError) else None
         return found
 

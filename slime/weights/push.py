@@ -35,7 +35,7 @@ from slime.utils.errors import RunError
 from slime.utils.filesystem import write_json_atomically
 from slime.weights.source import Connected, Sent
 from slime.weights.transports import Order, Receiver, transport_of
-from slime.weights.transports.transport import FLUSH_SECONDS
+from slime.weights.transports.transport import FLUSH_SECONDS, naming_engines
 from slime.weights.verification import NamesDiffer, PushedNames
 
 logger = logging.getLogger(__name__)
@@ -318,8 +318,8 @@ class _Engines:
         answers = [engine.handle.carry_out.remote(orders) for engine in self.remaining]
         name = f"weight push, {', '.join(method for method, *_ in orders)} of the engines"
         limit = sum(self._limits.get(method, self._limit) for method, *_ in orders) + _ANSWER_SECONDS
-        outcomes = wait_for_each(answers, name, limit)
-        outcome_of = dict(zip((engine.id for engine in self.remaining), outcomes, strict=True))
+        ids = [engine.id for engine in self.remaining]
+        outcome_of = dict(zip(ids, wait_for_each(answers, name, limit, pending=naming_engines(ids)), strict=True))
         self.leave_out({id: str(outcome) for id, outcome in outcome_of.items() if isinstance(outcome, RunError)})
         return [outcome_of[engine.id] for engine in self.remaining]
 

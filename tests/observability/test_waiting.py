@@ -1,6 +1,7 @@
 """Waits of the driver, on a real Ray."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,6 +77,29 @@ def test_who_fails_does_not_end_the_wait_for_each(ray, actor, worker):
     assert str(dead).startswith("an order: a process of the run died. ")
     assert str(late) == "an order: no answer within 2 s from 1 process(es)"
     assert all(isinstance(error, RunError) for error in (broken, dead, late))
+
+
+def test_a_wait_asks_ray_no_oftener_for_many_results_than_for_few(monkeypatch):
+    """Each question is about all that are missing: one for each result would take time by the square of their number."""
+    from slime.observability import waiting
+
+    asked = []
+
+    def wait(refs, num_returns, timeout):
+        asked.append(len(refs))
+        return refs[:num_returns], refs[num_returns:]
+
+    monkeypatch.setattr(waiting, "ray", SimpleNamespace(wait=wait, get=lambda ref, timeout: ref))
+    assert waiting.wait_for_all(list(range(512)), "answers", 60) == list(range(512))
+    assert asked == [512, 512]
+
+
+def test_who_waits_for_each_hears_who_is_missing(ray, actor):
+    from slime.observability.waiting import wait_for_each
+
+    pending = "engine {}".format
+    (late,) = wait_for_each([actor.hang.remote()], "an order", 0.5, pending=pending)
+    assert str(late) == "an order: no answer within 0 s from engine [0]"
 
 
 def test_a_watched_death_ends_the_wait_for_each(actor):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -342,28 +343,36 @@ def test_engines_that_missed_a_push_get_it_under_its_version_and_prove_it_before
     assert events == []
 
 
+@pytest.mark.parametrize("told", [RunError("engine 0 died"), "<html>", [{"error": "no"}], {"error": "no"}])
 @pytest.mark.parametrize("tolerant", [False, True])
-def test_an_engine_that_does_not_tell_its_log_probs_is_left_to_who_watches_it(sync, monkeypatch, tolerant, caplog):
+def test_an_engine_that_does_not_tell_its_log_probs_is_left_to_who_watches_it(
+    sync, monkeypatch, tolerant, told, caplog
+):
+    words = (
+        "engine 0 died"
+        if isinstance(told, RunError)
+        else f"an engine that was asked for log-probs answered {str(told)!r}"
+    )
     compare = WeightSync._compare_log_probs
     engine = SimpleNamespace(generate=SimpleNamespace(remote=lambda request: None))
-    monkeypatch.setattr(weight_sync, "wait_for_each", lambda refs, name, limit: [RunError("engine 0 died")])
+    monkeypatch.setattr(weight_sync, "wait_for_each", lambda refs, name, limit, **options: [told])
     sync._args = SimpleNamespace(
         use_fault_tolerance=tolerant, vocab_size=50, params_dtype_name="float32", engine_load_timeout=1.0,
         hf_checkpoint="/nowhere",
     )  # fmt: skip
     if not tolerant:
-        with pytest.raises(RunError, match="^engine 0 died$"):
+        with pytest.raises(RunError, match=f"^{re.escape(words)}$"):
             compare(sync, fleet_of(engine), [], [])
         return
-    assert compare(sync, fleet_of(engine), [], []) == {0: "engine 0 died"}
-    assert "weight check: engine 0 died" in caplog.text and not sync._proven
+    assert compare(sync, fleet_of(engine), [], []) == {0: words}
+    assert f"weight check: {words}" in caplog.text and not sync._proven
 
 
 def test_of_engines_with_roles_those_that_read_prompts_tell_log_probs(sync, monkeypatch, tmp_path):
     """One that only decodes has none to tell, and nobody waits for them at the next push either."""
     (tmp_path / "config.json").write_text("{}")
     answers = [{"meta_info": {"input_token_logprobs": [[None], [-1.0]]}}]
-    monkeypatch.setattr(weight_sync, "wait_for_each", lambda refs, name, limit: [answers for _ in refs])
+    monkeypatch.setattr(weight_sync, "wait_for_each", lambda refs, name, limit, **options: [answers for _ in refs])
     sync._args = SimpleNamespace(params_dtype_name="float32", engine_load_timeout=1.0, hf_checkpoint=str(tmp_path))
     asked = []
     handles = [
@@ -404,7 +413,7 @@ def test_engines_with_quantised_weights_may_differ_and_are_told_of_when_they_dif
     config = {"quantization_config": {"quant_method": "fp8"}} if quantised else {}
     (tmp_path / "config.json").write_text(json.dumps(config))
     answers = [{"meta_info": {"input_token_logprobs": [[None], [-1.0]]}}]
-    monkeypatch.setattr(weight_sync, "wait_for_each", lambda refs, name, limit: [answers])
+    monkeypatch.setattr(weight_sync, "wait_for_each", lambda refs, name, limit, **options: [answers])
     sync._args = SimpleNamespace(
         use_fault_tolerance=False, vocab_size=50, params_dtype_name="float32", engine_load_timeout=1.0,
         hf_checkpoint=str(tmp_path), check_weight_update_equal=False,

@@ -89,8 +89,9 @@ class Trainer:
 def limits(monkeypatch):
     limits = []
 
-    def wait(answers, name, limit):
+    def wait(answers, name, limit, pending):
         limits.append(limit)
+        assert answers == [] or pending(range(len(answers))).startswith("engine "), "whoever waits can say for whom"
         return answers
 
     monkeypatch.setattr("slime.observability.waiting.wait_for_each", wait)
@@ -99,6 +100,19 @@ def limits(monkeypatch):
 
 def engines_of(log, count=2):
     return [Receiver(id, Handle(id, log), 1, id) for id in range(count)]
+
+
+def test_a_push_that_waits_names_the_engines_that_it_waits_for(monkeypatch):
+    told = []
+
+    def wait(answers, name, limit, *, pending):
+        told.append(pending([position for position, _ in enumerate(answers) if position != 1]))
+        return answers
+
+    monkeypatch.setattr("slime.observability.waiting.wait_for_each", wait)
+    log = Log()
+    WeightPush(ARGS, Trainer(log)).push([Receiver(id, Handle(id, log), 1, id) for id in (2, 5, 7)])
+    assert set(told) == {"engine 2, 7"}
 
 
 @pytest.mark.usefixtures("limits")

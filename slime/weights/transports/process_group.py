@@ -25,7 +25,7 @@ from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError
 from slime.utils.ports import service_host
 from slime.weights.buckets import BucketFlattener
-from slime.weights.transports.transport import Background, EnginesFailed, Receiver, Transport
+from slime.weights.transports.transport import Background, EnginesFailed, Receiver, Transport, naming_engines
 
 if TYPE_CHECKING:
     import torch
@@ -181,11 +181,11 @@ class ProcessGroupTransport(Transport):
             EnginesFailed: one of them failed, or did not end in time. The group is then closed.
         """
         try:
-            self._finish(list(answers.values()), collective, name)
+            self._finish(answers, collective, name)
         except Exception as error:
             raise self._blame(answers, collective, str(error)) from error
 
-    def _finish(self, answers: list[Any], collective: Background, name: str) -> None:
+    def _finish(self, answers: Mapping[int, Any], collective: Background, name: str) -> None:
         """Wait for both halves; the first error of either ends the wait.
 
         Raises:
@@ -194,7 +194,8 @@ class ProcessGroupTransport(Transport):
         from slime.observability.waiting import wait_for_all
 
         flag, deadline = "--distributed-timeout-minutes", time.monotonic() + self._timeout
-        wait_for_all(answers, name, self._timeout, on_poll=collective.raise_error, flag=flag)
+        told = {"pending": naming_engines(answers), "on_poll": collective.raise_error, "flag": flag}
+        wait_for_all(list(answers.values()), name, self._timeout, **told)
         late = f"{name}: the collective did not end within {self._timeout:.0f} s ({flag})"
         collective.wait(max(0.0, deadline - time.monotonic()), late)
 

@@ -33,7 +33,7 @@ from slime.arguments.sizes import layout_of
 from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError
 from slime.weights.buckets import BucketFlattener, FlatBucket, Memory, contents_of
-from slime.weights.transports.transport import EnginesFailed, Receiver, Transport
+from slime.weights.transports.transport import EnginesFailed, Receiver, Transport, naming_engines
 
 if TYPE_CHECKING:
     import torch
@@ -235,7 +235,8 @@ class SharedHandlesTransport(Transport):
         failed: dict[int, str] = {}
         while len(self._in_flight) > (0 if failed else keep):
             answers = self._in_flight.pop(0)
-            outcomes = wait_for_each(list(answers.values()), _NAME, self._timeout + _ANSWER_SECONDS)
+            limit, pending = self._timeout + _ANSWER_SECONDS, naming_engines(answers)
+            outcomes = wait_for_each(list(answers.values()), _NAME, limit, pending=pending)
             for id, outcome in zip(answers, outcomes, strict=True):
                 if isinstance(outcome, RunError):
                     failed.setdefault(id, str(outcome))

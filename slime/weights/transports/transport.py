@@ -7,7 +7,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -51,6 +51,12 @@ class Delta:
     changed_bytes: int
     wire_bytes: int
     is_whole: bool = False
+
+
+def naming_engines(ids: Iterable[int]) -> Callable[[Sequence[int]], str]:
+    """What a wait on one answer of each of these engines calls those at the positions that are missing."""
+    known = list(ids)
+    return lambda positions: f"engine {', '.join(str(known[position]) for position in positions)}"
 
 
 class EnginesFailed(RunError):

@@ -48,7 +48,7 @@ def push(root, layouts, max_bytes, refuses):
     from slime.weights.transports import ColocatedTransport, Receiver
     from tests.support.processes import megatron_worker as megatron
 
-    waiting.wait_for_each = lambda refs, name, timeout: refs
+    waiting.wait_for_each = lambda refs, name, timeout, **options: refs
     gather, gathered = hf_conversion._gather_experts, []
     hf_conversion._gather_experts = lambda layout, name, *rest: gathered.append(name) or gather(layout, name, *rest)
     found = {}

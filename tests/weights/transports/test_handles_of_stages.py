@@ -57,7 +57,7 @@ class Pushes:
         from slime.weights.buckets import split_into_buckets
         from slime.weights.transports import Receiver
 
-        waiting.wait_for_each = lambda answers, name, timeout: answers
+        waiting.wait_for_each = lambda answers, name, timeout, **options: answers
         self.actor = ActorRank.__new__(ActorRank)
         self.actor.args, self.actor.backend, self.actor.weight_version = args, backend, 0
         self.actor.memory = SimpleNamespace(holds=Holds.ALL)

@@ -63,7 +63,7 @@ class Engine:
         self.received.append([self._open(handle) for handle in handles])
 
 
-def wait_for_each(answers, name, timeout):
+def wait_for_each(answers, name, timeout, **options):
     """The driver's wait, on answers of threads. One that hangs does so until the limit."""
     outcomes = []
     for answer in answers:
