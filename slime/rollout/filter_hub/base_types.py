@@ -45,7 +45,7 @@ def samples_to_judge(group: list[Any]) -> list[Sample]:
 
 
 def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
-    """Ask the filter; no filter keeps everything, a (numpy) bool is accepted as the whole verdict.
+    """Ask the filter; no filter keeps everything, a bool is accepted as the whole verdict. One of numpy or torch is a bool.
 
     Raises:
         UserError: the filter returned something else.
@@ -53,14 +53,21 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
     if fn is None:
         return DynamicFilterOutput(keep=True)
     output = fn(*args, **kwargs)
-    if isinstance(output, bool | np.bool_):
-        return DynamicFilterOutput(keep=bool(output))
-    if isinstance(output, DynamicFilterOutput) and isinstance(output.keep, bool | np.bool_):
-        return DynamicFilterOutput(bool(output.keep), output.reason, bool(output.keep_when_insufficient))
+    keep = _as_bool(output.keep if isinstance(output, DynamicFilterOutput) else output)
+    if keep is not None and isinstance(output, DynamicFilterOutput):
+        return DynamicFilterOutput(keep, output.reason, bool(output.keep_when_insufficient))
+    if keep is not None:
+        return DynamicFilterOutput(keep)
     raise UserError(
         f"{FILTER_FLAG} {path_of(fn)} returned {output!r} ({type(output).__name__}); "
         "expected DynamicFilterOutput(keep=bool, ...) or bool"
     )
+
+
+def _as_bool(value: Any) -> bool | None:
+    """`value` if it is a bool, of numpy or, without dimensions, of torch included; else None."""
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
+    return value if isinstance(value, bool) else None
 
 
 async def verdict_on_group(args: Any, function: Callable[..., Any], group: list[Any]) -> DynamicFilterOutput:

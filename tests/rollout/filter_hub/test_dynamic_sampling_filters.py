@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from slime.rollout.filter_hub.base_types import (
     DynamicFilterOutput,
@@ -26,19 +27,20 @@ def group(rewards):
     return [Sample(reward=reward) for reward in rewards]
 
 
-@pytest.mark.parametrize("verdict", [True, False, np.True_, np.False_])
-def test_r7_bools_of_both_kinds_are_verdicts(verdict):
+@pytest.mark.parametrize("verdict", [True, False, np.True_, np.False_, torch.tensor(1.0) > 0, torch.tensor(False)])
+def test_r7_bools_of_all_kinds_are_verdicts(verdict):
     output = call_dynamic_filter(lambda args, samples: verdict, ARGS, [])
     assert output == DynamicFilterOutput(keep=bool(verdict))
     assert type(output.keep) is bool
 
 
-def test_r7_numpy_bools_inside_the_output_are_converted():
-    output = call_dynamic_filter(lambda args, samples: DynamicFilterOutput(np.bool_(False), "x"), ARGS, [])
+@pytest.mark.parametrize("verdict", [np.bool_(False), torch.tensor([0.5, 0.5]).std() > 0])
+def test_r7_bools_of_others_inside_the_output_are_converted(verdict):
+    output = call_dynamic_filter(lambda args, samples: DynamicFilterOutput(verdict, "x"), ARGS, [])
     assert output.keep is False and output.reason == "x"
 
 
-@pytest.mark.parametrize("verdict", [None, 1, "yes", DynamicFilterOutput(keep="no")])
+@pytest.mark.parametrize("verdict", [None, 1, "yes", DynamicFilterOutput(keep="no"), torch.tensor([True])])
 def test_r7_everything_else_is_an_error_that_names_flag_and_value(verdict):
     with pytest.raises(
         UserError,
