@@ -144,11 +144,13 @@ def complete_sample(args: Any, sample: Sample, source: str) -> None:
     """Bring what a custom function returned into the shape of `Sample`.
 
     Text without tokens is tokenised; a mask over all tokens is cut to the response; an empty mask of a non-empty
-    response means all ones; a PENDING sample with a response is COMPLETED.
+    response means all ones; a PENDING sample with a response is COMPLETED; the value of a status is that status.
 
     Raises:
-        UserError: the lengths do not fit together, or a trained token has a log-prob that is no finite number.
+        UserError: the status is none; the lengths do not fit together; or a trained token has a log-prob that is no finite
+            number.
     """
+    _require_status(sample, f"{source} returned")
     if _lacks_tokens(sample):
         _tokenise_response(args, sample, source)
     if held(sample, "loss_mask") is not None and sample.response_length:
@@ -168,6 +170,16 @@ def complete_sample(args: Any, sample: Sample, source: str) -> None:
         _require_finite_log_probs(sample)
     except (TypeError, ValueError) as error:
         raise UserError(f"{source} returned a sample whose fields do not fit together: {error}") from error
+
+
+def _require_status(sample: Sample, who_did: str) -> None:
+    try:
+        sample.status = Sample.Status(sample.status)
+    except ValueError:
+        names = ", ".join(status.name for status in Sample.Status)
+        raise UserError(
+            f"{who_did} sample {sample.index} with status {sample.status!r}; expected one of Sample.Status: {names}"
+        ) from None
 
 
 def _lacks_tokens(sample: Sample) -> bool:
@@ -225,7 +237,8 @@ async def apply_rollout_sample_hooks(
 
     Raises:
         TypeError: a hook returned neither a Sample nor None.
-        UserError: a hook raised (its traceback is part of the message), or left lengths that do not fit together.
+        UserError: a hook raised (its traceback is part of the message), or left a status that is none, or lengths that do not
+            fit together.
     """
     if isinstance(sample, list):
         return [
@@ -252,6 +265,7 @@ async def _apply_hook(args: Any, path: str, sample: Sample, rollout_id: int | No
         raise TypeError(
             f"{HOOK_FLAG} {path} returned {type(result).__name__} for sample {sample.index}; expected Sample or None"
         )
+    _require_status(result, f"{HOOK_FLAG} {path} left")
     try:
         result.validate_lengths()
     except ValueError as error:

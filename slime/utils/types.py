@@ -162,7 +162,8 @@ class Sample:
         values = {name: _copy_containers(value) for name, value in self.__dict__.items()}
         if not token_arrays:
             values |= {name: _as_list(values.get(name)) for name in TOKEN_FIELDS}
-        values["status"] = self.status.value
+        # Whoever reports what a user's function left meets statuses that are none.
+        values["status"] = getattr(self.status, "value", self.status)
         values["spec_info"] = dataclasses.asdict(self.spec_info)
         values["prefix_cache_info"] = dataclasses.asdict(self.prefix_cache_info)
         return values

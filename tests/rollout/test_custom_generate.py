@@ -308,6 +308,26 @@ def test_a_hook_that_breaks_lengths_is_named_at_once(tmp_path, name, field):
         asyncio.run(apply_rollout_sample_hooks(args, sample))
 
 
+@pytest.mark.parametrize("status", Status)
+def test_the_value_of_a_status_is_that_status(make_plugin, status):
+    sample = Sample(index=3, tokens=[1, 2], response_length=1, status=status.value)
+    complete_sample(make_args(""), sample, "--flag path")
+    assert sample.status is (Status.COMPLETED if status is Status.PENDING else status)
+    path = make_plugin(f"def fn(args, sample):\n    sample.status = {status.value!r}\n")
+    hooked = asyncio.run(apply_rollout_sample_hooks(make_args("", rollout_sample_hook_path=[path]), sample))
+    assert hooked.status is status
+
+
+@pytest.mark.parametrize("status", ["done", None, 1])
+def test_what_is_no_status_is_named(make_plugin, status):
+    expected = f"sample 3 with status {status!r}; expected one of Sample.Status: PENDING, COMPLETED, "
+    with pytest.raises(UserError, match=f"^--flag path returned {expected}"):
+        complete_sample(make_args(""), Sample(index=3, tokens=[1], response_length=1, status=status), "--flag path")
+    path = make_plugin(f"def fn(args, sample):\n    sample.status = {status!r}\n")
+    with pytest.raises(UserError, match=f"^--rollout-sample-hook-path .* left {expected}"):
+        asyncio.run(apply_rollout_sample_hooks(make_args("", rollout_sample_hook_path=[path]), Sample(index=3)))
+
+
 def test_a_hook_that_never_returns_is_named_with_its_limit(make_plugin):
     path = make_plugin("async def fn(args, sample):\n    await asyncio.Event().wait()\n")
     args = make_args("", rollout_sample_hook_path=[path], http_request_timeout=0.1)
