@@ -79,6 +79,7 @@ while (($#)); do
       MORE_ARGS=("$@")
       break
       ;;
+    --*) refuse "unknown argument '$1'; see bash scripts/quickstart.sh --help. Flags of train.py come behind --, such as -- --lr 1e-4" ;;
     *) refuse "unknown argument '$1'; see bash scripts/quickstart.sh --help" ;;
   esac
 done

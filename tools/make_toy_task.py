@@ -258,6 +258,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         )
     if arguments.head_dim % 2:
         raise ValueError(f"--head-dim {arguments.head_dim}: must be even, rotary embeddings pair the dimensions")
+    if arguments.output_dir.exists() and not arguments.output_dir.is_dir():
+        raise ValueError(f"OUTPUT_DIR {arguments.output_dir}: is no directory; give one, or a path where none is yet")
     if not (arguments.output_dir / MARK_OF_COMPLETENESS).exists() or arguments.force:
         return
     if not arguments.reuse:

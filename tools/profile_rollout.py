@@ -71,7 +71,9 @@ def _ask(method: str, url: str, key: str | None, timeout: float, **options: Any)
             # An engine that ends a profile writes it first.
             raise RunError(f"{url}: did not answer within --timeout {timeout:g} s") from None
         except requests.RequestException as error:
-            raise RunError(f"{url}: {type(error).__name__}") from None
+            raise RunError(
+                f"{url}: {type(error).__name__}; does the run live, and does this machine reach it?"
+            ) from None
     if answer.status_code in (401, 403):
         raise RunError(f"{url}: asks for another key ({answer.status_code}); give it by --api-key-file")
     if not answer.ok:

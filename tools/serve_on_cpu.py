@@ -18,6 +18,7 @@ from slime.backends.sglang_utils.server_arguments import CPU_DEFAULTS, environme
 from slime.utils import env
 from slime.utils.child_process import environment_for_python
 from slime.utils.device import gpus_on_this_machine
+from tools.command_line import require_checkpoint, run_tool
 
 SERVE = "from slime.backends.sglang_utils.server_process import serve_plainly; serve_plainly()"
 
@@ -43,6 +44,8 @@ def main() -> None:
         "--pp-size", "--pp", "--pipeline-parallel-size", type=int, default=1, help="pipeline stages of such ranks"
     )
     options, words = parser.parse_known_args()
+    # SGLang would take seconds to start, and then look for a model of that name in a network.
+    require_checkpoint("--model-path", Path(options.model_path))
     if gpus_on_this_machine() > 0:
         parser.error(
             "this machine has GPUs: start `python -m sglang.launch_server` there, or set SLIME_ACCELERATOR=cpu"
@@ -55,4 +58,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

@@ -119,7 +119,8 @@ def test_install_refuses_another_platform(
     ("arguments", "named"),
     [(("--seed", "x"), "--seed 'x'"), (("--seed", "08"), "--seed '08'"), (("--seed",), "--seed"),
      (("--num-rollout", "0"), "--num-rollout '0'"),
-     (("--sede", "1"), "'--sede'"), (("--run", "../x"), "--run '../x'")],
+     (("--sede", "1"), "'--sede'"), (("--lr", "1e-4"), "Flags of train.py come behind --, such as -- --lr"),
+     (("--run", "../x"), "--run '../x'")],
 )  # fmt: skip
 def test_quickstart_refuses_bad_arguments(arguments: tuple[str, ...], named: str) -> None:
     result = bash("scripts/quickstart.sh", *arguments)

@@ -83,8 +83,10 @@ def quantised_matrices(
         fits = LINEAR_WEIGHTS.search(name) and not is_ignored(module) and place.shape[1] % columns == 0
         (chosen if fits and place.dtype in _PLAIN_TYPES else left).append(name if fits else module)
     if not chosen:
+        multiple = f", or have columns that are no multiple of {columns}" if columns > 1 else ""
         raise UserError(
             "no weight is left that could be quantised: the checkpoint has none of the known names, or all are ignored"
+            f"{multiple}"
         )
     return chosen, left
 

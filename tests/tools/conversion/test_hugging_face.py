@@ -278,6 +278,9 @@ def test_what_cannot_be_converted_is_refused(checkpoint, tmp_path, capsys):
     fused = Place(source / "model.safetensors", 0, 16, "BF16", (2, 2, 2))
     with pytest.raises(UserError, match=r"experts\.gate_up_proj has all experts of a layer in one tensor"):
         quantised_matrices({"model.layers.0.mlp.experts.gate_up_proj": fused}, [])
+    matrix = Place(source / "model.safetensors", 0, 16, "BF16", (2, 4))
+    with pytest.raises(UserError, match=r"no weight is left .* or have columns that are no multiple of 3$"):
+        quantised_matrices({"model.layers.0.mlp.down_proj.weight": matrix}, [], 3)
     (source / "model-00002-of-00002.safetensors").unlink()
     (source / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}})
