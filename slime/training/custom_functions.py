@@ -34,7 +34,8 @@ def custom_loss_function(
     """What the function of `--custom-loss-function-path` gives: an un-normalised sum over samples, and metrics.
 
     It is called as `fn(args, batch, logits, sum_of_sample_mean)` and returns `(loss, {name: scalar tensor})`. `logits` are
-    [T, V / tensor-parallel size]; `slime.backends.megatron_utils.loss` has the shipped losses to build on.
+    [T, V / tensor-parallel size]; `slime.backends.megatron_utils.loss` has the shipped losses to build on. The whole sequences
+    stand in `batch` as `tokens` and as `unconcat_tokens`.
     """
     path, flag = args.custom_loss_function_path, "--custom-loss-function-path"
     result = _call(flag, path, batch, load_function(path, flag=flag), args, batch, logits, reduce)
@@ -46,8 +47,11 @@ def custom_loss_function(
             f"{flag} {path} returned a loss of shape {tuple(loss.shape)}; expected a single number: reduce it with the fourth "
             "argument"
         )
-    if not isinstance(metrics, dict) or not all(torch.is_tensor(m) and m.numel() == 1 for m in metrics.values()):
+    if not isinstance(metrics, dict):
         raise UserError(f"{flag} {path} returned {_kind(metrics)} as metrics; expected {{name: scalar tensor}}")
+    wrong = [f"{name!r}, {_kind(m)}" for name, m in metrics.items() if not torch.is_tensor(m) or m.numel() != 1]
+    if wrong:
+        raise UserError(f"{flag} {path} returned the metrics {'; '.join(wrong)}; expected {{name: scalar tensor}}")
     return loss.reshape(()), {name: value.reshape(()) for name, value in metrics.items()}
 
 

@@ -82,8 +82,9 @@ def loss_function(
         loss, metrics = value_loss_function(args, batch, logits, reduce)
     elif is_custom:
         # The user's function may edit these masks. It gets a copy, so that the step keeps its own, also when the loss is made
-        # once more (`--recompute-loss-function`).
-        batch = batch.with_columns(loss_masks=copied_masks(batch["loss_masks"]))
+        # once more (`--recompute-loss-function`). The tokens have a second name for it, that of the argument of
+        # `get_log_probs_and_entropy` and `get_values`.
+        batch = batch.with_columns(loss_masks=copied_masks(batch["loss_masks"]), unconcat_tokens=batch["tokens"])
         # The reducer is made when it is called, from the masks as they are then.
         loss, metrics = custom_loss_function(args, batch, logits, lambda values: make_reducer(args, batch)(values))
     elif args.loss_type == "sft_loss":
