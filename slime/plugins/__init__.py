@@ -1,8 +1,8 @@
 """Functions of a user's own, tried alone: `python -m slime.plugins check --custom-rm-path my_reward.py`.
 
 The check is a step of a run without a model: the framework's own code calls the functions, with arguments from the real
-parser, a data source of four sums and an engine that answers every request with one text. So what a check refuses a run refuses
-too, in the same words.
+parser, a data source of four sums and an engine that answers every request with one text. So what a run refuses a check refuses
+too, in the same words; and it tells of what nothing in a run would show.
 """
 
 from slime.plugins.check import Finding, check

@@ -44,7 +44,7 @@ from slime.rollout.train_data import convert_samples_to_train_batch
 from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client
-from slime.utils.misc import SingletonMeta, get_free_port
+from slime.utils.misc import SingletonMeta, get_free_port, near_name
 from slime.utils.plugin_loader import call_plug_in, calling_user_code, observing_plug_ins
 from slime.utils.ports import host_for_url
 from slime.utils.processing_utils import load_tokenizer
@@ -117,7 +117,11 @@ def check(
     named = [flag for flag in POINTS if flag in {word.partition("=")[0] for word in words}]
     in_python, words = take_paths(words)
     if not named:
-        raise UserError(f"no plug-in is named; give one of {', '.join(POINTS)}")
+        slips = {word: near_name(word, POINTS) for word in (word.partition("=")[0] for word in words)}
+        near = next((f"did you mean {flag}, not {word}?" for word, flag in slips.items() if flag is not None), None)
+        raise UserError(f"no plug-in is named; {near or 'give one of ' + ', '.join(POINTS)}")
+    if not time_limit > 0:
+        raise UserError(f"--time-limit {time_limit:g}: it must be above 0")
     with tempfile.TemporaryDirectory(prefix="slime-plugins-") as directory:
         args = parse_args(add_custom_arguments, argv=_command_line(Path(directory), words, named, time_limit))
         records: dict[tuple[str, str], Recorder] = {}
@@ -203,12 +207,13 @@ def _engine(args: argparse.Namespace, answers: Sequence[str]) -> Iterator[tuple[
     from aiohttp import web
 
     tokenizer = load_tokenizer(args.hf_checkpoint, args.trust_remote_code)
-    # The turn of a conversation, by the tokens that were sent for it.
-    turns: dict[tuple[int, ...], int] = {}
+    # The turn of a conversation, by the tokens, or the characters, that were sent for it.
+    turns: dict[tuple[int | str, ...], int] = {}
 
     async def generate(request: web.Request) -> web.Response:
         payload = await request.json()
-        sent = tuple(payload.get("input_ids") or ())
+        # Whoever sends a text has no ids.
+        sent = tuple(payload.get("input_ids") or payload.get("text") or ())
         turns[sent] = max((turn + 1 for ids, turn in turns.items() if ids != sent == ids + sent[len(ids) :]), default=0)
         ids = tokenizer.encode(answers[turns[sent] % len(answers)], add_special_tokens=False)
         budget = payload["sampling_params"].get("max_new_tokens", len(ids))
@@ -292,6 +297,7 @@ def _train(args: argparse.Namespace, batch: dict[str, Any], named: Sequence[str]
     from slime.training.rollout_batch import split_for_data_parallel, to_tensors
     from slime.training.rollout_data import require_entries
 
+    args = with_run_values(args, rank=0)
     data = to_tensors(split_for_data_parallel(batch, batch_schedule(args, batch))[0], "cpu")
     data.setdefault("log_probs", [torch.full((length,), -0.5) for length in data["response_lengths"]])
     data.setdefault("ref_log_probs", [torch.full((length,), -0.6) for length in data["response_lengths"]])

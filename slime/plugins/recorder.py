@@ -150,6 +150,11 @@ POINTS = {
         in_python=True,
     ),
 }
+_LOSS = "--custom-loss-function-path"
+_CONSTANT = (
+    "its loss has no gradient, so that nothing would be trained: was it detached, or made of batch['log_probs'], which are "
+    "those of before the step, and not of logits?"
+)
 LATE, FORGIVEN = "it did not return in time", "a run reports that and logs its usual metrics"
 # Of what is printed of a call: Megatron's objects describe themselves at length.
 _MOST_CHARACTERS = 400
@@ -219,6 +224,9 @@ class Recorder:
 
         def done(result: Any) -> Any:
             self.returned = self.returned or _cut(described(result))
+            loss = result[0] if self.flag == _LOSS and isinstance(result, tuple) and result else None
+            if not getattr(loss, "requires_grad", True):
+                self._note(_CONSTANT)
             return result
 
         try:
@@ -234,7 +242,9 @@ class Recorder:
         finally:
             del self.running[number]
             self.seconds.append(time.perf_counter() - started)
-            changed = {name for name, value in _shared_state(given).items() if before.get(name) != value}
+            # A name that was not there before is one of its own, as long as it keeps its value.
+            now_shared = _shared_state(given)
+            changed = {name for name, value in before.items() if now_shared.get(name) != value}
             if changed:
                 self._note(
                     f"it changed args.{', args.'.join(sorted(changed))}: args are shared by all calls under way; keep "
@@ -289,7 +299,8 @@ def described(value: Any) -> str:
         masked = "" if value.loss_mask is None else f", {sum(value.loss_mask)} of them trained"
         log_probs = ", with log-probs" if value.rollout_log_probs is not None else ""
         reward = "" if value.reward is None else f", reward {value.reward!r}"
-        return f"Sample({lengths}{masked}{log_probs}, {value.status.value}{reward})"
+        status = getattr(value.status, "value", repr(value.status))
+        return f"Sample({lengths}{masked}{log_probs}, {status}{reward})"
     if isinstance(value, argparse.Namespace):
         return "args"
     if isinstance(value, list | tuple) and value:

@@ -34,7 +34,7 @@ forever = threading.Event()
 
 def written(args, version_dir, rollout_engines): assert rollout_engines == []
 def before_read(source_dir, target_version): assert target_version == 1
-def at_start(args): pass
+def at_start(args): assert (args.rank, args.world_size) == (0, 1)
 def before_pass(args, model, store_prefix): assert store_prefix in ("", "ref_")
 def before_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler): optimizer.zero_grad()
 def wrong_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler): raise KeyError("no such layer")
@@ -159,6 +159,18 @@ def greedy_filter(args, samples):
     samples[0].reward = 7.0
     return True
 def text_reward(args, sample): return "good"
+async def begun(args, sample, sampling_params):
+    sample = await generate(args, sample, sampling_params)
+    sample.status = "done"
+    return sample
+def notes_something(args, sample):
+    args.judge = "one for all"
+    return 1.0
+def notes_the_sample(args, sample):
+    args.judged = sample.index
+    return 1.0
+def old_log_probs(args, batch, logits, sum_of_sample_mean): return sum_of_sample_mean(-torch.cat(batch["log_probs"])), {}
+def plain_metrics(args, batch, logits, sum_of_sample_mean): return logits.sum(), {"fine": logits.sum(), "own": 0.5}
 def long_advantages(args, rollout_data):
     rollout_data["advantages"] = rollout_data["returns"] = [torch.ones(n + 1) for n in rollout_data["response_lengths"]]
 def broken_log(rollout_id, args, samples, rollout_extra_metrics, rollout_time): raise RuntimeError("disk is full")
@@ -461,7 +473,15 @@ def test_several_functions_work_together_and_a_class(file):
             "args.rollout_temperature was to become 0.5 and is 1.0; all functions of the run",
         ),
         ("--custom-rm-path", "writes_around_args", "it changed args.rollout_temperature: args are shared"),
+        ("--custom-rm-path", "notes_the_sample", "it changed args.judged: args are shared"),
         ("--custom-rm-path", "text_reward", "is 'good' (str); expected a finite number"),
+        (
+            "--custom-generate-function-path",
+            "begun",
+            "sample 0 with status 'done'; expected one of Sample.Status: PENDING",
+        ),
+        ("--custom-loss-function-path", "old_log_probs", "its loss has no gradient"),
+        ("--custom-loss-function-path", "plain_metrics", "returned the metrics 'own', float; expected {name: scalar"),
         ("--dynamic-sampling-filter-path", "awaited_filter", "is async, and nobody awaits it here; write `def`"),
         ("--rollout-data-postprocess-path", "awaited", "is async, and nobody awaits it here; write `def`"),
         ("--rollout-data-postprocess-path", "own_number", "left int in rollout_data['mine']; expected a list"),
@@ -513,6 +533,7 @@ def test_functions_that_never_return(file, monkeypatch, flag, name, problem):
         (["--actor-cls", "--rm-type", "math"], "--actor-cls needs a path"),
         (["--buffer-generator"], "--buffer-generator needs a path, such as my_file.py: module with TASK_TYPE"),
         (["--rm-type", "math"], "no plug-in is named; give one of --rollout-function-path"),
+        (["--custom-rm-pth={file}:reward"], r"is named; did you mean --custom-rm-path, not --custom-rm-pth\?"),
     ],
 )
 def test_commands_that_a_run_refuses(file, words, message):
@@ -541,6 +562,16 @@ def test_the_command(file):
     assert "given       args, Sample(" in good.stdout and "returned    1.0" in good.stdout and "4 calls" in good.stdout
     bad = run("--rollout-function-path", f"{file}:hangs_plainly", "--time-limit", "0.5")
     assert bad.returncode == 1 and "PROBLEM" in bad.stdout, bad.stderr
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_a_limit_that_leaves_no_time_is_refused_by_its_own_name(file, limit):
+    with pytest.raises(UserError, match=f"^--time-limit {limit:g}: it must be above 0$"):
+        check(["--custom-rm-path", f"{file}:reward"], time_limit=limit)
+
+
+def test_an_attribute_of_its_own_is_no_change_of_args(file):
+    assert checked(file, "--custom-rm-path", "notes_something").problems == ()
 
 
 def test_what_was_watched_is_as_it_was(file):
