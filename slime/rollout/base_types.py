@@ -1,7 +1,7 @@
 """What a rollout function returns, for training and for evaluation."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,16 @@ from slime.utils.types import Sample, failed_and_masked
 _EVAL_DATA = 'set name → {"rewards": [...], "truncated": [...], "samples": [...]}, three lists of one length'
 
 
+class _Unpacked:
+    """Taken as two values (`output, groups = await generate_rollout_async(…)`) an output is itself and the groups that its
+    caller gives back to the data source, of which none are left: they have gone back before."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self, []))
+
+
 @dataclass
-class RolloutFnTrainOutput:
+class RolloutFnTrainOutput(_Unpacked):
     """`samples`: groups of samples (an entry of a group may be a list: one execution). `metrics` join `rollout/`."""
 
     samples: list[list[Any]]
@@ -22,7 +30,7 @@ class RolloutFnTrainOutput:
 
 
 @dataclass
-class RolloutFnEvalOutput:
+class RolloutFnEvalOutput(_Unpacked):
     """`data`: set name → {"rewards": [...], "truncated": [...], "samples": [...]}, three lists of one length.
 
     `"failed"` may hold the samples that got no reward; they are counted, and stand in none of the other lists.

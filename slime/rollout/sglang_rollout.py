@@ -10,6 +10,7 @@ finished with `--keep-surplus-groups`).
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import time
 from collections import Counter
@@ -84,13 +85,14 @@ ALL_SAMPLES_FLAG = "--rollout-all-samples-process-path"
 async def generate_rollout_async(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
     """One step: `rollout_batch_size` groups, sorted by the index of their first sample.
 
-    Unfinished and surplus groups return to `data_source` through `add_samples`.
+    Unfinished and surplus groups return to `data_source` through `add_samples`. Its bound method `get_samples` stands for it.
 
     Raises:
         UserError: the data source ran dry, or a user function raised or returned something unusable.
         RunError: engines or reward services failed.
     """
-    return await RolloutStep(args, rollout_id, data_source).run()
+    source = data_source.__self__ if inspect.ismethod(data_source) else data_source
+    return await RolloutStep(args, rollout_id, source).run()
 
 
 def generate_rollout(

@@ -73,8 +73,29 @@ async def reward_func(args, sample, **kwargs):
     return score
 '''
 
+TEXT = '''
+async def generate(args, sample: Sample, sampling_params) -> Sample:
+    """Turn by turn over HTTP, as a text that is tokenised here."""
+    assert not args.partial_rollout
+    state, text, ids, mask = GenerateState(args), "", [], []
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    for turn in range(3):
+        output = await post(url, {"text": sample.prompt + text, "sampling_params": sampling_params})
+        for part, trained in ((output["text"], 1), (" <information>4</information> ", 0)):
+            part_ids = state.tokenizer(part, add_special_tokens=False)["input_ids"]
+            text, ids, mask = text + part, ids + part_ids, mask + [trained] * len(part_ids)
+            if "<answer>" in part:
+                sample.tokens = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"] + ids
+                sample.response, sample.response_length, sample.loss_mask = text, len(ids), mask
+                sample.status = Sample.Status.COMPLETED
+                return sample
+    raise AssertionError(text)
+'''
+
 FAN_OUT = '''
 import copy
+import torch
+from slime.rollout.sglang_rollout import generate_rollout_async
 
 async def solve(args, sample, sampling_params):
     """A solver and a critic of its answer: two samples of one execution, rewarded here."""
@@ -103,6 +124,19 @@ class Source(RolloutDataSourceWithBuffer):
         self.asked += num_samples
         return super().get_samples(num_samples)
 
+def keep_by_tensor(args, samples, **kwargs):
+    keep = torch.tensor([s.get_reward_value(args) for s in samples], dtype=torch.float64).std() >= 0.0
+    return DynamicFilterOutput(keep=keep, reason=None if keep else "zero_std")
+
+def wrapped_rollout(args, rollout_id, data_source, evaluation=False):
+    """The shipped step and evaluation, awaited here."""
+    if evaluation:
+        output, _ = run(eval_rollout(args, rollout_id))
+        return output
+    output, aborted_samples = run(generate_rollout_async(args, rollout_id, data_source.get_samples))
+    data_source.add_samples(aborted_samples)
+    return output
+
 def generate_rollout(args, rollout_id, data_buffer, evaluation=False):
     """A loop of its own, the oldest form: a bare list of groups comes back."""
     state = GenerateState(args)
@@ -125,7 +159,7 @@ from slime.utils.ppo_utils import compute_approx_kl, compute_policy_loss, get_gr
 
 def loss(args, batch, logits, sum_of_sample_mean):
     log_probs = torch.cat(get_log_probs_and_entropy(
-        logits, args=args, unconcat_tokens=batch["tokens"], total_lengths=batch["total_lengths"],
+        logits, args=args, unconcat_tokens=batch["unconcat_tokens"], total_lengths=batch["total_lengths"],
         response_lengths=batch["response_lengths"], with_entropy=False)["log_probs"])
     old = torch.cat(batch["log_probs"])
     pg_loss, clipfrac = compute_policy_loss(old - log_probs, torch.cat(batch["advantages"]), args.eps_clip, args.eps_clip_high)
@@ -143,6 +177,11 @@ def constant_length(total_lengths, response_lengths, loss_masks, calculate_per_t
 CASES = {
     "turns over HTTP and a dict of rewards": (
         SEARCH, {"custom-generate-function": "generate", "custom-rm": "reward_func"}, "--reward-key score"
+    ),
+    "turns of text": (TEXT, {"custom-generate-function": "generate"}, ""),
+    "a filter of tensors": (FAN_OUT, {"dynamic-sampling-filter": "keep_by_tensor"}, ""),
+    "the shipped loop, wrapped": (
+        FAN_OUT, {"rollout-function": "wrapped_rollout", "eval-function": "wrapped_rollout"}, ""
     ),
     "several samples of an execution": (
         FAN_OUT, {"custom-generate-function": "solve", "dynamic-sampling-filter": "keep"}, ""
@@ -164,7 +203,7 @@ def test_plug_ins_of_the_documented_kind_run_unchanged(case, tmp_path):
     file = tmp_path / "own.py"
     file.write_text(COMMON + source)
     words = [word for flag, name in functions.items() for word in (f"--{flag}-path", f"{file}:{name}")]
-    answers = ["<search>2+2</search>", r"so \boxed{4}"] if source is SEARCH else None
+    answers = ["<search>2+2</search>", r"<answer> so \boxed{4}"] if source in (SEARCH, TEXT) else None
     findings = check([*words, *more.split()], answers=answers)
     assert {f.record.flag: f.problems for f in findings} == {f"--{flag}-path": () for flag in functions}
 
