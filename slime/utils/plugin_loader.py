@@ -290,8 +290,19 @@ def _importing(subject: str) -> Iterator[None]:
             yield
     except Exception as error:
         search_path = "\n  ".join(sys.path)
-        text = f"{subject}: the import failed\n{traceback.format_exc()}module search path:\n  {search_path}"
+        text = f"{subject}: the import failed{_elsewhere(error)}\n{traceback.format_exc()}module search path:\n  {search_path}"
         raise UserError(text) from error
+
+
+def _elsewhere(error: Exception) -> str:
+    """Of a module that this package does not have: where it has one of that name, as a part of a message."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if not name or not name.startswith(f"{__package__.partition('.')[0]}."):
+        return ""
+    package = Path(_PACKAGE)
+    files = package.rglob(f"{name.rpartition('.')[2]}.py")
+    found = sorted(".".join(file.relative_to(package.parent).with_suffix("").parts) for file in files)
+    return f": there is no {name}{'; did you mean ' + ' or '.join(found) + '?' if found else ''}"
 
 
 @contextmanager

@@ -243,6 +243,18 @@ def test_failing_import_shows_flag_traceback_and_search_path(write_plugin):
     assert "module search path:" in message and sys.path[-1] in message
 
 
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [("slime.utils.timer", ": there is no slime.utils.timer; did you mean slime.observability.timer?\n"),
+     ("slime.utils.no_such_utils", ": there is no slime.utils.no_such_utils\n"), ("slime_or_not", "\n")],
+)  # fmt: skip
+def test_a_module_of_ours_that_lies_elsewhere_is_told(write_plugin, module, told):
+    path = write_plugin(f"import {module}\ndef f(): ...")
+    with pytest.raises(UserError) as caught:
+        load_function(path, flag="--custom-rm-path")
+    assert str(caught.value).startswith(f"--custom-rm-path {path}: the import failed{told}")
+
+
 def test_a_file_can_be_mended_and_loaded_again(write_plugin):
     path = write_plugin("syntax error")
     with pytest.raises(UserError, match="SyntaxError"):
