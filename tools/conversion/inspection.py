@@ -98,6 +98,9 @@ def misfits(directory: Path, hf_checkpoint: Path, words: Sequence[str]) -> list[
         args = parse_model_flags(hf_checkpoint, words)
         missing, surplus = missing_and_surplus(directory, describe_model(args)[0], args.model_name)
         return [*(f"lacks {name}" for name in missing), *(f"has {name}, which the model has not" for name in surplus)]
+    from slime.backends.megatron_utils import initialize
+
+    initialize.prepare()
     from slime.backends.megatron_utils.checkpoint.stored import VOCABULARY, Stored, other_sizes
 
     root = (

@@ -42,7 +42,7 @@ class TorchDistDirectory:
         except FileNotFoundError as error:
             raise UserError(f"{directory} is no torch_dist checkpoint: it has no .metadata") from error
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{directory / '.metadata'} cannot be read: {error or 'it is cut off'}") from error
+            raise UserError(f"{directory / '.metadata'} cannot be read: {str(error) or 'it is cut off'}") from error
         self._directory, self._storage = directory, {}
         self._files: dict[Path, mmap.mmap] = {}
         # By tensor and number of first axes: see `_by_prefix`.
@@ -108,7 +108,7 @@ class TorchDistDirectory:
             window = _Window(self._files[path], place.offset, place.length)
             described = torch.load(window, map_location="meta", weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            raise UserError(f"{path} cannot be read: {error or 'it is cut off'}") from error
+            raise UserError(f"{path} cannot be read: {str(error) or 'it is cut off'}") from error
         # Of a tensor that is loaded without its numbers torch notes where they start, and it never compresses them.
         stored = described.untyped_storage()
         start = place.offset + stored._checkpoint_offset
@@ -241,7 +241,7 @@ def read_common(directory: Path) -> dict[str, Any]:
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} cannot be read: {error or 'it is cut off'}") from error
+        raise UserError(f"{path} cannot be read: {str(error) or 'it is cut off'}") from error
 
 
 def require_format(directory: Path) -> None:

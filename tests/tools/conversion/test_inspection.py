@@ -3,6 +3,8 @@
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from safetensors.torch import save_file
 from slime.utils.errors import UserError
 from tests.support.models.tiny_model import write_tiny_mixture, write_tiny_model
 from tests.support.processes.distributed import run_distributed
+from tests.support.tables.shell_arrays import ROOT
 from tools.conversion.inspection import describe, misfits
 from tools.conversion.torch_dist import convert_hf_to_torch_dist, parse_model_flags
 
@@ -102,6 +105,15 @@ def test_a_checkpoint_is_compared_with_a_model(root, tmp_path):
     assert found["larger"] == ["--vocab-size 131 in the checkpoint, and 300 by the flags"]
     rows = [line.partition(" in the checkpoint")[0] for line in found["older, larger"]]
     assert all(name in row for name, row in zip(("embedding", "output_layer"), rows, strict=True))
+
+
+@pytest.mark.slow
+def test_the_command_compares_in_a_process_of_its_own(root):
+    """Which has imported nothing of Megatron before."""
+    words = [str(root / "plain-dist"), "--hf-checkpoint", str(root / "plain")]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tools/inspect_checkpoint.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"it fits the model of {root / 'plain'}"), done.stderr
 
 
 @pytest.mark.parametrize(
