@@ -60,7 +60,7 @@ def parse_data_path(text: str, flag: str = "--prompt-data") -> DataFile:
     """Split `path@[a:b]*weight`.
 
     Raises:
-        UserError: malformed slice or weight, unknown ending, or no such file; the message names `flag`.
+        UserError: malformed slice or weight, a directory, unknown ending, or no such file; the message names `flag`.
     """
     path, start, stop, weight = text, None, None, 1.0
     if (weighted := _WEIGHTED.fullmatch(text)) is not None:
@@ -71,6 +71,8 @@ def parse_data_path(text: str, flag: str = "--prompt-data") -> DataFile:
             raise UserError(f"{flag} {text}: malformed slice; write path@[start:stop], each bound may be left out")
         path = match[1]
         start, stop = (None if bound is None else int(bound) for bound in match.group(2, 3))
+    if os.path.isdir(path):
+        raise UserError(f"{flag} {text}: is a directory; name the .jsonl or .parquet files in it")
     if not path.endswith((".jsonl", ".parquet")):
         raise UserError(f"{flag} {text}: unknown kind of data file; use .jsonl or .parquet")
     if not os.path.isfile(path):

@@ -86,6 +86,7 @@ class TestReadFile:
         [
             ("missing.jsonl", "there is no file missing.jsonl"),
             ("data.csv", "unknown kind of data file"),
+            (".", "is a directory; name the .jsonl or .parquet files in it"),
             ("data.jsonl@[1]", "malformed slice"),
             ("data.jsonl@[1:2:3]", "malformed slice"),
             ("data.jsonl@[a:b]", "malformed slice"),
