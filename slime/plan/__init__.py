@@ -50,6 +50,7 @@ from slime.utils.errors import UserError
 from slime.utils.eval_config import EvalDatasetConfig
 from slime.utils.filesystem import write_json_atomically
 from slime.utils.processing_utils import lacks_chat_template, load_processor, no_chat_template, no_processor
+from slime.utils.reward_types import needs_label
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -341,7 +342,8 @@ def _row_problems(args: argparse.Namespace, deadline: float) -> Iterator[str]:
     for file in files_of_the_run(args):
 
         def objection(sample: Sample, file: OwnFile = file) -> str | None:
-            return _objection(sample, file, args.hf_checkpoint if no_template else None)
+            tokenizer = args.hf_checkpoint if no_template else None
+            return _objection(sample, file, tokenizer, may_label=bool(args.rollout_sample_hook_path))
 
         total = estimated_rows(file.path) if sys.stderr.isatty() else None
         name = os.path.basename(file.path)
@@ -364,8 +366,12 @@ def _row_problems(args: argparse.Namespace, deadline: float) -> Iterator[str]:
             )
 
 
-def _objection(sample: Sample, file: OwnFile, without_template: str | None) -> str | None:
-    """Why a row that can be read ends the run later. `without_template`: the tokenizer, if it has no chat template."""
+def _objection(sample: Sample, file: OwnFile, without_template: str | None, *, may_label: bool) -> str | None:
+    """Why a row that can be read ends the run later.
+
+    `without_template`: the tokenizer, if it has no chat template. `may_label`: a function of the user's sees samples, and their
+    labels, before they are graded.
+    """
     chat = not isinstance(sample.prompt, str)
     if file.prompts == "messages" and not chat:
         return (
@@ -373,6 +379,11 @@ def _objection(sample: Sample, file: OwnFile, without_template: str | None) -> s
         )
     if file.prompts == "renderable" and chat and not file.in_template and without_template is not None:
         return no_chat_template("the prompt is a list of messages", without_template)
-    if file.graded_by_row and not names_reward(sample.metadata):
+    if file.reward == "" and not names_reward(sample.metadata):
         return f"nothing says how responses are graded: no `rm_type` in {file.keys.metadata!r}; give --rm-type"
+    # Which of the two holds where both are named is not asked here.
+    rewards = [str(name) for name in (sample.metadata.get("rm_type"), file.reward) if name]
+    is_graded = file.reward is not None and bool(rewards) and not may_label
+    if is_graded and sample.label in (None, "") and all(map(needs_label, rewards)):
+        return f"there is no label, which the reward {rewards[0]} needs; {file.keys.flags[1]} names its field"
     return None

@@ -15,6 +15,8 @@ REWARD_TYPES = (
     "random",
     REMOTE,
 )
+# Compare with the label of a row; others may find what they need in its metadata.
+_WITH_LABEL = ("dapo", "deepscaler", "f1", "math")
 # Modules that bring checks of instructions along, each row by itself: IFBench, and IFEval with what its checks import.
 _CHECKS = (("instructions_registry",), ("lm_eval", "langdetect", "nltk", "immutabledict"))
 
@@ -27,6 +29,11 @@ def is_reward_type(name: str) -> bool:
 def bare_reward_type(name: str) -> str:
     """`name` without the prefix that grades the last box alone."""
     return name.strip().removeprefix(BOXED)
+
+
+def needs_label(name: str) -> bool:
+    """Whether `name` is a built-in reward that cannot grade a row without a label."""
+    return bare_reward_type(name) in _WITH_LABEL
 
 
 def known_reward_types() -> str:

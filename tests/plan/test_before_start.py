@@ -76,7 +76,8 @@ def test_a_label_or_a_reward_type_that_only_later_rows_lack(tmp_path):
     words = ["--eval-prompt-data", "held_out", path, "--eval-interval", "1", "--eval-label-key", "answer"]
     (line,) = problems(tmp_path, *words)
     assert line.startswith(f"{path}:2: there is no field 'answer' (--eval-label-key); mend")
-    path = write(tmp_path / "typed.jsonl", {"prompt": "a", "metadata": {"rm_type": "math"}}, {"prompt": "a"})
+    typed = {"prompt": "a", "label": "1", "metadata": {"rm_type": "math"}}
+    path = write(tmp_path / "typed.jsonl", typed, {"prompt": "a"})
     words = command_line(tmp_path)
     without_type = [*words[: words.index("--rm-type")], "--prompt-data", path]
     with pytest.raises(UserError) as error:
@@ -84,6 +85,38 @@ def test_a_label_or_a_reward_type_that_only_later_rows_lack(tmp_path):
     assert str(error.value) == (
         f"{path}:2: nothing says how responses are graded: no `rm_type` in 'metadata'; give --rm-type"
     )  # fmt: skip
+
+
+UNLABELLED = [
+    {"prompt": "a", "label": "1"},
+    {"prompt": "a"},
+    {"prompt": "a", "label": "", "metadata": {"rm_type": "f1"}},
+]
+
+
+def test_a_label_that_a_built_in_reward_needs(tmp_path):
+    path = write(tmp_path / "rows.jsonl", *UNLABELLED)
+    words = ["--rm-type", "boxed_math", "--prompt-data", path]
+    assert problems(tmp_path, *words) == [
+        f"{path}:2: there is no label, which the reward boxed_math needs; --label-key names its field",
+        f"{path}:3: there is no label, which the reward f1 needs; --label-key names its field",
+    ]
+    labelled = write(tmp_path / "labelled.jsonl", UNLABELLED[0])
+    sets = write(tmp_path / "sets.yaml", f"eval: {{datasets: [{{name: held_out, path: {path}, rm_type: f1}}]}}\n")
+    words = ["--rm-type", "random", "--prompt-data", labelled, "--eval-config", sets, "--eval-interval", "1"]
+    assert [line.partition(": ")[0] for line in problems(tmp_path, *words)] == [f"{path}:2", f"{path}:3"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--rm-type gpqa", "--rm-type random", "--rm-type math --rollout-sample-hook-path {file}:fn",
+     "--rm-type math --custom-generate-function-path {file}:fn", "--custom-rm-path {file}:fn",
+     "--rm-type math --rollout-function-path {file}:fn --eval-function-path {file}:fn"],
+)  # fmt: skip
+def test_a_label_that_nobody_needs_or_a_function_may_give(tmp_path, words):
+    file = write(tmp_path / "own.py", "def fn(args, sample): ...\n")
+    path = write(tmp_path / "rows.jsonl", *UNLABELLED[:2])
+    check_before_start(parse(tmp_path, "--prompt-data", path, *words.format(file=file).split()))
 
 
 def test_a_scan_ends_in_time_and_says_how_far_it_came(tmp_path, caplog):
@@ -149,7 +182,8 @@ def test_a_missing_chat_template_is_told(tmp_path, config):
     model = tmp_path / "model"
     has_none = f"but the tokenizer {model} has no chat template; put one there as chat_template.jinja"
     assert problems(tmp_path, "--apply-chat-template") == [f"--apply-chat-template is given, {has_none}"]
-    chats = write(tmp_path / "chats.jsonl", {"prompt": "a"}, {"prompt": [{"role": "user", "content": "a"}]})
+    chat = {"prompt": [{"role": "user", "content": "a"}], "label": "1"}
+    chats = write(tmp_path / "chats.jsonl", PLAIN_PROMPTS, chat)
     assert problems(tmp_path, "--prompt-data", chats) == [
         f"{chats}:2: the prompt is a list of messages, {has_none}"
     ]  # fmt: skip
@@ -465,8 +499,8 @@ def test_a_checkpoint_without_processor_is_told_with_the_key_of_the_set(tmp_path
 
     words = set_with_images(tmp_path, "images")
     save_image(tmp_path / "red.png")
-    write(tmp_path / "prompts.jsonl", {"prompt": "<image>", "images": "red.png"})
-    [told] = problems(tmp_path, *words, "--prompt-data", write(tmp_path / "rows.jsonl", {"prompt": "text"}))
+    write(tmp_path / "prompts.jsonl", {"prompt": "<image>", "images": "red.png", "label": "red"})
+    [told] = problems(tmp_path, *words, "--prompt-data", write(tmp_path / "rows.jsonl", PLAIN_PROMPTS))
     assert told.startswith(
         f"--hf-checkpoint {tmp_path}/model: a prompt has images, and the checkpoint has no processor"
     )
@@ -499,7 +533,7 @@ def test_rows_with_images_and_their_processor(tmp_path):
     red = save_image(tmp_path / "red.png")
     rows = [{"prompt": "<image>", "images": "red.png"}, {"prompt": "text"}, {"prompt": "<image>", "images": "blue.png"}]
     path = write(tmp_path / "rows.jsonl", *rows)
-    words = ["--prompt-data", path, *IMAGES]
+    words = ["--prompt-data", path, *IMAGES, "--rm-type", "random"]
     checkpoint, row = problems(tmp_path, *words)
     assert checkpoint.startswith(
         f"--hf-checkpoint {tmp_path}/model: a prompt has images, and the checkpoint has no processor"
@@ -519,6 +553,6 @@ def test_parquet_and_slices_are_scanned(tmp_path):
     from pyarrow import parquet
 
     path = tmp_path / "rows.parquet"
-    parquet.write_table(pyarrow.table({"prompt": ["a", None, "c"]}), path)
+    parquet.write_table(pyarrow.table({"prompt": ["a", None, "c"], "label": ["1", "2", "3"]}), path)
     assert problems(tmp_path, "--prompt-data", str(path))[0].startswith(f"{path}:2: 'prompt' is NoneType")
     check_before_start(parse(tmp_path, "--prompt-data", f"{path}@[2:3]"))

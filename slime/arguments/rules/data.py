@@ -49,7 +49,7 @@ class OwnFile:
 
     Attributes:
         flag: where the path comes from, a flag or `file:line: key`.
-        graded_by_row: the type of reward can only stand in the metadata of the rows.
+        reward: the built-in type that grades rows which name none; empty: each has to; None: functions of the user's grade.
         in_template: prompts are rendered in the chat template when the file is read.
         prompts: what must be known of a prompt: that it is a list of messages, that a list of messages can be rendered
             (its generation does that), or nothing.
@@ -58,7 +58,7 @@ class OwnFile:
     path: str
     flag: str
     keys: RowKeys
-    graded_by_row: bool = False
+    reward: str | None = None
     in_template: bool = False
     prompts: Literal["messages", "renderable", "any"] = "any"
 
@@ -79,7 +79,7 @@ def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
                 path,
                 "--prompt-data",
                 RowKeys(*fields, images=(args.multimodal_keys or {}).get("image")),
-                graded_by_row=_rows_name_rewards(args, args.rollout_function_path),
+                reward=_built_in_reward(args, args.rollout_function_path),
                 in_template=args.apply_chat_template,
                 prompts="any" if own_way else kinds.get(args.rollout_function_path, "any"),
             )
@@ -87,16 +87,16 @@ def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
         place = places_in(args.eval_config if args.eval_datasets else None)
         for dataset in args.eval_datasets:
             in_file = place(dataset.name, "path")
-            graded = dataset.rm_type or dataset.custom_rm_path or dataset.metadata_overrides.get("rm_type")
+            rm_type = dataset.rm_type or dataset.metadata_overrides.get("rm_type")
+            own = dataset.custom_generate_function_path or dataset.custom_rm_path
             generate = dataset.custom_generate_function_path or args.custom_generate_function_path
             flags = tuple(_key_of_set(args, place(dataset.name, key), key) for key in ("input_key", "label_key"))
             fields = (dataset.input_key, dataset.label_key, dataset.tool_key, dataset.metadata_key)
-            by_row = not (dataset.custom_generate_function_path or graded)
             yield OwnFile(
                 dataset.path,
                 "--eval-prompt-data" if in_file is None else f"{in_file}: path",
                 RowKeys(*fields, flags, images=(dataset.multimodal_keys or {}).get("image")),
-                graded_by_row=by_row and _rows_name_rewards(args, args.eval_function_path),
+                reward=None if own else _built_in_reward(args, args.eval_function_path, rm_type),
                 in_template=bool(dataset.apply_chat_template),
                 prompts="any" if generate or args.eval_function_path != _GRADING_FUNCTION else "renderable",
             )
@@ -108,10 +108,10 @@ def _key_of_set(args: argparse.Namespace, in_file: str | None, key: str) -> str:
     return flag_of(f"eval_{key}" if vars(args)[f"eval_{key}"] is not None else key)
 
 
-def _rows_name_rewards(args: argparse.Namespace, function: str) -> bool:
-    """Whether the type of reward can only stand in the metadata of the rows."""
-    elsewhere = (args.rm_type, args.custom_rm_path, args.custom_generate_function_path)
-    return args.has_engines and function == _GRADING_FUNCTION and not any(elsewhere)
+def _built_in_reward(args: argparse.Namespace, function: str, rm_type: str | None = None) -> str | None:
+    own = (args.custom_rm_path, args.custom_generate_function_path)
+    is_ours = args.has_engines and function == _GRADING_FUNCTION and not any(own)
+    return rm_type or args.rm_type or "" if is_ours else None
 
 
 def names_reward(metadata: object) -> bool:
@@ -129,7 +129,7 @@ def first_rows(args: argparse.Namespace) -> Iterator[Violation]:
         except UserError as error:
             yield from about([error], *file.flags)
             continue
-        if row is not None and file.graded_by_row and not names_reward(row.get(file.keys.metadata)):
+        if row is not None and file.reward == "" and not names_reward(row.get(file.keys.metadata)):
             template = (
                 "{file}: nothing says how responses are graded: the first row has no `rm_type` in its {key}; give {--rm-type} "
                 "(math, for example) or {--custom-rm-path}"
