@@ -70,6 +70,7 @@ class TrainingSetup:
     host_copies: sets of weights kept in host memory (reference and what its swap puts aside).
     sleeps: weights and optimizer state move to host memory while engines work.
     saves: checkpoints are written.
+    loads_float32: weights of 16 bits come out of a checkpoint in float32, by way of the host.
     trains: steps are taken; else the rank only pushes its weights, and `state` has no optimizer.
     saves_in_background: the rank trains, or sleeps, while its checkpoint is written.
     shares_saves: replicas write a share each of what they hold alike; else the first of them writes all of it.
@@ -97,6 +98,7 @@ class TrainingSetup:
     sleeps: bool = False
     trains: bool = True
     saves: bool = False
+    loads_float32: bool = False
     saves_in_background: bool = False
     shares_saves: bool = True
     overhead: int = 0
@@ -110,7 +112,8 @@ class RankMemory:
     state while the trainer sleeps), host_copies (other sets of weights), host_snapshot (the weights of the whole stage as
     engines have them, on its first rank, which sends them, and on no other). On top of these, while a checkpoint is written:
     saving_optimizer (gathered from the ranks that share it) and saving_weights (copied). That is of the rank that has most to
-    write, the first of its stage; `stage_savings` has the sum for every rank of the stage, in their order.
+    write, the first of its stage; `stage_savings` has the sum for every rank of the stage, in their order. And in the place of
+    all but host_offloaded, while the weights are loaded: loading (their float32 values).
     """
 
     weights: int
@@ -131,6 +134,7 @@ class RankMemory:
     saving_weights: int = 0
     stage_savings: tuple[int, ...] = (0,)
     saves_in_background: bool = False
+    loading: int = 0
 
     @property
     def host(self) -> int:
@@ -154,6 +158,11 @@ class RankMemory:
             room = 0
         return -(-sum(max(0, saving - room) for saving in self.stage_savings) // len(self.stage_savings))
 
+    def loading_beyond(self, *, one_memory: bool) -> int:
+        """The same of the float32 values of weights that are loaded, which go before the first pass."""
+        room = self.host - self.host_offloaded + (self.total - self.persistent if one_memory else 0)
+        return max(0, self.loading - room)
+
     def saving_of_node(self, ranks: int) -> int:
         """Of so many ranks beside each other, the first of the stage among them, which have most to write."""
         first = self.stage_savings[:ranks]
@@ -171,7 +180,7 @@ class RankMemory:
 
 HOST_PARTS = ("host_offloaded", "host_asleep", "host_copies", "host_snapshot")
 SAVING_PARTS = ("saving_optimizer", "saving_weights")
-_OTHERS = ("moment", "stage", "stage_savings", "saves_in_background", *HOST_PARTS, *SAVING_PARTS)
+_OTHERS = ("moment", "stage", "stage_savings", "saves_in_background", "loading", *HOST_PARTS, *SAVING_PARTS)
 MEMORY_PARTS = tuple(field.name for field in fields(RankMemory) if field.name not in _OTHERS)
 
 # Tokens, positions, masks, advantages, returns and up to four kinds of log-probs of a sample that waits for its micro-batch.
@@ -303,6 +312,7 @@ def _persistent(
         saving_weights=savings[0][1],
         stage_savings=tuple(map(sum, savings)),
         saves_in_background=setup.saves_in_background,
+        loading=held.total * 4 if setup.loads_float32 else 0,
     )
 
 

@@ -118,7 +118,7 @@ def _training(
 ) -> TrainingMemoryPlan:
     critic = critics[worst.stage]
     total = worst.total + critic
-    limit = min(total, gpu_memory or total)
+    limit, one_memory = min(total, gpu_memory or total), gpu_memory is None
     parts = tuple(
         PartPlan(name, size, lower_training(args, setup, name, size / limit))
         for name in MEMORY_PARTS
@@ -145,7 +145,11 @@ def _training(
             if getattr(worst, part)
         ),
         worst.saving_of_node(ranks_of_node),
-        tuple(memory.saving_beyond(one_memory=gpu_memory is None) for memory in memories),
+        tuple(
+            max(memory.saving_beyond(one_memory=one_memory), memory.loading_beyond(one_memory=one_memory))
+            for memory in memories
+        ),
+        worst.loading,
     )
 
 

@@ -224,10 +224,20 @@ def training_setup(
         host_copies=len(host_copies(args)),
         sleeps=sleeping_sides(args).trainer and not args.release_train,
         saves=args.save is not None and trains(args),
+        loads_float32=_loads_float32(args),
         saves_in_background=args.async_save,
         shares_saves=args.ckpt_fully_parallel_save,
         overhead=CUDA_OVERHEAD_BYTES if on_gpus else 0,
     )
+
+
+def _loads_float32(args: argparse.Namespace) -> bool:
+    """Whether a rank may hold its weights in float32 on the host while it loads them: not where the optimizer's state brings
+    copies, nor from a Hugging Face directory, which is read weight by weight."""
+    source = args.initial_weights
+    if source is None or source.kind != "megatron" or source.resume and not args.no_load_optim:
+        return False
+    return args.load_main_params_from_ckpt and args.params_dtype_name != "float32" and trains(args)
 
 
 def step_memory(

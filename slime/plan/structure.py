@@ -129,6 +129,9 @@ class TrainingMemoryPlan:
     saving: what a rank has in host memory besides while a checkpoint is written, and by part in `saving_parts`; saving_of_node:
     all ranks on a node. stage_savings: of each pipeline stage, the mean of its ranks: what that is above `stage_hosts`, and on
     a machine without GPUs above `stage_totals`, since one memory holds both.
+
+    loading: what a rank has there, at most, while its weights are loaded (`--load-main-params-from-ckpt`). `stage_savings` has
+    what that is above the others, where it is more than what a save takes.
     """
 
     parts: tuple[PartPlan, ...]
@@ -144,6 +147,7 @@ class TrainingMemoryPlan:
     saving_parts: tuple[PartPlan, ...]
     saving_of_node: int
     stage_savings: tuple[int, ...]
+    loading: int = 0
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,8 @@ def _training(training: TrainingMemoryPlan, unit: "_Unit") -> Iterator[str]:
         rank, node = unit(training.saving), unit(training.saving_of_node)
         yield f"host memory for a checkpoint while it is written, {unit.name}: {rank} of a rank, {node} of a node"
         yield from _of_a_rank(training.saving_parts, unit)
+    if training.loading:
+        yield f"host memory while weights are loaded, in float32, {unit.name}: at most {unit(training.loading)} of a rank"
 
 
 def _stage_of(part: TrainingMemoryPlan | ServingMemoryPlan) -> str:

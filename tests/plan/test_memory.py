@@ -5,6 +5,7 @@ import argparse
 import psutil
 import pytest
 
+from slime.arguments.checkpoints import WeightSource
 from slime.arguments.config_files.role_config import critic_args
 from slime.estimates.training_memory import training_memory
 from slime.plan import make_plan, render, require_memory_of_machine
@@ -329,6 +330,41 @@ def test_on_a_cpu_a_save_counts_where_it_is_above_the_peak(on_cpu, tmp_path):
         NO_CRITIC, make_plan(cpu_arguments(3, *few)).memory, 4, [EnginePart(0, 3, 1)], on_gpus=False
     )
     assert ranks.each == RANK_BYTES + saving.total + saving.host + beyond
+
+
+def loading_from(source, *words, of=lambda *words: planned(SMALL, *words)):
+    args = of("--load-main-params-from-ckpt", *words)
+    args.initial_weights = source
+    return args, make_plan(args)
+
+
+def test_weights_that_come_in_float32_by_way_of_the_host_count():
+    _, plan = loading_from(WeightSource("megatron", "/m"))
+    loading, weights = plan.memory.training, part(plan.memory.training, "weights")
+    assert loading.loading == 2 * weights == loading.stage_savings[0] and loading.host == 0
+    (share,) = host_shares(NO_CRITIC, plan.memory, 4, [], on_gpus=True)
+    assert share.each == loading.loading
+    assert f"host memory while weights are loaded, in float32, GiB: at most {2 * weights / GIB:.2f}" in render(plan)
+    # An optimizer's state brings copies of its own, and a Hugging Face directory is read weight by weight.
+    resumed = WeightSource("megatron", "/m", resume=True)
+    assert loading_from(resumed, "--no-load-optim")[1].memory.training.loading == 2 * weights
+    for source in (resumed, WeightSource("hf", "/m"), WeightSource("random"), None):
+        assert loading_from(source)[1].memory.training.loading == 0, source
+    assert "while weights are loaded" not in render(make_plan(planned(SMALL)))
+
+
+def test_on_a_cpu_a_load_counts_where_it_is_above_the_peak(on_cpu):
+    """It is over before the first pass, and before anything else of a rank is on the host."""
+
+    def loading(*words):
+        source = WeightSource("megatron", "/m")
+        return loading_from(source, "--max-tokens-per-gpu", "8", *words, of=lambda *words: cpu_arguments(3, *words))[1]
+
+    # Gloo's copy of the gradients is as large, later.
+    assert loading().memory.training.stage_savings == (0,)
+    plan = loading("--optimizer", "sgd", "--no-use-distributed-optimizer").memory.training
+    room = plan.total - sum(part(plan, name) for name in AT_REST)
+    assert plan.stage_savings == (plan.loading - room,) and 0 < room < plan.loading
 
 
 def test_the_limit_of_a_container_is_the_machines_memory(tmp_path, monkeypatch):
