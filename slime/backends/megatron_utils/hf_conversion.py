@@ -122,7 +122,7 @@ def _fill(
     hf_dir: str | Path,
     put_copy: Callable[[torch.Tensor, torch.Tensor], None] | None,
 ) -> None:
-    narrowed = []
+    narrowed, has_more_bits = [], False
     for name, parameter, rule, hf_names in plan:
         tensors = [source.tensor(hf_name) for hf_name in hf_names]
         shard = rule.layout.part(tensors, sizes, *tensor_place(rule))
@@ -133,13 +133,14 @@ def _fill(
                 "agree with the checkpoint's config.json"
             )
         parameter.copy_(shard)
+        has_more_bits |= shard.dtype.itemsize > parameter.dtype.itemsize
         if put_copy is not None:
             put_copy(parameter, shard)
         if parameter.dtype.itemsize < 4:
             # What is quantised is read as float32, but not stored so.
             stored = ((hf_name, source.parts(hf_name).get(hf_name)) for hf_name in hf_names)
             narrowed += [hf_name for hf_name, tensor in stored if tensor is not None and tensor.dtype == torch.float32]
-    if put_copy is not None and not narrowed and _speaks_for_its_stage():
+    if put_copy is not None and not has_more_bits and _speaks_for_its_stage():
         logger.warning(
             "--load-main-params-from-ckpt: %s has no weights in float32, of which the optimizer could make its copies",
             hf_dir,

@@ -165,8 +165,11 @@ def _load_with_optimizer(
     if prefix is None and not widens:
         optimizer.reload_model_params()
         if has_copies:
-            takes = wants or args.load_main_params_from_ckpt
-            reason = "it holds no others" if takes else "--no-load-optim takes no others"
+            reason = "it holds no others"
+            if not (wants or args.load_main_params_from_ckpt):
+                reason = "--no-load-optim takes no others"
+            elif prefix_in(stored.shapes) is not None:
+                reason = "those that it holds are of a run that trained other weights"
             _tell(
                 level,
                 f"the optimizer's float32 copies of the weights are made of the 16-bit weights in {directory}, since {reason}: "

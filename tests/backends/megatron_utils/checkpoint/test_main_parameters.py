@@ -5,6 +5,8 @@ What a run begins with is read from the checkpoint that it writes before its fir
 
 from __future__ import annotations
 
+import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.arguments.checkpoints import WeightSource
+from slime.weights.quantisers import quantise_fp8_tensor
 from tests.support.models.tiny_model import write_tiny_model
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.resumed_run import ResumableRun, changed, lines_of_slime, resumable_args, stored_tensors
@@ -139,6 +142,47 @@ def test_a_stage_that_learns_alone_has_copies_of_its_own(tmp_path, sources):
             assert value.equal(whole[1] if ".layers." in weight else whole), (name, weight)
 
 
+def save_begun(args: SimpleNamespace, source: WeightSource) -> None:
+    begun(args, source).save()
+
+
+def copies_of_embedding(cases: dict[str, tuple[SimpleNamespace, WeightSource]]) -> dict[str, list[torch.Tensor]]:
+    """What the optimizer of this stage has of an embedding that the first and the last stage share."""
+    from slime.backends.megatron_utils.checkpoint import gathered_state
+    from slime.backends.megatron_utils.optimizer import parts_of
+
+    found = {}
+    for name, (args, source) in cases.items():
+        parts = parts_of(begun(args, source).optimizer)
+        own = [(part, weight) for part in parts for weight, _ in gathered_state._own_starts(part)]
+        found[name] = [
+            gathered_state._state_of(part, weight, "param").view(weight.shape).clone()
+            for part, weight in own
+            if getattr(weight, "shared_embedding", False)
+        ]
+    return found
+
+
+def test_both_stages_of_a_tied_embedding_have_the_same_copy_of_it(tmp_path):
+    """That of the last one is stored nowhere, so no checkpoint shows it."""
+    write_tiny_model(tmp_path / "model", tied=True)
+    source = WeightSource("hf", str(tmp_path / "model"))
+    run_distributed(save_begun, 1, (resumable_args(tmp_path / "model", tmp_path / "wide", no_save_optim=True), source))
+    expected = load_file(tmp_path / "model/model.safetensors")["model.embed_tokens.weight"]
+    assert not expected.bfloat16().float().equal(expected)
+    cases = {
+        f"{optimizer} from {name}": (
+            resumable_args(tmp_path / "model", tmp_path / optimizer / name, **ASKED, **LAYOUTS["pipeline"], **flags), origin
+        )
+        for optimizer, flags in (("distributed", {}), ("on the weights", OPTIMIZERS["on the weights"]))
+        for name, origin in (("hf", source), ("float32", WeightSource("megatron", str(tmp_path / "wide"))))
+    }  # fmt: skip
+    for of_stage in run_distributed(copies_of_embedding, 2, (cases,), timeout=300):
+        for name in cases:
+            (found,) = of_stage[name]
+            assert found[: len(expected)].equal(expected), name
+
+
 def test_without_the_flag_they_are_rounded(tmp_path, sources):
     root, known = sources
     cases = {
@@ -156,9 +200,18 @@ def test_who_finds_nothing_in_float32_is_told(tmp_path, sources):
     write_tiny_model(tmp_path / "model", tied=False)
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model/model.safetensors").items()}
     save_file(tensors, tmp_path / "model/model.safetensors")
+    # What is quantised is read in float32.
+    shutil.copytree(tmp_path / "model", tmp_path / "quantised")
+    matrix = "model.layers.0.mlp.up_proj.weight"
+    tensors[matrix], tensors[f"{matrix}_scale"] = quantise_fp8_tensor(tensors[matrix])
+    save_file(tensors, tmp_path / "quantised/model.safetensors")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    (tmp_path / "quantised/config.json").write_text(json.dumps(config))
     bare = WeightSource("megatron", str(root / "bare"))
     cases = {
         "hf": (tmp_path / "model", WeightSource("hf", str(tmp_path / "model"))),
+        "quantised": (tmp_path / "quantised", WeightSource("hf", str(tmp_path / "quantised"))),
         "megatron": (root / "model", bare),
         "fine": (root / "model", known["hf"][0]),
     }
@@ -168,7 +221,7 @@ def test_who_finds_nothing_in_float32_is_told(tmp_path, sources):
     assert "has no weights in float32" in line
     (line,) = told["megatron"]
     assert "are made of the 16-bit weights" in line and "it holds no others" in line
-    assert not told["fine"]
+    assert not told["fine"] and not told["quantised"]
 
 
 def test_a_critic_begins_with_an_actors_weights_and_a_head_of_its_own(tmp_path, sources):
@@ -177,7 +230,8 @@ def test_a_critic_begins_with_an_actors_weights_and_a_head_of_its_own(tmp_path, 
         name: (resumable_args(root / "model", tmp_path / name, role="critic", **ASKED), known[name][0])
         for name in ("hf", "float32", "copies")
     }
-    run_distributed(begin_and_save, 1, (cases,))
+    (told,) = run_distributed(begin_and_save, 1, (cases,))
+    assert "are of a run that trained other weights" in told["copies"][0] and not told["float32"]
     for name in cases:
         found, expected = copies_in(tmp_path / name / "iter_0000000"), dict(known[name][1])
         assert not found.pop("value_head.weight").any() and expected.pop("output_layer.weight") is not None
