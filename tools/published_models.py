@@ -112,6 +112,24 @@ def _qwen3_moe(layers: int, hidden: int, ffn: int, heads: int, expert_ffn: int) 
     }  # fmt: skip
 
 
+def _qwen3_vl(model_type: str, architecture: str, text: Config) -> Config:
+    rope = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+    changes = {"rope_theta": 5000000, "rope_scaling": rope, "max_position_embeddings": 262144}
+    of_text = {
+        key: text[key]
+        for key in text
+        if key not in ("architectures", "use_sliding_window", "sliding_window", "max_window_layers")
+    }
+    return {
+        "architectures": [architecture], "model_type": model_type, "tie_word_embeddings": False,
+        "text_config": {**of_text, **changes, "model_type": f"{model_type}_text"},
+        "vision_config": {
+            "model_type": model_type, "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+            "out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [8, 16, 24],
+        },
+    }  # fmt: skip
+
+
 _QWEN3_NEXT_80B_A3B = {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 48, "hidden_size": 2048,
     "intermediate_size": 5120, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
@@ -227,6 +245,7 @@ DENSE: dict[str, Config] = {
     "qwen3-4B": _qwen3(36, 2560, 9728, 32, True),
     "qwen3-4B-Instruct-2507": _qwen3(36, 2560, 9728, 32, True, rope_theta=5000000, max_position_embeddings=262144),
     "qwen3-8B": _qwen3(36, 4096, 12288, 32, False),
+    "qwen3-vl-8B": _qwen3_vl("qwen3_vl", "Qwen3VLForConditionalGeneration", _qwen3(36, 4096, 12288, 32, False)),
     "qwen3-14B": _qwen3(40, 5120, 17408, 40, False),
     "qwen3-32B": _qwen3(64, 5120, 25600, 64, False),
     "llama3.1-8B-Instruct": _llama3(32, 4096, 14336, 32, scaling=8.0),
@@ -249,6 +268,7 @@ MIXTURE_OF_EXPERTS: dict[str, Config] = {
     "qwen3-moe-30B-A3B": _QWEN3_30B,
     "qwen3-235B-A22B": _QWEN3_235B,
     "qwen3-moe-235B-A22B": _QWEN3_235B,
+    "qwen3-vl-30B-A3B": _qwen3_vl("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", _QWEN3_30B),
     "qwen3-next-80B-A3B": _QWEN3_NEXT_80B_A3B,
     "qwen3.5-35B-A3B": _QWEN3_5_35B_A3B,
     "qwen3.5-35B-A3B-vl": _QWEN3_5_35B_A3B,

@@ -47,6 +47,7 @@ class Model:
 
 
 _LLAMA = {"adds": ("kv_channels", "max_position_embeddings")}
+_SEES = {"words": ("--custom-model-provider-path slime_plugins.models.qwen3_vl.get_qwen3_vl_model_provider",)}
 _GLM_MOE = {"omits": ("layernorm_epsilon",)}
 MODELS = {
     "qwen2.5-0.5B": Model("Qwen/Qwen2.5-0.5B-Instruct"),
@@ -61,6 +62,7 @@ MODELS = {
     "qwen3-4B": Model("Qwen/Qwen3-4B"),
     "qwen3-4B-Instruct-2507": Model("Qwen/Qwen3-4B-Instruct-2507"),
     "qwen3-8B": Model("Qwen/Qwen3-8B"),
+    "qwen3-vl-8B": Model("Qwen/Qwen3-VL-8B-Instruct", **_SEES),
     "qwen3-14B": Model("Qwen/Qwen3-14B"),
     "qwen3-32B": Model("Qwen/Qwen3-32B"),
     "llama3-8B": Model("meta-llama/Meta-Llama-3-8B", **_LLAMA),
@@ -78,6 +80,7 @@ MODELS = {
     "qwen3.5-27B": Model("Qwen/Qwen3.5-27B"),
     "qwen3-30B-A3B": Model("Qwen/Qwen3-30B-A3B"),
     "qwen3-235B-A22B": Model("Qwen/Qwen3-235B-A22B"),
+    "qwen3-vl-30B-A3B": Model("Qwen/Qwen3-VL-30B-A3B-Instruct", **_SEES),
     "qwen3-next-80B-A3B": Model("Qwen/Qwen3-Next-80B-A3B-Thinking"),
     "qwen3.5-35B-A3B": Model("Qwen/Qwen3.5-35B-A3B"),
     "glm4.5-106B-A12B": Model("zai-org/GLM-4.5-Air", **_GLM_MOE),

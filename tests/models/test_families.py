@@ -66,7 +66,7 @@ def as_transformers_writes_it(config: dict) -> dict:
 
 
 def test_every_row_has_a_published_config():
-    assert set(WRITTEN_DOWN) == set(PUBLISHED_MODELS) and len(WRITTEN_DOWN) == 50
+    assert set(WRITTEN_DOWN) == set(PUBLISHED_MODELS) and len(WRITTEN_DOWN) == 52
 
 
 @pytest.mark.parametrize("name", WRITTEN_DOWN)
@@ -90,7 +90,7 @@ def test_all_types_of_direct_load_are_known():
         "qwen3_vl_moe",
     )  # fmt: skip
     published = {config["model_type"] for config in PUBLISHED_MODELS.values()}
-    assert published == set(SUPPORTED_MODEL_TYPES) - {"deepseek_v32", "qwen2_moe", "qwen3_vl", "qwen3_vl_moe"}
+    assert published == set(SUPPORTED_MODEL_TYPES) - {"deepseek_v32", "qwen2_moe"}
 
 
 def test_every_derived_name_is_an_attribute_of_a_flag_and_has_its_type(parser):
@@ -112,7 +112,7 @@ def test_every_kind_of_flag_names_flags(parser):
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v32", "qwen3_vl", "qwen3_vl_moe"])
-def test_types_without_a_published_row(model_type):
+def test_what_configs_that_say_nothing_mean(model_type):
     from transformers import CONFIG_MAPPING
 
     args = model_args_from_hf(text_config_of(CONFIG_MAPPING[model_type]().to_dict()))
