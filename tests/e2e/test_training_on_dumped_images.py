@@ -7,7 +7,7 @@ import torch
 
 from slime.rollout.rollout_dump import save_rollout
 from slime.weights.hf_reader import SafetensorsDirectory
-from tests.support.models.seen_batch import PROVIDER, make_seen_samples, seen_alone, write_seeing_model
+from tests.support.models.seen_batch import DEEP_PROVIDER, PROVIDER, make_seen_samples, seen_alone, write_seeing_model
 from tests.support.models.tiny_checkpoint import make_tiny_tokenizer
 from tests.support.processes.train_process import TrainProcess
 
@@ -29,13 +29,20 @@ def dump(model, directory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [[], ["--context-parallel-size", "2"]])
-def test_a_run_trains_on_a_dump_with_images(tmp_path, layout):
-    model = write_seeing_model(tmp_path / "model")
+@pytest.mark.parametrize(
+    ("model_type", "provider", "layout"),
+    [
+        ("qwen3_5", PROVIDER, []),
+        ("qwen3_5", PROVIDER, ["--context-parallel-size", "2"]),
+        ("qwen3_vl_moe", DEEP_PROVIDER, ["--pipeline-model-parallel-size", "2"]),
+    ],
+)
+def test_a_run_trains_on_a_dump_with_images(tmp_path, model_type, provider, layout):
+    model = write_seeing_model(tmp_path / "model", model_type)
     make_tiny_tokenizer(tmp_path / "model")
     dump(model, tmp_path)
     flags = [
-        "--hf-checkpoint", tmp_path / "model", "--model-args-from-hf", "--custom-model-provider-path", PROVIDER,
+        "--hf-checkpoint", tmp_path / "model", "--model-args-from-hf", "--custom-model-provider-path", provider,
         "--load-debug-rollout-data", tmp_path / "{rollout_id}.pt",
         "--save-debug-train-data", tmp_path / "train_{rollout_id}.pt",
         "--num-rollout", len(ROLLOUTS), "--rollout-batch-size", "2", "--n-samples-per-prompt", "4",
