@@ -71,9 +71,9 @@ def test_an_export_has_the_parts_that_are_not_trained(tmp_path, model_type):
     save_file(stored, path, metadata={"format": "pt"})
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "unused"}) + "\n")
     # Each of two ranks has half of the experts, which are stacked in the checkpoint.
-    of_experts = ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
-    layout = ["--sequence-parallel", *(of_experts if model_type == "qwen3_vl_moe" else [])]
-    made = run_distributed(export_worker, 2, (tmp_path, {"export": layout}))[0]["export"]
+    halves = ["--sequence-parallel", "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]
+    layouts = {"export": halves if model_type == "qwen3_vl_moe" else []}
+    made = run_distributed(export_worker, 2, (tmp_path, layouts))[0]["export"]
     assert not [name for name in made if name.startswith(("model.visual.", "mtp."))]
     exported = load_file(next((tmp_path / "export").glob("*.safetensors")))
     assert exported.keys() == stored.keys() and all(exported[name].equal(stored[name]) for name in stored)
@@ -145,11 +145,8 @@ def test_a_push_brings_the_layer_that_engines_draft_with_whether_or_not_the_trai
     from safetensors.torch import load_file, save_file
 
     beside = {"layer_types": ["linear_attention", *["full_attention"] * 2]}
-    for name, own_names in {
-        "deepseek_v3": None,
-        "qwen3_5_text": PREDICTS_BESIDE,
-        "qwen3_next": PREDICTS_BESIDE,
-    }.items():
+    own_names_of = {"deepseek_v3": None, "qwen3_5_text": PREDICTS_BESIDE, "qwen3_next": PREDICTS_BESIDE}
+    for name, own_names in own_names_of.items():
         row = TINY_FAMILIES[name]
         entries = {entry: value for entry, value in {**row.entries, **(beside if own_names else {})}.items()}
         entries.pop("layers", None)
