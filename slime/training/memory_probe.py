@@ -1,19 +1,18 @@
-"""The memory probe of a rank: the passes and the step of the longest micro-batches that there may be, before the first real
-ones.
+"""The memory probe of a rank: before the first real step, the passes and the step of the longest micro-batches that may come.
 
-Samples are made up. The passes are those of a rollout, all ranks take part, and the step goes as far as the question whether it
-counts, which it does not; then all is as if it had never been. What the optimizer will take in its first update is held by an
-empty tensor meanwhile, so that the peak is that of later steps. Functions of the user's are not called, for they may remember
-that they were: the objective is the shipped one of the same flags.
+The samples are made up. The passes are those of a rollout, and all ranks take part. The step goes as far as the question
+whether it is accepted; it is not, so that afterwards everything is as if it had never been. Meanwhile an empty tensor holds
+the memory that the optimizer will take in its first update, so that the peak is that of later steps. Users' functions are not
+called, since they may remember that they were; the objective is the shipped one of the same flags.
 
-A rank whose memory runs out tells so itself, and alone: the others wait for it in a collective, and whoever called them all
-hears of the first error. So nothing is exchanged here.
+A rank whose memory runs out says so itself and alone: the others wait for it in a collective, and the caller of them all hears
+of the first error. So nothing is exchanged here.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,16 +39,16 @@ from slime.training.train_step import (
 from slime.utils.device import Accelerator, clear_memory, get_accelerator
 from slime.utils.errors import UserError
 
-# So many different tokens spread over experts; where a vocabulary has marks for images, they are not among its first ones.
+# So many different tokens are enough to spread over experts. Marks for images are not among the first ones of a vocabulary.
 _MOST_TOKENS = 1024
 # Coprime to every smaller number of tokens.
 _STRIDE = 7919
-# Functions of the user's, and what stands in their place.
+# Users' functions, none of which is called.
 _OWN_FUNCTIONS = dict.fromkeys(
     ("custom_tis_function_path", "custom_pg_loss_reducer_function_path", "custom_loss_function_path",
      "rollout_data_postprocess_path", "custom_advantage_function_path")
 )  # fmt: skip
-# By what the allocator, a library of kernels and one of collectives begin with when memory ran out.
+# What messages contain when memory ran out: those of the allocator, of a library of kernels, and of one of collectives.
 _OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")
 
 
@@ -59,37 +58,29 @@ def probe_memory(
     """Run the passes and the step of `batches`, and leave no trace. Collective over all ranks of the model.
 
     Args:
-        args: of the model's role.
-        batches: of each micro-batch of every data-parallel rank its samples.
-        beside: bytes that another model on the same device will take there yet.
+        args: those of the model's role.
+        batches: the samples of each micro-batch of a data-parallel rank.
+        beside: bytes that another model will still take on the same device.
 
     Raises:
-        UserError: memory ran out on this rank, which is of no use then; others may wait for it in a collective.
+        UserError: memory ran out on this rank. It cannot go on then, and others may wait for it in a collective.
     """
     accelerator, peaks = get_accelerator(), {}
     clear_memory()
     before, to_come = accelerator.memory_allocated(), backend.optimizer_bytes_to_come() + beside
-    # On a host nobody takes memory by asking for it.
+    # Host memory is only taken when it is written to, so an empty tensor would hold nothing there.
     held_bytes = 0 if accelerator.shares_host_memory else to_come
     of_probe = _without_functions_of_user(args)
-    name = "making room for the optimizer's state"
+    under_way = "making room for the optimizer's state"
     try:
         with backend.leaving_no_trace():
             held = torch.empty(held_bytes, dtype=torch.uint8, device=accelerator.current_device())
             data = _data(of_probe, backend, batches)
-            if args.role == CRITIC:
-                name = "values"
-                with _peak(accelerator, peaks, name):
-                    forward_values(of_probe, backend, data)
-            elif _has_log_prob_pass(args):
-                name = "log-probs"
-                with _peak(accelerator, peaks, name):
-                    forward_log_probs(of_probe, backend, data, with_entropy=args.use_rollout_entropy)
-            name = "a step"
-            with _peak(accelerator, peaks, name):
-                _step(of_probe, backend, data)
+            for under_way, work in _passes(args, of_probe, backend, data):
+                with _peak(accelerator, peaks, under_way):
+                    work()
             free, device = accelerator.memory_of_device()
-            del held, data
+            del held, data, work
     except Exception as error:
         if not _is_out_of_memory(error):
             raise
@@ -99,10 +90,27 @@ def probe_memory(
             f"{(accelerator.peak_memory_allocated() or accelerator.memory_allocated()) / GIB:.2f} GiB at the peak; of the "
             f"device's {device / GIB:.2f} GiB {free / GIB:.2f} GiB are free"
         )
-        raise UserError(out_of_memory(args, f"{args.role} rank {rank} in {name}", batches, numbers, error)) from error
+        raise UserError(
+            out_of_memory(args, f"{args.role} rank {rank} in {under_way}", batches, numbers, error)
+        ) from error
     clear_memory()
     counts = accelerator.peak_memory_allocated() is not None
     return ProbedMemory(before, to_come, peaks if counts else None, free, device)
+
+
+def _passes(
+    args: argparse.Namespace, of_probe: argparse.Namespace, backend: Backend, data: RolloutData
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What a rank does in a rollout, in its order: (name, work).
+
+    Args:
+        args: tell which passes there are; `of_probe`: the same without users' functions, for the passes themselves.
+    """
+    if args.role == CRITIC:
+        yield "values", lambda: forward_values(of_probe, backend, data)
+    elif _has_log_prob_pass(args):
+        yield "log-probs", lambda: forward_log_probs(of_probe, backend, data, with_entropy=args.use_rollout_entropy)
+    yield "a step", lambda: _step(of_probe, backend, data)
 
 
 def made_up_columns(
