@@ -519,7 +519,7 @@ class EndingTrainGroup(TrainGroup):
         if not self.lives:
             return
         limit = _DISPOSE_DEADLINE_SECONDS
-        # Rank 0 speaks for all: they log the same.
+        # From rank 0 alone: all ranks log the same, and what users' functions log must count once.
         self._logged += wait_for(self._actors[0].take_logged.remote(), f"metrics of {self.rank_name} 0", limit)
         asked = [actor.identity.remote() for actor in self._actors]
         processes = wait_for_all(asked, "ids of the ranks' processes", limit, pending=self._name_ranks)

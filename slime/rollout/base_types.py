@@ -1,4 +1,5 @@
-"""What a rollout function returns, for training and for evaluation."""
+"""What a rollout function returns, for training and for evaluation, and the check of it; and what is asked of groups, which are
+lists of samples, or of lists of samples where one execution gave several."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -88,7 +89,7 @@ def check_eval_output(output: RolloutFnEvalOutput, source: str) -> None:
 
 def _check_column(key: str, column: Any, where: str) -> None:
     of_samples = key in ("samples", "failed")
-    # A mean of numpy's has all that an array has but a length.
+    # A numpy scalar, such as a mean, looks like an array but has no length.
     is_array = hasattr(column, "tolist") and getattr(column, "ndim", 1) > 0
     if not isinstance(column, list | tuple) and (of_samples or not is_array):
         raise UserError(f"{where}: `{key}` is {type(column).__name__}; expected a list")
@@ -112,7 +113,7 @@ def check_metrics(metrics: Any, source: str) -> None:
 
 
 def path_of(fn: Callable[..., Any]) -> str:
-    """A plug-in path that leads to `fn`: the file that it was loaded from and its name, or its module and its name."""
+    """A path by which flags could name `fn`: its module or, if a plug-in's file was loaded, that file, and its name."""
     named = fn if hasattr(fn, "__qualname__") else type(fn)
     module = sys.modules.get(named.__module__)
     if named.__module__.startswith("_slime_plugin_") and module is not None:
@@ -121,7 +122,7 @@ def path_of(fn: Callable[..., Any]) -> str:
 
 
 def leaves(entry: Any) -> list[Sample]:
-    """The samples of a group, an entry or one sample, in order, with all nesting removed."""
+    """The samples of a group, of an entry or of one sample, in order and without nesting."""
     if not isinstance(entry, list | tuple):
         return [entry]
     found = []
@@ -134,7 +135,7 @@ def leaves(entry: Any) -> list[Sample]:
 
 
 def pack_groups(groups: list[list[Any]]) -> None:
-    """Let the samples of `groups` hold arrays (`pack_sample`). For a thread: to make them of lists takes long."""
+    """Let the samples of `groups` hold arrays (`pack_sample`). To be called in a thread: to make arrays of lists takes long."""
     for sample in leaves(groups):
         pack_sample(sample)
 

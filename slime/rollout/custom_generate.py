@@ -1,12 +1,11 @@
-"""The functions of users that make a sample: generate functions, and the hooks that it passes before it is graded.
+"""Users' functions that make a sample: generate functions, and the hooks that a sample goes through before it is graded.
 
-`--custom-generate-function-path`: which function produces a sample, how it is called, and what it must return.
+`--custom-generate-function-path` names a generate function. It has one of two forms, told apart by its signature:
+`fn(args, sample, sampling_params[, evaluation])` for one sample, or `fn(args, samples, evaluation[, sampling_params])` for a
+whole group, with one dict of parameters per sample. What it returns is brought into the shape that training needs, or refused
+with an error that names flag, path and sample.
 
-Two forms, told apart by signature: `fn(args, sample, sampling_params[, evaluation])` for one sample, and
-`fn(args, samples, evaluation[, sampling_params])` for a whole group, with one dict of parameters per sample. What comes back
-is brought into the shape that training needs, or refused with an error that names flag, path and sample.
-
-`--rollout-sample-hook-path`: functions that every generated sample goes through, in the order of the flags.
+`--rollout-sample-hook-path` names functions that every generated sample goes through, in the order of the flags.
 """
 
 import logging
@@ -112,7 +111,7 @@ class GenerateFunction:
 
 
 def _own_parameters(sampling_params: dict[str, Any]) -> dict[str, Any]:
-    """A copy whose lists, which are those of flags, a function may add to: `stop` and `stop_token_ids`."""
+    """A copy for a function to change. Its lists (`stop`, `stop_token_ids`) are copied too: they are those of flags."""
     return {name: list(value) if isinstance(value, list) else value for name, value in sampling_params.items()}
 
 
@@ -187,9 +186,10 @@ def _lacks_tokens(sample: Sample) -> bool:
 
 
 def _tokenise_response(args: Any, sample: Sample, source: str) -> None:
-    """Make tokens from text. They may differ from those the engine generated, so corrections by its log-probs are off.
+    """Make tokens from text. They may differ from those that the engine generated, so its log-probs do not belong to them.
 
-    An evaluation trains nothing, and corrects nothing.
+    Raises:
+        UserError: a flag needs these log-probs, and this is no evaluation, which trains nothing.
     """
     others = {"--use-rollout-logprobs": args.use_rollout_logprobs, "--true-on-policy-mode": args.true_on_policy_mode}
     names = ", ".join(filter(None, (correction_flag(args), *(flag for flag, given in others.items() if given))))
@@ -221,7 +221,7 @@ def _require_finite_log_probs(sample: Sample) -> None:
     log_probs, mask = held(sample, "rollout_log_probs"), held(sample, "loss_mask")
     if log_probs is None or sample.remove_sample:
         return
-    # What stands at a token that is not trained is read by nobody.
+    # Nobody reads the log-prob of a token that is not trained.
     trained = True if mask is None else np.asarray(mask) != 0
     position = first_not_finite(np.where(trained, np.asarray(log_probs, np.float64), 0.0))
     if position is not None:
@@ -253,7 +253,7 @@ async def apply_rollout_sample_hooks(
 async def _apply_hook(args: Any, path: str, sample: Sample, rollout_id: int | None, evaluation: bool) -> Sample:
     hook = load_function(path, flag=HOOK_FLAG)
     keywords = accepted_keywords(hook, {"rollout_id": rollout_id, "evaluation": evaluation})
-    # A hook follows each generation, so that as many as generations are enough.
+    # A hook follows a generation, so as many slots as generations have are enough.
     slots = call_slots(CallKind.HOOK, generation_concurrency(args))
     options = {"at_a_time": slots.size, "keywords": keywords}
     async with slots:

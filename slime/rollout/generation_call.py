@@ -1,8 +1,8 @@
 """What belongs to one call of a rollout function: which tasks are pending, whether it is aborted, how far it has come.
 
-Several calls may be under way in a process at a time, a training rollout and an evaluation say, and none knows of another.
-Which one a piece of code works for is told by its context, which goes along with tasks, with the threads of plain
-functions, and with `slime.utils.async_utils.run`.
+Several calls may be under way in a process at a time, say a training rollout and an evaluation, and none knows of another. A
+context variable tells which call a piece of code works for; it goes along with tasks, with the threads of plain functions, and
+with `slime.utils.async_utils.run`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from slime.utils.misc import SingletonMeta
 
 
 class GenerationCall:
-    """One call, made inside the one that is under way here, if any: they have their progress in common.
+    """One call. If another call is under way where it is made, that one encloses it, and both share their progress.
 
     Attributes:
-        remaining_batch_size: groups that are kept or may still be: started, minus dropped, minus given back.
+        remaining_batch_size: how many groups are kept or may still be: those started, minus dropped, minus given back.
         pendings: tasks of the groups that are being generated.
         aborted: the call is being wound down; no request may start any more.
-        request_ids: what the engines know its unanswered requests by.
-        engine_of_request: of those that were sent past the router, the URL of the engine that has it. A router tells nobody.
+        request_ids: the ids under which engines know its unanswered requests.
+        engine_of_request: for requests that were sent past the router, the URL of the engine. Where the router has sent the
+            others, it tells nobody.
         trained_as: the version of the weights that its samples will train; None where nothing is trained, or nobody knows.
         evaluation: its samples are graded and train nothing.
         before_training: an evaluation before training on `rollout_id`, and not after it.
@@ -69,7 +70,7 @@ class GenerationCall:
             _current.reset(token)
 
     def is_alone(self) -> bool:
-        """Whether all that this process asks of the engines is asked by this call, and by those that enclose it."""
+        """Whether no other call of this process asks the engines for anything, beside those that enclose this one."""
         enclosing, call = set(), self
         while call is not None:
             enclosing.add(call)
@@ -78,7 +79,7 @@ class GenerationCall:
 
 
 class _OutsideOfCalls(GenerationCall, metaclass=SingletonMeta):
-    """Stands for the call where none is under way, in a script of a user's say. One per process."""
+    """In place of a call where none is under way, say in a user's script. One per process."""
 
 
 _current: contextvars.ContextVar[GenerationCall | None] = contextvars.ContextVar("generation_call", default=None)

@@ -1,7 +1,7 @@
-"""How old a sample is when it is trained: the pushes between the weights that made it and those that it trains.
+"""How old a sample is when it is trained: the number of pushes between the weights that made it and those that it trains.
 
-Engines stamp the version of their weights on every token; of a sample its oldest token counts, whether it is trained or not.
-Which weights a rollout will train is known when it begins: the loop pushes after fixed rollouts.
+Engines stamp the version of their weights on every token. The age of a sample is that of its oldest token, whether that is
+trained or not. Which version a rollout will train is known when it begins, since the loop pushes after fixed rollouts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FLAG = "--max-weight-staleness"
 def oldest_version(entry: Any) -> int | None:
     """The oldest weight version of a sample, an execution or a group; None where no token bears one.
 
-    Versions that no push gave, those of engines that keep their weights, do not count.
+    Engines that keep the weights that they started with have versions that no push gave; these do not count.
     """
     versions = [
         version
@@ -32,7 +32,7 @@ def oldest_version(entry: Any) -> int | None:
 def is_too_old(args: Any, entry: Any, trained_as: int | None) -> bool:
     """Whether `entry` may not train weights that were pushed as `trained_as` (None: unknown, nothing is too old).
 
-    A version that is not pushed yet is one of another run, whose numbers say nothing here: too old as well.
+    A version that this run has not pushed yet belongs to another run. It says nothing about age here, and counts as too old.
     """
     oldest = oldest_version(entry)
     if args.max_weight_staleness is None or trained_as is None or oldest is None:
@@ -41,10 +41,10 @@ def is_too_old(args: Any, entry: Any, trained_as: int | None) -> bool:
 
 
 def hold_to_bound(args: Any, samples: Sequence[Sample], trained_as: int | None) -> dict[str, float]:
-    """Take those out of training that are older than `--max-weight-staleness`: they keep their places with a mask of zeros.
+    """Take samples that are older than `--max-weight-staleness` out of training: they keep their places, with a mask of zeros.
 
-    Our rollout functions hand out none; one of a user's may. Samples that train nothing already, failed and filtered
-    ones, have no age that matters: they are neither asked for a version nor counted.
+    Our rollout functions hand out none; a user's may. Samples that train nothing anyway, since they failed or were filtered,
+    have no age that matters: they need no version and are not counted.
 
     Returns:
         Metrics `staleness/{mean,max}`, in pushes, and `stale_samples`, the number of those taken out; empty where
