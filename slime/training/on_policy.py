@@ -1,16 +1,16 @@
 """`--true-on-policy-mode`: the trainer gives every trained token the log-prob that the engine told, or the run stops.
 
-What is compared with the engine's log-probs, in every rollout and on every trained token
-- the log-probs of the training pass itself, under the weights before the update: what has the gradient is what is proved, and
-  no further pass is needed;
-- beside them those of the log-prob pass, where there is one: ratios and advantages are made of them. With
-  `--loss-type custom_loss`, whose training pass is the user's, it is these alone, and that loss always has the pass.
+In every rollout, on every trained token, the engine's log-probs are compared with two others:
+- those of the training pass itself, under the weights before the update. So what is proved is what the gradient belongs to, and
+  no further pass is needed.
+- those of the log-prob pass, if there is one, since ratios and advantages are made of them. With `--loss-type custom_loss` the
+  training pass is the user's; then only these are compared, and such a loss always has the pass.
 
-A rank must not stop alone: the others wait for it in a collective. So while a step computes each rank only remembers, one
-largest difference per micro-batch, on its device. When the gradients are there and the weights are as they were, one
-all-reduce tells all ranks the largest of all. Only if that is above `--ci-train-rollout-logprob-abs-diff-threshold` they
-exchange what they remember, and every rank stops with the same message: how large, in which token of which sample, and the
-likely cause, which is the first one that what can be seen speaks for.
+A rank must not stop alone, because the others wait for it in a collective. So while a step computes, each rank only remembers
+the largest difference of each micro-batch, on its device. When the gradients are there and the weights have not changed, one
+all-reduce tells all ranks the largest of all. Only if that is above `--ci-train-rollout-logprob-abs-diff-threshold`, they
+exchange what they remember, and every rank stops with the same message: how large the difference is, at which token of which
+sample, and the likely cause: the first one in a list that the evidence speaks for.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from slime.weights.quantisers import quantisation_settings
 
 MODE = "--true-on-policy-mode"
 _THRESHOLD = "--ci-train-rollout-logprob-abs-diff-threshold"
-# A larger difference of two log-probs is none that other kernels make, in the precision of the parameters.
+# By precision of the parameters: a larger difference of two log-probs does not come from other kernels.
 _ROUNDING = {"float32": 1e-3, "float16": 0.2, "bfloat16": 1.0}
-# What SGLang calls them too.
+# Other names that SGLang has for precisions.
 _PRECISIONS = {"half": "float16", "float": "float32", "bf16": "bfloat16", "auto": None}
-# Functions of the user's that can write log-probs of the engine, or ask it for others.
+# Flags of users' functions that can write the engine's log-probs, or ask it for others.
 _WRITE_LOG_PROBS = (
     "custom_generate_function_path", "rollout_function_path", "rollout_sample_hook_path",
     "custom_convert_samples_to_train_data_path", "rollout_data_postprocess_path",
@@ -49,19 +49,19 @@ _COLUMNS = ("loss_masks", "sample_indices", "total_lengths", "response_lengths",
 
 
 def is_proved(args: argparse.Namespace, role: str) -> bool:
-    """Whether log-probs of the model `role` are compared; imitation has none of an engine."""
+    """Whether log-probs of the model `role` are compared. Imitation has no engine to compare with."""
     return args.true_on_policy_mode and role == "actor" and args.loss_type != "sft_loss"
 
 
 def expect_proof(args: argparse.Namespace, rollout_id: int, data: RolloutData, weight_version: int) -> None:
-    """Make an actor's data ready to be proved; nothing without the mode.
+    """Make an actor's data ready to be proved; does nothing without the mode.
 
     Args:
-        weight_version: which weights the trainer has, as engines were told.
+        weight_version: the version under which engines got the weights that the trainer has.
 
     Raises:
-        UserError: the rollout brings several optimizer steps, as an own rollout function may; the same on all ranks. The first
-            one moves the weights that the others would have to be on policy with.
+        UserError: the rollout brings several optimizer steps, as a user's rollout function may; on all ranks. After the first
+            step the policy is another one, so the others cannot be on policy.
     """
     if not is_proved(args, "actor"):
         return

@@ -1,10 +1,10 @@
 """The memory that a model has on its device, given back while others use the device, and taken again with the same bytes.
 
-What moves are storages: the memory behind tensors, which may share it. A storage that was given back has no bytes, and all
-tensors over it stay what they are; when it has its bytes again, so have they. Process groups, random generators and everything
-else of a rank stay as they are.
+What moves are storages, the memory behind tensors, which several tensors may share. While a storage is given back it has no
+bytes; the tensors over it stay what they are, and have their bytes again when it has. Process groups, random generators and
+everything else of a rank are not touched.
 
-Gradients are not kept: they are made anew, as zeros, which is what every step begins with.
+Gradients are not kept. They are made anew as zeros, with which every step begins anyway.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Residents:
     """The tensors that a rank has on its device between two steps.
 
     Attributes:
-        weights: of the model, and other sets of weights that stand beside it there.
-        optimizer: its state; what shares memory with the weights counts as these.
-        gradients: and whatever else need not come back as it was.
+        weights: those of the model, and other sets of weights that lie there too.
+        optimizer: its state, without what shares memory with the weights.
+        gradients: these, and whatever else need not come back as it was.
     """
 
     weights: Iterable[torch.Tensor]
@@ -43,12 +43,13 @@ class Residents:
 
 
 class ResidentMemory:
-    """What a rank holds on its device, of what `residents` says at the moment when some is given back.
+    """What a rank holds on its device.
 
-    On CPU the bytes go into a file that has no name in the directory for temporary files (`TMPDIR`), so that they leave the
-    process; on a GPU into host memory that the device copies to and from by itself.
+    On CPU, bytes that are given back go into a file without a name, in the directory for temporary files (`TMPDIR`), so that
+    they leave the process. On a GPU they go into pinned host memory.
 
     Args:
+        residents: asked whenever a rank that holds everything is to give something back.
         ends: the process ends after it has held its weights only, so nothing keeps the optimizer's state for it.
     """
 
@@ -63,31 +64,18 @@ class ResidentMemory:
 
     @torch.no_grad()
     def hold(self, holds: Holds) -> None:
-        """Have exactly that on the device. What is so already is left alone.
+        """Have exactly that on the device.
 
         Raises:
-            RunError: there is no room for the bytes where they go; nothing of that part has moved then. Or a process that
-                ends is to have its optimizer back.
+            RunError: there is no room for the bytes where they go; none of that part has moved then. Or a process that ends is
+                to have its optimizer back.
         """
         if self._ends and self.holds < holds:
             raise RunError(
                 "a training rank has given its optimizer up for a push (--release-train): only a new one can train"
             )
         if self.holds is Holds.ALL and holds < Holds.ALL:
-            # Asked now, while all tensors have their bytes: nothing can be made of one that has none.
-            residents = self._residents()
-            weights = _storages(residents.weights)
-            optimizer = _storages(residents.optimizer, without=weights)
-            gradients = _storages(residents.gradients, without=[*weights, *optimizer])
-            self._to_put_away = weights
-            dropped = gradients
-            if self._ends:
-                dropped = [*gradients, *optimizer]
-            else:
-                self._optimizer.put_away(optimizer)
-            self._gradients = [(storage, storage.nbytes()) for storage in gradients]
-            for storage in dropped:
-                storage.resize_(0)
+            self._give_back_all_but_weights()
             self.holds = Holds.WEIGHTS
         if self.holds is Holds.WEIGHTS and holds is Holds.NOTHING:
             self._weights.put_away(self._to_put_away)
@@ -96,17 +84,36 @@ class ResidentMemory:
             self._weights.bring_back()
             self.holds = Holds.WEIGHTS
         if self.holds is Holds.WEIGHTS and holds is Holds.ALL:
-            self._optimizer.bring_back()
-            for storage, size in self._gradients:
-                storage.resize_(size)
-                _bytes_of(storage).zero_()
-            self._gradients = []
+            self._take_all_but_weights()
             self.holds = Holds.ALL
         get_accelerator().release_cached_memory()
 
+    def _give_back_all_but_weights(self) -> None:
+        # The weights are looked up now too, though they may be given back later: by then tensors may have no bytes.
+        residents = self._residents()
+        weights = _storages(residents.weights)
+        optimizer = _storages(residents.optimizer, without=weights)
+        gradients = _storages(residents.gradients, without=[*weights, *optimizer])
+        self._to_put_away = weights
+        dropped = gradients
+        if self._ends:
+            dropped = [*gradients, *optimizer]
+        else:
+            self._optimizer.put_away(optimizer)
+        self._gradients = [(storage, storage.nbytes()) for storage in gradients]
+        for storage in dropped:
+            storage.resize_(0)
+
+    def _take_all_but_weights(self) -> None:
+        self._optimizer.bring_back()
+        for storage, size in self._gradients:
+            storage.resize_(size)
+            _bytes_of(storage).zero_()
+        self._gradients = []
+
 
 class _PutAway:
-    """Storages whose bytes lie in `place` while they have none."""
+    """Storages without bytes, whose bytes lie in `place` meanwhile."""
 
     def __init__(self, place: _PinnedCopy | _FileCopy) -> None:
         self._place = place
@@ -115,7 +122,7 @@ class _PutAway:
     def put_away(self, storages: list[torch.UntypedStorage]) -> None:
         self._place.fill([_bytes_of(storage) for storage in storages])
         self._storages = [(storage, storage.nbytes()) for storage in storages]
-        # The copy may still be under way, and whoever gets the memory next does not wait for it.
+        # The copy may still be under way, and nobody who gets this memory next would wait for it.
         get_accelerator().synchronize()
         for storage in storages:
             storage.resize_(0)
@@ -137,7 +144,7 @@ class _PinnedCopy:
     def fill(self, pieces: list[torch.Tensor]) -> None:
         sizes = [piece.nbytes for piece in pieces]
         if self._copy is None or sizes != self._sizes:
-            # The old one goes before the new one comes: both may not fit.
+            # Freed first: there may not be room for the old one and the new one.
             self._copy = None
             self._copy, self._sizes = HostCopy(_named(pieces)), sizes
         self._copy.fill(_named(pieces))
@@ -158,7 +165,7 @@ class _FileCopy:
             self._file, path = tempfile.mkstemp(prefix="slime-asleep-", dir=directory)
             os.unlink(path)
             if size:
-                # Now rather than in the middle: what does not fit stays where it is.
+                # A full disk shows here, before anything has moved.
                 os.posix_fallocate(self._file, 0, size)
             self._go_through(pieces, os.pwrite)
         except OSError as error:
@@ -178,7 +185,7 @@ class _FileCopy:
     def _go_through(self, pieces: list[torch.Tensor], move: Callable[[int, memoryview, int], int]) -> None:
         offset = 0
         for piece in pieces:
-            # Not by `piece.numpy()`, after which torch never gives the memory back.
+            # `piece.numpy()` would do too, but then torch never gives this memory back.
             view = memoryview((ctypes.c_ubyte * piece.nbytes).from_address(piece.data_ptr())).cast("B")
             # The system moves 2 GiB at most at a time.
             while view:
