@@ -42,7 +42,7 @@ from slime.plan.placement import engine_parts, plan_placement, plan_sync, spread
 from slime.plan.setup import missing_shape_flags, parallel_layout, shape_of
 from slime.plan.structure import BatchPlan, LayoutPlan, MemoryPlan, Plan
 from slime.plan.text import custom_values, plan_values, render
-from slime.utils.checkpoint_directory import latest_iteration
+from slime.utils.checkpoint_directory import METADATA, POINTER, iteration_directory, latest_iteration
 from slime.utils.data_files import estimated_rows
 from slime.utils.dataset import scan_rows
 from slime.utils.device import gpus_on_this_machine
@@ -265,7 +265,7 @@ def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECO
     """
     for warning in _late_evaluations(args):
         logger.warning("%s", warning)
-    problems = [*_template_problems(args), *_processor_problems(args)]
+    problems = [*_checkpoint_problems(args), *_template_problems(args), *_processor_problems(args)]
     problems += _row_problems(args, time.monotonic() + scan_seconds)
     if problems:
         raise UserError("\n".join(problems))
@@ -292,6 +292,20 @@ def nothing_left(args: argparse.Namespace) -> str | None:
         f"nothing left to do: {start} rollouts are done in --load {source.path}, --num-rollout is {total}; a larger "
         "--num-rollout goes on from there"
     )
+
+
+def _checkpoint_problems(args: argparse.Namespace) -> Iterator[str]:
+    source = args.initial_weights
+    if source is None or source.kind != "megatron":
+        return
+    directory = iteration_directory(source.path, latest_iteration(source.path) if source.step is None else source.step)
+    if (directory / METADATA).is_file():
+        return
+    what = "is no whole checkpoint" if directory.is_dir() else "does not exist"
+    if source.step is None:
+        yield f"{directory} {what}, although {Path(source.path) / POINTER} names it; name a whole one there, or start elsewhere"
+    else:
+        yield f"{directory} {what}; ask for another step, or start elsewhere"
 
 
 def _template_problems(args: argparse.Namespace) -> Iterator[str]:

@@ -232,6 +232,22 @@ def test_a_finished_run_has_nothing_left(tmp_path, pointer, words, left):
         )
 
 
+@pytest.mark.parametrize(("name", "words", "told"), [
+    ("iter_0000007", "", "does not exist, although {checkpoint}/latest_checkpointed_iteration.txt names it; name a whole one"),
+    ("iter_0000001", "--ckpt-step 1", "is no whole checkpoint; ask for another step, or start elsewhere"),
+])  # fmt: skip
+def test_a_checkpoint_that_is_not_whole_is_told(tmp_path, name, words, told):
+    checkpoint = tmp_path / "checkpoint"
+    (checkpoint / "iter_0000001").mkdir(parents=True)
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text("7")
+    words = ["--num-rollout", "20", "--load", str(checkpoint), *words.split()]
+    (line,) = problems(tmp_path, *words)
+    assert line.startswith(f"{checkpoint}/{name} {told.format(checkpoint=checkpoint)}")
+    (checkpoint / name).mkdir(exist_ok=True)
+    (checkpoint / name / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    check_before_start(parse(tmp_path, *words))
+
+
 def test_a_start_behind_the_end_is_said(tmp_path):
     line = "nothing left to do: --start-rollout-id 10 is not below --num-rollout 4"
     assert nothing_left(parse(tmp_path, "--start-rollout-id", "10")) == line

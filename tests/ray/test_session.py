@@ -121,6 +121,7 @@ def restarting(run, tmp_path):
             if saved and len(loaded) == 1:
                 (save / "iter_0000001").mkdir()
                 (save / "iter_0000001/.metadata").touch()
+                (save / "iter_0000001/metadata.json").touch()
                 (save / "latest_checkpointed_iteration.txt").write_text("1")
                 progress.rollout_saved = 1
             if (ending := left.pop(0)) is not None:
