@@ -40,6 +40,7 @@ REFUSED = {
     "make_toy_task.py /dev/null": (2, "OUTPUT_DIR /dev/null: is no directory"),
     "profile_rollout.py --router-url 10.0.0.1:3000 --action stop": (2, "--router-url 10.0.0.1:3000"),
     "profile_rollout.py --router-url http://127.0.0.1:1 --action stop --timeout 0": (2, "--timeout 0"),
+    "profile_rollout.py --router-url http://127.0.0.1:1 --action stop": (1, "ConnectionError; does the run live"),
     "report.py /nowhere": (2, "/nowhere"),
     "serve_megatron_teacher.py --hf-checkpoint /nowhere": (2, "--hf-checkpoint /nowhere"),
     "serve_on_cpu.py --model-path /nowhere --port 30000": (2, "--model-path /nowhere is no directory"),
