@@ -28,7 +28,7 @@ def group(rewards):
 
 
 @pytest.mark.parametrize("verdict", [True, False, np.True_, np.False_, torch.tensor(1.0) > 0, torch.tensor(False)])
-def test_r7_bools_of_all_kinds_are_verdicts(verdict):
+def test_r7_bools_of_both_kinds_are_verdicts(verdict):
     output = call_dynamic_filter(lambda args, samples: verdict, ARGS, [])
     assert output == DynamicFilterOutput(keep=bool(verdict))
     assert type(output.keep) is bool

@@ -13,7 +13,7 @@ from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.grading import compute_builtin_reward, needs_worker
 from slime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_answer, remove_boxed
 from slime.utils.errors import UserError
-from slime.utils.reward_types import BOXED, REMOTE, REWARD_TYPES
+from slime.utils.reward_types import BOXED, REMOTE, REWARD_TYPES, needs_label
 from slime.utils.types import Sample
 
 
@@ -152,6 +152,17 @@ def test_unknown_types_list_the_known_ones(rm_type, metadata):
 def test_a_missing_label_is_named():
     with pytest.raises(UserError, match=r"sample 3 has no label, which --rm-type math needs; see --label-key"):
         grade("math", r"\boxed{5}", None)
+
+
+@pytest.mark.parametrize("boxed", ["", BOXED])
+@pytest.mark.parametrize("rm_type", REWARD_TYPES)
+def test_which_rewards_need_a_label_is_known_before_they_grade(rm_type, boxed):
+    told = ""
+    try:
+        grade(boxed + rm_type, "</think>Answer: 5", None)
+    except UserError as error:
+        told = str(error)
+    assert ("has no label" in told) is needs_label(boxed + rm_type)
 
 
 @pytest.mark.parametrize(
