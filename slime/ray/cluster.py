@@ -514,7 +514,7 @@ def _agents_follow_driver() -> Iterator[None]:
     raylets = ray._private.worker._global_node.all_processes["raylet"]
     children = [child for raylet in raylets for child in psutil.Process(raylet.process.pid).children()]
     # Workers are left out: they come and go, and by then another process may have the number of one that is gone.
-    agents = [str(child.pid) for child in children if "agent" in " ".join(child.cmdline()).lower()]
+    agents = [str(child.pid) for child in children if "agent" in _command_of(child)]
     watch = 'read line || kill -9 "$@" 2>/dev/null'
     with subprocess.Popen(
         ["sh", "-c", watch, "ray-agents", *agents],
@@ -529,6 +529,13 @@ def _agents_follow_driver() -> Iterator[None]:
             with contextlib.suppress(BrokenPipeError):
                 watcher.stdin.write(b"done\n")
                 watcher.stdin.flush()
+
+
+def _command_of(process: psutil.Process) -> str:
+    """The command line in lower case; empty for a process that has ended meanwhile."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline()).lower()
+    return ""
 
 
 def _require_listener(address: str) -> None:

@@ -5,6 +5,7 @@ import copy
 import itertools
 import os
 import stat
+import subprocess
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -168,6 +169,17 @@ def test_a_ray_of_our_own_starts_on_loopback_with_a_closed_token_and_a_store_for
     assert started["object_store_memory"] == object_store_bytes(args) > 512 * MIB
     assert (started["several_nodes"], started["token"]) == (False, 0o600)
     assert cluster.ray_constants.ENABLE_RAY_CLUSTER is before
+
+
+def test_a_process_of_ray_that_ends_while_agents_are_looked_for_is_none(monkeypatch):
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        gone = psutil.Process(sleeper.pid)
+        sleeper.kill()
+    raylet = SimpleNamespace(process=SimpleNamespace(pid=os.getpid()))
+    monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(all_processes={"raylet": [raylet]}))
+    monkeypatch.setattr(psutil.Process, "children", lambda process: [gone])
+    with cluster._agents_follow_driver():
+        assert not gone.is_running()
 
 
 @pytest.mark.parametrize(("output", "errors", "plain"), [(True, True, None), (True, False, "0"), (False, True, "0")])
