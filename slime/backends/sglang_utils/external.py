@@ -16,6 +16,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,6 +43,7 @@ _FLAG = "--rollout-external-engine-addrs"
 _CONNECT_SECONDS = 10.0
 # An engine that computes answers questions late.
 _ANSWER_SECONDS = 60.0
+_ASKED_AT_A_TIME = 64
 _POLL_SECONDS = 1.0
 # So many polls in a row that nobody takes: the server is gone. A new one needs longer to start.
 _REFUSALS = 3
@@ -115,19 +117,18 @@ def discover_external_engines(args: argparse.Namespace) -> tuple[ExternalEngineI
             f"--update-weight-mode delta: on the machines of {_FLAG} no process of the run applies what changed; give full"
         )
     first_at: dict[tuple[str, int], str] = {}
-    for address in args.rollout_external_engine_addrs:
-        url = normalize_external_engine_addr(address)
-        try:
-            told = ask_engine(url, args.router_api_key)
-        except RunError as error:
-            problems.append(f"{_FLAG} {address}: {error}")
+    addresses = args.rollout_external_engine_addrs
+    urls = [normalize_external_engine_addr(address) for address in addresses]
+    for address, url, told in zip(addresses, urls, _ask_all(urls, args.router_api_key), strict=True):
+        if isinstance(told, RunError):
+            problems.append(f"{_FLAG} {address}: {told}")
             continue
         first = first_at.setdefault(_endpoint(url), address)
         if first != address:
             problems.append(f"{_FLAG} {address}: this is the engine of {first}; name each engine once")
         problems += [f"{_FLAG} {address}: {problem}" for problem in misfits(args, told)]
         infos.append(describe_engine(url, told))
-    if len(infos) == len(args.rollout_external_engine_addrs):
+    if len(infos) == len(addresses):
         problems += [f"{_FLAG}: {problem}" for problem in misfits_of_roles(args, infos)]
     sizes = {"rollout_num_gpus": sum(info.num_gpus for info in infos)}
     if len({info.num_gpus for info in infos}) == 1:
@@ -138,6 +139,19 @@ def discover_external_engines(args: argparse.Namespace) -> tuple[ExternalEngineI
     if problems:
         raise UserError("\n".join(problems))
     return tuple(infos)
+
+
+def _ask_all(urls: Sequence[str], api_key: str | None) -> list[dict[str, Any] | RunError]:
+    """`ask_engine` of each, or its error; many at a time, since a machine that is gone keeps everybody who asks waiting."""
+
+    def ask(url: str) -> dict[str, Any] | RunError:
+        try:
+            return ask_engine(url, api_key)
+        except RunError as error:
+            return error
+
+    with ThreadPoolExecutor(_ASKED_AT_A_TIME) as pool:
+        return list(pool.map(ask, urls))
 
 
 def ask_engine(url: str, api_key: str | None) -> dict[str, Any]:

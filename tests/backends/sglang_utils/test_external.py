@@ -117,6 +117,19 @@ def refusal(args):
 # -- discovery -----------------------------------------------------------------------------------------------------------
 
 
+def test_machines_that_are_gone_are_waited_for_together(model, monkeypatch):
+    all_are_asked = threading.Barrier(16)
+
+    def ask(url, api_key):
+        all_are_asked.wait(60)
+        raise RunError("no answer (within 10 s)")
+
+    monkeypatch.setattr(external, "ask_engine", ask)
+    addresses = [f"10.0.0.1:{port}" for port in range(1, 17)]
+    lines = refusal(make_args(model, *addresses)).splitlines()
+    assert lines == [f"--rollout-external-engine-addrs {address}: no answer (within 10 s)" for address in addresses]
+
+
 def test_engines_are_found_with_their_sizes_and_parsed_arguments_stay(start, model):
     first, second = start(model), start(model, serves="7", tp_size=4, key=KEY)
     args = make_args(model, first.address, f"http://{second.address}/", router_api_key=KEY)
