@@ -77,12 +77,12 @@ def test_answers_and_collective_have_one_time_limit(monkeypatch, seconds, in_tim
     transport = ProcessGroupTransport(ARGS, 0, 1)
     collective = Collective(now, seconds)
     if in_time:
-        transport._finish([], collective, "sending weights")
+        transport._finish({}, collective, "sending weights")
         assert now[0] == 1000.0 + max(40.0, seconds)
         return
     message = r"^sending weights: the collective did not end within 60 s \(--distributed-timeout-minutes\)$"
     with pytest.raises(RunError, match=message):
-        transport._finish([], collective, "sending weights")
+        transport._finish({}, collective, "sending weights")
     assert now[0] == 1060.0
 
 
