@@ -67,6 +67,9 @@ _OBJECT_STORE_SLACK = 1.25
 # The store gets at most this share of the machine's memory: training ranks and engines want theirs.
 _OBJECT_STORE_SHARE = 0.3
 _CONNECT_SECONDS = 10.0
+# A head that takes connections may say nothing: it hangs, or another service has the port. Ray 2.60 waits 40 s for each answer,
+# and asks 20 times, a quarter of an hour.
+_QUESTIONS_TO_A_HEAD = 2
 _NODE_SECONDS = 180.0
 _NODE_POLL_SECONDS = 0.05
 
@@ -570,7 +573,8 @@ def _require_shared_directory(args: argparse.Namespace) -> None:
 def _join(address: str, plan: ClusterPlan) -> None:
     try:
         _require_listener(address)
-        with _on_loopback_only() if _answers_on_loopback_only(address) else contextlib.nullcontext():
+        place = _on_loopback_only() if _answers_on_loopback_only(address) else contextlib.nullcontext()
+        with place, _replaced(ray_constants, NUM_REDIS_GET_RETRIES=_QUESTIONS_TO_A_HEAD):
             # A node with several addresses is in the cluster under one of them.
             ray.init(
                 address=address,

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import os
+import socket
 import stat
 import subprocess
 from collections import namedtuple
@@ -169,6 +170,22 @@ def test_a_ray_of_our_own_starts_on_loopback_with_a_closed_token_and_a_store_for
     assert started["object_store_memory"] == object_store_bytes(args) > 512 * MIB
     assert (started["several_nodes"], started["token"]) == (False, 0o600)
     assert cluster.ray_constants.ENABLE_RAY_CLUSTER is before
+
+
+def test_a_head_that_takes_connections_and_says_nothing_is_not_asked_for_long(monkeypatch):
+    asked = []
+
+    def init(**options):
+        asked.append(cluster.ray_constants.NUM_REDIS_GET_RETRIES)
+        raise RuntimeError("Failed to connect to GCS")
+
+    before = cluster.ray_constants.NUM_REDIS_GET_RETRIES
+    monkeypatch.setattr(ray, "init", init)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(RunError, match=f"^RAY_ADDRESS={address}: no Ray cluster answers there: Failed to connect"):
+            cluster._join(address, None)
+    assert asked == [2] and cluster.ray_constants.NUM_REDIS_GET_RETRIES == before > 2
 
 
 def test_a_process_of_ray_that_ends_while_agents_are_looked_for_is_none(monkeypatch):
