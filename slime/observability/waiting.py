@@ -145,9 +145,9 @@ def _arriving(
         questions = _open_questions()
         awaited = [*remaining, *_watched, *questions]
         ready, _ = ray.wait(awaited, num_returns=1, timeout=_POLL_SECONDS)
-        if ready:
+        if ready and len(awaited) > 1:
             # All that are there: to ask for each anew would take time by the square of their number.
-            ready, _ = ray.wait(awaited, num_returns=len(awaited), timeout=0)
+            ready = ray.wait(awaited, num_returns=len(awaited), timeout=0)[0] or ready
         for ref in ready:
             if ref in questions:
                 actor = questions[ref]
