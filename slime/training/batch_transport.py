@@ -26,6 +26,8 @@ from slime.utils.ports import interface_of, service_host
 
 # Under which Ray knows the transport below, beside its own one.
 _NAME = "SLIME_NIXL"
+# Whose inner agent is made here, by what is no public part of it.
+_VERSION = "1.5.1"
 # Of every array in the memory that is registered, as NumPy and torch want it for all dtypes.
 _ALIGNMENT = 64
 # How long the agent's thread sleeps at most while nobody asks it for something; what comes from others wakes it.
@@ -60,7 +62,7 @@ def open_transport(args: argparse.Namespace) -> None:
     except Exception as error:
         raise UserError(
             f"--rollout-data-transport nixl: NIXL does not work on {os.uname().nodename} ({type(error).__name__}: {error}); "
-            "where it is not installed: pip install nixl; else leave the flag out"
+            f"where it is not installed, or in another version: pip install nixl=={_VERSION}; else leave the flag out"
         ) from error
 
 

@@ -3,6 +3,8 @@
 import os
 import signal
 import sys
+import time
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import numpy as np
@@ -125,21 +127,24 @@ class Rank(Process):
     def fetch(self, boxes, position=0):
         return described(batch_transport.fetch_shard(boxes[position], SECONDS))
 
-    def fetch_while_the_sender_dies(self, boxes, pid):
-        """The kind of the error, when the sender is killed as NIXL begins to read."""
+    def fetch_while_the_sender(self, gets, boxes, pid, seconds=10.0):
+        """The error, when the sender gets this signal as NIXL begins to read, and how long it took."""
         transport = batch_transport._nixl()
         begin = type(transport).fetch_multiple_tensors
 
-        def kill_and_begin(*arguments):
-            os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        ends = {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, psutil.STATUS_STOPPED}
+
+        def signal_and_begin(*arguments):
+            os.kill(pid, gets)
+            wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() in ends)
             return begin(transport, *arguments)
 
-        transport.fetch_multiple_tensors = kill_and_begin
+        transport.fetch_multiple_tensors = signal_and_begin
+        started = time.monotonic()
         try:
-            batch_transport.fetch_shard(boxes[0], 10.0)
+            batch_transport.fetch_shard(boxes[0], seconds)
         except RunError as error:
-            return str(error)
+            return str(error), time.monotonic() - started
         finally:
             del transport.fetch_multiple_tensors
 
@@ -225,12 +230,24 @@ def test_a_sender_that_dies_is_told_by_name_within_the_limit(new_sender, sender,
     said = (
         "the train batch did not come from the rollout manager within 10 s (--http-control-timeout), or the manager has"
     )
-    assert asked(ranks[1].fetch_while_the_sender_dies.remote(boxes, pid)).startswith(said)
+    assert asked(ranks[1].fetch_while_the_sender.remote(signal.SIGKILL, boxes, pid))[0].startswith(said)
     with pytest.raises(RunError, match="manager has ended: (OwnerDiedError|RayDirectTransportError)"):
         asked(ranks[0].fetch.remote(boxes, 1))
     # The ranks are as they were: what others send reaches them.
     boxes = asked(sender.send_made.remote(1, 10))
     assert asked(ranks[1].fetch.remote(boxes)) == asked(ranks[0].fetch.remote(boxes))
+
+
+def test_a_sender_that_hangs_is_not_waited_for_beyond_the_limit(ray, new_sender, asked):
+    """Nor does the rank wait for it when it gives the read up. Once it goes on, what it has is read."""
+    hanging, rank = new_sender(), ray.remote(num_cpus=0)(Rank).remote()
+    boxes, pid = asked(hanging.send_made.remote(2, 1_000_000)), asked(hanging.pid.remote())
+    try:
+        said, seconds = asked(rank.fetch_while_the_sender.remote(signal.SIGSTOP, boxes, pid, 3.0))
+        assert "did not come from the rollout manager within 3 s (--http-control-timeout)" in said and seconds < 20
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert asked(rank.fetch.remote(boxes, 1))["tokens"] and asked(rank.fetch.remote(boxes, 0))["tokens"]
 
 
 def test_an_agent_is_made_where_the_node_has_a_name_in_place_of_an_address(ray, asked):
@@ -275,7 +292,8 @@ def test_a_process_without_nixl_says_so_before_anything_is_sent(monkeypatch, cau
     else:
         monkeypatch.setattr(batch_transport, "_make_agent", lambda backend: 1 / 0)
     with pytest.raises(
-        UserError, match=r"^--rollout-data-transport nixl: .*pip install nixl; else leave the flag out$"
+        UserError,
+        match=rf"^--rollout-data-transport nixl: .*pip install nixl=={version('nixl')}; else leave the flag out$",
     ):
         batch_transport.open_transport(BY_NIXL)
     batch_transport.open_transport(BY_STORE)
