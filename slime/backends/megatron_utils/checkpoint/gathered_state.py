@@ -289,10 +289,7 @@ def _put_gathered(
 
 
 def require_owned(parts: list[MegatronOptimizer], loaded: Sequence[Loaded], names: Iterable[str]) -> None:
-    """Raise KeyError on all ranks where one of them lacks what it owns, and the others would wait for it in vain.
-
-    Only some values of `--dist-ckpt-strictness` go on where a checkpoint lacks something.
-    """
+    """`refuse_lacking` what a rank owns."""
     lacking = [
         (number, name)
         for part, of_part in zip(parts, loaded, strict=True)
@@ -301,7 +298,15 @@ def require_owned(parts: list[MegatronOptimizer], loaded: Sequence[Loaded], name
         for name in names
         if owner == part.data_parallel_group.rank() and name not in of_part.get(number, {})
     ]
-    gathered: list[list[tuple[int, str]]] = [[]] * dist.get_world_size()
+    refuse_lacking(lacking)
+
+
+def refuse_lacking(lacking: Sequence[Any]) -> None:
+    """Raise KeyError on all ranks where one of them lacks something, and the others would wait for it in vain. Collective.
+
+    Only some values of `--dist-ckpt-strictness` go on where a checkpoint lacks something.
+    """
+    gathered: list[Sequence[Any]] = [[]] * dist.get_world_size()
     dist.all_gather_object(gathered, lacking)
     if any(gathered):
         raise KeyError(f"it lacks optimizer state of {sum(map(len, gathered))} tensors")

@@ -18,7 +18,13 @@ import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-from slime.backends.megatron_utils.checkpoint.gathered_state import STATES, describe_states, put_states, require_owned
+from slime.backends.megatron_utils.checkpoint.gathered_state import (
+    STATES,
+    describe_states,
+    put_states,
+    refuse_lacking,
+    require_owned,
+)
 from slime.backends.megatron_utils.optimizer import parts_of
 from slime.backends.megatron_utils.stateless_adam import StatelessAdam
 from slime.utils.errors import UserError
@@ -135,11 +141,19 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], director
         holder["param_groups"] = [_without(group, ("step",)) for group in part.optimizer.state_dict()["param_groups"]]
     gathered = [of_part.pop("param_state", {}) for of_part in _states_of_parts(state)]
     require_owned(parts, gathered, STATES)
-    for part, of_part in zip(parts, _states_of_parts(state), strict=True):
+    numbered = [of_part.pop(_NUMBERED, {}) for of_part in _states_of_parts(state)]
+    # Megatron would give a weight the copy of another one, or leave it that of the weights before they were loaded.
+    refuse_lacking([
+        (group, number)
+        for part, own in zip(parts, numbered, strict=True)
+        for group, weights in enumerate(_groups_with_copies(part))
+        for number in range(len(weights))
+        if number not in own.get(group, {})
+    ])  # fmt: skip
+    for part, of_part, own in zip(parts, _states_of_parts(state), numbered, strict=True):
         if isinstance(part, Float16OptimizerWithFloat16Params):
-            numbered = of_part.pop(_NUMBERED, {})
-            groups = (numbered.get(group, {}) for group in range(len(part.float16_groups)))
-            of_part[_COPIES] = [[copies[number] for number in sorted(copies)] for copies in groups]
+            groups = enumerate(_groups_with_copies(part))
+            of_part[_COPIES] = [[own[group][number] for number in range(len(weights))] for group, weights in groups]
     ChainedOptimizer(parts).load_state_dict(state)
     for part, loaded in zip(parts, gathered, strict=True):
         if isinstance(part, DistributedOptimizer):
@@ -147,6 +161,11 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], director
     for part in parts:
         for group in part.optimizer.param_groups if steps else ():
             group["step"] = max(steps)
+
+
+def _groups_with_copies(part: MegatronOptimizer) -> list[list[torch.Tensor]]:
+    """The weights of 16 bits of a whole optimizer, by group."""
+    return part.float16_groups if isinstance(part, Float16OptimizerWithFloat16Params) else []
 
 
 def group_settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:

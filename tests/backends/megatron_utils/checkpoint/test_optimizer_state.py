@@ -317,3 +317,30 @@ def test_a_run_that_took_the_weights_alone_can_save_before_its_first_update(hf_d
         for name, (weights, saved, found) in rank.items():
             assert saved == found, name
             assert saved["weights"] == weights and not any(saved["steps"]), name
+
+
+def resume_with_more_to_train(frozen, everything) -> str | None:
+    """The error of a run that trains what the one before it had frozen."""
+    from slime.utils.errors import UserError
+
+    run = ResumableRun(frozen)
+    run.prepare()
+    run.step()
+    run.save()
+    try:
+        resumed(everything, frozen.save)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("frozen", ["q_layernorm", "final_layernorm"], ids=["in between", "the last one"])
+@pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2}], ids=["one rank", "tensor"])
+def test_no_weight_is_left_without_a_float32_copy_of_its_own(hf_dir, tmp_path, layout, frozen):
+    """Where a checkpoint may lack something: the copies behind it would move up, and the last weight keep that of the weights
+    that the model was made with, which the next step would bring back."""
+    whole = {"bf16": True, "use_distributed_optimizer": False, "dist_ckpt_strictness": "log_all", **layout}
+    saved = resumable_args(hf_dir, tmp_path / "save", freeze_params_name_list=[frozen], **whole)
+    everything = changed(saved, freeze_params_name_list=None)
+    for said in run_distributed(resume_with_more_to_train, 2 if layout else 1, (saved, everything)):
+        assert said is not None and "it lacks optimizer state of" in said and "--no-load-optim" in said
