@@ -7,6 +7,7 @@ scales of the blocks or groups that it touches.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,10 +94,12 @@ class _Fp8:
         self._numbers, self._block = parts["weight"], block
         self._scale = parts["weight_scale_inv" if block else "weight_scale"]
         self.shape = self._numbers.shape
-        blocks = tuple(-(-own // size) for own, size in zip(self.shape, block, strict=bool(block)))
-        if block and tuple(self._scale.shape) != blocks:
-            # With fewer of them rows would be left as the memory was.
-            raise ValueError(f"has scales {list(self._scale.shape)}, where blocks of {list(block)} need {list(blocks)}")
+        found, blocks = tuple(self._scale.shape), tuple(-(-own // size) for own, size in zip(self.shape, block, strict=False))
+        # With fewer of them rows would be left as the memory was, and those of a square matrix could be taken for its columns'.
+        if block and found != blocks:
+            raise ValueError(f"has scales {list(found)}, where blocks of {list(block)} need {list(blocks)}")
+        if not block and math.prod(found) != 1:
+            raise ValueError(f"has scales {list(found)}, where a tensor has one")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -421,6 +421,16 @@ def test_scales_that_are_not_of_the_blocks_are_an_error(checkpoint, scales):
         open_checkpoint(directory).tensor("up.weight")[:]
 
 
+def test_a_tensor_with_a_scale_for_each_row_is_an_error(checkpoint):
+    """Of a square one they would be taken for those of its columns."""
+    directory = checkpoint(TENSOR)
+    tensors = load_file(directory / "model.safetensors")
+    tensors |= {"up.weight": tensors["up.weight"][:, :128].contiguous(), "up.weight_scale": torch.ones(128)}
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(UserError, match=r"up\.weight is quantised, and has scales \[128\], where a tensor has one"):
+        open_checkpoint(directory).tensor("up.weight")[:]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
