@@ -94,7 +94,10 @@ class _Fp8:
         self._numbers, self._block = parts["weight"], block
         self._scale = parts["weight_scale_inv" if block else "weight_scale"]
         self.shape = self._numbers.shape
-        found, blocks = tuple(self._scale.shape), tuple(-(-own // size) for own, size in zip(self.shape, block, strict=False))
+        found, blocks = (
+            tuple(self._scale.shape),
+            tuple(-(-own // size) for own, size in zip(self.shape, block, strict=False)),
+        )
         # With fewer of them rows would be left as the memory was, and those of a square matrix could be taken for its columns'.
         if block and found != blocks:
             raise ValueError(f"has scales {list(found)}, where blocks of {list(block)} need {list(blocks)}")
