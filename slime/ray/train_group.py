@@ -35,6 +35,7 @@ from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.misc import no_garbage_collection
 from slime.utils.plugin_loader import load_function
+from slime.utils.run_values import with_run_values
 from slime.weights.publication import PushDirectory
 from slime.weights.push import Opening
 from slime.weights.source import Connected, Sent
@@ -77,7 +78,7 @@ class RankProcess:
             # Writers of checkpoints open sockets in it. If this process is killed, a later run sweeps them away.
             multiprocessing.current_process()._config["tempdir"] = str(self._scratch)
             rank_class = load_function(actor_cls) if isinstance(actor_cls, str) else actor_cls
-            self._rank = rank_class(args, rank, *arguments)
+            self._rank = rank_class(with_run_values(args, rank=rank), rank, *arguments)
 
     def __repr__(self) -> str:
         return self._name

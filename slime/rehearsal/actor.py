@@ -23,6 +23,7 @@ from slime.training.train_rank import CriticRank, TrainRank
 from slime.training.train_step import forward_values
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
+from slime.utils.run_values import with_run_values
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS, WeightTransport
 from slime.weights.buckets import BucketFlattener, FlatBucket
 from slime.weights.hf_reader import StoredTensor
@@ -157,7 +158,7 @@ class RehearsedRank(TrainRank, abc.ABC):
         if fusions := [name for name in FUSIONS if name in args.typed_flags and vars(args)[name]]:
             changed["typed_flags"] = args.typed_flags - set(fusions)
             self.not_rehearsed.append(f"{', '.join(map(spelling, fusions))}: the layers go without")
-        args = argparse.Namespace(**{**vars(args), **changed})
+        args = with_run_values(argparse.Namespace(**{**vars(args), **changed}), rank=task.rank)
         super().__init__(args, task.rank, args.world_size, 0)
 
     @abc.abstractmethod

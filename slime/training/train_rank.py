@@ -38,7 +38,6 @@ from slime.utils.errors import RunError
 from slime.utils.misc import Box, host_memory_gib, no_garbage_collection
 from slime.utils.ports import group_environment, service_host
 from slime.utils.process_groups import patient_groups
-from slime.utils.run_values import with_run_values
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class TrainRank:
 
     def __init__(self, args: argparse.Namespace, rank: int, world_size: int, local_rank: int) -> None:
         configure_logger(args.log_level)
-        self.args = args = with_run_values(args, rank=rank)
+        self.args = args
         self.rank = rank
         self.world_size = world_size
         self.local_rank = local_rank

@@ -37,7 +37,7 @@ class RunValues(TypedDict, total=False):
     rollouts_per_epoch: int | None
     # An evaluation, for its own time: all that generates in it.
     rollout_max_context_len: int | None
-    # A training rank, by who made it: its functions of the user's. Its place among all of them is `args.world_size`'s.
+    # Who makes a training rank: its functions of the user's.
     rank: int
 
 

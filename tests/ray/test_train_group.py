@@ -47,6 +47,8 @@ def _look() -> _SeenWhenUnpickled:
 
 class _Rank:
     def __init__(self, args, rank, world_size, device):
+        # As its functions of the user's, which are given arguments alone, find the first number.
+        assert args.rank == rank
         self.seen = (args.model.found, rank, world_size, device)
         self.collects = [args.model.collects, gc.isenabled()]
 

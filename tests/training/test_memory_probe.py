@@ -139,7 +139,7 @@ def trained(words: list[str], probes: tuple[int, ...], **overrides) -> tuple[dic
             after = run.state()
             if probed.peaks is not None or probed.free <= 0 or probed.to_come != to_come:
                 wrong.append(f"{probed}, {to_come} to come")
-            if run.actor.backend.args is not run.actor.args:
+            if run.actor.backend.args is not run.args:
                 wrong.append("the backend's arguments")
             if rollout:
                 # Those of the last step, which the next one begins with zeros of.

@@ -1,6 +1,5 @@
 """What a rank reports about its optimizer steps, and how long it waits for others; without a model."""
 
-import argparse
 import collections
 import contextlib
 import gc
@@ -51,15 +50,6 @@ def make_rank() -> TrainRank:
     rank._not_handed_over = []
     drain_outbox()
     return rank
-
-
-def test_arguments_of_a_rank_tell_its_functions_which_it_is(monkeypatch):
-    monkeypatch.setattr(train_rank, "configure_logger", lambda level: None)
-    monkeypatch.setattr(train_rank, "make_backend", lambda args: args)
-    args = argparse.Namespace(log_level="INFO", release_train=False)
-    rank = TrainRank(args, 3, 8, 1)
-    assert (rank.args.rank, rank.backend) == (3, rank.args)
-    assert not hasattr(args, "rank")
 
 
 @pytest.mark.parametrize("asynchronous, steps", [(False, ["cores", "place"]), (True, ["place"])])
