@@ -353,11 +353,12 @@ def _row_problems(args: argparse.Namespace, deadline: float) -> Iterator[str]:
     from tqdm import tqdm
 
     no_template = args.hf_checkpoint is not None and lacks_chat_template(args.hf_checkpoint)
+    may_label = bool(args.rollout_sample_hook_path or args.buffer_filter_path)
     for file in files_of_the_run(args):
 
         def objection(sample: Sample, file: OwnFile = file) -> str | None:
             tokenizer = args.hf_checkpoint if no_template else None
-            return _objection(sample, file, tokenizer, may_label=bool(args.rollout_sample_hook_path))
+            return _objection(sample, file, tokenizer, may_label=may_label)
 
         total = estimated_rows(file.path) if sys.stderr.isatty() else None
         name = os.path.basename(file.path)

@@ -110,6 +110,7 @@ def test_a_label_that_a_built_in_reward_needs(tmp_path):
 @pytest.mark.parametrize(
     "words",
     ["--rm-type gpqa", "--rm-type random", "--rm-type math --rollout-sample-hook-path {file}:fn",
+     "--rm-type math --buffer-filter-path {file}:fn",
      "--rm-type math --custom-generate-function-path {file}:fn", "--custom-rm-path {file}:fn",
      "--rm-type math --rollout-function-path {file}:fn --eval-function-path {file}:fn"],
 )  # fmt: skip
