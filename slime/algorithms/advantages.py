@@ -1,36 +1,32 @@
-"""Advantages and returns per response token, for the estimators without a group and for those with one.
+"""Advantages and returns per response token, for every estimator.
 
     grpo (also gspo, cispo)       A = G = r' for every token (arXiv 2402.03300)
     ppo                           token rewards; A by GAE over them and the values, G = A + V (arXiv 1506.02438)
     reinforce_plus_plus           token rewards; A = G = their discounted sum (arXiv 2501.03262)
     reinforce_plus_plus_baseline  A = G = r' − kl_coef·kl_t
 
-Token rewards are −kl_coef·kl_t, and the reward of the sample on top at the end.
+The reward of a token is −kl_coef·kl_t; the last trained token gets the reward of the sample on top.
 
-Tokens of tools and environments (loss mask 0) are not actions. They get no reward and no KL: their KL would punish
-the policy for what it did not write. The sample's reward therefore stands at the last *trained* token, which for a
-response that ends with a tool's answer is not the last one. And they take no time step
-(`slime.algorithms.reduction` says why): A = 0 and G = V, or 0 without values. `count_masked_tokens=True` gives
-them a time step, as the public helpers below do; rewards stay where they are. A sample without trained tokens has
-advantages 0.
+Tokens of tools and environments (loss mask 0) are not actions. They get no reward and no KL, which would punish the
+policy for what it did not write. So the sample's reward stands at the last *trained* token, which is not the last token
+of a response that ends with a tool's answer. Nor do masked tokens take a time step (`slime.algorithms.reduction` says
+why): they have A = 0 and G = V, or G = 0 without values. `count_masked_tokens=True` gives them a time step, as the
+public helpers below do; rewards stay where they are. A sample without trained tokens has advantages 0.
+
+The second half of this file computes discounted sums and generalised advantage estimation (GAE) over padded batches
+[B, T], once by the definition and once in chunks. Both are the recurrence x_t = b_t + c·x_{t+1}, with x = 0 behind the
+end. In chunks, one product with a triangular matrix of powers of c solves the recurrence inside all chunks at once, as
+if each stood alone. A chunk then lacks the first x of its successor, times a power of c. These first values follow the
+same recurrence, with c to the power of the chunk's width, and are found in the same way.
 
 Invariants
-- Everything here works on full responses: the end of a response is not the end of any rank's part of it. Parts are
-  gathered first.
+- The functions that discount need whole responses: where a rank's part of a response ends, the response may go on. The
+  caller gathers the parts first.
 - No argument is modified, least of all the KL, which is logged afterwards.
-
-Discounted sums and generalised advantage estimation over padded batches [B, T]: by the definition, and in chunks.
-
-Both estimators are the recurrence x_t = b_t + c·x_{t+1}, with x behind the end 0. In chunks: one product with a
-triangular matrix of powers of c solves it inside all chunks at once, as if each stood alone. What a chunk lacks is
-its successor's first x, times a power of c; those first values follow the same recurrence, with c to the power of the
-width, and are solved alike.
-
-Invariants
 - Both forms accumulate in float64: they agree far below float32's rounding at any length, and no product is ever done
   in the reduced precision that a trainer may have allowed for float32.
-- Padding belongs behind the last step, with rewards and values 0: it then adds nothing to what stands before it.
-- Without gradient: advantages and returns are constants of the losses.
+- Padding stands behind the last step, with rewards and values 0, so it adds nothing to what stands before it.
+- Nothing has a gradient: advantages and returns are constants of the losses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +50,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may ask for: one row per sample, whole responses if it discounts, else any equal parts of them.
+    """The inputs of an estimator, one row per sample: whole responses if it discounts, else any equal parts of them.
 
     values: None without a critic.
     """
@@ -138,15 +134,15 @@ def ppo_advantages(
     lambd: float,
     count_masked_tokens: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Advantages by GAE and returns, float32 [R_i] per sample; tokens that take no step: A = 0, G = V. The value of a masked
-    token counts as 0 where it is not finite.
+    """Advantages by GAE and returns, float32 [R_i] per sample. Tokens that take no step have A = 0 and G = V. A masked token
+    whose value is not finite counts with the value 0.
 
     `rewards`: one number per sample. `kl`, `values`, `loss_masks`: one tensor [R_i] per sample. Raises ValueError if counts or
     lengths differ.
     """
     require_equal_lengths(values=values, kl=kl)
     trained, lengths = trained_tokens(loss_masks, values), [len(row) for row in values]
-    # A masked token that takes a step brings its value along, and one that is no number would spoil all that came before.
+    # A masked token that takes a step enters with its value, and a NaN there would spoil all tokens before it.
     of_tokens = flat(values)
     values = _split(torch.where(flat(trained).bool() | of_tokens.isfinite(), of_tokens, 0.0), lengths)
     steps = step_masks(trained, count_masked_tokens)
@@ -163,9 +159,10 @@ def reinforce_plus_plus_returns(
     gamma: float,
     count_masked_tokens: bool = False,
 ) -> list[torch.Tensor]:
-    """Discounted sums of the token rewards, float32 [R_i] per sample: advantages and returns in one; 0 without a step.
+    """Discounted sums of the token rewards, float32 [R_i] per sample, which are both advantages and returns. Tokens that take
+    no step have 0.
 
-    Arguments and errors as in `ppo_advantages`.
+    Arguments and errors are those of `ppo_advantages`.
     """
     steps = step_masks(trained_tokens(loss_masks, kl), count_masked_tokens)
     shaped = token_rewards(rewards, kl, loss_masks, kl_coef)
@@ -181,7 +178,7 @@ def get_reinforce_plus_plus_baseline_advantages(
 ) -> list[torch.Tensor]:
     """rewards[i] − kl_coef·kl_t at trained tokens, 0 at the others, float32 [R_i] per sample.
 
-    `rewards`: less their group's mean already. There is no recursion, so any equal parts of responses do.
+    `rewards`: the group's mean is subtracted already. There is no recursion, so any equal parts of responses do.
     """
     penalty, trained, lengths = _penalties(rewards, kl, loss_masks, kl_coef)
     return _split(torch.where(trained, _rewards_per_token(rewards, lengths, trained.device) + penalty, 0.0), lengths)
@@ -245,11 +242,11 @@ def _gae(
 def _penalties(
     rewards: Sequence[float] | torch.Tensor, kl: Tensors, loss_masks: Tensors, kl_coef: float
 ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """−kl_coef·kl at trained tokens, 0 at the others, float32, and which these are, both over the tokens of all responses; and
-    how long each is."""
+    """(−kl_coef·kl at trained tokens and 0 at the others, float32 [N]; which tokens are trained, boolean [N]; the length of
+    each response). N counts the tokens of all responses."""
     _require_a_reward_each(rewards, kl)
     trained = flat(trained_tokens(loss_masks, kl)).bool()
-    # Without weight not even an infinite KL counts.
+    # A coefficient of 0 switches the KL off, even an infinite one, which 0 · KL would turn into NaN.
     weighted = torch.where(trained, -kl_coef * flat(kl).float(), 0.0) if kl_coef else torch.zeros_like(trained).float()
     return weighted, trained, [len(tokens) for tokens in kl]
 
@@ -282,10 +279,10 @@ def _require_lengths(name: str, columns: Tensors, response_lengths: Sequence[int
         )
 
 
-# A product's cost grows with its width, that of the levels above falls: wider chunks than this are chunked once more.
+# Width of a chunk at most. The cost of a product grows with the width, while that of the levels above it falls.
 WIDEST_PRODUCT = 32
-# Float64 cells worked on at once: they stay in a processor's cache on their way through the steps of a scan, and torch
-# does not wake other threads for so few.
+# How many float64 cells a scan works on at once: so few stay in a processor's cache through all its steps, and torch does
+# not wake other threads for them.
 BLOCK_CELLS = 2**15
 
 
@@ -385,7 +382,7 @@ def _scan(terms: torch.Tensor, levels: list[tuple[torch.Tensor, torch.Tensor]]) 
 
 def _row_blocks(batch: torch.Tensor) -> Iterator[slice]:
     rows, length = batch.shape
-    # Elsewhere than on a processor a block is a launch.
+    # On an accelerator each block would cost kernel launches, and no cache gains by blocks: all rows are one.
     size = max(BLOCK_CELLS // max(length, 1), 1) if batch.device.type == "cpu" else max(rows, 1)
     return (slice(start, start + size) for start in range(0, rows, size))
 

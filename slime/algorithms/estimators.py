@@ -1,6 +1,7 @@
 """The advantage estimators, one row each: adding one is a row here and a function in `slime.algorithms.advantages`.
 
-Everybody else asks a row what the estimator does and compares no names. Free of torch: the rules of the flags read it too.
+All other code asks a row what the estimator does, and never compares names. This file does not import torch, since the
+rules of the flags read it too.
 """
 
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ class Estimator:
     Attributes:
         advantages: the function of `slime.algorithms.advantages` that takes its `AdvantageInputs` to (advantages, returns).
         centers: rewards are centred within their prompt group; the others get their baseline from values or whitening.
-        scales: … and divided by the standard deviation of the group, unless `--disable-grpo-std-normalization`.
+        scales: centred rewards are divided by the group's standard deviation, unless `--disable-grpo-std-normalization`.
         discounts: later rewards of a response reach earlier tokens, so it needs whole responses; the others have no time steps.
         counts_kl: `--kl-coef` reaches the advantages; otherwise the KL is only logged.
-        needs_critic: it takes values.
-        needs_whitening: it takes `--normalize-advantages`.
+        needs_critic: it is computed from a critic's values.
+        needs_whitening: it needs `--normalize-advantages`.
         objective: the function of `slime.algorithms.policy_loss` that makes a loss of ratios and advantages.
-        ratio_of_sequence: the probability ratio is that of whole sequences.
-        clips_one_side: by design, so that nothing bounds how far the ratio may fall.
+        ratio_of_sequence: the probability ratio is that of the whole sequence, not of a token.
+        clips_one_side: only the upper side is clipped, by design: nothing bounds how far the ratio may fall.
     """
 
     name: str
@@ -67,6 +68,6 @@ def estimator(name: str) -> Estimator:
 
 
 def names_of_estimators(fact: str, *, without: bool = False, joined_by: str = "or") -> str:
-    """The names of those with `fact` (an attribute), or `without` it, as words of a sentence: `a, b or c`."""
+    """The names of the estimators that have `fact` (an attribute), or are `without` it, as words of a sentence: `a, b or c`."""
     *names, last = [row.name for row in _ROWS if bool(getattr(row, fact)) is not without]
     return f"{', '.join(names)} {joined_by} {last}" if names else last

@@ -2,9 +2,9 @@
 
 With d = log π − log π_base of the sampled token: k1 = d, k2 = d²/2, k3 = e^{−d} − 1 + d. `low_var_kl` is k3 within ±10.
 
-On-policy distillation rests on k1: the student is paid, token by token, for what the teacher finds likely in the student's own
-samples. The log-ratio log π(token) − log π_teacher(token) is the one-sample estimate of the reverse KL (arXiv 2306.13649,
-arXiv 2306.08543); taken off the advantages of any estimator, its expected gradient is that of the reverse KL.
+On-policy distillation rests on k1: token by token, the student is rewarded for those of its own samples that the teacher finds
+likely. The log-ratio log π(token) − log π_teacher(token) is the one-sample estimate of the reverse KL (arXiv 2306.13649,
+arXiv 2306.08543). Where it is subtracted from the advantages of any estimator, its expected gradient is that of the reverse KL.
 """
 
 from collections.abc import Sequence
@@ -85,8 +85,8 @@ def distilled_advantages(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(A − coefficient·(log_probs − teacher_log_probs), that difference), float32 [R_i] per sample; no argument is modified.
 
-    All lists hold one tensor [R_i] per sample; whole responses, or equal parts of them. A masked token is no action of the
-    student: its advantage stays as it was, and its difference is 0.
+    All lists hold one tensor [R_i] per sample, of whole responses or of equal parts of them. A masked token is no action of
+    the student: its advantage stays as it was, and its difference is 0.
 
     Raises ValueError if the teacher's log-probs, or those of a sample, are missing or of another length.
     """

@@ -1,19 +1,20 @@
-"""How far the engine's log-probs are from the trainer's: sums that add up over ranks, and the worst tokens.
+"""Engine and trainer give a token different probabilities: how far they are apart, and how to correct for it.
 
-With log w = train − rollout of a trained token, k1 = −log w and k3 = w − 1 − log w estimate KL(rollout ‖ train) (J. Schulman,
+The engine samples tokens from probabilities that are not quite the trainer's. For a trained token let log w = train − rollout,
+the difference of its two log-probs.
+
+The first half of this file measures. k1 = −log w and k3 = w − 1 − log w estimate KL(rollout ‖ train) (J. Schulman,
 "Approximating KL Divergence", 2020); (Σw)²/(NΣw²) is the effective share of the tokens under weights w. Means are over all
-trained tokens of a step. Everything is float64; what masked tokens hold plays no part.
+trained tokens of a step. The sums add up over ranks; beside them, the tokens that are furthest apart are found.
 
-Masked importance sampling: weights π_train/π_rollout that are bounded, and tokens or sequences that are rejected.
+The second half corrects, by masked importance sampling: weights are bounded, and tokens or sequences are rejected. By level,
+the weight of a token is w itself, that of its whole sequence, e^{Σ log w}, or the geometric one, e^{mean of log w}. Exponents
+stop at ±20. Then, in this order: the weight is bounded; a token whose weight, at a level of its own, lies outside the rejection
+bounds is rejected; a sequence with one catastrophic token (w below the veto threshold) is rejected whole; weights are divided
+by their mean over the optimizer step.
 
-Tokens were sampled by the engine, whose probabilities are not the trainer's. With log w = train − rollout of a trained token,
-the weight of a token is, by level: w itself; of its whole sequence, e^{Σ log w}; or geometric, e^{mean of log w}. Exponents
-stop at ±20. Then, in this order: the weight is bounded; what lies outside of the rejection bounds (of a level of their own)
-is rejected; a sequence with one catastrophic token (w below the veto threshold) is rejected whole; weights are divided by
-their mean over the optimizer step.
-
-A sequence may be spread over shards (context-parallel ranks), and a step over micro-batches and ranks, so what belongs to more
-than a shard is computed in three stages, and the caller adds up between them:
+A sequence may be spread over shards (context-parallel ranks), and a step over micro-batches and ranks. So values of more than
+one shard are computed in stages, between which the caller adds up:
 
     sums     = sequence_sums(…)                     per sequence; to be added over the shards of the sequence
     weighted = weight_tokens(settings, …, sums)
@@ -22,8 +23,8 @@ than a shard is computed in three stages, and the caller adds up between them:
     extremes = sequence_extremes(weighted)          per sequence; to be minimised over its shards
     metrics  = mis_metrics(weighted, extremes)
 
-Invariants: computed in float64, without gradient; what masked tokens hold plays no part, not even NaN; a step weighs the same
-however it is cut.
+Invariants: everything is computed in float64, without gradient; the values at masked tokens play no part, not even NaN; the
+weights of a step do not depend on how it is cut into micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class WorstToken:
 
     @property
     def difference(self) -> float:
-        """|train − rollout|; infinite where it is no number."""
+        """|train − rollout|; infinite where that is NaN."""
         difference = abs(self.train_log_prob - self.rollout_log_prob)
         return math.inf if math.isnan(difference) else difference
 
@@ -61,9 +62,9 @@ class WorstToken:
 def mismatch_sums(
     train_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, loss_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a shard contributes: float64 sums [6], to be added over ranks, and the largest difference [1], to be maximised.
+    """A shard's contribution: float64 sums [6], to be added over ranks, and the largest difference [1], to be maximised.
 
-    All arguments flat over the same tokens, of any number. Weights stop at e^80.
+    All arguments are flat, over the same tokens; there may be none. Weights stop at e^80.
     """
     if not train_log_probs.shape == rollout_log_probs.shape == loss_mask.shape:
         raise ValueError(
@@ -114,7 +115,7 @@ def worst_tokens(
     if positions is None:
         positions = [torch.arange(len(mask)) for mask in loss_masks]
     columns = zip(samples, train_log_probs, rollout_log_probs, loss_masks, positions, strict=True)
-    # In the order that breaks ties, so that a stable sort keeps it.
+    # By sample, which is the order that breaks ties: the stable sort below keeps it.
     rows = sorted(columns, key=lambda row: int(row[0]))
     if not rows:
         return []
@@ -126,7 +127,8 @@ def worst_tokens(
     lengths = torch.tensor([len(tokens) for tokens in per_token[0]])
     sample_of = torch.repeat_interleave(torch.tensor(numbers), lengths, output_size=len(train))
     host = [column.to(train.device, torch.float64, non_blocking=True) for column in (sample_of, places)]
-    # One wait, however many samples there are; float64 holds the whole numbers exactly.
+    # All columns in one tensor, so that there is one wait for the device, however many samples there are. Float64 holds the
+    # whole numbers exactly.
     found = torch.stack([trained.double(), *host, train, rollout], dim=1)[worst].tolist()
     tokens = [
         WorstToken(int(sample), int(place), *values) for is_trained, sample, place, *values in found if is_trained
@@ -135,7 +137,7 @@ def worst_tokens(
 
 
 def merge_worst_tokens(shards: Iterable[Iterable[WorstToken]], count: int) -> list[WorstToken]:
-    """The `count` worst of all shards, worst first; equal ones by sample and position."""
+    """The `count` worst tokens of all shards, worst first; equal ones in the order of sample and position."""
     everything = (token for shard in shards for token in shard)
     return heapq.nsmallest(count, everything, key=lambda token: (-token.difference, token.sample, token.position))
 
@@ -150,12 +152,16 @@ _COUNT, _TRAIN, _ROLLOUT, _CATASTROPHIC = range(4)
 
 @dataclass(frozen=True)
 class MisSettings:
-    """What is done to weights; names and defaults are those of the keys in a configuration file.
+    """How weights are bounded and tokens rejected; names and defaults are those of the keys in a configuration file.
 
-    use_tis: weights multiply the loss. use_rs: rejection and veto act. Without them they are only measured.
-    tis_mode: truncate (weights above the upper bound become it), clip (both bounds), mask (weights outside become 0).
-    tis_lower_bound: 1 / tis_upper_bound unless set. rs_lower_bound, rs_upper_bound: those of tis unless set.
-    rs_veto_threshold: None means no veto. tis_batch_normalize: weights of a step have mean 1.
+    use_tis: weights multiply the loss; otherwise they are only measured.
+    use_rs: rejection and veto take effect; otherwise they are only measured.
+    tis_mode: `truncate` lowers weights above the upper bound to it, `clip` moves weights into both bounds, `mask` sets
+        weights outside the bounds to 0.
+    tis_lower_bound: None means 1 / tis_upper_bound.
+    rs_lower_bound, rs_upper_bound: None means the bounds of tis.
+    rs_veto_threshold: None means no veto.
+    tis_batch_normalize: weights are divided by their mean over the step, so that they have mean 1.
     """
 
     use_tis: bool = True
@@ -171,7 +177,7 @@ class MisSettings:
     tis_batch_normalize: bool = False
 
     def __post_init__(self) -> None:
-        """Raises UserError, naming the setting and a value that works."""
+        """Raises UserError if a setting is impossible; the message names it, and a value that works."""
         for name in ("use_tis", "use_rs", "tis_batch_normalize"):
             self._require(name, isinstance(getattr(self, name), bool), "true or false")
         for name, choices in (("tis_level", LEVELS), ("rs_level", LEVELS), ("tis_mode", MODES)):
@@ -207,10 +213,10 @@ class MisSettings:
 
 @dataclass(frozen=True, eq=False)
 class WeightedTokens:
-    """Weights of a shard's tokens, N of S sequences one after the other.
+    """Weights of a shard's N tokens, which are those of S sequences one after the other.
 
-    `weights` is what multiplies the loss of tokens that are not rejected; `kept` are the trained tokens that are not. `metrics`
-    are those that need nothing from other shards.
+    `kept` are the trained tokens that are not rejected; `weights` multiplies their loss. `metrics` are those that need nothing
+    from other shards.
     """
 
     sizes: tuple[int, ...]  # tokens of each sequence
@@ -223,7 +229,7 @@ class WeightedTokens:
 
     @property
     def ratios(self) -> torch.Tensor:
-        """What multiplies the loss of every token in the end, [N] float64: 0 for a rejected one."""
+        """The factor of every token's loss in the end, [N] float64: 0 for a rejected token."""
         return torch.where(self.kept, self.weights, 0.0)
 
     def split(self, per_token: torch.Tensor) -> list[torch.Tensor]:
@@ -237,10 +243,10 @@ def sequence_sums(
     rollout_log_probs: Sequence[torch.Tensor],
     loss_masks: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Over a shard's trained tokens of every sequence: their number, Σ train, Σ rollout, and how many are catastrophic.
+    """Float64 [S, 4], over the shard's trained tokens of every sequence: their number, Σ train, Σ rollout, and how many of
+    them are catastrophic.
 
-    Arguments: one tensor per sequence, over the same tokens. Returns float64 [S, 4].
-    Raises ValueError for tensors of different lengths.
+    Each argument has one tensor per sequence, over the same tokens. Raises ValueError for tensors of different lengths.
     """
     train, rollout, trained, lengths = _flat_columns(train_log_probs, rollout_log_probs, loss_masks)
     catastrophic = _is_catastrophic(settings, train - rollout)
@@ -257,7 +263,7 @@ def weight_tokens(
 ) -> WeightedTokens:
     """Bounded weights and rejections of a shard's tokens, not yet normalised.
 
-    sums: float64 [S, 4], `sequence_sums` of whole sequences. The other arguments as there.
+    sums: float64 [S, 4], `sequence_sums` of whole sequences, whose other arguments these are.
     """
     train, rollout, trained, lengths = _flat_columns(train_log_probs, rollout_log_probs, loss_masks)
     log_weights = train - rollout
@@ -319,8 +325,8 @@ def sequence_extremes(weighted: WeightedTokens) -> torch.Tensor:
 def mis_metrics(weighted: WeightedTokens, extremes: torch.Tensor) -> dict[str, torch.Tensor]:
     """All metrics per token, float32 [N], named `mis_…`, to be reduced with the masks from before the rejection.
 
-    extremes: float64 [S, 2], `sequence_extremes` of whole sequences. What is one number per sequence stands at every token
-    of it. Always the same names, whatever the settings.
+    extremes: float64 [S, 2], `sequence_extremes` of whole sequences. A metric of a sequence stands at each of its tokens. The
+    names are the same whatever the settings are.
     """
     extremes = extremes.masked_fill(extremes.isinf(), 0.0)
     of_tokens = extremes.repeat_interleave(weighted.lengths, dim=0, output_size=len(weighted.weights))
@@ -384,7 +390,7 @@ def _bounded(settings: MisSettings, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _is_catastrophic(settings: MisSettings, log_weights: torch.Tensor) -> torch.Tensor:
-    """Whether w is below the veto threshold, however far: compared as logarithms."""
+    """Whether w is below the veto threshold. Logarithms are compared, since the weights above stop at e^−20."""
     threshold = settings.rs_veto_threshold
     return log_weights < (-math.inf if threshold is None else math.log(threshold))
 
@@ -414,7 +420,7 @@ def _concatenated(rows: Sequence[torch.Tensor], device: torch.device) -> torch.T
 
 
 def _per_sequence(per_token: torch.Tensor, reduction: str, lengths: torch.Tensor, initial: float) -> torch.Tensor:
-    """[S, columns] from [N, columns]. Unlike scattering sums, the same bits every time."""
+    """[S, columns] from [N, columns]. The result has the same bits every time, which scattered sums do not have."""
     if len(lengths) == 0:
         return per_token.new_zeros(0, per_token.shape[1])
     return torch.segment_reduce(per_token, reduction, lengths=lengths, axis=0, initial=initial, unsafe=True)

@@ -3,16 +3,16 @@
 PPO clip (arXiv 1707.06347, equation 7) has separate bounds (arXiv 2503.14476, equation 10) and dual clip (arXiv 1912.09729,
 equation 5): a token with a negative advantage never costs more than c·|A|, however likely the new policy makes it.
 CISPO (arXiv 2506.13585, equations 4 and 5) clips the importance weight instead of the objective: every token keeps a gradient.
-Both take the ratio by way of `ppo_kl` = old log-prob − new log-prob; for GSPO that is `compute_gspo_kl`'s, one per sequence.
+Both get the ratio as `ppo_kl` = old log-prob − new log-prob; for GSPO `compute_gspo_kl` makes it, with one value per sequence.
 
 The log-ratio of a sequence is the mean over its trained tokens; tokens of tools or the environment have no part in it. It is a
-property of the full response, so under context parallelism the log-probs come in gathered; what is returned is laid out like
-this rank's part of the response.
+property of the whole response, so under context parallelism these functions take gathered log-probs. They return values that
+are laid out like this rank's part of the response.
 
-Importance weights w = π_train/π_rollout, before the policy moves, correct for tokens having been sampled by the engine, whose
-numerics are not the trainer's. Truncated importance sampling (E. Ionides, "Truncated Importance Sampling", 2008; here per token
-and with a lower bound too) moves w into a range; icepop (arXiv 2510.18855) drops tokens whose w is outside of it. Weights are
-constants: no gradient flows through them.
+The engine sampled the tokens, and its numerics are not the trainer's. Importance weights w = π_train/π_rollout, taken before
+the policy moves, correct for that. Truncated importance sampling (E. Ionides, "Truncated Importance Sampling", 2008; here per
+token and with a lower bound too) moves w into a range; icepop (arXiv 2510.18855) drops tokens whose w is outside of it. Weights
+are constants: no gradient flows through them.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def clipped_objective(
 def cispo_objective(
     ppo_kl: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor, eps: tuple[float, float, float | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`compute_cispo_loss` as such an objective; it has no dual clip."""
+    """`compute_cispo_loss` as an objective of `slime.algorithms.estimators`; it has no dual clip."""
     return compute_cispo_loss(ppo_kl, log_probs, advantages, *eps[:2])
 
 
@@ -104,9 +104,9 @@ MAX_EXPONENT = 80.0
 def saturated(exponent: torch.Tensor) -> torch.Tensor:
     """min(exponent, 80), with the gradient of the identity; NaN stays NaN.
 
-    A ratio that overflows need not matter: its token may be clipped, or masked. But zero times infinity is NaN, so one such
-    token would spoil the gradient of the whole batch. With the exponent bounded in the value only, ratio and gradient of a
-    token that does matter are finite and absurdly large, so that its loss or gradient norm is noticed instead of vanishing.
+    A ratio that overflows may belong to a token that is clipped or masked, and would not matter. But zero times infinity is
+    NaN, so that one such token would spoil the gradient of the whole batch. Only the value is bounded, not the gradient: a
+    token that does matter gets a ratio and a gradient that are finite and absurdly large, which loss and gradient norm show.
     """
     return _Saturated.apply(exponent)
 
@@ -133,8 +133,8 @@ PerToken = torch.Tensor | Sequence[torch.Tensor]
 def sequence_kl(log_probs: PerToken, old_log_probs: PerToken, loss_masks: Sequence[torch.Tensor]) -> torch.Tensor:
     """k̄ = Σ (old − new)·m / max(Σ m, 1) of every sequence, float32 [number of sequences], with gradient.
 
-    Each argument: one tensor [R_i] per sequence; the log-probs may come concatenated. What masked tokens hold, also NaN,
-    changes neither value nor gradient. Raises ValueError if lengths differ.
+    Each argument has one tensor [R_i] per sequence; the log-probs may come concatenated. The values at masked tokens, even NaN,
+    change neither result nor gradient. Raises ValueError if lengths differ.
     """
     columns = {"log_probs": log_probs, "old_log_probs": old_log_probs}
     require_equal_lengths(
@@ -158,7 +158,7 @@ def compute_gspo_kl(
     local_log_probs: Sequence[torch.Tensor],
     loss_masks: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """The sequence's old − new log-prob per token, for every local token: `ppo_kl` of GSPO (arXiv 2507.18071, equation 7).
+    """`ppo_kl` of GSPO (arXiv 2507.18071, equation 7): at every local token, its sequence's mean of old − new log-prob.
 
     Args:
         full_log_probs, full_old_log_probs, loss_masks: as for `sequence_kl`, of whole responses.
@@ -178,7 +178,7 @@ def off_policy_sequence_mask(
     loss_masks: Sequence[torch.Tensor],
     delta: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What to multiply the loss of each token by, and where that is zero (arXiv 2512.02556, section 3.1).
+    """Which tokens are kept and which are rejected, as factors of the loss (arXiv 2512.02556, section 3.1).
 
     A token is rejected if its advantage is negative and its sequence's mean of old − new over trained tokens is above `delta`.
 

@@ -1,20 +1,18 @@
-"""From values per token to one number, so that the result does not depend on how samples fell into micro-batches.
+"""Sums and recursions over the trained tokens of responses.
 
-Per rollout: each sample contributes its masked sum over the trained tokens of its whole *execution*. Those denominators are
-computed once, over the whole rollout (`rollout_mask_sums`), before samples are packed or split; so any cut of the samples into
-micro-batches and ranks sums to the same number. Per token: plain masked sums, divided by the token count of the step later.
-A masked token contributes nothing, whatever its value (also NaN). Its gradient is 0 here; that a NaN behind it leaves no NaN
-in the gradient either is seen to where the loss begins (`slime.training.loss`).
+The first half reduces values per token to one number that does not depend on how samples fell into micro-batches and ranks.
+- Per rollout, a sample contributes its masked sum, divided by the number of trained tokens of its whole *execution*. These
+  denominators are computed once, over the whole rollout (`rollout_mask_sums`), before samples are packed or split.
+- Per token, a sample contributes its plain masked sum; the total is divided by the token count of the step later.
+- A masked token contributes nothing, whatever its value is, even NaN. Its gradient is 0 here. `slime.training.loss` takes care
+  that a NaN from which its value was computed does not reach the gradient either.
 
-Which tokens of a response are time steps, and how recursions run over those alone.
-
-A response may hold tokens that the policy did not choose: answers of tools, text of an environment (loss mask 0).
-They are not actions. Were they time steps, a discount would make the reward of an action depend on how long a tool's
-answer was, and the value of a position that the policy never acts from would enter its neighbours' advantages. So
-recursions run over the trained tokens, in order, as if the others were not there: the trained tokens are pulled
-together, scanned, and put back in their places.
-
-A scan gets them padded behind the end, a few responses of similar length at a time.
+The second half says which tokens of a response are time steps, and runs recursions over those alone. A response may hold
+tokens that the policy did not choose: answers of tools, text of an environment (loss mask 0). They are not actions. If they
+were time steps, a discount would make the reward of an action depend on how long a tool's answer was, and the value of a
+position that the policy never acts from would enter its neighbours' advantages. So recursions run over the trained tokens, in
+order, as if the others were not there: `scan_steps` pulls these together, pads them behind the end, scans a few responses of
+similar length at a time, and puts the results back in their places.
 """
 
 import itertools
@@ -58,7 +56,8 @@ def token_weights(
 ) -> torch.Tensor:
     """m_t / max(D_i, 1) of every token, float32, flat, on the device of the masks; m_t without denominators.
 
-    `masked_sum` with these weights is `sum_of_sample_mean`; who reduces many values makes them once. Nothing is waited for.
+    `masked_sum` with these weights is `sum_of_sample_mean`; a caller that reduces many values makes the weights once. There is
+    no wait for the device.
     """
     mask = flat(loss_masks).float()
     if sample_denominators is None:
@@ -70,8 +69,8 @@ def token_weights(
 def masked_sum(
     values: torch.Tensor | Sequence[torch.Tensor], loss_masks: torch.Tensor | Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Σ x·m over all tokens, a float32 scalar with gradient; each argument per sample or concatenated. Instead of masks there
-    may be weights, as of `token_weights`."""
+    """Σ x·m over all tokens, a float32 scalar with gradient. Each argument is one tensor per sample, or all concatenated. The
+    masks may be weights, for example those of `token_weights`."""
     flat_values = flat(values)
     weights = flat(loss_masks).to(flat_values.device, torch.float32)
     if flat_values.shape != weights.shape:
@@ -80,30 +79,32 @@ def masked_sum(
 
 
 def flat(tensors: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tokens of all responses one after the other, of one tensor [R_i] each, or as they are if they come so."""
+    """One tensor [N] with the tokens of all responses, one after the other, from one tensor [R_i] per response. A tensor is
+    returned as it is."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     return torch.cat(list(tensors)) if len(tensors) else torch.zeros(0)
 
 
 def per_token(per_response: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """The value [S] of each response at each of its tokens, [sum of the lengths]; nothing is waited for."""
+    """The value [S] of each response at each of its tokens, [sum of the lengths]. There is no wait for the device."""
     on_device = torch.as_tensor(lengths, dtype=torch.int64).to(per_response.device, non_blocking=True)
     return per_response.repeat_interleave(on_device, output_size=sum(lengths))
 
 
 def true_until(flags: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of boolean `flags` over the tokens of all responses: how many are true in each response, int64 [S], and from its start up
-    to and with each token, int64 [N]."""
+    """How many of the boolean `flags` [N], over the tokens of all responses, are true: in each response, int64 [S], and from
+    the start of the response up to and including each token, int64 [N]."""
     ends = torch.as_tensor([0, *itertools.accumulate(lengths)], dtype=torch.int64).to(flags.device, non_blocking=True)
-    # Whole numbers, so differences of running sums are exact.
+    # Running sums of whole numbers are exact, and so are their differences.
     until = torch.nn.functional.pad(flags.cumsum(0), (1, 0))
     at_ends = until.index_select(0, ends)
     return at_ends.diff(), until[1:] - per_token(at_ends[:-1], lengths)
 
 
 def sums_of_responses(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Σ of each response, float64 [S] with gradient, of `values` [N] over the tokens of all; the same bits every time."""
+    """The sum of each response, float64 [S] with gradient, of `values` [N] over the tokens of all responses. The result has the
+    same bits every time."""
     on_device = torch.as_tensor(lengths, dtype=torch.int64).to(values.device, non_blocking=True)
     return _SumsOfSegments.apply(values.double(), on_device)
 
@@ -143,10 +144,10 @@ def trained_tokens(loss_masks: Sequence[torch.Tensor], responses: Sequence[torch
 def zero_masked_tokens(
     columns: Mapping[str, Sequence[torch.Tensor]], loss_masks: Sequence[torch.Tensor]
 ) -> dict[str, list[torch.Tensor]]:
-    """The columns, each one tensor [R_i] per response, with 0 in place of whatever stands at masked tokens.
+    """The columns, each one tensor [R_i] per response, with 0 at masked tokens.
 
-    To be called before ratios and weights are formed: a product with a mask of 0 leaves NaN what was NaN, in the value or in
-    the gradient. Raises ValueError if a mask is not as long as its response.
+    Call this before ratios and weights are formed: multiplication with a mask of 0 does not remove NaN, neither from the value
+    nor from the gradient. Raises ValueError if a mask is not as long as its response.
     """
     require_equal_lengths(loss_masks=loss_masks, **columns)
     if not len(loss_masks):
@@ -163,8 +164,8 @@ def zero_masked_tokens(
 def step_masks(trained: Sequence[torch.Tensor], count_masked_tokens: bool) -> list[torch.Tensor]:
     """Which tokens take a time step, boolean [R_i] per response: the trained ones.
 
-    With `count_masked_tokens` all tokens of a response that has trained ones: the older convention, in which the answer of a
-    tool passes time. A response without trained tokens has no steps either way.
+    With `count_masked_tokens`, all tokens of a response that has trained ones take a step. That is the older convention, in
+    which time passes during the answer of a tool. A response without trained tokens has no steps either way.
     """
     if not count_masked_tokens or not len(trained):
         return list(trained)
@@ -179,7 +180,7 @@ def scan_steps(scan: Scan, columns: Sequence[Sequence[torch.Tensor]], steps: Seq
     `columns`: what the scan takes, in order, each a list with one tensor [R_i] per response. `scan`: a function of that many
     tensors [B, T], zero behind the end of a row, to a tuple of tensors [B, T]. Tokens that are no steps come back as 0.
     """
-    # The one wait: batches are cut by these numbers.
+    # This is the one wait for the device: the lengths of batches depend on these numbers.
     counts = true_until(torch.cat(list(steps)), [len(mask) for mask in steps])[0].tolist() if len(steps) else []
     results: list[list] = []
     for members in _batches_of_similar_length(counts):
@@ -190,7 +191,7 @@ def scan_steps(scan: Scan, columns: Sequence[Sequence[torch.Tensor]], steps: Seq
         )
         padded = []
         for column in columns:
-            # With one more cell, for the tokens that take no step.
+            # The tokens that take no step all go to one more cell, behind the batch.
             batch = torch.zeros(shape[0] * shape[1] + 1, device=cells.device)
             batch[cells] = torch.cat([column[member] for member in members]).float()
             padded.append(batch[:-1].view(shape))
