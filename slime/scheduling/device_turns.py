@@ -1,17 +1,17 @@
-"""Who has the devices: training ranks and engines that share them take turns. The order of it, pure.
+"""Which side has the devices: training ranks and engines that share them take turns. Here the order of that is data.
 
     GENERATION ──► TRAINING ──► PUSH ──► GENERATION
     engines: all        none        weights     all
     trainer: none       all         weights     none
 
-Each arrow first takes from one side, then gives to the other: what both need never lies on a device at once. A step is
+Each arrow first takes memory from one side, then gives it to the other: what both need is never on a device at once. A step is
 
     generate → drain → engines sleep → trainer wakes → train (→ save) → trainer keeps its weights only → engines take room for
     weights → push → trainer sleeps → engines take room for caches → continue
 
-A trainer that sleeps may also end (`--release-train`): then it holds nothing, and is there again when it holds something.
-A side that does not sleep holds everything at all times. To ask for the turn that it is already is fine and does nothing.
-Engines lose their weights when they sleep, so nothing leads from TRAINING to GENERATION but a push.
+With `--release-train` a trainer ends where it would sleep: it then holds nothing, and is started again when it shall hold
+something. A side that never sleeps holds everything at all times. Asking for the present turn again is allowed and does
+nothing. Engines lose their weights when they sleep, so only a push leads from TRAINING to GENERATION.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import enum
 
 
 class Holds(enum.IntEnum):
-    """What a side has of its memory on the devices."""
+    """How much of its memory a side has on the devices."""
 
     NOTHING = 0
-    # The trainer's: without optimizer and gradients. The engines': room for weights, without caches.
+    # A trainer then has neither optimizer nor gradients. Engines have room for weights, but no caches.
     WEIGHTS = 1
     ALL = 2
 
@@ -41,25 +41,27 @@ TRAINER, ENGINES = "trainer", "engines"
 
 
 class IllegalTurn(Exception):
-    """A turn that cannot follow: the engines would generate with weights that they have not."""
+    """A turn that cannot follow: the engines would generate without having weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sides:
-    """Something of both sides: what they hold, or whether they sleep."""
+    """One value for each side: what it holds, or whether it is one that sleeps."""
 
     trainer: Holds | bool
     engines: Holds | bool
 
 
 def steps_to(turn: Turn, holds: Sides, sleeps: Sides) -> list[tuple[str, Holds]]:
-    """What has to happen, in this order, so that the devices are there for `turn`: (side, what it then holds).
+    """The changes, in order, that make the devices free for `turn`: (side, what it then holds).
+
+    `holds`: what each side holds now. `sleeps`: whether each side gives its memory away between its turns.
 
     Raises:
         IllegalTurn: engines that have slept would generate without a push.
     """
     wanted = {
-        # An engine that has its caches keeps them: it may generate for others while one more gets weights.
+        # Engines that have their caches keep them: they may generate while another engine, which joins, gets its weights.
         Turn.PUSH: Sides(Holds.WEIGHTS, max(Holds.WEIGHTS, holds.engines)),
         Turn.TRAINING: Sides(Holds.ALL, Holds.NOTHING),
         Turn.GENERATION: Sides(Holds.NOTHING, Holds.ALL),

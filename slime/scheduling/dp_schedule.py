@@ -1,10 +1,10 @@
-"""From the samples of a rollout to optimizer steps, micro-batches and data-parallel ranks.
+"""Distribute the samples of a rollout over optimizer steps, micro-batches and data-parallel ranks.
 
-Micro-batches are formed over all samples of a step, without regard to ranks, and only then dealt to them.
+Micro-batches are formed from all samples of a step, without regard to ranks, and only then dealt to the ranks.
 
 Invariants
 - Each sample of a full step is in exactly one micro-batch of one rank; samples of one execution stay within one step.
-- In every step all ranks have the same number of micro-batches, a multiple of what the virtual pipeline asks for.
+- In every step all ranks have the same number of micro-batches, a multiple of the group size of a virtual pipeline.
 - `micro_batch_indices` of a rank, flattened, is 0 … n−1: positions in that rank's partition.
 - Dynamic micro-batches hold at most the token budget, except for a single sample that is longer.
 """
@@ -29,9 +29,9 @@ Bins = list[list[int]]
 
 @dataclass(frozen=True)
 class DPSchedule:
-    """Positions are those of the given samples; `dropped` counts executions of the incomplete last step.
+    """Which rank trains which samples, and when. `dropped` counts the executions of the incomplete last step.
 
-    partitions[rank]: the rank's samples in the order in which it trains them.
+    partitions[rank]: positions of the rank's samples among the given ones, in the order in which it trains them.
     micro_batch_indices[rank]: its micro-batches over all steps, as positions in its partition.
     num_microbatches[step]: micro-batches per rank. global_batch_sizes[step]: executions over all ranks.
     """
@@ -75,7 +75,7 @@ def build_schedule(
     Raises UserError if not even one step is full, or if a step's micro-batches cannot be made a multiple of dp × group size.
     """
     lengths = [int(length) for length in total_lengths]
-    # Numbers in a tensor are objects of their own, each unlike every other.
+    # Elements of a tensor are objects with hashes of their own: as keys, two equal ones would count as different executions.
     execution_ids = [each.item() if hasattr(each, "item") else each for each in execution_ids]
     steps, dropped = _cut_steps(lengths, execution_ids, global_batch_size)
     partitions: Bins = [[] for _ in range(dp_size)]
@@ -148,16 +148,17 @@ def _even_the_count(micro_batches: Bins, lengths: list[int], rule: BatchingRule,
 
 
 def most_micro_batches(packing: str, token_budget: int, count: int, longest: int) -> int:
-    """No more dynamic micro-batches than this come of `count` samples of at most `longest` tokens, before they are evened."""
+    """An upper bound for the number of dynamic micro-batches of `count` samples of at most `longest` tokens, before their
+    number is made a multiple for the ranks."""
     together = token_budget // longest
     if together < 2:
         return count
     if packing == "flops":
-        # The parts, and what those above the budget are split into: two of nearly equal size, so that each has half of the
-        # budget but for a sample.
+        # There are ceil(tokens / budget) parts at first. A part above the budget is split into two of nearly equal size, each
+        # of which is at least half of the budget, less one sample.
         tokens = count * longest
         return min(count, math.ceil(tokens / token_budget) + 2 * tokens // (token_budget - longest))
-    # Another one is begun where a sample has room in none; then each has so many.
+    # A bin is opened only when no other has room for a sample, and then each of the others holds `together` samples or more.
     return math.ceil(count / together)
 
 
@@ -176,7 +177,7 @@ def _static_sizes_message(sample_count: int, micro_batch_count: int, micro_batch
 
 
 def _deal(micro_batches: Bins, lengths: list[int], rule: BatchingRule, dp_size: int) -> Bins:
-    """Numbers of the micro-batches of each rank, ascending."""
+    """For each rank the numbers of its micro-batches, ascending."""
     if rule.flops_model is None:
         return [list(range(rank, len(micro_batches), dp_size)) for rank in range(dp_size)]
     flops = [sum(rule.flops_model.forward_flops(lengths[item]) for item in members) for members in micro_batches]

@@ -64,7 +64,7 @@ def best_fit_pack(lengths: Sequence[int], capacity: int) -> Bins:
 
 
 def expand_bins_by_splitting(bins: Iterable[Sequence[int]], lengths: Sequence[int], target_count: int) -> Bins:
-    """Split the heaviest bin of several items in two until there are `target_count` bins; the input is left as it is.
+    """Split the heaviest bin that has several items in two, until there are `target_count` bins. The input is not modified.
 
     The longest item goes first, each item to the lighter side. The side of the longest item keeps the place, the other goes to
     the end. Raises ValueError if the bins hold fewer items than `target_count`.
@@ -106,7 +106,7 @@ def _split_in_two(members: Sequence[int], lengths: Sequence[int]) -> tuple[list[
     sides: tuple[list[int], list[int]] = ([], [])
     weights = [0, 0]
     for item in sorted(members, key=lambda item: (-lengths[item], item)):
-        # A side without a member comes before a lighter one: items of length 0 must not leave a side empty.
+        # An empty side counts as lighter than any other: items of length 0 must not leave a side empty.
         lighter = min((0, 1), key=lambda side: (len(sides[side]) > 0, weights[side]))
         sides[lighter].append(item)
         weights[lighter] += lengths[item]
@@ -170,7 +170,7 @@ def balance_by_swaps(partitions: Bins, weights: Sequence[int], tolerance: float 
         heavier_after = np.maximum(sums[heaviest] - moved, sums[partition_of] + moved)
         heavier_after[:, candidates] = np.inf
         row, other = np.unravel_index(heavier_after.argmin(), heavier_after.shape)
-        # A smaller gain than this is rounding, and could go on for ever.
+        # A smaller gain than this is mere rounding, and swaps for it might never end.
         if heavier_after[row, other] > sums[heaviest] * (1 - 1e-6):
             break
         sums[heaviest] -= moved[row, other]

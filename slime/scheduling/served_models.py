@@ -1,4 +1,4 @@
-"""What engines there shall be, as data: models behind routers of their own, in groups of equal engines."""
+"""The engines that a run shall have, as data: each model is behind a router of its own and has groups of equal engines."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +15,9 @@ class ServerGroup:
     Attributes:
         num_gpus: GPUs of the whole group, above 0.
         overrides: server arguments of these engines, by field name; they win over `--sglang-*`.
-        where: `file:line`; empty where flags describe the group.
-        model_path, update_weights: those of its model; None: --hf-checkpoint.
+        where: `file:line` where the group is described; empty if flags describe it.
+        model_path: that of its model; None means --hf-checkpoint.
+        update_weights: whether its model receives the trainer's weights.
     """
 
     worker_type: str
@@ -44,7 +45,7 @@ class ModelServing:
 
 
 def node_parts(first: int, size: int, gpus_per_node: int) -> list[int]:
-    """How many of the `size` GPUs from GPU `first` of the run on lie on each node, in the order of the nodes."""
+    """How many of the `size` GPUs that begin with GPU `first` of the run lie on each node, in the order of the nodes."""
     parts = []
     while size > 0:
         parts.append(min(size, gpus_per_node - first % gpus_per_node))
@@ -53,15 +54,17 @@ def node_parts(first: int, size: int, gpus_per_node: int) -> list[int]:
 
 
 def first_uneven(total: int, first: int, size: int, gpus_per_node: int) -> int | None:
-    """Of engines with `size` GPUs each, on `total` GPUs from GPU `first` of the run on: the first GPU of the first one that has
-    more of them on one of its nodes than on another; None where there is none."""
+    """The first GPU of the first engine that has more GPUs on one of its nodes than on another; None if there is none.
+
+    The engines have `size` GPUs each, and take up the `total` GPUs that begin with GPU `first` of the run.
+    """
     starts = range(first, first + total - size + 1, size)
     return next((start for start in starts if len(set(node_parts(start, size, gpus_per_node))) > 1), None)
 
 
 def first_beside_a_sender(total: int, first: int, size: int, layout: ParallelLayout) -> tuple[int, int] | None:
-    """Of such engines, the first GPU of one that has GPUs of training ranks and others, and the first rank among those that
-    sends weights; None where there is none."""
+    """Of the same engines as in `first_uneven`, one that shares only some of its GPUs with training ranks, among which one
+    sends weights: (the engine's first GPU, that rank); None if there is none."""
     ranks = layout.world_size
     starts = [start for start in range(first, first + total - size + 1, size) if start < ranks < start + size]
     return next(((start, sender) for start in starts for sender in layout.first_of_stages if sender >= start), None)
