@@ -1,11 +1,11 @@
 """Bytes that one transformer layer keeps for its backward pass, per token of a packed stream.
 
-The lists follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), adapted to what is built here: the attention kernel
-keeps no score matrix (its quadratic term is gone; a number per token and head is left), keys and values have fewer heads than
-queries, the MLP is gated, norms are RMSNorm, there is no dropout, experts see `topk` copies of a token, latent attention has
-its down- and up-projections.
+The lists follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), adapted to the models that are built here: the
+attention kernel keeps no score matrix (its quadratic term is gone; a number per token and head is left), keys and values have
+fewer heads than queries, the MLP is gated, norms are RMSNorm, there is no dropout, experts see `topk` copies of a token, and
+latent attention has its down- and up-projections.
 
-What is kept depends on the kernels: fused ones keep their input, plain PyTorch operations keep every step between.
+It depends on the kernels which tensors are kept: fused ones keep their input, plain PyTorch operations every intermediate step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from slime.estimates.shape import LinearAttentionShape, MlaShape, ModelShape
 
 
 class Kernels(StrEnum):
-    """Who computes a layer."""
+    """The kernels that compute a layer."""
 
     TRANSFORMER_ENGINE = "Transformer Engine"
     TORCH_CUDA = "PyTorch on CUDA"
@@ -26,12 +26,12 @@ class Kernels(StrEnum):
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the backward pass computes again instead of having kept it.
+    """Which activations are recomputed in the backward pass instead of being kept.
 
-    granularity: None; "selective": the `modules`; "full": layers as a whole.
-    method: of "full": "uniform": every `num_layers` layers of a model chunk are one unit; "block": each of the first
-        `num_layers` layers of a chunk is one, the rest is kept.
-    distributed: the kept inputs are divided over tensor-parallel ranks.
+    granularity: None: none; "selective": those inside the `modules`; "full": those of whole layers.
+    method: for "full". With "uniform" every `num_layers` layers of a model chunk are one unit; with "block" each of the first
+        `num_layers` layers of a chunk is a unit, and the activations of the others are kept.
+    distributed: the kept inputs of units are divided over tensor-parallel ranks.
     """
 
     granularity: str | None = None
@@ -63,9 +63,9 @@ class ActivationModel:
     """Activations of the layers of one model under one layout.
 
     Args:
-        compute_bytes: of one element of the compute dtype.
-        delta_rule_kernels: kernels for 16 bits compute the gated delta rule, whoever computes the rest.
-        residual_bytes: of one element of the residual stream; 0: as the compute dtype.
+        compute_bytes: bytes of one element of the compute dtype.
+        delta_rule_kernels: kernels for 16 bits compute the gated delta rule, whichever `kernels` compute the rest.
+        residual_bytes: bytes of one element of the residual stream; 0: as many as of the compute dtype.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class ActivationModel:
         self.delta_rule_kernels = delta_rule_kernels
 
     def layer(self, index: int) -> LayerActivations:
-        """Decoder layer `index`; -1: a layer of multi-token prediction, which is built like the last one."""
+        """The activations of decoder layer `index`; -1 means a layer of multi-token prediction, built like the last decoder
+        layer."""
         index = index if index >= 0 else self.shape.num_layers - 1
         experts = self.shape.has_experts(index)
         mlp, hidden_gradient = self._experts() if experts else self._mlp(self.shape.ffn_hidden_size, "mlp")
@@ -101,8 +102,8 @@ class ActivationModel:
         )
 
     def shared(self, layers: Sequence[int]) -> float:
-        """What these layers of one pass keep together: cosines and sines, for the queries and keys of all. Layers of
-        multi-token prediction (-1) have those of the decoder."""
+        """Bytes per token that these layers of one pass keep in common: the cosines and sines that rotate queries and keys.
+        Layers of multi-token prediction (-1) use those of the decoder."""
         if self.shape.mla is not None or self.kernels is Kernels.TRANSFORMER_ENGINE:
             return 0.0
         rotate = any(index >= 0 and not self.shape.has_linear_attention(index) for index in layers)
@@ -119,13 +120,13 @@ class ActivationModel:
 
     @property
     def layer_input(self) -> float:
-        """What is kept of a recomputed unit."""
+        """Bytes per token that are kept of a recomputed unit: its input."""
         if self.recompute.distributed:
             return self.residual_bytes * self.shape.hidden_size / self.layout.tensor
         return self.hidden
 
     def norm(self, width: float) -> float:
-        """A norm over `width` elements, without its input where another part keeps that."""
+        """Bytes that a norm over `width` elements keeps, without its input, which another part counts."""
         return self.bytes * width
 
     @property
@@ -147,8 +148,8 @@ class ActivationModel:
         shape, tensor = self.shape, self.layout.tensor
         query, key = shape.query_width / tensor, max(shape.key_width / tensor, shape.head_dim)
         gate = query if shape.attention_output_gate else 0.0
-        # The projection, which the values are a view of, and the inputs of norms; PyTorch's kernel on CUDA copies the values,
-        # unless the values are what it is called with once more.
+        # The projection is kept, since the values and the inputs of norms are views of it. PyTorch's kernel on CUDA copies the
+        # values, so that without norms the projection is freed; but a recomputed kernel is called with the values once more.
         elements = query + gate + 2 * key
         copies = self.kernels is Kernels.TORCH_CUDA and not self.recompute.drops("core_attn")
         if copies and shape.qk_norm is None:
@@ -161,20 +162,20 @@ class ActivationModel:
         return kept + self.bytes * elements + self._core_attention(query, key, shape.num_attention_heads / tensor)
 
     def _query_key_norm(self, query: float, key: float) -> float:
-        # The outputs are rotated at once. The inputs are views of the projection, but queries of several groups do not lie in a
-        # row there, and are copied.
+        # The outputs are rotated at once, and not kept. The inputs are views of the projection, except that the queries of
+        # several groups are not contiguous there and are copied.
         return self.bytes * query if key > self.shape.head_dim else 0.0
 
     def _core_attention(self, output_width: float, value_width: float, heads: float) -> float:
-        """The output (the input of the projection) and the logarithm of each row's sum."""
+        """Bytes of the kernel's output, which is the input of the projection, and of the logarithm of each row's sum."""
         output = self.bytes * output_width
         inside = 4.0 * heads
         if self.kernels is Kernels.TORCH_CPU:
             inside += output  # one tensor per sequence; the output is their concatenation
         elif self.kernels is Kernels.TORCH_CUDA or self.shape.mla is not None:
-            # Latent attention has this kernel beside Transformer Engine's layers too. It wants values that lie together. Where
-            # a sequence lies on several ranks they are a copy of all rows that the rank's two parts of it see, parts + 1/2
-            # times as many as its own; so are the keys, in place of its own.
+            # Latent attention uses this kernel even where Transformer Engine computes the rest. The kernel needs contiguous
+            # values. Under context parallelism they are a copy of all rows that the rank's two chunks of a sequence attend to,
+            # which are parts + 1/2 times as many as its own rows; so are the keys, which replace its own.
             parts = self.layout.context
             inside += self.bytes * value_width * (1 if parts == 1 else 2 * parts)
         return output if self.recompute.drops("core_attn") else output + inside
@@ -185,8 +186,8 @@ class ActivationModel:
         heads = self.shape.num_attention_heads / self.layout.tensor
         query, value = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim), heads * mla.v_head_dim
         again, up_again = self.recompute.drops("core_attn"), self.recompute.drops("mla_up_proj")
-        # Every rank has the latent vectors of all rows at first. Its own rows are a copy of those of keys and values, and a
-        # view of those of queries, which keeps all.
+        # At first every rank has the latent vectors of all rows. With sequence parallelism its own rows are then a copy of the
+        # latent vectors of keys and values, but only a view of those of queries, which keeps all rows of these.
         elements = mla.kv_lora_rank / rows if rows > 1 else 0.0
         if rows == 1 or up_again:
             elements += mla.kv_lora_rank + mla.qk_pos_emb_head_dim
@@ -195,35 +196,37 @@ class ActivationModel:
         if self.shape.qk_norm is not None:
             kept += self.norm((mla.kv_lora_rank + (mla.q_lora_rank or 0)) / rows)
         if not up_again:
-            # Queries and keys with their rotated part joined on, and cosines and sines for both; nothing needs the projections.
+            # Queries and keys are kept with their rotated part joined on, and cosines and sines of both; the projections are
+            # not.
             elements += 2 * query + 4 * mla.qk_pos_emb_head_dim
-            # The kernel on CUDA gets a copy of the values, as wide as the keys.
+            # On CUDA the kernel gets a copy of the values that is as wide as the keys: `_core_attention` counts it.
             elements += value if again or self.kernels is Kernels.TORCH_CPU else 0.0
         elif self.kernels is Kernels.TORCH_CPU and not again and value < query:
             elements += 2 * query  # for values of another width PyTorch keeps scaled copies of queries and keys
         if self.kernels is not Kernels.TORCH_CPU and not again and value < query:
-            elements += query  # its output, from which the values' width is copied
+            elements += query  # the kernel's padded output, of which the width of the values is copied
         return kept + self.bytes * elements + self._core_attention(value, query, heads)
 
     def _chosen_keys(self, index: int) -> float:
-        """What an indexer chooses, int32; nothing trains it, so it keeps nothing else. Every tensor-parallel rank has the rows
-        of all. Streams of short sequences only, in which nothing is chosen, keep less."""
+        """Bytes of the keys that an indexer chooses, int32. It is not trained, so nothing else of it is kept. Every
+        tensor-parallel rank has all rows. Where all sequences are so short that nothing is chosen, less is kept than this."""
         return 4.0 * self.shape.mla.indexer.topk if self.shape.has_indexer(index) else 0.0
 
     def shared_choice(self, index: int) -> float:
-        """What is kept of a recomputed layer beside its input: the keys that it chooses, where the next layer uses them too."""
+        """Bytes per token that are kept of a recomputed layer beside its input: the keys that it chooses, if the next layer
+        uses them too."""
         is_shared = index + 1 < self.shape.num_layers and not self.shape.has_indexer(index + 1)
         return self._chosen_keys(index) if is_shared else 0.0
 
     def _linear_attention(self, linear: LinearAttentionShape) -> float:
         """Gated delta net (arXiv 2412.06464); tensor-parallel ranks share its heads.
 
-        Of a rank's own rows: the projection, and the steps of the gated norm. Of the rows of all context-parallel ranks, since
-        each computes the whole stream: queries, keys and values before and after their convolution, decay and rate, and what
-        the rule keeps. With kernels that is the values, queries and keys normalised, once per value head, and a matrix of each
-        chunk of 64 tokens. PyTorch keeps what its chunks are computed from, in float32: per key head queries and keys as they
-        are normalised and cut into chunks, and their products; per value head the two sides of the triangular system and its
-        solution, four matrices of a chunk, what enters and leaves it, what is written, and states.
+        For a rank's own rows are kept: the projection, and the steps of the gated norm. For the rows of all context-parallel
+        ranks, since each rank computes the whole stream: queries, keys and values before and after their convolution, decay and
+        rate, and the tensors of the delta rule. With kernels these are the values, the normalised queries and keys, once per
+        value head, and a matrix of each chunk of 64 tokens. PyTorch keeps the inputs of its chunks, in float32: per key head
+        the queries and keys as they are normalised and cut into chunks, and their products; per value head the two sides of the
+        triangular system and its solution, four matrices of a chunk, its input and output, what it writes, and states.
         """
         mixed = 2 * linear.key_width + linear.value_width
         chunk, values = 64, linear.num_value_heads
@@ -248,7 +251,7 @@ class ActivationModel:
         return inner, 2 * self.bytes * width
 
     def _inner_elements(self) -> int:
-        """Tensors of the inner width: the first projection (two with a gate), and what the activation keeps."""
+        """How many tensors of the inner width are kept: the first projection (two with a gate), and those of the activation."""
         if not self.shape.gated_mlp:
             return 2
         # Plain PyTorch keeps SiLU(gate) and a copy of the other half beside their product.
@@ -258,7 +261,7 @@ class ActivationModel:
         """Routed experts at balanced routing, router and shared expert; (kept, gradients on the way back)."""
         moe, layout = self.shape.moe, self.layout
         shared, shared_back = self._mlp(moe.shared_ffn_hidden_size, "shared_experts")
-        # Every tensor-parallel rank routes its part of the tokens; the ranks of an expert's own group see them all.
+        # Every tensor-parallel rank routes its part of the tokens. Ranks that share an expert get each other's tokens too.
         copies = moe.topk * layout.expert_tensor / layout.tensor
         width = moe.ffn_hidden_size / layout.expert_tensor
         inner = self._inner_elements() + 1  # the product with the router's probability
@@ -298,7 +301,7 @@ def backward_working_set(model: ActivationModel, chunks: Iterable[Sequence[int]]
     gradients = max(layer.backward for layer in found)
     units = [unit for chunk in chunks for unit in _recomputed_units(model.recompute, chunk)]
     if not units:
-        # Among what the layer has freed by then is one hidden state.
+        # The layer has freed at least one hidden state by then.
         return gradients - model.hidden
     return max(model.kept(unit) for unit in units) + gradients
 
@@ -308,7 +311,7 @@ def _recomputed_units(recompute: Recompute, chunk: Sequence[int]) -> list[Sequen
     if recompute.granularity != "full":
         return []
     if recompute.method == "block":
-        # Multi-token prediction knows no blocks.
+        # Layers of multi-token prediction are not recomputed in blocks.
         return [(index,) for index in chunk[: recompute.num_layers] if index >= 0]
     size = recompute.num_layers
     return [chunk[start : start + size] for start in range(0, len(chunk), size)]

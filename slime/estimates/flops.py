@@ -1,7 +1,8 @@
 """Forward FLOPs of one sequence: a·L + b·L², exact integers.
 
-A multiplication and an addition count as two operations. Attention counts its causal half. Backward is twice the forward, so a
-training step costs three times these numbers, but for the choice of keys in sparse attention, which has no backward.
+A multiplication and an addition count as two operations. Of attention, the causal half counts. The backward pass costs twice
+the forward pass, so a training step costs three times these numbers, except for the choice of keys in sparse attention, which
+has no backward pass.
 """
 
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from slime.estimates.shape import IndexerShape, LinearAttentionShape, ModelShape
 
 @dataclass(frozen=True)
 class FlopsModel:
-    """FLOPs of a sequence of L tokens = `per_token`·L + `per_token_pair`·L², and `choosing_per_token`·L +
-    `choosing_per_token_pair`·L² more where L is above `topk`.
+    """FLOPs of a sequence of L tokens: `per_token`·L + `per_token_pair`·L², and for L above `topk` another
+    `choosing_per_token`·L + `choosing_per_token_pair`·L².
 
-    Rows of sparse attention choose so many keys; where a sequence has no more, nothing is chosen.
+    In sparse attention each row chooses `topk` keys; in a sequence that has no more, nothing is chosen.
     """
 
     per_token: int
@@ -77,23 +78,23 @@ def linear_attention_flops(hidden_size: int, linear: LinearAttentionShape) -> Fl
 
 
 def indexer_flops(hidden_size: int, query_input: int, indexer: IndexerShape) -> FlopsModel:
-    """One layer's choice of keys (arXiv 2512.02556, equation 1): projections of queries, keys and weights; then for each key
-    that a row sees a product per head, and their weighted sum."""
+    """One layer's choice of keys (arXiv 2512.02556, equation 1): projections to queries, keys and weights; then, for each key
+    that a row sees, a product per head and the weighted sum of these."""
     width = indexer.num_heads * indexer.head_dim
     projections = 2 * (query_input * width + hidden_size * (indexer.head_dim + indexer.num_heads))
     return FlopsModel(per_token=projections, per_token_pair=width + indexer.num_heads)
 
 
 def mlp_flops_per_token(hidden_size: int, ffn_width: int, *, gated: bool = True) -> int:
-    """An MLP of three projections, two without a gate. Of experts: `ffn_width` = expert width · top-k + shared width."""
+    """An MLP of three projections, or two without a gate. With experts, `ffn_width` is expert width · top-k + shared width."""
     return (6 if gated else 4) * hidden_size * ffn_width
 
 
 def model_flops(shape: ModelShape) -> FlopsModel:
     """The whole model without multi-token prediction.
 
-    Sparse attention multiplies all keys that a row sees and masks those that it did not choose, so it counts as dense attention
-    does, and its indexers on top.
+    Sparse attention multiplies with all keys that a row sees and masks those that were not chosen. So it counts like dense
+    attention, with its indexers on top.
     """
     softmax = _softmax_attention_flops(shape)
     per_token, per_token_pair = 2 * shape.hidden_size * shape.vocab_size, 0

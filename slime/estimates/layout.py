@@ -1,8 +1,8 @@
 """How training ranks are numbered, and which decoder layers each pipeline stage holds.
 
-Ranks count in Megatron-Core's default order. Attention and dense layers count them as tensor · context · data · pipeline,
-experts as expert-tensor · expert · expert-data · pipeline, the first one fastest. Both views describe the same ranks; only the
-pipeline stage is common to them.
+Ranks are numbered in Megatron-Core's default order. For attention and dense layers that is tensor · context · data · pipeline,
+for experts it is expert-tensor · expert · expert-data · pipeline; the first factor varies fastest. Both describe the same
+ranks, but only the pipeline stage is the same in both.
 
 The layers of a stage are cut into `virtual_pipeline` chunks; chunk c of every stage comes before chunk c + 1 of any, as
 Megatron-Core numbers them.
@@ -32,8 +32,8 @@ class ParallelLayout:
     """Sizes of all parallel groups of `world_size` ranks.
 
     virtual_pipeline: model chunks per pipeline rank (1: not interleaved).
-    stages_beside: ranks that follow each other are stages of one pipeline, in place of data-parallel ranks of one stage.
-    optimizers: ranks that hold the same shard of parameters share this many times all of its optimizer state.
+    stages_beside: pipeline stages vary faster than data-parallel ranks, so that stages of one pipeline are neighbours.
+    optimizers: how many complete copies of the optimizer state of a shard are held by the ranks that have this shard.
 
     Raises:
         UserError: the world cannot be divided into these groups; names the flags.
@@ -93,12 +93,12 @@ class ParallelLayout:
 
     @property
     def ranks_between_stages(self) -> int:
-        """From the first rank of a stage to that of the next."""
+        """By how much the first rank of a stage and that of the next one differ."""
         return self.tensor * self.context if self.stages_beside else self.world_size // self.pipeline
 
     @property
     def first_of_stages(self) -> list[int]:
-        """The first rank of every stage, which is the one that hands its weights out."""
+        """The first rank of every stage, which sends the stage's weights to engines."""
         return [stage * self.ranks_between_stages for stage in range(self.pipeline)]
 
     def stages_among(self, ranks: int) -> int:
@@ -111,8 +111,12 @@ _COUNTED = "--account-for-embedding-in-pipeline-split / --account-for-loss-in-pi
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """One stage. `chunks[c]`: decoder layers of its model chunk c, counted from 0 over the whole model. `predicts`: it has the
-    layers of multi-token prediction, if the model has such, and then its last norm. `passes_on`: it comes behind that one."""
+    """One stage.
+
+    chunks[c]: decoder layers of its model chunk c, counted from 0 over the whole model.
+    predicts: if the model has layers of multi-token prediction, they are on this stage, and the final norm with them.
+    passes_on: the stage comes after that one, and passes on what it computed.
+    """
 
     index: int
     chunks: tuple[tuple[int, ...], ...]
@@ -175,8 +179,8 @@ def split_as_laid_out(layout: str, pipeline: int) -> tuple[PipelineStage, ...]:
 
 def stage_of_predictions(layout: str | None, pipeline: int) -> int:
     """The stage, counted from 0, that has the layers of multi-token prediction: the last one, if the layout says nothing."""
-    of_them = [index for index, part in enumerate(parts_of_layout(layout or "")) if "m" in part]
-    return (of_them[0] if of_them else -1) % pipeline
+    predicting = [index for index, part in enumerate(parts_of_layout(layout or "")) if "m" in part]
+    return (predicting[0] if predicting else -1) % pipeline
 
 
 def parts_of_layout(layout: str) -> list[str]:
@@ -192,13 +196,14 @@ def parts_of_layout(layout: str) -> list[str]:
 
 
 def _numbered(sizes: list[list[int]], predicting: int | None = None) -> tuple[PipelineStage, ...]:
-    """`sizes[stage][chunk]` layers, counted through the first chunks of all stages, then the second ones, and so on."""
+    """Stages of `sizes[stage][chunk]` layers. Layers are numbered through the first chunks of all stages, then through the
+    second chunks, and so on."""
     chunks: list[list[tuple[int, ...]]] = [[] for _ in sizes]
     start = 0
     for chunk in range(len(sizes[0])):
-        for stage, of_stage in enumerate(sizes):
-            chunks[stage].append(tuple(range(start, start + of_stage[chunk])))
-            start += of_stage[chunk]
+        for stage, chunk_sizes in enumerate(sizes):
+            chunks[stage].append(tuple(range(start, start + chunk_sizes[chunk])))
+            start += chunk_sizes[chunk]
     last = len(sizes) - 1
     predicting = last if predicting is None else predicting
     return tuple(
@@ -210,7 +215,7 @@ def _numbered(sizes: list[list[int]], predicting: int | None = None) -> tuple[Pi
 def _layers_per_stage(
     num_layers: int, extra: int, pipeline: int, first: int | None, last: int | None, virtual: int
 ) -> list[int]:
-    """Layers of every stage; `extra`: embedding and loss that count as layers."""
+    """How many layers every stage has; `extra`: how many of embedding and loss count as layers."""
     fixed = {"--decoder-first-pipeline-num-layers": first, "--decoder-last-pipeline-num-layers": last}
     typed = [f"{flag} {size}" for flag, size in fixed.items() if size is not None]
     stages, layers = pipeline - len(typed), num_layers + extra - (first or 0) - (last or 0)
@@ -233,7 +238,7 @@ def _layers_per_stage(
 
 
 def _advice(num_layers: int, pipeline: int, first: int | None, virtual: int) -> str:
-    """The last stage takes what is left when those between hold equally many, as many as an even share rounded up."""
+    """Advice that works: the stages between hold an even share each, rounded up, and the last stage takes the rest."""
     layers, stages = num_layers - (first or 0), pipeline - (first is not None)
     if first and layers < stages:
         return (
@@ -259,11 +264,12 @@ def _require_whole_chunks(counts: list[int], virtual: int) -> None:
 
 
 def chunks_in_flight(layout: ParallelLayout, stage: int, micro_batches: int, group: int | None = None) -> float:
-    """Micro-batches whose activations stage `stage` holds at most, in units of all its layers.
+    """For how many micro-batches stage `stage` holds activations at most; one through all its layers counts 1.
 
-    One forward, one backward: a stage holds one per stage from itself to the end (Narayanan et al. 2021, arXiv 2104.04473,
-    section 2.2.1). Interleaved, it runs further ahead, in chunks (section 2.2.2): `group` micro-batches go through one chunk
-    before any goes through the next (`--microbatch-group-size-per-virtual-pipeline-stage`; None: one per stage).
+    In the schedule of one forward, one backward, a stage holds one for each stage from itself to the end (Narayanan et al.
+    2021, arXiv 2104.04473, section 2.2.1). In the interleaved one it runs further ahead, in chunks (section 2.2.2): `group`
+    micro-batches go through one chunk before any goes through the next
+    (`--microbatch-group-size-per-virtual-pipeline-stage`; None: as many as there are stages).
     """
     stages, virtual = layout.pipeline, layout.virtual_pipeline
     if stages == 1:

@@ -1,12 +1,13 @@
 """The number of parameters, exact, from the shape alone: of a model by part, and of one training rank.
 
-Every part says whether tensor-parallel ranks share it or hold all of it, so that counts per rank follow by division; of
-the projections down to latent vectors the trainer and the engines say different things.
-The score-correction bias of a router counts as a parameter: checkpoints hold it.
+For every part it is known whether tensor-parallel ranks share it or each hold all of it, so the counts of a rank follow by
+division. Only for the projections down to latent vectors do trainer and engines differ in this.
+The score-correction bias of a router counts as a parameter, since checkpoints hold it.
 
-A rank holds the layers of its pipeline stage, cut by tensor and expert parallelism. The embedding lies on the first stage, the
-output head on the last; with tied embeddings the last stage holds a copy of its own, unless it is the first one too. Layers of
-multi-token prediction lie on the last stage, which borrows the embedding for the steps that train them, and holds none.
+A rank holds the layers of its pipeline stage, cut by tensor and expert parallelism. The embedding is on the first stage, the
+output head on the last; with tied embeddings the last stage holds a copy of the embedding, unless it is the first one too.
+Layers of multi-token prediction are on the last stage, unless a layout says otherwise. That stage holds no embedding of its own
+for them, and borrows it for the steps that train them.
 """
 
 from collections.abc import Iterable
@@ -64,8 +65,8 @@ class MtpLayerParameters:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """A whole model. `layers[i]` is decoder layer i; `output_head` is 0 when it is tied to the embedding, and that of a critic
-    has one row."""
+    """A whole model. `layers[i]` is decoder layer i. `output_head` is 0 if it is tied to the embedding; that of a critic has
+    one row."""
 
     embedding: int
     output_head: int
@@ -75,7 +76,7 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
-        """All parameters but those of multi-token prediction, as model cards count."""
+        """The number of all parameters but those of multi-token prediction, which model cards do not count either."""
         return self.embedding + self.output_head + sum(layer.total for layer in self.layers) + self.final_norm
 
     @property
@@ -83,7 +84,7 @@ class ParameterCounts:
         return self.total + sum(layer.total for layer in self.mtp)
 
     def trained(self, *, predictions: bool) -> "ParameterCounts":
-        """Those that a run trains: without indexers, and of multi-token prediction only where `predictions` says so."""
+        """The parameters that a run trains: without indexers, and without multi-token prediction unless `predictions`."""
         layers = tuple(replace(layer, indexer=0) for layer in self.layers)
         mtp = tuple(replace(layer, layer=replace(layer.layer, indexer=0)) for layer in self.mtp)
         return replace(self, layers=layers, mtp=mtp if predictions else ())
@@ -121,7 +122,7 @@ def _decoder_layer(shape: ModelShape, layer: int) -> LayerParameters:
 
 
 def _mtp_transformer_layer(shape: ModelShape) -> LayerParameters:
-    """It is built like the last decoder layer, always with softmax attention."""
+    """The layer of multi-token prediction is built like the last decoder layer, but always with softmax attention."""
     last = shape.num_layers - 1
     indexer = shape.mla is not None and shape.mla.indexer is not None
     return _layer(shape, experts=shape.has_experts(last), linear_attention=False, indexer=indexer)
@@ -182,7 +183,8 @@ def _grouped_query_attention(shape: ModelShape) -> tuple[int, int]:
 
 
 def _latent_attention(shape: ModelShape, mla: MlaShape) -> tuple[int, int]:
-    """Shared and whole, without the projections down and the indexer. They have no biases, whatever the flags say."""
+    """(shared parameters, replicated ones), without the down-projections and the indexer. Latent attention has no biases,
+    whatever the flags say."""
     keys_and_values = shape.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim)
     attention = mla.kv_lora_rank * keys_and_values + shape.value_width * shape.hidden_size
     replicated, norm_width = 0, mla.kv_lora_rank
@@ -205,7 +207,7 @@ def _indexer(mla: MlaShape, hidden_size: int) -> int:
 
 
 def _linear_attention(linear: LinearAttentionShape, hidden_size: int) -> int:
-    """q, k, v and output gate; beta and decay; convolution over q, k, v; decay weights; output."""
+    """Projections to q, k, v and output gate, to beta and decay; convolution over q, k, v; decay weights; output projection."""
     inputs = hidden_size * (2 * linear.key_width + 2 * linear.value_width + 2 * linear.num_value_heads)
     convolution = linear.conv_kernel * (2 * linear.key_width + linear.value_width)
     decay = 2 * linear.num_value_heads
@@ -214,7 +216,7 @@ def _linear_attention(linear: LinearAttentionShape, hidden_size: int) -> int:
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Numbers of parameters of one rank by part. `routed_experts` are replicated and reduced apart from the rest."""
+    """How many parameters one rank has, by part. `routed_experts` are replicated and reduced separately from the rest."""
 
     embedding: int
     output_head: int
@@ -241,11 +243,11 @@ def rank_parameters(
     """Parameters of a rank of `stage`.
 
     Args:
-        counts: of the padded vocabulary; of the whole model, or what is trained of it.
+        counts: with the padded vocabulary; of the whole model, or only of what is trained.
     """
     layers = [counts.layers[index] for index in stage.layers]
     mtp = counts.mtp if stage.predicts else ()
-    # A layout may have a place for layers of multi-token prediction that the model, a critic's, has not.
+    # A layout may name a stage for layers of multi-token prediction although the model has none, because it is a critic.
     has_norm = stage.predicts if shape.mtp_num_layers else stage.is_last
     layers += [prediction.layer for prediction in mtp]
     per_layer = [_of_layer(layer, layout) for layer in layers]

@@ -1,10 +1,11 @@
-"""Memory of one GPU of an inference engine, from plain numbers: weights, and the key/value cache that the rest holds.
+"""Memory of one GPU of an inference engine, from plain numbers: weights and key/value cache.
 
-An engine takes `mem_fraction_static` of the GPU for weights and cache; what is left over is for activations and graphs.
+An engine takes `mem_fraction_static` of the GPU for both, and the cache gets what the weights leave. The rest of the GPU is for
+activations and graphs.
 
-Weights take the bytes that the `quantization_config` of the served checkpoint tells: a quantised one its bits and its part of
-a scale. Modules that a checkpoint leaves as they are count layer by layer, told by the name of one projection of each part. A
-format that is not known counts as not quantised, and is named.
+The size of a weight follows from the `quantization_config` of the served checkpoint: the bits of a quantised weight, and its
+part of a scale. Modules that the checkpoint leaves unquantised are found layer by layer, by the name of one projection of each
+part. A format that is not known counts as not quantised, and `unknown_quantisation` names it.
 """
 
 import fnmatch
@@ -31,7 +32,7 @@ class WeightBytes:
 
     @classmethod
     def everywhere(cls, size: float) -> Self:
-        """The same in all parts."""
+        """The same size in all parts."""
         return cls(**{field.name: size for field in fields(cls)})
 
 
@@ -42,11 +43,11 @@ class ServingSetup:
     tensor, pipeline: parallel sizes; their product is the number of GPUs of an engine.
     attention_data: groups that each keep the cache of their own requests (data-parallel attention); 1: none.
     sharded_head: the output head is shared by all ranks of a stage; otherwise by those of one such group.
-    cache_bytes: of one element of the cache.
-    static_fraction: share of the GPU for weights and cache; None: as many tokens as `max_total_tokens`.
+    cache_bytes: bytes of one element of the cache.
+    static_fraction: share of the GPU for weights and cache; None: the cache takes the room of `max_total_tokens`.
     max_total_tokens: upper limit of the cache, in tokens; None: what fits.
-    draft_layers: layers for multi-token prediction with which they draft, beside the model's embedding and head. Each caches
-        what a layer of the model does.
+    draft_layers: how many layers of multi-token prediction the engines draft with. They use the model's embedding and head, and
+        each has a cache like that of a layer of the model.
     """
 
     tensor: int
@@ -63,11 +64,13 @@ class ServingSetup:
 
 @dataclass(frozen=True)
 class ServingMemory:
-    """Bytes of one GPU of an engine, of the pipeline stage that takes most.
+    """Bytes of one GPU of an engine, on the pipeline stage that takes most.
 
-    reserve: for activations, graphs and communication, left free beside weights and cache.
-    cache_bytes_per_token: on this GPU. cache_tokens: of all groups of the engine; 0: the weights do not fit.
-    stage: which one; stage_totals: of a GPU of each.
+    reserve: left free beside weights and cache, for activations, graphs and communication.
+    cache_bytes_per_token: bytes on this GPU for one token.
+    cache_tokens: tokens in the caches of all groups of the engine; 0: the weights do not fit.
+    stage: the number of that stage.
+    stage_totals: bytes of one GPU of each stage.
     """
 
     weights: int
@@ -116,10 +119,10 @@ def serving_memory(shape: ModelShape, setup: ServingSetup) -> ServingMemory:
 
 
 def require_whole_groups(tensor: int, attention_data: int) -> None:
-    """Every group of data-parallel attention has equally many of an engine's tensor-parallel ranks.
+    """Require that an engine's tensor-parallel ranks can be divided into equal groups of data-parallel attention.
 
     Raises:
-        UserError: it has not; names sizes that would do.
+        UserError: they cannot; the message names sizes that would do.
     """
     if tensor % attention_data:
         raise UserError(
@@ -136,26 +139,26 @@ def served_bytes(shape: ModelShape, weight_bytes: WeightBytes) -> int:
 
 
 def served_expert_bytes(shape: ModelShape, weight_bytes: WeightBytes) -> int:
-    """Those of `served_bytes` that are of routed experts."""
+    """How many of the `served_bytes` are those of routed experts."""
     return round(sum(layer.routed_experts for layer in count_parameters(shape).layers) * weight_bytes.routed_experts)
 
 
 def _layers_of(shape: ModelShape, setup: ServingSetup, stage: int) -> range:
-    """The layers of a pipeline stage as SGLang deals them: where they do not divide, the last stages have one more."""
+    """The layers of a pipeline stage as SGLang divides them: if they do not divide evenly, the last stages have one more."""
     each, more = divmod(shape.num_layers, setup.pipeline)
     starts = [number * each + max(0, number - (setup.pipeline - more)) for number in (stage, stage + 1)]
     return range(*starts)
 
 
 def _weights(shape: ModelShape, setup: ServingSetup, stage: int) -> int:
-    """Of a rank of a pipeline stage: the first has the embedding, the last what follows the layers."""
+    """Bytes of the weights of a rank of `stage`: the first stage has the embedding, the last one final norm and output head."""
     counts = count_parameters(replace(shape, mtp_num_layers=setup.draft_layers))
     attention_ranks = setup.tensor // setup.attention_data
     layers = sum(
         _layer_bytes(counts.layers[layer], setup.weight_bytes, setup.tensor, attention_ranks)
         for layer in _layers_of(shape, setup, stage)
     )
-    # Each rank has the whole projection of a layer that drafts, and it is not quantised.
+    # The projection of a layer that drafts is whole on each rank, and not quantised.
     layers += sum(
         (draft.projection + draft.norms) * setup.weight_bytes.rest
         + _layer_bytes(draft.layer, setup.weight_bytes, setup.tensor, attention_ranks)
@@ -166,7 +169,7 @@ def _weights(shape: ModelShape, setup: ServingSetup, stage: int) -> int:
         # A rank looks up the tokens of its own group.
         vocabulary += counts.embedding / attention_ranks
     if stage == min(setup.pipeline, shape.num_layers) - 1:
-        # A head that is the embedding is there again where that is on another stage.
+        # A tied head needs a copy of the embedding if that is on another stage.
         head = counts.output_head or (counts.embedding if stage > 0 else 0)
         vocabulary += head / (setup.tensor if setup.sharded_head else attention_ranks) + counts.final_norm
     return round(layers + vocabulary * setup.weight_bytes.rest)
@@ -182,7 +185,8 @@ def _layer_bytes(layer: LayerParameters, size: WeightBytes, ranks: int, attentio
 
 
 def _cache_bytes_per_token(shape: ModelShape, setup: ServingSetup, stage: int) -> float:
-    """Keys and values of one token in the layers of one stage; latent attention keeps its latent vector on every rank."""
+    """Bytes of the keys and values of one token in the layers of one stage. Latent attention keeps its latent vector, on every
+    rank."""
     layers = [not shape.has_linear_attention(layer) for layer in _layers_of(shape, setup, stage)]
     count = sum(layers) + setup.draft_layers
     if shape.mla is not None:
@@ -199,7 +203,8 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Quantisation:
-    """`group` weights share a scale of `scale_bytes`; None: a whole row, or more, so that scales do not count."""
+    """Weights of `bits` bits, of which each `group` shares a scale of `scale_bytes`. A group of None is a whole row or more,
+    and its scale does not count."""
 
     bits: int
     group: int | None = None
@@ -212,21 +217,21 @@ class Quantisation:
 
 _ROWS_OF_8 = Quantisation(8)
 _NVFP4 = Quantisation(4, 16, 1)
-# Formats whose name says all.
+# Formats whose name determines bits and group.
 _FIXED = {
     "nvfp4": _NVFP4, "modelopt_fp4": _NVFP4, "petit_nvfp4": _NVFP4, "nvfp4_online": _NVFP4, "mxfp4": Quantisation(4, 32, 1),
     "mxfp8": Quantisation(8, 32, 1), "modelopt_fp8": _ROWS_OF_8, "w8a8_fp8": _ROWS_OF_8, "w8a8_int8": _ROWS_OF_8,
 }  # fmt: skip
-# Formats with a number of bits (4 where none is given) and a group beside the name.
+# Formats whose config has a number of bits (4 if it is missing) and a group size.
 _INTEGERS = ("gptq", "gptq_marlin", "awq", "awq_marlin", "auto-round", "moe_wna16")
-# Formats of 8 bits, whose scales may be those of blocks.
+# Formats of 8 bits, which may have scales per block.
 _BLOCKS = ("fp8", "blockwise_int8")
-# Bits that the `format` of a compressed checkpoint means where no group of it names them.
+# How many bits the `format` of a compressed checkpoint means if no config group names a number.
 _COMPRESSED_BITS = {"pack-quantized": 4, "int-quantized": 8, "float-quantized": 8, "naive-quantized": 8}
 _NVFP4_COMPRESSED = "nvfp4-pack-quantized"
 _NOT_QUANTISED = ("", "none", "dense", "unquant")
 _LEFT_OUT = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "exclude")
-# A projection of each part, in all its spellings.
+# The name of one projection of each part, in all its spellings: whether a part is quantised shows in it.
 _PROJECTIONS = {
     "attention": ("self_attn.o_proj",),
     "linear_attention": ("linear_attn.out_proj",),
@@ -240,9 +245,9 @@ def served_weight_bytes(shape: ModelShape, plain: float, config: Config | None, 
     """Bytes of one weight by part, scales included.
 
     Args:
-        plain: of one that is not quantised.
+        plain: bytes of a weight that is not quantised.
         config: the checkpoint's `quantization_config`; None: it has none.
-        method: `--sglang-quantization`, which counts where the checkpoint names no method.
+        method: `--sglang-quantization`, which is used if the checkpoint names no method.
     """
     found = quantisation_of(config, method)
     if found is None:
@@ -260,7 +265,7 @@ def served_weight_bytes(shape: ModelShape, plain: float, config: Config | None, 
 
 
 def quantisation_of(config: Config | None, method: str | None) -> Quantisation | None:
-    """How matrices are stored; None: they are not quantised, or in a format that is not known."""
+    """How matrices are stored; None if they are not quantised, or in a format that is not known."""
     config = config or {}
     name = _method(config, method)
     if name in _FIXED:
@@ -279,7 +284,7 @@ def quantisation_of(config: Config | None, method: str | None) -> Quantisation |
 
 
 def unknown_quantisation(config: Config | None, method: str | None) -> str | None:
-    """A format whose bytes are not known, as its config calls it."""
+    """The name of the checkpoint's format, as its config calls it, if it is one that is not known; else None."""
     config = config or {}
     name, form = _method(config, method), config.get("format") or config.get("quant_algo")
     if name in _NOT_QUANTISED or form in _NOT_QUANTISED or quantisation_of(config, method) is not None:
@@ -293,7 +298,8 @@ def _method(config: Config, method: str | None) -> str:
 
 
 def _compressed(config: Config) -> Iterator[Quantisation]:
-    """What the groups of a compressed checkpoint say; without groups, what its format and its own entries say."""
+    """How a compressed checkpoint stores weights, for each of its config groups; without groups, by its format and its own
+    entries."""
     if config.get("format") == _NVFP4_COMPRESSED:
         yield _NVFP4
         return
@@ -307,14 +313,14 @@ def _compressed(config: Config) -> Iterator[Quantisation]:
 
 
 def _blocks(size: Any) -> Quantisation:
-    """8 bits, with a float32 for each block of rows and columns, if there are blocks."""
+    """8 bits, with a float32 scale for each block of `size` rows and columns, if `size` is a pair."""
     if not isinstance(size, list | tuple) or len(size) != 2:
         return _ROWS_OF_8
     return Quantisation(8, size[0] * size[1], 4)
 
 
 def _group(config: Config, *names: str) -> int | None:
-    """Weights that share a scale; -1 and 0 mean a whole row."""
+    """How many weights share a scale; None for a whole row, which configs write as -1 or 0."""
     size = _number(config, *names)
     return size if size is not None and size > 0 else None
 
@@ -345,7 +351,8 @@ def _left_out(config: Config) -> Iterator[str]:
 
 
 def _names(entry: str, module: str) -> bool:
-    """Whether an entry means a module: `re:` with a regular expression, a name with `*`, or whole components of the name."""
+    """Whether an entry of a list of unquantised modules matches `module`. An entry is `re:` with a regular expression, a
+    pattern with `*`, or whole components of the name."""
     if entry.startswith("re:"):
         try:
             return re.match(entry.removeprefix("re:"), module) is not None

@@ -1,7 +1,7 @@
-"""The shape of a decoder-only model: what its number of parameters, its memory and its FLOPs follow from.
+"""The shape of a decoder-only model, from which its number of parameters, its memory and its FLOPs follow.
 
-Plain numbers without a framework. Every layer is described: `moe.layers`, `linear_attention.layers` and `indexer.layers`
-hold one truth value per decoder layer. A vision tower is not part of the shape.
+A shape is plain numbers and needs no framework. It describes every layer: `moe.layers`, `linear_attention.layers` and
+`indexer.layers` hold one boolean per decoder layer. A vision tower is not part of it.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,10 @@ from slime.utils.errors import UserError
 
 @dataclass(frozen=True)
 class IndexerShape:
-    """The indexer of sparse attention. `layers[i]`: decoder layer i has its own (others reuse the last one's choice).
+    """The indexer of sparse attention.
 
-    topk: keys that a row chooses.
+    layers[i]: decoder layer i has an indexer of its own; a layer without one reuses the choice of the layer before it.
+    topk: how many keys each row chooses.
     """
 
     num_heads: int
@@ -39,7 +40,7 @@ class MlaShape:
 
     @property
     def latent_width(self) -> int:
-        """What a token is projected down to: latent vectors, and the part of the keys that has the position."""
+        """Width to which a token is projected down: its latent vectors, and the part of the keys that carries the position."""
         return self.kv_lora_rank + self.qk_pos_emb_head_dim + (self.q_lora_rank or 0)
 
 

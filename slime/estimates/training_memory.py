@@ -1,12 +1,12 @@
 """The peak memory of one training rank, by part, from plain numbers: no model is built and nothing is allocated.
 
-Some parts are always there: weights, gradient buffer, optimizer state. Others come and go within a step, never all at once;
-the peak is the largest of the moments below, and `RankMemory` shows the parts as they are in it.
+Some parts are always there: weights, gradient buffer, optimizer state. Others come and go within a step, never all at once.
+The peak is the largest of the moments below, and `RankMemory` shows the parts as they are then.
 
-- "loss": the last micro-batch has gone forward, its logits and their gradient are there, every layer's activations too.
+- "loss": the last micro-batch has gone forward; there are its logits, their gradient, and every layer's activations.
 - "backward": a layer is differentiated; with full recomputation its activations are there once more.
-- "gradient reduction": the library that reduces keeps a copy (Gloo only).
-- "optimizer step": the update's own buffers.
+- "gradient reduction": the library that reduces gradients keeps a copy of them (Gloo only).
+- "optimizer step": the update has buffers of its own.
 - "weight push": tensors are gathered into transfer buckets.
 """
 
@@ -17,23 +17,23 @@ from slime.estimates.layout import ParallelLayout, PipelineStage, RankPlace, chu
 from slime.estimates.parameters import ParameterCounts, RankParameters, count_parameters, rank_parameters
 from slime.estimates.shape import ModelShape
 
-# Bytes of the float32 rows in which log-probs are computed at a time: the trainer takes them, the plan counts them. On a CPU
-# each thread works on a chunk of its own, fastest when that stays in its cache. On an accelerator a chunk is a few kernel
-# launches.
+# Log-probs are computed in chunks of so many bytes of float32 rows; the trainer uses these numbers, and the plan counts with
+# them. On a CPU each thread works on a chunk of its own, and is fastest when that stays in its cache. On an accelerator each
+# chunk costs a few kernel launches, so chunks are large.
 ONE_THREAD_CHUNK_BYTES = 1 * 2**20
 ACCELERATOR_CHUNK_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter: weight and gradient on every rank, the rest divided over replicas with `distributed`.
+    """Bytes per parameter. Weight and gradient are on every rank; with `distributed` the rest is divided over replicas.
 
     main_parameter: the optimizer's own copy (0 when it updates the weights themselves).
-    host_main_parameter: that copy where it is in host memory.
-    step: what the update allocates for a while, beside state that is on the device.
-    vocabulary_moments: on top of `moments`, of the parameters of embedding, output head and norms.
-    offloaded: share of the optimizer's state that lives in host memory.
-    saved: what a checkpoint holds of the optimizer.
+    host_main_parameter: that copy, for parameters whose optimizer state lives in host memory.
+    step: buffers that the update allocates for a while, for parameters whose state is on the device.
+    vocabulary_moments: moments on top of `moments` for the parameters of embedding, output head and norms.
+    offloaded: share of the optimizer's state that lives in host memory, from 0 to 1.
+    saved: the optimizer's part of a checkpoint.
     """
 
     weight: int
@@ -54,26 +54,26 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What the memory of a rank follows from, beside the model.
+    """Everything beside the model that determines the memory of a rank.
 
     stream_tokens: tokens of one micro-batch on one rank, padding included.
     rollout_tokens: tokens of a whole rollout step that one rank keeps as training data.
     microbatch_group: micro-batches that go through one chunk of an interleaved stage before the next; None: one per stage.
-    kept_whole: passes through a chunk, of those in flight, of which nothing is recomputed.
-    delta_rule_kernels, residual_bytes: as `ActivationModel` has them.
-    predictions: layers of multi-token prediction that are trained; each has logits of its own. Others are never run, and have
-        neither gradients nor optimizer state.
-    log_probs_chunk: bytes of the float32 rows that log-probs of 16-bit logits are computed in at a time.
+    kept_whole: how many of the passes in flight through a chunk are kept whole, without recomputation.
+    delta_rule_kernels, residual_bytes: as in `ActivationModel`.
+    predictions: how many layers of multi-token prediction are trained; each has logits of its own. Other such layers are never
+        run, and have neither gradients nor optimizer state.
+    log_probs_chunk: bytes of the float32 rows in which log-probs of 16-bit logits are computed at a time.
     push_bucket: bytes of one transfer bucket of the weight push; 0: nothing is pushed.
-    push_snapshot: the ranks that send keep the weights that engines have, to push what changed.
+    push_snapshot: the ranks that send keep a copy of the engines' weights, so that they can push only what changed.
     gloo: collectives run on CPU, by Gloo.
-    host_copies: sets of weights kept in host memory (reference and what its swap puts aside).
+    host_copies: how many sets of weights are kept in host memory (the reference, and the set that is swapped out for it).
     sleeps: weights and optimizer state move to host memory while engines work.
     saves: checkpoints are written.
     loads_float32: weights of 16 bits come out of a checkpoint in float32, by way of the host.
     trains: steps are taken; else the rank only pushes its weights, and `state` has no optimizer.
     saves_in_background: the rank trains, or sleeps, while its checkpoint is written.
-    shares_saves: replicas write a share each of what they hold alike; else the first of them writes all of it.
+    shares_saves: replicas each write a share of the weights that they all hold; else the first of them writes all.
     overhead: bytes of the process's context and libraries.
     """
 
@@ -106,14 +106,14 @@ class TrainingSetup:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank at its peak, by part. `moment`: which one that is.
+    """Bytes of one rank at its peak, by part. `moment` names the peak.
 
-    In host memory, and not in the sum: host_offloaded (optimizer state and its gradients), host_asleep (weights and optimizer
-    state while the trainer sleeps), host_copies (other sets of weights), host_snapshot (the weights of the whole stage as
-    engines have them, on its first rank, which sends them, and on no other). On top of these, while a checkpoint is written:
-    saving_optimizer (gathered from the ranks that share it) and saving_weights (copied). That is of the rank that has most to
-    write, the first of its stage; `stage_savings` has the sum for every rank of the stage, in their order. And in the place of
-    all but host_offloaded, while the weights are loaded: loading (their float32 values).
+    Some parts are in host memory, and not in `total`: host_offloaded (optimizer state and its gradients), host_asleep (weights
+    and optimizer state while the trainer sleeps), host_copies (other sets of weights), host_snapshot (the weights of the whole
+    stage as the engines have them; only the first rank of a stage, which sends them, has it). While a checkpoint is written
+    there are also saving_optimizer (gathered from the ranks that share it) and saving_weights (copied). These two are of the
+    first rank of the stage, which has most to write; `stage_savings` has their sum for every rank of the stage, in rank order. While weights
+    are loaded, `loading` (their float32 values) stands in the place of all host parts but host_offloaded.
     """
 
     weights: int
@@ -138,11 +138,11 @@ class RankMemory:
 
     @property
     def host(self) -> int:
-        """Of the first rank of the stage."""
+        """Bytes of host memory of the stage's first rank."""
         return sum(getattr(self, name) for name in HOST_PARTS)
 
     def host_of_ranks(self, ranks: int, stages: int) -> int:
-        """Of so many ranks beside each other, among them the first ones of so many stages."""
+        """Bytes of host memory of `ranks` neighbouring ranks, among which are the first ranks of `stages` stages."""
         return ranks * (self.host - self.host_snapshot) + stages * self.host_snapshot
 
     @property
@@ -150,9 +150,11 @@ class RankMemory:
         return self.saving_optimizer + self.saving_weights
 
     def saving_beyond(self, *, one_memory: bool) -> int:
-        """What a save takes of the host more than there is at other times: when the rank sleeps, or, where host and device
-        have `one_memory`, at its peak. Activations are gone when it saves, unless it trains on meanwhile. A mean over the ranks
-        of the stage."""
+        """By how many bytes a save raises a rank's peak in host memory; a mean over the ranks of the stage.
+
+        Its host memory is fullest when it sleeps; if host and device have `one_memory`, at its peak. A rank that does not train
+        on while it saves has no activations then, and a save may take their room.
+        """
         room = self.total - self.persistent if one_memory else self.host_asleep
         if self.saves_in_background:
             room = 0
@@ -164,7 +166,7 @@ class RankMemory:
         return max(0, self.loading - room)
 
     def saving_of_node(self, ranks: int) -> int:
-        """Of so many ranks beside each other, the first of the stage among them, which have most to write."""
+        """Bytes that a save takes on a node with `ranks` neighbouring ranks: those that begin the stage, which write most."""
         first = self.stage_savings[:ranks]
         return sum(first) * ranks // len(first)
 
@@ -174,7 +176,7 @@ class RankMemory:
 
     @property
     def persistent(self) -> int:
-        """What is there between two steps too."""
+        """Bytes that stay between two steps."""
         return self.weights + self.gradients + self.optimizer + self.data + self.overhead
 
 
@@ -183,12 +185,12 @@ SAVING_PARTS = ("saving_optimizer", "saving_weights")
 _OTHERS = ("moment", "stage", "stage_savings", "saves_in_background", "loading", *HOST_PARTS, *SAVING_PARTS)
 MEMORY_PARTS = tuple(field.name for field in fields(RankMemory) if field.name not in _OTHERS)
 
-# Tokens, positions, masks, advantages, returns and up to four kinds of log-probs of a sample that waits for its micro-batch.
+# A sample that waits for its micro-batch has tokens, positions, masks, advantages, returns and up to four kinds of log-probs.
 ROLLOUT_BYTES_PER_TOKEN = 40
 
 
 def training_memory(shape: ModelShape, setup: TrainingSetup) -> tuple[RankMemory, ...]:
-    """The peak of a rank of every pipeline stage, in their order."""
+    """The peak of a rank, for every pipeline stage in order."""
     counts = count_parameters(shape, padded_vocabulary=True)
     return tuple(_stage_memory(shape, counts, setup, stage) for stage in setup.stages)
 
@@ -199,12 +201,13 @@ def worst_rank(memories: tuple[RankMemory, ...]) -> RankMemory:
 
 
 def push_buffers(shape: ModelShape, setup: TrainingSetup, stage: PipelineStage) -> int:
-    """Bytes of a weight push on the rank of `stage` that sends: two transfer buckets (one in flight, one being filled), or one
-    that takes the whole model, the tensors that go into one, and the largest gather beside them, whose result may be larger
-    than a bucket and is then sent as it is.
+    """Bytes that a weight push takes on the rank of `stage` that sends.
 
-    Where nothing is gathered the tensors are the model's own, but for those of attention that is not latent: queries, keys and
-    values lie in another order there.
+    There are two transfer buckets (one in flight, one being filled), or one if it takes the whole model; the tensors that go
+    into a bucket; and beside them the largest gather, whose result may be larger than a bucket and is then sent as it is.
+
+    If nothing is gathered, the tensors are the model's own, except for attention that is not latent: its queries, keys and
+    values are copied into another order.
     """
     counts, weight = count_parameters(shape, padded_vocabulary=True), setup.state.weight
     model = counts.total_with_mtp * weight
@@ -221,17 +224,19 @@ def push_buffers(shape: ModelShape, setup: TrainingSetup, stage: PipelineStage) 
 
 def received_buffers(shape: ModelShape, setup: TrainingSetup) -> int:
     """Bytes that an engine takes on each of its GPUs while it receives a weight push: the tensors of a bucket and the flat
-    copy that they come in, or a larger tensor, which comes as it is."""
+    copy in which they arrive, or a tensor larger than that, which arrives as it is."""
     counts = count_parameters(shape, padded_vocabulary=True)
     bucket = min(setup.push_bucket, counts.total_with_mtp * setup.state.weight)
     return max(2 * bucket, counts.embedding * setup.state.weight) if bucket else 0
 
 
 def _mlp_gather(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup) -> int:
-    """Parameters that are held at once to make the input projection of the largest MLP whole: the parts of all ranks, and the
-    gates and ups that are brought together from them. Of one without gates it is the output projection. Of experts one gather
-    brings as many as there are expert-parallel ranks, or as fit into a bucket, and one at least; they are whole unless
-    tensor-parallel ranks share them."""
+    """How many parameters are held at once to make the largest matrix of an MLP whole: the parts of all ranks, and the matrix
+    that is put together from them. That is the input projection; without gates it is no larger than the output projection.
+
+    One gather brings as many experts as there are expert-parallel ranks, or as fit into a bucket, and at least one. Experts
+    that tensor-parallel ranks do not share arrive whole, and are not put together.
+    """
     experts, layout = shape.moe.num_experts if shape.moe is not None else 1, setup.layout
     mlp = max(max(layer.dense_mlp, layer.shared_experts) for layer in counts.layers)
     expert = max(layer.routed_experts for layer in counts.layers) // experts
@@ -247,7 +252,7 @@ def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSet
     push = replace(base, moment="weight push", buffers=push_buffers(shape, setup, stage))
     if not setup.trains:
         return push
-    # Experts and all else have an optimizer each, which step one after the other. What lives in host memory is updated there.
+    # Experts have an optimizer of their own; the two step one after the other. State in host memory is updated there.
     update = round(max(_optimizer_shards(trained, setup)) * setup.state.step * (1 - setup.state.offloaded))
     borrowed = _borrowed_embedding(shape, counts, setup, stage)
     moments = [
@@ -256,7 +261,7 @@ def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSet
         push,
     ]
     if setup.gloo:
-        # A rank that shares no state with others has nothing to scatter.
+        # Gradients are scattered, and so copied, only where the ranks divide the optimizer state among them.
         shares = zip((trained.dense, trained.routed_experts), _optimizer_shards(trained, setup), strict=True)
         copied = sum(own for own, share in shares if share < own) * setup.state.gradient
         moments.append(replace(base, moment="gradient reduction", buffers=round(copied) + borrowed))
@@ -264,8 +269,8 @@ def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSet
 
 
 def _borrowed_embedding(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> int:
-    """Bytes of the first stage's embedding, of which the stage of multi-token prediction gets a copy for a step that trains its
-    layers. Where weights are tied the last one has one."""
+    """Bytes of the copy of the embedding that the stage of multi-token prediction borrows from the first stage, for a step that
+    trains its layers. It borrows none if it has the embedding: on the first stage, and with tied weights on the last."""
     has_one = stage.is_first or stage.is_last and shape.tied_embeddings
     if not setup.predictions or not stage.predicts or has_one:
         return 0
@@ -273,10 +278,10 @@ def _borrowed_embedding(shape: ModelShape, counts: ParameterCounts, setup: Train
 
 
 def _sent(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> int:
-    """Bytes of a push from `stage`: its parameters, whole. Tied embeddings are sent by the first stage only."""
+    """Bytes that a push sends from `stage`: its whole parameters. Only the first stage sends tied embeddings."""
     whole = rank_parameters(shape, counts, replace(setup.layout, tensor=1, expert=1, expert_tensor=1), stage)
     vocabulary = whole.embedding + whole.output_head
-    # With tied embeddings the last stage holds a copy of the first one's.
+    # With tied embeddings the last stage holds a copy, which counts as its head but is not sent.
     if not stage.is_first:
         vocabulary = counts.output_head if stage.is_last else 0
     return (whole.total - whole.embedding - whole.output_head + vocabulary) * setup.state.weight
@@ -301,7 +306,7 @@ def _persistent(
         overhead=setup.overhead,
         moment="",
         stage=stage.index,
-        # The offloaded share also keeps its gradients there, and whole main parameters.
+        # For the offloaded share, gradients and float32 main parameters are in host memory too.
         host_offloaded=round(
             (optimizer + shard * (state.host_main_parameter - state.main_parameter + state.gradient)) * state.offloaded
         ),
@@ -319,19 +324,19 @@ def _persistent(
 def _savings(
     held: RankParameters, trained: RankParameters, setup: TrainingSetup, stage: PipelineStage
 ) -> list[tuple[int, int]]:
-    """What every rank of a stage has in host memory of optimizer and weights while it saves."""
+    """(optimizer, weights): the bytes that each rank of `stage` has of both in host memory while it saves."""
     layout, state = setup.layout, setup.state
     of_stage = layout.world_size // layout.pipeline
     savings = []
     for place in map(layout.place, range(stage.index * of_stage, (stage.index + 1) * of_stage)):
-        # A distributed optimizer is divided in any case.
+        # Each rank writes its own shard of a distributed optimizer, whether replicas share the writing or not.
         optimizer = _optimizer_shard(trained, setup) if state.distributed else _written(trained, setup, place)
         savings.append((round(optimizer * state.saved), round(_written(held, setup, place) * state.weight)))
     return savings
 
 
 def _written(parameters: RankParameters, setup: TrainingSetup, place: RankPlace) -> float:
-    """What of its parameters the rank at `place` writes, where replicas hold them alike."""
+    """How many of its `parameters` the rank at `place` writes, given that its replicas hold the same ones."""
     if setup.shares_saves:
         return sum(_shares_of_replica(parameters, setup))
     is_first, has_first_experts = place.context == place.data == 0, place.expert_data == 0
@@ -339,12 +344,12 @@ def _written(parameters: RankParameters, setup: TrainingSetup, place: RankPlace)
 
 
 def _optimizer_shard(trained: RankParameters, setup: TrainingSetup) -> float:
-    """Parameters whose optimizer state this rank keeps."""
+    """For how many parameters this rank keeps the optimizer state."""
     return sum(_optimizer_shards(trained, setup))
 
 
 def _optimizer_shards(trained: RankParameters, setup: TrainingSetup) -> tuple[float, float]:
-    """The same of all but the experts, and of the experts."""
+    """`_optimizer_shard`, separately for (all but the experts, the experts)."""
     if not setup.state.distributed:
         return trained.dense, trained.routed_experts
     dense, routed_experts = _shares_of_replica(trained, setup)
@@ -352,13 +357,13 @@ def _optimizer_shards(trained: RankParameters, setup: TrainingSetup) -> tuple[fl
 
 
 def _shares_of_replica(parameters: RankParameters, setup: TrainingSetup) -> tuple[float, float]:
-    """Parameters of an even share, where ranks that hold the same ones divide them: all but the experts, and the experts."""
+    """The parameters of an even share if the ranks that hold the same ones divide them: (all but the experts, the experts)."""
     layout = setup.layout
     return parameters.dense / layout.dense_replicas, parameters.routed_experts / layout.expert_replicas
 
 
 def _optimizer_bytes(trained: RankParameters, setup: TrainingSetup) -> float:
-    """The optimizer's state, wherever it lives."""
+    """Bytes of the rank's optimizer state, on the device and in host memory together."""
     replicas = setup.layout.dense_replicas / setup.layout.optimizers if setup.state.distributed else 1
     vocabulary = (trained.embedding + trained.output_head + trained.norms) / replicas
     return _optimizer_shard(trained, setup) * setup.state.optimizer + vocabulary * setup.state.vocabulary_moments
@@ -370,7 +375,7 @@ def _computing(
     """The moments "loss" (on other stages than the last: the end of the forward pass) and "backward".
 
     Args:
-        base: with what is in its buffers in both.
+        base: the parts that both moments have in common, buffers included.
     """
     model = ActivationModel(
         shape,
@@ -390,13 +395,13 @@ def _computing(
         kept += sum(model.kept(chunk) for chunk in chunks) * whole
     head, width = 0.0, shape.hidden_size / (setup.layout.tensor if setup.layout.sequence_parallel else 1)
     if stage.is_last:
-        # The final norm, whose output is what the head multiplies, and its input. A value head multiplies in float32.
+        # The final norm keeps its input, and its output for the head. A value head takes it in float32.
         head = (4 * width if shape.value_head else model.norm(width)) + model.hidden
     elif stage.predicts and shape.mtp_num_layers:
-        # That norm, and what is sent on to the head, or comes back from it.
+        # This stage has the final norm then, and keeps the hidden states that it sends on to the head, or their gradients.
         kept += (model.norm(width) + model.hidden) * in_flight + (1 + setup.predictions) * model.hidden
     if stage.passes_on:
-        # Each prediction layer's hidden states lie behind the model's.
+        # The hidden states of each prediction layer come along, behind those of the model.
         kept += setup.predictions * model.hidden * in_flight
     # Sequence parallelism gathers into one buffer that stays.
     gathered = model.bytes * shape.hidden_size if setup.layout.sequence_parallel and setup.layout.tensor > 1 else 0
@@ -408,10 +413,10 @@ def _computing(
 
 
 def _logits(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Logits, those of prediction layers too, and the gradient of one of them in the logits' dtype; for a chunk of rows that
-    dtype once more, and float32.
+    """Bytes of the logits, those of prediction layers too, and of the largest of what comes beside them.
 
-    Or, for few tokens, the exponentials of the chunk, which entropy needs; or the gradients of logits and of the head's weight.
+    Usually that is the gradient of one set of logits in their dtype, with a chunk of rows in that dtype once more, and in
+    float32. For few tokens it may be the exponentials of the chunk, which entropy needs, or the gradient of the head's weight.
     """
     columns = shape.padded_vocab_size // setup.layout.tensor
     one = setup.stream_tokens * columns * setup.state.weight
