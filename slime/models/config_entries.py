@@ -1,8 +1,8 @@
-"""Groups of config entries and the flags that they become. Each function is one part of a model.
+"""The flags that follow from the entries of a Hugging Face config. Each function handles one part of a model.
 
-Flags have the names and the types that they have in `args`. A part says nothing about what its entries do not say.
+Flags have the names and the types that they have in `args`. A part sets only flags that its own entries decide.
 
-Before anything is computed from entries, their kinds are asked for.
+Before anything is computed from the entries, `wrong_entries` checks their types.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,8 @@ from slime.utils.errors import UserError
 Config = dict[str, Any]
 ModelArgs = dict[str, Any]
 
-# What a model is without unless a part says otherwise, so that a flag typed for a model without it shows as a difference.
+# Features that a model does not have unless a part says otherwise. They are set, so that a flag typed for a feature that the
+# model lacks shows as a difference.
 _PLAIN: ModelArgs = {
     "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "attention_output_gate": False,
     "multi_latent_attention": False, "post_self_attn_layernorm": False, "post_mlp_layernorm": False,
@@ -22,15 +23,15 @@ _PLAIN: ModelArgs = {
 }  # fmt: skip
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "rms_norm_eps", "vocab_size")
 _NEEDED_BY_LATENT_ATTENTION = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-# One number under the names that the families give it.
+# The names that families give to one and the same number.
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size")
-# What a multimodal config says about the whole model; the same entries inside `text_config` are only defaults.
+# Entries of a multimodal config that speak of the whole model; the same entries inside `text_config` are only defaults.
 _OF_THE_WHOLE_MODEL = ("model_type", "architectures", "tie_word_embeddings")
 
 
 def text_config_of(config: Config) -> Config:
-    """The config of the language model: `config` itself, or of a multimodal one its `text_config` in front of the rest."""
+    """The config of the language model: `config` itself; if it is multimodal, its `text_config`, completed by the rest."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config
@@ -41,7 +42,7 @@ def text_config_of(config: Config) -> Config:
 def decoder(config: Config) -> ModelArgs:
     """Sizes, norms and embedding: what every model has."""
     require(config, _NEEDED)
-    # Models of which every layer has experts may name no other width.
+    # A model whose layers all have experts may name no other width.
     width = first_of(config, ("intermediate_size", "moe_intermediate_size"))
     if width is None:
         require(config, ("intermediate_size",))
@@ -97,10 +98,10 @@ def latent_attention(config: Config) -> ModelArgs:
 
 
 def yarn_attention_scale(config: Config) -> ModelArgs:
-    """How YaRN scales the softmax; both are 1 where nothing is scaled, which changes nothing there.
+    """How YaRN scales the softmax. Both values are 1 if nothing is scaled, which then has no effect.
 
     Raises:
-        UserError: one of the two is set without the other; transformers then takes neither, and engines take the one.
+        UserError: one of the two is set without the other; transformers then uses neither, and engines use that one.
     """
     rope, is_yarn = rope_scaling(config), rope_type(config) == "yarn"
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -139,9 +140,9 @@ def partial_rope(config: Config) -> ModelArgs:
     return {"rotary_percent": float(share)}
 
 
-# Entries that scale RoPE for which Megatron has these values, and no flag for others.
+# Entries that scale RoPE for which Megatron has fixed values, and no flags: by type of scaling, these values.
 FIXED_BY_SCALING: dict[str, Config] = {
-    # Between which wavelengths the scaling begins and ends.
+    # These decide at which wavelengths the scaling begins and ends.
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     # The factor follows from mscale and mscale_all_dim.
     "yarn": {"attention_factor": None, "truncate": True},
@@ -149,7 +150,7 @@ FIXED_BY_SCALING: dict[str, Config] = {
 
 
 def llama3_rope(config: Config) -> ModelArgs:
-    """The frequency scaling of Llama 3.1 and later; the factor goes by two names on the command line."""
+    """The frequency scaling of Llama 3.1 and later. The factor has two names on the command line."""
     if rope_type(config) != "llama3":
         return {}
     factor = float(rope_scaling(config).get("factor", 8.0))
@@ -188,7 +189,7 @@ def softmax_router(config: Config) -> ModelArgs:
 
 
 def sigmoid_router(config: Config) -> ModelArgs:
-    """Scores are sigmoids, chosen with a bias per expert; groups of experts only where there is more than one."""
+    """Scores are sigmoids, and experts are chosen with a bias each. Groups of experts are set only if there are several."""
     factor = float(config.get("routed_scaling_factor") or 1.0)
     return {
         "moe_router_score_function": "sigmoid",
@@ -205,7 +206,7 @@ def frozen_expert_bias(config: Config) -> ModelArgs:
 
 
 def expert_groups(config: Config) -> ModelArgs:
-    """The router's choice of groups of experts before that of experts."""
+    """The router chooses groups of experts first, then experts within these groups."""
     return {
         "moe_router_num_groups": config.get("n_group") or 1,
         "moe_router_group_topk": config.get("topk_group") or 1,
@@ -226,7 +227,7 @@ def linear_attention(config: Config) -> ModelArgs:
 
 
 def sparse_attention(config: Config) -> ModelArgs:
-    """The indexer that picks the keys, and which layers have one, where not all do."""
+    """The indexer that chooses keys, and which layers have one if not all do."""
     names = {
         "index_n_heads": "dsa_indexer_n_heads", "index_head_dim": "dsa_indexer_head_dim", "index_topk": "dsa_indexer_topk",
     }  # fmt: skip
@@ -265,7 +266,7 @@ def require(config: Config, names: tuple[str, ...]) -> None:
 
 
 def first_of(config: Config, names: tuple[str, ...]) -> Any:
-    """The value of the first of `names` that the config has; None if it has none."""
+    """The value of the first entry out of `names` that the config has; None if it has none of them."""
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
@@ -298,7 +299,7 @@ def _linear_attention_freq(config: Config) -> int | list[int]:
 
 
 def _indexer_layers(config: Config) -> list[int]:
-    """1 for each layer with an indexer of its own; the others use the choice of the last layer that has one."""
+    """For each layer, 1 if it has an indexer of its own, else 0: it then uses the choice of the last layer that has one."""
     count = config["num_hidden_layers"]
     kinds, pattern = config.get("indexer_types"), config.get("index_topk_pattern")
     if kinds is not None:
@@ -335,7 +336,7 @@ _OBJECTS = ("rope_parameters", "rope_scaling")
 
 
 def wrong_entries(config: Config) -> list[str]:
-    """`name value, must be …` for every entry of the wrong kind. Null counts as absent."""
+    """`name value, must be …` for every entry of a wrong type or range. Null counts as absent."""
     found = [*_wrong(config), *(f"{name}: {text}" for name in _OBJECTS for text in _wrong_inside(config.get(name)))]
     layers = config.get("num_hidden_layers")
     return found or [

@@ -1,6 +1,6 @@
 """The families of models that are known, and how the family of a model is found: by its config, or by its name.
 
-Those that stand here share all they have with others; families of one maker, and those with rules of their own, have files
+The families in this file are made of shared parts alone. Those of one maker, and those with rules of their own, have files
 beside this one.
 """
 
@@ -40,7 +40,7 @@ LLAMA = Family(
     fsdp=True,
 )
 
-# Every layer has experts; norms of queries and keys span all heads.
+# Every layer has experts, and the norms of queries and keys span all heads.
 MINIMAX_M2 = Family(
     model_types=("minimax_m2",),
     names=("minimaxm2",),
@@ -75,9 +75,9 @@ ALL: tuple[Family, ...] = (
 )
 
 FAMILIES: dict[str, Family] = {model_type: family for family in ALL for model_type in family.model_types}
-# Those whose layers the trainer builds.
+# Types whose layers the trainer builds.
 TRAINED_MODEL_TYPES = tuple(name for name, family in FAMILIES.items() if family.is_trained)
-# The type of a multimodal model's language model is no type of its own.
+# A multimodal model's type stands for that of its language model (`…_text`) too.
 SUPPORTED_MODEL_TYPES = tuple(sorted(name for name in FAMILIES if not name.endswith("_text")))
 
 FAMILIES_BY_NAME: dict[str, Family] = {name: family for family in ALL for name in family.names}
@@ -85,11 +85,11 @@ _OTHER_MODELS = tuple(name for family in ALL for name in family.other_models)
 
 
 def model_args_from_hf(config: Config) -> dict[str, Any]:
-    """Every flag that says something about the model of `config` (as `read_hf_config` returns it).
+    """All flags that describe the model of `config` (as `read_hf_config` returns it).
 
     Raises:
-        UserError: an unknown `model_type`, entries of the wrong kind, or entries that every model of this type has are
-            missing. The message speaks of `it`: who called knows the file.
+        UserError: the `model_type` is unknown, entries have a wrong type, or entries that every model of this type has are
+            missing. The message says `it` for the config, since the caller knows the file.
     """
     family = family_of(config)
     wrong = hf.wrong_entries(config)
@@ -114,14 +114,14 @@ def family_of(config: Config) -> Family:
 
 
 def family_name(model_name: str) -> str | None:
-    """The key of `FAMILIES_BY_NAME` that a `--model-name` means: "qwen3" of "Qwen3ForCausalLM"; None where there is none."""
+    """The key of `FAMILIES_BY_NAME` that a `--model-name` means, such as "qwen3" for "Qwen3ForCausalLM"; None if none."""
     plain = re.sub(r"[^a-z0-9]", "", model_name.lower())
     longest = max((name for name in (*FAMILIES_BY_NAME, *_OTHER_MODELS) if name in plain), key=len, default=None)
     return longest if longest in FAMILIES_BY_NAME else None
 
 
 def misnomer(model_name: str, config: Config) -> Iterator[str]:
-    """What is wrong with a `--model-name` by whose rules the weights of the config's model would get wrong names."""
+    """A message if the rules of `--model-name` would give the weights of the config's model wrong names; else nothing."""
     named, family = FAMILIES_BY_NAME.get(family_name(model_name) or ""), family_of(config)
     if named is not None and named.is_trained and named.rules != family.rules:
         yield (
@@ -131,15 +131,15 @@ def misnomer(model_name: str, config: Config) -> Iterator[str]:
 
 
 def undivided_by_engines(config: Config, stages: int) -> Iterator[str]:
-    """Why SGLang 0.5.21 cannot divide the config's model into so many pipeline stages, or goes wrong; nothing where it can.
+    """Why SGLang 0.5.21 cannot divide the config's model into `stages` pipeline stages, or would go wrong; nothing if it can.
 
-    It does not divide models of this type; or there are fewer layers than stages; or the last stage would compute with a head
-    that no weight reaches: that of most types where it is the embedding, which the first stage has.
+    Either it does not divide models of this type, or there are fewer layers than stages, or the head is tied to the embedding,
+    which the first stage has: with most types the last stage then computes with a head that no weight reaches.
     """
     if stages == 1:
         return
     kind, layers = config.get("model_type"), config.get("num_hidden_layers")
-    # Entries of the wrong kind are told elsewhere.
+    # `wrong_entries` reports entries of a wrong type.
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is not None and not family.engines_have_stages:
         yield f"SGLang does not divide models of type {kind}; leave it out"
@@ -150,7 +150,7 @@ def undivided_by_engines(config: Config, stages: int) -> Iterator[str]:
 
 
 def qk_norm_spans_heads(spec: Sequence[str]) -> bool:
-    """Whether norms of queries and keys have a weight for each channel of all heads; no flag says so.
+    """Whether norms of queries and keys have a weight for each channel of all heads. No flag says so, only the family.
 
     Args:
         spec: module and name of a layer spec (`--spec`).

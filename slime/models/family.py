@@ -1,9 +1,8 @@
-"""What a family of models is: how its config becomes flags, how its weights are called, and what its layers are made of.
+"""A family of models as data: how its config becomes flags, and which Hugging Face tensors its weights are in checkpoints.
 
-Families that train have files beside this one; `families` registers them, and holds those that are planned.
-
-Its config is a list of parts (`config_entries`); its weights are a table of rules over a few layouts (`tensor_layouts`), most
-of which all decoder-only families share and stand here. Nobody else compares the names of families.
+Flags come from a list of parts (`config_entries`). Weights are described by a table of rules, each of which names a Megatron
+parameter, its HF tensors and one of a few layouts (`tensor_layouts`). Rules that decoder-only families share stand in this
+file. `families` registers all families; no other code compares their names.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ HEAD = "lm_head.weight"
 LAYER = "{layer}"
 EXPERT = "{expert}"
 _LAYER_NUMBER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
-# Experts are modules in the local layer spec; Transformer Engine numbers the weights of one module.
+# In the local layer spec each expert is a module; in Transformer Engine one module has a numbered weight for each expert.
 _EXPERT_NUMBER = re.compile(
     r"(?<=\.local_experts\.)\d+(?=\.)|(?<=\.experts\.linear_fc[12]\.weight)\d+$|(?<=\.experts\.linear_fc[12]\.bias)\d+$"
 )
-# Modules of transformers for attention, in layers of either kind: names of parameters of one that runs as it is.
+# The attention modules of transformers, for softmax and linear attention. A layer may run such a module as it is; the
+# parameters are then called as in transformers.
 ATTENTION_MODULES = ("self_attn", "linear_attn")
 _AS_IN_TRANSFORMERS = re.compile(
     rf"^decoder\.layers\.{re.escape(LAYER)}\.self_attention\.((?:{'|'.join(ATTENTION_MODULES)})\..+)$"
 )
 _PREDICTION_LAYERS = "mtp."
-# Entries of configs that count such layers.
+# Config entries that count layers for multi-token prediction.
 _PREDICTION_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-# Of the model's embedding and output layer.
+# Tensors in which such a layer has a copy of the model's embedding or output layer.
 _COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 
 
@@ -42,10 +42,10 @@ _COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 class Rule:
     """One kind of Megatron parameter.
 
-    megatron: its names, with `{layer}` for the layer's number and `{expert}` for the expert's; several where the layer specs
+    megatron: its names, with `{layer}` for the layer's number and `{expert}` for the expert's; several if the layer specs
         name it differently.
-    hf: the HF tensors it is made of, with the same numbers, in the order that the layout expects.
-    keeps_float32: engines have it in float32 among weights of 16 bits. Where a checkpoint has too, so has the trainer.
+    hf: the HF tensors of which it is made, with the same numbers, in the order that the layout expects.
+    keeps_float32: engines have it in float32 among weights of 16 bits; the trainer does so if the checkpoint does.
     """
 
     megatron: tuple[str, ...]
@@ -55,7 +55,7 @@ class Rule:
 
     @property
     def of_experts(self) -> bool:
-        """Whether each expert has one: they are spread over expert-parallel ranks, and cut as experts are."""
+        """Whether each expert has such a parameter, which is then spread over expert-parallel ranks and cut as experts are."""
         return EXPERT in self.megatron[0]
 
 
@@ -64,33 +64,33 @@ class Family:
     """One family of models.
 
     model_types: `model_type` values of its configs.
-    names: what a `--model-name` of it contains, in lower case without punctuation ("qwen3").
-    other_models: longer names that contain one of `names` and mean models that nobody here knows.
+    names: a `--model-name` that contains one of these, in lower case without punctuation, means this family ("qwen3").
+    other_models: longer names that contain one of `names` but mean models that are not known here.
 
-    parts: functions from a config to flags; later ones win where two say something about one flag.
-    constants: flags that hold whatever the config says: true of every published model of the type.
-    absent: entries that a config of this type may lack, with the value that it then means.
-    rope_types: kinds of RoPE scaling that the family's layers know.
+    parts: functions from a config to flags; if two set the same flag, the later one wins.
+    constants: flags that hold for every published model of the type, whatever the config says.
+    absent: entries that a config of this type may lack, with the values that are then meant.
+    rope_types: types of RoPE scaling that the family's layers implement.
 
-    layer_spec: import path of what builds its decoder layers, which the backend resolves (`--spec`); None: the layers
-        that the backend has for every decoder-only model.
+    layer_spec: import path of the function that builds its decoder layers, which the backend resolves (`--spec`); None: the
+        layers that the backend has for every decoder-only model.
     qk_norm_spans_heads: a norm of queries or keys has a weight for each channel of all heads.
 
-    rules: which HF tensors make up each Megatron parameter; a family without is planned and not trained.
-    ignored: matches HF tensors that carry no weights of the model.
-    not_trained: matches HF tensors of parts of the model that no trainer has: they are not loaded, and exports carry
-        them as they are.
-    predictions: matches HF tensors of layers for multi-token prediction; None where the family's checkpoints have none. Those
-        that `not_trained` matches too are trained where a run asks for such layers.
-    predictions_follow: layers for multi-token prediction have the numbers behind the last layer's.
-    num_layers: of the model whose names are asked for, where predictions follow (`of_model`).
-    engines_draft: SGLang makes a draft model of a layer for multi-token prediction of the family.
+    rules: which HF tensors make up each Megatron parameter; a family without rules is planned and not trained.
+    ignored: matches HF tensors that are no weights of the model.
+    not_trained: matches HF tensors of parts of the model that are not built: they are not loaded, and exports copy them as
+        they are.
+    predictions: matches HF tensors of layers for multi-token prediction; None if the family's checkpoints have none. Tensors
+        that `not_trained` matches too are trained if a run asks for such layers.
+    predictions_follow: layers for multi-token prediction are numbered on, behind the last decoder layer.
+    num_layers: how many decoder layers the model at hand has; set by `of_model`, only if predictions follow.
+    engines_draft: SGLang can make a draft model of the family's layers for multi-token prediction.
     engines_have_stages: SGLang divides models of the family into pipeline stages.
-    stages_tie: then the last stage keeps a head that is the embedding equal to it.
-    stacks_experts: checkpoints have all experts of a layer in one tensor, as published with rows and columns exchanged, and
-        exports have them as the checkpoint that they come from.
-    fsdp: the model that transformers makes of its config is trained too: its parameters are called as in checkpoints, and
-        samples that share a stream do not see each other.
+    stages_tie: with stages and tied embeddings, SGLang keeps the head of the last stage equal to the embedding.
+    stacks_experts: checkpoints have all experts of a layer in one tensor, in published ones with rows and columns exchanged;
+        exports have them in the same way as the checkpoint from which they come.
+    fsdp: the FSDP backend can train the model that transformers makes of its config: the parameters have the names of the
+        checkpoint, and samples in one stream do not attend to each other.
     """
 
     model_types: tuple[str, ...]
@@ -115,7 +115,7 @@ class Family:
     fsdp: bool = False
 
     def of_model(self, num_layers: int) -> Family:
-        """The family for a model of so many layers: with these, names of layers for multi-token prediction are known."""
+        """The family for a model of `num_layers` decoder layers, on which names of prediction layers may depend."""
         return dataclasses.replace(self, num_layers=num_layers) if self.predictions_follow else self
 
     @property
@@ -124,7 +124,7 @@ class Family:
         return bool(self.rules)
 
     def model_args(self, config: Config) -> dict[str, Any]:
-        """The flags of the model of `config`, under their names and with the types they have in `args`."""
+        """The flags of the model of `config`, with the names and the types that they have in `args`."""
         complete = {**self.absent, **config}
         found: dict[str, Any] = {}
         for part in self.parts:
@@ -132,10 +132,11 @@ class Family:
         return {**found, **self.constants, "spec": self.layer_spec.rsplit(".", 1) if self.layer_spec else None}
 
     def find(self, megatron_name: str) -> tuple[Rule, tuple[str, ...]]:
-        """The rule for a global Megatron name (wrapper prefixes allowed), and the HF names with layer's and expert's numbers.
+        """The rule for a global Megatron name (with or without wrapper prefixes), and its HF names with the numbers of layer
+        and expert filled in.
 
         Raises:
-            KeyError: no rule has this name.
+            KeyError: there is no rule for this name.
         """
         name = strip_wrappers(megatron_name)
         rule = self._rule(name)
@@ -147,7 +148,7 @@ class Family:
         return rule, tuple(_with_numbers(hf_name, numbers) for hf_name in rule.hf)
 
     def leaves_out(self, megatron_name: str) -> bool:
-        """Whether a parameter of a multi-token-prediction layer has no place in the family's HF checkpoints."""
+        """Whether this is a parameter of a layer for multi-token prediction that the family's HF checkpoints do not have."""
         name = strip_wrappers(megatron_name)
         return name.startswith(_PREDICTION_LAYERS) and self._rule(name) is None
 
@@ -156,40 +157,41 @@ class Family:
         return self.predictions is not None and self.predictions.search(hf_name) is not None
 
     def is_stored_prediction(self, hf_name: str, num_layers: int, predictions: int = 0) -> bool:
-        """Whether an HF tensor is of a layer for multi-token prediction behind the `predictions` that a run has, and no copy of
+        """Whether an HF tensor belongs to a prediction layer behind the `predictions` ones that the run has, and is no copy of
         the model's embedding or output layer."""
         is_of_layer = self.is_prediction(hf_name) or self._behind(hf_name, num_layers) >= 0
         return is_of_layer and self.is_exported_as_stored(hf_name, num_layers, predictions)
 
     def drafting_layers(self, config: Config) -> int:
-        """Layers for multi-token prediction of which engines can make a draft model, by what `config` says; 1 where it says
-        nothing of them."""
+        """How many layers for multi-token prediction engines can make a draft model of: the number in `config`; 1 if there is
+        none."""
         told = (config[name] for name in _PREDICTION_COUNTS if config.get(name) is not None)
         return next(told, 1) if self.engines_draft else 0
 
     def leaves_alone(self, hf_name: str, predictions: int = 0) -> bool:
-        """Whether an HF tensor is of a part that a run with so many layers for multi-token prediction does not train."""
+        """Whether an HF tensor belongs to a part that a run with `predictions` prediction layers does not train."""
         if self.not_trained is None or (predictions > 0 and self.is_prediction(hf_name)):
             return False
         return self.not_trained.search(hf_name) is not None
 
     def may_be_left_out(self, hf_name: str, num_layers: int, predictions: int = 0) -> bool:
-        """Whether an HF tensor is none of the trained weights: a buffer, of another part, or of a layer behind the model's
-        `num_layers` and its `predictions` layers for multi-token prediction; or what those have a copy of."""
+        """Whether the model can do without an HF tensor: a buffer; or a tensor of a part that is not trained, or of a layer
+        behind the model's `num_layers` and its `predictions` prediction layers; or a prediction layer's copy of a tensor of
+        the model."""
         is_copy = self._behind(hf_name, num_layers) >= 0 and hf_name.endswith(_COPIES)
         is_of_model = not is_copy and self.ignored.search(hf_name) is None
         return not is_of_model or self.is_exported_as_stored(hf_name, num_layers, predictions)
 
     def left_out(self, hf_names: Collection[str], config: Config, predictions: int = 0) -> set[str]:
-        """Those of the tensors of a checkpoint with `config` that its model can do without: what `may_be_left_out`, and a head
-        that is the embedding."""
+        """The tensors out of `hf_names`, those of a checkpoint with `config`, that its model can do without: those that
+        `may_be_left_out`, and a tied head."""
         tied = {HEAD} if config.get("tie_word_embeddings", False) else set()
         layers = config["num_hidden_layers"]
         return {name for name in hf_names if name in tied or self.may_be_left_out(name, layers, predictions)}
 
     def is_exported_as_stored(self, hf_name: str, num_layers: int, predictions: int = 0) -> bool:
-        """Whether an HF tensor is none of the trained weights, and exports have it as the checkpoint has: one of another part,
-        or of a layer behind the model's `num_layers` and its `predictions` layers for multi-token prediction."""
+        """Whether exports copy an HF tensor from the checkpoint, because it is not trained: it belongs to another part, or to a
+        layer behind the model's `num_layers` and its `predictions` prediction layers."""
         if self.leaves_alone(hf_name, predictions):
             return True
         if hf_name.endswith(_COPIES) or self.ignored.search(hf_name) is not None:
@@ -197,7 +199,8 @@ class Family:
         return self._behind(hf_name, num_layers) >= predictions
 
     def _behind(self, hf_name: str, num_layers: int) -> int:
-        """Which of the layers behind the model's `num_layers` an HF tensor is of, from 0 on; a negative number: of none."""
+        """The number, from 0 on, of the HF tensor's layer among those behind the model's `num_layers`; negative if there is
+        none."""
         number = _LAYER_NUMBER.search(hf_name) if self.predictions_follow else None
         return -1 if number is None else int(number.group()) - num_layers
 
@@ -207,7 +210,7 @@ class Family:
         return self._passed_through(generic) if found is None else found
 
     def _passed_through(self, generic: str) -> Rule | None:
-        """The rule for a parameter of attention that runs as transformers has it: whole on every rank, and called the same."""
+        """The rule for a parameter of an attention module of transformers: whole on every rank, under the same name."""
         name = _AS_IN_TRANSFORMERS.match(generic)
         if name is None:
             return None
@@ -225,7 +228,7 @@ def strip_wrappers(name: str) -> str:
 
 
 def next_expert(megatron_name: str, steps: int) -> str:
-    """The name of the same parameter of the expert `steps` further on; a name without an expert's number stays as it is."""
+    """The name of the same parameter in the expert `steps` numbers further on; a name without an expert stays as it is."""
     return _EXPERT_NUMBER.sub(lambda found: str(int(found.group()) + steps), megatron_name)
 
 
@@ -236,7 +239,7 @@ def _with_numbers(name: str, numbers: list[tuple[str, str]]) -> str:
 
 
 def layer_rule(megatron: str | tuple[str, ...], hf: str | tuple[str, ...], layout: Layout) -> Rule:
-    """A rule for a parameter of a decoder layer, names given relative to the layer."""
+    """A rule for a parameter of a decoder layer. Names are relative to the layer."""
     megatron = (megatron,) if isinstance(megatron, str) else megatron
     hf = (hf,) if isinstance(hf, str) else hf
     return Rule(
@@ -256,11 +259,11 @@ def prediction_layer(
     """The rules of layers for multi-token prediction.
 
     Args:
-        inner: rules of the decoder layer that they have inside.
-        hf: what their HF names begin with.
-        names: their own HF names there: norms of embedding and state, projection of both, norm of the result.
-        projection: layout of that of [embedding; state]; None: as Megatron has it.
-        own: what their own HF names begin with, where that is not `hf`.
+        inner: rules of the decoder layer inside each of them.
+        hf: prefix of the HF names of that decoder layer.
+        names: HF names of the rest: norms of embedding and state, projection of both, norm of the result.
+        projection: layout of the projection of [embedding; state]; None: cut along the rows.
+        own: prefix of the HF names of the rest; None: `hf`.
     """
     megatron = f"{_PREDICTION_LAYERS}layers.{LAYER}."
 
@@ -303,8 +306,8 @@ LAYER_NORMS = (
     ),
 )
 
-# With the biases that some families have, the norms of queries and keys that others have, and sinks that a layer spec may give
-# heads.
+# Some families have the biases, others the norms of queries and keys, and a layer spec may give sinks to heads. A rule for a
+# parameter that a model does not have is not used.
 ATTENTION = (
     _query_key_value("weight"),
     _query_key_value("bias"),
@@ -328,7 +331,7 @@ def routed_experts(
     """The router and the experts of a layer.
 
     Args:
-        hf: what the HF names of both begin with, below the layer.
+        hf: prefix of the HF names of both, relative to the layer.
         parts: names of an expert's gate, up and down projection.
     """
     gate, up, down = (f"{hf}.experts.{EXPERT}.{part}.weight" for part in parts)
@@ -344,7 +347,7 @@ def _expert_names(module: str) -> tuple[str, str]:
 
 
 def shared_experts(hf: str) -> tuple[Rule, ...]:
-    """The experts that see every token; `hf` is what their HF names begin with, below the layer."""
+    """The experts that see every token; `hf` is the prefix of their HF names, relative to the layer."""
     gate, up, down = (f"{hf}.{part}_proj.weight" for part in ("gate", "up", "down"))
     return (
         layer_rule("mlp.shared_experts.linear_fc1.weight", (gate, up), GatedLinear()),
@@ -352,6 +355,6 @@ def shared_experts(hf: str) -> tuple[Rule, ...]:
     )
 
 
-# A weight that no gradient trains, in float32.
+# A float32 weight that no gradient trains.
 EXPERT_BIAS = (layer_rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", Replicated()),)
 SHARED_EXPERT_GATE = (layer_rule("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", Replicated()),)

@@ -1,6 +1,6 @@
-"""What the trainer on FSDP2 does: the types of models that it trains, and the values that flags have there.
+"""The limits of the FSDP2 backend: which types of models it trains, and which flags have only one value there.
 
-The model is the one that transformers makes of its config. Whoever teaches the trainer more deletes a row here.
+The model is the one that transformers makes of its config. A row here is deleted when the backend learns the feature.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ FLASH_ATTENTION = {
     "flash_attention_2": ("flash_attn", "flash-attn"),
 }
 
-# Flag -> the one value that it has there; nothing is told from 0 or off.
+# Flag -> the only value that it can have there. None, 0 and False all mean that the feature is off.
 ONLY_VALUES: dict[str, Any] = {
     "linear_attention_freq": None, "mtp_num_layers": None, "softmax_scale": None, "rotary_seq_len_interpolation_factor": None,
     "init_method_std": 0.02, "embedding_init_method_std": None, "attention_backend": "auto", "hidden_dropout": 0.0,
@@ -39,17 +39,17 @@ ONLY_VALUES: dict[str, Any] = {
 
 
 def other_values(values: dict[str, Any]) -> Iterator[str]:
-    """Names out of `values`, which are those of all flags, that have another value than they can have there."""
+    """The flags out of `values`, which has all flags, whose value is not the only one that they can have."""
     for name, only in ONLY_VALUES.items():
         if values[name] != only and (values[name] or only):
             yield name
 
 
 def unknown_models(config: Config) -> Iterator[str]:
-    """What of a model is not known to be trained as the engines serve it, in a sentence each.
+    """A sentence for each reason why the backend cannot train a model as the engines serve it.
 
     Args:
-        config: of a known `model_type`.
+        config: config of a known `model_type`.
     """
     if config["model_type"] not in MODEL_TYPES:
         yield (

@@ -1,6 +1,7 @@
-"""GLM-4 and GLM-Z1, dense: one tensor for gate and up, and a norm behind attention and behind the MLP of every layer.
+"""The families of GLM.
 
-GLM-4.5 and later: leading dense layers, then layers with experts.
+GLM-4 and GLM-Z1 are dense. They have one tensor for gate and up, and further norms behind attention and MLP of every layer.
+GLM-4.5 and later have leading dense layers, then layers with experts.
 """
 
 from slime.models import config_entries as hf

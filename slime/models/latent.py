@@ -1,7 +1,7 @@
 """Families with multi-head latent attention, some with sparse attention on top.
 
-Queries, keys and values of all heads are made of one small vector per token. The rotated channels of a head stand in pairs in
-the HF tensors, and Megatron rotates them as they stand there.
+Queries, keys and values of all heads are computed from one small vector per token. HF tensors have the rotated channels of a
+head as interleaved pairs, and Megatron rotates them in that order, so no rows are moved.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _LATENT_MOE = (
     hf.decoder, hf.latent_attention, hf.experts, hf.sigmoid_router, hf.frozen_expert_bias,
 )  # fmt: skip
 
-# All tensor-parallel ranks share the projections down to the latent vectors, by their channels.
+# Tensor-parallel ranks each have a part of the rows of the projections down to the latent vectors.
 _ATTENTION = (
     layer_rule("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", Sharded(dim=0)),
     layer_rule("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", Sharded(dim=0)),
@@ -44,7 +44,7 @@ _ATTENTION = (
     ),
 )
 
-# Leading layers are dense; the others have experts that see every token.
+# Leading layers are dense; the others have routed experts, and shared ones that see every token.
 _LAYER = LAYER_NORMS + _ATTENTION + GATED_MLP + routed_experts() + EXPERT_BIAS + shared_experts("mlp.shared_experts")
 _RULES = ENDS + _LAYER + prediction_layer(_LAYER)
 
@@ -63,7 +63,7 @@ GLM4_MOE_LITE = Family(
     names=("glm4moelite",),
     parts=_LATENT_MOE,
     constants={
-        # Of no effect on latent attention; the published launch scripts have it.
+        # It has no effect on latent attention, but published launch scripts have it.
         "add_qkv_bias": True,
         "add_position_embedding": False,
         "apply_rope_fusion": False,
@@ -112,7 +112,7 @@ KIMI_K2 = dataclasses.replace(
     model_types=("kimi_k2",),
     names=("kimi",),
     other_models=("kimivl", "kimilinear"),
-    # The width that published launch scripts give; latent attention does not read it.
+    # Published launch scripts give this width; latent attention does not read it.
     constants={**DEEPSEEK_V3.constants, "kv_channels": 64},
     absent={"first_k_dense_replace": 1},
 )

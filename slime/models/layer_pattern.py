@@ -1,10 +1,10 @@
-"""One number per layer as text: `[0]*3+[1]*58`."""
+"""Layer patterns, which are one number per layer written as text: `[0]*3+[1]*58`."""
 
 import ast
 import itertools
 from collections.abc import Sequence
 
-# Longer than the layer list of any model; keeps `[0]*10**12` from filling the memory.
+# No model has so many layers. The limit keeps `[0]*10**12` from filling the memory.
 _LONGEST_PATTERN = 10_000
 
 
@@ -14,7 +14,7 @@ def read_pattern(text: str) -> int | list[int]:
     Only integers, lists of integers, `+`, `*` and parentheses are understood; nothing else is evaluated.
 
     Raises:
-        ValueError: something else stands there.
+        ValueError: the text contains something else.
     """
     try:
         return _pattern_value(ast.parse(text.strip(), mode="eval").body)
@@ -23,7 +23,7 @@ def read_pattern(text: str) -> int | list[int]:
 
 
 def written_pattern(value: Sequence[int]) -> str:
-    """One number per layer as `read_pattern` reads it, runs of equal layers together: `[0]*3+[1]*58`."""
+    """The text that `read_pattern` reads as `value`, with runs of equal layers abbreviated: `[0]*3+[1]*58`."""
     runs = [(item, len(list(run))) for item, run in itertools.groupby(value)]
     if len(runs) > max(len(value) // 2, 1):
         return str(list(value)).replace(" ", "")

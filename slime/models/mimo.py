@@ -1,6 +1,6 @@
-"""MiMo: the layers of Qwen2, and layers for multi-token prediction beside them.
+"""MiMo has the layers of Qwen2, and layers for multi-token prediction beside them.
 
-Their projection takes [state; embedding] where Megatron's takes [embedding; state].
+The projection of these takes [state; embedding], whereas Megatron's takes [embedding; state].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _SwappedInputs(Sharded):
-    """One HF tensor, its columns' halves exchanged, cut along the rows."""
+    """One HF tensor, cut along the rows, whose left and right halves of columns are exchanged."""
 
     moves_columns = True
 

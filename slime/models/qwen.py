@@ -1,7 +1,7 @@
 """The families of Qwen.
 
-Qwen3-VL and Qwen3.5 are published as models of text and images, of which the language model is trained; their other parts stay
-as they are.
+Qwen3-VL and Qwen3.5 are published as models of text and images. Only the language model is trained; their other parts stay as
+they are.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ DELTA_RULE_PACKAGES = {
 _DENSE = (hf.decoder, hf.grouped_query_attention)
 _MOE = (*_DENSE, hf.experts, hf.softmax_router)
 
-# Qwen2.5 too.
+# Qwen2.5 has this type as well.
 QWEN2 = Family(
     model_types=("qwen2",),
     names=("qwen2",),
@@ -74,7 +74,7 @@ QWEN3_MOE = Family(
     absent={"norm_topk_prob": False},
     rules=ENDS + DENSE_LAYER + routed_experts(),
 )
-# Layers of either kind have their own of these; norms of linear attention are around one, the others around zero.
+# A model has layers of two kinds: those with these parameters, and those with the ones of `_DELTA_NET`.
 _GATED_ATTENTION = (
     layer_rule(
         "self_attention.linear_qkv.weight",
@@ -87,7 +87,7 @@ _DELTA_NET = (
     layer_rule("self_attention.conv1d.weight", "linear_attn.conv1d.weight", PerKeyHead(("k", "k", "v"))),
     dataclasses.replace(
         layer_rule("self_attention.A_log", "linear_attn.A_log", Sharded(dim=0)),
-        # Of the whole layer it alone stands in an exponent of an exponent.
+        # It is the only parameter of the layer that enters through an exponential of an exponential: small errors grow large.
         keeps_float32=True,
     ),
     layer_rule("self_attention.dt_bias", "linear_attn.dt_bias", Sharded(dim=0)),
@@ -95,7 +95,7 @@ _DELTA_NET = (
     layer_rule("self_attention.out_proj.weight", "linear_attn.out_proj.weight", Sharded(dim=1)),
 )
 _MIXED_LAYERS = LAYER_NORMS + _GATED_ATTENTION + _DELTA_NET
-# One layer of softmax attention for multi-token prediction, beside the model.
+# The model has one layer of softmax attention for multi-token prediction, whose tensors are named apart from the others.
 _OF_PREDICTION = re.compile(r"^mtp\.")
 
 
@@ -131,7 +131,7 @@ QWEN3_NEXT = Family(
 
 
 def _of_language_model(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """The rules of a language model that is a part of a model of text and images; its head is not."""
+    """The rules of a language model inside a model of text and images: all HF names but the head's get a longer prefix."""
     return tuple(
         dataclasses.replace(rule, hf=tuple(re.sub(r"^model\.", "model.language_model.", name) for name in rule.hf))
         for rule in rules
@@ -191,7 +191,7 @@ _QWEN3_VL = dataclasses.replace(
     not_trained=re.compile(r"^model\.visual\."),
     fsdp=False,
 )
-# Its configs do not say whether the weights of a token's experts sum to one, as they do.
+# The weights of a token's experts sum to one, although configs of this type do not say so: the default of `norm_topk_prob`.
 _QWEN3_VL_MOE = dataclasses.replace(
     QWEN3_MOE,
     model_types=("qwen3_vl_moe",),

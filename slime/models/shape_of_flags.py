@@ -1,7 +1,7 @@
 """The model shape that Megatron-LM's flags describe, and the FLOPs that follow from it.
 
-Only `num_layers`, `hidden_size`, `num_attention_heads` and `vocab_size` must be there: FLOPs are counted for plain
-namespaces too, which name no more than what they use. Everything else has the default that the flag has.
+Only `num_layers`, `hidden_size`, `num_attention_heads` and `vocab_size` are required: FLOPs are counted for plain namespaces
+too, which have only the flags of their model. A missing flag counts with its default.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from slime.estimates.shape import (
 )
 from slime.models.families import qk_norm_spans_heads
 
-# Without these no model is described.
+# Without these flags a model is not described.
 SHAPE_FLAGS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 
 
@@ -59,10 +59,10 @@ def model_shape_from_args(args: Any) -> ModelShape:
 
 
 def padded_vocabulary(args: Any) -> int:
-    """Rows of the embedding as they are held in memory: typed, or `--vocab-size` rounded up so that ranks share evenly.
+    """The rows of the embedding in memory: `--padded-vocab-size`, or `--vocab-size` rounded up so that ranks share evenly.
 
     Args:
-        args: flags of a parser; `vocab_size` is known.
+        args: parsed flags, in which `vocab_size` is set.
     """
     if args.padded_vocab_size is not None:
         return args.padded_vocab_size
@@ -71,7 +71,7 @@ def padded_vocabulary(args: Any) -> int:
 
 
 def flops_model_from_args(args: Any) -> FlopsModel:
-    """The model shape named as in Megatron's arguments (`hidden_size`, `num_query_groups`, `kv_channels`, …)."""
+    """The FLOPs of the model whose shape `args` has under Megatron's names (`hidden_size`, `num_query_groups`, …)."""
     return model_flops(model_shape_from_args(args))
 
 

@@ -1,10 +1,12 @@
 """How one Megatron parameter corresponds to Hugging Face tensors, and how it is cut over tensor-parallel ranks.
 
-A layout knows four things about a kind of parameter. `part` makes a rank's part out of the HF tensors, and reads nothing of
-them that is not in it. `gather` makes the whole Megatron parameter, the one that a single rank would hold, out of the parts of
-all ranks, and `split` makes the HF tensors out of that: together the exact inverse. Only rows are moved, no number is computed.
+A layout does three things with a kind of parameter.
+- `part` makes a rank's part from the HF tensors, and reads only those rows of them that are in it.
+- `gather` makes the whole Megatron parameter, the one that a single rank would hold, from the parts of all ranks.
+- `split` makes the HF tensors from that. After `gather` it is the exact inverse of `part`.
 
-Families are read before there is a tensor (`--help`), so that nothing here imports torch before it moves one.
+Values are only moved, never computed. Families are read before there is any tensor (for `--help`), so this file does not import
+torch before it moves one.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSizes:
-    """The sizes of a model that the layouts need. Those of linear attention are 0 where a model has none."""
+    """The sizes of a model that the layouts need."""
 
     num_attention_heads: int
     num_query_groups: int
     vocab_size: int
     padded_vocab_size: int
-    # Linear attention, the indexer of sparse attention, and the rotated channels of latent attention; 0 for models without.
+    # For linear attention, the indexer of sparse attention, and the rotated channels of latent attention; 0 in other models.
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
@@ -38,21 +40,21 @@ class TensorSizes:
 
     @classmethod
     def of(cls, flags: Mapping[str, Any]) -> TensorSizes:
-        """The sizes of the model of these flags; without `padded_vocab_size` for tensors that are not padded."""
+        """The sizes of the model that `flags` describe. They may lack `padded_vocab_size` if no tensor is padded."""
         heads = flags["num_attention_heads"]
         groups = flags.get("num_query_groups") if flags.get("group_query_attention", True) else None
-        of_some = [field.name for field in dataclasses.fields(cls) if field.default == 0]
+        optional = [field.name for field in dataclasses.fields(cls) if field.default == 0]
         return cls(
             num_attention_heads=heads,
             num_query_groups=groups or heads,
             vocab_size=flags["vocab_size"],
             padded_vocab_size=flags.get("padded_vocab_size", 0),
-            **{name: flags.get(name) or 0 for name in of_some},
+            **{name: flags.get(name) or 0 for name in optional},
         )
 
 
 class Stored(Protocol):
-    """A tensor that may be in a file still: what is indexed is read. A tensor is one."""
+    """A tensor, or one that is still in a file, of which only the indexed part is read."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -65,11 +67,11 @@ class Layout(Protocol):
 
     # Whether tensor-parallel ranks hold different parts.
     sharded: bool
-    # Whether `split` moves columns too; others move rows alone.
+    # Whether `split` moves columns as well as rows.
     moves_columns: bool
 
     def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
-        """What tensor-parallel rank `rank` of `size` holds.
+        """The part of the parameter that tensor-parallel rank `rank` of `size` holds.
 
         Raises:
             UserError: the tensors contradict a flag.
@@ -77,13 +79,15 @@ class Layout(Protocol):
         ...
 
     def parts(self, tensors: Sequence[Stored], sizes: TensorSizes) -> Sequence[torch.Tensor]:
-        """What a single rank holds, cut along its rows; rows that only change their place are not copied."""
+        """The whole parameter, as pieces along its rows: so rows that only change their place need not be copied."""
         ...
 
-    def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]: ...
+    def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
+        """The HF tensors of the whole parameter."""
+        ...
 
     def gather(self, shards: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-        """The whole parameter from the part of every rank, or from all parts as one tensor [ranks, …], which it may share."""
+        """The whole parameter from the parts of all ranks: one tensor each, or one [ranks, …], whose memory may be shared."""
         ...
 
 
@@ -108,8 +112,8 @@ class Replicated:
 
 
 class IndexerHeads(Replicated):
-    """One HF tensor, whole on every rank: rows of the indexer's heads. The channels that are rotated stand first in each head
-    there, and last in Megatron's."""
+    """One HF tensor, whole on every rank, with the rows of the indexer's heads. In each head the rotated channels stand first
+    in the HF tensor, and last in Megatron's."""
 
     def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
         (tensor,) = tensors
@@ -137,7 +141,7 @@ class Sharded(Replicated):
         return tensor[own] if self.dim == 0 else tensor[:, own]
 
     def gather(self, shards: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-        # Rows that lie end to end are the whole already.
+        # The parts are rows that lie end to end in memory already.
         if self.dim == 0 and not isinstance(shards, list | tuple):
             return shards.flatten(0, 1)
         return _joined(shards, dim=self.dim)
@@ -162,7 +166,7 @@ class Vocabulary(Sharded):
                 f"--vocab-size {sizes.vocab_size} does not fit the checkpoint: its embedding has {tensor.shape[0]} rows"
             )
         own = _own(sizes.padded_vocab_size, rank, size)
-        # The last ranks may hold padding alone.
+        # The last ranks may hold nothing but padding.
         rows = tensor[min(own.start, sizes.vocab_size) : min(own.stop, sizes.vocab_size)]
         return rows, rows.new_zeros(own.stop - own.start - rows.shape[0], *rows.shape[1:])
 
@@ -170,19 +174,22 @@ class Vocabulary(Sharded):
         return (whole[: sizes.vocab_size],)
 
 
-# Number of the HF tensor, its first row, and how many rows.
+# Consecutive rows of an HF tensor: the number of the tensor, the first row, and how many rows there are.
 Piece = tuple[int, int, int]
 
 
 class _Interleaved(Sharded, abc.ABC):
-    """Rows of several HF tensors in another order, as one Megatron parameter; a rank holds consecutive rows of it."""
+    """One Megatron parameter with the rows of several HF tensors in another order; a rank holds consecutive rows of it."""
 
     def __init__(self) -> None:
         super().__init__(dim=0)
 
     @abc.abstractmethod
     def _pieces(self, rows: Sequence[int], sizes: TensorSizes) -> Iterator[Piece]:
-        """The HF rows in Megatron's order. Args: rows: of each HF tensor.
+        """The HF rows in Megatron's order.
+
+        Args:
+            rows: how many rows each HF tensor has.
 
         Raises:
             UserError: the numbers of rows contradict a flag.
@@ -199,7 +206,7 @@ class _Interleaved(Sharded, abc.ABC):
         own = _own(sum(rows), rank, size)
         pieces, start = [], 0
         for tensor, begin, count in self._pieces(rows, sizes):
-            # Of more ranks than groups of rows each has a part of one.
+            # A rank may have only a part of a piece, if there are more ranks than groups of rows.
             first, last = max(own.start - start, 0), min(own.stop - start, count)
             if first < last:
                 pieces.append(tensors[tensor][begin + first : begin + last])
@@ -211,7 +218,7 @@ class QueryKeyValue(_Interleaved):
     """HF query, key and value rows; in Megatron's fused layer each query group's rows stand together as
     [its query heads, its key head, its value head]. Weights and biases alike."""
 
-    # Heads that a query head takes in the query rows.
+    # How many heads of rows the HF query tensor has for each query head.
     heads_per_query = 1
 
     def _pieces(self, rows: Sequence[int], sizes: TensorSizes) -> Iterator[Piece]:
@@ -240,8 +247,8 @@ class QueryKeyValue(_Interleaved):
 
 
 class GatedQueryKeyValue(QueryKeyValue):
-    """`QueryKeyValue` of attention whose output is gated: HF has [query, gate] of every head, Megatron of every group its
-    queries, then its gates."""
+    """`QueryKeyValue` for attention whose output is gated. HF has [query, gate] for every head; Megatron has, for every group,
+    all its queries, then all its gates."""
 
     heads_per_query = 2
 
@@ -256,12 +263,12 @@ class GatedQueryKeyValue(QueryKeyValue):
 
 
 class PerKeyHead(_Interleaved):
-    """What a linear-attention layer makes of its input; in Megatron each key head's rows stand together, in this order.
+    """The input projections of a linear-attention layer. In Megatron the rows of each key head stand together, in HF's order.
 
     Args:
-        tensors: of each HF tensor what it consists of. Each entry is a run of blocks of all key heads, `k` as wide as a key,
-            `v` as wide as the values of a key head, `h` with a number per value: ("k", "v") has all keys, then all values, and
-            ("kv",) of every key head its key and its values.
+        tensors: what each HF tensor consists of. Each string stands for rows of all key heads in turn, and each of its letters
+            for rows of one head: `k` is as wide as a key, `v` as the values of a key head, `h` has one row per value head. So
+            ("k", "v") has the keys of all heads, then the values of all; ("kv",) has for every head its key and its values.
     """
 
     def __init__(self, *tensors: tuple[str, ...]) -> None:
@@ -292,7 +299,7 @@ class PerKeyHead(_Interleaved):
         widths = self._widths(sizes)
         heads = whole.unflatten(0, (sizes.linear_num_key_heads, -1))
         blocks = iter(heads.split([width for blocks in widths for width in blocks], dim=1))
-        return tuple(_joined([next(blocks).flatten(0, 1) for _ in of_tensor]) for of_tensor in widths)
+        return tuple(_joined([next(blocks).flatten(0, 1) for _ in tensor_blocks]) for tensor_blocks in widths)
 
 
 class GatedLinear(Sharded):
@@ -329,7 +336,8 @@ class FusedGatedLinear(GatedLinear):
 
 
 def _own(length: int, rank: int, size: int) -> slice:
-    """The rows that a rank has of `length`; where they do not divide, parts differ, and do not fit the model's parameters."""
+    """The rows out of `length` that a rank holds. If they do not divide evenly, parts differ in size, and the model's
+    parameters do not accept them."""
     return slice(length * rank // size, length * (rank + 1) // size)
 
 
