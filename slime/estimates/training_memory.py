@@ -112,8 +112,8 @@ class RankMemory:
     and optimizer state while the trainer sleeps), host_copies (other sets of weights), host_snapshot (the weights of the whole
     stage as the engines have them; only the first rank of a stage, which sends them, has it). While a checkpoint is written
     there are also saving_optimizer (gathered from the ranks that share it) and saving_weights (copied). These two are of the
-    first rank of the stage, which has most to write; `stage_savings` has their sum for every rank of the stage, in rank order. While weights
-    are loaded, `loading` (their float32 values) stands in the place of all host parts but host_offloaded.
+    first rank of the stage, which has most to write; `stage_savings` has their sum for every rank of the stage, in rank order.
+    While weights are loaded, `loading` (their float32 values) takes the place of all host parts but host_offloaded.
     """
 
     weights: int

@@ -1,11 +1,11 @@
-"""What a run would do, told before anything is started, loaded or written.
+"""What a run would do, and what would end it, found before anything is started, loaded or written.
 
-`--dry-run` tells it from the flags alone: `make_plan` gives values, `render` the text, `show_plan` does what the driver does:
-print, and write the JSON if asked for.
+`--dry-run` makes a plan from the flags alone: `make_plan` returns its values, `render` makes text of them, and `show_plan`,
+which the driver calls, prints the text and writes the JSON if asked for.
 
-A run itself looks, when its arguments are right and before Ray starts, at rows of data files, the chat template, the memory of
-the machine, and what is left to do. It would find each of these by itself, after the 10 to 20 seconds that its processes take
-to start. Rows are read for a few seconds at most; whoever loads them reads the rest.
+A run checks a few things after its arguments and before Ray starts: rows of data files, the chat template, the memory of the
+machine, and whether anything is left to do. It would find these problems anyway, but only after the 10 to 20 seconds that its
+processes take to start. Rows are read for a few seconds at most; the data source reads the rest when it loads them.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
     """The plan of a checked run.
 
     Args:
-        parser: the one that parsed `args`, for the defaults; None: the product's own.
+        parser: the one that parsed `args`, which knows the defaults; None: slime's own.
 
     Raises:
         UserError: parallel sizes, layers or engines that do not divide.
@@ -86,7 +86,7 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
         memory, warnings, memory_notes = plan_memory(args, shape, layout, batch.micro_batches, hf_config)
         notes += (*memory_notes, *_notes(args, hf_config))
     if not plans_for_gpus(args):
-        # Then the run is one of processes on a machine like this one.
+        # All processes of a run without GPUs share the memory of one machine, which is taken to be like this one.
         problem = host_memory_problem(_host_shares(args, memory, layout, on_gpus=False), machine_memory())
         warnings += (problem,) if problem is not None else ()
     if memory is None or memory.training is None:
@@ -116,7 +116,7 @@ def require_memory_of_machine(args: argparse.Namespace) -> None:
     """Refuse a run on this machine alone whose processes need more memory than it has; on GPUs, warn of it.
 
     Raises:
-        UserError: with both numbers and a way out; or the plan cannot be made.
+        UserError: the memory is not enough (the message has both numbers and a way out), or the plan cannot be made.
     """
     hf_config = _hf_config(args)
     shape = shape_of(_with_shape(args, hf_config))
@@ -129,14 +129,14 @@ def require_memory_of_machine(args: argparse.Namespace) -> None:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON knows it: objects, lists, numbers, strings."""
+    """The plan in JSON's types: objects, lists, numbers, strings."""
     return json.loads(json.dumps(dataclasses.asdict(plan)))
 
 
 def show_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None = None) -> None:
     """Print the plan; with `--dry-run-json FILE` write it there too. FILE `-` prints the JSON instead of the text.
 
-    `parser`: as of `make_plan`.
+    `parser`: as in `make_plan`.
 
     Raises:
         UserError: FILE cannot be written; nothing is printed then.
@@ -152,7 +152,7 @@ def show_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
 
 
 def _over_long(batch: BatchPlan, layout: ParallelLayout | None) -> Iterator[str]:
-    """What the memory part says with numbers, where it has none."""
+    """The warning of samples above the token budget, for a plan whose memory part has no numbers to give it with."""
     budget, longest = batch.token_budget, batch.longest_sample
     if layout is not None and budget is not None and longest is not None and longest > budget:
         yield over_long_warning(longest, budget // layout.context, layout.context)
@@ -179,7 +179,7 @@ def _hf_config(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _with_shape(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> argparse.Namespace:
-    """`args`; without training ranks, whose shape is in no flag, a copy with that of the config."""
+    """`args`. Without training ranks no flags describe the model; then a copy with the shape that its config has."""
     if args.has_trainer or hf_config is None:
         return args
     try:
@@ -225,7 +225,7 @@ def _layout(args: argparse.Namespace, layout: ParallelLayout | None, shape: Mode
 
 
 def _notes(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> Iterator[str]:
-    """What the plan assumed."""
+    """Sentences that say what the plan assumed."""
     if starts_engines(args) and hf_config is None:
         yield (
             "the config.json of --hf-checkpoint was not read: engine weights and the weight sync are planned as if the "
@@ -247,7 +247,7 @@ def _notes(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> Iterat
 
 
 def _late_evaluations(args: argparse.Namespace) -> Iterator[str]:
-    """Evaluations of weights that are older than their place on the axis says."""
+    """A warning if evaluations measure weights that are older than their place on the step axis says."""
     every, interval = args.eval_interval, args.update_weights_interval
     if args.asynchronous and args.has_trainer and args.has_engines and every is not None and every % interval:
         yield (
@@ -258,7 +258,7 @@ def _late_evaluations(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECONDS) -> None:
-    """Look at the data, the tokenizer and, where there are images, the processor. Warn of what the metrics would not tell.
+    """Check the data, the tokenizer and, if there are images, the processor. Warn of evaluations that come too late.
 
     Raises:
         UserError: one message with everything that would end the run later.
@@ -272,10 +272,10 @@ def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECO
 
 
 def nothing_left(args: argparse.Namespace) -> str | None:
-    """Why a run with these checked arguments would do nothing; None when it would, or when only its data can tell."""
+    """Why a run with these checked arguments would do nothing; None if it would do something, or if only its data can tell."""
     total = args.num_rollout
     if not total:
-        return None  # epochs: the data set knows. And 0 asks for an evaluation alone
+        return None  # with epochs only the data set knows, and 0 asks for nothing but an evaluation
     start, source = args.start_rollout_id, args.initial_weights
     if start is not None:
         return (
@@ -319,7 +319,7 @@ def _template_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _processor_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Why prompts with images cannot be encoded. A generate function of the user's may do so in another way."""
+    """Why prompts with images cannot be encoded. Files that a user's generate function encodes are not checked."""
     seeing = [file for file in files_of_the_run(args) if file.keys.images and file.prompts != "any"]
     if not seeing or args.hf_checkpoint is None:
         return
@@ -333,7 +333,7 @@ def _processor_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def place_of_images(args: argparse.Namespace, dataset: EvalDatasetConfig) -> str:
-    """Where the field of the images of an evaluation set is named: `file:line: multimodal_keys`, or the flag; and the set."""
+    """The place that names the image field of an evaluation set, `file:line: multimodal_keys` or the flag, and the set."""
     in_file = places_in(args.eval_config)(dataset.name, "multimodal_keys")
     key = "--multimodal-keys" if in_file is None else f"{in_file}: multimodal_keys"
     return f"{key} (evaluation set {dataset.name})"
@@ -349,7 +349,7 @@ def files_of_the_run(args: argparse.Namespace) -> Iterator[OwnFile]:
 
 def _row_problems(args: argparse.Namespace, deadline: float) -> Iterator[str]:
     if args.allow_bad_rows:
-        return  # they are skipped, and counted where they are read
+        return  # bad rows are skipped then; the reader counts them
     from tqdm import tqdm
 
     no_template = args.hf_checkpoint is not None and lacks_chat_template(args.hf_checkpoint)
@@ -362,7 +362,7 @@ def _row_problems(args: argparse.Namespace, deadline: float) -> Iterator[str]:
 
         total = estimated_rows(file.path) if sys.stderr.isatty() else None
         name = os.path.basename(file.path)
-        # Nothing is drawn where nobody looks, nor for a file that is read at once.
+        # There is no bar if the output is no terminal, nor for a file that is read in less than half a second.
         with tqdm(desc=f"checking {name}", total=total, unit="row", leave=False, disable=None, delay=0.5) as bar:
             scan = scan_rows(
                 file.path,
@@ -382,10 +382,10 @@ def _row_problems(args: argparse.Namespace, deadline: float) -> Iterator[str]:
 
 
 def _objection(sample: Sample, file: OwnFile, without_template: str | None, *, may_label: bool) -> str | None:
-    """Why a row that can be read ends the run later.
+    """Why a row would end the run later although it can be read; None if it would not.
 
-    `without_template`: the tokenizer, if it has no chat template. `may_label`: a function of the user's sees samples, and their
-    labels, before they are graded.
+    `without_template`: the path of the tokenizer if it has no chat template, else None. `may_label`: a function of the user's
+    sees samples before they are graded, and may give them labels.
     """
     chat = not isinstance(sample.prompt, str)
     if file.prompts == "messages" and not chat:

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: prompts → rollouts → optimizer steps → micro-batches, and the numbers of parameters."""
+"""The numbers of a run: prompts, rollouts, optimizer steps, micro-batches, bytes of a train batch, and parameters."""
 
 import argparse
 import dataclasses
@@ -12,12 +12,12 @@ from slime.plan.placement import trains
 from slime.plan.setup import planned_sample, prompt_is_limited
 from slime.plan.structure import BatchPlan, ParameterPlan
 
-# Of a critic's value of a token.
+# Bytes of a critic's value for one token.
 _VALUE_BYTES = 4
 
 
 def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> BatchPlan:
-    """The arithmetic; micro-batches are counted for samples of the longest allowed length."""
+    """The batches of a run. Micro-batches are counted for samples of the longest allowed length."""
     rollouts = args.rollout_batch_size * args.n_samples_per_prompt
     global_batch = args.global_batch_size
     steps = max(1, rollouts // global_batch)
@@ -47,23 +47,25 @@ def plan_batch(args: argparse.Namespace, layout: ParallelLayout | None) -> Batch
 
 
 def train_batch_bytes(args: argparse.Namespace) -> int:
-    """Bytes of one rollout step's train batch, until ranks have it, all samples at their longest; 0 where none is trained on.
+    """Bytes of one rollout step's train batch before the ranks have it, if all samples are as long as allowed; 0 if the run
+    does not train.
 
-    A lower bound where no flag limits the prompt, and without images, whose sizes no flag tells; sets of kept tokens count with
-    the most that they may have. The driver lets a batch go before it asks for the next.
+    It is a lower bound if no flag limits the prompt. Images do not count, since no flag tells their sizes. Sets of kept tokens
+    count with the largest size that they may have. There is one batch at a time: the driver frees it before it asks for the
+    next.
     """
     if not (args.has_trainer and trains(args)):
         return 0
     per_token = sum(bytes_per_token(args).values())
     if args.use_critic:
-        # Its ranks may be laid out in another way, and take shards of their own; values and what the actor says about them
-        # travel as well.
+        # Ranks of the critic may be laid out differently, so they have shards of their own. Its values travel to the actor, and
+        # what the actor computes from them travels back.
         per_token = 2 * (per_token + _VALUE_BYTES)
     return args.rollout_batch_size * args.n_samples_per_prompt * (_sample_length(args) or 0) * per_token
 
 
 def bytes_per_token(args: argparse.Namespace) -> dict[str, int]:
-    """Of every column of a train batch that has rows as long as samples are, by name; 0 where the run has none."""
+    """Bytes per token of every column of a train batch with a row per sample of its length, by name; 0 if the run has none."""
     kept, chosen = kept_tokens(args), (args.num_layers or 0) * (args.moe_router_topk or 0)
     return {
         "tokens": 8,
@@ -77,21 +79,21 @@ def bytes_per_token(args: argparse.Namespace) -> dict[str, int]:
 
 
 def kept_tokens(args: argparse.Namespace) -> int:
-    """The most tokens among which one of a training rollout is sampled, where engines tell them (`--rollout-top-k`, which a
-    `--rollout-top-p` below 1 sets too); else 0."""
+    """The largest number of tokens that sampling may keep at one place of a training rollout, if engines report the kept ones
+    (`--rollout-top-k`, which a `--rollout-top-p` below 1 sets too); else 0."""
     return max(0, min(args.rollout_top_k, args.vocab_size or args.rollout_top_k))
 
 
 def _sample_length(args: argparse.Namespace) -> int | None:
     longest = longest_sample(args)
-    # A prompt has a token at least.
+    # If the longest sample leaves the prompt out, it counts with one token, the least that it has.
     return longest + (not prompt_is_limited(args)) if longest is not None else planned_sample(args)
 
 
 def _micro_batches(
     args: argparse.Namespace, layout: ParallelLayout | None, global_batch: int, budget: int | None, sample: int | None
 ) -> int | None:
-    """Of one data-parallel rank and step; the count is the same on all ranks."""
+    """Micro-batches of one optimizer step on one data-parallel rank; all ranks have the same number."""
     if layout is None:
         return None
     if budget is None:
@@ -107,7 +109,7 @@ def _micro_batches(
 
 
 def plan_parameters(args: argparse.Namespace, shape: ModelShape, layout: ParallelLayout | None) -> ParameterPlan:
-    """The total is that of the checkpoint; ranks hold the padded vocabulary."""
+    """The numbers of parameters. The total is that of the checkpoint; those of ranks count the padded vocabulary."""
     total = count_parameters(shape).total
     if layout is None:
         return ParameterPlan(total, None, ())

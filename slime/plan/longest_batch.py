@@ -1,9 +1,11 @@
-"""The longest micro-batches that a run may have, before it has any: what a rehearsal goes through on fake devices, and the
-memory probe on those of the run.
+"""The longest micro-batches that a run may have, computed before it has any. A rehearsal runs them on fake devices, the memory
+probe on the devices of the run.
 
-Dynamic micro-batches hold at most the token budget, `--max-tokens-per-gpu` of every context-parallel rank, but for a sample
-that is longer and makes one of its own. Static ones hold `--micro-batch-size` samples. How long a sample may be the flags of
-generation say. And what the probe found, in words, beside what is planned.
+Dynamic micro-batches hold at most the token budget, which is `--max-tokens-per-gpu` times the context-parallel ranks; only a
+sample that is longer makes a micro-batch of its own. Static ones hold `--micro-batch-size` samples. The flags of generation
+limit how long a sample may be.
+
+This file also words what the probe found, next to the plan's figures.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from slime.plan.memory import planned_critic
 from slime.plan.setup import parallel_layout, planned_sample, prompt_is_limited, shape_of, step_memory
 from slime.plan.structure import GIB
 
-# Of each sample its tokens, and those of its response.
+# For each sample of a micro-batch: how many tokens it has, and how many of them are response.
 Lengths = list[tuple[int, int]]
 
-# Of a step, unless a pipeline holds more at once: in the second one the activations of the first are gone, and its gradients
-# are added to what is there.
+# How many micro-batches show the memory of a step, unless a pipeline holds more at once: two, since the second one adds its
+# gradients to those of the first.
 _MICRO_BATCHES = 2
-# By whom an execution may become several samples.
+# Flags with which an execution may become several samples.
 _MAKERS_OF_SAMPLES = (
     "custom_generate_function_path", "custom_convert_samples_to_train_data_path", "load_debug_rollout_data",
     "load_forge_rollout_data",
@@ -35,8 +37,10 @@ _MAKERS_OF_SAMPLES = (
 
 
 def micro_batches(args: argparse.Namespace, layout: ParallelLayout) -> list[Lengths]:
-    """Full micro-batches of samples as long as they may be, none above the budget. There are as many as the first stage of a
-    pipeline holds at once, two at least. None at all where no flag says how large one is."""
+    """Full micro-batches of samples of the longest allowed length, but none above the budget.
+
+    There are as many as the first stage of a pipeline holds at once, and at least two; none if no flag says how large one is.
+    """
     sample, plan = planned_sample(args), plan_batch(args, layout)
     budget = plan.token_budget or (args.micro_batch_size * sample if sample else None)
     if budget is None:
@@ -46,8 +50,8 @@ def micro_batches(args: argparse.Namespace, layout: ParallelLayout) -> list[Leng
 
 
 def longest_micro_batches(args: argparse.Namespace) -> list[Lengths]:
-    """The same for one step of a run: a sample above the budget is alone and whole, and a micro-batch has no more samples than
-    a step leaves for it. None at all where no flag says how large one is."""
+    """As `micro_batches`, but of a step that can really occur: a sample above the budget is alone and whole, and a micro-batch
+    has no more samples than the other micro-batches of the step leave for it."""
     layout = parallel_layout(args)
     plan, longest = plan_batch(args, layout), longest_sample(args)
     if plan.token_budget is None:
@@ -61,7 +65,7 @@ def longest_micro_batches(args: argparse.Namespace) -> list[Lengths]:
 
 
 def _answers(lengths: Sequence[int]) -> Lengths:
-    """Samples with a token of a prompt: nothing needs the logits of a longer one."""
+    """Samples whose prompt has one token: response tokens cost most, since only they need logits."""
     return [(length, length - 1) for length in lengths]
 
 
@@ -72,20 +76,20 @@ def _filled(budget: int, longest: int) -> list[int]:
 
 
 def _most_samples(args: argparse.Namespace, layout: ParallelLayout) -> int:
-    """In a micro-batch of a step in which the others of its ranks have one sample at least."""
+    """The most samples that one micro-batch of a step can have, since every other one has at least one sample."""
     is_own = args.rollout_function_path.startswith("slime.rollout.")
     if not is_own or any(vars(args)[name] is not None for name in _MAKERS_OF_SAMPLES):
-        # An execution may be many samples then, and the budget alone counts.
+        # An execution may become many samples then, and only the budget limits them.
         return args.max_tokens_per_gpu * layout.context if args.use_dynamic_batch_size else args.micro_batch_size
     return max(1, args.global_batch_size - layout.data * micro_batches_at_a_time(args) + 1)
 
 
-def _at_once(args: argparse.Namespace, layout: ParallelLayout, of_step: int | None) -> int:
+def _at_once(args: argparse.Namespace, layout: ParallelLayout, micro_batches_of_step: int | None) -> int:
     wanted = max(_MICRO_BATCHES, layout.pipeline)
     if layout.virtual_pipeline > 1:
-        # After one group of micro-batches a stage would still be going forward; after two it has been as full as it gets.
+        # After one group of micro-batches a stage has run forward only; after two it has held as much as it ever does.
         wanted = 2 * (args.microbatch_group_size_per_vp_stage or layout.pipeline)
-    return min(of_step or wanted, wanted)
+    return min(micro_batches_of_step or wanted, wanted)
 
 
 def described(args: argparse.Namespace, batches: Sequence[Lengths]) -> str:
@@ -104,10 +108,11 @@ class ProbedMemory:
     """What the memory probe found on one rank; bytes of its device.
 
     Attributes:
-        before: of tensors that were there before it.
-        to_come: that the optimizer will take in its first update, and a model beside it. They were held meanwhile.
-        peaks: the most that tensors took at once, what was held among it, by phase; None: the device counts none.
-        free, device: what nobody had in use when the passes were done, but nothing of theirs was given back; and all there is.
+        before: taken by tensors before the probe.
+        to_come: to be taken by the optimizer in its first update, and by models beside it. The probe held so much meanwhile.
+        peaks: by phase, the most that tensors took at once, `to_come` included; None if the device does not count peaks.
+        free: not in use by anyone after the passes, before their memory was given back.
+        device: all memory of the device.
     """
 
     before: int
@@ -118,10 +123,10 @@ class ProbedMemory:
 
 
 def probe_line(args: argparse.Namespace, batches: Sequence[Lengths], probed: Sequence[ProbedMemory]) -> str:
-    """What the probe found on the rank with the highest peak, in one line, beside the plan's figure.
+    """One line with what the probe found on the rank with the highest peak, and what the plan says.
 
     Args:
-        probed: of every rank of the role of `args`.
+        probed: one entry for every rank of the role of `args`.
     """
     peaks = [max(found.peaks.values()) if found.peaks else found.before for found in probed]
     rank = max(range(len(probed)), key=peaks.__getitem__)
@@ -143,7 +148,7 @@ def probe_line(args: argparse.Namespace, batches: Sequence[Lengths], probed: Seq
 
 
 def planned_peak(args: argparse.Namespace, batches: Sequence[Lengths]) -> int | None:
-    """What the plan says of the tensors of a step of these micro-batches, on the stage with most; None: it says nothing."""
+    """The planned peak, in bytes, of a step of these micro-batches on the stage with most; None if it is not planned."""
     if args.train_backend != "megatron" or args.use_megatron_fsdp or shape_of(args) is None:
         return None
     if args.role == CRITIC:
@@ -156,16 +161,16 @@ def planned_peak(args: argparse.Namespace, batches: Sequence[Lengths]) -> int | 
 def out_of_memory(
     args: argparse.Namespace, place: str, batches: Sequence[Lengths], numbers: str, error: Exception
 ) -> str:
-    """The error of a rank whose memory ran out in the probe: what it did, what it had, and which flags lower what.
+    """The error message for a rank whose memory ran out in the probe: where, with which numbers, and which flags would help.
 
     Args:
-        place: which rank, and in which phase.
-        numbers: what was measured.
+        place: words for the rank and the phase.
+        numbers: words for what was measured.
     """
     if not args.use_dynamic_batch_size:
         lower = "--micro-batch-size, --rollout-max-response-len"
     elif len(batches[0]) == 1 and longest_sample(args) is not None:
-        # Of a sample that is above the budget a smaller one changes nothing.
+        # A sample above the budget is as long with a smaller budget.
         lower = "--rollout-max-response-len"
     else:
         lower = "--max-tokens-per-gpu"

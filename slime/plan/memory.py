@@ -1,10 +1,10 @@
-"""The memory part of the plan: training, serving, both on the GPUs and the machine that they share; what would make it less.
+"""The memory part of the plan: what training and serving need, on GPUs and in host memory, and which flags would lower it.
 
-Of actor and critic only one works at a time, but nothing moves the other to the host yet: its weights, gradients and
-optimizer state stay where they are.
+Actor and critic take turns, but the one that rests is not moved to the host yet: its weights, gradients and optimizer state
+stay on the GPU.
 
-On a machine without GPUs every engine and every rank is processes with their tensors in its memory, and any number of
-them can be asked for. On GPUs the host holds what ranks put there; what engines keep beside it is not known.
+On a machine without GPUs all tensors of engines and ranks are in its own memory, and flags may ask for any number of these
+processes. With GPUs the plan counts the host memory that ranks take; that of engines is not known.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def plan_memory(
     micro_batches: int | None,
     hf_config: dict[str, Any] | None,
 ) -> tuple[MemoryPlan, tuple[str, ...], tuple[str, ...]]:
-    """Estimates, warnings about them, and notes on what they assume."""
+    """(the estimates, warnings about them, notes on what they assume)."""
     gpu_memory, source = None, "the run uses no GPU (SLIME_ACCELERATOR=cpu)"
     if plans_for_gpus(args):
         gib, source = gpu_memory_gib(args)
@@ -177,7 +177,7 @@ def _host_parts(args: argparse.Namespace, worst: RankMemory) -> tuple[PartPlan, 
 
 
 def _not_estimated(args: argparse.Namespace, layout: ParallelLayout | None) -> str | None:
-    """Why training ranks have no estimate; None also where there are none."""
+    """Why there is no estimate for training ranks; None if there is one, or if there are no such ranks."""
     if layout is None:
         return None
     typed = {
@@ -228,18 +228,19 @@ def _phases(
     served: ServingMemory | None,
     gpu_memory: int | None,
 ) -> tuple[PhasePlan, ...]:
-    """What lies on one GPU in each phase: on GPUs of their own, or with both on it."""
+    """What one GPU holds in each phase. Trainer and engines share the GPU, or each has GPUs of its own."""
     if gpu_memory is None:
         return ()
     engine = served.weights + served.kv_cache if served is not None else 0
     if placement_mode(args) != "colocated" or worst is None or served is None:
         trainer = None if worst is None else worst.total + critic
         return _phases_apart(args, trainer, engine if served is not None else None, gpu_memory)
-    # Actor and critic are processes of their own, which always sleep where engines are on their GPUs.
+    # Actor and critic are two processes. Both always sleep while engines work on their GPUs.
     left_behind = CUDA_OVERHEAD_BYTES * (2 if has_critic(args) else 1)
     asleep = 0 if args.release_train else left_behind if args.offload_train else worst.persistent
     idle = CUDA_OVERHEAD_BYTES if args.offload_rollout else engine
-    # A trainer that sleeps keeps its weights for that long; engines take room for theirs first, the cache after the sync.
+    # A trainer that sleeps keeps its weights on the GPU until they are pushed. Engines take room for weights before the push,
+    # and for the cache after it.
     sending = left_behind + worst.weights if args.offload_train or args.release_train else asleep
     receiving = CUDA_OVERHEAD_BYTES + served.weights if args.offload_rollout else idle
     phases = [
@@ -249,7 +250,8 @@ def _phases(
     if trains(args):
         phases.insert(0, _phase("training", worst.total + critic, idle, gpu_memory))
     if args.use_fault_tolerance and args.offload_rollout and not args.release_train:
-        # The others keep their caches, and go on generating. Where the trainer has ended, its files are pushed.
+        # The other engines keep their caches and go on generating. If the trainer has ended, files of it are pushed, so that it
+        # takes no memory.
         phases.append(_phase("push to a replaced engine", sending + buffers, engine, gpu_memory))
     return tuple(phases)
 
@@ -257,7 +259,7 @@ def _phases(
 def _phases_apart(
     args: argparse.Namespace, trainer: int | None, engine: int | None, gpu_memory: int
 ) -> tuple[PhasePlan, ...]:
-    """Each on its own GPUs, or on shared ones where one of them is not known."""
+    """The phases if trainer and engines have GPUs of their own, or if one of the two is not estimated."""
     phases = []
     unknown = args.has_trainer and trainer is None
     if args.has_trainer:
@@ -282,8 +284,8 @@ def _too_large(phase: PhasePlan, gpu_memory: int) -> str:
 
 
 def _groups(args: argparse.Namespace) -> list[tuple[str, argparse.Namespace, bool]]:
-    """The line of every group of engines of `--sglang-config`, the flags that describe it, and whether its model is another
-    than the trained one; without that, of the run."""
+    """For every group of engines of `--sglang-config`: its place in the file, the flags that describe it, and whether its model
+    is frozen, not the trained one. Without that flag one group stands for all engines."""
     if args.sglang_config is None or not starts_engines(args):
         return [("", args, False)]
     groups = [group for group in served_groups(args) if group.num_engines]
@@ -294,12 +296,12 @@ def _groups(args: argparse.Namespace) -> list[tuple[str, argparse.Namespace, boo
 
 
 def _frozen_model(args: argparse.Namespace) -> tuple[ModelShape, dict[str, Any]] | None:
-    """Shape and config of --hf-checkpoint, whatever the flags say of the trained model; None where they are not known."""
+    """Shape and config of --hf-checkpoint, whatever the flags say of the trained model; None if they are not known."""
     try:
         config = read_hf_config(args.hf_checkpoint)
-        # What a config is silent about it has not, whatever the trained model has.
-        silent = dict.fromkeys((*SUPPLEMENTS, "padded_vocab_size", "mtp_num_layers"))
-        shape = shape_of(argparse.Namespace(**{**vars(args), **silent, **model_args_from_hf(config)}))
+        # Flags of the trained model must not add what the config of this one does not name.
+        unset = dict.fromkeys((*SUPPLEMENTS, "padded_vocab_size", "mtp_num_layers"))
+        shape = shape_of(argparse.Namespace(**{**vars(args), **unset, **model_args_from_hf(config)}))
     except UserError:
         return None
     return None if shape is None else (shape, config)
@@ -324,7 +326,7 @@ def _cache_warnings(args: argparse.Namespace, served: ServingMemory | None, gpu_
 
 
 def _over_long(args: argparse.Namespace, shape: ModelShape, setup: TrainingSetup, worst: RankMemory) -> Iterator[str]:
-    """What a sample above the token budget would need."""
+    """A warning if samples may be above the token budget, with the memory that they would need."""
     longest = longest_sample(args)
     share = -(-longest // setup.layout.context) if longest is not None else 0
     if share > setup.stream_tokens:
@@ -335,7 +337,7 @@ def _over_long(args: argparse.Namespace, shape: ModelShape, setup: TrainingSetup
 
 
 def over_long_warning(longest: int, tokens: int, context: int, peaks: str | None = None) -> str:
-    """What happens to a sample above the budget; `peaks`: the training peak then, and otherwise."""
+    """The warning that samples may be above the token budget. `peaks`: words for the training peak then, and otherwise."""
     warning = (
         f"the longest allowed sample ({longest} tokens) is above the token budget of a micro-batch ({tokens} x "
         f"--context-parallel-size {context}): such a sample makes a micro-batch of its own"
@@ -346,10 +348,10 @@ def over_long_warning(longest: int, tokens: int, context: int, peaks: str | None
 def critic_bytes(
     args: argparse.Namespace, layout: ParallelLayout, actors: tuple[RankMemory, ...], micro_batches: int | None
 ) -> tuple[int, ...]:
-    """What a rank of each stage of the actor needs for the critic on top of the actor's peak.
+    """For each stage of the actor, the bytes that a rank needs for the critic on top of the actor's peak.
 
-    Either the critic rests at that moment, or it works and needs so much that the peak is its own. Its stages may be others
-    than the actor's: of the ranks of a stage the one counts whose part of the critic is the largest.
+    Either the critic rests at the actor's peak, or the critic works and the peak is its own, if that is higher. The critic may
+    have other stages than the actor: then the largest part of the critic on any rank of the actor's stage counts.
 
     Args:
         actors: the actor's memory on a rank of every stage of `layout`.
@@ -370,13 +372,14 @@ def critic_bytes(
 
 
 def planned_critic(critic: argparse.Namespace) -> argparse.Namespace:
-    """What `critic_args` gave, as memory is planned with it."""
-    # It never pushes, keeps no other set of weights, and has no layers that predict further tokens.
+    """The flags of `critic_args` with those changes that memory is planned with."""
+    # A critic never pushes, keeps no other set of weights, and has no layers that predict further tokens.
     changed = {"has_engines": False, "offload_train": False, "mtp_num_layers": None}
     return argparse.Namespace(**{**vars(critic), **changed})
 
 
-# Advice for a part that is less than this of the whole, or of the GPU where the whole is larger, would only distract.
+# A part gets advice if it is at least this share of the whole, or of the GPU if the whole is larger. For a smaller one advice
+# would only distract.
 _WORTH_WHILE = 0.02
 
 _SERVING = {
@@ -386,7 +389,8 @@ _SERVING = {
 
 
 def lower_training(args: argparse.Namespace, setup: TrainingSetup, part: str, share: float) -> str | None:
-    """Flags that would lower `part`, which is `share` of the whole or of the GPU; None: not worth while, or none known."""
+    """Flags that would lower `part`, which is `share` of the whole or of the GPU; None if that is not worth while, or if no
+    such flags are known."""
     if share < _WORTH_WHILE:
         return None
     find = {
@@ -402,7 +406,7 @@ def lower_training(args: argparse.Namespace, setup: TrainingSetup, part: str, sh
 
 
 def lower_serving(part: str, share: float) -> str | None:
-    """The same for an engine."""
+    """As `lower_training`, for a part of an engine."""
     return _SERVING.get(part) if share >= _WORTH_WHILE else None
 
 
@@ -428,7 +432,7 @@ def _optimizer(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
 
 
 def _keeps_whole_main_parameters(args: argparse.Namespace) -> bool:
-    """Where their upper half is the weight itself, so that 16 bits would do."""
+    """Whether main parameters are kept in 32 bits although the weights are their upper halves, so that 16 bits would do."""
     narrow = args.use_precision_aware_optimizer or args.optimizer_cpu_offload
     return args.params_dtype_name == "bfloat16" and args.optimizer == "adam" and not narrow
 
@@ -456,10 +460,10 @@ def _tokens(args: argparse.Namespace) -> list[str]:
     return ["--micro-batch-size", "--use-dynamic-batch-size --max-tokens-per-gpu"]
 
 
-# Processes without their tensors, on CPU: the pages that each has for itself after a rollout, with torch 2.13, sglang
-# 0.5.21, megatron-core 0.16, Ray 2.60 and a model of 0.1 M parameters. Of an engine 0.68 GiB, rounded up: its Ray actor,
-# HTTP server, scheduler and detokenizer; a further tensor-parallel rank is a scheduler more. Of a run: driver, manager,
-# router and Ray (0.8 GiB), and once the libraries that all of them share (0.5 GiB).
+# Memory of processes on CPU, without their tensors. Measured as the private pages of each after a rollout, with torch 2.13,
+# sglang 0.5.21, megatron-core 0.16, Ray 2.60 and a model of 0.1 M parameters. An engine takes 0.68 GiB, rounded up here: its
+# Ray actor, HTTP server, scheduler and detokenizer; a further tensor-parallel rank adds a scheduler. A run takes driver,
+# manager, router and Ray (0.8 GiB), and once the libraries that all processes share (0.5 GiB).
 ENGINE_BYTES = round(0.75 * GIB)
 FURTHER_SCHEDULER_BYTES = round(0.3 * GIB)
 RANK_BYTES = round(0.3 * GIB)
@@ -470,10 +474,11 @@ _LIMITS_OF_CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/mem
 
 @dataclass(frozen=True)
 class HostShare:
-    """`count` parts of a run and the host memory of each, in bytes, which is a mean where they differ.
+    """`count` equal parts of a run, and the host memory that each takes on average, in bytes.
 
-    `flag` lowers the count, and what each of the others takes stays as it is; empty where that is not so: fewer training
-    ranks hold larger shards.
+    flag: the flag that lowers the count and leaves the memory of each part as it is; empty if there is none, as for training
+        ranks: if there are fewer, each holds larger shards.
+    per_count: by how much the flag's value rises for one part more.
     """
 
     name: str
@@ -495,11 +500,11 @@ def host_shares(
     *,
     on_gpus: bool,
 ) -> tuple[HostShare, ...]:
-    """What a run on one machine takes of its memory, as far as the plan knows.
+    """The memory that a run takes of its one machine, as far as the plan knows.
 
     Args:
-        memory: estimates; None where the model's shape is not known, and only the processes count.
-        ranks: training ranks; a critic's come on top.
+        memory: estimates; None if the model's shape is not known: then only the processes count.
+        ranks: training ranks, without those of a critic.
     """
     training = memory.training if memory is not None else None
     host = _mean(training.stage_hosts) + _mean(training.stage_savings) if training is not None else 0
@@ -509,7 +514,7 @@ def host_shares(
     if ranks:
         # Actor and critic are processes of their own; the estimate holds the tensors of both.
         processes = RANK_BYTES * (2 if has_critic(args) else 1)
-        # Pipeline stages differ, and each has as many ranks as another.
+        # Stages differ in memory, but have equally many ranks: so the mean over stages is that over ranks.
         tensors = _mean(training.stage_totals) + host if training is not None else 0
         shares.append(HostShare("training rank", ranks, processes + tensors))
     tensors = memory.serving.total if memory is not None and memory.serving is not None else 0
@@ -520,7 +525,7 @@ def host_shares(
 
 
 def host_memory_problem(shares: Sequence[HostShare], machine: int) -> str | None:
-    """What is wrong where the shares are more than `machine` bytes, with both numbers and a way out; else None."""
+    """A message with both numbers and a way out if the shares are more than `machine` bytes; else None."""
     needed = sum(share.total for share in shares)
     if needed <= machine:
         return None
@@ -537,8 +542,8 @@ def host_memory_problem(shares: Sequence[HostShare], machine: int) -> str | None
 
 
 def require_host_memory(shares: Sequence[HostShare], *, on_gpus: bool) -> None:
-    """Raise UserError where the run needs more memory than this machine has; on GPUs, whose hosts hold but a part of the
-    run, an estimate of that part is worth a warning."""
+    """Raise UserError if the run needs more memory than this machine has. With GPUs only warn, since the estimate covers only a
+    part of the host memory."""
     problem = host_memory_problem(shares, machine_memory())
     if problem is None:
         return

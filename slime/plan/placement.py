@@ -1,6 +1,6 @@
 """Where every training rank and every engine goes, how engines divide their memory, and what a weight sync moves to them.
 
-GPUs count in order of their nodes, training first unless the two share.
+GPUs are numbered node by node; those for training come first, unless training and engines share them.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def plan_placement(
     """The placement; `layout` None: no training ranks. `parts` count their GPUs from the first GPU of the run."""
     mode = placement_mode(args)
     training = layout.world_size if layout is not None else 0
-    # Some may be kept free of engines, or of all.
+    # This includes GPUs that are kept free of engines, or unused.
     total = layout_of(args).gpus
     per_node = args.num_gpus_per_node
     engines = _engine_of_gpu(parts)
@@ -58,7 +58,7 @@ def plan_placement(
 
 
 def spread_engines(placement: PlacementPlan) -> Iterator[str]:
-    """What engines pay that lie on more nodes than they need."""
+    """A warning if an engine lies on more nodes than its GPUs need, with what that costs."""
     parts: dict[int, Counter[int]] = {}
     for node in placement.nodes:
         for gpu in node.gpus:
@@ -98,8 +98,8 @@ def placement_mode(args: argparse.Namespace) -> str:
 
 
 def trains(args: argparse.Namespace) -> bool:
-    """Whether training ranks take steps. With `--num-rollout 0` they push their weights, and an evaluation ends the run: there
-    is no optimizer, and no critic."""
+    """Whether training ranks take steps. With `--num-rollout 0` they only push their weights, and the run ends after an
+    evaluation: there is no optimizer, and no critic."""
     return args.num_rollout != 0
 
 
@@ -109,11 +109,12 @@ def has_critic(args: argparse.Namespace) -> bool:
 
 
 def sleeping_sides(args: argparse.Namespace) -> Sides:
-    """Whether trainer and engines give their memory back while the other works.
+    """Whether trainer and engines each give their memory back while the other works.
 
-    A trainer that ends while engines work is one that sleeps: its memory is in a checkpoint.
+    A trainer that ends while engines work counts as one that sleeps: its state is in a checkpoint.
 
-    With a critic `offload_train` is on by itself, for turns of the two models on GPUs of their own, which are not built yet.
+    A critic turns `offload_train` on by itself, so that actor and critic can take turns on the trainer's GPUs. Those turns are
+    not built yet, so without `--colocate` only a typed flag counts.
     """
     both = args.has_trainer and args.has_engines
     trainer, engines = both and (args.offload_train or args.release_train), both and args.offload_rollout
@@ -143,9 +144,9 @@ def _gpu(gpu: int, layout: ParallelLayout | None, engine: tuple[int, int, str | 
     )
 
 
-# What SGLang chooses by itself lies between 0.8 and 0.9, depending on GPU and graph sizes.
+# SGLang's own choice is between 0.8 and 0.9, depending on GPU and graph sizes.
 ASSUMED_STATIC_FRACTION = 0.85
-# What the engines of this product take on CPU, unless a flag says otherwise.
+# Tokens in the cache of an engine on CPU, unless a flag says otherwise.
 CPU_CACHE_TOKENS = 32768
 _CACHE_BYTES = {"auto": None, "bfloat16": 2.0, "bf16": 2.0, "float32": 4.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0}
 _WEIGHT_BYTES = {"auto": None, "bfloat16": 2.0, "half": 2.0, "float16": 2.0, "float": 4.0, "float32": 4.0}
@@ -157,7 +158,7 @@ def starts_engines(args: argparse.Namespace) -> bool:
 
 
 def engine_parts(args: argparse.Namespace, first: int) -> tuple[EnginePart, ...]:
-    """Runs of equal engines from GPU `first` on."""
+    """The engines of the run, as ranges of GPUs with equal engines; the first range begins at GPU `first`."""
     if not starts_engines(args):
         return ()
     parts = []
@@ -174,7 +175,7 @@ def engine_parts(args: argparse.Namespace, first: int) -> tuple[EnginePart, ...]
 def serving_setup(
     args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None, gpu_memory: int | None
 ) -> ServingSetup:
-    """How an engine of the trained model divides its memory; of its first group, where `--sglang-config` has several.
+    """How an engine of the trained model divides its memory. If `--sglang-config` has several groups, the first one counts.
 
     Args:
         hf_config: the config of --hf-checkpoint, for its quantisation; None when there is none.
@@ -214,7 +215,7 @@ def weight_bytes(args: argparse.Namespace, shape: ModelShape, hf_config: dict[st
 
 
 def unknown_format(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> str | None:
-    """How --hf-checkpoint is quantised, where its bytes are not known."""
+    """The name of the quantised format of --hf-checkpoint if its bytes are not known; else None."""
     return unknown_quantisation(*_quantised_as(args, hf_config))
 
 
@@ -235,7 +236,7 @@ def _plain_bytes(args: argparse.Namespace) -> float:
 
 
 def _group_of_trained_model(args: argparse.Namespace) -> ServerGroup | None:
-    """The first group with engines, of a model that gets the trainer's weights where there is one."""
+    """The first group with engines whose model gets the trainer's weights; if there is none, the first group with engines."""
     models = sorted(served_models(args), key=lambda model: not model.update_weights)
     return next((group for model in models for group in model.groups if group.num_engines), None)
 
@@ -246,7 +247,7 @@ _SHARED_HANDLES = "shared handles"
 def plan_sync(
     args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None, layout: ParallelLayout | None
 ) -> SyncPlan | None:
-    """Every engine receives every weight once; the receiving link is the bottleneck. None: nothing is pushed."""
+    """The weight sync: every engine receives every weight once, and its link is the bottleneck. None: nothing is pushed."""
     if layout is None or not (args.rollout_external_engine_addrs or starts_engines(args)):
         return None
     sizes = weight_bytes(args, shape, hf_config)
@@ -260,7 +261,7 @@ def plan_sync(
     directly = experts_go_directly(args, shares_host_memory=not plans_for_gpus(args))
     if directly:
         hosted, lacked = (of_experts * count // args.num_experts for count in _experts_of_a_rank(args, layout))
-        # A bucket of experts has what an engine rank hosts of it, and once what the rank on its device sends to others.
+        # Buckets of experts have those that the engine rank hosts, and those that the training rank on its device sends away.
         sent = min(lacked, of_experts // layout.expert)
         buckets = -(-rest // bucket) + -(-(hosted + sent) // bucket)
         gathered = rest * cut + lacked
@@ -277,8 +278,8 @@ def _cut(args: argparse.Namespace, layout: ParallelLayout) -> tuple[bool, bool]:
 
 
 def _experts_of_a_rank(args: argparse.Namespace, layout: ParallelLayout) -> tuple[int, int]:
-    """Where experts go directly: how many the engine rank on a device hosts, and how many of them the training rank there
-    lacks at most."""
+    """If experts go directly to the engine ranks that host them: how many an engine rank hosts, and the largest number of these
+    that the training rank on the same device does not have."""
     each = args.num_experts // layout.expert
     lacked = [
         sum(expert // each != layout.place(device).expert for expert in hosted_experts(args, device))
@@ -297,7 +298,7 @@ def _transport(args: argparse.Namespace) -> str:
     for group in served_groups(args):
         behind = first + group.num_gpus
         if group.num_engines and group.update_weights:
-            # One with GPUs of both kinds is among those beside.
+            # An engine with GPUs of training ranks and others counts as one beside the trainer.
             shared, beside = shared or first + group.num_gpus_per_engine <= ranks, beside or behind > ranks
         first = behind
     if shared and beside:

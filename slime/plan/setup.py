@@ -1,4 +1,4 @@
-"""From checked `args` to what the memory model takes: shape, layout, precision, optimizer state, recomputation."""
+"""The inputs of the memory model, from checked `args`: shape, layout, precision, optimizer state, recomputation."""
 
 import argparse
 import importlib.util
@@ -23,7 +23,7 @@ from slime.models.qwen import DELTA_RULE_PACKAGES
 from slime.models.shape_of_flags import SHAPE_FLAGS, model_shape_from_args, padded_vocabulary
 from slime.plan.placement import sleeping_sides, trains
 
-# Context of the CUDA driver, workspaces of cuBLAS, buffers of NCCL: what a rank takes before its first tensor.
+# Memory that a rank takes before its first tensor: context of the CUDA driver, workspaces of cuBLAS, buffers of NCCL.
 CUDA_OVERHEAD_BYTES = 2 * 2**30
 _STATES = {REFERENCE: "reference", TEACHER: "teacher", OLD_ACTOR: "old actor", ROLLOUT_ACTOR: "rollout actor"}
 _DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp8": 1, "uint8": 1}
@@ -55,7 +55,7 @@ def parallel_layout(args: argparse.Namespace) -> ParallelLayout:
         pipeline=args.pipeline_model_parallel_size,
         context=args.context_parallel_size,
         expert=args.expert_model_parallel_size,
-        # Megatron's own default: experts are cut like everything else.
+        # As in Megatron, experts are by default cut like everything else.
         expert_tensor=(args.expert_tensor_parallel_size or tensor) if args.num_experts else 1,
         virtual_pipeline=args.virtual_pipeline_model_parallel_size or 1,
         sequence_parallel=args.sequence_parallel and tensor > 1,
@@ -69,11 +69,11 @@ def state_bytes(args: argparse.Namespace, kernels: Kernels) -> StateBytes:
     weight = 4 if args.params_dtype_name == "float32" else 2
     gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else weight
     if not trains(args):
-        # The buffer for gradients belongs to the model, which is built all the same.
+        # There is a gradient buffer all the same, since the model allocates it when it is built.
         return StateBytes(weight=weight, gradient=gradient, main_parameter=0, moments=0)
     moments, vocabulary_moments = _moments(args)
     step = 0
-    # On the weights themselves a step goes by small parts.
+    # An optimizer that updates the weights themselves goes through them in small parts, and needs no large buffers.
     if not _updates_weights(args):
         if kernels is not Kernels.TRANSFORMER_ENGINE and args.optimizer == "adam" and moments:
             step += 4  # the root of the second moment, for all parameters at once
@@ -86,13 +86,13 @@ def state_bytes(args: argparse.Namespace, kernels: Kernels) -> StateBytes:
     if args.no_save_optim:
         saved = 4 if args.use_stateless_adam and weight < 4 else 0
     else:
-        # The distributed Adam saves its parameters and moments in float32, whatever their dtypes.
+        # The distributed Adam saves main parameters and both moments in float32, whatever their dtypes are.
         saved = 12 if distributed and args.optimizer == "adam" else main_parameter + moments
     return StateBytes(
         weight=weight,
         gradient=gradient,
         main_parameter=main_parameter,
-        # What is updated elsewhere than on the device has values of its own there, and whole ones.
+        # Parameters that are updated in host memory have a main copy there, and a whole one, not only remainders.
         host_main_parameter=_dtype_bytes(args.main_params_dtype)
         if weight < 4 or kernels is not Kernels.TORCH_CPU
         else 0,
@@ -106,11 +106,11 @@ def state_bytes(args: argparse.Namespace, kernels: Kernels) -> StateBytes:
 
 
 def _moments(args: argparse.Namespace) -> tuple[int, int]:
-    """Of a matrix, and what embedding, head and norms have on top."""
+    """Bytes of the moments of a parameter: (of a matrix, on top of that for embedding, head and norms)."""
     if args.optimizer == "sgd":
         return (4 if args.sgd_momentum else 0), 0
     if args.optimizer in ("muon", "dist_muon"):
-        return 4, 4  # one momentum; the rest is left to Adam, which has two
+        return 4, 4  # Muon has one momentum; the others are updated by Adam, which has two
     if args.use_stateless_adam:
         return 0, 0
     return _dtype_bytes(args.exp_avg_dtype) + _dtype_bytes(args.exp_avg_sq_dtype), 0
@@ -126,12 +126,12 @@ def _main_parameter(args: argparse.Namespace) -> int:
 
 
 def _updates_weights(args: argparse.Namespace) -> bool:
-    """Whether the optimizer updates the weights themselves, and keeps what their 16 bits do not hold as one of its states."""
+    """Whether the optimizer updates the weights themselves, and keeps as a state of its own what their 16 bits cannot hold."""
     return args.use_precision_aware_optimizer or args.optimizer_cpu_offload
 
 
 def kernels_of(args: argparse.Namespace) -> Kernels:
-    """Who computes the layers on the planned device."""
+    """The kernels that compute the layers on the planned device."""
     if not plans_for_gpus(args):
         return Kernels.TORCH_CPU
     if args.transformer_impl == "transformer_engine":
@@ -142,8 +142,8 @@ def kernels_of(args: argparse.Namespace) -> Kernels:
 def delta_rule_has_kernels(args: argparse.Namespace) -> bool:
     """Whether kernels compute the gated delta rule on the planned device.
 
-    A typed --qwen-gdn-backend says so, since a run without its package ends. Otherwise this machine decides, as each rank's
-    does in a run: by whether the package is installed.
+    A typed --qwen-gdn-backend means yes, since a run without its package ends with an error. Otherwise it depends on whether
+    the package is installed: here on this machine, in a run on the machine of each rank.
     """
     if not plans_for_gpus(args):
         return False
@@ -152,7 +152,7 @@ def delta_rule_has_kernels(args: argparse.Namespace) -> bool:
 
 
 def recompute_of(args: argparse.Namespace) -> Recompute:
-    """What the backward pass computes again."""
+    """The recomputation that the flags ask for."""
     return Recompute(
         granularity=args.recompute_granularity,
         method=args.recompute_method,
@@ -168,12 +168,12 @@ def prompt_is_limited(args: argparse.Namespace) -> bool:
 
 
 def planned_sample(args: argparse.Namespace) -> int | None:
-    """`longest_sample`, or where there is none the length that is assumed (`--seq-length`)."""
+    """`longest_sample`, or if no flag limits it the length that is assumed (`--seq-length`)."""
     return longest_sample(args) or args.seq_length
 
 
 def tokens_of_stream(args: argparse.Namespace, layout: ParallelLayout) -> int | None:
-    """Tokens of one full micro-batch on one rank, padding included; None where no flag says it."""
+    """Tokens of one full micro-batch on one rank, padding included; None if no flag determines it."""
     if args.use_dynamic_batch_size:
         tokens = args.max_tokens_per_gpu
     else:
@@ -185,7 +185,7 @@ def tokens_of_stream(args: argparse.Namespace, layout: ParallelLayout) -> int | 
 
 
 def padded_stream(args: argparse.Namespace, layout: ParallelLayout, tokens: int) -> int:
-    """`tokens` rounded up to what streams are padded to."""
+    """`tokens` rounded up to the multiple to which streams are padded."""
     multiple = args.data_pad_size_multiplier * layout.tensor
     return -(-tokens // multiple) * multiple
 
@@ -193,7 +193,7 @@ def padded_stream(args: argparse.Namespace, layout: ParallelLayout, tokens: int)
 def training_setup(
     args: argparse.Namespace, layout: ParallelLayout, stream_tokens: int, micro_batches: int | None
 ) -> TrainingSetup:
-    """What the memory of the training ranks follows from.
+    """The setup from which the memory of the training ranks follows.
 
     Raises:
         UserError: the layers cannot be split over the pipeline stages.
@@ -243,20 +243,21 @@ def _loads_float32(args: argparse.Namespace) -> bool:
 def step_memory(
     args: argparse.Namespace, layout: ParallelLayout, tokens: int, micro_batches: int
 ) -> tuple[RankMemory, ...]:
-    """What the tensors of a step take on a rank of every stage, with streams of `tokens` on each rank, before padding: without
-    weight pushes, the data of a rollout, and what is no tensor.
+    """The memory of the tensors of a step on a rank of every stage, without weight pushes, data of the rollout, and overhead.
 
     Args:
-        args: of a model whose shape is known.
+        args: flags in which the model's shape is known.
+        tokens: length of a stream on each rank, before padding.
     """
     setup = training_setup(args, layout, padded_stream(args, layout, tokens), micro_batches)
     return training_memory(shape_of(args), replace(setup, push_bucket=0, overhead=0, rollout_tokens=0))
 
 
 def host_copies(args: argparse.Namespace) -> tuple[str, ...]:
-    """Sets of weights in host memory: those that take turns with the actor, and the actor's, put aside meanwhile.
+    """Names of the sets of weights in host memory: those that take turns with the actor, and room for the actor's own, which
+    are put aside meanwhile.
 
-    The last is kept for the whole run, because pinned memory is slow to allocate.
+    That room is kept for the whole run, because pinned memory is slow to allocate.
     """
     others = tuple(_STATES[name] for name in other_model_states(args))
     return (*others, "actor put aside") if others else ()

@@ -1,4 +1,4 @@
-"""The plan of a run as plain values: frozen, and JSON as it stands. Bytes and counts are integers, times seconds."""
+"""The plan of a run as frozen dataclasses of values that JSON has. Bytes and counts are integers, times are in seconds."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """One GPU. `rank` None: no training rank on it; `engine` None: no engine. Coordinates are those of the rank."""
+    """One GPU, with the training rank and the engine on it; None if there is none. The coordinates are those of the rank."""
 
     gpu: int
     rank: int | None = None
@@ -30,7 +30,7 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class ServedModelPlan:
-    """A model behind a router of its own; `engines`: the first and the last of its engines, None where it has none."""
+    """A model behind a router of its own; `engines`: the numbers of its first and its last engine, None if it has none."""
 
     name: str
     path: str
@@ -71,16 +71,17 @@ class LayoutPlan:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """From prompts to optimizer steps; every number is of one rollout step unless its name says otherwise.
+    """From prompts to optimizer steps. Every number is of one rollout step, unless its name says otherwise.
 
     longest_sample: tokens of the longest allowed sample, or of its response alone unless `prompt_is_limited`; None: the flags
         set no limit.
-    assumed_sample: tokens of a sample that everything else is planned with where the flags set no limit; else None.
-    micro_batches: of one optimizer step on one data-parallel rank, all samples at their longest; a lower bound unless
+    assumed_sample: tokens of the sample with which everything else is planned if the flags set no limit; else None.
+    micro_batches: of one optimizer step on one data-parallel rank, if all samples are as long as allowed; a lower bound unless
         `prompt_is_limited`. None: no training ranks.
-    object_store: bytes of the train batch in Ray's object store, all samples at their longest, and as `micro_batches` else;
-        without images. `in_manager`: in the rollout manager's own memory instead (`--rollout-data-transport nixl`).
-    kept_per_token: ids of the tokens that sampling kept, the most for one token, which `object_store` counts; 0: none are told.
+    object_store: bytes of the train batch in Ray's object store, without images, under the same assumptions as
+        `micro_batches`.
+    in_manager: the train batch is in the rollout manager's own memory instead (`--rollout-data-transport nixl`).
+    kept_per_token: the most ids of kept tokens that one token may have, which `object_store` counts; 0: engines report none.
     """
 
     prompts: int
@@ -103,7 +104,12 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """total: of the model. per_rank: of the rank with most; None: not known. stages: parts of a rank of each stage."""
+    """Numbers of parameters.
+
+    total: those of the model.
+    per_rank: those of the rank with most; None: not known.
+    stages: for each pipeline stage, those of a rank by part.
+    """
 
     total: int
     per_rank: int | None
@@ -121,17 +127,17 @@ class PartPlan:
 
 @dataclass(frozen=True)
 class TrainingMemoryPlan:
-    """Peak of the training rank with most; `moment`: when. `stage_totals`: peak of each pipeline stage.
+    """Peak of the training rank with most, in bytes.
 
-    host: bytes of the stage's first rank in host memory, and by part in `host_parts`; host_of_node: of all ranks on a node;
-    stage_hosts: of each pipeline stage, the mean of its ranks.
-
-    saving: what a rank has in host memory besides while a checkpoint is written, and by part in `saving_parts`; saving_of_node:
-    all ranks on a node. stage_savings: of each pipeline stage, the mean of its ranks: what that is above `stage_hosts`, and on
-    a machine without GPUs above `stage_totals`, since one memory holds both.
-
-    loading: what a rank has there, at most, while its weights are loaded (`--load-main-params-from-ckpt`). `stage_savings` has
-    what that is above the others, where it is more than what a save takes.
+    moment: when the peak occurs.
+    stage_totals: the peak of each pipeline stage.
+    host: host memory of the stage's first rank; `host_parts` has it by part, `host_of_node` that of all ranks on a node,
+        `stage_hosts` that of each pipeline stage, as a mean over its ranks.
+    saving: further host memory of a rank while a checkpoint is written; `saving_parts` has it by part, `saving_of_node` that of
+        all ranks on a node.
+    stage_savings: for each pipeline stage, as a mean over its ranks, what saving takes beyond `stage_hosts`; on a machine
+        without GPUs beyond `stage_totals`, since one memory holds both. Where loading takes more than saving, it is that.
+    loading: the most host memory of a rank while its weights are loaded (`--load-main-params-from-ckpt`).
     """
 
     parts: tuple[PartPlan, ...]
@@ -152,9 +158,11 @@ class TrainingMemoryPlan:
 
 @dataclass(frozen=True)
 class ServingMemoryPlan:
-    """One GPU of an engine, of the pipeline stage with most (`stage`). `stage_totals`: of a GPU of each.
+    """Bytes of one GPU of an engine, on the pipeline stage with most (`stage`).
 
-    `cache_tokens`: of the whole engine; `sequences`: of the longest allowed length in them.
+    stage_totals: bytes of one GPU of each stage.
+    cache_tokens: tokens in the cache of the whole engine.
+    sequences: how many samples of the longest allowed length the cache holds.
     """
 
     parts: tuple[PartPlan, ...]
@@ -169,9 +177,10 @@ class ServingMemoryPlan:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """What lies on one GPU while the run does one thing.
+    """Bytes that one GPU holds in one phase of the run.
 
-    trainer: None where it is not estimated; `total` is then the engine's share. fits: None: not known.
+    trainer: None if it is not estimated; `total` is then the engine's share alone.
+    fits: None if that is not known.
     """
 
     name: str
@@ -194,11 +203,11 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """One weight sync: bytes that every engine receives, and the time that takes at least at the given link speed.
+    """One weight sync: the bytes that every engine receives, and the least time that this takes at the given link speed.
 
-    With `shared_handles` nothing goes over a link to the engines: `seconds` is the time in which ranks get what they lack,
-    `gathered` bytes at most, if that goes over the link. They lack nothing where every rank holds all. With `direct_experts`
-    they need no other experts than those that the engine rank on their GPU hosts.
+    With `shared_handles` nothing goes over a link to the engines. `seconds` is then the time in which ranks get the weights
+    that they do not hold themselves, at most `gathered` bytes, if these go over the link. With `direct_experts` a rank needs
+    only those experts that the engine rank on its GPU hosts.
     """
 
     transport: str
@@ -215,7 +224,8 @@ class SyncPlan:
 class ValuePlan:
     """A flag whose value is not its default.
 
-    flag: the spelling that says the value, so the value of a switch is True. typed: what a command line has after the flag.
+    flag: the spelling that brings the value about; a switch has the value True.
+    typed: the words that follow the flag on a command line.
     """
 
     flag: str
@@ -226,7 +236,7 @@ class ValuePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole plan. Parts that the flags do not tell enough about are None; `missing` names the flags they need."""
+    """A whole plan. Parts for which the flags do not say enough are None; `missing` names the flags that they need."""
 
     model: str
     device: str

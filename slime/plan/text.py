@@ -1,9 +1,7 @@
 """The plan as text: aligned columns, at most 120 wide (a longer word stays whole), plain ASCII, no colour.
 
-The placement is a picture: one column per GPU, one block per node; nodes that go on alike are told in one line for each
-pipeline stage.
-
-The flags whose values are not their defaults, as they would be typed, with where each value came from.
+The placement is a picture with one column per GPU and one block per node; further nodes that look alike share one line per
+pipeline stage. At the end come the flags whose values are not their defaults, as they would be typed, each with its origin.
 """
 
 import argparse
@@ -186,7 +184,7 @@ def _stage_of(part: TrainingMemoryPlan | ServingMemoryPlan) -> str:
 
 
 def _peaks(part: TrainingMemoryPlan | ServingMemoryPlan, unit: "_Unit") -> Iterator[str]:
-    """One line for all pipeline stages, where there are several."""
+    """One line with the peaks of all pipeline stages, if there are several."""
     if len(part.stage_totals) > 1:
         peaks = ", ".join(f"{stages}: {unit(total)}" for stages, total in _equal_runs(part.stage_totals))
         yield from textwrap.wrap(f"peak by pipeline stage, {unit.name}: {peaks}", WIDTH - 2, subsequent_indent="  ")
@@ -352,7 +350,7 @@ def _legend(placement: PlacementPlan, layout: LayoutPlan | None) -> Iterator[str
 
 
 def _alike(nodes: Sequence[NodePlan]) -> Iterator[tuple[int, int]]:
-    """Runs of nodes with the same look."""
+    """(first, last) position of every run of nodes with the same look."""
     start = 0
     for index in range(1, len(nodes) + 1):
         if index == len(nodes) or _look(nodes[index]) != _look(nodes[start]):
@@ -361,13 +359,13 @@ def _alike(nodes: Sequence[NodePlan]) -> Iterator[tuple[int, int]]:
 
 
 def _same_stages(nodes: Sequence[NodePlan]) -> Iterator[Sequence[NodePlan]]:
-    """Runs of neighbours that hold the same pipeline stages: who looks for a stage finds its nodes."""
+    """Runs of neighbours that hold the same pipeline stages, so that the nodes of a stage are easily found."""
     for _, run in itertools.groupby(nodes, lambda node: sorted({gpu.pipeline or 0 for gpu in node.gpus})):
         yield list(run)
 
 
 def _look(node: NodePlan) -> tuple:
-    """What two nodes must share to be told in one line: who is on each GPU, and how its places go on from the first GPU's."""
+    """A key that is equal for nodes that can share a line: which rank and engine are on each GPU, relative to the first GPU."""
     first = node.gpus[0]
     steps = ("tensor", "context", "expert", "data", "pipeline", "engine", "engine_rank")
     return tuple(
@@ -429,12 +427,12 @@ def _range(values: Iterable[int | None]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-# They say that a plan is wanted, nothing about the run.
+# These flags ask for a plan, and say nothing about the run.
 _LEFT_OUT = {"help", "help_grep", "dry_run", "dry_run_json", "rehearse", "rehearse_ranks"}
 
 
 def plan_values(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[ValuePlan, ...]:
-    """In the order of the parser; secrets are redacted."""
+    """The flags whose values are not their defaults, in the order of the parser; secrets are redacted."""
     plain = plain_arguments(args)
     actions: dict[str, list[argparse.Action]] = {}
     for action in parser._actions:
@@ -450,12 +448,12 @@ def plan_values(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tu
 
 
 def custom_values(args: argparse.Namespace) -> dict[str, Any]:
-    """What YAML brought that belongs to no flag."""
+    """The values of YAML files that belong to no flag."""
     return plain_arguments(argparse.Namespace(**args.custom_config))
 
 
 def _is_default(value: Any, default: Any, origin: Origin) -> bool:
-    """Also a default path that was made absolute."""
+    """Whether a value is the default; a default path that was made absolute counts as such."""
     if value == default:
         return True
     return origin is Origin.DERIVED and isinstance(default, str) and value == os.path.abspath(default)
@@ -472,7 +470,7 @@ def _value(actions: list[argparse.Action], value: Any, origin: str) -> ValuePlan
 
 
 def _switch(actions: list[argparse.Action], value: bool) -> str | None:
-    """The switch that brings the value about; None where there is none (a switch that cannot be taken back)."""
+    """The switch that brings the value about; None if there is none, because a switch cannot be taken back."""
     plain = [action for action in actions if action.nargs == 0 and action.const is value]
     # `--disable-bias-linear` is more usual than `--no-add-bias-linear`.
     for action in plain:
