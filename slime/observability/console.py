@@ -1,7 +1,7 @@
-"""What a person reads of a run: one line per rollout, its progress bar, where the seconds of a start go.
+"""What a run shows on the console: one line per rollout, a progress bar, and how long the stages of the start took.
 
-A generation loop announces a task at the `Progress` of its call and advances it; the driver asks the rollout manager for a
-snapshot and draws the bar, so that nothing is drawn by a process whose terminal nobody sees.
+A generation loop announces a task at the `Progress` of its call and advances it. The driver asks the rollout manager for a
+snapshot and draws the bar, because only the driver has a terminal that somebody sees.
 """
 
 import os
@@ -16,7 +16,8 @@ from slime.utils.misc import SingletonMeta
 
 
 class GenerationBar:
-    """Draws progress snapshots of the rollout manager: a bar on a terminal, nothing elsewhere (logs keep lines)."""
+    """Draws progress snapshots of the rollout manager as a bar on a terminal; draws nothing elsewhere, since a bar would fill
+    logs with lines."""
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None
@@ -59,7 +60,7 @@ _PHASES = (
 )
 
 
-# (metric, label): shown where they are not zero.
+# (metric, label): shown if they are not zero.
 _COUNTS = (
     ("rollout/failed_samples", "failed samples"),
     ("rollout/aborted_samples", "aborted samples"),
@@ -72,8 +73,8 @@ _FILTER_PREFIX = "rollout/dynamic_filter/drop_"
 
 
 def rollout_line(rollout_id: int, num_rollout: int, metrics: dict[str, Any]) -> str:
-    """The console line of a finished rollout step, from all of its metrics: its id, which everything that belongs to it
-    bears, and beside it how many of the rollouts are done."""
+    """The console line of a finished rollout step, from all of its metrics. It begins with the rollout's id, under which
+    everything about it is logged, and with how many rollouts are done."""
     parts = [f"{label} {fmt.format(metrics[name])}" for name, label, fmt in _COLUMNS if name in metrics]
     filtered = sum(value for name, value in metrics.items() if name.startswith(_FILTER_PREFIX))
     counts = [*((metrics.get(name), label) for name, label in _COUNTS), (filtered, "filtered groups")]
@@ -83,22 +84,22 @@ def rollout_line(rollout_id: int, num_rollout: int, metrics: dict[str, Any]) -> 
 
 
 def has_line(rollout_id: int, num_rollout: int, *, steps: int, interval: int) -> bool:
-    """Whether a rollout has a line: with it `interval` optimizer steps are over since the last one, or the run is.
+    """Whether a rollout has a line: it completes a further `interval` optimizer steps, or it is the last one.
 
     Args:
-        steps: of a rollout.
+        steps: optimizer steps per rollout.
     """
     before, after = rollout_id * steps, (rollout_id + 1) * steps
     return after // interval > before // interval or rollout_id + 1 == num_rollout
 
 
 def generation_name(rollout_id: int) -> str:
-    """What the generation of a step is called: `generation of rollout 3`."""
+    """The name of a step's generation in messages: `generation of rollout 3`."""
     return f"generation of rollout {rollout_id}"
 
 
 def evaluation_name(rollout_id: int, *, before: bool = False) -> str:
-    """What an evaluation is called: `evaluation before rollout 0`, `evaluation after rollout 3`."""
+    """The name of an evaluation in messages: `evaluation before rollout 0`, `evaluation after rollout 3`."""
     return f"evaluation {'before' if before else 'after'} rollout {rollout_id}"
 
 
@@ -141,7 +142,7 @@ class ProgressTask:
 
 
 class Progress:
-    """How far one call has come: with the task that it announced last, as long as that is not closed."""
+    """How far one call has come with the task that it announced last, as long as that task is not closed."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -161,7 +162,7 @@ class Progress:
 
 
 class StartupClock(metaclass=SingletonMeta):
-    """Names the stretches between milestones; the first one begins with the process itself. One per process."""
+    """Measures the stretches of a start, from milestone to milestone; the first begins with the process itself."""
 
     def __init__(self) -> None:
         self._started = self._last = _process_start()
@@ -169,14 +170,14 @@ class StartupClock(metaclass=SingletonMeta):
         self._closed = False
 
     def mark(self, name: str) -> None:
-        """End the current stretch and call it `name`. Nothing after `close`."""
+        """End the current stretch and call it `name`. After `close` this does nothing."""
         if not self._closed:
             now = _since_boot()
             self._stretches.append((name, now - self._last))
             self._last = now
 
     def close(self, name: str) -> str | None:
-        """End the last stretch. Returns the line to print, None when it was closed before."""
+        """End the last stretch. Returns the line to print; None if the clock was closed before."""
         if self._closed:
             return None
         self.mark(name)

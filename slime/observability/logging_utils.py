@@ -1,9 +1,10 @@
 """Log lines and metrics of a run.
 
-Lines: every process writes one line per event to its standard output; Ray prefixes those of actors with the actor's
-name. Metrics: only the driver owns trackers (TensorBoard event files, a W&B run). `log` may be called in any process: what it
-is given travels back with the answer of the call that it was made in, so that one writer orders them and no event file is
-written by two processes.
+Every process writes one line per event to its standard output; Ray prefixes the lines of actors with the actor's name.
+
+Only the driver has trackers (TensorBoard event files, a W&B run), so that metrics have one order and no event file has two
+writers. `log` may be called in any process: its metrics travel to the driver with the answer of the call in which they were
+logged.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from slime.observability.run_record import plain_arguments
 from slime.observability.trackers import TensorBoardTracker, WandbTracker
 from slime.utils import env
 
-# Libraries that tell their users too much; errors still pass.
+# Libraries that log too much. Their errors still pass.
 _CHATTY = (
     "absl", "asyncio", "filelock", "httpx", "matplotlib", "megatron", "ray", "sglang", "torch", "transformers", "urllib3",
     "wandb",
@@ -35,20 +36,21 @@ LoggedMetrics = tuple[dict[str, Any], str]
 _ROLLOUT_AXES = ("rollout/step", "eval/step")
 
 _trackers: list[TensorBoardTracker | WandbTracker] = []
-# Those that failed: they are told nothing more, and end with the others.
+# Trackers that failed: they get no more metrics, and are closed with the others.
 _failed_trackers: list[TensorBoardTracker | WandbTracker] = []
 _steps_per_rollout = 1
-# Of optimizer steps, every so many-th is told to the trackers.
+# The trackers get the metrics of every so many-th optimizer step.
 _train_interval = 1
-# What was logged outside of `collected_metrics`.
+# Metrics that were logged outside of `collected_metrics`.
 _outbox: list[LoggedMetrics] = []
 _collected: contextvars.ContextVar[list[LoggedMetrics]] = contextvars.ContextVar("collected_metrics", default=_outbox)
-# Lists of the blocks that have not ended: work that outlives its block has its context still.
+# Lists of the blocks that have not ended. Work that outlives its block still has the block's list in its context, which nobody
+# reads any more.
 _collecting: list[list[LoggedMetrics]] = [_outbox]
 
 
 def configure_logger(level: str = "INFO", stream: TextIO | None = None) -> None:
-    """One line per event at `level`; libraries only from ERROR on (all of it with SLIME_DEBUG=1).
+    """Write one line per event from `level` on; of libraries only errors, and with SLIME_DEBUG=1 everything.
 
     Args:
         stream: where the lines go; None: standard output.
@@ -71,8 +73,10 @@ def _mark_level(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def said_when_it_ends(package: str) -> Iterator[None]:
-    """Hold back what the modules of `package` log: it is said at the end of the block, each line once, and never where an
-    exception leaves the block. Somebody whose flags are refused is to read the refusal and nothing else."""
+    """Hold back what the modules of `package` log until the block ends; then each line is logged once.
+
+    If an exception leaves the block the lines are dropped, so that a user whose flags are refused reads only the refusal.
+    """
     of_package, held = logging.getLogger(package), _HeldLines()
     of_package.addHandler(held)
     of_package.propagate = False
@@ -86,7 +90,7 @@ def said_when_it_ends(package: str) -> Iterator[None]:
 
 
 class _HeldLines(logging.Handler):
-    """Keeps the first record of every text, in their order."""
+    """Keeps the first record of every text, in order of arrival."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +103,7 @@ class _HeldLines(logging.Handler):
 def tracking_directory(args: argparse.Namespace) -> Path:
     """Directory of the event files: `TENSORBOARD_DIR`, `--tensorboard-dir`, `outputs/{project}/{experiment or time}`.
 
-    One that is named after the time is made, and has a number behind it where a run that began in the same second has that.
+    A directory that is named after the time is created, and gets a number if a run of the same second has the name already.
     """
     override = env.tensorboard_dir() or args.tensorboard_dir
     if override is not None:
@@ -141,30 +145,30 @@ def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> No
 def forget_lost_steps(
     args: argparse.Namespace, start_rollout_id: int, num_rollout: int, *, again: bool = False
 ) -> None:
-    """Driver only, before the first metric of a run: no value is to come twice at one step.
+    """Driver only, before the first metric of a run: take back values that this run will log again at the same steps.
 
-    A run that resumes repeats the rollouts that its predecessor trained after its last checkpoint; what the predecessor told
-    about those in the same place is taken back. A new run takes nothing back: what lies there is another run's; and one that
-    starts anew after a part of it failed (`again`: there was a start before this one), what it told itself.
+    A run that resumes repeats the rollouts that its predecessor trained after its last checkpoint, so the predecessor's values
+    for those are taken back. A run that starts again after a part of it failed (`again`) takes back its own values. Any other
+    run takes nothing back, since values that are there already are another run's.
     """
     if not _trackers:
         return
     resumes = args.initial_weights is not None and args.initial_weights.resume
     if not (resumes or again):
         return
-    # An evaluation stands at the number of rollouts before it: the one at `start_rollout_id` was made with the resumed weights.
-    # Where nothing is resumed it is made again.
+    # The step of an evaluation is the number of rollouts before it. So the one at `start_rollout_id` was made with the weights
+    # that are resumed, and stays; if nothing is resumed it is made again.
     firsts = {"train/step": start_rollout_id, "rollout/step": start_rollout_id, "eval/step": start_rollout_id + resumes}
     lost = {axis: range(rollout_id, sys.maxsize) for axis, rollout_id in firsts.items()}
     if num_rollout == 0:
-        # Nothing is trained: that one evaluation is made again.
+        # Nothing is trained then, and just that one evaluation is made again.
         lost = {"eval/step": range(start_rollout_id, start_rollout_id + 1)}
     for tracker in _trackers:
         tracker.forget(lost, own=not resumes)
 
 
 def finish_tracking(*, failed: bool = False) -> None:
-    """Flush and close the trackers; `failed` says how the run went. That one cannot be closed is told."""
+    """Flush and close the trackers; `failed` says how the run went. A tracker that cannot be closed gives a warning."""
     while _trackers or _failed_trackers:
         tracker = (_trackers or _failed_trackers).pop()
         try:
@@ -176,10 +180,10 @@ def finish_tracking(*, failed: bool = False) -> None:
 def log(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> None:
     """Report `metrics`, which hold their step under `step_key` (for example `rollout/step`).
 
-    Values that are no finite numbers are left out of the trackers.
+    The trackers do not get values that are no finite numbers.
 
     Raises:
-        ValueError: they hold no such step.
+        ValueError: there is no number under `step_key`.
     """
     if not _is_number(metrics.get(step_key)):
         step = f"no step under {step_key!r}" if step_key not in metrics else f"{step_key!r}: {metrics[step_key]!r}"
@@ -191,7 +195,7 @@ def log(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> Non
 
 @contextlib.contextmanager
 def collected_metrics() -> Iterator[list[LoggedMetrics]]:
-    """What is logged in the block, in order: by its own code, and by the tasks and threads that it starts."""
+    """The metrics that are logged in the block, in order, by its own code and by the tasks and threads that it starts."""
     collected: list[LoggedMetrics] = []
     token = _collected.set(collected)
     _collecting.append(collected)
@@ -203,16 +207,16 @@ def collected_metrics() -> Iterator[list[LoggedMetrics]]:
 
 
 def drain_outbox() -> list[LoggedMetrics]:
-    """Metrics that users logged in this process, outside of `collected_metrics`, since the last call; in order."""
+    """The metrics that users logged in this process outside of `collected_metrics` since the last call, in order."""
     drained = list(_outbox)
     del _outbox[: len(drained)]
     return drained
 
 
 def write_to_trackers(logged: list[LoggedMetrics]) -> None:
-    """Driver only: hand metrics that came back from actors to the trackers.
+    """Driver only: give metrics that came back from actors to the trackers.
 
-    One that cannot take them, because its disk is full say, costs its curves and not the run: it is told of, and left alone.
+    A tracker that fails, say because its disk is full, does not end the run: it gives a warning, and gets no more metrics.
     """
     if not _trackers:
         return

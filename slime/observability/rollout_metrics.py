@@ -1,7 +1,7 @@
 """Metrics of finished samples, for training rollouts and evaluations. Pure functions from samples to plain numbers.
 
-Samples of one execution share a `rollout_id`; a sample without one is an execution of its own. Prompt groups are told by
-`group_index`.
+Samples of one execution share a `rollout_id`; a sample without one is an execution of its own. Samples of one prompt group
+share a `group_index`.
 """
 
 import math
@@ -19,13 +19,14 @@ from slime.utils.types import Sample, failed_and_masked, turns_of
 
 _REPETITION_CHARACTERS = 10000
 _REPETITION_RATIO = 10
-# Rewards that differ by less carry no signal; 0.1 averaged eight times is off by 1e-17.
+# Rewards of a group whose standard deviation is no more than this count as equal. It cannot be 0: the mean of eight times 0.1
+# is off by 1e-17.
 _ZERO_STD_THRESHOLD = 1e-6
-# What engines say of a request, in the attributes of its span.
+# Metrics of requests, by the attribute of a request's span in which the engine's value is.
 _OF_REQUESTS = {
     "e2e_latency": "request/e2e_latency", "queue_time": "request/queue_time", "decode_throughput": "decode/throughput",
 }  # fmt: skip
-# Where two engines shared it, by what the names of the attributes begin with.
+# If two engines shared a request: prefixes of metrics, by the prefix of the attributes.
 _OF_PARTS = {"pd_prefill_": "prefill/", "pd_decode_": "decode/", "pd_transfer_": "prefill/transfer_"}
 
 
@@ -45,8 +46,9 @@ def compute_statistics(values: Iterable[float]) -> dict[str, float]:
 def compute_rollout_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
     """`rollout/` metrics of the samples of one step, `passrate/` with `--log-passrate`, `multi_turn/` with `--log-multi-turn`.
 
-    Rewards are `get_reward_value(args)`. One that is no number (a user's post-processing may take anything) counts as neither
-    correct nor equal to another. Samples that failed and are masked are left out: their answers are none of the model's.
+    Rewards are `get_reward_value(args)`. A reward that is no number, which a user's post-processing may allow, is neither
+    correct nor equal to another. Samples that failed and are masked are left out, since their answers say nothing about the
+    model.
     """
     samples = [sample for sample in samples if not failed_and_masked(sample)]
     metrics = {f"rollout/{name}": value for name, value in _sample_metrics(args, samples).items()}
@@ -74,7 +76,7 @@ def compute_eval_metrics(args: Any, data: Mapping[str, Mapping[str, Sequence[Any
         samples, truncated, rewards = _column(results, "samples"), _column(results, "truncated"), results["rewards"]
         failed = len(_column(results, "failed"))
         if any(map(failed_and_masked, samples)):
-            # An evaluation function of the user's may leave them among the others.
+            # A user's evaluation function may leave failed samples among the others.
             counted = [position for position, sample in enumerate(samples) if not failed_and_masked(sample)]
             failed += len(samples) - len(counted)
             samples, rewards = [samples[i] for i in counted], [rewards[i] for i in counted]
@@ -92,13 +94,13 @@ def compute_eval_metrics(args: Any, data: Mapping[str, Mapping[str, Sequence[Any
 
 
 def _column(results: Mapping[str, Sequence[Any]], name: str) -> list[Any]:
-    """A column of a set, a list or an array; empty where it was left out."""
+    """A column of a data set as a list, whether it is a list or an array; empty if it is missing."""
     column = results.get(name)
     return [] if column is None else list(column)
 
 
 def compute_rollout_perf_metrics(args: Any, samples: Sequence[Sample], rollout_time: float) -> dict[str, float]:
-    """`perf/` metrics of generation. `rollout_time` in seconds; tokens are response tokens, effective ones are trained."""
+    """`perf/` metrics of generation. `rollout_time` is in seconds. Response tokens count; effective ones are those trained."""
     metrics = {"perf/rollout_time": rollout_time, **request_metrics(samples)}
     if rollout_time <= 0 or not samples:
         return metrics
@@ -113,10 +115,10 @@ def compute_rollout_perf_metrics(args: Any, samples: Sequence[Sample], rollout_t
         metrics[f"perf/longest_{prefix}sample_tokens_per_sec"] = longest / rollout_time
         if not any(outside):
             continue
-        # Several samples may be the longest.
+        # Several samples may be the longest: their mean counts.
         own = float(np.mean([spent for spent, length in zip(outside, lengths, strict=True) if length == longest]))
         metrics[f"perf/longest_{prefix}sample_non_generation_time"] = own
-        # One that was begun in an earlier step has spent more time than this step took.
+        # A sample that was begun in an earlier step may have spent more time than this step took.
         if own < rollout_time:
             without = longest / (rollout_time - own)
             metrics[f"perf/longest_{prefix}sample_tokens_per_sec_without_non_generation"] = without
@@ -126,8 +128,8 @@ def compute_rollout_perf_metrics(args: Any, samples: Sequence[Sample], rollout_t
 
 
 def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """`perf/` statistics of what engines said of the samples' requests, which the traces have: `request/`, `prefill/` and
-    `decode/`, in seconds; `decode/throughput` in tokens per second."""
+    """`perf/` statistics of the values that engines reported for the samples' requests, taken from the traces: `request/`,
+    `prefill/` and `decode/` in seconds, `decode/throughput` in tokens per second."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for span in spans_of(samples):
         for metric, value in _values_of_span(span):
@@ -140,7 +142,7 @@ def request_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _values_of_span(span: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """What an engine said of one request: (metric, value) pairs; none for spans of other kinds."""
+    """The values that an engine reported for one request, as (metric, value); none for spans of other kinds."""
     attributes = span["attrs"]
     if span["name"] == "sglang_generate":
         yield from ((metric, attributes[name]) for name, metric in _OF_REQUESTS.items() if name in attributes)
@@ -154,13 +156,13 @@ def _values_of_span(span: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def merge_extra_metrics(metrics: dict[str, Any], extra: Mapping[str, Any] | None, prefix: str) -> dict[str, Any]:
-    """`metrics` with those a rollout function returned; names that lack `prefix` get it."""
+    """`metrics` together with those that a rollout function returned; names without `prefix` get it."""
     named = {name if name.startswith(prefix) else prefix + name: value for name, value in (extra or {}).items()}
     return {**metrics, **named}
 
 
 def zero_std_counts(samples: Sequence[Sample], rewards: Sequence[float]) -> dict[float, int]:
-    """Reward, rounded to one digit → number of prompt groups of two or more in which all rewards are that one."""
+    """Reward, rounded to one digit → the number of prompt groups, of two samples or more, in which all have this reward."""
     counts: Counter[float] = Counter()
     for positions in _by_group(samples).values():
         values = np.asarray([rewards[position] for position in positions], dtype=np.float64)
@@ -208,7 +210,7 @@ def _sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
         return {}
     metrics = _prefixed("response_len/", compute_statistics(s.effective_response_length for s in samples))
     metrics["truncated_ratio"] = float(np.mean([sample.truncated for sample in samples]))
-    # A reward tells by it why it found nothing to judge in an answer that is whole; `deepscaler` does.
+    # Reward functions, such as `deepscaler`, set it to say why they found nothing to judge in a complete answer.
     unjudged = [
         s for s in samples if s.metadata.get("fail_reason") is not None and s.status is not Sample.Status.FAILED
     ]
@@ -226,7 +228,8 @@ def _sample_metrics(args: Any, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _multi_turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Tokens of responses with what tools said, and without; turns of the model. `clip_ratio`: the share a limit cut off."""
+    """Lengths of responses with and without the text of tools, and the model's turns. `clip_ratio` is the share of responses
+    that a limit cut off."""
     metrics = {}
     for prefix, values in (
         ("raw_response_length/response_length_", [sample.response_length for sample in samples]),
@@ -259,7 +262,7 @@ def _speculative_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _kept_vocabulary(samples: Sequence[Sample]) -> dict[str, float]:
-    """Among how many tokens a trained token was sampled, on average; nothing where engines do not tell that."""
+    """The mean number of tokens among which a trained token was sampled; nothing if engines do not report the kept tokens."""
     kept = trained = 0
     for sample in samples:
         if sample.rollout_top_p_token_offsets is None:

@@ -1,6 +1,7 @@
-"""What a run leaves beside its checkpoints so that it can be repeated: arguments, versions, revision. Secrets are left out.
+"""The configuration of a run: in a file beside its checkpoints, so that the run can be repeated, and as lines of its log.
 
-The effective configuration of a run for its log: what its user set, and what follows from it that he should check.
+The file has arguments, versions and revision. The log has the flags that the user set, and the values derived from them that
+are worth a check. Secrets are redacted in both.
 """
 
 import argparse
@@ -17,20 +18,21 @@ from typing import Any
 from slime.utils.filesystem import write_json_atomically
 
 REDACTED = "<redacted>"
-# Addresses of data bases hold a password.
+# The address of a database holds a password.
 _SECRET_NAME = re.compile(
     r"(api_keys?|token|secret|password|wandb_key|postgres_db_url|redis_url|authorization|cookie)$", re.IGNORECASE
 )
-# Variables of the environment are not ours to name, and numbers of tokens are not among them.
+# Users name environment variables as they like, so a secret word anywhere in the name counts. (Flags have many numbers of
+# tokens; there only the end of a name counts.)
 _SECRET_VARIABLE = re.compile(
     r"secret|credential|passw|token(?!izer)|api_?key|(?<![a-z])key(?![a-z])|authorization", re.IGNORECASE
 )
-# Parts of a text that are secret whatever its name is: what logs in at an address, and the headers that do.
+# Parts of a text that are secret under any name: the user of an address, values of its query, and headers that log in.
 _USER_OF_ADDRESS = re.compile(r"(?<=://)[^/\s?#]*(?=@)")
 _QUERY_VALUE = re.compile(r"([?&;])([^=&;#\s]+)=([^&;#\s]+)")
 _HEADER = re.compile(r"\b((?:authorization|x-api-key|cookie)\s*:\s*|bearer\s+)[^\r\n'\"]+", re.IGNORECASE)
 _VARIABLES = "train_env_vars"
-# Books about the arguments, not arguments.
+# Attributes of `args` that are records about the arguments, and no arguments.
 BOOKS = frozenset({"origins", "typed_flags"})
 _PACKAGES = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers")
 
@@ -41,7 +43,7 @@ def is_secret(name: str) -> bool:
 
 
 def mentions_secret(text: str) -> bool:
-    """Whether a text that could not be read, broken JSON say, seems to hold a secret and must not be repeated."""
+    """Whether a text that could not be parsed, say broken JSON, seems to hold a secret, so that no message may repeat it."""
     return _SECRET_VARIABLE.search(text) is not None
 
 
@@ -55,23 +57,23 @@ def redacted_text(text: str) -> str:
 
 
 def shown(name: str, value: Any) -> str:
-    """`value` of the argument or key `name` as a message may show it."""
+    """The text by which a message may show `value`, that of the argument or key `name`."""
     inner = redacted({name: value})[name]
     return inner if inner == REDACTED else repr(inner)
 
 
 def redacted(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` as JSON knows them, with every entry replaced whose name says that it is a secret, however deep it lies.
-    Texts lose what `redacted_text` finds.
+    """`values` in JSON's types, without secrets: at any depth, entries whose name marks a secret are replaced, and texts lose
+    what `redacted_text` finds.
 
-    Names inside `train_env_vars` are secret where they contain such a word, others where they end with one: a run has
-    many numbers of tokens.
+    A name inside `train_env_vars` marks a secret if it contains such a word, any other name if it ends with one, since a run
+    has many numbers of tokens.
     """
     return {name: _redact(str(name), _plain(value), _SECRET_NAME) for name, value in values.items()}
 
 
 def plain_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """All arguments by name, redacted, as values that JSON knows."""
+    """All arguments by name, redacted, in JSON's types."""
     values = {name: value for name, value in vars(args).items() if name not in BOOKS}
     return dict(sorted(redacted(values).items()))
 
@@ -80,8 +82,8 @@ def write_run_record(args: argparse.Namespace, directory: str | Path) -> Path:
     """Write `args.json` into `directory`: arguments with their origins, package versions, the revision of the code. Returns
     its path.
 
-    `arguments[name]` is `{"value": …, "origin": "command line" | "YAML" | "HF config" | "derived" | "default"}`; the
-    origin of what the run itself found out is null.
+    `arguments[name]` is `{"value": …, "origin": "command line" | "YAML" | "HF config" | "derived" | "default"}`. The origin is
+    null for a value that the run itself found out.
     """
     origins = args.origins
     record = {
@@ -97,7 +99,7 @@ def write_run_record(args: argparse.Namespace, directory: str | Path) -> Path:
 
 
 def _redact(name: str, value: Any, secret_name: re.Pattern[str]) -> Any:
-    """`value` is what `_plain` returns."""
+    """`value`, as `_plain` returns it, without its secrets."""
     if value is not None and secret_name.search(name.replace("-", "_")):
         return REDACTED
     if isinstance(value, dict):
@@ -109,7 +111,8 @@ def _redact(name: str, value: Any, secret_name: re.Pattern[str]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Dictionaries, lists and scalars; what becomes a text has no entries left that a name could mark as secret."""
+    """`value` as dictionaries, lists and scalars. Everything with named entries becomes a dictionary, so that `_redact` finds
+    the secrets in it; only the rest becomes text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {spec.name: getattr(value, spec.name) for spec in dataclasses.fields(value)}
     elif isinstance(value, argparse.Namespace | types.SimpleNamespace):
@@ -131,7 +134,7 @@ def _version(package: str) -> str | None:
 
 
 def _revision() -> str | None:
-    """Commit of the code, or None when it was not started from a git checkout."""
+    """The commit of the code; None if it does not run from a git checkout."""
     root = Path(__file__).resolve().parents[2]
     command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
@@ -140,10 +143,10 @@ def _revision() -> str | None:
         return None
 
 
-# What the user said. What the model's config.json and the derivation add fills a screen, and stands in args.json.
+# Origins of values that the user set. Those of config.json and the derivation fill a screen, and are in args.json.
 _SAID = ("command line", "YAML")
 _FOLLOWS = ("HF config", "derived")
-# The results of the derivation that decide what a run computes; shown where they were not typed.
+# Derived values that decide what a run computes. They are shown unless they were typed.
 _CHECKED = (
     ("params_dtype_name", "parameters in {}"),
     ("data_parallel_size", "data-parallel size {}"),
@@ -152,7 +155,7 @@ _CHECKED = (
     ("num_steps_per_rollout", "optimizer steps per rollout {}"),
 )
 _LONGEST_VALUE = 100
-# Told by other names, or no settings.
+# Attributes that are shown under other names, or are no settings.
 _LEFT_OUT = frozenset({"custom_config", "critic_values", "plan_notes"})
 
 
@@ -167,7 +170,7 @@ def effective_configuration(args: argparse.Namespace) -> str:
 
 
 def derived_configuration(args: argparse.Namespace) -> str:
-    """Every value that the model's config.json and the derivation gave: `derived: world_size 8, …`. Secrets are redacted."""
+    """All values that the model's config.json and the derivation gave: `derived: world_size 8, …`. Secrets are redacted."""
     return "\n".join(["configuration (what follows):", *_lines(_FOLLOWS, *_told(args))])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from slime.utils.device import get_accelerator
 from slime.utils.misc import SingletonMeta
 
-# What the name of a phase's range in a trace begins with.
+# Prefix of the name that a phase's range has in a trace.
 RANGE_PREFIX = "phase "
 
 
@@ -21,7 +21,7 @@ class Timer(metaclass=SingletonMeta):
     """Sums the seconds of every phase since the last `pop_seconds()`.
 
     Attributes:
-        range_of: makes the range of a name in the trace that is being made; None while none is.
+        range_of: opens a range of a given name in the trace that is being recorded; None while there is none.
     """
 
     def __init__(self) -> None:
@@ -41,17 +41,20 @@ class Timer(metaclass=SingletonMeta):
 
 
 class PeakMemory(metaclass=SingletonMeta):
-    """The most bytes of tensors on the device within every phase since the last `pop_bytes()`. Phases may lie within others;
-    all are of one thread. Where the device counts no peak there is none."""
+    """The peak of tensor memory, in bytes, on the device within every phase since the last `pop_bytes()`.
+
+    Phases may be nested, and all are in one thread. If the device does not count peaks there are none.
+    """
 
     def __init__(self) -> None:
         self._peaks: dict[str, int] = {}
-        # Of the phases under way, the outermost first: what of their peak the device has forgotten.
+        # For each phase under way, outermost first, its peak so far. The device's one counter begins anew with an inner phase,
+        # and forgets the peaks of the outer ones.
         self._under_way: list[int] = []
 
     @contextlib.contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """The block is a phase `name`, also when it raises. The device's own counter begins anew."""
+        """Count the block as a phase `name`, even if it raises. The device's own counter begins anew."""
         accelerator = get_accelerator()
         before = accelerator.peak_memory_allocated()
         if before is None:
@@ -79,7 +82,7 @@ class PeakMemory(metaclass=SingletonMeta):
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """`timer` for work on the device, whose peak of memory is noted too."""
+    """`timer` for work on the device, which also records its peak of memory."""
     with timer(name), PeakMemory().within(name):
         yield
 
@@ -100,7 +103,7 @@ def timer(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inverse_timer(name: str) -> Iterator[None]:
-    """Leave the time spent in the block out of the phase `name`, in whose own block it stands."""
+    """Leave the time spent in the block out of the phase `name`, whose block encloses it."""
     start = time.perf_counter()
     try:
         yield
@@ -109,7 +112,7 @@ def inverse_timer(name: str) -> Iterator[None]:
 
 
 def with_defer(deferred: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: `deferred` is called when the function has returned or raised."""
+    """A decorator that calls `deferred` when the function has returned or raised."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -1,15 +1,16 @@
-"""What happened to a sample, and when: spans and events that the sample itself carries, into dumps and to other processes.
+"""Traces of samples: spans and events of what happened when. The sample itself carries them, into dumps and other processes.
 
 `sample.trace` is `{version, trace_id, sample_id, group_id, attempt, events}` in plain values. An entry of `events` is a span,
 
     {"kind": "span", "name", "span_id", "parent_id", "attempt", "start", "end", "status", "attrs"}
 
 with `end` and `status` None while it lasts, or an event, `{"kind": "event", "name", "parent_id", "attempt", "time", "attrs"}`.
-Times are seconds of the epoch, lengths of spans those of a clock that nobody sets. Spans nest by the context in which they are
-opened, tasks and threads of `asyncio.to_thread` included.
+Times are seconds since the epoch; the lengths of spans are measured with a monotonic clock. Spans nest by the context in which
+they are opened, which tasks and threads of `asyncio.to_thread` inherit.
 
-Invariants: a target that has no trace gets one; a target of many samples writes into each; nothing here raises into the code
-that it is about: what goes wrong is told once, and not recorded.
+Invariants
+- A target without a trace gets one; a target of many samples writes into the trace of each.
+- Tracing never raises into the traced code. Whatever fails is not recorded, and gives one warning for each kind.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ from slime.utils.types import Sample
 logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 1
-# A conversation of a thousand turns is one; a loop that forgets to end is none.
+# So many are enough for a conversation of a thousand turns. A loop that never ends must not fill the memory.
 MOST_EVENTS = 4000
 _LONGEST_TEXT = 1000
 _told: set[str] = set()
 
-# The spans that are open here, outermost first: (span id, ids of the traces that it is in; None: of any).
+# The spans that are open in this context, outermost first: (span id, ids of the traces that it is in; None: it encloses spans
+# of any trace).
 _Open = tuple[tuple[str, frozenset[str] | None], ...]
 _open: contextvars.ContextVar[_Open] = contextvars.ContextVar("open_spans", default=())
-# What stands in the place of a target that is None.
+# The target that is meant if a target is None.
 _bound: contextvars.ContextVar[Any] = contextvars.ContextVar("bound_trace", default=None)
 
 _ENGINE_VALUES = {
@@ -57,8 +59,9 @@ class trace_span:
             span.set("exit_code", run())
 
     Args:
-        target: a sample, a list of them, nested or not, or a carrier (`export_trace`); None: what `bind_trace` has bound; an
-            empty list: what `include` adds, and spans within are below this one whatever they are of.
+        target: a sample, a list of them, nested or not, or a carrier (`export_trace`). None: the target that `bind_trace` has
+            bound. An empty list: the targets that `include` adds; spans within the block are then below this one, whatever
+            their targets are.
         attrs: plain values; others are kept as text.
     """
 
@@ -67,7 +70,7 @@ class trace_span:
         self.attrs: dict[str, Any] = dict(attrs) if attrs else {}
         self.span_id: str | None = None
         self._targets: list[Any] = [target]
-        # The traces that it was put into, by id, with its record there.
+        # The traces that have this span, by id, each with its record there.
         self._put_into: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._outer: _Open = ()
         self._token: contextvars.Token[Any] | None = None
@@ -81,7 +84,7 @@ class trace_span:
         self.attrs.update(attrs or {}, **more)
 
     def include(self, target: Any) -> None:
-        """Put the span into the traces of `target`, too: of what came of the block, which may be copies."""
+        """Put the span also into the traces of `target`: the results of the block, which may be copies of its samples."""
         with _harmless(f"what span {self.name!r} includes"):
             self._targets.append(target)
             for trace in _traces_of(target):
@@ -89,7 +92,7 @@ class trace_span:
                     self._put(trace)
 
     def child(self, name: str, start: float, end: float, attrs: dict[str, Any] | None = None) -> None:
-        """A span within this one that somebody else has measured, in seconds from the start of this one."""
+        """Add a span within this one that was measured elsewhere; `start` and `end` are seconds from the start of this one."""
         with _harmless("a span of somebody else's"):
             traces = {id(trace): trace for target in self._targets for trace in _traces_of(target)}
             for trace in traces.values():
@@ -102,7 +105,7 @@ class trace_span:
                 _append(trace, record)
 
     def __enter__(self) -> trace_span:
-        # Every sample has some spans: a context manager for each would take longer than what it guards.
+        # No `_harmless` block: every sample has several spans, and the block would take longer than what it guards.
         try:
             self._begin(self._targets[0])
         except Exception as error:
@@ -129,7 +132,7 @@ class trace_span:
         self._put_into = {}
         traces = _traces_of(target)
         for trace in traces:
-            # What came of one sample may share its trace.
+            # Several samples that were made of one may share its trace.
             if id(trace) not in self._put_into:
                 self._put(trace)
         of_any = isinstance(target, list | tuple) and not target
@@ -137,14 +140,14 @@ class trace_span:
         self._token = _open.set((*self._outer, (self.span_id, ids)))
 
     def _put(self, trace: dict[str, Any]) -> None:
-        """Have a record in `trace`."""
+        """Add a record of the span to `trace`."""
         record = _record("span", self.name, trace["attempt"], _parent_in(trace, self._outer), self.attrs)
         record["span_id"], record["start"], record["end"], record["status"] = self.span_id, self._start, None, None
         self._put_into[id(trace)] = trace, record
         _append(trace, record)
 
     def _record_in(self, trace: dict[str, Any]) -> dict[str, Any] | None:
-        """The span's record in `trace`, which may be a copy of one that it was put into: functions give copies back."""
+        """The span's record in `trace`, which may be a copy of a trace that has the span, since functions may return copies."""
         if id(trace) in self._put_into:
             return self._put_into[id(trace)][1]
         for record in trace["events"]:
@@ -166,7 +169,7 @@ class trace_span:
 
 
 def trace_event(target: Any, name: str, attrs: dict[str, Any] | None = None) -> None:
-    """Something that happened to `target` (as of `trace_span`) at this moment."""
+    """Record that something happened to `target` (as in `trace_span`) at this moment."""
     with _harmless(f"event {name!r}"):
         now = time.time()
         for trace in _traces_of(target):
@@ -178,12 +181,12 @@ def trace_function(
     target: str | Callable[..., Any] | None = "sample",
     attrs_getter: Callable[..., dict[str, Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: calls of a function, plain or `async`, are spans.
+    """A decorator that makes a span of every call of a function, plain or `async`.
 
     Args:
-        name: of the spans; None: that of the function.
-        target: the parameter that is the target, or a function of the arguments that gives it; None: what is bound.
-        attrs_getter: attributes, by a function of the arguments.
+        name: name of the spans; None: that of the function.
+        target: name of the parameter that is the target, or a function from the arguments to the target; None: the bound one.
+        attrs_getter: a function from the arguments to attributes of the span.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,7 +223,7 @@ def trace_function(
 
 @contextmanager
 def bind_trace(target: Any) -> Iterator[None]:
-    """In the block a target None, of code that has no sample at hand, is `target`. Goes along with tasks."""
+    """In the block, and in tasks that it starts, a target None means `target`: for code that has no sample at hand."""
     token = _bound.set(target)
     try:
         yield
@@ -245,7 +248,7 @@ def bind_trace_carrier(carrier: dict[str, Any] | None) -> Iterator[None]:
 
 
 def export_trace(target: Any) -> dict[str, Any]:
-    """What another process needs to record for `target`: a carrier, in plain values, without what has been recorded here."""
+    """A carrier for `target`, with which another process can record: plain values, without what was recorded here."""
     with _harmless("an export"):
         traces = _traces_of(target)
         parent = _parent_in(traces[0]) if traces else None
@@ -254,7 +257,7 @@ def export_trace(target: Any) -> dict[str, Any]:
 
 
 def import_trace(target: Any, carrier: dict[str, Any] | None) -> None:
-    """Take over what another process has recorded in `carrier`, once, however often it is imported."""
+    """Add to `target` what another process has recorded in `carrier`; importing it again adds nothing."""
     with _harmless("an import"):
         recorded = {trace["trace_id"]: trace["events"] for trace in (carrier or {}).get("traces", ())}
         for trace in _traces_of(target):
@@ -265,7 +268,7 @@ def import_trace(target: Any, carrier: dict[str, Any] | None) -> None:
 
 
 def carry_trace(origin: Any, result: Any) -> Any:
-    """`result`, whose samples without a trace share that of `origin`, the sample that they were made of."""
+    """`result`; those of its samples that have no trace share that of `origin`, the sample of which they were made."""
     with _harmless("what came of a sample"):
         trace = origin.__dict__.get("trace")
         for sample in _samples_of(result) if trace is not None else ():
@@ -274,7 +277,7 @@ def carry_trace(origin: Any, result: Any) -> Any:
 
 
 def spans_of(samples: Iterable[Sample]) -> Iterator[dict[str, Any]]:
-    """The spans in the traces of `samples`, each once: one may be in several traces, and a trace of several samples."""
+    """The spans in the traces of `samples`, each once: a span may be in several traces, and samples may share a trace."""
     seen: set[str] = set()
     for sample in samples:
         for record in (sample.__dict__.get("trace") or {}).get("events", ()):
@@ -284,14 +287,14 @@ def spans_of(samples: Iterable[Sample]) -> Iterator[dict[str, Any]]:
 
 
 def trace_next_attempt(target: Any) -> None:
-    """What is recorded from now on belongs to another attempt on `target`."""
+    """Count all further records as those of another attempt on `target`."""
     with _harmless("the next attempt"):
         for trace in _traces_of(target):
             trace["attempt"] += 1
 
 
 def build_sglang_meta_trace_attrs(meta_info: dict[str, Any]) -> dict[str, Any]:
-    """Attributes out of an engine's `meta_info`: its counters and times, and why it stopped; those that are there."""
+    """The attributes that an engine's `meta_info` has: its counters and times, and why it stopped."""
     attrs = {name: value for name, value in meta_info.items() if name in _ENGINE_VALUES and value is not None}
     reason = meta_info.get("finish_reason")
     if reason is not None:
@@ -300,7 +303,7 @@ def build_sglang_meta_trace_attrs(meta_info: dict[str, Any]) -> dict[str, Any]:
 
 
 def trace_engine_answer(span: trace_span, answer: dict[str, Any]) -> None:
-    """Attributes of `meta_info` for a request's span; and spans of prefill and decode where two engines shared the request."""
+    """Give a request's span the attributes of `meta_info`, and spans of prefill and decode if two engines shared it."""
     with _harmless("an engine's answer"):
         meta_info = answer.get("meta_info") or {}
         span.attrs |= build_sglang_meta_trace_attrs(meta_info)
@@ -349,7 +352,7 @@ def _new_trace(sample: Sample) -> dict[str, Any]:
 
 
 def _parent_in(trace: dict[str, Any], spans: _Open | None = None) -> str | None:
-    """The innermost of `spans`, by default those open here, that `trace` is in."""
+    """The innermost of `spans`, by default those that are open here, that can be a parent in `trace`."""
     trace_id = trace["trace_id"]
     for span_id, ids in reversed(_open.get() if spans is None else spans):
         if ids is None or trace_id in ids:
@@ -375,7 +378,7 @@ def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` in values that every dump can hold."""
+    """`value` in plain types, which every dump can hold."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bool | int | float | type(None)):
@@ -389,9 +392,9 @@ def _plain(value: Any) -> Any:
 
 
 class _harmless:
-    """What the block raises is told, once for each subject, and goes no further.
+    """Stops what the block raises, and logs a warning, once for each subject.
 
-    A class, because every sample comes here: a generator would take longer than what it guards.
+    It is a class because it runs for every sample: a generator would take longer than what it guards.
     """
 
     def __init__(self, subject: str) -> None:

@@ -1,8 +1,8 @@
-"""Where the metrics of a run go: TensorBoard event files, a Weights & Biases run. Both are written by the driver only.
+"""Where the metrics of a run go: TensorBoard event files, a Weights & Biases run. Only the driver writes both.
 
-Three axes: everything is plotted over `train/step`, `rollout/step` or `eval/step`, whichever it was logged with. W&B sees
-redacted arguments, and neither the command line, nor the console, nor the repository: each may hold a secret. Event files are
-written without torch so that the driver stays light.
+There are three axes: a metric is plotted over `train/step`, `rollout/step` or `eval/step`, whichever it was logged with. W&B
+gets redacted arguments, but not the command line, the console or the repository, each of which may hold a secret. Event files
+are written without torch, so that the driver stays light.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ _LETTERS = string.ascii_lowercase + string.digits
 AXES = {"train": "train/step", "eval": "eval/step", "rollout": "rollout/step", "perf": "rollout/step",
         "passrate": "rollout/step", "multi_turn": "rollout/step"}  # fmt: skip
 _EVENT_FILE = "events.out.tfevents."
-# In the summary of a W&B run, what the note beside an event file is.
+# The entry of a W&B run's summary that corresponds to the note beside an event file.
 _NOTE_OF_WANDB = "steps per rollout"
-# By the id of a W&B run, the last step over each axis that this process told it. Of one that is offline W&B does not know them.
+# By the id of a W&B run, the last step of each axis that this process logged. W&B itself does not know it for an offline run.
 _last_told: dict[str, dict[str, int]] = {}
 
 
 class TensorBoardTracker:
-    """Scalars by tag and step in one event file below `directory`, whose note is locked as long as it is written.
+    """Writes scalars by tag and step to an event file in `directory`.
+
+    Beside the event file is a note with the steps per rollout, which is locked as long as the file is written.
 
     Args:
-        steps_per_rollout: of each axis, how many of its steps a rollout is; one unless told. Noted beside the event file.
+        steps_per_rollout: for each axis, how many of its steps a rollout is; None: one.
     """
 
     def __init__(self, directory: Path, steps_per_rollout: Mapping[str, int] | None = None) -> None:
@@ -58,7 +60,7 @@ class TensorBoardTracker:
         self._writer = Writer(str(directory))
         self._claimed: list[str] = []
         for path in set(directory.glob(f"{_EVENT_FILE}*")).difference(self._older):
-            # Other runs may begin here at this moment.
+            # Another run may begin in this directory at the same moment.
             if self._of_this_process in path.name:
                 write_json_atomically(_note_beside(path), self._steps_per_rollout)
                 self._claims(path)
@@ -67,16 +69,18 @@ class TensorBoardTracker:
         return f"TensorBoard in {self.directory}"
 
     def add_scalars(self, values: dict[str, float], step_key: str, step: int) -> None:
-        """Write all `values` at `step` and flush: a killed run loses nothing that was logged."""
+        """Write all `values` at `step`, and flush, so that a killed run loses nothing that was logged."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
 
     def forget(self, lost: Mapping[str, range], *, own: bool) -> None:
-        """Take the values of the rollouts `lost[axis]` out of the event files that were here before this one; `own`: out of
-        those that this process has written. At which steps they stand says the note beside each; without one, as in this run.
+        """Take the values of the rollouts `lost[axis]` out of the event files that were here before this one; with `own`, only
+        out of those that this process has written.
 
-        One that another run writes stays as it is, which is told: what that run tells from then on would be lost.
+        The note beside each file says at which steps they are; without a note the steps per rollout are those of this run. A
+        file that another run is writing stays as it is, with a warning: rewriting it would lose what that run logs from then
+        on.
         """
         steps = self._steps_per_rollout
         for path in self._older:
@@ -91,17 +95,18 @@ class TensorBoardTracker:
                 steps = _noted_beside(path) or self._steps_per_rollout
                 at = {axis: range(ids.start * steps[axis], ids.stop * steps[axis]) for axis, ids in lost.items()}
                 _drop_values(path, at)
-        # The newest came last.
+        # `steps` is now that of the newest file.
         _tell_of_other_axes(lost, steps, self._steps_per_rollout, os.fspath(self.directory))
 
     def close(self, *, failed: bool = False) -> None:
-        """End the event file, which does not tell how the run went."""
+        """Close the event file, which does not record whether the run failed."""
         self._writer.close()
         for note in self._claimed:
             release_directory(self.directory, note)
 
     def _claims(self, event_file: Path) -> bool:
-        """Whether no other process writes the file, nor claims it until this tracker closes. Without a note nobody can tell."""
+        """Whether no other process writes the file; it is then claimed until this tracker closes. A file without a note cannot
+        be claimed, and counts as free."""
         note = _note_beside(event_file)
         if note.exists():
             if not claim_directory(self.directory, note.name):
@@ -111,12 +116,12 @@ class TensorBoardTracker:
 
 
 def _note_beside(event_file: Path) -> Path:
-    # Whatever has "tfevents" in its name is an event file for TensorBoard.
+    # The name must not contain "tfevents", or TensorBoard would take the note for an event file.
     return event_file.with_name(f".steps_per_rollout.{event_file.name.removeprefix(_EVENT_FILE)}.json")
 
 
 def _noted_beside(event_file: Path) -> dict[str, int] | None:
-    """What the axes of an event file mean; None where nobody noted it, or the note cannot be read, which is told."""
+    """The steps per rollout of an event file, by axis; None if there is no note, or, with a warning, if it cannot be read."""
     note = _note_beside(event_file)
     try:
         return _steps_per_rollout(note.read_text())
@@ -131,10 +136,10 @@ def _noted_beside(event_file: Path) -> dict[str, int] | None:
 
 
 def _steps_per_rollout(note: str) -> dict[str, int]:
-    """By axis.
+    """The steps per rollout in the text of a note, by axis.
 
     Raises:
-        ValueError: the note has something else.
+        ValueError: the note contains something else.
     """
     steps = json.loads(note)
     axes = set(AXES.values())
@@ -158,7 +163,7 @@ def _drop_values(path: Path, lost: Mapping[str, range]) -> None:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     kept, dropped = [], 0
-    # A killed run's file may end within a record; what comes before it is read.
+    # The file of a killed run may end within a record; the records before it are read.
     for record in RawEventFileLoader(str(path)).Load():
         event = Event.FromString(record)
         values = list(event.summary.value)
@@ -191,9 +196,9 @@ class WandbTracker:
 
     Args:
         args: the `wandb_*` arguments. Without `wandb_run_id` the run gets an id that no other one has.
-        directory: where its files go when `--wandb-dir` is not given.
-        config: what the run shows as its configuration, redacted.
-        steps_per_rollout: of each axis, how many of its steps a rollout is. Noted in the run's summary.
+        directory: where its files go if `--wandb-dir` is not given.
+        config: the configuration that the run shows, redacted.
+        steps_per_rollout: for each axis, how many of its steps a rollout is; noted in the run's summary.
 
     Raises:
         UserError: the package is missing, or it refuses the settings (address, key, login).
@@ -249,7 +254,7 @@ class WandbTracker:
             return
         self._run.log({**values, step_key: step})
         _last_told.setdefault(self.run_id, {})[step_key] = step
-        # Until then its last step there is one of the run before, which this one may never outlive.
+        # The note of an axis changes only now: before this, the last step on the axis was one of the run that is continued.
         if self._noted.get(step_key) != (now := self._steps_per_rollout.get(step_key)):
             self._note({**self._noted, step_key: now})
 
@@ -258,7 +263,7 @@ class WandbTracker:
         self._run.summary[_NOTE_OF_WANDB] = json.dumps(steps_per_rollout)
 
     def forget(self, lost: Mapping[str, range], *, own: bool) -> None:
-        """A run that W&B continues takes nothing back: of the rollouts that it was told already, it keeps what it has."""
+        """W&B cannot take values back. So this tracker skips steps that a continued run has logged already."""
         known = self._run.summary if self._run.resumed else _last_told.get(self.run_id, {})
         before, now = self._steps_before, self._steps_per_rollout
         for axis in lost:
@@ -268,7 +273,7 @@ class WandbTracker:
         _tell_of_other_axes(lost, before, now, f"W&B run {self.run_id}")
 
     def close(self, *, failed: bool = False) -> None:
-        """Upload what is left and mark the run as finished or failed; files stay where the upload takes too long."""
+        """Upload what is left, and mark the run as finished or failed. If the upload takes too long the files stay."""
         ending = threading.Thread(target=self._run.finish, args=(1 if failed else 0,), daemon=True, name="wandb finish")
         ending.start()
         ending.join(_FINISH_SECONDS)
@@ -280,7 +285,7 @@ class WandbTracker:
 
 
 def run_name(args: argparse.Namespace) -> str:
-    """The group (or experiment) and, unless switched off or a run is continued, 6 random characters."""
+    """The group or experiment, followed by 6 random characters unless they are switched off or a run is continued."""
     name = args.wandb_group or args.tb_experiment_name or DEFAULT_PROJECT
     if not args.wandb_random_suffix or "wandb_run_id" in args.typed_flags:
         return name
@@ -301,13 +306,13 @@ def _settings(wandb: Any, args: argparse.Namespace) -> Any:
     if args.wandb_host is not None:
         settings.base_url = args.wandb_host
     if args.wandb_key is not None:
-        # Set apart from the others: a message about those may show them all.
+        # The key is set separately: an error message about the other settings may show all of those.
         settings.api_key = args.wandb_key
     return settings
 
 
 def _reason(error: Exception) -> str:
     details = getattr(error, "errors", None)
-    if callable(details):  # pydantic's text is a page, and quotes the input
+    if callable(details):  # an error of pydantic, whose text is a page long and quotes the input
         return "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details())
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,8 +1,8 @@
-"""The driver's waits: each has a name and a deadline, and says after 30 s, and again, what it waits for.
+"""The driver's waits. Each has a name and a deadline, and logs after 30 s, and again later, what it waits for.
 
-A wait on several results ends with the first error among them: when one training rank fails, the others hang in a
-collective, so waiting for all of them first would hide the cause. And every wait ends when something dies that this
-process watches (`watch`): what is awaited may go on trying for long, or have nothing to do with it.
+A wait for several results ends with the first error among them: if one training rank fails, the others hang in a collective,
+and waiting for all of them would hide the cause. And every wait ends when something that this process watches (`watch`) dies,
+since the awaited work may go on trying for long, or may not even depend on it.
 """
 
 import logging
@@ -25,14 +25,14 @@ _ASK_SECONDS = 1.0
 
 # References whose error ends every wait of this process.
 _watched: list[ray.ObjectRef] = []
-# Actors whose death does so: the question that each has not answered yet (None: it has), and when it was asked last.
+# Actors whose death ends every wait: for each, the open question whether it lives (None: answered), and when it was asked.
 _asked: dict[Any, tuple[ray.ObjectRef | None, float]] = {}
 
 
 def watch(refs: Sequence[ray.ObjectRef]) -> None:
     """End every wait of this process, from now on, with the error of the first of `refs` that has one.
 
-    A reference without an error says that what it stood for ended as it should.
+    A reference that gets a result without an error is no longer watched.
     """
     _watched.extend(refs)
 
@@ -46,20 +46,20 @@ def unwatch(refs: Sequence[ray.ObjectRef]) -> None:
 def watch_actors(actors: Sequence[Any]) -> None:
     """End every wait of this process, from now on, when one of `actors` dies, whatever is awaited.
 
-    They are asked once a second whether they live; one that is busy answers when it is done, and is no news meanwhile.
+    They are asked once a second whether they live. A busy actor answers when it is done, and counts as alive until then.
     """
     _asked.update({actor: (None, 0.0) for actor in actors})
 
 
 def unwatch_actors(actors: Sequence[Any]) -> None:
-    """Undo `watch_actors`: what becomes of them is of no interest any more."""
+    """Undo `watch_actors`."""
     for actor in actors:
         _asked.pop(actor, None)
 
 
 def watch_nothing() -> None:
-    """Undo every `watch` and `watch_actors`, at the end of the Ray that they were about: another one refuses their handles, and
-    would end the first wait of a run that starts again."""
+    """Undo every `watch` and `watch_actors`, at the end of Ray. A new Ray refuses the old handles, and that error would end the
+    first wait of a run that starts again."""
     _watched.clear()
     _asked.clear()
 
@@ -81,12 +81,13 @@ def wait_for_all(
         timeout_s: deadline, in seconds.
         pending: describes the positions in `refs` that are still missing.
         on_poll: called several times a second, to draw progress.
-        flag: the one that sets the deadline, or says which would give the positions that are missing more time.
-        report_s: seconds between two lines about what is missing; None: 30, and twice as many every time.
+        flag: the flag that sets the deadline, or a function from the missing positions to the flag that would give them more
+            time.
+        report_s: seconds between two lines about what is missing; None: 30 s for the first line, then twice as long each time.
 
     Raises:
         UserError, RunError: raised by the awaited process, without the remote traceback.
-        RunError: the deadline passed, or a process died, of those that are watched too.
+        RunError: the deadline passed, or an awaited or watched process died.
     """
     results: list[Any] = [None] * len(refs)
     for ref, position, others in _arriving(refs, name, timeout_s, pending, on_poll, flag, report_s):
@@ -97,11 +98,11 @@ def wait_for_all(
 def wait_for_each(
     refs: Sequence[ray.ObjectRef], name: str, timeout_s: float, *, pending: Callable[[list[int]], str] | None = None
 ) -> list[Any]:
-    """As `wait_for_all`, but what goes wrong with one of `refs` does not end the wait: the RunError stands in its place.
+    """As `wait_for_all`, but a failure of one of `refs` does not end the wait: its RunError stands in place of its result.
 
     Raises:
         UserError: raised by the awaited process.
-        RunError: a process died that is watched.
+        RunError: a watched process died.
     """
     results: list[Any] = [None] * len(refs)
     missing = set(range(len(refs)))
@@ -125,7 +126,7 @@ class _DeadlinePassed(RunError):
 
 
 class _WatchedDied(RunError):
-    """Not what was awaited has failed, but what this process watches."""
+    """Something that this process watches has failed, not what was awaited."""
 
 
 def _arriving(
@@ -137,7 +138,7 @@ def _arriving(
     flag: str | Callable[[list[int]], str | None] | None = None,
     report_s: float | None = None,
 ) -> Iterator[tuple[ray.ObjectRef, int, list[ray.ObjectRef]]]:
-    """Each of `refs` when it is ready, its position, and those that are not."""
+    """Each of `refs` when it is ready, with its position and the list of those that are not ready."""
     started = time.monotonic()
     report_at = report_s or _REPORT_AFTER_SECONDS
     remaining = {ref: position for position, ref in enumerate(refs)}
@@ -202,7 +203,7 @@ def _get(ref: ray.ObjectRef, name: str, others: Sequence[ray.ObjectRef]) -> Any:
 
 
 def _open_questions() -> dict[ray.ObjectRef, Any]:
-    """What the watched actors have not answered yet, after asking those whose turn it is: question → actor."""
+    """The questions that watched actors have not answered, after asking those whose turn it is: question → actor."""
     now = time.monotonic()
     for actor, (question, asked_at) in _asked.items():
         if question is None and now - asked_at > _ASK_SECONDS:
@@ -211,7 +212,8 @@ def _open_questions() -> dict[ray.ObjectRef, Any]:
 
 
 def _raise_if_one_died(others: Sequence[ray.ObjectRef], name: str) -> None:
-    """When a process dies, its peers' lost connections are often heard of first: look for the death behind an error."""
+    """Look for a death behind an error: when a process dies, errors of its peers, which lost their connection, often come
+    first."""
     ready, _ = ray.wait(list(others), num_returns=len(others), timeout=_DEATH_SECONDS) if others else ([], [])
     for ref in ready:
         try:
@@ -223,7 +225,8 @@ def _raise_if_one_died(others: Sequence[ray.ObjectRef], name: str) -> None:
 
 
 def _raise_if_watched_died(name: str) -> None:
-    """Whoever talks to a dead process fails too, and may be heard of first: its error says less than the death."""
+    """Look for a watched death behind an error: a process that talks to a dead one fails too, and its error, which says less,
+    may come first."""
     ready, _ = ray.wait(_watched, num_returns=1, timeout=_WATCHED_SECONDS) if _watched else ([], [])
     unwatch(ready)
     for ref in ready:
