@@ -1,4 +1,4 @@
-"""An aiohttp application in a thread of its own, with an event loop of its own, beside whatever else a process does."""
+"""Serves an aiohttp application in a thread and an event loop of its own, independently of what else the process does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STOP_SECONDS = 15.0
 
 
 class FilteredAccessLogger(AccessLogger):
-    """The access log of aiohttp without the health checks that went well: they come every few seconds."""
+    """The access log of aiohttp without successful health checks, which come every few seconds."""
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         if request.path not in _HEALTH_PATHS or response.status >= 400:
@@ -43,7 +43,7 @@ class AppHandle:
         return f"http://{host_for_url(self.host)}:{self.port}"
 
     def stop(self, timeout_sec: float = _STOP_SECONDS) -> None:
-        """End it and its thread; requests that are under way break off. Once more, it does nothing.
+        """End the application and its thread; requests that are under way break off. A second call does nothing.
 
         Raises:
             RunError: it does not end in time.
@@ -65,9 +65,9 @@ def run_app_in_thread(
     """Serve `app` until its handle is stopped, or the process ends.
 
     Args:
-        host: where it listens; loopback unless agents run on other machines.
-        port: 0 for any that is free, which the handle tells.
-        runner_kwargs: for `aiohttp.web.AppRunner`.
+        host: address to listen at; loopback unless agents run on other machines.
+        port: 0 for any free port; the handle has its number.
+        runner_kwargs: passed to `aiohttp.web.AppRunner`.
 
     Raises:
         RunError: it cannot listen there, or its start-up fails or takes too long.
@@ -95,7 +95,7 @@ def run_app_in_thread(
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, runner: web.AppRunner, timeout_sec: float) -> None:
     async def end() -> None:
         await runner.cleanup()
-        # The client of this loop has no other user.
+        # Nobody else uses the HTTP client of this loop.
         await close_http_client()
 
     try:

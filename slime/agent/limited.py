@@ -1,10 +1,10 @@
-"""Runs what a model wrote, or what runs it, within limits. The standard library alone: it is started as
+"""Runs a program of a model, or a command of a sandbox, within limits that the kernel enforces. It is started as
 
     python -I -S -B limited.py '{"directory": "/tmp/x", "rlimits": {"CPU": 5}, "readable": ["/usr"]}' [COMMAND ARGUMENT...]
 
-and no content outside of the directory may be changed. Without a command, standard input is a Python program, which may start
-no processes, open no connections, and change no modes of files. A command may do all that; what holds it besides is the
-namespaces that it is started in, and, with `"network": "none"`, that it gets no sockets whose names are files.
+so it uses the standard library alone. Nothing outside of the directory can be changed. Without a command, standard input is a
+Python program, which cannot start processes, open connections, or change modes of files. A command can do all that; it is
+limited by the namespaces in which it is started, and with `"network": "none"` it gets no sockets whose names are files.
 """
 
 import ctypes
@@ -16,9 +16,11 @@ import sys
 from collections.abc import Sequence
 from types import TracebackType
 
-# Numbers of system calls per architecture (linux/audit.h, asm/unistd.h). `thread`: clone, which may make threads alone.
-# `absent`: clone3, whose flags a filter cannot read: libraries fall back on clone. `denied`: other ways to a process, a
-# program or a connection, out of what is ended with the program, and to the rights of files, which Landlock leaves alone.
+# Numbers of system calls per architecture (linux/audit.h, asm/unistd.h).
+# `thread`: clone, which may make threads only.
+# `absent`: clone3, whose flags a filter cannot read; without it libraries fall back on clone.
+# `denied`: other calls that start a process or a program, open a connection, escape from the process group that is ended with
+#     the program, or change the rights of files, which Landlock does not watch.
 ARCHITECTURES = {
     "x86_64": {
         "audit": 0xC000003E,
@@ -51,16 +53,17 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 LANDLOCK_VERSION, BENEATH_PATH = 3, 1
 ALL_RIGHTS, READ_RIGHTS, FILE_RIGHTS = (1 << 15) - 1, 0b1101, 1 << 1 | 1 << 2 | 1 << 14
-# Where the interpreter and its libraries are, and what every program may look at.
+# Paths of the interpreter and its libraries, and others that every program may read.
 READABLE = (sys.base_prefix, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/proc", "/dev/urandom")
 KILL, ERRNO, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-# Load a word of the call's description; compare with, at least, any of the bits; return.
+# Instructions of a filter: load a word of the call's description; compare it (equal, at least, any of the bits); return.
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NUMBER_AT, ARCHITECTURE_AT, FIRST_ARGUMENT_AT = 0, 4, 16
 
 
 def filter_program(architecture: str) -> bytes:
-    """The filter for the kernel (struct sock_filter of linux/filter.h): neither processes nor programs nor connections."""
+    """The kernel's filter (struct sock_filter of linux/filter.h) for a Python program: no processes, no other programs, no
+    connections."""
     numbers = ARCHITECTURES[architecture]
     program = [*_numbers_of(architecture), (EQUAL, 0, 1, numbers["absent"]), (RETURN, 0, 0, ERRNO | ENOSYS)]
     for number in numbers["denied"]:
@@ -76,7 +79,8 @@ def filter_program(architecture: str) -> bytes:
 
 
 def filter_of_named_sockets(architecture: str) -> bytes:
-    """The filter for a command: no socket whose name could be a file, not by way of io_uring either; pairs have no names."""
+    """The filter for a command: no socket whose name could be a file, not by io_uring either. Socket pairs, which have no
+    names, are allowed."""
     program = [
         *_numbers_of(architecture),
         (EQUAL, 0, 1, IO_URING_SETUP),
@@ -91,7 +95,7 @@ def filter_of_named_sockets(architecture: str) -> bytes:
 
 
 def _numbers_of(architecture: str) -> list[tuple[int, int, int, int]]:
-    """What begins a filter: calls of this architecture alone, and the number of the call at hand."""
+    """The begin of a filter: it kills the process for calls of another architecture, and loads the number of the call."""
     return [
         (LOAD, 0, 0, ARCHITECTURE_AT),
         (EQUAL, 1, 0, ARCHITECTURES[architecture]["audit"]),
@@ -103,12 +107,12 @@ def _numbers_of(architecture: str) -> list[tuple[int, int, int, int]]:
 
 
 def landlock_version() -> int:
-    """What the kernel has of Landlock, 0 for none: below `LANDLOCK_VERSION` it does not watch what makes files shorter."""
+    """The kernel's version of Landlock, 0 for none. Below `LANDLOCK_VERSION` it does not watch truncation of files."""
     return max(ctypes.CDLL(None).syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1), 0)
 
 
 def forbid_files_elsewhere(directory: str, readable: Sequence[str]) -> None:
-    """For this process, for good: it may do all below `directory`, read and run what is below `readable`, and no more.
+    """Allow this process, irrevocably, to do anything below `directory`, to read and run files below `readable`, and no more.
 
     Raises:
         OSError: the kernel refuses.
@@ -131,7 +135,7 @@ def forbid_files_elsewhere(directory: str, readable: Sequence[str]) -> None:
 
 
 def give_up_capabilities() -> None:
-    """For this process, for good, once it may not gain any: with them it could undo what its namespaces hold read-only.
+    """Give up all capabilities of this process, irrevocably. With them it could undo its namespaces' read-only mounts.
 
     Raises:
         OSError: the kernel refuses.
@@ -142,7 +146,7 @@ def give_up_capabilities() -> None:
 
 
 def filter_calls(program: bytes) -> None:
-    """For this process, for good. Raises OSError where the kernel refuses."""
+    """Filter all system calls of this process, irrevocably. Raises OSError if the kernel refuses."""
     instructions = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):
@@ -157,7 +161,7 @@ def filter_calls(program: bytes) -> None:
 
 
 def tell_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What a program did wrong, without the two frames of this file, which cost a model's tokens."""
+    """Print a program's traceback without the two frames of this file, which would only cost a model tokens."""
     own = trace.tb_next.tb_next if trace and trace.tb_next else None
     sys.__excepthook__(kind, error.with_traceback(own), own)
 
@@ -168,7 +172,7 @@ def main() -> None:
     source = "" if command else sys.stdin.buffer.read().decode(errors="replace")
     for name, most in given["rlimits"].items():
         what = getattr(resource, f"RLIMIT_{name}")
-        # Only the superuser may raise what somebody else has set.
+        # Only the superuser may raise a hard limit that is set already.
         hard = resource.getrlimit(what)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(what, (most, most))

@@ -1,8 +1,8 @@
-"""Commands that take longer than a connection lasts: started once, left alone, and asked for in short calls.
+"""Runs commands in a sandbox that take longer than a connection lasts: they are started once, and polled in short calls.
 
-In the sandbox a launcher, in a process group of its own, runs the command and leaves its status in a marker. What belongs to
-a command lies in files whose name has its tag and a digest of what is run, so that a start that is repeated, by a transport or
-by a caller that was interrupted, finds the lock directory of the first, and waits for the same process.
+In the sandbox a launcher, in a process group of its own, runs the command and writes its status to a marker file. The names of
+all files of a command have its tag and a digest of the command. So if a start is repeated, by a transport or by a caller that
+was interrupted, it finds the lock directory of the first start, and waits for the same process.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from slime.agent.sandbox import Sandbox
 
-# What stands in the place of the exit status when the time was over.
+# The status of a command that was killed because its time was over.
 EXIT_TIME_BUDGET_EXCEEDED = -1
-# The status of a command whose launcher was killed, by the kernel for want of memory say.
+# The status of a command whose launcher was killed, for example by the kernel for lack of memory.
 EXIT_LOST = 137
 POLL_INTERVAL_SEC = 5.0
-# Of what is read of an output: its end.
+# Only so much of an output is read: its end.
 OUTPUT_BYTES = 2**19
 _CALL_SECONDS = 60.0
 
 _COMMAND_BYTES = 2**16
-# So long a start may take; one that was broken off begins no process.
+# A start that takes longer counts as lost: if it was interrupted, it never begins a process.
 _START_SECONDS = 60.0
 
-# `base` is what the names of a run's files begin with: in a place that the sandbox's own environment tells, not the command's.
+# `base` is the prefix of the paths of a run's files. Its directory follows from the sandbox's environment, not the command's.
 _BASE = 'base="${{TMPDIR:-/tmp}}/.slime-{name}"\n'
-# Files that nobody else reads, for a command and its variables: perhaps keys, which no command line may show.
+# A command and its variables, which may be keys, are passed in files that no other user can read, not in a command line.
 _PREPARE = _BASE + """umask 077; : > "$base.{part}.cmd" && : > "$base.{part}.sh" && printf %s "$base.{part}"\n"""
-# It waits for the launcher to be in a group of its own: with the call some sandboxes end what is left of its group.
+# It waits until the launcher has a group of its own, since some sandboxes kill the group of a call when the call ends.
 _START = (
     _BASE
     + """\
@@ -48,7 +48,7 @@ out={out}; setsid sh "$base.sh" "$base" "${{out:-$base.out}}" < /dev/null > /dev
 until [ -f "$base.group" ]; do sleep 0.02 2> /dev/null || sleep 1; done
 """
 )
-# What the command has left in the group ends with the launcher, whose group it is until then.
+# At its end the launcher kills its group, and with it all processes that the command has left.
 _LAUNCHER = """\
 base=$1; out=$2
 echo $$ > "$base.group.new" && mv "$base.group.new" "$base.group"
@@ -56,7 +56,7 @@ echo $$ > "$base.group.new" && mv "$base.group.new" "$base.group"
 echo $? > "$base.done.new" && mv "$base.done.new" "$base.done"
 kill -s KILL -- "-$$"
 """
-# The marker is looked at last: a command that has just ended has left it before its launcher was gone.
+# The marker is read last: the launcher writes it before it is gone, so a command that ends meanwhile does not look lost.
 _POLL = (
     _BASE
     + """\
@@ -76,18 +76,18 @@ async def exec_and_wait(
     workdir: str | None = None, out_file: str | None = None, want_output: bool = True,
     poll_interval_sec: float = POLL_INTERVAL_SEC,
 ) -> tuple[int, str]:  # fmt: skip
-    """Run a shell command that may take hours; (exit status, the end of what it wrote on both its streams).
+    """Run a shell command that may take hours. Returns (exit status, the end of its output on both streams).
 
-    The same command under the same tag is the same run until somebody has got its end; afterwards it may run again. Over
-    budget its process group is killed, and the status is `EXIT_TIME_BUDGET_EXCEEDED`; what is left of the group ends with it in
-    any case. Neither the command nor its variables stand in a command line of this machine or in a message.
+    The same command under the same tag is the same run, until a caller has got its result; then it may run again. Over budget
+    its process group is killed, and the status is `EXIT_TIME_BUDGET_EXCEEDED`. Processes that the command leaves in its group
+    are killed in any case. Neither the command nor its variables are in a command line of this machine or in a message.
 
     Args:
-        tag: letters, digits, dots, dashes and underscores: what this command is among those of the sandbox.
-        workdir: the directory in which it runs; None: where commands of the sandbox start.
-        out_file: a file of the sandbox for what it writes, which is left there.
-        want_output: False gives "".
-        poll_interval_sec: seconds from one question to the next.
+        tag: a name for the command in this sandbox, of letters, digits, dots, dashes and underscores.
+        workdir: the directory in which it runs; None: that in which commands of the sandbox start.
+        out_file: a file of the sandbox for the output, which is kept there.
+        want_output: False returns "" for the output.
+        poll_interval_sec: seconds between two polls.
 
     Raises:
         ValueError: the tag has other characters, the command is longer than 64 KiB, or a variable has no name of one.
@@ -134,7 +134,7 @@ async def exec_and_wait(
     if re.fullmatch("[0-9]{1,3}", state):
         code = int(state)
     else:
-        # Whatever else there is in the place of a status was not left by the launcher.
+        # The marker does not hold a status, so the launcher did not write it.
         await call(_KILL)
     output = await call(_READ) if want_output else ""
     await call(_FORGET)

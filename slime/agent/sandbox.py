@@ -1,11 +1,13 @@
-"""Sandboxes: places in which an agent works and its work is graded, all of them asked in the same few words.
+"""Sandboxes: places in which an agent works and its work is graded, all with the same few methods.
 
 `LocalSandbox` is on this machine, `DockerSandbox` a container of this machine's Docker, `E2BSandbox` a machine of a service.
-Any class with the methods of `Sandbox` is another one.
+Any class with the methods of `Sandbox` can take their place.
 
-Invariants: what was started in a sandbox ends with it, also when this process ends first (in a container and at a service: at
-the end of its lifetime). A call that fails because of the sandbox, not because of what the command did, raises SandboxError:
-nothing can be learned from such a sample.
+Invariants
+- Whatever was started in a sandbox ends with it, even if this process ends first (in a container and at a service, it then ends
+  with the lifetime).
+- A call that fails because of the sandbox, and not because of the command, raises SandboxError: nothing can be learned from
+  such a sample.
 """
 
 from __future__ import annotations
@@ -47,21 +49,22 @@ logger = logging.getLogger(__name__)
 Content = str | bytes | Path
 Result = tuple[int, str, str]
 
-# What `exec` answers for a command that was ended because its time was over, as timeout(1) does.
+# The status of a command that `exec` ended because its time was over; timeout(1) has the same.
 EXIT_TIMED_OUT = 124
 LIMITED = Path(__file__).with_name("limited.py")
 NAMESPACES = ("--user", "--map-current-user", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
-# Of each of a command's two streams the rest is dropped; a file that is larger is not read.
+# So much of each of a command's two streams is kept; a larger file is not read.
 _OUTPUT_BYTES, _FILE_BYTES = 2**20, 64 * 2**20
 _TRANSFER_SECONDS = 300.0
-# The status of a command that was killed; and the least that a sandbox can be asked for.
+# The status of a command that was killed; and a command that any sandbox can run.
 _KILLED, _NOTHING = 128 + signal.SIGKILL, "true"
-# What a shell of the sandbox writes before it runs a command.
+# The sandbox's shell writes this before it runs a command: without it the command was not run.
 _MARK, _WRITE_MARK = b"\0begun\0", r"printf '\000begun\000' >&2"
-# The first process of a namespace: with it all the others end, and it ends when our end of its pipe closes. Those that lose
-# their parents are its children then; the kernel forgets them because it ignores their ends. Who holds our end removes the
-# directory, unless that process was killed. For commands it makes all files of the machine but the directory's read-only,
-# which keeps their modes, owners and times, too; it goes back to where they are not, because there the directory is no mount.
+# The program of a namespace's first process, the keeper. All other processes of the namespace end with it, and it ends when our
+# end of its pipe closes. Orphans become its children; since it ignores SIGCHLD, the kernel reaps them. It mounts all files of
+# the machine but the directory's read-only for commands, which keeps their modes, owners and times, too. At its end it removes
+# the directory, in case our process was killed and cannot; for that it goes back to the first mount namespace, because in its
+# own one the directory is a mount.
 _KEEPER = """\
 import contextlib, ctypes, os, shutil, signal, struct, sys
 CLONE_NEWNS, MS_BIND, AT_FDCWD, AT_RECURSIVE, MOUNT_SETATTR, MOUNT_ATTR_RDONLY = 0x20000, 4096, -100, 0x8000, 442, 1
@@ -86,22 +89,22 @@ with contextlib.suppress(ProcessLookupError):
 done(libc.setns(first, CLONE_NEWNS))
 shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
-# Between the kill of a process and its end, and until namespaces are there.
+# How long a killed process may take to end, and namespaces to be set up.
 _END_SECONDS, _START_SECONDS = 30.0, 60.0
 
 
 class SandboxError(RunError):
-    """The sandbox did not do what it was asked to, through no fault of the command."""
+    """The sandbox failed, not the command."""
 
 
 class CommandFailed(SandboxError):
-    """A command that was run with `check` has ended with another status than 0."""
+    """A command that was run with `check` ended with another status than 0."""
 
 
 class Sandbox(Protocol):
-    """An async context manager: it is there inside the block, and what is in it is gone behind it.
+    """An async context manager: the sandbox exists inside the block, and its contents are gone afterwards.
 
-    `sandbox_id` names it in messages. A sandbox in which all commands run as one user, whatever `user` says, has
+    `sandbox_id` names it in messages. A sandbox that runs all commands as one user, whatever `user` says, has
     `single_user = True`.
     """
 
@@ -118,9 +121,9 @@ class Sandbox(Protocol):
         """(exit status, standard output, standard error) of a shell command.
 
         Args:
-            timeout: in seconds; then the command is ended and its status is `EXIT_TIMED_OUT`.
+            timeout: in seconds; after that the command is ended, and its status is `EXIT_TIMED_OUT`.
             check: raise CommandFailed for a status other than 0.
-            idempotent: the call may be repeated when nobody knows whether it arrived.
+            idempotent: the call may be repeated if it is not known whether it arrived.
 
         Raises:
             SandboxError: the sandbox cannot be reached, or is gone.
@@ -128,16 +131,16 @@ class Sandbox(Protocol):
         ...
 
     async def write_file(self, path: str, content: Content, *, user: str = "root") -> None:
-        """Write text, bytes, or the content of a file of this machine (a Path); directories above it are made."""
+        """Write text, bytes, or the content of a file of this machine (a Path). Missing parent directories are created."""
         ...
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
-        """The text of a file. Bytes that are no UTF-8 come back as they were when the text is written (surrogateescape)."""
+        """The text of a file. Bytes that are no UTF-8 become surrogates (surrogateescape); writing the text restores them."""
         ...
 
 
 def checked(cmd: str, result: Result, check: bool) -> Result:
-    """`result`, unless `check` asks for a status of 0 and there is another one."""
+    """`result`. Raises CommandFailed if `check` is set and the status is not 0."""
     code, out, err = result
     if check and code != 0:
         raise CommandFailed(f"`{cmd[:500]}` ended with status {code}: {(err or out).strip()[-2000:]}")
@@ -145,26 +148,26 @@ def checked(cmd: str, result: Result, check: bool) -> Result:
 
 
 def content_bytes(content: Content) -> bytes:
-    """What is to be written, as bytes."""
+    """`content` as bytes."""
     if isinstance(content, Path):
         return content.read_bytes()
     return content.encode(errors="surrogateescape") if isinstance(content, str) else content
 
 
-# -- what runs commands of this machine -----------------------------------------------------------------------------------
+# -- the common part of sandboxes on this machine -------------------------------------------------------------------------
 
 
 class _OwnProcesses:
-    """A sandbox whose commands are programs of this machine: `_argv` says which program runs a command."""
+    """A sandbox whose commands are run by programs of this machine; `_argv` says by which."""
 
     sandbox_id = ""
 
     def _argv(self, cmd: str, user: str, env: Mapping[str, str], name: str) -> tuple[list[str], dict[str, str] | None]:
-        """The program, and its environment (None: ours)."""
+        """The program with its arguments, and its environment (None: that of this process)."""
         raise NotImplementedError(f"{type(self).__name__} does not say which program runs a command")
 
     async def _end(self, name: str) -> None:
-        """End the command `name`, where that takes more than the end of the program that runs it."""
+        """End the command `name`, if it does not end with the program that runs it."""
 
     async def _command(
         self, cmd: str, user: str, timeout: float, env: Mapping[str, str] | None = None, stdin: bytes = b"",
@@ -183,11 +186,11 @@ class _OwnProcesses:
             if not isinstance(error, StillRunning):
                 raise SandboxError(f"sandbox {self.sandbox_id}: {error}") from error
             ended = Ended(EXIT_TIMED_OUT, *error.so_far)
-        # Without it the command was not run, and the status is that of whoever should have run it.
+        # Without the mark the command was not run, and the status is that of the program that should have run it.
         if not ended.err.startswith(_MARK):
             said = ended.err.decode(errors="replace").strip()[-2000:]
             raise SandboxError(f"sandbox {self.sandbox_id} ran no command: {said or f'nothing within {timeout:g} s'}")
-        # Who ends a sandbox kills what runs in it, and there is no other sign of that. One that is there takes another command.
+        # When a sandbox is ended its commands are killed, and there is no other sign of that. So try another command in it.
         if ended.code == _KILLED and cmd != _NOTHING and (await self._command(_NOTHING, user, _START_SECONDS)).code:
             raise SandboxError(f"sandbox {self.sandbox_id} runs no command any more: `{_NOTHING}` failed in it")
         return Ended(ended.code, ended.out, ended.err[len(_MARK) :])
@@ -201,7 +204,7 @@ class _OwnProcesses:
         return checked(cmd, (ended.code, ended.out.decode(errors="replace"), ended.err.decode(errors="replace")), check)
 
     async def write_file(self, path: str, content: Content, *, user: str = "root") -> None:
-        """See `Sandbox.write_file`. A process of the sandbox writes: it has the rights of the sandbox alone."""
+        """See `Sandbox.write_file`. A process of the sandbox writes the file, so it has only the sandbox's rights."""
         cmd = f'mkdir -p -- "$(dirname -- {shlex.quote(path)})" && cat > {shlex.quote(path)}'
         ended = await self._command(cmd, user, _TRANSFER_SECONDS, stdin=content_bytes(content))
         if ended.code != 0:
@@ -222,10 +225,10 @@ class _OwnProcesses:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of each process: seconds of the CPU, bytes of memory and of a file; and how many processes and open files there may be.
+    """Limits of each process: seconds of CPU, bytes of memory and of a file, open files; and the number of processes.
 
-    `memory_bytes` counts what is reserved, of which Node.js takes many times what it uses. The kernel counts no processes of
-    the superuser.
+    `memory_bytes` counts address space, of which Node.js reserves many times what it uses. The kernel does not count processes
+    of the superuser.
     """
 
     cpu_seconds: int = 600
@@ -237,10 +240,10 @@ class Limits:
 
 @functools.cache
 def require_namespaces() -> tuple[str, ...]:
-    """The words that put a command into namespaces of its own: of user, processes, mounts and shared memory.
+    """The words that put a command into its own namespaces of users, processes, mounts and shared memory.
 
     Raises:
-        UserError: this machine lets nobody have them, or cannot keep programs from its files; says what is missing.
+        UserError: this machine does not allow namespaces, or cannot protect its files; the message says what is missing.
     """
     unshare = shutil.which("unshare")
     if unshare is None or shutil.which("nsenter") is None:
@@ -268,15 +271,15 @@ def require_namespaces() -> tuple[str, ...]:
 
 
 class LocalSandbox(_OwnProcesses):
-    """A directory of this machine, which alone its commands may change, and namespaces that end with all that runs in them.
+    """A directory of this machine, which is all that commands can change, and namespaces, with which all their processes end.
 
-    Commands see no process but their own, of the machine's files the programs and libraries, and an environment that is made
-    for them, with HOME and TMPDIR in `directory`, where they start. There is one user, without rights of the superuser. No
-    limit holds for all processes together. That files are there can be seen.
+    Commands start in `directory`. They see only their own processes, can read only programs and libraries of the machine, and
+    get an environment of their own, with HOME and TMPDIR in `directory`. There is one user, without the superuser's rights.
+    No limit holds for all processes together. Commands can see that other files exist, but not read them.
 
     Args:
-        network: "host" lets commands connect to whatever this machine reaches, sockets in its files included; "none" to
-            nothing: they get no sockets with names in files either, but pairs of them.
+        network: "host" lets commands connect to whatever this machine reaches, including sockets in its files; with "none"
+            they reach nothing, and get no sockets with names in files, only socket pairs.
         readable: further paths that commands may read and run.
         env: further variables of all commands.
     """
@@ -319,7 +322,7 @@ class LocalSandbox(_OwnProcesses):
             stack.push_async_callback(end_all)
             with contextlib.suppress(TimeoutError, ValueError, psutil.Error):
                 if await asyncio.wait_for(keeper.stdout.readline(), _START_SECONDS) == b"ready\n":
-                    # `unshare` waits for it, outside of what it made for itself.
+                    # The keeper is the one child of `unshare`, which stays outside of the namespaces and waits for it.
                     (self._first,) = psutil.Process(keeper.pid).children()
                     self.sandbox_id = self.directory.name
                     self._stack = stack.pop_all()
@@ -335,7 +338,7 @@ class LocalSandbox(_OwnProcesses):
 
     def _argv(self, cmd: str, user: str, env: Mapping[str, str], name: str) -> tuple[list[str], dict[str, str] | None]:
         if self._keeper.returncode is not None:
-            # Its id may be somebody else's now.
+            # Its process id may belong to another process by now.
             raise SandboxError(f"sandbox {self.sandbox_id} ran no command: its first process has ended")
         of_keeper = f"/proc/{self._first.pid}/ns"
         own = ["--user=user", "--mount=mnt", "--ipc=ipc", "--pid=pid"]
@@ -353,7 +356,7 @@ class LocalSandbox(_OwnProcesses):
         programs = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
         environment = {
             "PATH": programs, "HOME": f"{self.directory}/home", "TMPDIR": f"{self.directory}/tmp", "LANG": "C.UTF-8",
-            # That of the machine is out of reach, and git would refuse to work.
+            # Git would refuse to work, because it cannot read the machine's configuration.
             "GIT_CONFIG_NOSYSTEM": "1", **self._env, **env,
         }  # fmt: skip
         argv = [
@@ -373,7 +376,8 @@ def _no_fault_of_a_command() -> Iterator[None]:
         raise SandboxError(f"no sandbox starts on this machine: {error}") from error
 
 
-# What shells, compilers and clients read besides programs and libraries. No passwords and keys, and nobody's home.
+# Files that shells, compilers and clients read besides programs and libraries. They hold no passwords or keys; homes are left
+# out.
 _OF_SHELLS = (
     "/bin", "/sbin", "/etc/alternatives", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", "/etc/passwd", "/etc/profile",
     "/etc/resolv.conf", "/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/ca-certificates", "/dev/random", "/dev/zero",
@@ -384,12 +388,12 @@ _OF_SHELLS = (
 
 
 class DockerSandbox(_OwnProcesses):
-    """A container of `image`, by the command line of Docker; what is in it is removed with it.
+    """A container of `image`, started by Docker's command line; it is removed with its contents.
 
-    Commands are run by the image's `sh`, in its working directory. The container ends by itself after the lifetime.
+    The image's `sh` runs the commands, in the image's working directory. The container ends by itself after the lifetime.
 
     Args:
-        run_args: further words of `docker run`, such as `("--memory", "8g", "--network", "none")`.
+        run_args: further arguments of `docker run`, such as `("--memory", "8g", "--network", "none")`.
     """
 
     def __init__(self, image: str, *, run_args: Sequence[str] = (), lifetime_sec: int | None = None) -> None:
@@ -405,7 +409,7 @@ class DockerSandbox(_OwnProcesses):
         name = f"slime-{uuid.uuid4().hex}"
         words = ["docker", "run", "--detach", "--rm", "--init", "--name", name, *self._run_args]
         try:
-            # An image that is not there yet is fetched first.
+            # This may take long, since an image that is not on this machine is pulled first.
             ended = await run_to_end(
                 [*words, "--entrypoint", "sleep", self.image, str(self._lifetime)], timeout=self._lifetime
             )
@@ -431,12 +435,13 @@ class DockerSandbox(_OwnProcesses):
             await run_to_end(["docker", "rm", "--force", "--volumes", name], timeout=_END_SECONDS)
 
     def _argv(self, cmd: str, user: str, env: Mapping[str, str], name: str) -> tuple[list[str], dict[str, str] | None]:
-        # All of the machine can read command lines, so the client has values in its environment. What it has there for itself,
-        # such as PATH, stays what it is.
+        # Everybody on the machine can read command lines, so the client has the values in its environment. What it has there
+        # for itself, such as PATH, stays what it is.
         environment = {**env, **os.environ}
         by_name = {key: key if environment[key] == value else f"{key}={value}" for key, value in env.items()}
         given = [word for key in env for word in ("--env", by_name[key])]
-        # The command leads a process group of the container; what runs here is a client of Docker's, which ends alone.
+        # On this machine only a client of Docker runs, whose end does not end the command. So the command gets a process group
+        # in the container, by which `_end` can kill it.
         leading = (
             f'{_WRITE_MARK}; echo $$ > /tmp/.slime-{name}; sh -c "$0"; code=$?; rm -f /tmp/.slime-{name}; exit $code'
         )
@@ -464,7 +469,7 @@ class DockerSandbox(_OwnProcesses):
 
 # -- a service ------------------------------------------------------------------------------------------------------------
 
-# Names of errors of the package that tell of the request or of the sandbox's end, and not of the way there.
+# Names of the package's errors that are about the request or the sandbox's end. Other errors are those of the transport.
 _FINAL = (
     "AuthenticationException", "InvalidArgumentException", "NotEnoughSpaceException", "NotFoundException",
     "SandboxNotRunningException",
@@ -473,13 +478,13 @@ _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 32.0
 
 
 class E2BSandbox:
-    """A sandbox of E2B, or of a service with its interface, which starts `image` by a key of the sandbox's metadata.
+    """A sandbox of E2B, or of a service with the same interface, which finds `image` under a key of the sandbox's metadata.
 
-    The key, and what else is not given, is told by variables of the environment (`slime.utils.env`). A call that does not
-    arrive is repeated, if that does no harm, after 1, 2, 4 seconds and so on, 32 at most.
+    Environment variables give the key, and all arguments that are None (`slime.utils.env`). A call that does not arrive is
+    repeated, if that does no harm, after 1, 2, 4 seconds and so on, at most 32.
 
     Args:
-        size: the template of the service.
+        size: name of the service's template.
     """
 
     def __init__(
@@ -496,11 +501,11 @@ class E2BSandbox:
         try:
             self._package = importlib.import_module("e2b")
         except ImportError as error:
-            # Not as `slime[e2b]`: pip would look for what the other packages ask for too, which the pins leave out on purpose.
+            # The advice is not `slime[e2b]`, with which pip would also install requirements that the pins leave out on purpose.
             raise UserError(f"E2BSandbox needs the package e2b, the extra e2b ({error}): pip install e2b") from error
         names = [name for name in _FINAL if hasattr(self._package, name)]
         self._final = tuple(getattr(self._package, name) for name in names)
-        # A second sandbox would be there, and paid for, until the end of its lifetime.
+        # Not idempotent: a repeated call could make a second sandbox, which would be paid for until the end of its lifetime.
         self._sandbox = await self._call(
             f"a sandbox of {self.image}",
             lambda: self._package.AsyncSandbox.create(
@@ -515,7 +520,7 @@ class E2BSandbox:
         try:
             await self._call("the end", lambda: self._sandbox.kill())
         except SandboxError:
-            # The work is done, or has failed for a reason of its own. The service ends it at the end of its lifetime.
+            # The work in it is over, so this is no error. The service ends the sandbox at the end of its lifetime.
             logger.warning("sandbox %s was not ended; it ends %d s after its start", self.sandbox_id, self._lifetime)
         self.sandbox_id = ""
 
@@ -537,7 +542,7 @@ class E2BSandbox:
             except self._package.CommandExitException as exited:
                 done = exited
             except self._package.TimeoutException:
-                # The way there can be too slow, too.
+                # If the time is not over, the transport was too slow, not the command.
                 if clock() - started < timeout:
                     raise
                 return EXIT_TIMED_OUT, "".join(out), "".join(err)
@@ -556,7 +561,7 @@ class E2BSandbox:
         return bytes(data).decode(errors="surrogateescape")
 
     async def _call(self, what: str, call: Callable[[], Awaitable[Any]], idempotent: bool = True) -> Any:
-        """What `call` returns; transport errors are waited out.
+        """The result of `call`, which is repeated after transport errors.
 
         Raises:
             SandboxError: the service refuses, or cannot be reached.

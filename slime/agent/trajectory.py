@@ -1,9 +1,9 @@
-"""The turns of an agent's conversations, and the samples that they become.
+"""The turns of an agent's conversations, and the samples that are made of them.
 
 An agent program sends its whole conversation with every request. The requests of a session are kept as a tree of messages: a
-conversation that goes on makes a path longer, one that is told otherwise (a summary in place of its begin, a sub-agent)
-branches off. Each leaf gives a chain of turns, and each chain is folded into as few samples as its token ids allow: what the
-model wrote keeps the ids and log-probs that the engine gave, and is trained once.
+conversation that goes on makes a path longer; one that differs from it (a summary in place of its beginning, a sub-agent)
+branches off. Each leaf gives a chain of turns, and each chain is folded into as few samples as its token ids allow. The
+model's answers keep the ids and log-probs that the engine gave, and each is trained once.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class TurnRecord:
         prompt_ids: ids that were sent.
         output_ids: ids that came back.
         finish_reason: `stop`, `length` or `abort`.
-        output_log_probs: as many as `output_ids`, or none where nobody tells them.
-        ill_formed: it has a tool call that cannot be read.
-        weight_version: of the weights that it was made with.
-        meta_info: the engine's, of which `Sample.append_response_tokens` takes routed experts, kept sets and counters.
+        output_log_probs: as many as `output_ids`, or none if they are not known.
+        ill_formed: the answer has a tool call that cannot be read.
+        weight_version: version of the weights that generated it.
+        meta_info: the engine's, from which `Sample.append_response_tokens` takes routed experts, kept sets and counters.
 
     Raises:
-        ValueError: neither none nor one log-prob per output id.
+        ValueError: there are log-probs, but not one per output id.
     """
 
     prompt_ids: Sequence[int]
@@ -60,7 +60,7 @@ class TurnRecord:
 
 @dataclass(eq=False)
 class _Node:
-    """A message; one that the model wrote has its turn. Nodes are told apart by who they are, not by what they hold."""
+    """A message of the tree; one that the model wrote has its turn. Nodes are compared by identity, not by content."""
 
     message: Message
     parent: _Node | None = None
@@ -69,8 +69,8 @@ class _Node:
     is_trained: bool = True
     children: list[_Node] = field(default_factory=list)
 
-    def add(self, message: Message, **of_turn: Any) -> _Node:
-        self.children.append(_Node(dict(message), self, **of_turn))
+    def add(self, message: Message, **turn_fields: Any) -> _Node:
+        self.children.append(_Node(dict(message), self, **turn_fields))
         return self.children[-1]
 
 
@@ -80,7 +80,7 @@ class _Session:
     turns: list[_Node] = field(default_factory=list)
 
     def path(self, messages: Iterable[Message]) -> list[_Node]:
-        """The nodes of the longest begin of `messages` that the tree has; of equal siblings, the one that came last."""
+        """The nodes of the longest prefix of `messages` that is in the tree; of equal siblings, the one that was added last."""
         found, node = [], self.root
         for message in messages:
             node = next((child for child in reversed(node.children) if child.message == message), None)
@@ -90,7 +90,7 @@ class _Session:
         return found
 
     def chains(self) -> list[list[_Node]]:
-        """The turns on the way to each leaf, in the order in which the leaves came about."""
+        """The turns on the path to each leaf, in the order in which the leaves were added."""
         chains = []
         for leaf in [node for node in self.turns if not node.children]:
             chain, node = [], leaf
@@ -105,13 +105,14 @@ class TrajectoryManager:
     """Records the turns of sessions, and makes samples of them. Its methods may be called from any thread.
 
     Attributes:
-        counts: of what did not become a sample, why: `nothing_to_train`, `no_response`; and of samples that were `cut`.
+        counts: how many drafts did not become samples, by reason (`nothing_to_train`, `no_response`), and how many samples
+            were `cut`.
     """
 
     def __init__(self, fork_threshold_tokens: int = FORK_THRESHOLD_TOKENS) -> None:
         self._threshold = fork_threshold_tokens
         self._sessions: dict[str, _Session] = {}
-        # Held for a walk through a tree; samples are made of a session that nobody else has any more.
+        # Held while a tree is walked through. Samples are made without it, of a session that has been taken out.
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
 
@@ -126,7 +127,7 @@ class TrajectoryManager:
             return len(self._sessions[sid].turns) if sid in self._sessions else 0
 
     def recorded_turns(self, sid: str, messages: Sequence[Message]) -> list[tuple[int, TurnRecord]]:
-        """Of the messages that the model wrote itself, and that nobody changed since: (place in `messages`, turn)."""
+        """(place in `messages`, turn) of every message that the model wrote and the client has not changed since."""
         with self._lock:
             path = self._sessions[sid].path(messages) if sid in self._sessions else []
             return [(place, node.turn) for place, node in enumerate(path) if node.turn is not None and node.is_trained]
@@ -142,9 +143,9 @@ class TrajectoryManager:
     ) -> None:
         """Put a turn behind the messages that it answers.
 
-        A client that replays our last message slightly changed goes on in the same chain: the message is replaced, and its
-        turn is no longer trained. That is so where it is the only answer there, nothing follows it yet, and it has fewer
-        output tokens than the threshold; otherwise there is a branch.
+        If a client repeats the model's last message in a changed form, the chain may go on: the message is replaced, and its
+        turn is no longer trained. That happens if it is the only answer at its place, nothing follows it yet, and it has fewer
+        output tokens than the threshold. Otherwise the conversation branches.
         """
         with self._lock:
             session = self._sessions.setdefault(sid, _Session())
@@ -170,16 +171,16 @@ class TrajectoryManager:
         max_sample_tokens: int = 0,
         args: Any = None,
     ) -> list[Sample]:
-        """The samples of a session, which is consumed by that: siblings of one execution, each with the full reward.
+        """Remove a session, and return its samples: siblings of one execution, each with the full reward.
 
         Args:
-            base_sample: gives index, group, prompt, label, metadata and the execution's id (its index, where it has none).
-            extra_metadata: goes over that of `base_sample` and of the turns.
+            base_sample: gives index, group, prompt, label, metadata and the execution's id (its index, if it has none).
+            extra_metadata: overrides that of `base_sample` and of the turns.
             max_sample_tokens: a longer sample is cut there and TRUNCATED; 0 for no limit.
-            args: of the run, which tell the shape of routed experts; needed where `meta_info` of turns has those.
+            args: those of the run, for the shape of routed experts; needed if `meta_info` of turns has these.
 
         Raises:
-            ValueError: log-probs that are no finite numbers, or `meta_info` that does not fit its turn's tokens.
+            ValueError: log-probs are no finite numbers, or `meta_info` does not fit its turn's tokens.
         """
         with self._lock:
             session = self._sessions.pop(sid, None) or _Session()
@@ -218,21 +219,21 @@ class TrajectoryManager:
 
 
 class _Draft:
-    """A sample in the making: a prompt, and behind it stretches of context and of turns."""
+    """A sample in the making: a prompt, followed by stretches of context and of the model's output."""
 
     def __init__(self, node: _Node) -> None:
         self.prompt_ids = list(node.turn.prompt_ids)
         self.tokens = list(self.prompt_ids)
         self.turns: list[_Node] = []
-        # Ids, and the node that they are the output of.
+        # (ids, the node whose output they are; None for context).
         self.stretches: list[tuple[list[int], _Node | None]] = []
         self._append([], node)
 
     def goes_on(self, node: _Node, threshold: int) -> bool:
-        """Append a turn, and what its prompt has before it; False where its prompt is another one.
+        """Append a turn, and the context before it, and return True; return False if its prompt does not continue this draft.
 
-        A prompt that says otherwise within the last response takes its place, as context, before a short output. A turn
-        without output adds no tokens: its prompt may be one that left no room for an answer.
+        If the prompt differs only within the last output, and the turn's own output is short, the prompt replaces that output,
+        as context. A turn without output adds no tokens: its prompt may have left no room for an answer.
         """
         prompt, turn = list(node.turn.prompt_ids), node.turn
         if not turn.output_ids:
@@ -254,7 +255,7 @@ class _Draft:
         self.turns.append(node)
 
     def sample(self, base: Sample, trained: set[_Node], args: Any) -> Sample:
-        """The sample, whose turns go into `trained`; those that are there already have mask 0."""
+        """The sample. Its turns are added to `trained`; turns that are in it already get mask 0."""
         sample = Sample(
             group_index=base.group_index,
             index=base.index,
@@ -281,7 +282,7 @@ class _Draft:
             log_probs = list(turn.output_log_probs) or [0.0] * len(ids)
             sample.append_response_tokens(args, tokens=ids, log_probs=log_probs, meta_info=info)
         if not has_log_probs:
-            # Zeros would pass for log-probs of the engine.
+            # The zeros must not be taken for log-probs of the engine.
             sample.rollout_log_probs = None
         sample.status = _STATUS.get(self.turns[-1].turn.finish_reason, Sample.Status.COMPLETED)
         for node in self.turns:
@@ -295,7 +296,7 @@ class _Draft:
 
 
 def _cut(sample: Sample, limit: int) -> None:
-    """Keep the first `limit` tokens, which go beyond the prompt."""
+    """Keep the first `limit` tokens, of which at least one is of the response."""
     removed = len(held(sample, "tokens")) - limit
     sample.response_length -= removed
     length = sample.response_length

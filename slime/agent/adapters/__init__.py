@@ -1,4 +1,4 @@
-"""Endpoints that agent programs talk to, one for each protocol, and what their answers are read by."""
+"""Endpoints that agent programs talk to, one for each protocol, and the parsers of the model's answers."""
 
 from slime.agent.adapters.anthropic import AnthropicAdapter
 from slime.agent.adapters.asking import Chat, Refusal

@@ -1,4 +1,4 @@
-"""Messages as Anthropic's clients ask for them, streamed or whole (https://docs.anthropic.com/en/api/messages)."""
+"""The endpoint for Anthropic's clients: messages, streamed or whole (https://docs.anthropic.com/en/api/messages)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slime.agent.adapters.wire import bearer_token, text_of, write_events, write
 from slime.agent.trajectory import Message, TurnRecord
 
 _ERRORS = {400: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
-# A line at the begin of a system prompt by which a client is billed. It is another one with each request, so that no prompt
-# would go on where the one before it ended.
+# A line at the start of a system prompt, by which a client is billed. It differs in every request, so with it no prompt would
+# begin with the previous one.
 _BILLING = "x-anthropic-billing-header"
 
 
 class AnthropicAdapter(BaseAdapter):
-    """`POST /v1/messages` and `/v1/messages/count_tokens`. The session is the key, as bearer token or `x-api-key`."""
+    """`POST /v1/messages` and `/v1/messages/count_tokens`. A client's key, a bearer token or `x-api-key`, names its session."""
 
     def _register_routes(self, app: web.Application) -> None:
         app.router.add_post("/v1/messages", self.guarded(self.handle_turn))
@@ -96,7 +96,7 @@ class AnthropicAdapter(BaseAdapter):
 
 
 def _without_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with those of the system as reminders in the user message that follows, or in the one before."""
+    """The messages without those of the system, which become reminders in the next user message, or else in the last one."""
     kept: list[dict[str, Any]] = []
     waiting: list[dict[str, Any]] = []
     for message in messages:
@@ -114,7 +114,8 @@ def _without_system_messages(messages: list[dict[str, Any]]) -> list[dict[str, A
 
 
 def _put_before(kept: list[dict[str, Any]], reminders: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put reminders at the end of the last message, where it is the user's; else a message of theirs, to be added."""
+    """Put reminders at the end of the last message if it is the user's. Otherwise return a user message with them, which the
+    caller adds."""
     if reminders and kept and kept[-1]["role"] == "user":
         kept[-1] = {"role": "user", "content": _blocks(kept[-1]["content"]) + reminders}
         return []
@@ -126,7 +127,7 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
 
 
 def _translated(role: str, content: Any) -> list[Message]:
-    """A message in the terms of a chat template, in which results of tools are messages of their own."""
+    """A message in the form of chat templates, in which results of tools are separate messages."""
     blocks = _blocks(content)
     if role == "assistant":
         message: Message = {"role": role, "content": text_of([b for b in blocks if b["type"] == "text"])}

@@ -1,4 +1,4 @@
-"""A turn as it is asked of an engine: what is sent for it, how long it is waited for, and what ends it early."""
+"""How a turn is requested from an engine: what is sent, how long the answer may take, and what ends the request early."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MAX_NEW_TOKENS = 4096
 READ_TIMEOUT_S = 900.0
 CLIENT_CLOSED_REQUEST = 499
 _ABORT_TIMEOUT_S = 10.0
-# So often it is looked whether the client of a turn is still there.
+# Seconds between two looks whether the client of a turn is still there.
 _LOOK_S = 0.2
-# Marks of a conversation stay in the tokens, and stop texts do, as they are what the model wrote.
+# Special tokens and stop texts stay in the answer, since the model wrote them.
 _ALWAYS = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
 _CLIENT_SAMPLING = ("temperature", "top_p", "top_k")
-# They change what is sampled from as well, and nothing lets them.
+# These, too, would change the distribution that is sampled from; they are always ignored.
 _NEVER_HEEDED = (
     "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias", "seed", "response_format",
     "tool_choice",
@@ -34,7 +34,7 @@ _NEVER_HEEDED = (
 
 
 class Refusal(Exception):
-    """Ends a request with a status, and a message that its client gets in its own protocol."""
+    """Ends a request with an HTTP status, and a message that the client gets in the form of its protocol."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -43,10 +43,10 @@ class Refusal(Exception):
 
 @dataclass
 class Chat:
-    """What a request asks for, in the terms of a chat template.
+    """The contents of a request, in the form of chat templates.
 
     Attributes:
-        messages: role and content as text; `tool_calls` have arguments as objects, `reasoning_content` is apart.
+        messages: role and content as text; arguments of `tool_calls` are objects, and `reasoning_content` is separate.
         tools: each `{"type": "function", "function": {…}}`.
         max_new_tokens: the request's own limit, if it has one.
         stop: texts that end the answer.
@@ -59,7 +59,8 @@ class Chat:
 
 
 class _TurnIds(set[str]):
-    """What the engines know a turn's requests by. The rollout call that it works for knows them, too, and may abort them."""
+    """The ids under which engines know a turn's requests. They are also noted for the rollout call that the turn belongs to,
+    which may abort them."""
 
     def __init__(self, noted: set[str]) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class _TurnIds(set[str]):
 
 
 class Engine:
-    """Who is asked for turns.
+    """The engine, or the router before several, that answers turns.
 
     Args:
         url: base URL of a router or an engine, or that of its `/generate`.
@@ -90,7 +91,7 @@ class Engine:
         self._warned: set[str] = set()
 
     def sampling_params(self, defaults: dict[str, Any], body: dict[str, Any], chat: Chat) -> dict[str, Any]:
-        """Those of a turn: a session's `defaults`, and what of the request's `body` is heeded."""
+        """The sampling parameters of a turn: a session's `defaults`, overridden by what is heeded of the request's `body`."""
         params = {name: value for name, value in defaults.items() if value is not None}
         params |= {name: body[name] for name in self._heeded if body.get(name) is not None}
         for name in (*_CLIENT_SAMPLING, *_NEVER_HEEDED):
@@ -112,16 +113,16 @@ class Engine:
         session_id: str,
         noted_ids: set[str],
     ) -> TurnRecord:
-        """The engine's answer to a prompt; an empty one where no token is left for it.
+        """The engine's answer to a prompt; an empty answer if no token is left for it.
 
         Args:
-            request: the agent's; when its client goes, the engine's work ends.
-            session_id: keeps a session with its engine.
+            request: the agent's request; if its client goes away, the engine's work is aborted.
+            session_id: the router sends all requests of a session to the same engine.
             noted_ids: hold the ids of the request until it is answered.
 
         Raises:
             Refusal: the client is gone (499), or the engine takes too long (504).
-            HttpError: the engine refuses, cannot be reached, or answers what no turn can be made of.
+            HttpError: the engine refuses, cannot be reached, or gives an answer of which no turn can be made.
         """
         if sampling_params["max_new_tokens"] <= 0:
             return TurnRecord(prompt_ids, [], "length")
@@ -143,7 +144,7 @@ class Engine:
         return _record(prompt_ids, asking.result())
 
     async def _abort(self, request_ids: list[str]) -> None:
-        """Have these requests let go by the engines behind the router, or by the one that is asked itself."""
+        """Abort these requests at all engines behind the router, or at the one engine that is asked directly."""
         try:
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
                 try:
@@ -163,19 +164,19 @@ def is_gone(request: web.Request) -> bool:
 
 
 def matched_by(turn: TurnRecord) -> Any:
-    """What ended an answer: an id, a text, or None."""
+    """The stop token or stop text that ended an answer: an id, a text, or None."""
     return ((turn.meta_info or {}).get("finish_reason") or {}).get("matched")
 
 
 def _record(prompt_ids: list[int], answer: Any) -> TurnRecord:
-    """The turn that an engine's answer is. Raises HttpError where it is none that can be trained."""
+    """The turn of an engine's answer. Raises HttpError if it cannot be trained on."""
     if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
         raise HttpError(f"the engine answered something without meta_info: {str(answer)[:200]}")
     try:
         turn = _turn(prompt_ids, answer["meta_info"])
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise HttpError(f"the engine's answer cannot be read ({type(error).__name__}: {error})") from error
-    # An aborted turn is not recorded, whatever it lacks.
+    # An aborted turn is never recorded, so it may be incomplete.
     if turn.finish_reason != "abort":
         unknown = sum(not math.isfinite(log_prob) for log_prob in turn.output_log_probs)
         if unknown:
@@ -187,12 +188,12 @@ def _record(prompt_ids: list[int], answer: Any) -> TurnRecord:
 
 def _turn(prompt_ids: list[int], meta_info: dict[str, Any]) -> TurnRecord:
     """A turn from the engine's `meta_info`; raises whatever reading that raises."""
-    # Arrow takes a moment to load.
+    # Imported late, because Arrow takes a moment to load.
     from slime.utils.engine_answers import TokenLogProbs
 
     entries = TokenLogProbs.of(meta_info.pop("output_token_logprobs", None))
     if meta_info.get("output_token_sampling_logprobs") is not None:
-        # Those beside kept sets, of which the trainer will find the same.
+        # Where sampling kept sets of tokens, these are the log-probs within the sets, which the trainer computes too.
         entries = entries.with_log_probs(meta_info["output_token_sampling_logprobs"])
     return TurnRecord(
         prompt_ids,

@@ -1,8 +1,8 @@
-"""An endpoint for agent programs, whatever they speak: sessions, and the way of a turn from a request to its record.
+"""The part of agents' endpoints that does not depend on the protocol: sessions, and a turn's way from request to record.
 
-A turn's messages are rendered by the chat template and sent as token ids to `/generate`; the ids and log-probs that come back
-are recorded, and the program gets their text in its own protocol, which is a subclass's part. What the model wrote before
-goes into the next prompt by its recorded ids as long as the template would write the same text.
+A turn's messages are rendered by the chat template and sent as token ids to `/generate`. The ids and log-probs that come back
+are recorded, and the agent program gets their text in its own protocol, for which there are subclasses. Earlier answers of the
+model go into the next prompt with their recorded ids, as long as the template would write the same text.
 
 The application serves on one event loop; sessions may be opened and finished from any other.
 """
@@ -37,11 +37,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(eq=False)
 class Session:
-    """What belongs to one run of an agent.
+    """The state of one run of an agent.
 
     Attributes:
-        noted_ids: of the requests of the rollout call that it works for.
-        failure: why its last turn failed, where that was no fault of the agent's.
+        noted_ids: the ids of all open requests of the rollout call that the agent works for.
+        failure: why the last turn failed, if that was not the agent's fault.
     """
 
     sid: str
@@ -54,28 +54,28 @@ class Session:
     running: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
 
     def cancel(self) -> None:
-        """End the turns that are under way, and let none begin."""
+        """End the turns that are under way, and let no new one begin."""
         self.is_open = False
         for task, loop in list(self.running.items()):
             loop.call_soon_threadsafe(task.cancel)
 
 
 class BaseAdapter(abc.ABC):
-    """What all protocols share; a subclass has the routes, and translates.
+    """The endpoint without its protocol; a subclass adds the routes, and translates.
 
     Args:
-        tokenizer: with a chat template.
+        tokenizer: has a chat template.
         sglang_url: base URL of a router or an engine, or that of its `/generate`.
-        tool_parser, reasoning_parser: of SGLang's parsers, by name; None for the format that most models write.
-        max_turns_per_sid: of a session, those under way included; None for no limit.
-        fork_threshold_tokens: where a client rewrites what the model wrote, fewer output tokens than these are masked, and
-            as many begin another sample; 0: always another sample.
+        tool_parser, reasoning_parser: names of parsers of SGLang; None for the format that most models write.
+        max_turns_per_sid: the most turns of a session, including those under way; None for no limit.
+        fork_threshold_tokens: if a client rewrites an answer of the model with fewer output tokens than this, the answer is
+            masked; with as many or more, another sample begins. 0: another sample always begins.
         debug_callback: called with a dict of everything about each turn that is recorded.
-        allow_client_sampling: heed temperature, top-p and top-k of requests. The log-probs of their answers are at that
+        allow_client_sampling: heed temperature, top-p and top-k of requests. The engine's log-probs are then at that
             temperature, and the trainer's are not.
-        chat_template_kwargs: for the template, `{"enable_thinking": False}` say.
+        chat_template_kwargs: passed to the template, for example `{"enable_thinking": False}`.
         request_fields: further fields of `/generate` requests, such as `{"return_routed_experts": True}`.
-        model_label: what `/v1/models` tells.
+        model_label: the name of the model in `/v1/models`.
 
     Raises:
         UserError: the tokenizer has no chat template, or SGLang no parser of such a name.
@@ -106,7 +106,7 @@ class BaseAdapter(abc.ABC):
         self._debug_callback = debug_callback
         self._template_kwargs = chat_template_kwargs
         self._sessions: dict[str, Session] = {}
-        # Guards the sessions, and tells of turns that end.
+        # Guards the sessions, and is notified when a turn ends.
         self._changed = threading.Condition()
 
         async def healthz(request: web.Request) -> web.Response:
@@ -124,19 +124,19 @@ class BaseAdapter(abc.ABC):
 
     @abc.abstractmethod
     def _register_routes(self, app: web.Application) -> None:
-        """Add the routes: that of turns is handled by `guarded(handle_turn)`."""
+        """Add the routes; the one for turns has the handler `guarded(handle_turn)`."""
 
     @abc.abstractmethod
     def _session_id(self, request: web.Request, body: dict[str, Any]) -> str:
         """The session that a request names, "" for none."""
 
     def _preprocess_body(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The body as it is translated."""
+        """The body, changed in whatever must not reach the prompt."""
         return body
 
     @abc.abstractmethod
     def _translate(self, body: dict[str, Any]) -> Chat:
-        """What a body asks for. Raises Refusal, or any KeyError, TypeError or ValueError where it cannot be read."""
+        """The contents of a body. Raises Refusal, or any KeyError, TypeError or ValueError if it cannot be read."""
 
     @abc.abstractmethod
     def _build_reply(self, body: dict[str, Any], output: ModelOutput, turn: TurnRecord) -> dict[str, Any]:
@@ -144,10 +144,10 @@ class BaseAdapter(abc.ABC):
 
     @abc.abstractmethod
     async def _respond(self, request: web.Request, body: dict[str, Any], reply: dict[str, Any]) -> web.StreamResponse:
-        """Write the reply to the end, or the events that a stream has in its place."""
+        """Write the whole reply, or the events of a stream that are equal to it."""
 
     def _error(self, status: int, message: str) -> dict[str, Any]:
-        """The body of an answer that refuses, in the form of the protocol where that has one."""
+        """The body of an answer that refuses a request, in the form of the protocol if it has one."""
         return {"error": {"code": status, "message": message}}
 
     # -- sessions ------------------------------------------------------------------------------------------------------
@@ -155,14 +155,14 @@ class BaseAdapter(abc.ABC):
     def open_session(
         self, sid: str, sampling_defaults: dict[str, Any] | None = None, max_context_tokens: int | None = None
     ) -> None:
-        """Take requests that name `sid`, as clients do by their key.
+        """Accept requests that name the session `sid`; clients do so by their key.
 
         Args:
             sampling_defaults: sampling parameters of `/generate`; without `max_new_tokens` an answer has at most 4096.
-            max_context_tokens: for a prompt and its answer together; None leaves that to the engine.
+            max_context_tokens: limit of a prompt and its answer together; None: the engine's limit.
 
         Raises:
-            ValueError: there is such a session, or the name is empty.
+            ValueError: there is such a session already, or the name is empty.
         """
         noted = noted_request_ids()
         session = Session(sid, dict(sampling_defaults or {}), max_context_tokens, set() if noted is None else noted)
@@ -192,13 +192,13 @@ class BaseAdapter(abc.ABC):
             session.cancel()
 
     def failure_of(self, sid: str) -> str | None:
-        """Why the last turn of a session failed, where that was no fault of the agent's: what came of the agent then says
-        nothing about the model.
+        """Why the last turn of a session failed, if that was not the agent's fault. The agent's result then says nothing about
+        the model.
 
-        That is a turn that engines refused or answered unusably (502), did not answer in time (504), or that an error of
-        this process ended (500). A turn that succeeds clears it; what was refused as the agent's own fault (400, 429), a
-        client that went (499) and an abort (503) do not change it. None where there is no such failure, or no such session:
-        ask before `finish_session` or `drop_session`, when the agent has ended.
+        Such a failure is a turn that engines refused or answered unusably (502) or did not answer in time (504), or that an
+        error of this process ended (500). The next turn that succeeds clears it. Refusals that are the agent's own fault (400,
+        429), a client that went away (499) and an abort (503) do not change it. None if there is no such failure or no such
+        session: call this when the agent has ended, before `finish_session` or `drop_session`.
         """
         with self._changed:
             session = self._sessions.get(sid)
@@ -215,14 +215,14 @@ class BaseAdapter(abc.ABC):
         wait_timeout: float = 5.0,
         args: Any = None,
     ) -> list[Sample]:
-        """End a session: the samples of its turns, with their texts. The arguments are those of `get_trajectory`.
+        """End a session, and return the samples of its turns, with their texts. The arguments are those of `get_trajectory`.
 
-        No sample is longer than the session's `max_context_tokens`, whatever `max_sample_tokens` is.
-        There is none where nothing is to be trained. Where engines were told to abort a turn, all are ABORTED, and there
-        is one without an answer in place of none.
+        No sample is longer than the session's `max_context_tokens`, whatever `max_sample_tokens` is. There is no sample if
+        nothing is to be trained. If a turn was aborted, all samples are ABORTED, and instead of no sample there is one without
+        an answer.
 
         Raises:
-            ValueError: there is no such session, or what an engine told of a turn does not fit together.
+            ValueError: there is no such session, or an engine's values for a turn contradict each other.
         """
         await self.shutdown_session(sid, wait_timeout)
         with self._changed:
@@ -252,7 +252,7 @@ class BaseAdapter(abc.ABC):
         return samples
 
     def drop_session(self, sid: str) -> None:
-        """Forget a session, and end its turns. One that is not there, or not any more, is no error."""
+        """Forget a session, and end its turns. It is no error if there is no such session."""
         with self._changed:
             session = self._sessions.pop(sid, None)
         if session is not None:
@@ -261,7 +261,7 @@ class BaseAdapter(abc.ABC):
 
     @contextlib.contextmanager
     def _turn_of(self, sid: str) -> Iterator[Session]:
-        """The session, whose turn lasts as long as the block. Raises Refusal where it may have none."""
+        """The session, which has a turn for as long as the block lasts. Raises Refusal if it may not have one."""
         task = asyncio.current_task()
         with self._changed:
             session = self._sessions.get(sid)
@@ -288,7 +288,7 @@ class BaseAdapter(abc.ABC):
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def guarded(self, handler: Handler) -> Handler:
-        """`handler`, with an answer in its protocol where it refuses; `trajectories.counts` has them as `refused_STATUS`."""
+        """`handler`, whose refusals are answered in the protocol, and counted in `trajectories.counts` as `refused_STATUS`."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
@@ -306,7 +306,7 @@ class BaseAdapter(abc.ABC):
         return handle
 
     async def handle_turn(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request for a turn, and record that."""
+        """Answer a request for a turn, and record the turn."""
         body = await self.body_of(request)
         with self._turn_of(self._session_id(request, body)) as session:
             chat, prompt_ids, prompt = await self.prompt_of(session.sid, body)
@@ -315,7 +315,7 @@ class BaseAdapter(abc.ABC):
                 params["max_new_tokens"] = min(params["max_new_tokens"], session.max_context_tokens - len(prompt_ids))
             turn = await self._engine.turn(request, prompt_ids, params, session.sid, session.noted_ids)
             if turn.finish_reason == "abort":
-                # The rollout call is being wound down; an agent that tries again would hold it up.
+                # The rollout call is ending, and an agent that tried again would hold it up.
                 session.is_open, session.aborted = False, True
                 raise Refusal(503, "the turn was aborted, and the session is closed")
             output = await asyncio.to_thread(self._read, turn, chat, prompt)
@@ -336,12 +336,12 @@ class BaseAdapter(abc.ABC):
                 told = {"session_id": session.sid, "chat": chat, "turn": turn, "output": output, "reply": reply}
                 try:
                     self._debug_callback(told)
-                except Exception:  # who looks at turns does not end them
+                except Exception:  # an error in a user's callback must not end the turn
                     logger.exception("debug_callback raised")
             return response
 
     async def body_of(self, request: web.Request) -> dict[str, Any]:
-        """The preprocessed body. Raises Refusal where it is no JSON object."""
+        """The preprocessed body. Raises Refusal if it is no JSON object."""
         try:
             body = await request.json()
         except (ValueError, RecursionError) as error:
@@ -352,17 +352,17 @@ class BaseAdapter(abc.ABC):
             return self._preprocess_body(body)
 
     def _read(self, turn: TurnRecord, chat: Chat, prompt: str) -> ModelOutput:
-        """An answer in its parts."""
+        """The parts of an answer: text, reasoning and tool calls."""
         text, matched = self._spoken(turn), matched_by(turn)
         text = text.removesuffix(matched) if isinstance(matched, str) else text
-        # Some templates open the reasoning themselves.
+        # Some templates open the reasoning in the prompt.
         opening = THINK if prompt.rstrip().endswith(THINK) else ""
         return parse_model_output(opening + text, chat.tools, *self._parsers)
 
     # -- its prompt ----------------------------------------------------------------------------------------------------
 
     async def prompt_of(self, sid: str, body: dict[str, Any]) -> tuple[Chat, list[int], str]:
-        """(what a body asks for, ids of its prompt, text of its prompt). Raises Refusal where it cannot be read or rendered."""
+        """(contents of a body, ids of its prompt, text of its prompt). Raises Refusal if it cannot be read or rendered."""
         with _refusing_what_cannot_be_read():
             chat = self._translate(body)
             routed = [routing_message(message) for message in chat.messages]
@@ -372,15 +372,17 @@ class BaseAdapter(abc.ABC):
         return chat, *await asyncio.to_thread(self._prompt, sid, chat, routed)
 
     def _prompt(self, sid: str, chat: Chat, routed: list[Message]) -> tuple[list[int], str]:
-        """(ids, text): up to the model's last turn the recorded ids, where the template writes their text."""
+        """(ids, text) of the prompt. Up to the model's last turn the ids are the recorded ones, if the template writes their
+        text."""
         said = self.trajectories.recorded_turns(sid, routed)
         if said:
             last, last_turn = said[-1]
             held = [*last_turn.prompt_ids, *last_turn.output_ids]
             held_text = self._decode(held)
             own = {place: {"role": "assistant", "content": self._spoken(turn)} for place, turn in said}
-            # Clients write calls otherwise than the model did, and leave reasoning out. So its own words go through the
-            # template, first all, then the last alone, whose prompt may have been made of the client's; at last none.
+            # Clients write calls in another way than the model did, and leave reasoning out. So the model's own texts are put
+            # into the messages: first all of them; then only the last one, since the prompt of that turn may have been rendered
+            # with the client's version of the others; at last none.
             for replaced in (own, {last: own[last]}, {}):
                 messages = [replaced.get(place, message) for place, message in enumerate(chat.messages)]
                 with contextlib.suppress(Refusal):
@@ -393,7 +395,7 @@ class BaseAdapter(abc.ABC):
     def _rendered(self, messages: list[Message], chat: Chat) -> str:
         try:
             text = render_chat(self.tokenizer, messages, chat.tools, self._template_kwargs)
-            # Half a character, as clients leave that cut texts by units of UTF-16, cannot be tokenised.
+            # Clients that cut texts by units of UTF-16 leave lone surrogates, which cannot be tokenised.
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         except (jinja2.TemplateError, LookupError, TypeError, ValueError) as error:
             raise Refusal(400, f"the chat template refused the messages ({type(error).__name__}: {error})") from error
@@ -405,7 +407,7 @@ class BaseAdapter(abc.ABC):
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _spoken(self, turn: TurnRecord) -> str:
-        """The text of an answer without the mark that ends a turn."""
+        """The text of an answer, without the special token that ends a turn."""
         ids, marks = list(turn.output_ids), (matched_by(turn), *self.tokenizer.all_special_ids)
         if turn.finish_reason == "stop" and ids and ids[-1] in marks:
             del ids[-1]
@@ -425,12 +427,13 @@ def _no_session(sid: str) -> str:
 
 
 def calls_of(output: ModelOutput) -> list[dict[str, Any]]:
-    """The calls of an answer as a message has them for a template."""
+    """The calls of an answer, in the form that they have in a template's message."""
     return [{"function": {"name": use.name, "arguments": use.arguments}} for use in output.tool_uses]
 
 
 def routing_message(message: Message) -> Message:
-    """A message as conversations are told apart by: no reasoning, of several calls the first, no ids, no text beside a call."""
+    """The part of a message by which conversations are compared, because clients keep it: no reasoning, only the first of
+    several calls, no ids, no text beside a call."""
     routed = {"role": message["role"], "content": message.get("content") or ""}
     if message.get("tool_calls"):
         function = message["tool_calls"][0]["function"]

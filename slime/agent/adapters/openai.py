@@ -1,4 +1,5 @@
-"""Chat completions as OpenAI's clients ask for them, streamed or whole (https://platform.openai.com/docs/api-reference/chat)."""
+"""The endpoint for OpenAI's clients: chat completions, streamed or whole
+(https://platform.openai.com/docs/api-reference/chat)."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from slime.agent.adapters.parsing import ModelOutput
 from slime.agent.adapters.wire import bearer_token, text_of, write_events, write_json
 from slime.agent.trajectory import Message, TurnRecord
 
-# The first that a request has is its limit.
+# Names of the limit of an answer; the first one that a request has counts.
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 class OpenAIAdapter(BaseAdapter):
-    """`POST /v1/chat/completions`. The session is the key, else `metadata.session_id` or `user` of the body."""
+    """`POST /v1/chat/completions`. A client's key names its session, or else `metadata.session_id` or `user` of the body."""
 
     def _register_routes(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self.guarded(self.handle_turn))
@@ -43,7 +44,7 @@ class OpenAIAdapter(BaseAdapter):
         )
 
     def _build_reply(self, body: dict[str, Any], output: ModelOutput, turn: TurnRecord) -> dict[str, Any]:
-        # None beside calls alone: clients add up the texts that they get.
+        # With calls and no text the content is None, because clients concatenate the texts that they get.
         content = output.text if output.text or not output.tool_uses else None
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if output.reasoning:
@@ -79,7 +80,7 @@ class OpenAIAdapter(BaseAdapter):
 
 
 def _translated(message: dict[str, Any]) -> Message:
-    """A message in the terms of a chat template."""
+    """A message in the form of chat templates."""
     role = "system" if message["role"] == "developer" else message["role"]
     translated: Message = {"role": role, "content": text_of(message.get("content"))}
     kept = {name: message[name] for name in ("reasoning_content", "tool_call_id", "name") if message.get(name)}
@@ -92,7 +93,7 @@ def _translated(message: dict[str, Any]) -> Message:
 
 
 def _as_object(arguments: Any) -> Any:
-    """Arguments of a call as an object; what is none stays as it is."""
+    """The arguments of a call as an object; they stay as they are if they are no JSON object."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:

@@ -1,7 +1,8 @@
-"""What an agent is told of a model's text: the answer, the reasoning before it, and calls of tools.
+"""Splits a model's text into what an agent gets: the answer, the reasoning before it, and tool calls.
 
-SGLang's parsers, by the names that its servers take, know the formats of model families. Without them there are two that most
-models write: reasoning that ends at `</think>`, and calls within `<tool_call>`, as JSON or as `<function=…><parameter=…>`.
+SGLang's parsers, chosen by the names that its servers take, know the formats of model families. Without them the two formats
+that most models write are understood: reasoning that ends at `</think>`, and calls within `<tool_call>`, as JSON or as
+`<function=…><parameter=…>`.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ logger = logging.getLogger(__name__)
 
 THINK, END_OF_THINK = "<think>", "</think>"
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-# What opens an element: its name, and the mark behind that, or what there is in its place. Only the name of one that is
-# opened well is not empty and ends with the mark. Whatever a model writes, each character is read once.
+# The start of an element: its name, and the ">" behind it or whatever is there instead. Only in a well-formed one is the name
+# not empty, and followed by ">". These patterns read each character once, whatever a model writes.
 _FUNCTION, _PARAMETER = (re.compile(rf"<{kind}=([^>\n]*)(>|\n|\Z)") for kind in ("function", "parameter"))
 _END_OF_FUNCTION, _END_OF_PARAMETER = "</function>", "</parameter>"
-# A model may well open more brackets than Python follows.
+# JSON of a model may be malformed, or nested more deeply than Python can follow.
 _UNREADABLE = (ValueError, RecursionError)
-# What opens a call, by the attribute in which a parser of SGLang's has it.
+# Attributes of SGLang's parsers that may hold the text that opens a call.
 _OPENING = ("bot_token", "tool_call_start_token")
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """A call of a tool by the model; the id is ours."""
+    """A call of a tool by the model. The model gives no id, so one is made here."""
 
     name: str
     arguments: dict[str, Any]
@@ -46,7 +47,7 @@ class ToolUse:
 
 
 class ModelOutput(NamedTuple):
-    """A text in its parts; `ill_formed` where it has a call that cannot be read."""
+    """The parts of a text; `ill_formed`: it has a call that cannot be read."""
 
     text: str
     reasoning: str
@@ -55,10 +56,10 @@ class ModelOutput(NamedTuple):
 
 
 def prepare_parsers(tool_parser: str | None, reasoning_parser: str | None) -> None:
-    """Load SGLang's parsers, if one is named: that takes seconds, which no turn should wait for.
+    """Load SGLang's parsers, if one is named, since that takes seconds for which no turn should wait.
 
     Raises:
-        UserError: the installed SGLang has no parser of such a name.
+        UserError: the installed SGLang has no parser of this name.
     """
     package = importlib.util.find_spec("sglang")
     for what, name, module, names in (
@@ -67,7 +68,7 @@ def prepare_parsers(tool_parser: str | None, reasoning_parser: str | None) -> No
     ):
         if name is None or package is None:
             continue
-        # The lists stand in files of their own, whose import would import all of the package.
+        # The files with the lists are run instead of imported, because an import would load the whole package.
         known = runpy.run_path(os.path.join(package.submodule_search_locations[0], "srt", module))[names]
         if name not in known:
             raise UserError(f"{what} {name!r}: SGLang has no such parser; it has {', '.join(known)}")
@@ -77,14 +78,14 @@ def prepare_parsers(tool_parser: str | None, reasoning_parser: str | None) -> No
 
 @functools.cache
 def _parsers_of_sglang() -> SimpleNamespace | None:
-    """SGLang's classes; None where it cannot be imported. Without a GPU that is so, but in the processes of engines."""
+    """SGLang's classes; None if it cannot be imported, as in all processes but those of engines on a machine without GPUs."""
     before = set(sys.modules)
     try:
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
         from sglang.srt.parser.reasoning_parser import ReasoningParser
     except ImportError as error:
-        # Half of a package would be taken for the whole.
+        # Otherwise a later import would find the modules that were loaded, and take the half package for the whole.
         for name in [name for name in set(sys.modules) - before if name.partition(".")[0] == "sglang"]:
             del sys.modules[name]
         logger.warning("SGLang's parsers cannot be imported (%s): the format that most models write is read", error)
@@ -98,16 +99,16 @@ def parse_model_output(
     tool_parser_name: str | None = None,
     reasoning_parser_name: str | None = None,
 ) -> ModelOutput:
-    """The parts of what a model wrote. Whatever that is, nothing is raised.
+    """The parts of a model's text. Nothing is raised, whatever the text is.
 
     Args:
-        tools_schema: the tools that it was offered, each `{"type": "function", "function": {"name": …, "parameters": …}}`.
-            Without any, nothing is taken for a call; calls of others, and of tools of another shape, are left out.
-        tool_parser_name, reasoning_parser_name: of SGLang's parsers; None for the format that most models write.
+        tools_schema: the tools that the model was offered, each `{"type": "function", "function": {"name": …, "parameters":
+            …}}`. Without any, nothing is taken for a call. Calls of other tools, and of tools of another shape, are left out.
+        tool_parser_name, reasoning_parser_name: names of parsers of SGLang; None for the format that most models write.
     """
     reasoning, answer = _read_by_sglang(_reasoning_by_sglang, text, reasoning_parser_name) or ("", text)
     if not reasoning and (END_OF_THINK in answer or answer.startswith(THINK)):
-        # A prompt that opens the reasoning leaves its end alone in the answer.
+        # If the prompt has opened the reasoning, only its end is in the answer.
         reasoning, end, rest = answer.removeprefix(THINK).partition(END_OF_THINK)
         answer = rest if end else ""
     if not tools_schema:
@@ -117,7 +118,7 @@ def parse_model_output(
     found = _read_by_sglang(_calls_by_sglang, answer, tool_parser_name, tools_schema)
     rest, calls, opened = found or (_CALL.sub("", answer), own_calls, len(own_calls))
     known = set(schemas)
-    # SGLang leaves calls of unknown tools out, which are no less well formed.
+    # SGLang leaves out calls of unknown tools, which may be well formed all the same.
     unknown = sum(call is not None and call[0] not in known for call in own_calls) if found else 0
     read = [call for call in calls if call is not None]
     uses = [ToolUse(name, arguments) for name, arguments in read if name in known]
@@ -125,13 +126,13 @@ def parse_model_output(
 
 
 def _read_by_sglang(read: Callable[..., Any], text: str, name: str | None, *arguments: Any) -> Any | None:
-    """What a parser of SGLang's makes of `text`; None where there is none, or it fails at this text."""
+    """The result of one of SGLang's parsers for `text`; None if there is no such parser, or if it fails."""
     sglang = None if name is None else _parsers_of_sglang()
     if sglang is None:
         return None
     try:
         return read(sglang, text, name, *arguments)
-    except Exception as error:  # parsers run over whatever a model wrote
+    except Exception as error:  # a model may write anything, and parsers may raise anything at it
         logger.warning("SGLang's parser %s failed at an answer (%s: %s)", name, type(error).__name__, error)
         return None
 
@@ -154,7 +155,7 @@ def _calls_by_sglang(
 
 
 def named_schema(tool: Any) -> tuple[str, dict[str, Any]] | None:
-    """(name, properties of the parameters) of a tool; None where it is of another shape."""
+    """(name, properties of the parameters) of a tool; None if it has another shape."""
     try:
         function = tool["function"]
         name, properties = function["name"], (function.get("parameters") or {}).get("properties") or {}
@@ -164,7 +165,7 @@ def named_schema(tool: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def _call(body: str, end: str, schemas: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]] | None:
-    """(name, arguments) of what stands in `<tool_call>`; None where it cannot be read. `schemas`: properties by tool."""
+    """(name, arguments) of the call in `<tool_call>`; None if it cannot be read. `schemas`: parameters' properties by tool."""
     if not end:
         return None
     end_of_function = body.rfind(_END_OF_FUNCTION)
@@ -182,12 +183,12 @@ def _call(body: str, end: str, schemas: dict[str, dict[str, Any]]) -> tuple[str,
 
 
 def _opened(element: re.Pattern[str], text: str, start: int) -> re.Match[str] | None:
-    """The first element in `text[start:]` that is opened well."""
+    """The first well-formed start of an element in `text[start:]`."""
     return next((found for found in element.finditer(text, start) if found[1] and found[2] == ">"), None)
 
 
 def _parameters(text: str) -> Iterator[tuple[str, str]]:
-    """(name, value) of each, without the line breaks that only set a value apart."""
+    """(name, value) of each parameter, without the line breaks around a value."""
     end = 0
     while (found := _opened(_PARAMETER, text, end)) is not None:
         close = text.find(_END_OF_PARAMETER, found.end())

@@ -1,4 +1,5 @@
-"""What protocols have in common: texts of messages, keys, and answers that are written to the end before a turn counts."""
+"""What the protocols share: reading texts and keys of requests, and writing answers. An answer is written to its end before its
+turn counts."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from slime.agent.adapters.asking import Refusal
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a string, parts of text (a line each), or none. Raises Refusal where a part is none."""
+    """The text of a message's content, which is a string, a list of text parts (joined by newlines), or None. Raises Refusal if
+    a part is no text."""
     if content is None or isinstance(content, str):
         return content or ""
     other = sorted({part["type"] for part in content if "text" not in part})
@@ -40,7 +42,7 @@ async def write_events(request: web.Request, events: Iterable[tuple[str | None, 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     for name, data in events:
-        # ASCII, for half a character of a model's has no bytes of its own.
+        # ASCII, because a lone surrogate, which a model may write, cannot be encoded.
         text = data if isinstance(data, str) else json.dumps(data)
         head = f"event: {name}\n" if name else ""
         await response.write(f"{head}data: {text}\n\n".encode())

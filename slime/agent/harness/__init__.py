@@ -1,8 +1,10 @@
-"""Harnesses: what starts a command-line agent in a sandbox, pointed at an adapter of ours in the place of its own service.
+"""Harnesses start a command-line agent in a sandbox, and direct it to an adapter of slime instead of its own service.
 
-A harness writes the agent's configuration, gives it a prompt, and waits. The session of the adapter is the agent's key, so that
-whatever it asks is recorded where it belongs. Invariants: an agent over budget is ended, with its process group; the prompt
-stands in no command line; agents run as a user of their own, who is not root, where the sandbox has users.
+A harness writes the agent's configuration, gives it a prompt, and waits. The agent's key is the adapter's session, so that its
+requests are recorded there.
+
+Invariants: an agent over budget is ended together with its process group; the prompt is in no command line; if the sandbox has
+users, agents run as one of their own, who is not root.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 NPM_TRIES = 3
 CLAUDE_CODE_PACKAGE = "@anthropic-ai/claude-code"
-# Later ones speak the Responses API alone; adapters serve chat completions.
+# Later versions speak only the Responses API, whereas adapters serve chat completions.
 CODEX_PACKAGE = "@openai/codex@0.80.0"
 _NODE_URL = "https://nodejs.org/dist/latest-v22.x"
 _INSTALL_SECONDS = 600.0
@@ -37,7 +39,8 @@ _NPM_WAIT_SECONDS = 5.0
 
 
 async def install_node22(sb: Sandbox, *, prefix: str = "/usr/local") -> None:
-    """Put Node.js 22 below `prefix`, unless there is one as new: from `SLIME_AGENT_NODE_TARBALL`, or fetched by the sandbox.
+    """Install Node.js 22 below `prefix`, unless there is one as new: from `SLIME_AGENT_NODE_TARBALL`, else by a download in the
+    sandbox.
 
     Raises:
         SandboxError: it cannot be fetched or unpacked.
@@ -58,10 +61,10 @@ async def install_node22(sb: Sandbox, *, prefix: str = "/usr/local") -> None:
 
 
 async def install_npm_cli(sb: Sandbox, package: str, *, program: str, tarball: Path | None = None) -> None:
-    """Install a package of npm with `program` in it, for all users; three tries, because registries are busy at times.
+    """Install an npm package that contains `program`, for all users, with three tries, because registries are busy at times.
 
     Args:
-        tarball: a file of this machine, as `npm pack` makes it, in the place of the registry's `package`.
+        tarball: a file of this machine, as `npm pack` makes it, that is installed instead of the registry's `package`.
 
     Raises:
         SandboxError: it cannot be installed.
@@ -77,24 +80,25 @@ async def install_npm_cli(sb: Sandbox, package: str, *, program: str, tarball: P
 
 
 async def _put_archive(sb: Sandbox, tarball: Path) -> str:
-    """A file of this machine, put into the sandbox; its path there, quoted. Tar and npm go by the end of its name."""
+    """Put a file of this machine into the sandbox, and return its quoted path there. It keeps its name, since tar and npm go by
+    the suffix."""
     _, place, _ = await sb.exec('printf %s "${TMPDIR:-/tmp}"', check=True)
     await sb.write_file(f"{place}/{tarball.name}", tarball)
     return shlex.quote(f"{place}/{tarball.name}")
 
 
 class ClaudeCodeHarness(BaseHarness):
-    """Claude Code, in one turn of its own without questions, at the adapter's Anthropic routes."""
+    """Claude Code, without questions to a user, at the adapter's Anthropic routes."""
 
     name = "claude-code"
 
     async def install_cli(self, sb: Sandbox) -> None:
-        """Node.js and the package, from `SLIME_AGENT_NODE_TARBALL` and `SLIME_AGENT_CC_TARBALL` where they are given."""
+        """Install Node.js and the package, from `SLIME_AGENT_NODE_TARBALL` and `SLIME_AGENT_CC_TARBALL` if they are set."""
         await install_node22(sb)
         await install_npm_cli(sb, CLAUDE_CODE_PACKAGE, program="claude", tarball=variables.agent_program("CC").tarball)
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
-        """That nobody has to be asked at a first start."""
+        """Write a configuration with which a first start asks no questions."""
         path = f"{await home_of(sb, self.user)}/.claude.json"
         await sb.write_file(path, json.dumps({"hasCompletedOnboarding": True, "autoUpdates": False}), user=self.user)
 
@@ -115,10 +119,10 @@ class ClaudeCodeHarness(BaseHarness):
             "ANTHROPIC_BASE_URL": ctx.adapter_url,
             "ANTHROPIC_AUTH_TOKEN": ctx.session_id,
             **models,
-            # Calls home would fail in most sandboxes, and its own updates change what is measured.
+            # Requests to its own services fail in most sandboxes, and updates would change what is measured.
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
-            # It skips permissions of the superuser in sandboxes alone.
+            # Only in a sandbox does it let the superuser skip permissions.
             "IS_SANDBOX": "1",
             **program.extra_env,
         }
@@ -141,18 +145,18 @@ wire_api = "chat"
 
 
 class CodexHarness(BaseHarness):
-    """Codex, without questions, at the adapter's OpenAI routes."""
+    """Codex, without questions to a user, at the adapter's OpenAI routes."""
 
     name = "codex"
 
     async def install_cli(self, sb: Sandbox) -> None:
-        """Node.js and the package, from `SLIME_AGENT_NODE_TARBALL` and `SLIME_AGENT_CODEX_TARBALL` where they are given."""
+        """Install Node.js and the package, from `SLIME_AGENT_NODE_TARBALL` and `SLIME_AGENT_CODEX_TARBALL` if they are set."""
         await install_node22(sb)
         await install_npm_cli(sb, CODEX_PACKAGE, program="codex", tarball=variables.agent_program("CODEX").tarball)
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
-        """The adapter, as a provider of models."""
-        # Strings of JSON are strings of TOML.
+        """Write a configuration with the adapter as provider of models."""
+        # A JSON string is a TOML string, too.
         content = _CODEX_CONFIG.format(model=json.dumps(ctx.model_label), url=json.dumps(f"{ctx.adapter_url}/v1"))
         await sb.write_file(f"{await home_of(sb, self.user)}/.codex/config.toml", content, user=self.user)
 

@@ -1,4 +1,4 @@
-"""What all harnesses have in common: a run of an agent, its user, its prompt, the wait for its end."""
+"""The common part of harnesses: a run of an agent, its user, its prompt, and the wait for its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AGENT_USER = "agent"
 
 @dataclass(frozen=True)
 class HarnessContext:
-    """One run: where the agent works, under which session, at which adapter, and what the model is called there."""
+    """One run: the directory in which the agent works, its session, the adapter's URL, and the model's name there."""
 
     workdir: str
     session_id: str
@@ -29,26 +29,26 @@ class HarnessContext:
 
 
 class BaseHarness:
-    """What an agent of one's own overrides: `launch_and_wait`, and what it needs of the others."""
+    """Base class of harnesses. One for another agent overrides `launch_and_wait`, and any of the other methods."""
 
     name = ""
     user = AGENT_USER
     poll_interval_sec = POLL_INTERVAL_SEC
 
     async def install_cli(self, sb: Sandbox) -> None:
-        """Put the agent into the sandbox. For images that lack it: `run` does not call this."""
+        """Install the agent in the sandbox. Only images without it need this, and `run` does not call it."""
 
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
-        """Write what the agent reads at its start."""
+        """Write the configuration that the agent reads at its start."""
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:
-        """Have the agent work on `prompt`; its exit status, or `EXIT_TIME_BUDGET_EXCEEDED`."""
+        """Let the agent work on `prompt`. Returns its exit status, or `EXIT_TIME_BUDGET_EXCEEDED`."""
         raise NotImplementedError(f"{type(self).__name__} has no launch_and_wait")
 
     async def run(
         self, sb: Sandbox, *, workdir: str, session_id: str, adapter_url: str, time_budget_sec: float, prompt: str
     ) -> int:
-        """The agent's exit status after it worked on `prompt` in `workdir`, `EXIT_TIME_BUDGET_EXCEEDED` over budget.
+        """Let the agent work on `prompt` in `workdir`. Returns its exit status, or `EXIT_TIME_BUDGET_EXCEEDED`.
 
         Raises:
             SandboxError: the sandbox cannot be reached, is gone, or cannot start the agent.
@@ -60,7 +60,7 @@ class BaseHarness:
 
 
 async def ensure_agent_user(sb: Sandbox, *, user: str, workdir: str) -> None:
-    """Make `user`, if there is none, and give it `workdir`. A sandbox with a single user stays as it is.
+    """Create `user` if it does not exist, and make it the owner of `workdir`. A sandbox with a single user stays as it is.
 
     Raises:
         SandboxError: the image has neither useradd nor adduser.
@@ -79,9 +79,9 @@ async def run_agent(
     sb: Sandbox, *, name: str, cmd: str, ctx: HarnessContext, prompt: str, time_budget_sec: float,
     env: Mapping[str, str] | None = None, user: str = AGENT_USER, poll_interval_sec: float = POLL_INTERVAL_SEC,
 ) -> int:  # fmt: skip
-    """The exit status of the shell command `cmd`, which gets the prompt on standard input and runs in `ctx.workdir`.
+    """Run the shell command `cmd` in `ctx.workdir`, with the prompt on its standard input. Returns its exit status.
 
-    What it wrote is logged where it ended otherwise than well.
+    If it fails its output is logged.
     """
     home = await home_of(sb, user)
     prompt_file = f"{home}/.slime-{name}-prompt"
