@@ -1,14 +1,14 @@
 """The trainer's protocol on PyTorch's FSDP2: a dense model of transformers, sharded over all ranks.
 
 Ranks are data-parallel, or `--context-parallel-size` of them share each sample: they hold zigzag chunks of its sequence, and
-attention gathers keys and values. Parameters are sharded over all of them either way, and gradients summed.
+attention gathers keys and values. Parameters are sharded over all ranks either way, and gradients are summed over them.
 
-Parameters and what the optimizer knows of them are float32; a pass computes in bfloat16 with `--bf16`. What flags may ask of
-it says `slime.models.fsdp`.
+Parameters and optimizer state are float32; with `--bf16` a pass computes in bfloat16. `slime.models.fsdp` says which flags this
+backend supports.
 
-A checkpoint of it is a Hugging Face directory: the weights in float32, as they are trained, with config and tokenizer. Beside
-them stand what the optimizer remembers and further sets of weights (`states/`), written by torch.distributed.checkpoint, the
-states of generators, and `metadata.json`, the last file, with the schedule. Another number of ranks can go on from it.
+A checkpoint is a Hugging Face directory: the weights in float32, as they are trained, with config and tokenizer. Beside them
+are optimizer state and further sets of weights (`states/`), written by torch.distributed.checkpoint, the states of generators,
+and `metadata.json` with the schedule, which is written last. A run with another number of ranks can continue from it.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ from slime.weights.quantised_checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
-# What the optimizer remembers, in a checkpoint.
+# The directory of the optimizer state in a checkpoint.
 _OPTIMIZER = "optimizer"
-# Under this name transformers knows the attention of this backend.
+# The name under which this backend's attention is registered with transformers.
 _OF_STREAMS = "slime_streams"
 
 
@@ -119,7 +119,7 @@ class FSDPBackend:
         self.model = self._build()
 
     def load(self, source: WeightSource) -> int:
-        """Load the weights, build the optimizer over them and, in a resume, put it back where it was.
+        """Load the weights, build the optimizer over them and, in a resume, restore its state.
 
         Raises:
             UserError: the source is no Hugging Face directory and no checkpoint of this backend, is damaged, or is of another
@@ -142,7 +142,7 @@ class FSDPBackend:
         from a state in it; or with random weights."""
         parameters = dict(self.model.named_parameters())
         if source.kind == "random":
-            # The same in every layout: a rank draws all of them, and keeps its own.
+            # Every rank draws all weights and keeps its own part, so they are the same in every layout.
             with torch.random.fork_rng(devices=[]):
                 torch.random.default_generator.manual_seed(self.args.seed)
                 drawn = dict(self._make_model().named_parameters())
@@ -169,7 +169,7 @@ class FSDPBackend:
                     f"{directory}: {name} of shape {list(stored.shape)} does not fit the model of --hf-checkpoint, "
                     f"which has {list(parameter.shape)}"
                 )
-            # Every rank reads its own rows; none are sent.
+            # Every rank reads just its own rows from the file.
             parameter.to_local().copy_(stored[_own_rows(parameter)])
         return True
 
@@ -180,7 +180,7 @@ class FSDPBackend:
         stored: Sequence[str] = (),
         weight_version: int | None = None,
     ) -> UnfinishedSave:
-        """Write the checkpoint of `rollout_id`: nothing is left to wait for."""
+        """Write the checkpoint of `rollout_id` completely; the result has nothing left to wait for."""
         args, final = self.args, iteration_directory(self.args.save, rollout_id)
         directory, has_optimizer = unpublished(final), bool(self.optimizer.state) and not args.no_save_optim
 
@@ -221,7 +221,7 @@ class FSDPBackend:
     def forward(self, batches: MicroBatches, collect: Collect, prefix: str = "") -> list[dict[str, list[torch.Tensor]]]:
         found = [collect(batch, self._logits(batch)) for batch in batches]
         if self.args.fsdp_cpu_offload:
-            # Parameters on the host change at once, and not when the device has read them.
+            # Parameters on the host would change at once, even while the device still reads them.
             get_accelerator().synchronize()
         return found
 
@@ -260,7 +260,7 @@ class FSDPBackend:
         self.optimizer.zero_grad()
 
     def optimizer_bytes_to_come(self) -> int:
-        # Moments of the host come when activations are gone.
+        # Moments that live on the host come to the device only when activations are gone.
         on_host, known = self.args.fsdp_cpu_offload or self.args.optimizer_cpu_offload, self.optimizer.state
         return 0 if on_host else sum(2 * _local(p).nbytes for p in self.model.parameters() if not known.get(p))
 
@@ -307,11 +307,11 @@ class FSDPBackend:
     def _whole_tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         device, dtype = get_accelerator().current_device(), dtype or self._compute_dtype
         for name, parameter in self.model.named_parameters():
-            # In that dtype already: 16 bits are half the bytes to gather.
+            # Converted before the gather, since 16 bits are half the bytes.
             yield name, parameter.to(device, dtype).full_tensor()
 
     def _norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Of this rank's parts of the gradients the 2-norm over all ranks, on the device: its groups know no other place."""
+        """The 2-norm over all ranks of gradients of which this rank has parts; on the device, where groups can reduce it."""
         square = get_total_norm(gradients).to(get_accelerator().current_device()).square()
         dist.all_reduce(square)
         return square.sqrt()
@@ -328,9 +328,9 @@ class FSDPBackend:
 
     def _put_moments(self, device: torch.device) -> None:
         for state in self.optimizer.state.values():
-            # The host waits for none of the copies: memory that they go to is pinned.
+            # The host does not wait for single copies, since the memory that they go to is pinned,
             state.update({name: value.to(device, non_blocking=True) for name, value in state.items() if value.ndim})
-        # But for all of them, before it reads what they bring.
+        # but for all of them together, before it reads the results.
         get_accelerator().synchronize()
 
     @property
@@ -350,7 +350,7 @@ class FSDPBackend:
         )
 
     def _build(self) -> torch.nn.Module:
-        """The model, sharded layer by layer; no rank ever has memory for all of it. What its weights are is not said yet."""
+        """The model, sharded layer by layer, so that no rank needs memory for all of it. Its weights have no values yet."""
         args, device = self.args, get_accelerator().name
         with torch.device("meta"):
             model = self._make_model()
@@ -361,28 +361,28 @@ class FSDPBackend:
         policy = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
         for layer in layers if args.gradient_checkpointing else ():
-            # Around the layer itself, inside of what gathers its parameters: they are there when it is computed once more.
+            # Inside FSDP's hooks, which gather the layer's parameters, so they are there when it is recomputed.
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         offload = self._offload_policy()
         for module in [*layers, model]:
-            # Left whole after a forward pass, as the outermost module would be, it would not see weights that change there.
+            # By default the outermost module stays gathered after a forward pass, and would not see weights that change then.
             fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
             # Gradients are summed; the denominator of the step is the whole normalisation.
             module.set_gradient_divide_factor(1.0)
-            # Gloo can only sum; a factor that is part of the collective it refuses.
+            # Gloo can only sum, and refuses a collective with a factor.
             module.set_force_sum_reduction_for_comms(True)
         self._give_memory(model)
         return model
 
     def _give_memory(self, model: torch.nn.Module) -> None:
-        """Memory for this rank's parts of a model that was made of shapes alone, and its buffers with their values."""
+        """Allocate this rank's parts of a model that has been made on the meta device, and compute its buffers."""
         device = get_accelerator().current_device()
         model.to_empty(device=torch.device("cpu") if self.args.fsdp_cpu_offload else device)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                # Wherever parameters are, buffers are where a pass computes.
+                # Buffers are on the device that computes, even if parameters are on the host.
                 setattr(module, name, buffer.to(device))
-        # By this mark transformers knows what has its value; the rest, frequencies of positions, it computes.
+        # The mark tells transformers that a parameter has its value. It then computes the rest, the rotary frequencies.
         for parameter in model.parameters():
             parameter._is_hf_initialized = True
         model.initialize_weights()
@@ -396,14 +396,14 @@ class FSDPBackend:
         return CPUOffloadPolicy(pin_memory=not device_is_host)
 
     def _takes_streams(self, model: torch.nn.Module) -> bool:
-        """Whether the model leaves attention to this backend; else it has transformers' own, with a mask of the whole stream.
+        """Whether the model lets this backend compute attention; else transformers does, with a mask of the whole stream.
 
         Raises:
             UserError: it does not, and the flags ask for what transformers' own attention cannot do.
         """
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        # What flash attention is not told (another mask than causal ones and windows) this one is not told either.
+        # A model that supports flash attention passes all that this attention needs: its masks are causal, or windows.
         if model._supports_flash_attn and model._can_set_attn_implementation():
             ALL_ATTENTION_FUNCTIONS.register(_OF_STREAMS, _attend)
             model.set_attn_implementation(_OF_STREAMS)
@@ -420,7 +420,7 @@ class FSDPBackend:
 
     def _make_optimizer(self) -> tuple[torch.optim.AdamW, Any]:
         """The optimizer, and the schedule of its learning rate and weight decay; biases and norms have no decay."""
-        # It brings much of Megatron-Core with it, which other processes that know this class have no use for.
+        # Imported late: it loads much of Megatron-Core, which other processes that import this file do not need.
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         args = self.args
@@ -431,12 +431,12 @@ class FSDPBackend:
         return optimizer, OptimizerParamScheduler(optimizer, **schedule_settings(args))
 
     def _remembered(self) -> dict[str, torch.Tensor]:
-        """What the optimizer remembers of each weight, by names for a checkpoint."""
+        """The optimizer's state of each weight, by names for a checkpoint."""
         states = ((name, self.optimizer.state.get(weight, {})) for name, weight in self.model.named_parameters())
         return {f"{kind}.{name}": value for name, state in states for kind, value in state.items()}
 
     def _resume(self, directory: Path, stored: dict[str, Any]) -> None:
-        """Put optimizer, schedule and generators back where they were."""
+        """Restore optimizer, schedule and generators."""
         args, is_first = self.args, dist.get_rank() == 0
         if stored["has_optimizer"] and not args.no_load_optim:
             never = stored.get("without_gradient", [])
@@ -462,10 +462,10 @@ class FSDPBackend:
             logger.warning("another number of ranks saved %s: random generators start from --seed", directory)
 
     def _logits(self, batch: MicroBatch) -> torch.Tensor:
-        """Logits [rows, V]. Where attention is transformers' own, rows whose positions start anew are of another sequence."""
+        """Logits [rows, V]. Transformers' own attention takes a row whose position starts anew for that of a new sequence."""
         stream, rows = batch.stream, rows_of_logits(self.args, batch.stream)
         attention = {"packed_stream": stream, "stream_kernel": self._kernel} if self._attends_to_streams else {}
-        # Code of a checkpoint's own may know only logits of all rows.
+        # The model may be code of the checkpoint that can only compute logits of all rows.
         chosen = accepted_keywords(type(self.model).forward, {} if rows is None else {"logits_to_keep": rows.index})
         return self.model(
             input_ids=stream.tokens[None],
@@ -478,7 +478,7 @@ class FSDPBackend:
 
 
 def _split_world(size: int, timeout: datetime.timedelta) -> tuple[dist.ProcessGroup, ContextParallel]:
-    """The ranks that have all samples together, this one among them, and its place among the `size` that share its samples.
+    """The group of ranks, with this one, that together have all samples, and its place among the `size` that share samples.
 
     Raises:
         UserError: the ranks cannot be divided into groups of that size.
@@ -497,7 +497,7 @@ def _split_world(size: int, timeout: datetime.timedelta) -> tuple[dist.ProcessGr
 
 
 def _kernel_of(args: argparse.Namespace) -> Callable[[], Kernel]:
-    """What gives the kernel for streams of 16-bit types on CUDA, by `--attn-implementation`.
+    """A function that returns the kernel of `--attn-implementation` for streams of 16-bit types on CUDA.
 
     Raises:
         UserError: its package is missing on this machine, or has nothing to compute on.
@@ -543,14 +543,14 @@ def _attend(
 
     Args:
         query: [1, heads, T, dim]; key, value: [1, groups, T, dim].
-        packed_stream, stream_kernel: what the model was called with.
+        packed_stream, stream_kernel: keywords with which the model was called.
         sliding_window: how many keys a row sees, its own among them.
 
     Returns:
         [1, T, heads, dim of a value], and no weights.
 
     Raises:
-        UserError: the model does not hand on what it was called with, caps scores or has sinks.
+        UserError: the model does not pass its keywords on, caps scores or has sinks.
     """
     if packed_stream is None or softcap is not None or s_aux is not None:
         raise UserError(
@@ -570,7 +570,7 @@ def _attend(
 
 
 def _of_model(names: set[str], directory: str | Path) -> set[str]:
-    """Those of the tensors of a Hugging Face directory that its model needs: without buffers, and a head that is tied."""
+    """The tensors of a Hugging Face directory that its model needs: without buffers, and without a tied head."""
     config = read_hf_config(directory)
     # Which types are trained is decided elsewhere.
     family = FAMILIES.get(config["model_type"], Family(model_types=(), names=()))
@@ -588,7 +588,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _directory_of(source: WeightSource) -> Path:
-    """Where the weights of a source are.
+    """The directory with the weights of a source.
 
     Raises:
         UserError: it is a checkpoint of another backend.

@@ -7,8 +7,10 @@ from typing import Any
 
 
 class _NoTrackerForMegatron(importlib.abc.MetaPathFinder):
-    """megatron-core 0.16 imports wandb where it is installed, for timers that nobody asks for; and wandb makes two
-    temporary directories when it is imported, which a rank that is killed leaves behind. Whoever else imports it gets it.
+    """Keeps megatron-core from importing wandb; any other code can import it.
+
+    megatron-core 0.16 imports wandb if it is installed, for timers that are not used here. An import of wandb makes two
+    temporary directories, which a killed rank would leave behind.
     """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> None:

@@ -1,11 +1,11 @@
-"""Adam with the state layout that Megatron's optimizers save and reload, and the way it keeps less of it on the device.
+"""Adam with the state layout that Megatron's optimizers save and reload, and a form of it that keeps less on the device.
 
 Megatron-Core expects the fused Adam of Transformer Engine or Apex: first and second moment per parameter, the step
 count in the parameter group. Without either it falls back to torch's AdamW, which trains but whose state its
 distributed optimizer cannot load again (0.16.1: KeyError 'step').
 
-Its precision-aware optimizer needs Transformer Engine's, and its optimizer on the host CUDA streams. `PrecisionAwareAdam` is
-both on any device, and leaves the same state in memory and in checkpoints as theirs.
+Megatron's precision-aware optimizer needs Transformer Engine's Adam, and its optimizer on the host needs CUDA streams.
+`PrecisionAwareAdam` does the work of both on any device, with the same state in memory and in checkpoints.
 """
 
 from __future__ import annotations
@@ -89,21 +89,21 @@ class Adam(torch.optim.Optimizer):
         return state
 
 
-# Entries that are updated together: what a step takes beside the state is a few times their float32 values.
+# How many entries are updated together. Beside the state a step needs memory for a few times their float32 values.
 BLOCK = 2**22
-# The dtypes that are stored beside a scale, since their range is too small for moments: the power of two below which it
-# brings all values.
+# Dtypes whose range is too small for moments, so that these are stored with a scale. It brings all values below 2 to this
+# power.
 _SCALED = {torch.float16: 16, torch.float8_e4m3fn: 8}
 
 
 @dataclass(frozen=True)
 class HostShare:
-    """What an optimizer keeps in host memory, and updates there.
+    """The part of its state that an optimizer keeps in host memory, and updates there.
 
-    fraction: of its entries; whole pieces of tensors, in the order of the parameter groups.
-    overlaps: gradients come and parameters go while others are updated.
-    by_torch: torch's fused Adam updates them, which is faster on a host and rounds a little differently.
-    pins_state, pins_gradients: whether the device copies to and from that memory while the host goes on.
+    fraction: share of the entries; they are chosen as whole pieces of tensors, in the order of the parameter groups.
+    overlaps: gradients are copied to the host, and parameters back, while others are updated.
+    by_torch: torch's fused Adam does the update, which is faster on a host and rounds a little differently.
+    pins_state, pins_gradients: that memory is pinned, so the host need not wait for copies from and to the device.
     """
 
     fraction: float
@@ -121,12 +121,13 @@ class PrecisionAwareAdam(Adam):
     stored, so with float32 it is that of `Adam` on float32 copies, bit for bit.
 
     State per parameter, of its shape: `exp_avg` and `exp_avg_sq` in their dtypes, and `master_param`, its value in more bits.
-    A float32 parameter on the device of its state has none: it is that itself. With `store_param_remainders` a bfloat16
-    parameter holds the upper half of its own float32 value, and `master_param` (int16) what is to be added to it; the
-    parameter is then the nearest bfloat16 too, but of two that are as near the larger one. In host memory it is whole.
+    A float32 parameter on the device of its state is its own main parameter, and has no `master_param`. With
+    `store_param_remainders` a bfloat16 parameter holds the upper half of its float32 value, and `master_param` (int16) the
+    remainder to be added. The parameter is then the nearest bfloat16; of two that are equally near it is the larger one. In
+    host memory `master_param` is always whole.
 
     Values in float16 and in float8 (e4m3, stored as uint8) are divided by a power of two for every `BLOCK` entries, which
-    follows from the largest one. Values that were read are stored as they were.
+    follows from the largest one. Reading values and storing them again does not change them.
 
     Args:
         exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, float16, or uint8 for float8.
@@ -153,7 +154,7 @@ class PrecisionAwareAdam(Adam):
         self._hosted: set[torch.Tensor] | None = None
         self._scales: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         self._host_gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self._host_buffers: list[torch.Tensor] = []  # which give their memory back when they are gone
+        self._host_buffers: list[torch.Tensor] = []  # kept alive, because their memory is freed with them
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -197,7 +198,7 @@ class PrecisionAwareAdam(Adam):
             self.set_scaled_state(param, MAIN, param.float())
 
     def state_bytes(self, param: torch.Tensor) -> int:
-        """Bytes that the states of `param` take on its device, but for the powers of two."""
+        """Bytes that the states of `param` take on its device, without the powers of two."""
         if self._is_hosted(param):
             return 0
         each = sum(self._dtypes[name].itemsize for name in MOMENTS)
@@ -219,8 +220,8 @@ class PrecisionAwareAdam(Adam):
             self._write(param, name, at, flat[at].to(self.state[param][name].device))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the settings of the groups, and make states where `state_dict` has any. Their values are not taken: torch
-        would round them to the parameters' dtype, and Megatron, which brings none here, sets them later."""
+        """Take the settings of the groups, and create states if `state_dict` has any, without their values: torch would round
+        these to the parameters' dtype, and Megatron, whose `state_dict` has none, sets them later."""
         kept = self.state
         super().load_state_dict({**state_dict, "state": {}})
         self.state = kept
@@ -234,7 +235,7 @@ class PrecisionAwareAdam(Adam):
         if self._host is None:
             return False
         if self._hosted is None:
-            # Asked late: Megatron exchanges the parameters for this rank's parts of them after it has made an optimizer.
+            # Decided late, because Megatron replaces the parameters by this rank's parts after it has made the optimizer.
             share, taken, self._hosted = self._host.fraction * sum(each.numel() for each in self._params()), 0, set()
             for each in self._params():
                 if taken + each.numel() / 2 <= share and self._host.fraction > 0:
@@ -259,7 +260,7 @@ class PrecisionAwareAdam(Adam):
         return buffer.view(dtype).view(shape)
 
     def _fetch_gradient(self, param: torch.Tensor) -> Callable[[], None]:
-        """Have the gradient of `param` copied to the host; what is returned waits until it is there."""
+        """Start to copy the gradient of `param` to the host. Returns a function that waits until it is there."""
         gradient = _gradient(param)
         if param not in self._host_gradients:
             on_host = self._on_host(gradient.shape, gradient.dtype, pinned=self._host.pins_gradients)
@@ -294,8 +295,8 @@ class PrecisionAwareAdam(Adam):
         )  # fmt: skip
 
     def _read(self, param: torch.Tensor, name: str, at: slice) -> torch.Tensor:
-        """Float32 values of a state, or of the parameter where that is its own main parameter: the memory itself if it can
-        be."""
+        """Float32 values of a state, or of the parameter if it is its own main parameter. They are the memory itself if that is
+        float32."""
         state, own = self.state[param].get(name), param.detach().view(-1)[at]
         if state is None:
             return own
@@ -318,7 +319,8 @@ class PrecisionAwareAdam(Adam):
         elif dtype in _SCALED:
             largest = values.abs().max() if values.numel() else values.new_zeros(())
             mantissa, exponent = torch.frexp(largest)
-            # Rounded it may be the next power of two, of which the scale follows when it is read and stored again.
+            # Rounding may carry the largest value to the next power of two. The scale must follow from the rounded value, so
+            # that reading and storing again gives the same scale.
             carry = mantissa.to(dtype).float() >= 1
             scale = torch.ldexp(torch.ones_like(largest), (exponent + carry - _SCALED[dtype]).clamp(-126, 127))
             self._scales[param, name][at.start // BLOCK] = scale
@@ -329,13 +331,13 @@ class PrecisionAwareAdam(Adam):
 
 @contextlib.contextmanager
 def as_megatrons_adam(adam: type[torch.optim.Optimizer], **settings: Any) -> Iterator[None]:
-    """Within the block Megatron's optimizers build an `adam` with `settings` where they would build their Adam."""
+    """In the block, Megatron's optimizers build `adam` with `settings` instead of their own Adam."""
     import megatron.core.optimizer as optimizer
     from megatron.core.optimizer import distrib_optimizer
 
     usual = optimizer.Adam, distrib_optimizer.Adam
     try:
-        # The distributed optimizer looks only whether it is given an Adam that it knows.
+        # The distributed optimizer only checks that it is given the Adam that it knows.
         optimizer.Adam, distrib_optimizer.Adam = functools.partial(adam, **settings), adam
         yield
     finally:
@@ -354,8 +356,8 @@ def main_parameter(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> tor
 
 @torch.no_grad()
 def set_main_parameter(optimizer: torch.optim.Optimizer, param: torch.Tensor, values: torch.Tensor) -> None:
-    """Have `main_parameter` be `values` (float32, 1-D), as near as its dtype comes. `param` becomes the nearest of its own
-    dtype where its bits are part of the value."""
+    """Set `main_parameter` to `values` (float32, 1-D), rounded to its dtype. If the bits of `param` are part of that value,
+    `param` changes, too."""
     main = optimizer.state[param].get(MAIN)
     if param.dtype == torch.float32:
         param.detach().view(-1).copy_(values)
@@ -370,7 +372,7 @@ def _gradient(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def _blocks(param: torch.Tensor) -> list[slice]:
-    """Of its entries; one, maybe empty, at least."""
+    """The blocks of its entries; at least one, which may be empty."""
     starts = (*range(0, param.numel(), BLOCK), param.numel())
     return [slice(first, last) for first, last in itertools.pairwise(starts)] or [slice(0, 0)]
 

@@ -1,10 +1,10 @@
 """Core attention of the local layer spec: causal, grouped-query, over packed sequences.
 
-Megatron-Core's own `DotProductAttention` refuses packed input. Here a packed stream holds many sequences end to end;
-each attends to itself only, also where context-parallel ranks hold parts of it: see `slime.training.stream_attention`.
+Megatron-Core's own `DotProductAttention` refuses packed input. Here a packed stream holds many sequences end to end. Each
+attends to itself only, even if context-parallel ranks hold parts of it: see `slime.training.stream_attention`.
 
-Multi-head latent attention makes queries, keys and values of all heads out of one small vector per token; what follows is the
-same attention, with keys that are wider than values.
+Multi-head latent attention computes queries, keys and values of all heads from one small vector per token. Then it is the same
+attention, with keys that are wider than values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from slime.utils.errors import UserError
 class PackedAttention(MegatronModule):
     """softmax(Q K^T * scale + causal mask) V, in Megatron's core-attention interface.
 
-    A class that is derived from it may take another kernel for streams on CUDA (`kernel`).
+    A subclass may use another kernel for streams on CUDA (`kernel`).
 
     Raises:
         UserError: attention dropout is not 0; or, in forward, the stream is no causal self attention.
@@ -95,7 +95,7 @@ class PackedAttention(MegatronModule):
         return output if query.dim() == 3 else output.unsqueeze(1)
 
     def kernel(self) -> Kernel:
-        """What computes streams of 16-bit types on CUDA."""
+        """The kernel for streams of 16-bit types on CUDA."""
         return causal_varlen_attention()
 
     def _attend_packed(
@@ -113,7 +113,7 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams
     ) -> torch.Tensor:
         stream = getattr(packed, "stream", None)
-        # In a description of somebody else's only the device knows the lengths.
+        # A description that is not ours has the lengths only on the device.
         boundaries = [] if stream is not None else packed.cu_seqlens_q.tolist()
         lengths = (
             [end - start for start, end in itertools.pairwise(boundaries)]
@@ -149,11 +149,12 @@ class PackedAttention(MegatronModule):
 class StreamParams(PackedSeqParams):
     """Megatron's description of a packed stream, with the stream itself for our own attention and rotary embedding.
 
-    chosen: the keys that each row attends to in the layer that is under way, int32 [T, k], as places in its sequence, −1 for
-        none; None: all that it sees.
-    choices: those that later layers take over, by the number of the layer that made them.
-    batch: the samples of the stream, for models that are given more of them than tokens.
-    added: by the number of a layer, rows of its hidden states, int64, and what such a model adds to them, [rows, hidden].
+    chosen: in the current layer, the keys that each row attends to, int32 [T, k], as positions in its sequence, −1 for none;
+        None: all keys that it sees.
+    choices: choices of keys that later layers reuse, by the number of the layer that made them.
+    batch: the samples of the stream, for models whose input is more than tokens.
+    added: for such models, by the number of a layer: rows of its hidden states, int64, and the values that are added to them,
+        [rows, hidden].
     """
 
     stream: PackedStream | None = None
@@ -164,13 +165,13 @@ class StreamParams(PackedSeqParams):
 
 
 def packed_seq_params(batch: MicroBatch, *, by_position: bool) -> StreamParams:
-    """What the model is told about `batch` and its stream.
+    """The description of `batch` and its stream that the model gets.
 
-    Megatron's rotary embedding finds the positions of its own format for packed sequences ("thd") from the lengths of whole
-    sequences. Any other format name makes it rotate row by row, by frequencies that `layer_spec.rotate_by_position` provides.
+    In its own format for packed sequences ("thd") Megatron's rotary embedding derives positions from the lengths of whole
+    sequences. With any other format name it rotates row by row, by frequencies that `layer_spec.rotate_by_position` provides.
 
     Args:
-        by_position: whether the model's rotary embedding is that one.
+        by_position: whether the model's rotary embedding is the one of `rotate_by_position`.
     """
     stream = batch.stream
     longest = max(stream.sequence_lengths)
@@ -236,7 +237,8 @@ def rotation(channels: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
 
 
 _megatrons_rotation = rope_utils._apply_rotary_pos_emb_bshd
-# Cosines and sines of frequencies that are there still, by dtype and factor: queries and keys of all layers keep the same ones.
+# Cosines and sines of frequencies, by dtype and factor, while the frequencies exist: so queries and keys of all layers share
+# them.
 _ANGLES = WeakTensorKeyDictionary()
 
 
@@ -247,7 +249,7 @@ def rotate(
     multi_latent_attention: bool = False,
     mscale: float = 1.0,
 ) -> torch.Tensor:
-    """Megatron's rotation with fewer passes over memory, in its place where no fused kernel is asked for.
+    """Megatron's rotation with fewer passes over memory. It replaces Megatron's own if no fused kernel is asked for.
 
     Args:
         channels: [T, …, dim].
@@ -269,13 +271,14 @@ def rotate(
 rope_utils._apply_rotary_pos_emb_bshd = rotate
 
 
-# Megatron-Core takes Transformer Engine for installed when its own stand-ins for that import, and then asks whether a layer is
-# an instance of one of them, which is no type.
+# Megatron-Core believes that Transformer Engine is installed if its own stand-ins can be imported. It then checks whether a
+# layer is an instance of a stand-in, which is no type.
 multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
 
 
 class _Yarn(YarnRotaryEmbedding):
-    """Megatron's, without cosines and sines for a fused kernel, which it would cut at once for context-parallel ranks."""
+    """Megatron's own, without its cache of cosines and sines for a fused kernel, which it would cut for context-parallel
+    ranks."""
 
     def _set_cos_sin_cache(self, *_: object, **__: object) -> None:
         return
@@ -287,9 +290,9 @@ multi_latent_attention.YarnRotaryEmbedding = _Yarn
 class LatentAttention(multi_latent_attention.MLASelfAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) of packed streams.
 
-    Megatron's own layer finds positions from the lengths of sequences, as its other layers do. And where tensor-parallel ranks
-    share the projection down to the latent vector, it gives the rotated part of the keys, which the heads of all ranks use, the
-    gradient of one rank's heads.
+    Megatron's own layer derives positions from the lengths of sequences. And if tensor-parallel ranks share the projection down
+    to the latent vector, it gives the rotated part of the keys, which the heads of all ranks use, only the gradient of one
+    rank's heads.
 
     Raises:
         UserError: `--apply-rope-fusion`.
@@ -302,11 +305,12 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
             )
         super().__init__(config, *args, **options)
         if config.q_lora_rank is not None:
-            # Weights travel in the order of the modules, and engines load both projections down together.
+            # Weights are sent in the order of the modules, and engines load both down-projections together: so they must be
+            # neighbours.
             self.linear_q_up_proj = self._modules.pop("linear_q_up_proj")
         if config.q_lora_rank is not None and not config.sequence_parallel:
-            # Megatron sums the gradients of norms of this name over tensor-parallel ranks, as those of norms of single heads
-            # need it. This norm's are the same on all of them.
+            # Megatron sums the gradients of norms of this name over tensor-parallel ranks, which is right for norms of single
+            # heads. The gradients of this norm are the same on all ranks, so they are averaged.
             for parameter in self.q_layernorm.parameters():
                 parameter.average_gradients_across_tp_domain = True
 
@@ -382,7 +386,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     def _rotation(self, rows: int, packed: PackedSeqParams | None) -> tuple[torch.Tensor, float]:
         """The frequencies [T, 1, 1, dim] of the rows' positions, and a factor on their cosine and sine (1 but for YaRN).
 
-        Nothing is remembered from the forward pass: where a layer is recomputed, the model may have seen other streams since.
+        Nothing is cached from the forward pass: when a layer is recomputed, the model may have seen other streams since.
         """
         longest = rows if packed is None else int(packed.max_seqlen_q)
         found = self.rotary_pos_emb.get_emb(longest)

@@ -39,7 +39,7 @@ class MegatronBackend:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        # Plug-ins are imported before the rank is placed, and may import Megatron.
+        # This early, because plug-ins may import Megatron, and are imported before the rank is placed.
         initialize.prepare()
         self.args = args
         self.model: list[Any] = []

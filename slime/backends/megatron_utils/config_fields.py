@@ -28,7 +28,7 @@ def fields_from_args(config_class: type, args: Any) -> dict[str, Any]:
 
 
 def params_dtype(args: Any):
-    """The dtype of the model's parameters: `--bf16`, `--fp16`, else float32."""
+    """The torch dtype of the model's parameters: that of `--bf16` or `--fp16`, else float32."""
     import torch
 
     if args.bf16:

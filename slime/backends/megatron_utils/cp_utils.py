@@ -1,8 +1,8 @@
 """Context-parallel helpers for users' plug-ins: the rank's place comes from Megatron's parallel state.
 
-Where Megatron's groups do not exist (or Megatron was never imported) it is what another backend told, and where none did there
-is one rank, which owns everything. Per-token tensors are in the zigzag layout, also under `--allgather-cp`. The framework
-itself uses `slime.training.context_parallel`.
+If Megatron's groups do not exist (or Megatron was never imported), another backend may have set the place; if none did, there
+is one rank, which owns everything. Per-token tensors are in the zigzag layout, even with `--allgather-cp`. The framework itself
+uses `slime.training.context_parallel`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def get_sum_of_sample_mean(
         sample_denoms = sums_of_responses(torch.cat(list(loss_masks)), lengths) if lengths else []
 
     def reduce(values: torch.Tensor) -> torch.Tensor:
-        # Here, because the caller may edit the masks in between; a part of a response is a copy of its mask.
+        # Sliced only here, because the caller may edit the masks before, and a part of a mask is a copy.
         masks = context_parallel.slice_responses(loss_masks, total_lengths, response_lengths, cp)
         return masked_sum(values, token_weights(masks, None if calculate_per_token_loss else sample_denoms))
 

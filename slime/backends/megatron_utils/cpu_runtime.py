@@ -1,7 +1,7 @@
 """Lets the unmodified megatron-core wheel run on a machine without CUDA.
 
-megatron-core 0.16.1 takes a CUDA device for granted. `install()` lifts that assumption from the outside, as each module
-of `megatron.core` is imported, and leaves `torch` as everybody else sees it alone:
+megatron-core 0.16.1 assumes a CUDA device. `install()` lifts that assumption from the outside, as each module of
+`megatron.core` is imported. It does not change `torch` as other code sees it:
 
 * `CONSTANT_LIFTS`: text constants inside megatron.core's code objects ("cuda" as a device, CUDA tensor type names);
 * `TORCH_CUDA_LIFTS`: what `torch.cuda` offers to megatron.core modules, whose global name `torch` is a view of torch;
@@ -38,7 +38,7 @@ CONSTANT_LIFTS: dict[str, str] = {
 
 
 class _OneStream:
-    """The only queue of work on a CPU: what was asked for is done."""
+    """Stands in for a CUDA stream: on a CPU all work is done at once, so there is nothing to wait for."""
 
     def __init__(self, device: Any = None) -> None:
         return
@@ -131,8 +131,8 @@ def _fill_uneven_parts(mappings: types.ModuleType) -> None:
 
 
 def _leave_a_lone_rank_alone(param_and_grad_buffer: types.ModuleType) -> None:
-    """Assumption: of a rank that is alone in its group the sum of gradients and all parameters are where they are to be, and
-    asking for them costs nothing. Gloo copies them into other memory and back."""
+    """Assumption: collectives of a group of one rank cost nothing, since gradients and parameters are where they should be.
+    Gloo copies them into other memory and back."""
 
     def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(output: Any, input_: Any, *, group: Any, **options: Any) -> Any:
@@ -160,13 +160,13 @@ TENSOR_METHOD_LIFTS: dict[str, Callable[..., Any]] = {
     "cuda": lambda self, *args, **kwargs: self,
 }
 
-# Assumption: the compiler is there anyway, so that a method that it shall leave alone may import it to tell it so. In a rank
-# on CPU nothing else does, and it takes more than a second.
+# Assumption: torch's compiler is loaded anyway, so that a method that is excluded from compilation may import it. A rank on CPU
+# does not load it otherwise, and the import takes more than a second.
 OPTIMIZER_METHOD_LIFTS: tuple[str, ...] = ("state_dict", "load_state_dict", "add_param_group")
 
 
 class _View(types.ModuleType):
-    """A module seen through: its own attributes first, everything else from the module behind it."""
+    """A module with a few attributes of its own; everything else it takes from the module behind it."""
 
     def __init__(self, behind: types.ModuleType, **own: Any) -> None:
         super().__init__(behind.__name__)

@@ -6,9 +6,9 @@ sentence of the text below each field. A new version brings its new fields witho
 
 A field becomes a flag unless no word on a command line could be its value; `EXCLUDED` and `unrepresentable` say why not.
 
-The flags of Megatron-LM's own parser follow, where the installed megatron-core brings it (`megatron.training`): they are
-accepted so that code of the user can read them. What the dataclasses describe already is left out, and so are names that mean
-nothing here: those keep their explanation.
+If the installed megatron-core has Megatron-LM's own parser (`megatron.training`), its flags follow: they are accepted so that
+users' code can read them. Flags that the dataclasses describe are left out. So are flags that mean nothing here, for which an
+explanation exists already.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _specs_of(field: dataclasses.Field, annotation: Any, text: str, configs: lis
     if form is None:
         return
     plain = "--" + field.name.replace("_", "-")
-    # What Megatron-Core notes there for Megatron-LM's parser: other spellings, another default.
+    # Megatron-Core's notes for Megatron-LM's parser: other spellings, or another default.
     meta = field.metadata.get("argparse_meta", {})
     default = _plain(meta.get("default", _default(field)))
     historical = tuple(meta.get("arg_names", ()))

@@ -20,7 +20,7 @@ def save_generators(directory: Path) -> None:
 
 
 def load_generators(directory: Path) -> None:
-    """Put this rank's generators where they were; only for the parallel layout that saved them."""
+    """Restore this rank's generators; possible only in the parallel layout that saved them."""
     states = checkpoint_parts.load_generators(directory)
     if states:
         tracker = {name.removeprefix(_TRACKER): state for name, state in states.items()}
@@ -29,7 +29,7 @@ def load_generators(directory: Path) -> None:
 
 @contextlib.contextmanager
 def kept_generators() -> Iterator[None]:
-    """Whatever the block draws on this rank, its generators are where they were behind it."""
+    """After the block this rank's generators have the state from before it, whatever the block draws."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = {name: state.clone() for name, state in tracker.get_states().items()}
     with checkpoint_parts.kept_generators():

@@ -1,17 +1,17 @@
 """Conversion between Hugging Face checkpoints and Megatron models: one engine for all families.
 
-Which tensors make up which parameter is told by the family (`slime.models`). Loading and exporting again gives the same bits.
+The family (`slime.models`) says which tensors make up which parameter. Loading and exporting again gives the same bits.
 
-Loading: a rank reads the rows, columns and experts that it holds and no others, and copies them into a parameter before it
-reads those of the next, so the memory needed beside the model is that of its largest parameter. Names are compared first;
-nothing is loaded from a checkpoint whose names do not fit.
+Loading: a rank reads just the rows, columns and experts that it holds, and copies them into a parameter before it reads those
+of the next one. So beside the model it needs memory only for the largest parameter. Names are compared first, and nothing is
+loaded from a checkpoint whose names do not fit.
 
 Exporting: the tensor-parallel ranks of a stage walk through its parameters in the same order, and gather one at a time. Each
-of them gets every tensor, and a rank that has no use for it drops it. So do expert-parallel ranks: each walks through its own
-experts, and one gather brings one of each rank, or of as many ranks as a bucket has room for. Buckets are filled with what was
-gathered, and everybody gathers in one order: experts need no buckets of their own and no barrier before them. Tied embeddings
-are one parameter, however many stages hold a copy, and are therefore given once. Layers for multi-token prediction are left out
-where the family's checkpoints have none, or have some that are not trained here.
+of them gets every tensor, and drops it if it has no use for it. Expert-parallel ranks do the same: each walks through its own
+experts, and one gather brings one expert of each rank, or of as many ranks as a bucket has room for. All ranks gather in one
+order, so experts need neither buckets of their own nor a barrier before them. Tied embeddings are one parameter, which is
+exported once, however many stages hold a copy. Layers for multi-token prediction are left out if the family's checkpoints have
+none, or have some that are not trained here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from slime.weights.quantisers import moves_when_read, quantise_by_names
 
 logger = logging.getLogger(__name__)
 
-# Global name, weight, and what it is made of.
+# For each parameter: global name, weight, its rule, and the HF tensors of which it is made.
 Plan = list[tuple[str, torch.Tensor, Rule, tuple[str, ...]]]
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -54,8 +54,8 @@ def load_hf_weights(
     """Fill the parameters of `model_chunks` from the HF directory `hf_dir`, converted to the parameters' dtype.
 
     Args:
-        put_copy: given every parameter with its values before they are converted, in the dtype that they are stored in, or in
-            float32 where they are quantised.
+        put_copy: called with every parameter and its values before they are converted: in the dtype of the checkpoint, or in
+            float32 if they are quantised.
 
     Collective over the ranks that hold one copy of the weights; all of them raise the same error.
 
@@ -90,7 +90,7 @@ def load_hf_weights(
         _fill(plan, source, tensor_sizes(args), hf_dir, put_copy)
     except UserError as error:
         message = str(error)
-    # A tensor that does not fit is met by the ranks that hold it; the others are not left alone with what comes next.
+    # Only ranks that hold a tensor see that it does not fit. All others must raise too, or they would wait for these.
     messages = [found for found in _gather_from_parts(message) if found is not None]
     if messages:
         raise UserError(messages[0])
@@ -137,7 +137,7 @@ def _fill(
         if put_copy is not None:
             put_copy(parameter, shard)
         if parameter.dtype.itemsize < 4:
-            # What is quantised is read as float32, but not stored so.
+            # Quantised tensors are read as float32, but are not stored in it; they are not counted here.
             stored = ((hf_name, source.parts(hf_name).get(hf_name)) for hf_name in hf_names)
             narrowed += [hf_name for hf_name, tensor in stored if tensor is not None and tensor.dtype == torch.float32]
     if put_copy is not None and not has_more_bits and _speaks_for_its_stage():
@@ -155,10 +155,10 @@ def _fill(
 
 
 def keep_float32(args: Any, model: torch.nn.Module) -> None:
-    """Have parameters of a chunk of 16 bits in float32 that engines, and the tensors of `--hf-checkpoint`, have so. They are
-    trained, pushed and exported without being rounded.
+    """In a chunk of 16 bits, convert those parameters to float32 that engines and the tensors of `--hf-checkpoint` have in
+    float32. They are then trained, pushed and exported without being rounded.
 
-    Call it before the chunk gets its buffers of gradients, and only where the optimizer takes both dtypes.
+    Call it before the chunk gets its gradient buffers, and only if the optimizer takes both dtypes.
     """
     from slime.backends.megatron_utils.parameter_names import global_named_parameters
     from slime.backends.megatron_utils.value_head import is_value_head
@@ -166,7 +166,7 @@ def keep_float32(args: Any, model: torch.nn.Module) -> None:
     if args.hf_checkpoint is None:
         return
     family = family_of_run(args)
-    # A rehearsal, and a run that goes on from a checkpoint of its own, need no weights there.
+    # There may be no weights: a rehearsal needs none, nor does a run that continues from a checkpoint of its own.
     if not any(rule.keeps_float32 for rule in family.rules) or not any(Path(args.hf_checkpoint).glob("*.safetensors")):
         return
     source = SafetensorsDirectory(args.hf_checkpoint)
@@ -181,7 +181,7 @@ def keep_float32(args: Any, model: torch.nn.Module) -> None:
 
 
 def tensor_place(rule: Rule) -> tuple[int, int]:
-    """This rank's place among those that a parameter is cut for, and their number."""
+    """(this rank's place among the ranks over which a parameter is cut, their number)."""
     from megatron.core import parallel_state
 
     if rule.of_experts:
@@ -190,7 +190,7 @@ def tensor_place(rule: Rule) -> tuple[int, int]:
 
 
 def _gather_from_parts(value: Any) -> list[Any]:
-    """`value` of the ranks that hold different layers, or different experts. Small things only."""
+    """`value` of all ranks that hold different layers, or different experts. For small values only."""
     from megatron.core import parallel_state
 
     from slime.backends.megatron_utils.schedules import gather_from_stages
@@ -219,8 +219,8 @@ def _plan(family: Family, model_chunks: Iterable[torch.nn.Module]) -> Plan:
     from slime.backends.megatron_utils.value_head import is_value_head
 
     named = [item for chunk in model_chunks for item in global_named_weights(chunk)]
-    # No directory of a language model has a critic's head, and not all have layers for multi-token prediction; those keep
-    # the weights that they have.
+    # A checkpoint of a language model has no value head, and may have no layers for multi-token prediction. These keep their
+    # initial weights.
     kept = [(name, parameter) for name, parameter in named if not is_value_head(parameter)]
     found = [(name, parameter, *family.find(name)) for name, parameter in kept if not family.leaves_out(name)]
     if len(found) < len(kept) and _speaks_for_its_stage():
@@ -260,7 +260,7 @@ def _check_names(
 
 
 def names_of_stage(args: Any, model_chunks: Iterable[torch.nn.Module]) -> set[str]:
-    """Global names of the parameters that this pipeline stage sends: those that it has, and no stage before it.
+    """Global names of the parameters that this pipeline stage sends: those that it has and that no stage before it has.
 
     Collective over the pipeline group.
     """
@@ -276,9 +276,8 @@ def iter_stage_named_tensors(
     args: Any, model_chunks: Iterable[torch.nn.Module], names: set[str]
 ) -> Iterator[NamedTensor]:
     """Yield (HF name, tensor) for the parameters `names` of this stage, in the order of the model. Collective over the
-    tensor-parallel group, and over that of the ranks which share the experts. All stages together, each with what
-    `names_of_stage` says, yield the whole model. Of experts no more are gathered at once than make
-    `--update-weight-buffer-size` bytes, or one.
+    tensor-parallel group, and over the ranks that share the experts. All stages together, each with its `names_of_stage`,
+    yield the whole model. Experts are gathered in groups of at most `--update-weight-buffer-size` bytes, or one at a time.
 
     Tensors are whole, contiguous, detached, on the parameters' device and in their dtype, without vocabulary padding.
     They may share memory with the model: use or copy them before the next optimizer step.
@@ -291,7 +290,7 @@ def iter_stage_named_tensors(
 
 
 def names_of_experts(args: Any, names: Iterable[str]) -> set[str]:
-    """Those of global names that each expert has one of."""
+    """Those of the global `names` that are of experts."""
     family = family_of_run(args)
     return {name for name in names if family.find(name)[0].of_experts}
 
@@ -300,7 +299,7 @@ def names_of_experts(args: Any, names: Iterable[str]) -> set[str]:
 def own_expert_tensors(
     args: Any, model_chunks: Iterable[torch.nn.Module], names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """HF name → tensor of the experts among the parameters `names` that this rank has, where it has them whole: views of the
+    """HF name → tensor of this rank's experts among the parameters `names`, if it has them whole. The tensors are views of the
     model's memory, as a rule."""
     family, sizes = family_of_run(args), tensor_sizes(args)
     experts = names_of_experts(args, names)
@@ -321,8 +320,8 @@ def convert_to_hf(
     Args:
         model_name: decides the family ("qwen3", "Qwen3ForCausalLM", ...).
         name: the parameter's global name; `module.` prefixes are allowed.
-        quantization_config: that of the `config.json` of a quantised checkpoint: the tensors are as such a checkpoint has
-            them, FP8 or INT4 with their scales. It and the names of the tensors say what is quantised: matrices of attention
+        quantization_config: that in the `config.json` of a quantised checkpoint: the result is then as in such a checkpoint,
+            FP8 or INT4 with scales. Together with the tensors' names it says which ones are quantised: matrices of attention
             and of dense and expert layers.
 
     Raises:
@@ -368,7 +367,7 @@ def _to_hf(family: Family, sizes: TensorSizes, name: str, whole: torch.Tensor) -
 
 
 def _gathered(args: Any, family: Family, sizes: TensorSizes, name: str, local: torch.Tensor) -> Iterator[NamedTensor]:
-    """What the parts of a parameter make together; of an expert's, also those of the experts of the other ranks."""
+    """The HF tensors of a whole parameter, gathered from its parts; for an expert's, also those of other ranks' experts."""
     rule, hf_names = family.find(name)
     if rule.of_experts:
         gathers = _gather_experts(rule.layout, name, local, args.num_experts, args.update_weight_buffer_size)
@@ -379,7 +378,7 @@ def _gathered(args: Any, family: Family, sizes: TensorSizes, name: str, local: t
         while wholes:
             whole_name, whole = wholes.pop(0)
             for hf_name, tensor in _to_hf(family, sizes, whole_name, whole):
-                # One of several that share what was gathered would keep all of it as long as itself.
+                # The tensor would keep the memory of all that was gathered with it alive, so it gets memory of its own.
                 is_one_of_several = count > 1 and whole is not local
                 shares = is_one_of_several and tensor.untyped_storage().nbytes() > tensor.nbytes
                 yield hf_name, tensor.clone() if shares else tensor
@@ -396,9 +395,9 @@ def _named_chunks(model_chunks: Iterable[torch.nn.Module]) -> list[dict[str, tor
 def _parameters_in_order(
     chunks: Sequence[dict[str, torch.Tensor]], family: Family
 ) -> Iterator[tuple[int, int, str, torch.Tensor]]:
-    """(chunk, stage, global name, its like on the meta device) of every parameter that `family` has, in the model's order.
+    """(chunk, stage, global name, a tensor like it on the meta device) of every parameter that `family` has, in model order.
 
-    Each stands once, at the first stage that has it. Collective over the pipeline group.
+    Each occurs once, at the first stage that has it. Collective over the pipeline group.
     """
     from slime.backends.megatron_utils.schedules import gather_from_stages
 
@@ -406,7 +405,7 @@ def _parameters_in_order(
     sent = {name for of_stage in contents for chunk in of_stage for name in chunk if family.leaves_out(name)}
     if sent and dist.get_rank() == 0:
         _tell_what_stays(family.model_types)
-    # Of interleaved stages the first chunks of all come before the second chunks.
+    # With interleaved stages the first chunks of all stages come before the second chunks.
     for index in range(len(chunks)):
         for stage, of_stage in enumerate(contents):
             for name, like in of_stage[index].items():
@@ -435,9 +434,9 @@ def _gather(layout: Layout, local: torch.Tensor) -> torch.Tensor:
 def _gather_experts(
     layout: Layout, name: str, local: torch.Tensor, num_experts: int, max_bytes: int
 ) -> Iterator[list[NamedTensor]]:
-    """(global name, whole parameter) of the experts that stand where `name` does, one of each expert-parallel rank.
+    """(global name, whole parameter) of the experts at the same place as `name`, one of each expert-parallel rank.
 
-    They come in lists of at most `max_bytes`, or of one expert; a list lies in memory that the next one does not need.
+    They come in lists of at most `max_bytes`, or of one expert. Each list has memory of its own.
     """
     from megatron.core import parallel_state
 
@@ -445,7 +444,7 @@ def _gather_experts(
     if group.size() == 1:
         yield [(name, local)]
         return
-    # Ranks that an expert is cut for are next to each other.
+    # The ranks over which an expert is cut are neighbours in the group.
     cut = parallel_state.get_expert_tensor_parallel_world_size()
     owners, own = group.size() // cut, parallel_state.get_expert_model_parallel_rank()
     step, at_once = num_experts // owners, max(1, max_bytes // (cut * local.nbytes))
@@ -464,7 +463,7 @@ def _gather_experts(
 def _of_group(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The tensors of all ranks of the group, [ranks, …]."""
     shards = local.new_empty(group.size(), *local.shape)
-    # Gloo takes the parts only end to end.
+    # Gloo needs the parts end to end.
     dist.all_gather_into_tensor(shards.flatten(0, 1), local.contiguous(), group=group)
     return shards
 

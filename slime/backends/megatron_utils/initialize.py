@@ -1,4 +1,4 @@
-"""Process groups and random seeds of one training rank, and what its process does around optimizer steps.
+"""Process groups and random seeds of one training rank, and the housekeeping of its process around optimizer steps.
 
 The caller sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment (as torch.distributed expects) and, on
 a GPU, has chosen the device. `init` must run before anything else of megatron.core is imported in the process.
@@ -21,16 +21,17 @@ from slime.utils.errors import UserError
 from slime.utils.plugin_loader import call_plug_in
 from slime.utils.process_groups import join_world
 
-# What Megatron adds to a seed stays below it: some thousand, and 100 for each expert-parallel rank.
+# Distance between the seeds of two stages. Megatron adds less to a seed: some thousand, and 100 for each expert-parallel rank.
 _SEEDS_OF_A_STAGE = 2**20
-# What 64 stages have. A generator on CPU knows 32 bits of a seed, so 64 data ranks draw apart there.
+# Distance between the seeds of two data ranks: room for 64 stages. A generator on CPU uses 32 bits of a seed, so there 64 data
+# ranks draw different numbers.
 _SEEDS_OF_A_DATA_RANK = 2**26
 
 
 def prepare() -> None:
-    """Make the process ready for imports of Megatron, those of plug-ins among them. Again it does nothing."""
+    """Make the process ready for imports of Megatron, including those by plug-ins. A second call does nothing."""
     cpu_runtime.install()
-    # Said six times on every rank without them, and no news there.
+    # Every rank without these packages would log this six times.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
 
 
@@ -91,8 +92,8 @@ def rank_groups(args: Any) -> RankGroups:
 
 
 def _replica() -> int:
-    """The number of this rank's copy of its stage. A copy is made of whole tensor-parallel groups, and of whole groups of ranks
-    that all experts are spread over and cut for: what a gather is among."""
+    """The number of this rank's copy of its stage. The ranks of a copy form whole tensor-parallel groups, and whole groups over
+    which all experts are spread and cut: those among which a gather takes place."""
     from megatron.core import parallel_state
 
     tensor = parallel_state.get_tensor_model_parallel_world_size()
@@ -118,7 +119,7 @@ def has_contiguous_context(args: Any) -> bool:
 
 
 def process_group_backend(args: Any) -> str:
-    """`--distributed-backend` on a GPU that has NCCL; elsewhere what the device works with."""
+    """`--distributed-backend` on a GPU that has NCCL; elsewhere the backend of the device."""
     of_device = get_accelerator().process_group_backend
     return args.distributed_backend if of_device == "nccl" else of_device
 
@@ -169,8 +170,8 @@ def _init_model_parallel(args: Any) -> None:
 
 
 def _seed(args: Any) -> None:
-    """Seed the generators that draw random weights on a GPU, and dropout: apart on the stages of a pipeline, which hold other
-    layers, and with `--data-parallel-random-init` on data-parallel ranks, which have other samples."""
+    """Seed the generators that draw random weights on a GPU, and dropout. The seeds differ between pipeline stages, which hold
+    different layers, and with `--data-parallel-random-init` between data-parallel ranks, which have different samples."""
     from megatron.core import parallel_state, tensor_parallel
 
     seed = args.seed + parallel_state.get_pipeline_model_parallel_rank() * _SEEDS_OF_A_STAGE
@@ -180,9 +181,9 @@ def _seed(args: Any) -> None:
 
 
 class Housekeeping:
-    """What flags have the process of a rank do beside its optimizer steps. All ranks call the same methods.
+    """The work that flags ask of a rank's process beside its optimizer steps. All ranks call the same methods.
 
-    Without `--manual-gc` Python collects garbage when it likes, on every rank at another time, while the others wait.
+    Without `--manual-gc` Python collects garbage at its own times, on every rank at another one, while the other ranks wait.
     """
 
     def __init__(self, args: Any) -> None:
@@ -190,18 +191,18 @@ class Housekeeping:
         self._steps = 0
 
     def begin(self) -> None:
-        """When the model is loaded."""
+        """Called when the model is loaded."""
         if self.args.manual_gc:
             gc.disable()
             gc.collect()
 
     def before_update(self) -> None:
-        """When the gradients of a step are there, and what made them is gone."""
+        """Called when the gradients of a step are complete, and the activations are freed."""
         if self.args.empty_unused_memory_level >= 1:
             get_accelerator().release_cached_memory()
 
     def after_step(self) -> int:
-        """When a step has ended; returns how many have, since this process began."""
+        """Called when a step has ended; returns how many steps have ended since this process began."""
         self._steps += 1
         if self.args.empty_unused_memory_level >= 2:
             get_accelerator().release_cached_memory()
@@ -223,5 +224,5 @@ class Housekeeping:
 
 
 def is_due(interval: int | None, steps: int) -> bool:
-    """Whether what happens every `interval` steps (None or 0: never) happens after this many."""
+    """Whether work that is due every `interval` steps (None or 0: never) is due after this many `steps`."""
     return bool(interval) and steps % interval == 0

@@ -1,21 +1,17 @@
-"""Which modules a transformer layer is built from.
+"""The modules of which a transformer layer is built, and three of these modules.
 
-With Transformer Engine installed (and `--transformer-impl transformer_engine`) Megatron's own spec for it is used.
-Otherwise the local spec, with the two parts that it lacks for packed sequences and sequence parallelism put in. Layers for
-multi-token prediction contain a layer like those of the decoder.
+With Transformer Engine installed (and `--transformer-impl transformer_engine`) layers are built by Megatron's own spec for it.
+Otherwise they are built by Megatron's local spec, completed by its missing parts for packed sequences and sequence parallelism:
+`PackedAttention`, and the norm below. Layers for multi-token prediction contain a layer like those of the decoder.
 
-The layer norm of the local layer spec.
+`RMSNorm` is the norm of the local spec. Megatron-Core's own fallback (`WrappedTorchNorm`) refuses sequence parallelism, in
+which each rank normalises only its part of the sequence, so that the gradient of the weight has to be summed over the
+tensor-parallel ranks. It suffices to mark the weight; Megatron's `finalize_model_grads` does the rest.
 
-Megatron-Core's own fallback (`WrappedTorchNorm`) refuses sequence parallelism: there each rank normalises only its part
-of the sequence, so the gradient of the weight has to be summed over the tensor-parallel ranks. Marking the weight is
-all that takes; Megatron's `finalize_model_grads` does the rest.
-
-Rotary frequencies picked by position ids, once for all layers.
-
-Megatron derives the positions of packed rows from sequence lengths, which each layer brings to the host for queries and for
-keys, and with context parallelism assumes the zigzag layout. A rank that holds a contiguous piece of the stream
-(`--allgather-cp`) starts in the middle of a sequence. Here each row gets the frequencies of its own position id, and nothing is
-waited for.
+`RotaryByPosition` picks rotary frequencies by position ids, once for all layers. Megatron derives the positions of packed rows
+from sequence lengths. Each layer copies these to the host, for queries and for keys, and with context parallelism they imply
+the zigzag layout; but a rank that holds a contiguous piece of the stream (`--allgather-cp`) starts in the middle of a sequence.
+Here each row gets the frequencies of its own position id, without any wait for the device.
 """
 
 from __future__ import annotations
@@ -61,7 +57,7 @@ def get_decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
             return _engine_layer_spec(config)
         layers = [_local_layer_spec(config)] * get_num_layers_to_build(config, vp_stage=vp_stage)
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-    # Which layers of this stage have experts is told by Megatron (`--moe-layer-freq`).
+    # Megatron knows which layers of this stage have experts (`--moe-layer-freq`).
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=not is_local, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -80,7 +76,7 @@ def _among_experts(layer: ModuleSpec, config: TransformerConfig, router: type[nn
 
 
 def get_prediction_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """The spec of a layer for multi-token prediction: inside it is like the last decoder layer, on whichever stage that is."""
+    """The spec of a layer for multi-token prediction. Inside it is like the last decoder layer, whichever stage has that."""
     is_local = config.transformer_impl == "local"
     if config.num_moe_experts is None:
         layer = (_local_layer_spec if is_local else _engine_layer_spec)(config)
@@ -108,9 +104,9 @@ def as_block(
 def with_attention(layer: ModuleSpec, config: TransformerConfig, attention: ModuleSpec) -> ModuleSpec:
     """A copy of the spec of a layer, with another kind of attention, which is given normed hidden states."""
     layer = copy.deepcopy(layer)
-    # That of softmax attention may be part of its projection.
+    # In a layer of softmax attention the norm may be fused into the projection.
     layer.submodules.input_layernorm = norm_class(config)
-    # Here it never is: it is stored by its own name, whichever layers stand around it.
+    # Here it never is, so it is stored under its own name, whatever the other layers are.
     layer.submodules.sharded_state_dict_keys_map.pop("input_layernorm.", None)
     layer.submodules.self_attention = attention
     return layer
@@ -126,7 +122,7 @@ def with_core_attention(layer: ModuleSpec, core_attention: type[PackedAttention]
 
 
 def norm_class(config: TransformerConfig) -> type[nn.Module]:
-    """The norm of layers of this implementation where it stands alone."""
+    """The norm of layers of this implementation, as a module of its own."""
     if config.transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -153,7 +149,7 @@ def _local_layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def _with_own_parts(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """The local spec of a layer with what it lacks for packed sequences and sequence parallelism, put in in place."""
+    """Put the missing parts for packed sequences and sequence parallelism into the local spec of a layer, and return it."""
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.fp32_residual_connection:
@@ -170,9 +166,9 @@ def _with_own_parts(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
 
 
 def _names_on_disk(layer: ModuleSpec, config: TransformerConfig) -> dict[str, str]:
-    """What names of norms of a local layer begin with, and what in checkpoints: as Transformer Engine calls them, which keeps a
-    norm in the linear layer behind it. Megatron's own names for local layers are those in layers without experts and without
-    latent attention alone."""
+    """Prefixes of the norms of a local layer → prefixes of their names in checkpoints. The latter are those of Transformer
+    Engine, which keeps a norm in the linear layer behind it. Megatron's own mapping for local layers does so only for layers
+    without experts and without latent attention."""
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if config.multi_latent_attention:
         names = {
@@ -185,20 +181,20 @@ def _names_on_disk(layer: ModuleSpec, config: TransformerConfig) -> dict[str, st
 
 
 def _with_own_attention(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """The spec of a layer with our latent attention, if it has such, put in in place."""
+    """Put our latent attention into the spec of a layer, if it has latent attention, and return it."""
     if config.multi_latent_attention:
         attention = layer.submodules.self_attention
         attention.module = LatentAttention
         attention.submodules.core_attention = PackedAttention
-        # That of Transformer Engine has the projections down on every rank as a whole.
+        # In Transformer Engine's layer every rank has the whole down-projections.
         column_parallel = attention.submodules.linear_q_proj
         attention.submodules.linear_q_down_proj = attention.submodules.linear_kv_down_proj = column_parallel
     return layer
 
 
 def add_to_float32_residual(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-    """What adds the output of attention or MLP, after dropout, to a residual stream that stays in float32. Megatron's own
-    rounds the stream to the output's dtype first."""
+    """A function that adds the output of attention or MLP, after dropout, to a residual stream that stays in float32.
+    Megatron's own function rounds the stream to the output's dtype first."""
 
     def add(
         output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float
@@ -237,8 +233,8 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [..., hidden_size], any float dtype; same shape and dtype out, or that of the weights where the residual
-        stream has another."""
+        """hidden: [..., hidden_size], any float dtype. The result has the same shape, and the dtype of `hidden`, or that of the
+        weights if the residual stream has another."""
         dtype = self.weight.dtype if self.rounds else hidden.dtype
         if not self.is_around_zero:
             return self._normed(hidden, self.weight).to(dtype)
@@ -252,10 +248,11 @@ class RMSNorm(torch.nn.Module):
 
 
 class _Normed(torch.autograd.Function):
-    """y = x·r·w with r = 1 / sqrt(mean(x²) + ε), of x and r alone, and every row of y and of ∂L/∂x of nothing but that row.
+    """y = x·r·w with r = 1 / sqrt(mean(x²) + ε). Only x and r are kept, and each row of y and of ∂L/∂x depends on that row
+    alone.
 
-    PyTorch makes eight operations of it on a CPU, and keeps what they are differentiated by; on a GPU its backward pass takes
-    four times as long as one that is compiled.
+    PyTorch would use eight operations on a CPU, and keep tensors for the backward pass of each; on a GPU its backward pass
+    takes four times as long as a compiled one.
     """
 
     @staticmethod
@@ -287,7 +284,7 @@ def gradients_of_norm(
     """With the gradient g of y: ∂L/∂x = r·(g·w) − x·r³·mean(g·w·x), and ∂L/∂w = Σ g·x·r over all rows."""
     x, g = hidden.to(r.dtype), gradient.to(r.dtype)
     product = g * x
-    # A product of matrices is made of few passes by a CPU's library, and a sum by a GPU's compiler.
+    # On a CPU the matrix product needs few passes over memory; on a GPU the compiler fuses the sum.
     of_weight = r.flatten() @ product if product.device.type == "cpu" else (product * r).sum(0)
     share = product.mul_(weight).sum(-1, keepdim=True).mul_(r**3).div_(-hidden.shape[-1])
     of_hidden = torch.mul(g, weight, out=product).mul_(r).addcmul_(x, share)
@@ -301,9 +298,9 @@ def _compiled_or_not(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class RotaryByPosition(nn.Module):
-    """In place of a model's rotary embedding: row r of the result belongs to position `position_ids[r]`.
+    """Replaces a model's rotary embedding: row r of the result belongs to position `position_ids[r]`.
 
-    `position_ids`, [T] or [1, T], are those of the forward pass that is under way.
+    `position_ids`, [T] or [1, T], are those of the current forward pass.
     """
 
     def __init__(self, rotary: nn.Module) -> None:

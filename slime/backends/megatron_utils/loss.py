@@ -1,6 +1,6 @@
 """Losses and advantages for users' plug-ins: groups come from Megatron's parallel state.
 
-The functions are those of `slime.training`, which the framework itself calls with its groups as values. Where Megatron's groups
+The functions are those of `slime.training`, which the framework itself calls with its groups as arguments. If Megatron's groups
 do not exist (or Megatron was never imported) there is one rank, which owns everything. Logits are [T, V / tensor-parallel size]
 and may have a leading dimension of 1.
 """
@@ -81,7 +81,7 @@ def loss_function(
 def policy_loss_function(
     args: argparse.Namespace, batch: dict[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[torch.Tensor, Metrics]:
-    """The policy loss, for a custom loss that adds to it: takes the arguments of one."""
+    """The policy loss, for a custom loss that adds to it; it takes the same arguments as a custom loss."""
     return losses.policy_loss_function(args, *_typed(args, batch, logits), _tensor_group(), sum_of_sample_mean)
 
 
@@ -141,7 +141,7 @@ def get_values(
 
 @contextlib.contextmanager
 def _as_rollout_data(args: argparse.Namespace, rollout_data: dict[str, Any]) -> Iterator[RolloutData]:
-    """`rollout_data` with the rank's place; what is set in it or taken out of it is so in `rollout_data` afterwards."""
+    """`rollout_data` with the rank's place. Changes to it are carried over to `rollout_data` afterwards."""
     data = RolloutData(rollout_data, _context_parallel(args))
     yield data
     rollout_data.clear()
