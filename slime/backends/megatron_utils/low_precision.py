@@ -1,18 +1,18 @@
-"""Training of a model that engines serve in fewer bits: layers compute with the numbers that the engines have.
+"""Training of a model that engines serve in fewer bits: its layers compute with the same rounded numbers as the engines.
 
 **INT4.** With `OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1` every weight that is packed in `--hf-checkpoint`, of dense layers and of
-experts, is rounded before it is used, to what the next push sends of it. The gradient passes the rounding unchanged (a
-straight-through estimator: Bengio et al. 2013, arXiv 1308.3432), so the parameter, which optimizer and checkpoints have, keeps
-its digits.
+experts, is rounded before it is used, to the value that the next push sends. The gradient passes the rounding unchanged (a
+straight-through estimator: Bengio et al. 2013, arXiv 1308.3432). The parameter itself, which optimizer and checkpoints have,
+is not rounded.
 
-A layer finds the rounded weight in the place of its parameter while it computes, and only then: names, gradient buffers and
-pushes know the parameter alone. Groups lie along the columns. So fused rows, and rows of tensor-parallel ranks, are rounded as
-if each stood alone, and a rank that has a part of the columns needs whole groups of them.
+Only while a layer computes does the rounded weight take the place of the parameter: names, gradient buffers and pushes see the
+parameter alone. A group is a run of columns in one row. So fused rows, and rows of tensor-parallel ranks, are rounded
+independently of each other, and a rank that has a part of the columns needs whole groups of them.
 
 **FP8.** The layers of `--megatron-deepgemm-forward-layers` and `--megatron-deepgemm-moe-forward-layers` multiply as an engine
 does with an FP8 checkpoint of blocks: weights with a scale for each block of 128 × 128, as the next push sends them, inputs
-with a scale for each 128 numbers of a row, products summed in float32. Backward passes multiply what was not rounded, in the
-dtype of the parameters. Blocks lie along rows and columns, and a rank has to hold whole ones of each tensor of the checkpoint.
+with a scale for each 128 numbers of a row, products summed in float32. Backward passes multiply unrounded numbers, in the dtype
+of the parameters. A rank has to hold whole blocks of each tensor of the checkpoint.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ logger = logging.getLogger(__name__)
 
 
 def round_weights_to_int4(args: Any, chunks: Sequence[torch.nn.Module]) -> None:
-    """Have the layers of `chunks` compute with rounded weights, if the environment asks for it; a critic is not served.
+    """Make the layers of `chunks` compute with rounded weights, if the environment asks for it; not those of a critic, which no
+    engine serves.
 
     Raises:
         UserError: `--hf-checkpoint` is no INT4 checkpoint with groups of that size; a weight's columns on this rank are not
@@ -97,7 +98,7 @@ def _round_in_forward(name: str, module: torch.nn.Module, attribute: str, scheme
         )
 
     def put(module: torch.nn.Module, _: Any) -> None:
-        # What stands in a module's own dictionary is found before its parameters.
+        # Python looks for an attribute in the module's own dictionary before it asks for its parameters.
         module.__dict__[attribute] = _Rounded.apply(module._parameters[attribute], scheme)
 
     def take_away(module: torch.nn.Module, *_: Any) -> None:
@@ -117,19 +118,19 @@ class _Rounded(torch.autograd.Function):
         return gradient, None
 
 
-# Of an engine's weights, and of the columns of its inputs.
+# Rows and columns of a block of weights, and columns of a group of inputs.
 _BLOCK = 128
-# In messages: either of them.
+# Either of the two flags, for messages.
 _FLAGS = "--megatron-deepgemm-[moe-]forward-layers"
 _FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
-# A group of zeros has a scale too.
+# The least magnitude from which a scale is computed, so that a group of zeros has a scale, too.
 _LEAST_AMAX = 1e-10
 # Rows, weight (float8_e4m3fn), the sizes of its blocks, their scales -> rows.
 EngineLinear = Callable[[torch.Tensor, torch.Tensor, list[int], torch.Tensor], torch.Tensor]
 
 
 def multiply_in_fp8(args: Any, chunks: Sequence[torch.nn.Module]) -> None:
-    """Have the modules that the flags name multiply in FP8 when they compute forwards; a critic is not served.
+    """Make the modules that the flags name multiply in FP8 in forward passes; not those of a critic, which no engine serves.
 
     Raises:
         UserError: `--hf-checkpoint` has no FP8 weights in blocks of 128 × 128, or the weight of a module is not among them; a
@@ -164,7 +165,7 @@ def multiply_in_fp8(args: Any, chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _modules_of_layer(layer: torch.nn.Module, endings: Sequence[str], flag: str) -> Iterator[torch.nn.Module]:
-    """The linear layers whose names, or those of what they are in, have these endings."""
+    """The linear layers whose names, or the names of modules that contain them, have these endings."""
     kinds = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
     linear = {f".{name}.": module for name, module in layer.named_modules() if isinstance(module, kinds)}
     for ending in endings:
@@ -179,7 +180,7 @@ def _modules_of_layer(layer: torch.nn.Module, endings: Sequence[str], flag: str)
 
 @dataclasses.dataclass(frozen=True)
 class _StoredBlocks:
-    """What `--hf-checkpoint` says of its FP8 weights. `rows`: of each tensor that has scales of blocks."""
+    """The FP8 weights of `--hf-checkpoint`. `rows`: how many rows each tensor that has scales of blocks has."""
 
     args: Any
     directory: Path
@@ -202,7 +203,8 @@ class _StoredBlocks:
         return cls(args, directory, settings.get("scale_fmt") or "float", rows)
 
     def require_whole_blocks(self, name: str, weight: torch.Tensor) -> None:
-        """Refuse a weight (global name) that is quantised in other blocks here than in the checkpoint, or not at all there."""
+        """Refuse a weight (global name) that this rank would quantise in other blocks than the checkpoint, or that the
+        checkpoint does not quantise."""
         rule, hf_names = family_of_run(self.args).find(name)
         if missing := [hf_name for hf_name in hf_names if hf_name not in self.rows]:
             raise UserError(
@@ -226,10 +228,10 @@ def has_whole_blocks(layout: Layout, rows: tuple[int, ...], sizes: TensorSizes, 
     """Whether every 128 rows of a rank's part are a block of one of the checkpoint's tensors.
 
     Args:
-        rows: of each tensor, whose rows are moved and not cut along their columns.
+        rows: the number of rows of each tensor; the layout moves rows, and does not cut columns.
         rank, size: this rank's place among those that share the parameter.
     """
-    # A row is known by the number of its tensor and its own.
+    # Each row is identified by the number of its tensor and its own number.
     numbered = [
         torch.stack([torch.full((count,), tensor), torch.arange(count)], dim=1) for tensor, count in enumerate(rows)
     ]
@@ -255,26 +257,26 @@ def _linear_in_fp8(
     tp_group: dist.ProcessGroup | None,
     **_: object,
 ) -> torch.Tensor:
-    """What Megatron's linear layers call to multiply; the keywords are theirs."""
+    """The function that Megatron's linear layers call to multiply, with their keywords."""
     kind = "gathered" if sequence_parallel else "shared" if allreduce_dgrad else "own"
     output = _LinearInFp8.apply(input, weight, kind, tp_group, scale_format, multiply)
     return output if bias is None else output + bias
 
 
 class _LinearInFp8(torch.autograd.Function):
-    """rows · weightᵀ. `kind` of the rows: each rank of the group has a part of them ("gathered"), all of them have the same
-    ("shared"), or its own columns or rows ("own")."""
+    """rows · weightᵀ. `kind` says which rows the ranks of the group have: each a part of them ("gathered"), all the same ones
+    ("shared"), or each its own columns or rows ("own")."""
 
     @staticmethod
     def forward(
         context: Any, rows: torch.Tensor, weight: torch.Tensor, kind: str, group: Any, *how: Any
     ) -> torch.Tensor:
         scale_format, multiply = how
-        # A frozen weight has no gradient that would ask for them.
+        # The rows are needed only for the gradient of the weight, which a frozen weight does not have.
         context.save_for_backward(rows if context.needs_input_grad[1] else None, weight)
         context.kind, context.group = kind, group
         whole = _whole_rows(rows, kind, group)
-        # Kernels look at neither strides nor, as experts without tokens would have them, at no rows.
+        # Kernels ignore strides, and cannot take zero rows, which experts without tokens have.
         flat = whole.flatten(0, -2).contiguous()
         if len(flat):
             numbers, scales = quantise_fp8_blocks(weight, (_BLOCK, _BLOCK), scale_format)
@@ -307,7 +309,7 @@ def _whole_rows(rows: torch.Tensor, kind: str, group: Any) -> torch.Tensor:
 
 
 def _multiply_on_host(rows: torch.Tensor, weight: torch.Tensor, block: list[int], scales: torch.Tensor) -> torch.Tensor:
-    """What the engine's kernels compute, in PyTorch: [T, K] · [N, K]ᵀ, in the dtype of `rows`."""
+    """The engine's product in plain PyTorch: [T, K] · [N, K]ᵀ, in the dtype of `rows`."""
     groups = rows.float().unflatten(-1, (-1, block[1]))
     scale = groups.abs().amax(-1, keepdim=True).clamp_(min=_LEAST_AMAX) / _FP8_LARGEST
     rounded = (groups / scale).clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn).float() * scale
@@ -317,12 +319,12 @@ def _multiply_on_host(rows: torch.Tensor, weight: torch.Tensor, block: list[int]
 
 
 def engine_linear() -> EngineLinear:
-    """The function by which an engine on this GPU multiplies in FP8, if it is told nothing else.
+    """The function by which an engine on this GPU multiplies in FP8 by default.
 
     Raises:
         UserError: the package is not there; on this device the engine rounds in another way.
     """
-    # As for engines: otherwise the first product of every shape has to wait until DeepGEMM has multiplied 16,384 others.
+    # Engines do the same. Otherwise DeepGEMM compiles and runs 16,384 other products before the first product of every shape.
     os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "false")
     try:
         from sglang.srt.layers import deep_gemm_wrapper

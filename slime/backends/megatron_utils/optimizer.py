@@ -1,11 +1,10 @@
-"""Optimizer and learning-rate schedule of one training rank.
+"""Optimizer and learning-rate schedule of one training rank: how they are built, one update, and the reset of their states.
 
-One update of Megatron's optimizers that can still be called off when the gradients are known, and the reset of their states.
+An update can still be called off when the gradients are known. Megatron's own `step` cannot: it reports no gradient norm if the
+loss scale was too high, and updates the weights even with gradients that are not finite. `update_weights` consists of the same
+parts, with a question in between.
 
-Megatron's own `step` reports no gradient norm when the loss scale was too high, and updates the weights with gradients that
-are not finite. This one is made of the same parts with a question in between.
-
-Which Adam that is: Megatron's own where Transformer Engine or Apex is at hand, else those of `adam`.
+Adam is Megatron's own if Transformer Engine or Apex is installed, else that of `adam`.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def build_optimizer_and_scheduler(
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer over all parameters that require a gradient, and its scheduler at 0 rollouts.
 
-    Build it after the weights are loaded, or hand it to `load_checkpoint`: in 16 bits the optimizer keeps float32 copies of
-    its own.
+    Build it after the weights are loaded, or pass it to `load_checkpoint`, since for 16-bit weights the optimizer keeps float32
+    copies.
 
     Raises:
         UserError: the schedule is empty, or its warmup is as long as the schedule.
@@ -72,7 +71,7 @@ def build_optimizer_and_scheduler(
         if isinstance(part, DistributedOptimizer) and part.optimizer is not None:
             _number_as_updated(part)
     for group in optimizer.param_groups:
-        # Megatron tells groups apart by this mark when it loads their state, and does not set it.
+        # Megatron distinguishes groups by this mark when it loads their state, but does not set it.
         group["is_decoupled_lr"] = not group["default_config"]
     if args.optimizer == "sgd":
         for part in parts_of(optimizer):
@@ -83,16 +82,16 @@ def build_optimizer_and_scheduler(
 def takes_both_dtypes(args: Any) -> bool:
     """Whether the optimizer of the flags can train float32 parameters beside those of 16 bits.
 
-    Megatron's whole optimizers save the states of 16-bit parameters alone. Transformer Engine's kernels for all gradients at
-    once take them to be of one dtype, and main gradients in bfloat16 would be of two.
+    Megatron's non-distributed optimizers save only the states of 16-bit parameters. Transformer Engine's kernels for all
+    gradients at once need a single dtype, and with main gradients in bfloat16 there would be two.
     """
     narrow = args.use_precision_aware_optimizer and not args.accumulate_allreduce_grads_in_fp32
     return args.use_distributed_optimizer and not narrow
 
 
 def _number_as_updated(part: DistributedOptimizer) -> None:
-    """Have the optimizer say where each weight stands among those that it updates: in a group the float32 ones come first.
-    Megatron counts them in the order of its buffers, which is another one where a group has both dtypes."""
+    """Correct the optimizer's index of where each weight stands among those that it updates. In a group the float32 ones come
+    first; Megatron's index has the order of its buffers, which differs if a group has both dtypes."""
     groups = zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
     for index, (float32, float16) in enumerate(groups):
         for position, weight in enumerate((*float32, *float16)):
@@ -100,7 +99,7 @@ def _number_as_updated(part: DistributedOptimizer) -> None:
 
 
 def _takes_precision_aware_adam(args: Any) -> bool:
-    """Whether the flags ask for what Megatron has for Transformer Engine's Adam alone, or on CUDA streams alone."""
+    """Whether the flags ask for features that Megatron has only for Transformer Engine's Adam, or only on CUDA streams."""
     from megatron.core.optimizer.distrib_optimizer import USING_TE_OPTIMIZER
 
     return args.optimizer_cpu_offload or args.use_precision_aware_optimizer and not USING_TE_OPTIMIZER
@@ -123,8 +122,8 @@ def _host_share(args: Any) -> HostShare | None:
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
-    """Make the momentum of SGD that a checkpoint is loaded into, which Megatron makes for Adam only. At 0 its first step is the
-    one that torch takes without it."""
+    """Create the momentum of SGD, so that a checkpoint can be loaded into it; Megatron creates states only for Adam. With a
+    momentum of 0 the first step is the same that torch takes without one."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -140,22 +139,22 @@ def build_optimizer_config(args: Any) -> OptimizerConfig:
     )
     if not _takes_precision_aware_adam(args):
         return OptimizerConfig(**fields)
-    # Megatron checks, where a configuration is made, what only its own ways need.
+    # Set afterwards, because the constructor checks requirements that only Megatron's own implementations have.
     dtypes = {name: fields.pop(name) for name in _DTYPES}
     config = OptimizerConfig(**{**fields, "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False})
     vars(config).update(dtypes)
-    # This one says what the distributed optimizer does; the other one, what Transformer Engine's Adam is given.
+    # This field makes the distributed optimizer precision-aware; the other one decides about arguments of Transformer Engine.
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     return config
 
 
-# What an optimizer remembers of earlier steps. Float32 copies of the weights, which may stand beside these, are not history.
+# States that depend on earlier steps. Float32 copies of the weights, which may be among an optimizer's states, do not.
 _HISTORY = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 @torch.no_grad()
 def update_weights(optimizer: ChainedOptimizer, accepts: Callable[[float, bool], bool]) -> Update:
-    """Clip the gradients and update the weights. Collective: all ranks call it, and take the update or none does.
+    """Clip the gradients and update the weights. Collective: either all ranks take the update, or none does.
 
     Args:
         optimizer: as `get_megatron_optimizer` returns it.
@@ -177,15 +176,15 @@ def update_weights(optimizer: ChainedOptimizer, accepts: Callable[[float, bool],
 
 
 def gather_behind_layers(chunk: DistributedDataParallel, *, together: bool) -> None:
-    """With `--overlap-param-gather`: have each layer wait for what data-parallel ranks have made of its weights when it is to
-    compute. The update leaves that unfinished.
+    """With `--overlap-param-gather` an update does not wait until its weights are gathered from data-parallel ranks; make each
+    layer wait for its own when it is called.
 
-    Megatron has each module wait for its own parameters, when it is called. Some are never called, but hold the weights of
-    what another one computes; those would be old ones, without a word. Here a layer waits for all that is in it, and what is
-    in none of them is there when the pass begins.
+    In Megatron each module waits for its own parameters when it is called. But some modules are never called, and only hold
+    the weights of what another one computes; those weights would silently be old ones. Here a layer waits for all parameters in
+    it. Parameters outside of layers are gathered when the pass begins.
 
     Args:
-        together: other stages gather at the same time; else each asks for the next weights when it has got the last ones.
+        together: all stages gather at the same time; otherwise each starts to gather the next weights when it has got the last.
     """
     chunk.disable_forward_pre_hook(param_sync=False)
     model = unwrap_model(chunk)
@@ -210,14 +209,14 @@ def gather_behind_layers(chunk: DistributedDataParallel, *, together: bool) -> N
 
 
 def gather_weights(model: list[DistributedDataParallel]) -> None:
-    """Finish what updates have left to the next pass. Collective over data-parallel ranks."""
+    """Finish the gather of weights that updates have left to the next pass. Collective over data-parallel ranks."""
     for chunk in model:
         chunk.start_param_sync(force_sync=True)
 
 
 @torch.no_grad()
 def reset_optimizer_states(optimizer: MegatronOptimizer) -> None:
-    """Make the next update a first one: step count and moments are zeroed in place, weights and learning rate stay."""
+    """Make the next update a first one: step counts and moments become 0 in place; weights and learning rate stay."""
     for part in parts_of(optimizer):
         if part.optimizer is None:
             continue  # a rank without trained parameters
@@ -228,8 +227,8 @@ def reset_optimizer_states(optimizer: MegatronOptimizer) -> None:
 
 
 def tensors_of(optimizer: MegatronOptimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(what must not be lost, gradients), as far as it is on the device. The first holds the parameters that are updated, some
-    of which may be the model's."""
+    """(parameters and states, gradients) of the optimizer that are on the device. The parameters are those that it updates,
+    some of which may be the model's own."""
     kept, gradients, device = [], [], get_accelerator().name
     for part in parts_of(optimizer):
         if part.optimizer is None:
@@ -244,7 +243,7 @@ def tensors_of(optimizer: MegatronOptimizer) -> tuple[list[torch.Tensor], list[t
 
 
 def bytes_to_come(optimizer: MegatronOptimizer) -> int:
-    """Bytes that the next update takes on the device for what is to be remembered, of parameters that nothing is known of."""
+    """Bytes on the device that the next update allocates for states of parameters that have none yet."""
     inner = (part.optimizer for part in parts_of(optimizer) if part.optimizer is not None)
     return sum(
         _state_bytes(each, group, parameter)
@@ -262,7 +261,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
         return 0
     if "momentum" in group:
         return parameter.nbytes if group["momentum"] else 0
-    # Transformer Engine's has dtypes of its own, and main parameters of 16-bit ones.
+    # Transformer Engine's Adam has dtypes of its own for its states, and main parameters for 16-bit parameters.
     dtypes = getattr(optimizer, "name_to_dtype_map", {})
     moments = sum(dtypes.get(name, parameter.dtype).itemsize for name in MOMENTS)
     if getattr(optimizer, "master_weights", False) and parameter.dtype != torch.float32:
@@ -273,7 +272,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
 
 @contextlib.contextmanager
 def kept_loss_scales(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Whatever gradients the block finds, the loss scales of float16 are what they were behind it."""
+    """After the block the loss scales of float16 are those from before it, whatever gradients occur in it."""
     parts = [part for part in parts_of(optimizer) if getattr(part, "grad_scaler", None)]
     states = [part.grad_scaler.state_dict() for part in parts]
     yield
@@ -282,7 +281,7 @@ def kept_loss_scales(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers, of dense and of expert parameters, that Megatron made into one."""
+    """The optimizers of dense and of expert parameters that Megatron has combined into one."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -300,7 +299,7 @@ def l2_norm(
 ) -> tuple[torch.Tensor, None]:
     """The norm of all tensors together, float32 [1] on their device, with the arguments of Transformer Engine's and Apex's.
 
-    In place of Megatron's own, which brings the norm of every tensor to the host.
+    It replaces Megatron's own function, which copies the norm of every tensor to the host.
     """
     (tensors,) = tensor_lists
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, torch.float32)))[None], None
@@ -316,7 +315,7 @@ def install() -> None:
         clip_grads.l2_norm_impl = l2_norm
     if not optimizer.USING_PYTORCH_OPTIMIZER:
         return
-    # These names say "the Adam at hand has the fused layout", which is what decides how state is saved and loaded.
+    # These names tell Megatron that Adam has the layout of the fused one, by which it saves and loads states.
     optimizer.Adam = distrib_optimizer.Adam = Adam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True

@@ -1,7 +1,7 @@
-"""Logits of those rows alone that predict something.
+"""Computes logits only for rows that predict something.
 
-The vocabulary projection is the widest matrix of a model, and what it makes the largest tensor of a step. Nothing is trained on
-the rows of a prompt, so they end before it.
+The vocabulary projection is the widest matrix of a model, and its output the largest tensor of a step. Rows of a prompt are not
+trained on, so they skip it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from slime.training.packed_stream import Rows
 
 @contextlib.contextmanager
 def logits_of(rows: Rows | None, output_layer: torch.nn.Module) -> Iterator[None]:
-    """In the block `output_layer` makes logits [R, 1, V / tensor-parallel size] of the R `rows` of what it is given.
+    """In the block `output_layer` returns logits [R, 1, V / tensor-parallel size] for the R `rows` of its input.
 
-    It makes those of all rows where `rows` is None, and where the layer is another than Megatron's, that of a critic or of a
-    user's model.
+    It returns logits of all rows if `rows` is None, or if the layer is not Megatron's own but that of a critic or of a user's
+    model.
     """
     if rows is None or not isinstance(output_layer, ColumnParallelLinear):
         yield
@@ -31,8 +31,8 @@ def logits_of(rows: Rows | None, output_layer: torch.nn.Module) -> Iterator[None
 
     def chosen(hidden: torch.Tensor) -> torch.Tensor:
         if is_split:
-            # The layer itself would gather what every rank has, and rows are those of all ranks. It sums the gradient over
-            # ranks, so each takes its part of that.
+            # `rows` index the rows of all ranks, so they are gathered here instead of in the layer. The layer sums the gradient
+            # over ranks, so in the backward pass each rank takes its part of that.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
         return hidden.index_select(0, rows.index)
 
@@ -40,8 +40,8 @@ def logits_of(rows: Rows | None, output_layer: torch.nn.Module) -> Iterator[None
         selected = chosen(hidden)
         logits, bias = of_layer(selected, *others, **options)
         if is_split:
-            # For its backward pass a rank keeps its part and not the rows of all ranks, as the layer would. The weight has no
-            # hooks: what comes back from these is another tensor, without the marks by which Megatron adds up its gradient.
+            # For the backward pass a rank keeps its own part instead of the rows of all ranks. Only the saved rows get hooks,
+            # not the weight: a hook returns another tensor, without the marks by which Megatron adds up the weight's gradient.
             part, node = hidden.detach(), logits.grad_fn
             for place, saved in enumerate(getattr(node, "saved_tensors", ())):
                 if saved is not None and saved.shape == selected.shape:

@@ -36,7 +36,7 @@ def global_named_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch
 
 
 def global_named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """`global_named_parameters`, then the biases by which routers choose: weights too, which no gradient trains."""
+    """`global_named_parameters`, then the biases by which routers choose experts: these are weights without gradients."""
     model = unwrap_model(chunk)
     yield from _with_global_names(chunk, itertools.chain(model.named_parameters(), named_expert_biases(model)))
 
@@ -75,8 +75,9 @@ def parameters_with_bad_gradient(chunks: Iterable[torch.nn.Module]) -> list[str]
 
 
 def differing_weights(chunks: Iterable[torch.nn.Module]) -> dict[str, list[int]]:
-    """Global names of the wrapped chunks' parameters that are not the same on all ranks that should hold the same, with those
-    ranks whose copy is not the first one's. Equal on all ranks; collective over the world. Every weight is copied to the host.
+    """Global name → ranks, for the wrapped chunks' parameters that differ between ranks that should hold the same values: the
+    ranks whose copy differs from the first one's. The result is the same on all ranks; collective over the world. Every weight
+    is copied to the host.
     """
     from megatron.core import parallel_state
 
@@ -103,7 +104,7 @@ def differing_weights(chunks: Iterable[torch.nn.Module]) -> dict[str, list[int]]
 def norm_of_weights(chunks: Iterable[torch.nn.Module]) -> float:
     """√Σ w² over all parameters of the model, each counted once. Collective over the world.
 
-    The norm of a parameter is taken in float32, for which no copy of it is made; their squares are summed in float64.
+    The norm of each parameter is computed in float32, without a copy of it; the squares are summed in float64.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer.module import param_is_not_shared

@@ -1,9 +1,9 @@
 """Which parameters are trained: `--only-train-params-name-list`, `--freeze-params-name-list`, `--freeze-indexer`.
 
-The regular expressions are searched in global names, so a list means the same in every parallel layout. A frozen parameter
-needs no gradient: Megatron's wrappers give it no gradient buffer and no optimizer state, so the choice is made before the
-model is wrapped. It stays in checkpoints and weight pushes. What nothing trains is frozen in any case: the indexer of sparse
-attention, and without `--enable-mtp-training` layers for multi-token prediction.
+The regular expressions are searched in global names, so a list means the same in every parallel layout. Megatron's wrappers
+give a frozen parameter no gradient buffer and no optimizer state, so parameters are frozen before the model is wrapped. They
+stay in checkpoints and weight pushes. Two parts are always frozen, because nothing trains them: the indexer of sparse
+attention, and without `--enable-mtp-training` the layers for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EXAMPLES = 3
 
 
 def select_trained_parameters(args: argparse.Namespace, model: Sequence[torch.nn.Module]) -> None:
-    """Freeze what the flags say, in the bare model chunks of this rank. Collective over all ranks.
+    """Freeze the parameters that the flags name, in the bare model chunks of this rank. Collective over all ranks.
 
     Raises:
         UserError: an expression matches no parameter of the whole model, or nothing is left to train.
@@ -47,7 +47,7 @@ def select_trained_parameters(args: argparse.Namespace, model: Sequence[torch.nn
     for name, parameter in parameters:
         hits = [re.search(pattern, name) is not None for _, pattern in patterns]
         flags = [flag for (flag, _), hit in zip(patterns, hits, strict=True) if hit]
-        # A new head has learnt nothing yet; a critic that kept it so would be none.
+        # A value head is always trained: a new one has learnt nothing yet, and a critic is useless without it.
         parameter.requires_grad_(is_value_head(parameter) or _is_trained(flags, patterns))
         trained += parameter.requires_grad
         matched = [count + hit for count, hit in zip(matched, hits, strict=True)]
@@ -70,9 +70,9 @@ def of_all_ranks(counts: Sequence[int]) -> list[int]:
 
 
 def _let_gradients_reach_layers(chunk: torch.nn.Module) -> None:
-    """Have the embeddings' output ask for a gradient, although the embeddings do not.
+    """Make the output of frozen embeddings require a gradient.
 
-    A recomputed part of the model is one operation to autograd, with its input as the only argument: where that asks for no
+    For autograd a recomputed part of the model is one operation, whose only argument is its input. If the input requires no
     gradient, nothing in the part gets one, trained or not.
     """
 
@@ -86,7 +86,7 @@ def _let_gradients_reach_layers(chunk: torch.nn.Module) -> None:
 
 
 def selection_of(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Regular expressions by attribute, of the flags that are given; empty where everything is trained."""
+    """The regular expressions of the flags that are given, by attribute; empty if everything is trained."""
     given = {name: getattr(args, name) for name in _LISTS}
     selection = {name: list(expressions) for name, expressions in given.items() if expressions}
     # Nothing trains an indexer, and weight decay must not move it.

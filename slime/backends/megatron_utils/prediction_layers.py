@@ -1,24 +1,24 @@
 """Layers for multi-token prediction, on the last pipeline stage or before it, beside a model that knows nothing of them.
 
-They are Megatron's (`MultiTokenPredictionBlock`), under the names that its checkpoints have: `mtp.layers.{i}`. What Megatron's
-`GPTModel` would do with them is not used: it runs them in every pass, trains the embeddings and the whole model by their loss,
-and averages that per micro-batch. Here the model stays as it is, in every pass and for the critic. In a training pass its last
-hidden states are remembered, and the layers run on them as constants, with constant embeddings and output weights. So nothing
-but the layers learns from their loss.
+They are Megatron's (`MultiTokenPredictionBlock`), under the names that its checkpoints have: `mtp.layers.{i}`. Megatron's
+`GPTModel` is not given them, since it would run them in every pass, train the embeddings and the whole model by their loss,
+and average that per micro-batch. Here the model stays as it is, in every pass and for the critic. In a training pass its last
+hidden states are kept, and the layers run on them as constants, with constant embeddings and output weights. So only the layers
+learn from their loss.
 
-A pipeline's layout may have them on an earlier stage, behind all layers of the decoder. Its final norm is then there too. In
-a training pass what that stage sends on is the model's last hidden states and, behind their rows, those of each prediction
-layer; the last stage takes them apart and makes the logits of all.
+A pipeline's layout may put them on an earlier stage, behind all layers of the decoder, and the final norm with them. In a
+training pass that stage sends on the model's last hidden states and, behind their rows, those of each prediction layer; the
+last stage takes them apart and computes the logits of all.
 
 The model's own logits at position t of a sequence predict token t + 1. Prediction layer i = 1, 2, … has at position t the
 state of the layer before it (of the model itself, for the first) and the embedding of token t + i, and predicts token
 t + 1 + i (Gloeckle et al. 2024, arXiv 2404.19737; in this chained form DeepSeek-V3, arXiv 2412.19437).
 
-A prediction counts if the predicted token is trained: in the response, with loss mask 1. Where it is made does not matter:
-the last prompt positions count, predictions past the end of a sequence do not, and only after prompts of i tokens or fewer is
-there a trained token that layer i cannot predict. The loss of a layer is the mean of −log p, at temperature 1, over all
-predictions of the optimizer step that count. Executions, micro-batches and ranks weigh nothing, so that any split gives the
-same number.
+A prediction counts if the predicted token is trained, that is, in the response with loss mask 1. The position from which it is
+predicted does not matter: the last prompt positions count, and predictions past the end of a sequence do not. Only after a
+prompt of i tokens or fewer is there a trained token that layer i cannot predict. The loss of a layer is the mean of −log p, at
+temperature 1, over all counted predictions of the optimizer step, whatever their executions, micro-batches and ranks are: so
+any split gives the same number.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from slime.training.packed_stream import PackedStream
 from slime.training.rollout_data import Metrics, MicroBatch, RolloutData
 from slime.utils.plugin_loader import load_module, split_path
 
-# Of what the decoder is called with, that which a layer needs to know of the stream.
+# Keywords of the decoder that describe the stream, which a prediction layer needs, too.
 _STREAM_OPTIONS = (
     "attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params", "sequence_len_offset",
 )  # fmt: skip
@@ -63,21 +63,22 @@ _STREAM_OPTIONS = (
 
 @dataclass
 class _Trunk:
-    """The model's last hidden states of a micro-batch, and how its layers were called."""
+    """The model's last hidden states of a micro-batch, and the keywords with which its decoder was called."""
 
     hidden: torch.Tensor
     options: dict[str, Any]
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """Megatron's layer, which is told the embeddings of later tokens: by itself it knows no contiguous parts of a stream."""
+    """Megatron's layer, which is given the embeddings of later tokens, since it cannot find them in contiguous parts of a
+    stream."""
 
     def _get_embeddings(self, input_ids, position_ids, embedding, hidden_states, packed_seq_params=None):
         return input_ids, position_ids, embedding(self.layer_number), hidden_states
 
     def _checkpointed_forward(self, forward_func, *, hidden_states, decoder_input, **options):
-        # Megatron's own cannot recompute packed streams: it takes their description for a tensor that is to be saved. Here a
-        # layer is recomputed as a whole, however the decoder's layers are.
+        # Megatron's own method cannot recompute packed streams, because it tries to save their description like a tensor. Here
+        # a layer is recomputed as a whole, whatever the decoder's layers do.
         def forward(hidden: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
             return forward_func(hidden_states=hidden, decoder_input=embeddings, **options)
 
@@ -91,20 +92,20 @@ def has_prediction_layers(args: Any) -> bool:
 
 
 def trains_prediction_layers(args: Any) -> bool:
-    """Whether they are trained; else they only stand in checkpoints."""
+    """Whether such layers are trained; otherwise they are only kept in checkpoints."""
     return has_prediction_layers(args) and args.enable_mtp_training
 
 
 def stage_apart(args: Any) -> int | None:
-    """The pipeline stage of the layers where it is another than that of the output layer, counted from 0."""
+    """The pipeline stage of the layers, counted from 0, if it is not the one of the output layer; else None."""
     stages = args.pipeline_model_parallel_size
     stage = stage_of_predictions(args.pipeline_model_parallel_layout, stages)
     return stage if has_prediction_layers(args) and stage < stages - 1 else None
 
 
 def put_prediction_layers(args: Any, model: GPTModel, vp_stage: int | None) -> None:
-    """Give a bare model chunk the layers, as `model.mtp`, if it is the one that shall have them, and have it send or take what
-    they make where another one has the output layer. Again it does nothing."""
+    """Give a bare model chunk the layers, as `model.mtp`, if it is the one that shall have them. If another chunk has the
+    output layer, make the two send and receive the layers' hidden states. A second call does nothing."""
     if not has_prediction_layers(args) or hasattr(model, "mtp") or hasattr(model, "predicted"):
         return
     model.predicted = None
@@ -132,15 +133,15 @@ def _sent_states(args: Any) -> int:
 
 
 def messages_with_states(args: Any) -> tuple[int, int]:
-    """(stage, number): what this stage and those behind it send in a training pass has so many hidden states beside the
-    model's. The number is 0 where the layers are on the last stage, or not trained."""
+    """(stage, number): in a training pass, messages of this stage and those behind it have `number` further hidden states
+    beside the model's. It is 0 if the layers are on the last stage, or not trained."""
     apart = stage_apart(args)
     return (0, 0) if apart is None else (apart, _sent_states(args))
 
 
 def _build_layers(args: Any, model: GPTModel, vp_stage: int | None) -> None:
     spec = get_prediction_layer_spec(model.config)
-    # A family whose layers are its own has a function for these beside that of its decoder.
+    # A family with its own decoder layers may have a function for prediction layers in the same module.
     file, module, _ = split_path(".".join(args.spec or ()))
     of_family = args.spec and getattr(load_module(file or module, "--spec"), "prediction_layer_spec", None)
     if of_family:
@@ -166,7 +167,7 @@ def _predict_and_join(
     options: dict[str, Any],
     hidden: torch.Tensor,
 ) -> torch.Tensor:
-    """The decoder's output with that of the layers behind it; in other passes than those of training it alone."""
+    """The decoder's output, in training passes followed by that of the prediction layers."""
     joined = hidden
     if states and decoder.training and torch.is_grad_enabled():
         _remember(model, decoder, inputs, options, hidden)
@@ -185,13 +186,13 @@ def _take_apart(
 
 
 def predict(model: GPTModel, stream: PackedStream, embed: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Logits of one layer after the other, for the stream that `model` has just seen: [R, V / tensor-parallel size] of the R
-    rows that predict something, of one row where none does.
+    """Yield the logits of one layer after the other, for the stream that `model` has just seen: [R, V / tensor-parallel size]
+    for the R rows that predict something; for one row if none does.
 
     Args:
-        model: the chunk with the output layer, bare; the layers are trained.
-        embed: of i = 1, 2, …, the embeddings of the tokens i positions after each row, as `embed_tokens` gives them. Where
-            another stage has the layers it is not asked.
+        model: the bare chunk with the output layer; the layers are trained.
+        embed: from i = 1, 2, … to the embeddings of the tokens i positions after each row, as `embed_tokens` gives them. It is
+            not called if another stage has the layers.
     """
     weight = model.output_layer.weight
     if model.share_embeddings_and_output_weights:
@@ -204,7 +205,7 @@ def predict(model: GPTModel, stream: PackedStream, embed: Callable[[int], torch.
 
 
 def _states(model: GPTModel, embed: Callable[[int], torch.Tensor]) -> Iterator[torch.Tensor]:
-    """What one layer after the other makes of the hidden states that the chunk with them has just made."""
+    """Yield the hidden states of one layer after the other, from those that the model's decoder has just computed."""
     trunk, model.mtp.trunk = model.mtp.trunk, None
     # A layer that is recomputed in the backward pass gets a gradient only if its input asks for one.
     hidden = trunk.hidden.requires_grad_()
@@ -218,8 +219,8 @@ def embedding_weight(model: list[torch.nn.Module], apart: int | None = None) -> 
     """This tensor-parallel rank's part of the embedding's weight, a constant, on the first pipeline stage and on that of the
     prediction layers; on others None.
 
-    Collective over these two. The latter gets a copy if it has none; it is that of now, so it is asked for anew in every
-    optimizer step.
+    Collective over these two. The latter gets a copy if it has no embedding; the copy is out of date after an update, so call
+    this in every optimizer step.
 
     Args:
         model: this rank's wrapped chunks.
@@ -243,7 +244,7 @@ def embedding_weight(model: list[torch.nn.Module], apart: int | None = None) -> 
         elif apart > 0:
             dist.recv(weight, group=group, group_src=0)
         return weight
-    # Of tied weights Megatron keeps both copies equal.
+    # Megatron keeps both copies of tied weights equal.
     if parallel_state.get_pipeline_model_parallel_world_size() == 1 or last.share_embeddings_and_output_weights:
         return weight
     if not parallel_state.is_pipeline_first_stage(ignore_virtual=True):
@@ -271,12 +272,12 @@ def embed_tokens(weight: torch.Tensor, tokens: torch.Tensor, config: Transformer
 
 
 def tokens_ahead(batch: MicroBatch, shift: int) -> torch.Tensor:
-    """Per row of this rank's stream the token `shift` positions later in the same sequence, int64 [T]; 0 past its end."""
+    """For each row of this rank's stream the token `shift` positions later in the same sequence, int64 [T]; 0 past its end."""
     return batch.stream.rows_of([tokens[shift:] for tokens in batch["tokens"]])
 
 
 def counted_rows(batch: MicroBatch, layer: int) -> torch.Tensor:
-    """Per row of this rank's stream whether the prediction of layer `layer` (from 1) counts: 1 or 0, [T]."""
+    """For each row of this rank's stream whether the prediction of layer `layer` (from 1) counts: 1 or 0, [T]."""
     masks = zip(batch["loss_masks"], batch.prompt_lengths, strict=True)
     return batch.stream.rows_of([F.pad(mask, (prompt, 0))[1 + layer :] for mask, prompt in masks])
 

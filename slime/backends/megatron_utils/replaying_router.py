@@ -1,8 +1,8 @@
-"""Routing replay of a Megatron model: its routers are made to ask a `RoutingReplay`.
+"""Routing replay of a Megatron model: its routers ask a `RoutingReplay` which experts to choose.
 
-Megatron's router hands its attribute `router_replay` to the function that takes the top k, which asks it when it is set. The
-objects that are put there are this trainer's own: Megatron's keep one record per layer, and pipelines have several
-micro-batches under way; and they stand in one list per process, whatever model they belong to.
+Megatron's router passes its attribute `router_replay` to the function that takes the top k, which asks it if it is set. The
+objects put there are this trainer's own. Megatron's would keep one record per layer, although pipelines have several
+micro-batches under way, and one list per process for all models.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def attach_routing_replay(args: argparse.Namespace, model: Sequence[torch.nn.Mod
 
 
 def routing_replay_of(model: Sequence[torch.nn.Module]) -> RoutingReplay:
-    """The replay that was attached to the model; one without layers where none was."""
+    """The replay that was attached to the model; if none was, one without layers."""
     return getattr(model[0], _ATTRIBUTE, None) or RoutingReplay()
 
 

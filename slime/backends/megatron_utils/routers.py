@@ -1,22 +1,24 @@
-"""The routers of layers with experts: what they count and average leaves padding out, however a stream is cut.
+"""The routers of layers with experts. Their counts and averages leave padding out, however a stream is cut.
 
-A balancing loss of each sample (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20): of its T tokens each has scores s′ over all
-N experts, which sum to one, and K experts with the largest ones. With the coefficient α
+The balancing loss of a sample (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20): each of its T tokens has scores s′ over all
+N experts, which sum to one, and goes to the K experts with the largest scores. With the coefficient α
 
     L = α Σ_i f_i P_i,        f_i = N / (K T) Σ_t [i is one of the K experts of token t],        P_i = 1/T Σ_t s′_(i,t)
 
-and a step has the mean of it over its samples, however these are packed. Megatron's own takes all of a stream for one sequence.
+The loss of a step is the mean over its samples, however these are packed. Megatron's own loss takes a whole stream for one
+sequence.
 
 The global balancing loss (Qiu et al. 2025, arXiv 2501.11873, section 3) is the same formula with the T tokens of a whole step,
-those of all ranks. A micro-batch has the part of it that is a sum over its own tokens, and needs the f of all. So a step with
-several micro-batches begins with a pass over them in which routers count. Megatron's own takes the mean of the micro-batches
-so far, which depends on how samples are packed and dealt.
+those of all ranks. Each micro-batch contributes the sum over its own tokens, for which it needs the f of all. So a step with
+several micro-batches begins with a pass over them in which routers count. Megatron's own loss uses the mean over the
+micro-batches so far, which depends on how samples are packed and dealt.
 
-Noise on what routers see (Fedus et al. 2021, arXiv 2101.03961, section 2.2) is of training steps alone, and experts that are
-chosen by chance, to measure the speed of an even load, are the same in every pass: log-probs of two passes would else differ.
+Two passes over a stream must give the same log-probs. So noise on routers' inputs (Fedus et al. 2021, arXiv 2101.03961, section
+2.2) occurs in training steps alone, and experts that are chosen at random, to measure the speed of an even load, are the same
+in every pass.
 
-A router sees rows. Which sample each row is of, it is told with the forward pass of a micro-batch; a pass that is repeated
-during backward (activation recomputation) finds that by first in, first out: a model chunk sees the backward passes of its
+A router sees rows. It is told with the forward pass of a micro-batch to which sample each row belongs. A pass that is repeated
+during backward (activation recomputation) gets that first in, first out: a model chunk sees the backward passes of its
 micro-batches in the order of their forward passes.
 """
 
@@ -45,17 +47,17 @@ from slime.utils.errors import UserError
 vars(moe_utils).setdefault("te_general_gemm", None)
 _OF_SAMPLES = "seq_aux_loss"
 _OF_STEPS = "global_aux_loss"
-# More than there are ranks.
+# Distance between the seeds of two layers: more than there are ranks.
 _SEEDS_OF_A_LAYER = 2**20
 
 
 @dataclass(frozen=True, eq=False)
 class SampleRows:
-    """Which samples the rows of this rank's routers are of.
+    """The samples to which the rows of this rank's routers belong.
 
-    numbers: of the sample, int64 [rows]; behind the last one for padding.
+    numbers: the number of each row's sample, int64 [rows]; padding has the number after the last sample's.
     lengths: tokens of each sample over all ranks, float32 [samples].
-    weight: of each sample's loss among what Megatron averages, a scalar on the device.
+    weight: the weight of a sample's loss, given the averages that Megatron takes; a scalar on the device.
     """
 
     numbers: torch.Tensor
@@ -64,7 +66,7 @@ class SampleRows:
 
     @classmethod
     def of_stream(cls, stream: PackedStream, weight: torch.Tensor, sequence_parallel: bool) -> SampleRows:
-        """Those of a stream; with sequence parallelism this rank's part of them."""
+        """The rows of a stream; with sequence parallelism this rank's part of them."""
         lengths = [end + 1 for _, end in stream.predicting_positions]
         numbers = stream.rows_of([torch.full((length,), number + 1) for number, length in enumerate(lengths)]) - 1
         numbers[numbers < 0] = len(lengths)
@@ -94,13 +96,13 @@ def balancing_loss(
     counts.index_add_(0, rows.numbers, chosen.to(counts.dtype))
     dist.all_reduce(counts, group=group)
     of_samples = counts[:-1] * (rows.weight * experts / (topk * rows.lengths.square()))[:, None]
-    # Padding has none. The counts say what each score weighs, and learn nothing themselves.
+    # Padding has weight 0. The counts are the weights of scores, and get no gradient.
     weights = torch.cat([of_samples, of_samples.new_zeros(1, experts)]).index_select(0, rows.numbers)
     return (scores * weights).sum()
 
 
 class _ByChance(torch.autograd.Function):
-    """Logits → ones by chance, that depend on the seed and the number of rows alone; the gradient goes through."""
+    """Replaces logits by random ones, which depend only on the seed and the number of rows. The gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, seed: int) -> torch.Tensor:
@@ -113,7 +115,7 @@ class _ByChance(torch.autograd.Function):
 
 
 class RouterOfPasses(TopKRouter):
-    """Megatron's router; what it leaves to chance keeps the log-probs of two passes equal."""
+    """Megatron's router, whose random choices are the same in two passes, so that these give the same log-probs."""
 
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -136,15 +138,15 @@ class Router(RouterOfPasses):
         super().__init__(*args, **options)
         # Megatron's own counts, which nothing here reads.
         self.global_tokens_per_expert = self.ga_steps = None
-        # Of the forward pass under way; None outside of one, where a pass is repeated.
+        # The rows of the current forward pass; None outside of one, when a pass is repeated.
         self.rows_under_way: SampleRows | None = None
         self.repeated_rows: deque[SampleRows] = deque()
         self._rows: SampleRows | None = None
         # This rank's tokens per expert, float32 [experts], while a pass counts them.
         self.counts: torch.Tensor | None = None
-        # What a token's score weighs in the loss of the step, float32 [experts]; None: the step's one micro-batch tells.
+        # The weight of a token's score in the loss of the step, float32 [experts]; None: it follows from the one micro-batch.
         self.step_weights: torch.Tensor | None = None
-        # Since they were last taken, by their names: this rank's shares of their sums over micro-batches, without coefficients.
+        # By name, this rank's shares of losses without coefficients, summed over micro-batches since `take_losses`.
         self.losses: dict[str, torch.Tensor] = {}
 
     def balances_samples(self) -> bool:
@@ -186,14 +188,14 @@ class Router(RouterOfPasses):
             return probs
         weights = self.step_weights
         if weights is None:
-            # A repeated pass counts once more, and comes to the same.
+            # A repeated pass counts again, with the same result.
             weights = self.weights_in_step(routing_map.sum(0, dtype=torch.float32), 1)
         loss = coefficient * (scores_for_aux_loss * weights).sum()
         return self.attach_and_log_load_balancing_loss(probs, coefficient, loss, "global_load_balancing_loss")
 
     def weights_in_step(self, counts: torch.Tensor, micro_batches: int) -> torch.Tensor:
-        """f_i / T of the step for each expert i, times what Megatron divides by: it averages over the micro-batches of a rank
-        and over data-parallel ranks. Collective over the ranks that have tokens of the layer.
+        """f_i / T of the step for each expert i, times the number by which Megatron divides, since it averages over the
+        micro-batches of a rank and over data-parallel ranks. Collective over the ranks that have tokens of the layer.
 
         Args:
             counts: tokens that this rank sends to each expert in the step, float32 [experts]; becomes that of all ranks.
@@ -212,7 +214,8 @@ class Router(RouterOfPasses):
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        """`activation`, whose backward pass is that of the loss too; the loss, a share of it, has its coefficient already."""
+        """`activation`, whose backward pass also adds the gradient of `aux_loss`: this rank's share of the loss, with its
+        coefficient."""
         if self.config.moe_per_layer_logging:
             self.losses[aux_loss_name] = self.losses.get(aux_loss_name, 0) + aux_loss.detach() / aux_loss_coeff
         return MoEAuxLossAutoScaler.apply(activation, aux_loss)
@@ -221,8 +224,8 @@ class Router(RouterOfPasses):
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask[:, None])
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Add the gradient of the z-loss: the mean over the tokens of a stream of logsumexp² (Zoph et al. 2022, arXiv
-        2202.08906, equation 5), in float32: 16 bits cannot count the tokens of a stream."""
+        """Add the gradient of the z-loss: the mean of logsumexp² over the tokens of a stream (Zoph et al. 2022, arXiv
+        2202.08906, equation 5). It is computed in float32, since 16 bits cannot count the tokens of a stream."""
         coefficient = self.config.moe_z_loss_coeff
         if not coefficient or not (self.training and torch.is_grad_enabled()):
             return logits
@@ -252,8 +255,8 @@ def take_losses(model: Sequence[torch.nn.Module], micro_batches: int) -> dict[st
 
 
 class PredictionRouter(RouterOfPasses):
-    """The router of a layer for multi-token prediction, which learns from the loss of its layer and from nothing else: no
-    balancing, no z-loss, and the biases by which it chooses stand still."""
+    """The router of a layer for multi-token prediction. It learns only from the loss of its layer: it has no balancing loss and
+    no z-loss, and its expert biases do not change."""
 
     def is_aux_loss_enabled(self) -> bool:
         return False
@@ -262,11 +265,11 @@ class PredictionRouter(RouterOfPasses):
         return logits
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Counts nothing: experts of equal load keep their biases."""
+        """Count nothing: experts whose counts are equal keep their biases."""
 
 
 def _asking(model: Sequence[torch.nn.Module], kind: str) -> list[list[Router]]:
-    """Of each chunk the routers whose balancing loss of this kind has a coefficient.
+    """For each chunk the routers whose balancing loss of this kind has a coefficient.
 
     Raises:
         UserError: there is one that would compute another loss.
@@ -286,12 +289,12 @@ def _asking(model: Sequence[torch.nn.Module], kind: str) -> list[list[Router]]:
 
 @contextlib.contextmanager
 def loads_of_step(model: Sequence[torch.nn.Module], micro_batches: int, count: Callable[[], None]) -> Iterator[None]:
-    """In the block, a step, routers know the loads of the whole step, if a balancing loss asks for them. Collective.
+    """In the block, which is a step, routers know the loads of the whole step, if a balancing loss needs them. Collective.
 
     Args:
         model: the chunks of this rank.
-        micro_batches: of the step; every rank has as many.
-        count: a pass over them without gradient, on all ranks. Of one micro-batch routers need none.
+        micro_batches: how many the step has; all ranks have the same number.
+        count: runs a pass over them without gradient, on all ranks. It is not called for a single micro-batch.
 
     Raises:
         UserError: there is a router that would compute another loss.
@@ -302,7 +305,7 @@ def loads_of_step(model: Sequence[torch.nn.Module], micro_batches: int, count: C
         value if isinstance(value, list) else [value]
         for value in (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
     )
-    # All stages of a pipeline take part, those without experts too.
+    # All stages of a pipeline take part, even those without experts.
     counts = micro_batches > 1 and any(
         kind == _OF_STEPS and weight > 0 for kind, weight in zip(types, weights, strict=True)
     )
@@ -320,7 +323,7 @@ def loads_of_step(model: Sequence[torch.nn.Module], micro_batches: int, count: C
 
 
 class SampleBalance:
-    """Tells the routers of a model, in a step, which samples the rows of a micro-batch are of; where no loss asks, nothing.
+    """Tells the routers of a model, in a step, to which samples the rows of a micro-batch belong, if a loss needs that.
 
     Args:
         model: the chunks of this rank.

@@ -50,7 +50,8 @@ LogitsFunction = Callable[[MicroBatch], Callable[..., Any]]
 def forward_only(
     args: argparse.Namespace, model: list[DistributedDataParallel], batches: MicroBatches, collect: Collect
 ) -> list[dict[str, list[torch.Tensor]]]:
-    """A pass without gradient and without dropout; on the last pipeline stage what `collect` gave, per micro-batch."""
+    """A pass without gradient and without dropout. On the last pipeline stage, the results of `collect` for each
+    micro-batch."""
 
     def make(batch: MicroBatch) -> Callable[..., dict[str, list[torch.Tensor]]]:
         return lambda logits, non_loss_data=True: collect(batch, logits.squeeze(0))
@@ -172,7 +173,7 @@ def _run_schedule(
 
 @contextlib.contextmanager
 def _without_recomputation(chunk: torch.nn.Module) -> Iterator[None]:
-    """In the block layers keep all that their backward pass needs."""
+    """In the block layers keep all activations that their backward pass needs."""
     config = unwrap_model(chunk).decoder.config
     granularity, config.recompute_granularity = config.recompute_granularity, None
     try:
@@ -200,9 +201,9 @@ class KnownShapes(P2PCommunicator):
     they would wait until the device has done all that it was asked for before.
 
     Args:
-        stream_rows: rows of every micro-batch on this rank, sequence parallelism left out.
-        with_states: (stage, number) of `messages_with_states`: what the last chunks of this stage and of those behind it send
-            is so many times longer.
+        stream_rows: rows of every micro-batch on this rank, before they are divided by sequence parallelism.
+        with_states: (stage, number) of `messages_with_states`: messages of the last chunks of this stage and of those behind it
+            have so many further hidden states.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class KnownShapes(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        """In place of an exchange: the shapes of the next tensors from the previous stage and from the next one."""
+        """Replaces Megatron's exchange: the shapes of the next tensors from the previous stage and from the next one."""
         nothing = [0, 0, 0]
         return next(self._from_previous) if recv_prev else nothing, next(self._from_next) if recv_next else nothing
 
@@ -245,11 +246,11 @@ class KnownShapes(P2PCommunicator):
 def received_micro_batches(order: Sequence[tuple[int, int]], chunks: int, *, goes_round: bool) -> list[tuple[int, int]]:
     """(micro-batch, chunk) of the tensors that a stage gets from a neighbour, in their order; the chunk is the neighbour's.
 
-    Gradients come in the order of activations, from the last chunk to the first one: counted backward.
+    Gradients come in the same order as activations, with the chunks counted from the last to the first.
 
     Args:
         order: (micro-batch, chunk) of a stage's passes, going forward.
-        goes_round: the neighbour is at the other end of the pipeline, and keeps what its last chunk made.
+        goes_round: the neighbour is at the other end of the pipeline, and does not send the output of its last chunk.
     """
     return [(number, chunk) for number, chunk in order if not (goes_round and chunk == chunks - 1)]
 
@@ -343,8 +344,8 @@ def _forward(chunk: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
 
 
 def _padding_mask(chunk: torch.nn.Module, stream: PackedStream) -> torch.Tensor:
-    """Which rows routers are to leave out of what they count, bool [1, T]. With sequence parallelism Megatron takes a rank's
-    part of it on the first stage only."""
+    """The rows that routers leave out of their counts, bool [1, T]. With sequence parallelism it is a rank's part of them,
+    except on the first stage, where Megatron takes the part itself."""
     mask = stream.is_padding[None]
     if not chunk.config.sequence_parallel or unwrap_model(chunk).pre_process:
         return mask

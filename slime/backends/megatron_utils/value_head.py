@@ -1,9 +1,9 @@
-"""The critic's output: one float32 value per token in place of the logits.
+"""The critic's output: one float32 value per token instead of logits.
 
-The head stands where the vocabulary projection was, on the last pipeline stage, after whatever function built the model. It is
-whole on every tensor-parallel rank. It starts at zeros, on all ranks alike and without a seed: a new critic then expects
-nothing and adds no noise to the first advantages, whereas random weights on normalised hidden states of width h would give
-values of a standard deviation of √h times theirs. The first step moves the head alone, all others the whole network.
+The head takes the place of the vocabulary projection on the last pipeline stage, whichever function built the model. It is
+whole on every tensor-parallel rank. It starts at zeros, so a new critic predicts 0 and adds no noise to the first advantages;
+random weights on normalised hidden states of width h would give values whose standard deviation is √h times that of the
+weights. The first step changes the head alone, all others the whole network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-# In checkpoints it has a name of its own, or loading would take it for the vocabulary projection of an actor.
+# In checkpoints the head has a name of its own, so that loading does not take it for the vocabulary projection of an actor.
 _STORED_PREFIX = "value_head."
 _PLACE = "output_layer."
 
@@ -30,7 +30,7 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
         self.weight.is_value_head = True
-        # Settings for output layers, such as a learning rate of their own, hold for it.
+        # Settings for output layers, such as a learning rate of their own, apply to it.
         self.weight.is_embedding_or_output_parameter = True
         self.sequence_parallel = config.sequence_parallel
         if self.sequence_parallel:
@@ -50,7 +50,7 @@ class ValueHead(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        # The parameters themselves: the optimizer finds the state of each by what it is.
+        # `keep_vars` gives the parameters themselves, by whose identity the optimizer finds the state of each.
         tensors = self.state_dict(keep_vars=True)
         state = make_sharded_tensors_for_checkpoint(tensors, _STORED_PREFIX, sharded_offsets=sharded_offsets)
         return {prefix + key.removeprefix(_STORED_PREFIX): tensor for key, tensor in state.items()}

@@ -1,9 +1,9 @@
 """Attention of a server without a GPU: one call per layer for all requests of a length class, not one for each request.
 
-sglang 0.5.21's torch_native walks through the requests of a batch in Python, and while it decodes that walk costs more than
-the rest of a small model. Here the keys and values of requests of about the same length are gathered and padded, and attention
-is called once. The answer to a request depends on nothing beside it: its class follows from its own lengths, and what pads it
-is its own first token, so numbers that went wrong in another request (NaN in the cache) cannot reach it.
+sglang 0.5.21's torch_native walks through the requests of a batch in Python, which costs more in decoding than the rest of a
+small model. Here the keys and values of requests of about the same length are gathered and padded, and attention is called
+once. The answer to a request does not depend on the others: its class follows from its own lengths, and it is padded with its
+own first token, so that wrong numbers of another request (NaN in the cache) cannot reach it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ ELEMENTS_OF_A_CALL = 1 << 22
 
 
 class Piece(NamedTuple):
-    """Consecutive queries of one request: `first_query` and `queries` in the batch, the last of which sees `length` tokens."""
+    """`queries` consecutive queries of one request, which begin at `first_query` in the batch; the last one sees `length`
+    tokens."""
 
     request: int
     first_query: int
@@ -48,7 +49,7 @@ class Call:
 
 
 def size_class(length: int, step: int) -> int:
-    """The size that a length is padded to: multiples of `step`, and no more than eight sizes in an octave."""
+    """The size to which a length is padded: a multiple of `step`, with at most eight sizes in an octave."""
     step = max(step, 1 << max((length - 1).bit_length() - 4, 0))
     return -(-length // step) * step
 
@@ -105,7 +106,7 @@ def _slots(table: torch.Tensor, requests: torch.Tensor, lengths: list[int]) -> t
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """What serves `torch_native` without a GPU. Sliding windows, cross-attention and encoders go the old way."""
+    """The backend for `torch_native` without a GPU. Sliding windows, cross-attention and encoders use SGLang's own methods."""
 
     def __init__(self, model_runner):
         super().__init__(model_runner)
@@ -113,7 +114,7 @@ class BatchedAttention(TorchNativeAttnBackend):
         self._workspace: dict[str, torch.Tensor] = {}
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
-        """Tokens that a row sees with which SGLang fills up a batch, where ranks attend to batches of their own."""
+        """How many tokens a padding row sees, with which SGLang fills up batches if ranks attend to batches of their own."""
         return 1
 
     def init_forward_metadata(self, forward_batch) -> None:
@@ -162,7 +163,7 @@ class BatchedAttention(TorchNativeAttnBackend):
         """
         heads = k_cache.shape[1]
         grouped = query.shape[1] // heads
-        # Latent attention: the values are the first channels of the keys.
+        # In latent attention the values are the first channels of the keys.
         one_cache = v_cache.data_ptr() == k_cache.data_ptr()
         for call in self._calls:
             pieces, queries = call.queries.shape
@@ -187,7 +188,8 @@ class BatchedAttention(TorchNativeAttnBackend):
         return output
 
     def _gather(self, name: str, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """`cache[slots]`, in memory that is kept: to get and return megabytes at each layer costs more than to fill them."""
+        """`cache[slots]`, in memory that is kept: allocating and freeing megabytes at each layer costs more than filling
+        them."""
         size = slots.numel() * cache[0].numel()
         kept = self._workspace.get(name)
         if kept is None or kept.numel() < size or kept.dtype != cache.dtype:

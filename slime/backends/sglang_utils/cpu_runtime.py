@@ -1,4 +1,4 @@
-"""What makes the unmodified SGLang wheel serve on a machine without a GPU. Inert where CUDA is present.
+"""Lets the unmodified SGLang wheel serve on a machine without a GPU. It does nothing if there is CUDA.
 
 `install()` runs once per server process, before sglang is imported; schedulers and detokenizers are forked from that
 process and inherit it. Written for sglang 0.5.21 (torch 2.13.0, transformers 5.12.1). Every function below states the
@@ -26,7 +26,7 @@ _INERT_PACKAGES = ("torchvision", "sgl_kernel", "triton")
 def install() -> None:
     """Lift the CUDA assumptions of sglang 0.5.21. Must run before the first import of sglang.
 
-    No effect where there are GPUs to use: the same answer that decides about the arguments of the server.
+    No effect if there are GPUs to use, by the same answer that decides about the server's arguments.
     """
     if gpus_on_this_machine() > 0:
         return
@@ -104,9 +104,9 @@ class _InertPackageFinder:
 
 
 def _settle_feature_detection() -> None:
-    """torch 2.13.0 and transformers 5.12.1 look for triton and torchvision by import; let them find out, and cache,
-    that both are absent before the inert modules become visible. scipy, which transformers takes for the losses of models
-    that find objects in images, is not looked for either."""
+    """torch 2.13.0 and transformers 5.12.1 look for triton and torchvision by import. Let them find out, and cache, that both
+    are absent, before the inert modules become visible. Nor do they look for scipy, which transformers needs only for losses of
+    models that find objects in images."""
     import torch.utils._triton
     import transformers.utils
     from transformers.utils import import_utils
@@ -129,7 +129,7 @@ _ALONE = f"{_COMPILER}._trace_wrapped_higher_order_op"
 
 
 class _IdleCompiler(types.ModuleType):
-    """In the place of `torch._dynamo`: leaves functions as they are, and imports the package for everything else."""
+    """Stands in for `torch._dynamo`: leaves functions as they are, and imports the real package for everything else."""
 
     allow_in_graph = assume_constant_result = staticmethod(lambda function: function)
 
@@ -167,7 +167,7 @@ def _import_compiler() -> types.ModuleType:
 
 
 def _let_compiler_miss_triton() -> None:
-    """Import the compiler, part of which looks for triton by import, while there is none, not even an inert one."""
+    """Import the part of the compiler that looks for triton by import, while not even the inert triton is there."""
     inert = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "triton"}
     sys.modules["triton"] = None  # type: ignore[assignment]
     try:
@@ -178,7 +178,8 @@ def _let_compiler_miss_triton() -> None:
 
 
 class _CompilerFinder:
-    """Imports the package before any module of it but the one that needs nothing of it; most of them are there then."""
+    """Imports the whole package before any of its modules, except for the one that does not need it. After that most modules
+    are imported already."""
 
     def find_spec(self, fullname: str, path=None, target=None):
         if not fullname.startswith(f"{_COMPILER}.") or fullname == _ALONE:
@@ -191,7 +192,7 @@ class _CompilerFinder:
 
 
 class _Imported:
-    """Loads a module that was imported meanwhile."""
+    """Loads a module that has been imported in the meantime."""
 
     def __init__(self, module: types.ModuleType):
         self._module, self._spec = module, module.__spec__
@@ -244,8 +245,8 @@ def _weight_checker_without_cuda(module: types.ModuleType) -> None:
 
 
 def _keep_buckets_mapped(module: types.ModuleType) -> None:
-    """sglang 0.5.21, `/update_weights_from_tensor`: lets go of the memory that a bucket of weights lies in as soon as it has
-    loaded it. On the host that unmaps it, and mapping it again for the next bucket costs more than half of a copy.
+    """sglang 0.5.21, `/update_weights_from_tensor`: frees the memory of a bucket as soon as it is loaded. On the host that
+    unmaps it, and mapping it again for the next bucket costs more than half of a copy.
 
     A trainer has two such buffers, which it fills in turn and keeps from push to push, so the last two stay mapped here.
     """
@@ -256,7 +257,7 @@ def _keep_buckets_mapped(module: types.ModuleType) -> None:
     def load_bucket_and_keep_it(self, flattened_tensor_bucket_dict):
         loaded = load_bucket(self, flattened_tensor_bucket_dict)
         bucket = flattened_tensor_bucket_dict["flattened_tensor"]
-        # The trainer keeps no larger one.
+        # The trainer does not keep larger buffers.
         if bucket.untyped_storage().nbytes() <= HOST_BUCKET_BYTES:
             last_buckets.append(bucket)
         return loaded
@@ -277,8 +278,9 @@ def _rotate_without_scaling(module: types.ModuleType) -> None:
 
 
 def _attend_to_latent_vectors(module: types.ModuleType) -> None:
-    """sglang 0.5.21, latent attention: of a prompt without cached prefix it makes keys and values of all heads, which
-    torch_native then looks for in the cache. The cache has latent vectors, and torch_native attends to them as well."""
+    """sglang 0.5.21, latent attention: for a prompt without cached prefix it computes keys and values of all heads, and
+    torch_native then looks for these in the cache. But the cache has latent vectors, to which torch_native can attend
+    directly."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     module.AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
@@ -336,7 +338,7 @@ def _load_while_receiving(module: types.ModuleType) -> None:
 
 
 class _Arriving:
-    """Named tensors, each of which is given when it has arrived; as often as they are asked for."""
+    """Named tensors that can be iterated over repeatedly; each is yielded when it has arrived."""
 
     def __init__(self, weights: Sequence[tuple[str, Any]], arrivals: Sequence[Any]):
         self._weights, self._arrivals = weights, arrivals
@@ -348,15 +350,16 @@ class _Arriving:
 
 
 def _look_through_a_model_once(module: types.ModuleType) -> None:
-    """sglang 0.5.21: asks all modules of a model, at every bucket of weights, for caches that an update would not reach. They
-    are there from the start of a server or never, and looking takes a third as long as copying a bucket."""
+    """sglang 0.5.21: at every bucket of weights, searches all modules of a model for caches that an update would not reach.
+    They exist from the start of a server or never, and the search takes a third as long as the copy of a bucket."""
     name = "_unsupported_derived_weight_cache_error"
     setattr(module, name, functools.lru_cache(maxsize=8)(getattr(module, name)))
 
 
 def _leave_experts_to_their_ranks(module: types.ModuleType) -> None:
-    """sglang 0.5.21, expert parallelism on CPU: takes all experts of a token for this rank's. Those that others host have the
-    number −1. Here a token goes to each of its experts by itself, and to those not at all: their ranks add what they give."""
+    """sglang 0.5.21, expert parallelism on CPU: assumes that this rank hosts all experts of a token, although those of other
+    ranks have the number −1. Here a token goes only to the experts that this rank hosts; other ranks add the output of
+    theirs."""
     import torch
 
     forward = module.moe_forward_native
@@ -377,9 +380,9 @@ def _leave_experts_to_their_ranks(module: types.ModuleType) -> None:
 
 
 def _collect_without_nccl(module: types.ModuleType) -> None:
-    """sglang 0.5.21, data-parallel attention. With experts of each rank's own it scatters a sum, of which ranks have parts of
-    different lengths, by NCCL, and by an all-reduce where inference is deterministic. Ranks of a group that share the output
-    head gather their logits into a tensor with one dimension more: Gloo refuses that, NCCL looks at the bytes alone."""
+    """sglang 0.5.21, data-parallel attention. If each rank has experts of its own, it scatters a sum, in parts of different
+    lengths, by NCCL; only in deterministic inference does it use an all-reduce. Ranks of a group that share the output head
+    gather their logits into a tensor with one dimension more: Gloo refuses that, whereas NCCL only looks at the bytes."""
     coordinator = module.GroupCoordinator
     gather = coordinator._all_gather_into_tensor
 
@@ -393,12 +396,12 @@ def _collect_without_nccl(module: types.ModuleType) -> None:
 
 
 def _let_the_controller_wait(module: types.ModuleType) -> None:
-    """sglang 0.5.21, data-parallel attention: its controller asks for requests without a pause, on a core of its own."""
+    """sglang 0.5.21, data-parallel attention: its controller polls for requests without a pause, and so occupies a core."""
     receive = module.sock_recv
 
     def wait_and_receive(socket, flags=0):
         if flags:
-            # No longer than a second: its watchdog hears of it between two questions.
+            # At most a second, because its watchdog expects a sign of life between two polls.
             socket.poll(1000)
         return receive(socket, flags=flags)
 
@@ -500,5 +503,5 @@ def _define_seeded_sampling_hash() -> None:
     _LIBRARIES.append(library)
 
 
-# An operator exists as long as the library object that defined it.
+# Kept here because an operator exists only as long as the library object that defined it.
 _LIBRARIES: list = []

@@ -1,9 +1,9 @@
-"""Engines that somebody else started (`--rollout-external-engine-addrs`): what they are, and how a run uses them.
+"""External engines (`--rollout-external-engine-addrs`), whose servers were not started by the run.
 
-`discover_external_engines` asks each address what it serves, before anything of the run starts, and refuses by name what
-does not fit. `ExternalEngine` is one of them to the run: it gets weights and requests like an engine of the run's own, and its
-server is never ended from here. It is left as it was found: out of the weight groups, and going on to generate; one that a
-push left between two versions stays paused.
+`discover_external_engines` asks each address what it serves before anything of the run starts, and refuses by name what does
+not fit. `ExternalEngine` represents one of them: it gets weights and requests like an engine of the run, but the run never ends
+its server. At the end the engine is left as it was found: outside of weight groups, and generating. Only one that a push has
+left between two versions stays paused.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ logger = logging.getLogger(__name__)
 
 _FLAG = "--rollout-external-engine-addrs"
 _CONNECT_SECONDS = 10.0
-# An engine that computes answers questions late.
+# An engine that is computing answers late.
 _ANSWER_SECONDS = 60.0
 _ASKED_AT_A_TIME = 64
 _POLL_SECONDS = 1.0
-# So many polls in a row that nobody takes: the server is gone. A new one needs longer to start.
+# After so many refused connections in a row the server counts as gone. A restart takes longer than that.
 _REFUSALS = 3
 _FAREWELL_SECONDS = 5.0
 # More pipeline stages than any trainer has, each with a weight group.
 _MOST_STAGES = 64
-# What a server was started with that asks for something which a run cannot do yet; `NOT_YET` says what.
+# Arguments of servers that a run does not support yet; `NOT_YET` has the explanations.
 _UNBUILT_SWITCHES = (
     "enable_lora", "enable_lmcache", "hicache_storage_backend", "enable_pd_role_switch",
     "disaggregation_decode_enable_offload_kvcache",
 )  # fmt: skip
-# What every engine is refused that was started with it; `REFUSED` says why.
+# Arguments with which an engine is refused in any case; `REFUSED` has the reasons.
 _REFUSED_SWITCHES = (
     "skip_tokenizer_init", "is_embedding", "allow_auto_truncate", "admin_api_key", "encoder_only", "language_only",
 )  # fmt: skip
@@ -65,10 +65,12 @@ _POLICIES = {"router_prefill_policy": "prefill", "router_decode_policy": "decode
 
 @dataclass(frozen=True)
 class ExternalEngineInfo:
-    """An engine that runs already. `num_gpus`: its devices, each a rank of a weight-update group.
+    """An engine that runs already.
 
-    `weight_version`: what it said of its weights when it was found; "default": those it was started with. `bootstrap_port` and
-    `transfer_backend`: of one that prefills, where it is asked for its caches; of one with a role, the way they move.
+    num_gpus: its devices, each of which is a rank of a weight-update group.
+    weight_version: that of its weights when it was found; "default": those with which it was started.
+    bootstrap_port: the port at which an engine that prefills is asked for its caches.
+    transfer_backend: how an engine that prefills or decodes moves caches.
     """
 
     url: str
@@ -86,7 +88,7 @@ class ExternalEngineInfo:
 
 
 def with_external_engines(args: argparse.Namespace) -> argparse.Namespace:
-    """A copy of `args` with the engines that stand at `--rollout-external-engine-addrs`, and with their number and devices.
+    """A copy of `args` with the engines at `--rollout-external-engine-addrs`, their number and their devices.
 
     Raises:
         UserError: one line for everything that does not fit: an address where nobody answers, twice the same engine, another
@@ -155,7 +157,7 @@ def _ask_all(urls: Sequence[str], api_key: str | None) -> list[dict[str, Any] | 
 
 
 def ask_engine(url: str, api_key: str | None) -> dict[str, Any]:
-    """What the server at `url` says of itself: its arguments, and about its model. It holds its key: never log it.
+    """The server's own description at `url`: its arguments, and facts about its model. It contains its key: never log it.
 
     Raises:
         RunError: no answer, not to this key, or not of an SGLang server; ends with the way out.
@@ -182,12 +184,12 @@ def ask_engine(url: str, api_key: str | None) -> dict[str, Any]:
             raise RunError(f"no SGLang engine there: it answered {response.status_code} to GET {path}")
         answers.append(answer)
     model, server = answers
-    # A server tells what it was started with, and of its model what it serves now.
+    # `/server_info` has the arguments from the server's start; `/model_info` has what it serves now.
     return {**model, **server, "weight_version": model.get("weight_version")}
 
 
 def describe_engine(url: str, told: dict[str, Any]) -> ExternalEngineInfo:
-    """The engine that `ask_engine` heard of. Sizes may stand under SGLang's short names."""
+    """The engine in an answer of `ask_engine`. Sizes may have SGLang's short names."""
 
     def size(*names: str) -> int:
         return next((int(told[name]) for name in names if told.get(name)), 1)
@@ -210,7 +212,7 @@ def describe_engine(url: str, told: dict[str, Any]) -> ExternalEngineInfo:
 
 
 def misfits_of_roles(args: argparse.Namespace, infos: Sequence[ExternalEngineInfo]) -> Iterator[str]:
-    """Why engines cannot prefill and decode for each other; nothing when they can, or when each does both."""
+    """Reasons why engines cannot prefill and decode for each other; none if they can, or if each does both."""
     count = Counter(info.worker_type for info in infos)
     backends = {info.transfer_backend for info in infos} - {None}
     if bool(count["prefill"]) != bool(count["decode"]):
@@ -230,11 +232,11 @@ def misfits_of_roles(args: argparse.Namespace, infos: Sequence[ExternalEngineInf
 
 
 def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
-    """Why a run with `args` cannot use the engine that says this of itself; nothing when it can."""
+    """Reasons why a run with `args` cannot use the engine with this answer; none if it can."""
     ours = version_of("sglang")
     if told.get("version") != ours:
         yield f"it is SGLang {told.get('version')}, and the run speaks to engines of SGLang {ours}; start that version"
-        # What another version calls its settings is not known here.
+        # Another version may have other names for its settings.
         return
     if not serves_model(told, args.hf_checkpoint):
         yield (
@@ -306,8 +308,8 @@ def _what_is_not_built(told: dict[str, Any]) -> Iterator[str]:
 def serves_model(told: dict[str, Any], hf_checkpoint: str) -> bool:
     """Whether the engine was started on the model at `hf_checkpoint`.
 
-    It may have read a copy on a machine of its own. Then the kinds of both models are compared; whether it serves the
-    trainer's weights is proven by its log-probs, after the first push.
+    It may have read a copy on another machine. Then only the types of both models are compared; its log-probs after the first
+    push show whether it serves the trainer's weights.
     """
     path = told["model_path"]
     if os.path.isdir(path):
@@ -333,7 +335,7 @@ def _cause(error: Exception) -> str:
 
 
 def _endpoint(url: str) -> tuple[str, int]:
-    """Address and port of `url`: names of one machine are the same engine."""
+    """IP address and port of `url`, by which two names of one machine are recognised as the same engine."""
     parts = urlsplit(url)
     try:
         host = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)[0][4][0]
@@ -343,18 +345,18 @@ def _endpoint(url: str) -> tuple[str, int]:
 
 
 class ExternalEngine(SGLangEngine):
-    """Engine `rank` of a run, whose server `info` somebody else started and nobody here ends."""
+    """Engine `rank` of a run, with the external server `info`, which the run neither starts nor ends."""
 
     def __init__(self, args: Any, rank: int, log_dir: str, info: ExternalEngineInfo) -> None:
         super().__init__(args, rank, log_dir, info.worker_type)
-        # A server closes idle connections after a time of its own, maybe when the next order is on its way, which is lost then.
+        # No keep-alive: a server may close an idle connection just when the next order is on its way, which would be lost.
         self._connections.headers["Connection"] = "close"
         self._info = info
         self._groups: set[str] = set()
         self._paused = self._changing = False
 
     def init(self) -> str:
-        """Look from this node whether the engine is still what was found, and undo what a killed run left there.
+        """Check from this node that the engine is still the one that was found, and undo what a killed run has left there.
 
         Returns:
             The server's URL.
@@ -371,7 +373,7 @@ class ExternalEngine(SGLangEngine):
                 f"engine {self.rank} ({self._info.url}) is another one than at the start of the run: {found}"
             )
         self._url = self._info.url
-        # Putting weights in place takes the longer the larger the model is.
+        # This may take long, since weights are put in place, if a killed run has left an update open.
         if self._undo("/end_weight_update", {}, self._args.engine_load_timeout) and not self._args.has_trainer:
             raise RunError(
                 f"engine {self.rank} ({self._url}) was left in the middle of a weight update, and this run pushes nothing; "
@@ -384,14 +386,14 @@ class ExternalEngine(SGLangEngine):
         return self._url
 
     def bootstrap_port(self) -> int | None:
-        """Where those that decode ask it for its caches, if it prefills."""
+        """The port at which engines that decode ask for its caches, if it prefills."""
         return self._info.bootstrap_port
 
     def wait_for_end(self) -> None:
-        """Return when `shutdown` is called; until then look whether the server listens.
+        """Return when `shutdown` is called; until then check that the server listens.
 
         Raises:
-            RunError: nobody listens at its address any more.
+            RunError: nothing listens at its address any more.
         """
         refusals = 0
         while not self._ending.wait(_POLL_SECONDS):
@@ -403,12 +405,11 @@ class ExternalEngine(SGLangEngine):
                 )
 
     def makes_progress(self, timeout: float) -> bool:
-        """Whether the server gives a token within `timeout` seconds; False while it listens and gives none.
-
-        What it computes meanwhile is not seen from here.
+        """Whether the server generates a token within `timeout` seconds; False if it listens but generates none. Whether it is
+        computing something else cannot be seen from here.
 
         Raises:
-            RunError: nobody listens at its address.
+            RunError: nothing listens at its address.
         """
         if self._answers("/health_generate", timeout):
             return True
@@ -417,7 +418,7 @@ class ExternalEngine(SGLangEngine):
         return False
 
     def shutdown(self) -> None:
-        """Leave the engine as it was found, as far as it answers. Its server goes on."""
+        """Leave the engine as it was found, as far as it answers. Its server keeps running."""
         self._ending.set()
         if self._url is None:
             return
@@ -432,18 +433,18 @@ class ExternalEngine(SGLangEngine):
         elif self._paused:
             self._undo("/continue_generation", {})
 
-    # -- memory: of others, who decide about it ---------------------------------------------------------------------
+    # -- memory: it is not the run's, which does not touch it ---------------------------------------------------------
 
     def sleep(self) -> None:
-        """Nothing: the engine keeps its memory."""
+        """Does nothing: the engine keeps its memory."""
 
     def wake_weights(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def wake_caches(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
-    # -- what has to be undone --------------------------------------------------------------------------------------
+    # -- orders that are noted, because they have to be undone --------------------------------------------------------
 
     def pause_generation(self, mode: str = "abort") -> None:
         """As of every engine."""
@@ -482,14 +483,15 @@ class ExternalEngine(SGLangEngine):
         super().destroy_weights_update_group(group_name)
 
     def _undo(self, path: str, payload: dict[str, Any], timeout: float = _FAREWELL_SECONDS) -> bool:
-        """Whether there was something to undo; the engine may be gone, too."""
+        """Send an order that undoes something. Returns whether the engine accepted it; it may have nothing to undo, or be
+        gone."""
         with contextlib.suppress(RunError):
             self._call("POST", path, payload, timeout=timeout)
             return True
         return False
 
     def _refuses(self) -> bool:
-        """Whether nobody takes connections at the server's address."""
+        """Whether connections to the server's address are refused."""
         parts = urlsplit(self._url)
         try:
             with socket.create_connection((parts.hostname, parts.port), _CONNECT_SECONDS):

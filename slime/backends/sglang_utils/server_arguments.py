@@ -2,8 +2,8 @@
 
 Order of precedence: values that follow from the run (addresses, sizes, paths) cannot be set by the user; then every
 `args.sglang_<field>` that is not None, which means that its flag was given; then our defaults, which depend on the device.
-To compute them needs no sglang, no torch and no processes, but for engines that hand caches over: whether the library for that
-can be imported a process of its own tells.
+They are computed without sglang, torch or further processes, with one exception: for engines that transfer caches, a process
+of its own finds out whether the library for that can be imported.
 
 `python -m slime.backends.sglang_utils.server_arguments` prints the flags of the installed server as JSON. Every field of
 `ServerArgs` is `--sglang-<field>` and lives in `args.sglang_<field>`. All spellings that a field has on sglang's own command
@@ -53,7 +53,7 @@ NOT_EXPOSED = frozenset(
     }
 )
 
-# What a run gives a server where the user says nothing.
+# Values of a run for fields that the user does not set.
 RUN_DEFAULTS: dict[str, Any] = {
     "log_level": "warning",
     "enable_metrics": True,
@@ -90,9 +90,10 @@ _NOT_SERVER_FIELDS = frozenset(
     }
 )
 
-# How engines with these roles spread requests over ranks: those that decode find a prompt's caches by the number of its room.
+# How engines with these roles distribute requests over ranks. Engines that decode find a prompt's caches by its room number.
 _LOAD_BALANCE = {"prefill": "follow_bootstrap_room", "decode": "round_robin"}
-# The one way in which sglang 0.5.21 moves caches that lie in host memory; what it imports for each way, and of which package.
+# The only way in which sglang 0.5.21 transfers caches in host memory; and for each way the module and the package that it
+# needs.
 _TRANSFER_ON_CPU, _PACKAGE_ON_CPU = "mooncake_tcp", "mooncake-transfer-engine-non-cuda"
 _TRANSFERS = {
     "mooncake": ("mooncake.engine", "mooncake-transfer-engine"),
@@ -113,15 +114,15 @@ _ENVIRONMENT = {
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "true",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
-    # A day. After 5 idle seconds a server would close the connection that the next order comes by, maybe at this very moment:
-    # then the order is lost, and the engine counts as failed.
+    # A day. By default a server closes a connection after 5 idle seconds, perhaps just when the next order arrives: then the
+    # order is lost, and the engine counts as failed.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-# Where compilers keep what they made, below SGLANG_CACHE_DIR. sglang 0.5.21 sets most of these, too late for torch: whoever
-# imported that first has its kernels in the directory for temporary files, which ends with the server.
+# Directories of compiled kernels, below SGLANG_CACHE_DIR. sglang 0.5.21 sets most of these variables, but too late if torch was
+# imported before: then kernels go to the directory for temporary files, which is deleted with the server.
 _KERNEL_CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -148,7 +149,7 @@ class ServerArguments:
 
 @dataclasses.dataclass(frozen=True)
 class EnginePart:
-    """One of the servers of an engine over several nodes: that of `node_rank`. The first one serves, the others compute.
+    """One of the servers of an engine over several nodes. The first one answers requests, the others only compute.
 
     Attributes:
         meeting_point: host and port at which the ranks of all parts find each other.
@@ -253,11 +254,11 @@ def _values_of_run(args: Any, on_cpu: bool) -> dict[str, Any]:
 
 
 def require_cache_transfer(args: Any, on_cpu: bool) -> None:
-    """Refuse engines that prefill or decode where the caches of one cannot be moved to another.
+    """Refuse engines that prefill or decode if caches cannot be transferred between them.
 
     Raises:
-        UserError: this machine has no GPU, and the way that was chosen needs one; or its library is not installed here, or
-            cannot be imported.
+        UserError: this machine has no GPU, and the chosen way needs one; or its library is not installed here, or cannot be
+            imported.
     """
     backend = args.sglang_disaggregation_transfer_backend or (_TRANSFER_ON_CPU if on_cpu else "mooncake")
     what, way_out = "prefill and decode on different engines", "leave --prefill-num-servers and such worker types out"
@@ -289,8 +290,8 @@ def require_cache_transfer(args: Any, on_cpu: bool) -> None:
 
 
 def import_problem(module: str) -> str | None:
-    """Why a module that is installed cannot be imported, for want of a library of the system say; None where it can, or where
-    that takes too long to be known here. A process of its own imports it: some modules start threads, or end the process."""
+    """Why an installed module cannot be imported, for example for lack of a system library; None if it can, or if that takes
+    too long to find out. A process of its own imports it, because some modules start threads, or end the process."""
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     try:
         done = subprocess.run(
@@ -305,7 +306,7 @@ def import_problem(module: str) -> str | None:
 
 
 def require_drafts(args: Any, on_cpu: bool) -> None:
-    """Refuse engines that draft where none could.
+    """Refuse engines that draft if this machine cannot.
 
     Raises:
         UserError: this machine has no GPU. There sglang 0.5.21 accepts the likeliest token whatever the temperature is, by
@@ -319,15 +320,15 @@ def require_drafts(args: Any, on_cpu: bool) -> None:
         )
 
 
-# In which a thread waits awake for the next operator; OpenMP has 300,000. Between two steps there is none, and the router, the
-# detokenizer and the manager would wait for these cores: a small model took a quarter longer.
+# How many rounds a thread spins while it waits for the next operator; OpenMP's default is 300,000. Between two steps there is
+# no operator, and router, detokenizer and manager need these cores: with the default a small model took a quarter longer.
 _ROUNDS_AWAKE = "20000"
 
 
 def share_of_cores(args: Any) -> int:
-    """The threads of each rank of an engine where there is no GPU: its share of the cores of this node.
+    """The number of threads of each rank of an engine without a GPU: its share of the cores of this node.
 
-    Training ranks have a share too where they compute at the same time.
+    Training ranks have a share, too, if they compute at the same time.
     """
     ranks = min(args.rollout_num_gpus, args.num_gpus_per_node)
     if args.asynchronous and args.has_trainer:
@@ -338,16 +339,16 @@ def share_of_cores(args: Any) -> int:
 def compute_server_environment(
     arguments: ServerArguments, on_cpu: bool, cache: Path | None = None, threads: int = 1
 ) -> dict[str, str]:
-    """The whole environment of the server process: ours, SGLang's settings where the user did not set them himself.
+    """The whole environment of the server process: that of this process, with settings for SGLang that the user has not set.
 
-    The trainer's allocator settings are removed; internal traffic ignores proxies, and ranks meet on the server's host; on CPU
-    every rank computes with `threads`: with more than there are cores, ranks take turns at every operator, which costs a factor
-    of 20. A SGLANG_HOST_IP of the driver counts for nothing: it may be of another node. SLIME_HOST_IP, of each node, is what
-    the server's host follows.
+    The trainer's allocator settings are removed. Internal traffic ignores proxies, and ranks meet on the server's host. On CPU
+    every rank computes with `threads` threads: if there are more than cores, ranks take turns at every operator, which costs a
+    factor of 20. The driver's SGLANG_HOST_IP is ignored, since it may be that of another node; the server's host follows from
+    SLIME_HOST_IP of its own node.
 
     Args:
-        cache: where the server keeps compiled kernels; None: where SGLang does.
-        threads: of a rank; with a GPU they are left alone.
+        cache: the directory of compiled kernels; None: SGLang's own.
+        threads: threads of a rank on CPU; not used with a GPU.
     """
     environment = {**_ENVIRONMENT, **environment_for_python()}
     if cache is not None:
@@ -357,7 +358,7 @@ def compute_server_environment(
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         environment.pop(name, None)
     environment["NO_PROXY"] = environment["no_proxy"] = "*"
-    # Of the addresses of a machine SGLang itself takes the one on the way to the internet.
+    # By itself SGLang chooses the address of the route to the internet.
     host = arguments.values["host"]
     environment.update(group_environment(host), SGLANG_HOST_IP=host)
     ranks = arguments.values["tp_size"] * arguments.values.get("pp_size", 1)
@@ -365,9 +366,9 @@ def compute_server_environment(
 
 
 def environment_on_cpu(environment: dict[str, str], ranks: int, threads: int = 1) -> dict[str, str]:
-    """`environment` with what a server of `ranks` processes, tensor-parallel ones of each stage, of `threads` each, needs
-    without a GPU."""
-    # Also where there are GPUs that the user chose not to use: torch must see what we decided.
+    """`environment` completed for a server without a GPU, which has `ranks` processes, the tensor-parallel ones of each stage,
+    with `threads` threads each."""
+    # There may be GPUs that the user chose not to use; torch must not see them.
     environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["OMP_NUM_THREADS"] = str(threads)
     if threads > 1 and "OMP_WAIT_POLICY" not in environment:
@@ -376,8 +377,8 @@ def environment_on_cpu(environment: dict[str, str], ranks: int, threads: int = 1
     # torch.compile needs a C++ compiler on CPU and half a minute at the first seeded request.
     environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     if ranks > 1:
-        # sglang 0.5.21 wants cores for each rank, or a NUMA node, and ends without. It would bind threads to them by kernels
-        # that no package for CPUs has, so nothing is bound, and each may have all.
+        # sglang 0.5.21 requires cores for each rank, or a NUMA node. It would bind threads to them by kernels that no package
+        # for CPUs has; so nothing is bound, and each rank is given all cores.
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([cores] * ranks))
     return environment
@@ -390,7 +391,7 @@ def typed_fields(args: Any) -> dict[str, Any]:
         for attribute, value in vars(args).items()
         if attribute.startswith("sglang_") and value is not None
     }
-    # Fields are repeated under other names, which are none.
+    # Some fields are repeated in `args` under other names, which are no fields.
     repeated = {name for field, names in OTHER_NAMES.items() if hasattr(args, f"sglang_{field}") for name in names}
     not_fields = _NOT_SERVER_FIELDS | DERIVED_FIELDS | repeated
     return {name: value for name, value in fields.items() if name not in not_fields}
@@ -398,7 +399,7 @@ def typed_fields(args: Any) -> dict[str, Any]:
 
 # -- flags ---------------------------------------------------------------------------------------------------------------
 
-# Spellings in common use that sglang 0.5.21 does not have (itself it takes any unique beginning of a name).
+# Spellings in common use that sglang 0.5.21 does not have (its own command line takes any unique beginning of a name).
 _MORE_SPELLINGS = {
     "cuda_graph_bs_decode": "cuda_graph_bs",
     "cuda_graph_max_bs_decode": "cuda_graph_max_bs",
@@ -422,7 +423,7 @@ _TYPES = {
 def describe() -> list[FlagSpec]:
     """One description for every field that sglang's command line knows; imports sglang.
 
-    Fields that even sglang keeps off its command line (callbacks, notes of its own resolution) are left out.
+    Fields that sglang itself does not put on its command line (callbacks, notes of its own resolution) are left out.
     """
     from slime.backends.sglang_utils import cpu_runtime
 

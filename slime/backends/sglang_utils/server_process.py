@@ -1,10 +1,12 @@
 """Entry point of a server process: `python -m slime.backends.sglang_utils.server_process --arguments-file FILE`.
 
-Runs the unmodified SGLang HTTP server. Around it: the process ends with its parent; the CPU adapter is installed where
-there is no GPU; there, scheduler and detokenizer are forked after sglang was imported, so that its imports are paid
-once instead of three times, and without what only other models would need; a server whose scheduler or detokenizer dies
-ends and leaves the cause; the API key never reaches the log. The arguments file holds that key, so it is readable by its
-owner only and is deleted as soon as it was read.
+Runs the unmodified SGLang HTTP server, with these additions:
+- The process ends with its parent.
+- Without a GPU the CPU adapter is installed. There scheduler and detokenizer are forked after sglang was imported, so that its
+  imports are paid once instead of three times, and modules that only other models need are not imported.
+- A server whose scheduler or detokenizer dies ends, and leaves the cause.
+- The API key never reaches the log. The arguments file contains it, so only its owner can read it, and it is deleted as soon as
+  it has been read.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from slime.backends.sglang_utils.server_arguments import ServerArguments
 
 
-# Beside the arguments file: why the server ended, where it was the first to know.
+# A file beside the arguments file, in which the server writes why it ended, if it knows.
 CAUSE_FILE = "cause"
 
 
@@ -46,7 +48,7 @@ def write_arguments_file(path: str | Path, arguments: ServerArguments) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Serve until the process is told to end."""
     exit_when_parent_dies()
-    # Imports make a million objects that stay: looking through them again and again is a tenth of their time.
+    # Imports create a million objects that stay; garbage collections among them would take a tenth of the import time.
     gc.disable()
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--arguments-file", type=Path, required=True)
@@ -62,9 +64,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def serve_plainly() -> None:
-    """Serve what the words of this process say, as SGLang's own command line does, where there is no GPU.
+    """Serve without a GPU, by the command-line arguments of this process, as SGLang's own command line does.
 
-    Nothing of a run is around it: it ends by itself or by a signal.
+    It is not part of a run, and ends by itself or by a signal.
     """
     from slime.backends.sglang_utils import cpu_runtime
 
@@ -102,7 +104,7 @@ def hide_from_logs(secret: str | None) -> None:
             record.msg, record.args = message.replace(secret, "***"), ()
         trace = formatter.formatException(record.exc_info) if record.exc_info else ""
         if secret in trace:
-            # Formatters make this text from the exception only where it is not set.
+            # Formatters make this text from the exception only if it is not set yet.
             record.exc_text = trace.replace(secret, "***")
         return record
 
@@ -123,7 +125,7 @@ def _serve(values: dict[str, Any], typed: list[str], cause_path: Path) -> None:
     if (values.get("dp_size") or 1) > 1:
         _care_for_every_group(values["node_rank"])
     if max(values.get(size) or 1 for size in ("dp_size", "pp_size")) > 1:
-        # Where processes are spawned they find it by this name, and not in `__main__`.
+        # Imported under its full name, since spawned processes cannot find it in `__main__`.
         run = importlib.import_module("slime.backends.sglang_utils.server_process").run_scheduler
         http_server.launch_server = functools.partial(http_server.launch_server, run_scheduler_process_func=run)
     if gpus_on_this_machine() == 0:
@@ -209,18 +211,18 @@ def _name_shared_memory_after(directory: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Data-parallel attention: an engine has a scheduler for each group of ranks, with requests and caches of its own.
 
-# Between the seeds of two groups: those of engines are closer to each other.
+# Distance between the seeds of two groups, which is larger than between engines.
 _SEEDS_OF_A_GROUP = 2**16
-# In which a group that sleeps while it is idle looks for what came to another one, and waits for it.
+# How often a group that sleeps while it is idle looks whether another group has got requests, which would wait for it.
 _SLEEP_MILLISECONDS = 20
 
 
 def _care_for_every_group(node_rank: int) -> None:
-    """sglang 0.5.21 calls caches flushed when the first group says so. Another one may have refused: it would go on with keys
-    and values of older weights, and die when it is told to give its memory back.
+    """sglang 0.5.21 reports flushed caches if the first group has flushed. Another group may have refused: it would go on with
+    keys and values of older weights, and die when it is told to give its memory back.
 
-    And it wants the ports of the first node's processes to be free on all nodes, where nobody binds them.
-    See `run_scheduler` for what it does in those of ranks.
+    It also requires the ports of the first node's processes to be free on all nodes, although nothing binds them there.
+    The changes in the processes of ranks are in `run_scheduler`.
     """
     from sglang.srt import server_args as their_flags
     from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
@@ -242,12 +244,14 @@ def _care_for_every_group(node_rank: int) -> None:
 
 
 def _be_a_group(server_args: Any, group: int) -> None:
-    """sglang 0.5.21 gives all groups one seed: of a prompt that several have, each would write the same answer. And where ranks
-    sleep while they are idle, each wakes for what comes to its own group, and those that are awake wait for it.
+    """Lifts assumptions of sglang 0.5.21 in the ranks of a group.
 
-    Of the experts that a graph has noted for all groups, each takes its own: it skips as many rows as those before it have
-    requests, where graphs that verify drafts have a row for every token. And ranks of an engine that prefills are listed by
-    its server, which they look for where they meet each other. On one node that is loopback, and the server listens at the
+    It gives all groups one seed, so that groups with the same prompt would write the same answer. If ranks sleep while they are
+    idle, each wakes only for requests of its own group, although groups that are awake wait for it.
+
+    From the experts that a graph records for all groups, each group takes its own by skipping as many rows as the groups before
+    it have requests; but graphs that verify drafts have a row for every token. And ranks of an engine that prefills register
+    with its server at the address where they meet each other. On one node that is loopback, whereas the server listens at the
     address of the node.
     """
     from sglang.srt.disaggregation.common.conn import CommonKVManager
@@ -279,34 +283,34 @@ def _be_a_group(server_args: Any, group: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pipeline stages: the schedulers of all stages go through one loop, step by step. The first stage takes the requests and hands
-# them on, computes its part of a batch and hands that on, and gives the answers.
+# Pipeline stages: the schedulers of all stages go through one loop, step by step. The first stage receives the requests and
+# passes them on, computes its part of a batch and passes that on, and gives the answers.
 
-# Requests for which all stages have to wait for each other, or for the trainer, or look at all requests that run.
+# Requests for which all stages have to wait for each other or for the trainer, or which concern all running requests.
 _ALONE = (
     "PauseGenerationReqInput", "FlushCacheReqInput", "InitWeightsUpdateGroupReqInput", "DestroyWeightsUpdateGroupReqInput",
     "BeginWeightUpdateReqInput", "UpdateWeightsFromDistributedReqInput", "UpdateWeightsFromTensorReqInput",
     "UpdateWeightFromDiskReqInput", "EndWeightUpdateReqInput", "CheckWeightsReqInput", "ReleaseMemoryOccupationReqInput",
     "ResumeMemoryOccupationReqInput",
 )  # fmt: skip
-# What carries these out, and answers whether it went well.
+# Methods that carry these out, and answer whether they succeeded.
 _CARRIED_OUT_BY_ALL = (
     "init_weights_update_group", "destroy_weights_update_group", "begin_weight_update", "update_weights_from_distributed",
     "update_weights_from_tensor", "update_weights_from_disk", "end_weight_update",
 )  # fmt: skip
-# Behind the requests of a step: no stage begins a batch in it.
+# A mark behind the requests of a step: no stage begins a batch in this step.
 _BEGIN_NOTHING = "begin nothing"
 
 
 class StepsOfStages:
     """Which requests a stage carries out in a step of the loop, and whether it may begin a batch (`begins`).
 
-    Between two steps a batch that was begun may wait for another stage. A request for which stages wait for each other would
-    then be waited for in vain. So it is kept, with all that came behind it, until every batch has ended; the stages begin none
-    meanwhile. The first stage decides, the others hear of it.
+    Between two steps a batch that was begun may wait for another stage. Stages that then wait for each other because of a
+    request would wait for ever. So such a request is kept, with all that came after it, until every batch has ended; meanwhile
+    the stages begin none. The first stage decides, and tells the others.
 
     Args:
-        is_first: of the stages.
+        is_first: whether this is the first stage.
         is_alone: whether a request has to wait for the end of all batches.
     """
 
@@ -328,20 +332,20 @@ class StepsOfStages:
         return waiting[:now]
 
     def to_hand_on(self, requests: list[Any]) -> list[Any]:
-        """What the next stage takes in this step."""
+        """The list that the next stage receives in this step."""
         return requests if self.begins else [*requests, _BEGIN_NOTHING]
 
 
 def answer_of_all(answers: Sequence[Any]) -> Any:
-    """The one answer to a request that every stage has answered: the first that says that it failed; none failed: the first."""
+    """The one answer to a request that every stage has answered: the first that failed, else the first."""
     return next((answer for answer in answers if not answer.success), answers[0])
 
 
 def _go_through_steps_together(is_first: bool, is_last: bool) -> None:
-    """sglang 0.5.21, pipeline stages: a stage hands requests on when it has carried them out, so that one for which stages wait
-    for each other is never heard of by the next. And a paused engine goes on with all its batches.
+    """sglang 0.5.21, pipeline stages: a stage passes requests on after it has carried them out, so that a request for which
+    stages wait for each other never reaches the next stage. And a paused engine goes on with all its batches.
 
-    Here a request is handed on first. A paused stage begins no batch, and gives back the requests of all of them.
+    Here a request is passed on first. A paused stage begins no batch, and gives back the requests of all batches.
     """
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.schedule_batch import NextBatchPlan
@@ -373,13 +377,13 @@ def _go_through_steps_together(is_first: bool, is_last: bool) -> None:
         for batch in self.running_mbs:
             batch.reqs, batch.batch_is_full = [], False
         self.last_mbs = [None] * len(self.last_mbs)
-        # It gives back those of the batch that it takes for the only one.
+        # SGLang's `pause` gives back the requests of one batch, so it is given one with all requests.
         self.running_batch, self.last_batch = types.SimpleNamespace(reqs=running, batch_is_full=False), None
         pause(self, request)
         self.running_batch = current
 
     def be_idle(self: Any) -> None:
-        # Requests that it has not begun again have caches, which it would take for lost.
+        # Requests that were given back and not begun again still have caches, which SGLang would report as leaked.
         if not self._engine_paused and steps.begins:
             idle(self)
         elif steps.begins:
@@ -396,7 +400,7 @@ def _go_through_steps_together(is_first: bool, is_last: bool) -> None:
     Scheduler.pause_generation = give_back_requests
     Scheduler.on_idle = be_idle
     Scheduler.init_load_inquirer = count_all_batches
-    # Between two steps requests may be in a batch that is none of these: their prompts were computed, and nothing else.
+    # Between two steps requests may be in a batch of another kind: one whose prompts have been computed, and nothing else.
     Scheduler._pp_microbatches_drained = lambda self: have_ended(self) and not _unfinished(self)
 
 
@@ -408,8 +412,8 @@ def _unfinished(scheduler: Any) -> list[Any]:
 
 
 def _be_ranks_of_one_engine(stage: int, tp_size: int) -> None:
-    """sglang 0.5.21 counts the ranks of a weight group, and the handles of an order, within a stage; and answers what the first
-    stage says of itself."""
+    """sglang 0.5.21 counts the ranks of a weight group, and the handles of an order, within one stage, and answers for the
+    first stage alone. Here all stages count as ranks of one engine."""
     import torch.distributed as dist
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.managers.tp_worker import BaseTpWorker
@@ -450,7 +454,8 @@ def _be_ranks_of_one_engine(stage: int, tp_size: int) -> None:
 def run_scheduler(
     server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, pp_rank: int, group: int | None, *further: Any
 ) -> None:
-    """A rank of an engine with groups of attention or pipeline stages, in its process. `group`: of attention, or None."""
+    """Run a rank of an engine with groups of attention or pipeline stages, in its process. `group`: its group of attention, or
+    None."""
     from sglang.srt.managers import scheduler
 
     if group is not None:
@@ -462,8 +467,8 @@ def run_scheduler(
 
 
 def _end_when_a_worker_dies(cause_path: Path, node_rank: int) -> None:
-    """sglang 0.5.21 does not notice that a scheduler below a data-parallel controller dies before all are ready, nor that one
-    on a further node of an engine dies later, unless it is the first there. Who waits for it waits long, and hears no cause.
+    """sglang 0.5.21 does not notice if a scheduler below a data-parallel controller dies before all are ready, nor if one on a
+    further node of an engine dies later, unless it is the first there. Others would wait for it for long, without a cause.
     """
     from sglang.srt.entrypoints import engine
 
@@ -482,7 +487,7 @@ def _end_when_a_worker_dies(cause_path: Path, node_rank: int) -> None:
                 WorkerWatch(cause_path, schedulers, names).start()
             return ready
         finally:
-            # Where this fails, schedulers are ended next, and the reason is in the log.
+            # If waiting fails the schedulers are ended next, and the reason is in the log already.
             while_starting.stop()
 
     engine._wait_for_scheduler_ready = wait_and_watch
@@ -500,18 +505,18 @@ def _fork_workers(server_args: Any) -> None:
     def set_up_and_fork(server_args: Any) -> None:
         set_up(server_args)
         multiprocessing.set_start_method("fork", force=True)
-        # What is there now stays. A collection in a child would touch, and so copy, all that the parent imported.
+        # All present objects stay. A collection in a child would touch, and so copy, everything that the parent imported.
         gc.freeze()
 
     engine._set_envs_and_config = set_up_and_fork
 
 
 def _import_for_workers(server_args: Any) -> None:
-    """Import before the fork what the children need, and keep from them what takes most of their start and serves nothing.
+    """Import before the fork what the children need, and prevent imports that take most of their start and are not needed.
 
-    sglang 0.5.21 imports Megatron where it is installed, for a dump that nobody asked for, and every model that it knows to
-    find the one to be served. Models are found when one is asked for that is not there yet; a package of the user's
-    (`SGLANG_EXTERNAL_MODEL_PACKAGE`) changes that, and is left to it.
+    sglang 0.5.21 imports Megatron if it is installed, for a dump that nobody asks for, and all models that it knows in order to
+    find the one to be served. Here a model is imported when it is looked up. With a user's package of models
+    (`SGLANG_EXTERNAL_MODEL_PACKAGE`) SGLang's own way stays.
     """
     sys.modules["megatron"] = None  # type: ignore[assignment]  its import fails, as where it is not installed
     try:
@@ -536,7 +541,7 @@ def _import_for_workers(server_args: Any) -> None:
 
 
 def _models_beside(architecture: str) -> dict[str, type]:
-    """The models of the module of sglang that offers `architecture`, by name; {} where none does, or it cannot be imported."""
+    """By name, the models of sglang's module that has `architecture`; {} if none has it, or if it cannot be imported."""
     import sglang.srt.models
 
     definition = re.compile(rf"^class {re.escape(architecture)}\b", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Public import path of what `--sglang-config` describes."""
+"""Public import path of the models and groups of engines that `--sglang-config` describes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.utils.errors import UserError
 
 @dataclass(frozen=True)
 class SglangConfig:
-    """The models of a file, in its order."""
+    """The models of a file, in the order of the file."""
 
     models: tuple[ModelConfig, ...]
 
@@ -22,11 +22,11 @@ class SglangConfig:
     def from_yaml(
         cls, path: str | Path, *, hf_checkpoint: str | None = None, num_gpus_per_engine: int = 1
     ) -> SglangConfig:
-        """What a run with `--sglang-config path` reads in the file, whatever its `--rollout-num-gpus` is.
+        """Read a file as a run with `--sglang-config path` does, whatever its `--rollout-num-gpus` is.
 
         Args:
-            hf_checkpoint: `--hf-checkpoint`, the model where the file names none.
-            num_gpus_per_engine: `--rollout-num-gpus-per-engine`, where the file has none.
+            hf_checkpoint: `--hf-checkpoint`, the model if the file names none.
+            num_gpus_per_engine: `--rollout-num-gpus-per-engine`, used if the file names none.
 
         Raises:
             UserError: something in the file is wrong; one line for each thing, with its place. A run may refuse more of it,

@@ -3,8 +3,8 @@
 The class is plain; the serving layer makes it a Ray actor. Invariants:
 - Every wait has a deadline. While it waits for its server, the engine also watches the server's process.
 - A call that fails because the server is dead says so, with exit status and last log lines; so does `wait_for_end`, which
-  hears of it also while nothing is called.
-- The server binds the node's service address only and, when the run has an API key, answers nobody without it.
+  notices it even if nothing is called.
+- The server binds the node's service address only and, if the run has an API key, answers nobody without it.
 """
 
 from __future__ import annotations
@@ -52,32 +52,32 @@ from slime.weights.transports.transport import FLUSH_SECONDS
 logger = logging.getLogger(__name__)
 
 _FIRST_PORT = 15000
-# Between two questions: a server tells nobody that it is ready, or that its requests are done.
+# Pauses between two polls: a server does not report that it is ready, or that its requests are done.
 _READY_POLL_SECONDS = 0.1
 _FLUSH_PAUSE_SECONDS = 1.0
 _CONNECT_TIMEOUT_SECONDS = 10.0
-# As many as threads ask at the same time.
+# The number of threads that call at the same time.
 _MOST_CONNECTIONS = 8
-# Requests whose time grows with the size of the model: all of its weights are read, hashed or put in place.
+# Requests whose time grows with the size of the model, because all weights are read, hashed or put in place.
 _LOADING = frozenset({"/update_weights_from_disk", "/weights_checker", "/end_weight_update"})
-# What sglang calls the kinds of its memory.
+# SGLang's names for the kinds of its memory.
 _WEIGHTS, _CACHES = ("weights",), ("kv_cache", "cuda_graph")
 _MEMORY = (*_WEIGHTS, *_CACHES)
 _WATCH_POLL_SECONDS = 0.2
 _LINES_OF_A_DEAD_SERVER = 12
 _HEALTH_SECONDS = 5.0
-# Where sglang 0.5.21 lets requests go that warm an engine up which prefills: to no other engine.
+# The address of no engine, which sglang 0.5.21 itself uses for warm-up requests of an engine that prefills.
 _NOBODY = "2.2.2.2"
-# In which an engine gives a token that has nothing else to do: then nobody looks at what it computes.
+# An idle engine gives a token within this time; then its processor time is not looked at.
 _IDLE_TOKEN_SECONDS = 1.0
-# Of the time of a check: what an engine that compiles or loads computes at least, and one that hangs never does.
+# The least share of a check's time that an engine computes if it compiles or loads; one that hangs computes less.
 _COMPUTING_SHARE = 0.02
 
 
 def kernel_cache() -> Path | None:
-    """The user's directory for what servers of the installed versions compile, made if need be; nobody deletes from it.
+    """The user's directory for kernels compiled by servers of the installed versions; created if missing, never cleaned.
 
-    None: there is no home directory, it cannot be written, or others may write there, whose code a server would load.
+    None: there is no home directory, it cannot be written, or other users can write there, whose code a server would load.
     """
     home = env.cache_home()
     if home is None:
@@ -95,7 +95,7 @@ def kernel_cache() -> Path | None:
 class SGLangEngine:
     """Engine `rank` of a run, in a group of that `role`. Its server's log is `{log_dir}/engine_{rank}.log`.
 
-    Without a GPU each of its ranks computes with `threads`; None: with its share of the node's cores.
+    Without a GPU each of its ranks computes with `threads` threads; None: its share of the node's cores.
     """
 
     def __init__(self, args: Any, rank: int, log_dir: str | Path, role: str = "regular", threads: int | None = None):
@@ -103,7 +103,7 @@ class SGLangEngine:
         self._threads = threads
         self.rank = rank
         self._role = role
-        # Of one that prefills: where those that decode ask for its caches.
+        # If it prefills: the port at which engines that decode ask for its caches.
         self._bootstrap: PortReservation | None = None
         self._row: list[PortReservation] = []
         self._log_dir = Path(log_dir)
@@ -113,15 +113,15 @@ class SGLangEngine:
         self._local_checkpoint: LocalCheckpoint | None = None
         self._url: str | None = None
         self._ending = threading.Event()
-        # Kinds of memory; see `sleep`.
+        # Kinds of memory that are given back; see `sleep`.
         self._given_back: set[str] = set()
         self._continues = self._has_slept = False
-        # For internal traffic: it asks no proxy. A push consists of many short requests, so the lighter client.
+        # Internal traffic uses no proxy. A push has many short requests, so a light client is used.
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         self._connections = urllib3.PoolManager(maxsize=_MOST_CONNECTIONS, headers=headers, retries=False)
 
     def __repr__(self) -> str:
-        # In front of every line that its process logs, where that is one of Ray's.
+        # Ray puts this in front of every line that the engine's actor logs.
         return f"engine {self.rank}"
 
     # -- life -------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class SGLangEngine:
         return self._url
 
     def reserve_bootstrap_port(self, host: str) -> int | None:
-        """Take a port, if the engine prefills and has none, at which those that decode will ask for its caches."""
+        """Reserve a port at which engines that decode will ask for caches, if this one prefills and has none yet."""
         if self._role == "prefill" and self._bootstrap is None:
             self._bootstrap = reserve_port(host, random_port_start(_FIRST_PORT))
         return self.bootstrap_port()
@@ -168,7 +168,7 @@ class SGLangEngine:
         return None if self._bootstrap is None else self._bootstrap.port
 
     def reserve_first_port(self, host: str = LOOPBACK) -> str | None:
-        """Take a row of ports for sockets on `host`; the `first_port` of `compute_server_arguments`, or None."""
+        """Reserve a row of ports on `host`. Returns the `first_port` of `compute_server_arguments`, or None."""
         if (groups := attention_groups(self._args)) > 1:
             self._row = reserve_row(30 + groups)
         return f"{host_for_url(host)}:{self._row[0].port}" if self._row else None
@@ -224,11 +224,11 @@ class SGLangEngine:
         self._call("GET", "/health", timeout=timeout)
 
     def makes_progress(self, timeout: float) -> bool:
-        """Whether the server generates: it is asked for a token, again and again, for `timeout` seconds.
+        """Whether the server generates: it is asked for a token, repeatedly, for `timeout` seconds.
 
         Returns:
-            True when it answered; False when it did not, and computed something else meanwhile: a kernel, a load; or when
-            nobody knows whether it did.
+            True if it answered; False if it did not, but computed something else, such as a kernel or a load, or if it is not
+            known whether it computed.
 
         Raises:
             RunError: it did not answer, and computed nothing; or it is dead.
@@ -238,7 +238,7 @@ class SGLangEngine:
         before = self._computing_seconds()
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
-            # While it generates for others, any token of theirs counts: nothing is computed for the question.
+            # While it generates for other requests SGLang answers with any token of theirs, at no cost.
             if self._answers("/health_generate", left):
                 return True
             self.raise_if_dead()
@@ -246,7 +246,7 @@ class SGLangEngine:
         after = self._computing_seconds()
         worked = None if before is None or after is None else after - before
         is_idle = worked is not None and worked < _COMPUTING_SHARE * timeout
-        # The process that answers compiles and loads nothing: it has no reason to be silent.
+        # The process that answers `/health` compiles and loads nothing, so it must answer.
         if is_idle or not self._answers("/health", _HEALTH_SECONDS):
             self.raise_if_dead()
             computed = (
@@ -261,7 +261,7 @@ class SGLangEngine:
     def generate(self, payload: dict[str, Any], timeout: float | None = None) -> Any:
         """POST `payload` to `/generate` of this engine, past the router; the parsed answer.
 
-        An engine that prefills gives its caches to nobody then, and one that decodes cannot be asked alone.
+        An engine that prefills then sends its caches nowhere; one that decodes cannot be asked alone.
         """
         if self._role == "prefill":
             payload = {**payload, "bootstrap_host": _NOBODY, "bootstrap_room": 0}
@@ -269,7 +269,7 @@ class SGLangEngine:
 
     def has_requests(self) -> bool:
         """Whether any request runs or waits here."""
-        # No other process of an engine reads tables.
+        # Imported late: nothing else in this process needs its libraries.
         from slime.utils.engine_answers import num_requests
 
         # Who asks does not wait for longer; an engine that hangs would be asked again and again until no call gets through.
@@ -290,7 +290,7 @@ class SGLangEngine:
         """Call methods of this engine in turn, each given by its name and arguments; the first error ends it.
 
         Returns:
-            What the last one returned.
+            The result of the last one.
         """
         result = None
         for method, *arguments in orders:
@@ -304,7 +304,7 @@ class SGLangEngine:
         self._call("POST", "/pause_generation", {"mode": mode})
 
     def continue_generation(self) -> None:
-        """Undo `pause_generation`; of an engine whose caches are given back, when they are there again."""
+        """Undo `pause_generation`; if the engine's caches are given back, not before it has them again."""
         if "kv_cache" in self._given_back:
             self._continues = True
         else:
@@ -331,10 +331,10 @@ class SGLangEngine:
     # -- sleep ------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Let what runs end, hold back what arrives from now on, and give the memory of weights and caches back.
+        """Let running requests end, hold back new ones, and give the memory of weights and caches back.
 
-        Requests that come while the engine sleeps wait in its server until it goes on. Without CUDA the server keeps its
-        memory; everything else is as it is with it.
+        Requests that arrive while the engine sleeps wait in its server until it goes on. Without CUDA the server keeps its
+        memory, and everything else is the same.
 
         Raises:
             RunError: requests still run after a minute.
@@ -344,7 +344,7 @@ class SGLangEngine:
             return
         if not self._given_back:
             self.flush_cache()
-            # Whatever came since is ended, and counts as aborted; the server dies of a release while something runs.
+            # Requests that came since are aborted, because a server that releases memory while requests run would die.
             self.pause_generation()
             self.flush_cache()
             if self.rank == 0 and not self._has_slept and gpus_on_this_machine() == 0:
@@ -354,7 +354,7 @@ class SGLangEngine:
         self._given_back.update(tags)
 
     def wake_weights(self) -> None:
-        """Take the memory of weights again; what stands in it are no weights."""
+        """Take the memory of weights again. Its contents are undefined."""
         self._take_again(_WEIGHTS)
 
     def wake_caches(self) -> None:
@@ -369,7 +369,7 @@ class SGLangEngine:
             self.continue_generation()
 
     def _take_again(self, tags: tuple[str, ...]) -> bool:
-        """Whether there was anything to take; the server dies of being told twice."""
+        """Take memory again that was given back, once, since the server dies of a second order. Returns whether any was."""
         given_back = [tag for tag in tags if tag in self._given_back]
         if given_back:
             self._call("POST", "/resume_memory_occupation", {"tags": given_back})
@@ -435,10 +435,10 @@ class SGLangEngine:
         self._call("POST", "/update_weights_from_tensor", payload, timeout=timeout)
 
     def fetch_weights(self, published: str) -> str | None:
-        """Bring `--update-weight-local-checkpoint-dir` of this host to the weights in the directory `published`.
+        """Update `--update-weight-local-checkpoint-dir` of this host to the weights in the directory `published`.
 
         Returns:
-            Why they have to be published whole, if they have.
+            Why the weights have to be published whole; None if they need not be.
 
         Raises:
             RunError, UserError: see `LocalCheckpoint.bring_to`.
@@ -454,7 +454,7 @@ class SGLangEngine:
         return self._local_checkpoint.bring_to(Path(published))
 
     def update_weights_from_disk(self, path: str, weight_version: str | None = None) -> None:
-        """Load the HF checkpoint at `path`. When that fails the server may have new tensors beside old ones."""
+        """Load the HF checkpoint at `path`. If that fails the server may have a mixture of new and old tensors."""
         payload: dict[str, Any] = {"model_path": str(path), "flush_cache": True}
         if weight_version is not None:
             payload["weight_version"] = weight_version
@@ -475,17 +475,17 @@ class SGLangEngine:
             raise RunError(f"engine {self.rank} reports weight version {found} after it was told {version}")
 
     def reset_weights(self) -> None:
-        """Overwrite every tensor with random numbers (self-test: what is not pushed again stays wrong)."""
+        """Overwrite every tensor with random numbers (self-test: a tensor that is not pushed again stays wrong)."""
         self._call("POST", "/weights_checker", {"action": "reset_tensors"})
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _computing_seconds(self) -> float | None:
-        """Processor seconds that the engine has used so far, to tell one that computes from one that hangs; None: unknown."""
+        """Processor seconds that the engine has used so far, which show whether it computes or hangs; None: unknown."""
         return computing_seconds(self._process.pid)
 
     def _raise_if_another_part_failed(self) -> None:
-        """Nothing: an engine on one node has one part."""
+        """Does nothing: an engine on one node has one part."""
 
     def _launch(
         self, port: PortReservation, nccl_port: PortReservation, base_gpu_id: int, part: EnginePart | None
@@ -511,7 +511,7 @@ class SGLangEngine:
         write_arguments_file(arguments_file, arguments)
         module = "slime.backends.sglang_utils.server_process"
         name = f"engine_{self.rank}" + (f"_node_{part.node_rank}" if part and part.node_rank else "")
-        # The server's ranks meet through a file, or at a store of ours: that of their own listens on all interfaces.
+        # The server's ranks meet through a file, or at our store; a store of their own would listen on all interfaces.
         meeting = f"file://{self._scratch_dir}/rendezvous" if part is None else f"tcp://{part.meeting_point}"
         self._process = ChildProcess(
             name.replace("_", " "),
@@ -523,7 +523,7 @@ class SGLangEngine:
                 ),
                 "TMPDIR": str(self._scratch_dir),
                 "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": meeting,
-                # Nobody among the ranks opens the store: it is there.
+                # The store is there already, so no rank opens one.
                 **({} if part is None else {"TORCHELASTIC_USE_AGENT_STORE": "True"}),
             },
         )
@@ -553,7 +553,7 @@ class SGLangEngine:
             return False
 
     def _describe_end(self) -> str:
-        """How the server ended: what it wrote down itself, else its exit status; and the last lines of its log."""
+        """How the server ended: the cause that it wrote itself, else its exit status; and the last lines of its log."""
         try:
             cause = (self._scratch_dir / CAUSE_FILE).read_text()
         except OSError:
@@ -563,7 +563,7 @@ class SGLangEngine:
     def _request(
         self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float | None = None
     ) -> urllib3.BaseHTTPResponse:
-        """`timeout` in seconds; None: what the flag for this kind of request says."""
+        """`timeout` in seconds; None: that of the flag for this kind of request."""
         flag = ""
         if timeout is None:
             name = "engine_load_timeout" if path in _LOADING else "http_control_timeout"
@@ -596,5 +596,5 @@ class SGLangEngine:
 
 
 def _text_of(response: urllib3.BaseHTTPResponse) -> str:
-    """The body of an answer, which may be an error page of anybody's."""
+    """The body of an answer, which may be an error page of any server in between."""
     return response.data.decode(errors="replace")

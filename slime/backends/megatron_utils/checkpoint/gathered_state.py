@@ -1,9 +1,9 @@
-"""What optimizers keep of every weight, in a checkpoint: their float32 copies of 16-bit weights, and Adam's moments.
+"""The optimizer's states of every weight in a checkpoint: float32 copies of 16-bit weights, and Adam's moments.
 
-What a distributed optimizer keeps of a weight lies in pieces on its data-parallel ranks, and whole in a checkpoint, which any
-layout can load. Each weight has an owner among these ranks: it alone puts the pieces together in its memory and writes them,
-and reads them for all. So a rank holds about as much as its own pieces, where Megatron's two ways have everything on every
-rank, or all of it on the first one. What is on disk is the same.
+A distributed optimizer has the states of a weight in pieces on its data-parallel ranks. In a checkpoint they are whole, so that
+any layout can load them. Each weight has an owner among these ranks, which alone puts the pieces together in its memory and
+writes them, and reads them for all. So a rank needs about as much memory as for its own pieces, whereas Megatron's two ways
+need memory for everything on every rank, or on the first one. The files are the same.
 
 An optimizer without moments, such as a stateless Adam, has float32 copies all the same: updates are smaller than what 16 bits
 resolve, so a run that made its copies of the 16-bit weights at every resume would lose them. They stand under the names that
@@ -48,7 +48,7 @@ def has_float32_copies(optimizer: MegatronOptimizer) -> bool:
 
 
 def prefix_in(stored: Iterable[str]) -> str | None:
-    """What the copies' names begin with among the names of a checkpoint; None where it holds none.
+    """The prefix of the copies' names in a checkpoint with the names `stored`; None if it holds no copies.
 
     A run in float32 may have saved its weights themselves under such names.
     """
@@ -67,7 +67,7 @@ def describe_states(part: DistributedOptimizer, model: dict[str, Any], *, is_loa
 
 
 def put_states(part: DistributedOptimizer, loaded: Loaded) -> None:
-    """Give the optimizer what was loaded into what `describe_states` gave. Collective like that."""
+    """Give the optimizer the states that were loaded by the description of `describe_states`. Collective like that."""
     _put_gathered(part, loaded, STATES, functools.partial(_put_states_of, part))
     _spread_weights(part)
 
@@ -89,7 +89,7 @@ def describe_copies(
             described[number] = _describe_gathered(part, by_weight, {_COPY: prefix}, is_loading=is_loading)
         else:
             own = dict(_own_copies(part))
-            # The copies of a whole model have room in host memory alone.
+            # Only host memory has room for the copies of a whole model.
             copies = [torch.empty(copy.shape) if is_loading else copy.detach() for copy in own.values()]
             described[number] = {
                 index: {_COPY: make_sharded_optimizer_tensor(by_weight[id(weight)], copy, prefix)}
@@ -100,7 +100,7 @@ def describe_copies(
 
 @torch.no_grad()
 def put_copies(parts: list[MegatronOptimizer], loaded: Mapping[int, Loaded]) -> None:
-    """Give the optimizers the copies that were loaded into what `describe_copies` gave. Collective like that."""
+    """Give the optimizers the copies that were loaded by the description of `describe_copies`. Collective like that."""
     # A part of which this rank owns nothing has nothing loaded.
     gathered = [loaded.get(number, {}) for number in range(len(parts))]
     require_owned(parts, gathered, (_COPY,))
@@ -116,9 +116,9 @@ def put_copies(parts: list[MegatronOptimizer], loaded: Mapping[int, Loaded]) -> 
 
 @contextlib.contextmanager
 def putting_copies(optimizer: MegatronOptimizer) -> Iterator[Callable[[torch.Tensor, torch.Tensor], None]]:
-    """Within the block the optimizer's copies are set one by one, by a function of a weight and of its values, in more bits and
-    of all that this rank has of it. Weights of which there is no copy are passed over. The end is collective over the
-    data-parallel ranks."""
+    """In the block the optimizer's copies are set one by one, by the function that is yielded. Its arguments are a weight, and
+    the values of all of it that this rank has, in more bits. Weights without a copy are ignored. The end of the block is
+    collective over the data-parallel ranks."""
     parts = [part for part in parts_of(optimizer) if part.optimizer is not None]
     puts: dict[torch.Tensor, Callable[[torch.Tensor], Any]] = {}
     for part in parts:
@@ -145,35 +145,35 @@ def _put_piece(part: DistributedOptimizer, weight: torch.Tensor, first: int, val
 
 
 def _make_states(part: DistributedOptimizer) -> None:
-    """Have an optimizer whose main parameters are states make them; moments are made with them, of 0."""
+    """Create main parameters and moments (0) in an optimizer whose main parameters are states."""
     for param in part.get_parameters() if _is_precision_aware(part) else ():
         part.optimizer.initialize_state(param)
 
 
 def _own_copies(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The weights of which a whole optimizer has copies, and these."""
+    """(weight, copy) for all weights of which a non-distributed optimizer has copies."""
     if isinstance(part, Float16OptimizerWithFloat16Params):
         for weights, copies in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
             yield from zip(weights, copies, strict=True)
 
 
 def _is_precision_aware(part: DistributedOptimizer) -> bool:
-    """Whether it updates the weights themselves, and holds the rest of their values as one of its states."""
+    """Whether `part` updates the weights themselves, and holds the rest of their values as one of its states."""
     return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
 
 
 def _updated(part: DistributedOptimizer, weight: torch.Tensor) -> torch.Tensor:
-    """What the optimizer itself updates of it on this rank."""
+    """The parameter by which the optimizer updates this rank's piece of `weight`."""
     group, position = part.model_param_group_index_map[weight]
     return part.optimizer.param_groups[group]["params"][position]
 
 
 def _state_of(part: DistributedOptimizer, weight: torch.Tensor, name: str) -> torch.Tensor:
-    """What this rank has of it, in float32."""
+    """This rank's piece of the state `name` of `weight`, in float32."""
     param = _updated(part, weight)
     if not _is_precision_aware(part):
         return param if name == _COPY else part.optimizer.state[param][name]
-    # Megatron's way would give of a main parameter what the weight lacks, which is no value that another dtype could take.
+    # Megatron would save a main parameter as the remainder that the weight lacks, which is useless for another dtype.
     return main_parameter(part.optimizer, param) if name == _COPY else part.optimizer.get_unscaled_state(param, name)
 
 
@@ -191,8 +191,8 @@ def _put_states_of(part: DistributedOptimizer, weight: torch.Tensor, pieces: Map
 
 
 def _spread_weights(part: DistributedOptimizer) -> None:
-    """A weight that is part of its main parameter may have been rounded another way where this was saved. Collective over
-    the data-parallel ranks."""
+    """Gather weights that are part of their main parameter, since they may have been rounded in another way when these were
+    saved. Collective over the data-parallel ranks."""
     if _is_precision_aware(part):
         for chunk in part.model_chunks:
             chunk.start_param_sync(force_sync=True)
@@ -201,7 +201,8 @@ def _spread_weights(part: DistributedOptimizer) -> None:
 def _owned(part: DistributedOptimizer) -> Iterator[tuple[int, torch.Tensor, int]]:
     """(number, weight, the data-parallel rank that owns it) of all weights that `part` trains, the same on these ranks.
 
-    The largest first, each goes to the rank that has least: none has more than an even share and one weight.
+    Weights are assigned from the largest on, each to the rank that has least so far: so no rank has more than an even share and
+    one weight.
     """
     weights = [weight for buffer in part.buffers for weight in buffer.param_index_map]
     loads, owners = [0] * part.data_parallel_group.size(), [0] * len(weights)
@@ -219,10 +220,10 @@ def _describe_gathered(
     *,
     is_loading: bool,
 ) -> Described:
-    """What this rank owns, in float32 on the host: gathered, or to be filled. Collective over the data-parallel ranks.
+    """The states that this rank owns, float32 on the host: gathered, or to be filled. Collective over the data-parallel ranks.
 
     Args:
-        prefixes: names of what is kept, and what their names on disk begin with.
+        prefixes: by name of a state, the prefix of its names on disk.
     """
     group, described, starts = part.data_parallel_group, {}, dict(_own_starts(part))
     for number, weight, owner in _owned(part):
@@ -234,7 +235,7 @@ def _describe_gathered(
                 whole = _gathered(group, weight, owner, own)
             if whole is not None:
                 sharded = make_sharded_optimizer_tensor(by_weight[id(weight)], whole, prefix)
-                # Of the ranks that hold this part of the weight, the first of each instance of the optimizer counts.
+                # In each instance of the optimizer, the first rank that holds this part of the weight writes.
                 replica = (*sharded.replica_id[:2], part.distributed_optimizer_instance_id)
                 sharded = dataclasses.replace(sharded, replica_id=replica)
                 described.setdefault(number, {})[name] = sharded if is_loading else _in_memory_of_their_own(sharded)
@@ -244,18 +245,19 @@ def _describe_gathered(
 def _gathered(
     group: dist.ProcessGroup, weight: torch.Tensor, owner: int, piece: tuple[int, torch.Tensor] | None
 ) -> torch.Tensor | None:
-    """On the rank `owner` of `group` the whole of what ranks have a piece of each, float32 on the host; elsewhere None."""
+    """On the rank `owner` of `group` the whole tensor of which each rank has a piece, float32 on the host; elsewhere None."""
     whole = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
     if piece is not None:
         first, own = piece
         whole[first : first + own.numel()] = own.detach().view(-1)
-    # Each entry is one rank's. As integers, sums with 0 keep all bits: that of a negative zero too.
+    # Each entry is that of one rank, and 0 on all others. Summed as integers all bits are kept, even that of a negative zero.
     dist.reduce(whole.view(torch.int32), group_dst=owner, group=group)
     return whole.view(weight.shape).cpu() if group.rank() == owner else None
 
 
 def _in_memory_of_their_own(sharded: ShardedTensor | ShardedTensorFactory) -> ShardedTensor | dict:
-    """What is saved of it. The writer copies views of host memory, and the whole would stay beside the copies of its parts."""
+    """`sharded`, whose parts have memory of their own. The writer would copy parts that are views, and the whole tensor would
+    stay in memory beside the copies."""
     if isinstance(sharded, ShardedTensor):
         return sharded
     parts = sharded.build()
@@ -271,8 +273,8 @@ def _put_gathered(
     names: Iterable[str],
     put: Callable[[torch.Tensor, dict[str, torch.Tensor]], Any],
 ) -> None:
-    """Have `put` take (weight, this rank's pieces by name) of what the owners loaded, for each weight that it updates.
-    Collective over the data-parallel ranks."""
+    """Call `put` with (weight, this rank's pieces by name) of the states that the owners loaded, for each weight that this rank
+    updates. Collective over the data-parallel ranks."""
     group, starts = part.data_parallel_group, dict(_own_starts(part))
     for number, weight, owner in _owned(part):
         pieces = {}
@@ -313,7 +315,7 @@ def refuse_lacking(lacking: Sequence[Any]) -> None:
 
 
 def _own_starts(part: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int]]:
-    """Per weight of which this rank updates something, the first entry that it updates."""
+    """For each weight of which this rank updates a piece, the first entry that it updates."""
     for buckets in (of_type for ranges in part.gbuf_ranges for of_type in ranges.values()):
         for bucket in buckets:
             yield from ((weight, ranges["param"].start) for weight, ranges in bucket["param_map"].items())

@@ -1,8 +1,9 @@
-"""The optimizer in a checkpoint: whether it has anything to remember, its step count, and whose settings hold after a resume.
+"""The optimizer in a checkpoint: whether it has states, its step count, and which settings apply after a resume.
 
 Megatron keeps the settings of a parameter group (learning rates, weight decay, betas, epsilon) and Adam's step count in one
-dict, and saves those of rank 0. Here they part. The settings of the command line hold, unless the checkpoint's are asked for.
-The step count is of all ranks: a rank counts only in groups of which it has parameters, and rank 0 may have none.
+dict, and saves that of rank 0. Here the two are separate. The settings of the command line apply, unless the checkpoint's are
+asked for. The step count comes from all ranks, because a rank counts only in groups of which it has parameters, and rank 0 may
+have none.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# What a parameter group is, in every layout; the other entries are its settings, and what it has counted.
+# Entries that identify a parameter group in every layout. The others are its settings, and its step count.
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "default_config")
-# The mark of a learning rate of its own follows from `default_config`; not every checkpoint has set it.
+# Entries that are no settings. `is_decoupled_lr` follows from `default_config`, and not every checkpoint has it.
 _NO_SETTINGS = ("params", "step", "is_decoupled_lr")
-# A whole optimizer has its float32 copies in a list for each group. A rank may have none of a group. If that is rank 0, an
-# empty list would be part of what all ranks are given, and fit none of theirs: so here they go by their numbers.
+# A non-distributed optimizer has its float32 copies in a list for each group, which may be empty on some ranks. An empty list
+# of rank 0 would be saved as the common state of all ranks, and not fit theirs: so here the lists are dicts by number.
 _COPIES, _NUMBERED = "fp32_from_fp16_params", "float32_copies"
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What optimizers remember of earlier updates.
+    """The history of optimizers.
 
-    exists: whether any of them has something that a fresh one has not.
-    step: how many updates they have counted; None where nothing was counted.
+    exists: whether any of them has states that a fresh one does not have.
+    step: how many updates they have counted; None if they do not count.
     """
 
     exists: bool
@@ -53,13 +54,13 @@ class Memory:
 
     @classmethod
     def of_all(cls, memories: Sequence[Memory]) -> Memory:
-        """That of all ranks, each of which has its own."""
+        """The history of all ranks together, from that of each."""
         steps = [memory.step for memory in memories if memory.step is not None]
         return cls(any(memory.exists for memory in memories), max(steps, default=None))
 
 
 def memory_of(optimizer: MegatronOptimizer) -> Memory:
-    """This rank's, read from the optimizers themselves."""
+    """The history on this rank, read from the optimizers themselves."""
     groups = [group for part in trained_parts(optimizer) for group in part.optimizer.param_groups]
     steps = [int(group["step"]) for group in groups if group["params"] and "step" in group]
     return Memory(any(_remembers(part) for part in trained_parts(optimizer)), max(steps, default=None))
@@ -71,13 +72,13 @@ def is_stateless(optimizer: MegatronOptimizer) -> bool:
 
 
 def loss_scales(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Where the loss scale of float16 stands, for each part of the optimizer, as plain values."""
+    """The state of float16's loss scale, for each part of the optimizer, as plain values."""
     states = [scaler.state_dict() for scaler in _scalers(optimizer)]
     return [{name: _plain(value) for name, value in state.items()} for state in states]
 
 
 def put_loss_scales(optimizer: MegatronOptimizer, states: Sequence[dict[str, Any]]) -> None:
-    """Go on with the loss scale where `loss_scales` was; a scale that never changes stays this run's."""
+    """Restore the loss scales of `loss_scales`; a constant scale stays that of this run."""
     for scaler, state in zip(_scalers(optimizer), states, strict=False):
         if state and state.keys() == scaler.state_dict().keys():
             scaler.load_state_dict({**state, "scale": torch.tensor([state["scale"]], dtype=torch.float32)})
@@ -110,14 +111,14 @@ def _state_of(
 
 
 def put_step(state: dict[str, Any], step: int | None) -> None:
-    """Have an `optimizer_state` that is to be saved say the step count of all ranks."""
+    """Put the step count of all ranks into an `optimizer_state` that is to be saved."""
     if step is not None:
         for group in groups_in(state):
             group["step"] = step
 
 
 def leave_out_groups(state: dict[str, Any]) -> None:
-    """Have an `optimizer_state` that is to be loaded ask for no parameter groups: they come as they were saved, which may be
+    """Remove the parameter groups from an `optimizer_state` that is to be loaded: they then come as they were saved, be they
     more or fewer than this run has."""
     for holder in _holders_of_groups(state):
         del holder["param_groups"]
@@ -137,7 +138,7 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], director
             "size; give --no-load-optim: the optimizer then starts fresh, and its schedule goes on"
         )
     for part, holder in zip(parts, _holders_of_groups(state), strict=True):
-        # Numbers of parameters and settings, both of this run; so the groups are found whatever was saved.
+        # Parameter numbers and settings are those of this run, so the groups are found whatever was saved.
         holder["param_groups"] = [_without(group, ("step",)) for group in part.optimizer.state_dict()["param_groups"]]
     gathered = [of_part.pop("param_state", {}) for of_part in _states_of_parts(state)]
     require_owned(parts, gathered, STATES)
@@ -169,7 +170,7 @@ def _groups_with_copies(part: MegatronOptimizer) -> list[list[torch.Tensor]]:
 
 
 def group_settings(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """What every parameter group is and which settings it has, as plain values."""
+    """The identity and the settings of every parameter group, as plain values."""
     groups = [
         _without(group, _NO_SETTINGS) for part in trained_parts(optimizer) for group in part.optimizer.param_groups
     ]
@@ -182,8 +183,8 @@ def groups_in(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def put_settings(optimizer: MegatronOptimizer, settings: Sequence[dict[str, Any]]) -> None:
-    """Give every parameter group the settings of the group of the same kind in `settings`, if there is one; a line tells of
-    those that find none. Collective over all ranks."""
+    """Give every parameter group the settings of the group of the same kind in `settings`; a warning names those for which
+    there is none. Collective over all ranks."""
     by_kind = {_kind(group): _without(group, (*_IDENTITY, *_NO_SETTINGS)) for group in settings}
     groups = [group for part in trained_parts(optimizer) for group in part.optimizer.param_groups]
     for group in groups:
@@ -206,16 +207,16 @@ def put_settings(optimizer: MegatronOptimizer, settings: Sequence[dict[str, Any]
 
 def _remembers(part: MegatronOptimizer) -> bool:
     if part.config.optimizer == "sgd" and not part.config.sgd_momentum:
-        # It has no moments; float32 copies of 16-bit weights are a memory all the same.
+        # It has no moments, but float32 copies of 16-bit weights are history, too.
         return True
     if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-        # Its main parameters are states, and those of a run without an update are made of its weights.
+        # Its main parameters are states, but before the first update they are made of the weights alone.
         return any(group.get("step") for group in part.optimizer.param_groups)
     return any(part.optimizer.state.values())
 
 
 def trained_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers of dense and of expert parameters, as far as any rank trains such."""
+    """The optimizers of dense and of expert parameters, without those that have no trained parameter on any rank."""
     return [part for part in parts_of(optimizer) if part.optimizer is not None]
 
 

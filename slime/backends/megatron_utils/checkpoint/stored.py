@@ -1,16 +1,16 @@
-"""What a checkpoint holds, and under which names: known before its tensors are read, so that a model asks for them by these.
+"""The names under which a checkpoint holds its tensors. They are read first, so that a model asks for its tensors by them.
 
-What is written has the same names for all models of one shape, whatever their layers are made of. Older checkpoints, and those
-of others, differ in two ways, and are read all the same:
+Checkpoints are written with the same names for all models of one shape, whatever their layers are made of. Older checkpoints,
+and those of other programs, may differ in two ways, and are read all the same:
 
-- A norm in front of a linear layer, which Transformer Engine keeps in that layer, has the one name or the other.
-- Layers that are all alike are one tensor, in which they are stacked; or they are kept apart, as Megatron does it where
-  `--moe-layer-freq` is a pattern, even one of nothing but ones.
+- A norm in front of a linear layer, which Transformer Engine keeps in that layer, may have either name.
+- Layers that are all alike may be stacked in one tensor, or be kept apart, as Megatron does if `--moe-layer-freq` is a pattern,
+  even one of nothing but ones.
 
-What layers of Transformer Engine keep beside weights, for FP8, other layers have not, and not every version of it has the same.
-What a checkpoint lacks of that stays as it is in the model.
+Transformer Engine's layers have objects beside their weights, for FP8, which depend on its version, and which other layers do
+not have. Those that a checkpoint lacks stay as they are in the model.
 
-The sizes of its model that a checkpoint notes, because shapes do not tell them.
+A checkpoint also notes those sizes of its model that do not follow from shapes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from slime.backends.megatron_utils.hf_conversion import tensor_sizes
 from slime.utils.errors import UserError
 
-# What names of norms begin with where they stand alone, and where they are part of the linear layer behind them.
+# Parts of the names of norms: of one that is a module of its own, and of one in the linear layer behind it.
 _NORMS = (
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
     (".self_attention.q_layernorm.", ".self_attention.linear_q_up_proj.layer_norm_"),
@@ -45,17 +45,17 @@ _NORMS = (
 _OPTIMIZER = "optimizer."
 _STATE_OF_WEIGHT = re.compile(r"^optimizer\.state\.[^.]+\.")
 _LAYER_APART = re.compile(r"^decoder\.layers\.\d+\.")
-# Their rows are padded for the tensor-parallel ranks of a run.
+# Tensors whose rows are padded for the tensor-parallel ranks of a run.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 class Stored:
-    """What a torch_dist directory holds.
+    """The contents of a torch_dist directory.
 
     Args:
-        shapes: of its tensors, by name.
-        objects: names of what it holds beside tensors, each with its place.
-        float32: names of those of its tensors that have this dtype.
+        shapes: the shapes of its tensors, by name.
+        objects: names of its other objects, each with its place.
+        float32: names of its tensors of this dtype.
     """
 
     def __init__(
@@ -70,17 +70,18 @@ class Stored:
 
     @property
     def has_float32_weights(self) -> bool:
-        """Whether the model was saved in float32. Among weights of 16 bits some have it all the same, but not the embedding."""
+        """Whether the model was saved in float32. The embedding tells, since single weights of a 16-bit model may be
+        float32."""
         return VOCABULARY[0] in self._float32
 
     @functools.cached_property
     def optimized(self) -> frozenset[str]:
-        """Names of the weights of which it holds what an optimizer keeps."""
+        """Names of the weights whose optimizer states it holds."""
         return frozenset(_STATE_OF_WEIGHT.sub("", name) for name in self.shapes if name.startswith(_OPTIMIZER))
 
 
 def read_stored(directory: Path) -> Stored:
-    """What the torch_dist directory holds.
+    """Read the contents of a torch_dist directory from its metadata.
 
     Raises:
         UserError: its metadata are missing or damaged.
@@ -104,8 +105,8 @@ def keeps_layers_apart(names: Collection[str]) -> bool:
 
 
 def ask_by_stored_names(described: dict[str, Any], names: Collection[str], objects: Collection[str]) -> None:
-    """Have a model's description ask for its tensors by those of the stored `names` that mean them, and for no other objects
-    than `objects`."""
+    """Change a model's description so that it asks for its tensors by their stored `names`, and only for objects out of
+    `objects`."""
     for name, entry in described.items():
         if isinstance(entry, ShardedObject) and entry.unique_key not in objects:
             described[name] = LocalNonpersistentObject(entry.data)
@@ -121,23 +122,23 @@ def _other_names(name: str) -> Iterator[str]:
 
 
 def model_sizes(args: argparse.Namespace) -> dict[str, Any]:
-    """What a checkpoint notes of its model: how the rows of fused queries, keys and values are divided, which their number does
-    not tell, and how many rows of the vocabulary are no padding."""
+    """The sizes of its model that a checkpoint notes: how the rows of fused queries, keys and values are divided, which does
+    not follow from their number, and how many rows of the vocabulary are not padding."""
     sizes = tensor_sizes(args)
     heads = {"num_attention_heads": sizes.num_attention_heads, "num_query_groups": sizes.num_query_groups}
     return {"attention_heads": heads, "vocab_size": args.vocab_size}
 
 
 def other_sizes(args: argparse.Namespace, common: Mapping[str, Any], stored: Stored) -> list[str]:
-    """What differs between the sizes of a checkpoint's model and those of the flags, in words.
+    """Lines that say how the sizes of a checkpoint's model differ from those of the flags.
 
     Args:
-        common: what the checkpoint notes; older ones note no vocabulary, or nothing.
+        common: the checkpoint's notes; in older ones the vocabulary, or everything, is missing.
     """
     own = model_sizes(args)
     noted = {"vocab_size": common.get("vocab_size")}
     if not args.multi_latent_attention:
-        # Its projections have the heads one behind the other.
+        # In latent attention heads simply follow each other, so their division needs no check.
         noted |= common.get("attention_heads", {})
     wanted = {**own["attention_heads"], "vocab_size": own["vocab_size"]}
     lines = [

@@ -1,9 +1,9 @@
 """Writing a checkpoint, whole and synced, under its hidden name. A rank that cannot write its part fails the save on all.
 
-Tensors are written by copies of the ranks' processes, which have the memory of the moment they were made in; what is on a
-device is copied to the host for them. So a rank may train on while they write. Everything else is written by the rank itself.
+Tensors are written by forked copies of the ranks' processes, which have the memory of the moment of the fork; tensors on a
+device are copied to the host before. So a rank may train on while they write. Everything else is written by the rank itself.
 
-What a checkpoint holds: a rank's share of model and optimizer, where further sets of weights lie, and the layout.
+A checkpoint holds each rank's share of model and optimizer, further sets of weights, and the layout.
 """
 
 from __future__ import annotations
@@ -78,14 +78,15 @@ def begin_checkpoint(
     stored: Sequence[str] = (),
     weight_version: int | None = None,
 ) -> UnfinishedCheckpoint:
-    """Write the checkpoint of rollout `iteration`, up to the moment from which on model and optimizer may change: their tensors
-    may still be on the way to the disk. What is returned waits for them, and raises what went wrong. Collective over all ranks.
+    """Begin to write the checkpoint of rollout `iteration`. Collective over all ranks.
 
-    The checkpoint is there for nobody yet: `publish_checkpoint` shows it when the data state is on disk as well.
+    On return model and optimizer may change, but their tensors may still be on the way to the disk. The result waits for them,
+    and raises if anything failed. The checkpoint has a hidden name until `publish_checkpoint`, which is called when the data
+    state is on disk as well.
 
     Args:
         stored: names out of `states` whose weights the checkpoint holds too, for `load_stored_state`.
-        weight_version: what `read_weight_version` is to find in the checkpoint; None: nothing.
+        weight_version: the version that `read_weight_version` will find in the checkpoint; None: none.
     """
     unfinished = UnfinishedCheckpoint(iteration_directory(args.save, iteration), args.checkpoint_write_timeout)
     temporary = unfinished.directory
@@ -96,7 +97,7 @@ def begin_checkpoint(
         if unfinished.error is None:
             unfinished.error = begin_part()
         if unfinished.error is None and not args.async_save:
-            # Nobody trains meanwhile: the host holds the copies of one part at a time.
+            # No training overlaps with the write, so the host need hold the copies of only one part at a time.
             unfinished.error = unfinished.finish_parts()
     return unfinished
 
@@ -105,25 +106,25 @@ class UnfinishedCheckpoint:
     """A checkpoint whose tensors are being written: one writer for each file of this rank.
 
     Args:
-        final: the directory that it will have.
+        final: the directory under which it will be published.
         limit: seconds that writing may take, from now on.
 
     Attributes:
-        directory: its hidden name.
-        error: what is known to have failed, on all ranks.
+        directory: the hidden directory of the writing.
+        error: the first failure that is known on all ranks, else None.
     """
 
     def __init__(self, final: Path, limit: float) -> None:
         self._final, self._limit, self._begun = final, limit, time.monotonic()
         self._parts: list[tuple[AsyncRequest, list[ForkedCall]]] = []
-        # Whether a writer of any rank had no time left: its disk may hang.
+        # Whether a writer of any rank ran out of time; its disk may hang.
         self._is_late = False
         self.directory = unpublished(final)
         self.error: str | None = None
 
     @property
     def bytes_on_host(self) -> int:
-        """What the writers have in host memory, of which they share with this process what does not change here."""
+        """Bytes of host memory of the writers' tensors, part of which they share with this process until it changes them."""
         buckets = [bucket for request, _ in self._parts for bucket in _buckets(request)]
         return sum(tensor.nbytes for _, _, (_, tensors) in buckets for _, tensor in tensors)
 
