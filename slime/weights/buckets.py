@@ -48,7 +48,7 @@ def names_of(bucket: NamedTensors) -> list[str]:
 
 
 def bytes_of(bucket: NamedTensors) -> int:
-    """The size of what `names_of` names."""
+    """The size of the tensors of `names_of`, in bytes."""
     return bucket.num_bytes if isinstance(bucket, RankBucket) else sum(tensor.nbytes for _, tensor in bucket)
 
 
@@ -107,8 +107,8 @@ def _part_loaded_together(name: str) -> tuple[str, bool] | None:
 class FlatBucket:
     """Tensors of one bucket back to back in `buffer` (uint8, one dimension), in the order of `names`.
 
-    `dtypes` are names without the `torch.` prefix. `is_copy`: whether `buffer` is one of the flattener's, and not the memory
-    of a tensor that was too large for one.
+    `dtypes` are names without the `torch.` prefix. `is_copy`: whether `buffer` is one of the flattener's buffers, and not the
+    memory of a tensor that was too large for them.
     """
 
     names: list[str]
@@ -129,7 +129,7 @@ class FlatBucket:
 
 
 def contents_of(named_tensors: NamedTensors) -> Contents:
-    """What a flat bucket of these tensors lists."""
+    """The list of contents of a flat bucket of these tensors."""
     ordered = _in_order(named_tensors)
     return (
         [name for name, _ in ordered],
@@ -195,7 +195,7 @@ class BucketFlattener:
             buffer = self._next_buffer(size, first.device)
             start = 0
             for _, tensors in itertools.groupby((tensor for _, tensor in ordered), torch.Tensor.element_size):
-                # On a GPU one kernel copies them all; one for each tensor takes longer to start than to copy.
+                # On a GPU one kernel copies them all; a kernel for each tensor would take longer to launch than to copy.
                 numbers = [_as_numbers(tensor.detach().to(buffer.device)) for tensor in tensors]
                 stop = start + sum(tensor.nbytes for tensor in numbers)
                 torch.cat(numbers, out=buffer[start:stop].view(numbers[0].dtype))
@@ -203,7 +203,7 @@ class BucketFlattener:
         return FlatBucket(*contents_of(named_tensors), buffer, is_copy)
 
     def make_room(self, contents: Contents) -> FlatBucket:
-        """What `flatten` returns for tensors of another process, on the current device: their bytes are still to come."""
+        """As `flatten`, on the current device, for tensors of another process, whose bytes will be received later."""
         import torch
 
         size = sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in zip(*contents, strict=True))

@@ -1,8 +1,8 @@
-"""What changed in the bytes of a tensor: two encodings, their compression, and digests. Pure: bytes in, bytes out.
+"""Differences between the old and new bytes of a tensor: two encodings, their compression, and digests. Bytes in, bytes out.
 
-`xor` is new ^ old over the whole tensor; applied twice it gives the old bytes back. `overwrite` is a count, the positions that
-changed (little-endian unsigned 32-bit integers, both), and the bytes that are there now; applied twice it changes nothing. Both
-travel as a Zstandard stream.
+`xor` is new ^ old over the whole tensor; applied twice it gives the old bytes back. `overwrite` is a count, the changed
+positions (both little-endian unsigned 32-bit integers), and the new bytes there; a second application changes nothing. Both are
+sent as a Zstandard stream.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 XOR, OVERWRITE = "xor", "overwrite"
 COMPRESSION = "zstd"
 _COMPRESSION_LEVEL = 1
-# A difference is zeros with few bytes between them. A compressor that remembers less of them finds fewer matches that end soon,
-# and more that go on to the next byte: it takes three quarters of the time, and makes no more bytes.
+# A difference is zeros with few bytes between them. With a smaller hash table the compressor finds fewer short matches, and
+# more that go on to the next changed byte: it takes three quarters of the time, and its output is no larger.
 _XOR_HASH_LOG = 6
-# Old bytes, new bytes and what is between them stay in a core's cache. What has many short steps has longer ones: between two
-# of them a thread may wait for the interpreter, which threads of other tensors have.
+# Sizes of blocks whose old bytes, new bytes and differences stay in a core's cache. `overwrite` has many short steps, between
+# which a thread may wait for the interpreter lock, held by threads of other tensors; so its blocks are larger.
 _XOR_BLOCK_BYTES = 256 * 1024
 _OVERWRITE_BLOCK_BYTES = 1024 * 1024
 # Positions have 32 bits.
@@ -40,7 +40,8 @@ def usable_encoding(encoding: str, num_bytes: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What makes new bytes of old ones: `payload`, empty where none differ; how many differ; the digest of the new ones."""
+    """`payload` turns the old bytes into the new ones, and is empty if none differ; `changed` is how many differ, `digest` that
+    of the new bytes."""
 
     payload: bytes
     changed: int
@@ -48,7 +49,7 @@ class Difference:
 
 
 def encode(encoding: str, old: np.ndarray, new: np.ndarray, digest_kind: str) -> Difference:
-    """What makes `new` of `old` (both uint8, of one length); `old` becomes `new`. Every byte is fetched from memory once.
+    """The difference from `old` to `new` (both uint8, of one length). `old` becomes `new`. Every byte is read from memory once.
 
     Raises:
         UserError: as `digest`.
@@ -86,7 +87,7 @@ def _overwrite(old: np.ndarray, new: np.ndarray, running: _Running) -> tuple[byt
 
     changed, positions, values = 0, [], []
     for start, (theirs, ours) in enumerate(_blocks(old, new, _OVERWRITE_BLOCK_BYTES)):
-        # Words, in whole groups, and the bytes that are left at the end of the last block.
+        # Words in whole groups; the last block may have bytes left at its end.
         num_words = len(ours) // (_WORD_BYTES * _WORDS_OF_GROUP) * _WORDS_OF_GROUP
         left = num_words * _WORD_BYTES
         old_words, new_words = theirs[:left].view(np.uint64), ours[:left].view(np.uint64)
@@ -111,7 +112,8 @@ def _blocks(old: np.ndarray, new: np.ndarray, size: int) -> Iterable[tuple[np.nd
 
 
 def _true_ones(mask: np.ndarray) -> np.ndarray:
-    """Where `mask`, of whole groups, is true: one in ten may be, which groups of it tell faster than a walk does."""
+    """The positions at which `mask`, of whole groups, is true. About one in ten may be, so first looking for groups with any is
+    faster than looking at each element."""
     import numpy as np
 
     of_groups = mask.view(np.uint32)
@@ -129,7 +131,7 @@ def apply(encoding: str, payload: bytes, old: np.ndarray) -> np.ndarray:
     import numpy as np
     import zstandard
 
-    # An overwrite of every byte takes five for each, and the count.
+    # Overwriting every byte takes five bytes each, and the count.
     limit = len(old) if encoding == XOR else 4 + 5 * len(old)
     try:
         if zstandard.frame_content_size(payload) > limit:

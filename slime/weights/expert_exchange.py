@@ -1,15 +1,15 @@
-"""Experts of a push from the training ranks that have them to those on whose devices an engine wants them, and to no others.
+"""Sends experts of a push directly from the training ranks that have them to those on whose devices an engine hosts them.
 
-Where every engine rank hosts whole experts, and has the device of a training rank, that one needs no more than its engine rank
-hosts. Experts travel in rounds. A round is a bucket of which each rank has other tensors: what its engine rank hosts. The plan
-is made once, and is the same on every rank. Tensors are packed first-fit, in the order of the ranks that have them, so that no
-rank has more of a round than a bucket may be large: what arrives, what it sends and its own. Ranks that want the same tensors
-of one that has them are sent the same memory. A tensor that is too large for that in itself begins a round: ranks that it
-fills have nothing else there, and others may.
+If every engine rank hosts whole experts, and shares the device of a training rank, that training rank needs only the experts
+that its engine rank hosts. Experts are sent in rounds. A round is a bucket of which each rank has different tensors: those that
+its engine rank hosts. The plan is made once, and is the same on every rank. Tensors are packed first-fit, in the order of the
+ranks that have them, so that on no rank a round is larger than a bucket: what it receives, what it sends, and its own. Ranks
+that need the same tensors from one rank are sent the same memory. A tensor that is too large even alone begins a round: ranks
+that it fills have nothing else in that round, and others may.
 
 SGLang 0.5.21 gives each rank of an engine the tensors that are meant for it (`deserialize_own_rank` of its workers), and a rank
-leaves alone the experts that it does not host. What an engine of tensor-parallel size n with n expert-parallel ranks hosts on
-rank r are the experts from r/n to (r+1)/n of all.
+ignores experts that it does not host. In an engine of tensor-parallel size n with n expert-parallel ranks, rank r hosts the
+experts from r/n to (r+1)/n of all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from slime.weights.buckets import NamedTensors
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# Flags by which an engine rank hosts other experts than those of its place, or more, and what they say where it does not.
+# Flags with which an engine rank may host other experts than those of its place, or more; and their values if it does not.
 _OTHER_PLACES = {
     "sglang_enable_eplb": False,
     "sglang_ep_num_redundant_experts": 0,
@@ -45,10 +45,10 @@ _OTHER_PLACES = {
 
 
 def experts_go_directly(args: argparse.Namespace, shares_host_memory: bool) -> bool:
-    """Whether experts of this run need not be gathered: all engines are alike, on devices of training ranks that each share
-    memory of their own, and host whole experts in their places; and a training rank has whole ones, of all layers.
+    """Whether experts of this run need not be gathered. For that all engines must be alike, on devices of training ranks, each
+    with memory of its own, and host whole experts in their places; and a training rank must have whole experts, of all layers.
 
-    `shares_host_memory`: of the devices, as an accelerator says.
+    `shares_host_memory`: that of the devices' accelerator.
     """
     if (
         not args.colocate
@@ -71,7 +71,7 @@ def experts_go_directly(args: argparse.Namespace, shares_host_memory: bool) -> b
 
 
 def hosted_experts(args: argparse.Namespace, device: int) -> range:
-    """The experts that the engine rank on a device of the run hosts, where experts go directly."""
+    """The experts that the engine rank on a device of the run hosts, if experts go directly."""
     size = args.rollout_num_gpus_per_engine
     each, place = args.num_experts // size, device % size
     return range(place * each, (place + 1) * each)
@@ -79,7 +79,8 @@ def hosted_experts(args: argparse.Namespace, device: int) -> range:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Tensors that travel together. `sources`: by name and rank that needs it, the rank that gives it, which may be itself."""
+    """Tensors that are sent together. `sources`: by name and receiving rank, the rank that gives the tensor; it may be the same
+    rank."""
 
     sources: Mapping[str, Mapping[int, int]]
 
@@ -95,11 +96,11 @@ def plan_rounds(
 
     Args:
         holders, hosts: by name, the ranks that have a tensor, and those that need it.
-        max_bytes: the most that a rank has of a round of several tensors.
+        max_bytes: the most bytes of a round of several tensors on one rank.
         largest: `--update-weight-buffer-size`, of which `max_bytes` may be a part.
 
     Raises:
-        UserError: a tensor is larger than that.
+        UserError: a tensor is larger than `largest`.
     """
     rounds: list[_Draft] = []
     sent: collections.Counter[int] = collections.Counter()
@@ -112,7 +113,7 @@ def plan_rounds(
         sources: dict[int, int] = {}
         receivers: dict[int, set[int]] = collections.defaultdict(set)
         for host in hosts[name]:
-            # Of several that have it, each gives as much as the others.
+            # If several ranks have it, they share the work of sending.
             sources[host] = host if host in holders[name] else min(holders[name], key=lambda rank: (sent[rank], rank))
             if sources[host] != host:
                 sent[sources[host]] += size
@@ -132,7 +133,7 @@ def plan_rounds(
 
 @dataclasses.dataclass
 class _Draft:
-    """A round in the making: the bytes that each rank has of it, and who is sent one memory by whom."""
+    """A round in the making: its bytes on each rank, and which groups of ranks are sent one memory, by which sender."""
 
     sources: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
     filled: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
@@ -141,7 +142,8 @@ class _Draft:
     def has_room(
         self, of_ranks: Mapping[int, int], size: int, receivers: Mapping[int, set[int]], max_bytes: int
     ) -> bool:
-        """Whether a tensor fits. One that goes to some of the ranks that are sent one memory would make two of it."""
+        """Whether a tensor fits. It does not if it goes to only some of the ranks that are sent one memory, which would have to
+        be split."""
         return all(self.filled[rank] + count * size <= max_bytes for rank, count in of_ranks.items()) and all(
             others == ranks or others.isdisjoint(ranks)
             for sender, ranks in receivers.items()
@@ -151,7 +153,7 @@ class _Draft:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A tensor as it travels: of a quantised expert there are several."""
+    """A tensor as it is sent; a quantised expert has several."""
 
     name: str
     dtype: torch.dtype
@@ -163,12 +165,11 @@ class _Piece:
 
 
 class ExpertExchange:
-    """Collective over all training ranks, of which rank r has device r of the run.
+    """Exchanges experts among all training ranks, of which rank r has device r of the run. All methods are collective.
 
     Args:
-        own: gives the tensors of the experts that this rank has, under their names in `--hf-checkpoint`; they may be those of
-            the model.
-        prepare: what becomes of a tensor before it travels, such as its quantisation.
+        own: returns the tensors of this rank's experts, by their names in `--hf-checkpoint`; they may be those of the model.
+        prepare: converts tensors before they are sent, for example quantises them.
         max_bytes: see `plan_rounds`.
 
     Raises:
@@ -186,7 +187,7 @@ class ExpertExchange:
 
         from slime.utils.process_groups import get_gloo_group
 
-        # NCCL connects all ranks at the first use of their group. In a round there may be some that have nothing to do.
+        # NCCL needs all ranks at the first use of a group, to connect them; in a round some may have nothing to do.
         dist.all_reduce(_empty(1).zero_())
         self._own, self._prepare = own, prepare
         self._rank = dist.get_rank()
@@ -206,7 +207,7 @@ class ExpertExchange:
         self._rounds = plan_rounds(sizes, holders, hosts, max_bytes, args.update_weight_buffer_size)
 
     def buckets(self) -> Iterator[RankBucket]:
-        """What this rank's engine rank hosts, round by round; collective."""
+        """The tensors that this rank's engine rank hosts, round by round; collective."""
         own = self._own()
         for of_round in self._rounds:
             yield self._exchange(of_round, own)
@@ -246,7 +247,7 @@ class ExpertExchange:
 
 
 def _hosts(name: str, args: argparse.Namespace) -> list[int]:
-    """The devices of engine ranks that want a tensor: those that host its expert, or all where it is of no single one."""
+    """The devices of engine ranks that need a tensor: those that host its expert, or all if it is not of a single expert."""
     devices, found = range(layout_of(args).rollout_gpus), _EXPERT.search(name)
     return [device for device in devices if found is None or int(found[1]) in hosted_experts(args, device)]
 
@@ -258,7 +259,7 @@ def _empty(size: int) -> torch.Tensor:
 
 
 def _packed(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """The bytes of all, those of larger elements first: each begins at a multiple of the size of its own."""
+    """The bytes of all tensors, those with larger elements first, so that each begins at a multiple of its element size."""
     import torch
 
     ordered = sorted((tensor for _, tensor in named_tensors), key=lambda tensor: -tensor.element_size())

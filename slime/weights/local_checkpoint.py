@@ -1,11 +1,13 @@
-"""The checkpoint that a host of engines keeps beside them, brought from version to version before they are paused.
+"""The checkpoint that a host of engines keeps for them, and updates to each new version before they are paused.
 
 Invariants:
-- `.slime-state.json` says which publication the files are. It is taken away before a file changes and written when all have.
-- What is there is patched where it is the base of what is published. Otherwise it is built anew: from the last whole
-  publication, or `--hf-checkpoint`, and the deltas since. Nothing comes into a file whose digest is not right.
-- The state names the boot of the machine: until that ends, a file has what any process wrote into it, dead ones included.
-- The engines of a host share the directory: the first one does the work. Two runs do not share it, nor does who has it `alone`.
+- `.slime-state.json` says of which publication the files are. It is removed before a file changes, and written after all have.
+- If the files are the base of the new publication they are patched. Otherwise they are built anew: from the last whole
+  publication, or `--hf-checkpoint`, and the deltas since. Bytes are written only if their digest is right.
+- The state names the boot of the machine. Until the machine stops, writes of processes that have died are not lost, so files
+  need not be synced.
+- The engines of a host share the directory, and the first one does the work. Two runs cannot share it, nor can anybody share it
+  with an engine that has it `alone`.
 """
 
 from __future__ import annotations
@@ -44,18 +46,18 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Unusable(RunError):
-    """What is published cannot bring the directory to its version: it has to be published whole."""
+    """The directory cannot be updated by the publication, which has to be published whole."""
 
 
 class LocalCheckpoint:
-    """The directory as one engine's process sees it.
+    """The directory, as used by one engine's process.
 
     Args:
-        hf_checkpoint: what the first delta of a chain changes.
+        hf_checkpoint: the base of the first delta of a chain.
         timeout: how long, in seconds, another engine of the host may take to do the work.
-        before_read: path of the user's function `fn(source_dir, target_version)`, called before a published file is read: for a
-            store that has to be asked for what others wrote.
-        alone: nobody else may have the directory, engines of the same run neither: they may load it while it changes.
+        before_read: path of the user's function `fn(source_dir, target_version)`, called before a published file is read, for
+            a store that must be asked before it shows what others wrote.
+        alone: nobody else may use the directory, not even engines of the same run, since they may load it while it changes.
     """
 
     def __init__(
@@ -70,15 +72,15 @@ class LocalCheckpoint:
         self._before_read, self._alone = before_read, alone
         self._directory, self._hf_checkpoint = Path(directory), Path(hf_checkpoint)
         self._timeout = timeout
-        # Held until this process ends: another run's engines see by it that the directory is in use.
+        # Held until this process ends; by it engines of another run see that the directory is in use.
         self._run_lock: int | None = None
 
     def bring_to(self, published: Path) -> str | None:
-        """Make the directory the weights that `published` holds. Returns why that cannot be, if they have to come whole.
+        """Update the directory to the weights in `published`. Returns why these have to be published whole, if they have to.
 
         Raises:
-            UserError: the directory is another run's or somebody has it alone, or it holds files that no run has written; the
-                user's function raised.
+            UserError: another run uses the directory, or an engine that has it alone; it holds files that no run has written;
+                the user's function raised.
             RunError: it cannot be written (the disk is full), or another engine of the host takes too long.
         """
         try:
@@ -101,7 +103,7 @@ class LocalCheckpoint:
             call_plug_in(_HOOK_FLAG, self._before_read, f"weights {version}", str(published), version)
 
     def close(self) -> None:
-        """Leave the directory to other runs, once all engines of the host have."""
+        """Release the directory. Other runs can use it when all engines of the host have released it."""
         if self._run_lock is not None:
             os.close(self._run_lock)
             self._run_lock = None
@@ -117,7 +119,7 @@ class LocalCheckpoint:
         steps = _steps_to(wanted)
         if steps[0].base_version is None:
             source, steps = steps[0].directory, steps[1:]
-            # Also proves that all of it is there.
+            # This also checks that the publication is complete.
             _published(functools.partial(places_of_checkpoint, source))
         else:
             source = self._hf_checkpoint
@@ -168,10 +170,10 @@ class LocalCheckpoint:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """The block has the directory alone among the engines of the run."""
+        """In the block, no other engine of the run works on the directory."""
         self._directory.mkdir(parents=True, exist_ok=True)
         turn = self._directory / _TURN
-        # In this order: another engine of the run may make its first file, which is this one, in between.
+        # The order of these checks matters: another engine of the run may create its first file, `turn`, between them.
         if any(self._directory.iterdir()) and not turn.exists():
             raise UserError(f"{_FLAG} {self._directory} holds files that no run has written; name an empty directory")
         descriptor = os.open(turn, os.O_RDWR | os.O_CREAT, 0o666)
@@ -183,17 +185,17 @@ class LocalCheckpoint:
                         f"{_FLAG} {self._directory}: another engine of this host has not brought it to the new weights within "
                         f"{self._timeout:.0f} s (--engine-load-timeout)"
                     )
-                # A wait of the kernel's for a lock has no time limit.
+                # Polled, because the kernel's own wait for a lock has no time limit.
                 time.sleep(_POLL_SECONDS)
             yield
         finally:
             os.close(descriptor)
 
     def _share_with(self, chain: str) -> None:
-        """Have the directory together with the other engines of the run whose trainer publishes `chain`.
+        """Share the directory with the other engines of the run whose trainer publishes `chain`.
 
         Raises:
-            UserError: engines of another run, or somebody alone, have it; their files would change under them.
+            UserError: engines of another run, or one that has it alone, use it; their files would change under them.
         """
         if self._run_lock is None:
             self._run_lock = os.open(self._directory / _RUN, os.O_RDWR | os.O_CREAT, 0o666)
@@ -214,7 +216,7 @@ def _identity(chain: str, version: int) -> dict[str, str | int]:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Whether the lock was to be had; on a disk that knows none it always is."""
+    """Try to take a lock. Returns whether it is held; on a file system without locks always True."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -233,7 +235,7 @@ def _steps_to(wanted: Publication) -> list[Publication]:
 
 
 def _published(read: Callable[[], _T]) -> _T:
-    """What `read` finds among published files; raises Unusable where they are not there, or damaged."""
+    """The result of `read`, which reads published files; raises Unusable if they are missing or damaged."""
     try:
         return read()
     except (OSError, RunError, UserError) as error:
@@ -241,7 +243,7 @@ def _published(read: Callable[[], _T]) -> _T:
 
 
 def _changes(step: Publication) -> Iterator[tuple[str, Place, Patch | None]]:
-    """Every tensor of a publication: name, where it lies there, and the patch that it is, if it is one."""
+    """Every tensor of a publication: its name, its place there, and its patch if it is published as one."""
     for file in step.files:
         places, metadata = _published(functools.partial(places_of_tensors, step.directory / file))
         patches = patches_of_metadata(metadata)
@@ -264,7 +266,7 @@ def _patch_tensor(step: Publication, target: Place | None, source: Place, patch:
             raise Unusable(f"{source.path} cannot be applied to {target.path}: {error}") from error
         if delta_encoding.digest(step.digest_kind, new) != patch.digest:
             raise Unusable(f"{source.path} makes other bytes of {target.path} than the trainer has")
-    # Written, not mapped: a full disk is an error here, and a signal there.
+    # Written, not mapped: with a full disk a write raises an error, whereas a mapped file ends the process by a signal.
     with open(target.path, "r+b", buffering=0) as file:
         view = memoryview(new)
         while len(view):

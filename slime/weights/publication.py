@@ -26,7 +26,7 @@ _PATCHES = "patches"
 
 
 def directory_of(root: str | Path, version: int) -> Path:
-    """Where weights `version` are published below `--update-weight-disk-dir`."""
+    """The directory below `--update-weight-disk-dir` in which weights `version` are published."""
     return Path(root) / f"weight_v{version:06d}"
 
 
@@ -37,7 +37,7 @@ def version_in(directory: Path) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """How a file's stream makes a tensor: `encoding` of the difference, `digest` of the bytes that come out."""
+    """How a stream makes a tensor: the `encoding` of the difference, and the `digest` of the resulting bytes."""
 
     encoding: str
     digest: str
@@ -57,8 +57,9 @@ def patches_of_metadata(metadata: Mapping[str, str]) -> dict[str, Patch]:
 class Publication:
     """A published directory.
 
-    `base_version`: the version of the same chain that it changes; None: it is whole. `digest_kind` is that of its patches.
-    `files`: those that hold tensors; a listing of a network disk may lack one.
+    base_version: the version of the same chain that it changes; None: it is whole.
+    digest_kind: the kind of digest of its patches.
+    files: the files with tensors, named here because a listing of a network disk may lack one.
     """
 
     directory: Path
@@ -70,10 +71,10 @@ class Publication:
 
     @classmethod
     def read(cls, directory: Path) -> Publication:
-        """What the index of `directory` says.
+        """Read the index of `directory`.
 
         Raises:
-            RunError: there is none, or it is not of a weight push.
+            RunError: there is none, or it is not that of a weight push.
         """
         try:
             index = json.loads((directory / INDEX_FILE).read_text())
@@ -93,7 +94,7 @@ class Publication:
         """The publication that this one changes; None: it is `--hf-checkpoint`.
 
         Raises:
-            RunError: it is not there any more, or another took its place.
+            RunError: it is no longer there, or another one took its place.
         """
         if self.base_version == CHECKPOINT:
             return None
@@ -106,7 +107,8 @@ class Publication:
 def index_metadata(
     chain: str, version: int, base_version: int | None = None, delta: tuple[str, str] | None = None
 ) -> dict[str, Any]:
-    """What `Publication.read` finds in the index of a directory. `delta`: how its streams are encoded, and their digests."""
+    """The metadata that `Publication.read` expects in an index. `delta`: the encoding of its streams, and the kind of
+    digest."""
     metadata = {"chain": chain, "version": version, "base_version": base_version}
     if delta is not None:
         names = ("delta_encoding", "checksum_format", "compression_format")
@@ -115,7 +117,7 @@ def index_metadata(
 
 
 class PushDirectory:
-    """`--update-weight-disk-dir`, which one run at a time has: this process while it lives."""
+    """`--update-weight-disk-dir`, which one run at a time may use: this process holds it as long as it lives."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -144,7 +146,7 @@ class PushDirectory:
 
 
 def chain_of(directory: Path) -> str | None:
-    """The chain of what a push has made; None if `directory` is something else."""
+    """The chain of the publication in `directory`; None if that is not one."""
     try:
         return Publication.read(directory).chain
     except RunError:

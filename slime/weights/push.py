@@ -48,7 +48,7 @@ _ANSWER_SECONDS = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """What the training ranks say before the first push.
+    """What a push has to know from the training ranks before it begins.
 
     `weight_version` is the one that their weights were pushed as, 0 if never. `expected_names` are those of the engines'
     checkpoint, None if they are not known.

@@ -1,7 +1,7 @@
-"""Quantised checkpoints as plain numbers: FP8 by blocks or by tensors, INT4 in groups.
+"""Reads quantised checkpoints as plain numbers: FP8 by blocks or by tensors, INT4 in groups.
 
-Who reads one gets the numbers that engines compute with, under the names of the weights. What is indexed is read, with the
-scales of the blocks or groups that it touches.
+A reader gets the numbers with which engines compute, under the names of the weights. Only the indexed part is read from the
+file, with the scales of its blocks or groups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint(directory: str | Path) -> SafetensorsDirectory:
-    """The tensors of a Hugging Face checkpoint by name; weights that are quantised there as plain numbers.
+    """The tensors of a Hugging Face checkpoint by name; quantised weights become plain numbers.
 
     Raises:
         UserError: it has no weights, or they are quantised in a way that is not known here.
@@ -38,7 +38,7 @@ def open_checkpoint(directory: str | Path) -> SafetensorsDirectory:
     settings = quantisation_settings(directory)
     if settings is None:
         return SafetensorsDirectory(directory)
-    # What cannot be written is not read either.
+    # Refuse to read a format that this package cannot write.
     quantiser_of(directory)
     if settings["quant_method"] == "fp8":
         block = tuple(settings.get("weight_block_size") or ())
@@ -50,7 +50,7 @@ def open_checkpoint(directory: str | Path) -> SafetensorsDirectory:
 
 
 class _Dequantised(SafetensorsDirectory):
-    """`suffix` as of a `Quantiser`; `read` gives a weight by the stored parts of its module."""
+    """`suffix` as in `Quantiser`; `read` makes a weight from the stored parts of its module."""
 
     _PARTS = ("weight", PACKED, "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point")
 
@@ -88,7 +88,7 @@ class _Dequantised(SafetensorsDirectory):
 
 
 class _Fp8:
-    """A matrix in FP8, read as float32: its numbers times the scale of their block, or of the tensor."""
+    """A matrix in FP8, read as float32: each number is multiplied by the scale of its block, or of the tensor."""
 
     def __init__(self, parts: Mapping[str, StoredTensor], block: tuple[int, ...]) -> None:
         self._numbers, self._block = parts["weight"], block
@@ -120,7 +120,7 @@ class _Fp8:
             height, scales = self._block[0], _scales_of_rows(self._scale, rows, columns, self._block)
         else:
             height, scales = max(STRIP_NUMBERS // max(codes.shape[1], 1), 1), itertools.repeat(self._scale[...].float())
-        # As many rows at once as share their scales, and as a cache holds.
+        # In strips of rows that share their scales and fit into a cache.
         ends = [*range((rows.start // height + 1) * height, rows.stop, height), rows.stop]
         for first, last, scale in zip([rows.start, *ends], ends, scales, strict=False):
             own = slice(first - rows.start, last - rows.start)
@@ -129,23 +129,23 @@ class _Fp8:
 
 
 def _fp8_numbers(codes: torch.Tensor) -> torch.Tensor:
-    """What codes (uint8) of `float8_e4m3fn` mean, float32; torch finds it out number by number.
+    """The values of codes (uint8) of `float8_e4m3fn`, float32. It is faster than torch, which converts number by number.
 
-    Their bits are those of a float16 that is 256 times smaller, also below the normal numbers; but for codes of no number.
+    The bits of a code are those of a float16 that is 256 times smaller, even for subnormal numbers. Only codes for NaN differ.
     """
     import torch
 
     signed = codes.view(torch.int8)
-    # Of no number are the largest code and, with the other sign, the last one.
+    # NaN has the largest code of either sign.
     if not codes.numel() or signed.amax() == 0x7F or codes.amax() == 0xFF:
         return codes.view(torch.float8_e4m3fn).float()
-    # The sign comes twice, once at the place of an exponent's bit.
+    # The sign bit appears twice after the shift; the second time it is at the place of an exponent bit, and is cleared.
     halves = signed.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
     return halves.view(torch.float16).float().mul_(256.0)
 
 
 class _Packed:
-    """A matrix of packed integers, read in the dtype of its scales: (integer - zero point) times the scale of its group."""
+    """A matrix of packed integers, read in the dtype of its scales: (integer − zero point) · scale of its group."""
 
     def __init__(self, parts: Mapping[str, StoredTensor], weights: Any) -> None:
         self._integers, self._scale, self._bits = parts[PACKED], parts["weight_scale"], weights.num_bits
@@ -166,7 +166,7 @@ class _Packed:
         rows, columns = _ranges(index, self.shape)
         numbers = self._unpacked(self._integers, rows, columns, self.shape[1], 1).to(self.dtype)
         groups = slice(columns.start // self._group, -(-columns.stop // self._group))
-        # Whole groups, so that a scale and a zero point are one number for each.
+        # Padded to whole groups, so that each has one scale and one zero point.
         before, after = columns.start - groups.start * self._group, groups.stop * self._group - columns.stop
         if before or after:
             numbers = torch.nn.functional.pad(numbers, (before, after))
@@ -178,7 +178,7 @@ class _Packed:
         return numbers.flatten(1)[:, before : before + columns.stop - columns.start]
 
     def _unpacked(self, stored: StoredTensor, across: slice, along: slice, length: int, dim: int) -> torch.Tensor:
-        """Integers [rows, columns] of a matrix that is packed along `dim`, where it has `length` of them."""
+        """Integers [rows, columns] of a matrix that is packed along `dim`, in which it has `length` integers."""
         whole = INTEGERS_OF_WHOLE_WORDS
         first, last = along.start // whole * whole, min(-(-along.stop // whole) * whole, length)
         words = slice(first * self._bits // 32, -(-last * self._bits // 32))
@@ -189,7 +189,7 @@ class _Packed:
 
 
 def _ranges(index: slice | tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, slice]:
-    """The rows and columns that are meant by an index of a matrix."""
+    """The rows and columns that an index of a matrix selects."""
     given = index if isinstance(index, tuple) else (index,)
     given = (*given, *[slice(None)] * (2 - len(given)))
     rows, columns = (slice(*part.indices(length)[:2]) for part, length in zip(given, shape, strict=True))
@@ -197,7 +197,7 @@ def _ranges(index: slice | tuple[slice, ...], shape: tuple[int, ...]) -> tuple[s
 
 
 def _scales_of_rows(scale: StoredTensor, rows: slice, columns: slice, block: tuple[int, ...]) -> torch.Tensor:
-    """For each block that `rows` touch the scales (float32) of its `columns`; nothing else of `scale` is read."""
+    """The scales (float32) of `columns`, for each block of rows that `rows` touch. Nothing else of `scale` is read."""
     read = tuple(
         slice(own.start // size, -(-own.stop // size)) for own, size in zip((rows, columns), block, strict=True)
     )

@@ -1,8 +1,8 @@
-"""The side of a push that every training rank plays: make the buckets, and send them where the rank is a source.
+"""A training rank's part in a push: it makes the buckets, and sends them if it is a source.
 
-All ranks of a source walk through all of its buckets, because making one is collective: what goes wrong on one of them is
-told when the walk is over, and leaves no other in a gather. Where a transport takes every rank, those of other sources follow:
-they make nothing, and help to carry each bucket.
+All ranks of a source walk through all of its buckets, because making a bucket is collective. So a failure on one rank is
+reported only after the walk, and leaves no other rank waiting in a gather. If a transport takes every rank, those of other
+sources follow: they make no buckets, but help to carry each.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Connected:
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What a source has sent, and why it stopped, if it did.
+    """The tensors that a source has sent, and why it stopped, if it did.
 
-    `failed`: engines that broke the transfer, with the reason of each; `certain`: see `EnginesFailed`. `refusal`: what is
-    wrong with the tensors' names. `delta`: see `Transport.delta`.
+    `failed`: engines that broke the transfer, with the reason of each; `certain`: see `EnginesFailed`. `refusal`: the error in
+    the tensors' names. `delta`: see `Transport.delta`.
     """
 
     names: list[str]
@@ -52,7 +52,7 @@ class WeightSource:
         buckets: a fresh iterator over lists of (HF name, tensor) for each push, the same on every rank of the source.
         transport: carries the buckets; None on ranks that only help to make them.
         expected_names: names of the engines' checkpoint; None skips the comparison.
-        sends: whether this rank sends them, and is not only one that its transport takes.
+        sends: whether this rank is the source; otherwise it only takes part because its transport takes every rank.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class WeightSource:
                 self._transport.send(bucket)
                 sent += names_of(bucket)
                 num_bytes, num_buckets = num_bytes + bytes_of(bucket), num_buckets + 1
-                # The transport has what it still needs; the next bucket is made where this one was.
+                # The transport keeps what it still needs. Freeing the bucket makes room for the next one.
                 del bucket
             self._transport.finish()
             delta = self._transport.delta()
@@ -132,13 +132,13 @@ class WeightSource:
         return Sent(sent, num_bytes, num_buckets, failed, certain, refusal, delta)
 
     def _walk(self) -> Iterator[NamedTensors]:
-        """All buckets. Where one cannot be made, that is told at once, and to nobody who follows."""
+        """All buckets. If one cannot be made the error is raised here at once; ranks that follow do not hear of it."""
         yield from filter(None, self._buckets())
         if self._transport is not None:
             self._transport.end_walk()
 
     def _walk_on(self, buckets: Iterator[NamedTensors]) -> None:
-        """Make the buckets that are left, and help with them; holds none of them while the next one is made."""
+        """Make the buckets that are left, and help to carry them. No bucket is held while the next one is made."""
         if self._transport is None:
             collections.deque(buckets, maxlen=0)
             return
@@ -147,12 +147,12 @@ class WeightSource:
             del bucket
 
     def continue_from(self, version: int, chain: str) -> None:
-        """Go on where a source that has ended left off; see `Transport.continue_from`."""
+        """Continue after a source that has ended; see `Transport.continue_from`."""
         if self._transport is not None:
             self._transport.continue_from(version, chain)
 
     def settle(self) -> str | None:
-        """The engines have in place what was sent. Returns `Transport.chain`."""
+        """Called when engines have put the sent weights in place. Returns `Transport.chain`."""
         if self._transport is None:
             return None
         self._transport.settle()

@@ -1,7 +1,7 @@
-"""What a push is held to: its names are those of the engines' checkpoint, and the engines hold what the trainer has.
+"""Checks of a push: its names are those of the engines' checkpoint, and the engines then hold the trainer's weights.
 
-The second is proved by checksums per tensor: the engines load the trainer's weights from a scratch checkpoint and report
-checksums A; their tensors are overwritten with random numbers; the trainer pushes in the normal way; checksums B must equal A,
+The second is proved by checksums per tensor. The engines load the trainer's weights from a scratch checkpoint and report
+checksums A; their tensors are overwritten with random numbers; the trainer pushes in the normal way; checksums B must equal A
 on every engine.
 """
 
@@ -21,7 +21,7 @@ class NamesDiffer(RunError):
 
 
 class PushedNames:
-    """Compares the names of one push with the names that the engines' checkpoint has (engines accept any in silence).
+    """Compares the names of a push with those of the engines' checkpoint, since engines silently accept any names.
 
     `check_bucket` refuses a bucket before it is sent; `check_complete` is called when all buckets were sent.
     """
@@ -37,7 +37,7 @@ class PushedNames:
         if repeated:
             raise NamesDiffer(f"weight push: sent twice: {_shorten(repeated)}")
         self._pushed.update(counts)
-        # Those of earlier buckets were looked up then.
+        # Names of earlier buckets have been checked already.
         surplus = [] if self._expected is None else sorted(name for name in counts if name not in self._expected)
         if surplus:
             raise NamesDiffer(
@@ -61,12 +61,12 @@ def check_equal_checksums(
     """Compare the reports of all engines (engine id → tensor name → checksum).
 
     Args:
-        alike: of every engine one that is started as it is, the same for all of these. Others hold other parts of the tensors,
-            or have them in another dtype.
+        alike: for every engine, a representative that is started in the same way. Engines that are started in another way hold
+            other parts of the tensors, or have them in another dtype.
 
     Raises:
-        RunError: engines that are started alike disagree after loading from disk, or an engine's tensors after the push are
-            not those; names the tensors.
+        RunError: engines that are started alike disagree after loading from disk, or an engine's tensors after the push differ
+            from these. The message names the tensors.
     """
     if from_disk.keys() != after_push.keys():
         raise RunError(f"weight check: {len(from_disk)} engines before the push, {len(after_push)} after it")

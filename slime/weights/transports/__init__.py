@@ -36,7 +36,7 @@ __all__ = [
 
 
 def transport_of(args: Any) -> type[Transport]:
-    """How the weights of this run travel: who shares devices shares memory, unless files are asked for."""
+    """The transport of this run. Engines that share devices with the trainer share memory, unless files are asked for."""
     way = WEIGHT_TRANSPORTS[args.update_weight_transport]
     if way.colocated is not None and args.colocate:
         return pkgutil.resolve_name(way.colocated)
@@ -73,7 +73,7 @@ class ColocatedTransport(Transport):
 
     @classmethod
     def longest_wait(cls, args: Any) -> float:
-        # A bucket goes both ways, one after the other.
+        # A bucket is sent by both transports, one after the other.
         return SharedHandlesTransport.longest_wait(args) + ProcessGroupTransport.longest_wait(args)
 
     def connect(self, engines: Sequence[Receiver]) -> None:

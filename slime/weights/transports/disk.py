@@ -1,12 +1,11 @@
 """Weights from training ranks to the engines as a Hugging Face checkpoint in `--update-weight-disk-dir`, which they share.
 
-Every source writes its buckets as shards into a hidden directory, and a list of their names; the last one, which asks for all
-of them by name, publishes it as `weight_v{version}`, whole.
-Engines load it in one go, from there or from a copy on their host. One that cannot may have new tensors beside old ones; it is
-left out of the push.
+Every source writes its buckets as shards into a hidden directory, and a list of their names. The last source, which opens all
+of them by name, publishes the directory as `weight_v{version}`, whole. Engines load it at once, from there or from a copy on
+their host. An engine that fails may have a mixture of new and old tensors; it is left out of the push.
 
-The first source holds a lock on the directory while the run lives: another run would publish under the same names. Where the
-trainer ends between pushes (`--release-train`), a process beside it holds the lock.
+The first source holds a lock on `--update-weight-disk-dir` as long as the run lives, since another run would publish under the
+same names. If the trainer ends between pushes (`--release-train`), a process beside it holds the lock.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class DiskTransport(Transport):
         self._args = args
         self._source, self._num_sources, self._is_last = source, num_sources, source == num_sources - 1
         self._timeout = 60.0 * args.distributed_timeout_minutes
-        # Tells the pushes of this trainer's life from those of others.
+        # Distinguishes the pushes of this trainer's life from those of others.
         self._chain = secrets.token_hex(8)
         self._directory = PushDirectory(args.update_weight_disk_dir)
         self._draft: Path | None = None  # until a push begins
@@ -68,10 +67,10 @@ class DiskTransport(Transport):
         return ("update_weights_from_disk", loaded, str(version))
 
     def begin(self, version: int) -> None:
-        """As of every transport.
+        """See `Transport.begin`.
 
         Raises:
-            UserError: another run has the directory.
+            UserError: another run uses the directory.
         """
         if self._source == 0 and not self._args.release_train:
             self._directory.claim()
@@ -90,10 +89,10 @@ class DiskTransport(Transport):
         self._writing, self._shards = Background(write, f"writing {path}"), self._shards + 1
 
     def finish(self) -> None:
-        """As of every transport.
+        """See `Transport.finish`.
 
         Raises:
-            RunError: what another source has made cannot be seen from here.
+            RunError: shards of another source cannot be seen from this machine.
         """
         self._wait()
         lists = [self._draft / f"shards-{source:05d}" for source in range(self._num_sources)]
@@ -101,7 +100,7 @@ class DiskTransport(Transport):
             lists[self._source].write_text("".join(f"{name}\n" for name in self._written))
             if not self._is_last:
                 return
-            # A listing of a network disk may lack what another node has just written.
+            # Files are opened by name, because a listing of a network disk may lack those that another node has just written.
             shards = [name for path in lists for name in path.read_text().splitlines()]
             number_shards(self._draft, shards, self._index_metadata())
         except FileNotFoundError as error:
@@ -115,7 +114,7 @@ class DiskTransport(Transport):
         replace_directory(self._draft, self._final)
 
     def discard(self) -> None:
-        # Before a push has begun the draft may be another run's.
+        # Without a draft no push has begun, and files that are there may be another run's.
         if self._draft is None:
             return
         draft, writing, self._writing = self._draft, self._writing, None
@@ -126,9 +125,9 @@ class DiskTransport(Transport):
     def settle(self) -> None:
         if not self._is_last or self._args.update_weight_disk_keep_files:
             return
-        # Also what engines were given a second time, and did not take.
+        # These include files that were published a second time for engines that could not use them.
         self._remove_others(chains={self._chain})
-        # With `--release-train` who needs these weights later finds no trainer that could write them again.
+        # With `--release-train` the files stay, since later there may be no trainer that could write these weights again.
         if not self._args.release_train:
             shutil.rmtree(self._final)
 
@@ -136,20 +135,20 @@ class DiskTransport(Transport):
         return self._chain if self._is_last else None
 
     def continue_from(self, version: int, chain: str) -> None:
-        # Engines of one host share their copy with those of the same chain only.
+        # The chain must stay the same, since the engines of a host share their copy only within one chain.
         self._directory.require(version, chain)
         self._chain = chain
 
     def _writer(self, path: Path, bucket: NamedTensors) -> Callable[[], Path | None]:
-        """A function that writes a shard and returns its path, or None if it needs none; what it needs of the bucket
-        lies on the CPU when it is made."""
+        """A function that writes a shard and returns its path, or None if there is nothing to write. When it is made, all that
+        it needs of the bucket is on the CPU."""
         return write_shard(path, bucket)
 
     def _index_metadata(self) -> Mapping[str, Any]:
         return index_metadata(self._chain, self._version)
 
     def _remove_others(self, chains: Collection[str] | None = None) -> None:
-        """Remove what other pushes have published, of these chains (None: of any); nothing else."""
+        """Remove the publications of other pushes of these chains (None: of any chain), and nothing else."""
         for other in self._final.parent.glob("weight_v*"):
             chain = chain_of(other)
             if other != self._final and chain is not None and (chains is None or chain in chains):

@@ -1,9 +1,9 @@
-"""Weights as files that hold what changed since the last push: for engines of another place, behind a thin wire.
+"""Weights as files with the changes since the last push, for engines in another place, behind a slow connection.
 
 A source keeps the bytes that engines have (a second copy of the model in the memory of the trainers' hosts) and compares every
-tensor with them. At first they are those of `--hf-checkpoint`, so that the first push of a resumed run takes engines from there
-to where the run is. What was published stays until a whole checkpoint takes its place: an engine that starts anew is led
-through all of it. After a push that failed nobody knows what engines have, so the next one writes all tensors as they are.
+tensor with them. At first they are those of `--hf-checkpoint`, so the first push of a resumed run takes engines from there to
+the run's weights. Publications stay until a whole checkpoint takes their place, since an engine that starts anew has to apply
+all of them. After a failed push it is not known what engines have, so the next push writes all tensors as they are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _THREADS = 8
 
 @dataclasses.dataclass
 class _Base:
-    """The bytes (uint8) of a tensor as engines have it, with its dtype, as safetensors calls it, and shape."""
+    """The bytes (uint8) of a tensor as engines have it, with its dtype (safetensors' name) and shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class _Base:
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    """What is published of a tensor: the stream that `patch` tells of, or the tensor itself."""
+    """The published form of a tensor: the stream that `patch` describes, or without a patch the tensor itself."""
 
     name: str
     tensor: torch.Tensor
@@ -51,19 +51,19 @@ class _Change:
 
 
 class DiskDeltaTransport(DiskTransport):
-    """A shard per bucket, with the tensors of it that changed; tensors are compared and compressed at the same time."""
+    """Writes a shard per bucket, with its changed tensors. Several tensors are compared and compressed at the same time."""
 
     def __init__(self, args: Any, source: int, num_sources: int) -> None:
         super().__init__(args, source, num_sources)
         self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="weight delta")
-        # What engines have, by name, and the version that it is; None: nobody knows.
+        # The tensors that engines have, by name, and their version; None: it is not known.
         self._base: dict[str, _Base] = {}
         self._base_version: int | None = CHECKPOINT
         self._checkpoint: dict[str, Place] = {}
         self._whole = self._published = False
 
     def begin(self, version: int) -> None:
-        # A repeat for engines that missed it: what they need is there.
+        # A repeat for engines that missed the last push; the files for them are there.
         self._published = version == self._base_version and not self._whole
         self._delta = Delta(0, 0)
         if self._published:
@@ -72,7 +72,7 @@ class DiskDeltaTransport(DiskTransport):
         super().begin(version)
         self._whole = self._whole or self._base_version is None
         self._changes_version = None if self._whole else self._base_version
-        # Until engines have what is sent from here on; a push that fails leaves it so.
+        # Not known until engines have the new tensors. A push that fails leaves it so.
         self._base_version = None
         if self._changes_version == CHECKPOINT:
             self._checkpoint = places_of_checkpoint(Path(self._args.hf_checkpoint))
@@ -95,7 +95,7 @@ class DiskDeltaTransport(DiskTransport):
         if self._published:
             return
         self._base_version, self._whole = self._version, False
-        # A whole publication, and the first delta on `--hf-checkpoint`, need nothing that went before.
+        # A whole publication, and the first delta on `--hf-checkpoint`, need no earlier publication.
         if self._is_last and not self._changes_version and not self._args.update_weight_disk_keep_files:
             self._remove_others()
 
@@ -122,7 +122,8 @@ class DiskDeltaTransport(DiskTransport):
         return write
 
     def _change(self, name: str, tensor: torch.Tensor) -> _Change | None:
-        """What is to be published of a tensor, None where it is as it was; engines are taken to have it from here on."""
+        """The change to publish of a tensor; None if it is unchanged. From now on engines are assumed to have the new
+        tensor."""
         import torch
 
         form = (safetensors_dtype(tensor.dtype), tuple(tensor.shape))

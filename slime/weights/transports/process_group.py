@@ -1,14 +1,14 @@
 """Weights from a training rank to the engines over a process group (NCCL, or Gloo on CPU).
 
 Per bucket an HTTP call announces the tensors and, at the same time, a broadcast carries their bytes. The broadcast runs on
-a thread of its own: when an engine refuses the HTTP half, nobody receives, and the transfer fails with the engine's answer
-instead of hanging in the collective. While a bucket travels, the next one can be made.
+a thread of its own: if an engine refuses the HTTP half it does not receive, and the transfer fails with the engine's answer
+instead of hanging in the collective. While a bucket is on its way the next one can be made.
 
-On the host new memory costs more time than anything else that is done with a byte. There tensors travel as they are, without a
-flat bucket that both sides would fill first.
+On the host, allocating memory takes longer than anything else that is done with a byte. So there tensors are sent as they are,
+without a flat bucket that both sides would have to fill first.
 
-After a failure the group is closed on both sides, so that engines that still receive get an error instead of waiting on. Where
-our own broadcast hangs, its communicator is aborted first. With NCCL that ends it; with Gloo both sides wait for their limits.
+After a failure the group is closed on both sides, so that engines that still receive get an error instead of waiting on. If our
+own broadcast hangs, its communicator is aborted first. With NCCL that ends it; with Gloo both sides wait for their time limits.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _AFTER_FAILURE_SECONDS = 10.0
 _JOINING_SECONDS = 3.0
 _FAREWELL_SECONDS = 30.0
 _POLL_SECONDS = 0.001
-# Tensors that go as they are: what a broadcast of its own costs is little beside the copies that it saves.
+# From this size on tensors are sent as they are: a broadcast of its own costs little compared with the copies that it saves.
 _LARGE_TENSOR_BYTES = 2**20
-# Of two buffers that stay from push to push on the host. Where a smaller one was the allocator would find no room again, and
-# grow with every push; what is larger it maps for itself, and gives back whole.
+# Buffers up to this size stay from push to push on the host. If they were freed, the allocator would not find room for them
+# again, and would grow with every push. Larger ones it maps separately, and gives back whole.
 _KEPT_HOST_BYTES = 32 * 2**20
 
 _GLOO_DTYPES = frozenset({"float32", "bfloat16", "float16", "float64", "int64", "int32", "int8", "uint8"})
@@ -49,15 +49,15 @@ Announced = tuple[list[str], list[str], list[list[int]], str | None]
 
 
 def communicator_environment(args: Any) -> dict[str, str]:
-    """What NCCL has to read alike in training ranks and engines, since they are members of one communicator.
+    """The NCCL variables that have to be equal in training ranks and engines, since both are in one communicator.
 
-    By itself SGLang turns NVLink SHARP off where nothing is said, and turns it on, with buffers of cuMem, for symmetric memory.
+    By itself SGLang turns NVLink SHARP off by default, and turns it on, with buffers of cuMem, for symmetric memory.
     """
     if not (args.has_trainer and args.has_engines):
         return {}
     symmetric = bool(vars(args).get("sglang_enable_symm_mem"))
     sharp = symmetric or bool(vars(args).get("sglang_enable_nccl_nvls"))
-    # 2 is what NCCL itself takes: use it where there is one.
+    # NCCL's own default is 2: use it if the hardware has it.
     given = env.library_environment().get("NCCL_NVLS_ENABLE", "2")
     values = {"NCCL_CUMEM_ENABLE": "1" if symmetric else "0", "NCCL_NVLS_ENABLE": "1" if sharp else given}
     return {name: str(args.train_env_vars.get(name, value)) for name, value in values.items()}
@@ -71,26 +71,27 @@ def weight_group_name(source: int) -> str:
 class ProcessGroupTransport(Transport):
     """One group `slime-pp_{source}`: the source is rank 0, and every engine has a rank for each of its devices."""
 
-    # Nothing travels while engines are told to receive a bucket.
+    # Large, because nothing is sent while engines are being told to receive a bucket.
     host_bucket_bytes = 128 * 2**20
-    # Ending the collective, leaving the group, the answers that are left, the probes.
+    # For ending the collective, leaving the group, the remaining answers, and the probes.
     giving_up_seconds = 6 * _AFTER_FAILURE_SECONDS
 
     def __init__(self, args: Any, source: int, num_sources: int) -> None:
         self._group_name = weight_group_name(source)
-        # Engines that the run did not start may be on other machines, also where Ray has only this one.
+        # External engines may be on other machines, even if Ray has only this one.
         self._outside = [info.url for info in args.rollout_external_engine_infos or ()]
         self._timeout = 60.0 * args.distributed_timeout_minutes
         self._engines: list[Receiver] = []
         self._group: Any = None
-        # Whoever waits at the store hears of it when the store goes; so it goes only with the group, or a failed try.
+        # Processes that wait at the store get an error when it is closed. So it is closed only with the group, or after a
+        # failed try.
         self._store: Any = None
         self._in_flight: tuple[Mapping[int, Any], Background] | None = None
         # Answers to the order to leave the group, by engine.
         self._farewells: dict[int, Any] = {}
         self._bucket_bytes = self.bucket_bytes(args)
         self._flattener = BucketFlattener(max_bytes=self._bucket_bytes)
-        # Until the next push training has the memory of its device.
+        # Buffers on a device are freed, because training needs its memory until the next push.
         self._kept_bytes = _KEPT_HOST_BYTES if get_accelerator().shares_host_memory else 0
 
     def connect(self, engines: Sequence[Receiver]) -> None:
@@ -126,7 +127,7 @@ class ProcessGroupTransport(Transport):
         self._group = joining.result
 
     def begin(self, version: int) -> None:
-        # A push that stopped on its own account may have left a bucket on its way.
+        # A push that the trainer has stopped may have left a bucket on its way.
         self._settle_bucket()
         if self._group is None:
             raise RunError("weight push: no engines are connected")
@@ -138,16 +139,16 @@ class ProcessGroupTransport(Transport):
         answers = {
             engine.id: engine.handle.update_weights_from_distributed.remote(*announcement) for engine in self._engines
         }
-        # The thread gets the group, which this object may give up before the broadcast begins.
+        # The thread gets the group as a value, because this object may drop it before the broadcast begins.
         group = self._group
         self._in_flight = (answers, Background(lambda: _broadcast(sent, group), "weight broadcast"))
         if sum(tensor.nbytes for _, tensor in bucket) > self._bucket_bytes:
-            # No other tensors are gathered beside one that is larger than a bucket.
+            # A tensor larger than a bucket must be sent before the next tensors are gathered, to save memory.
             self._settle_bucket()
 
     def _flat(self, bucket: NamedTensors) -> tuple[Announced, list[torch.Tensor]]:
         flat = self._flattener.flatten(bucket)
-        # An engine makes room for the tensors of a flat bucket and again for the bucket. A single tensor goes as it is: an
+        # An engine allocates memory for a flat bucket and again for its tensors. So a single tensor is sent as it is: an
         # embedding may be much larger than a bucket.
         goes_as_bytes = len(bucket) > 1 or not _is_known(bucket[0][1])
         load_format, sent = ("flattened_bucket", flat.buffer) if goes_as_bytes else (None, flat.single())
@@ -200,9 +201,9 @@ class ProcessGroupTransport(Transport):
         collective.wait(max(0.0, deadline - time.monotonic()), late)
 
     def _blame(self, answers: Mapping[int, Any], collective: Background, error: str) -> EnginesFailed:
-        """Who is to blame for `error`: engines that are gone or hang; where there are none, those that failed first.
+        """The engines to blame for `error`: those that are gone or hang; if there are none, those that failed first.
 
-        An engine that lost its peers fails too, and may be heard of first: only the former are certain.
+        Only the former are certain, since an engine that has lost its peers fails, too, and its error may come first.
         """
         early = _errors_of(answers, 0.0)
         if self._group is None and self._store is not None:
@@ -218,7 +219,7 @@ class ProcessGroupTransport(Transport):
         return EnginesFailed(certain or early or errors or dict.fromkeys(answers, error), certain=bool(certain))
 
     def _abandon_group(self, collective: Background) -> None:
-        """Close our side, whatever hangs there, so that the name of the group is free again."""
+        """Close our side, even if something hangs there, so that the name of the group is free again."""
         group, self._group, self._store = self._group, None, None
         # An engine that refused closes its connections, which ends a broadcast to it.
         self._send_engines_away()
@@ -228,18 +229,18 @@ class ProcessGroupTransport(Transport):
             _leave(group)
 
     def _wait_for_who_joins(self, answers: Mapping[int, Any]) -> None:
-        """Return when engines that have not answered are at the store, or will not come: one that finds no store any more would
-        look for it until its own limit."""
+        """Return when all engines that have not answered are at the store, or when it is too late for them. An engine that
+        comes after the store is closed would look for it until its own time limit."""
         ranks = {engine.id: engine.num_gpus for engine in self._engines}
         deadline = time.monotonic() + _JOINING_SECONDS
-        # A store tells nobody who comes.
+        # Polled, since a store does not report who connects.
         while time.monotonic() < deadline:
             if _visitors(self._store.port) >= sum(ranks[id] for id in _unanswered(answers)):
                 return
             time.sleep(_POLL_SECONDS)
 
     def _send_engines_away(self) -> None:
-        """Order the engines to leave the group, unless they are on their way."""
+        """Order the engines to leave the group, unless they have the order already."""
         for engine in self._engines:
             if engine.id not in self._farewells:
                 self._farewells[engine.id] = engine.handle.destroy_weights_update_group.remote(self._group_name)
@@ -252,7 +253,7 @@ def _goes_flat(bucket: NamedTensors) -> bool:
 
 
 def _is_known(tensor: torch.Tensor) -> bool:
-    """Whether a broadcast takes the dtype of `tensor`: Gloo lacks some, such as those of eight-bit floats."""
+    """Whether a broadcast supports the dtype of `tensor`: Gloo lacks some, such as eight-bit floats."""
     return tensor.device.type != "cpu" or str(tensor.dtype).removeprefix("torch.") in _GLOO_DTYPES
 
 
@@ -270,14 +271,14 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: Any) -> None:
     accelerator.set_device(tensors[0].device.index or 0)
     works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
     for work in works:
-        # On a GPU `wait` is for the device, on which the next bucket is being gathered: these collectives alone are awaited.
+        # On a GPU `wait` would wait for the device, which is gathering the next bucket. So wait only for these collectives.
         while tensors[0].device.type != "cpu" and not work.is_completed():
             time.sleep(_POLL_SECONDS)
         work.wait()
 
 
 def _end(collective: Background, group: Any) -> None:
-    """Wait for the end of the collective; where it hangs, abort the communicator, whose kernel would hold the device."""
+    """Wait for the end of the collective. If it hangs abort the communicator, whose kernel would block the device."""
     if collective.ended_within(_AFTER_FAILURE_SECONDS) or group is None:
         return
     Background(group.abort, "aborting the weight group").ended_within(_AFTER_FAILURE_SECONDS)
@@ -285,7 +286,7 @@ def _end(collective: Background, group: Any) -> None:
 
 
 def _leave(group: Any) -> None:
-    """Close our side of the group, and wait for it no longer than after a failure: its peers may be dead."""
+    """Close our side of the group, with a short time limit, since its peers may be dead."""
     import torch.distributed as dist
 
     leaving = Background(lambda: dist.destroy_process_group(group), "leaving the weight group")
@@ -293,7 +294,7 @@ def _leave(group: Any) -> None:
 
 
 def _visitors(port: int) -> int:
-    """Connections of other processes to a port that this one listens on."""
+    """The number of connections of other processes to a port on which this process listens."""
     connections = [
         found for found in psutil.Process().net_connections("tcp") if found.status == psutil.CONN_ESTABLISHED
     ]
@@ -309,7 +310,7 @@ def _unanswered(answers: Mapping[int, Any]) -> list[int]:
 
 
 def _errors_of(answers: Mapping[int, Any], seconds: float) -> dict[int, str]:
-    """The errors among the answers that are there within `seconds`, by engine."""
+    """The errors among the answers that arrive within `seconds`, by engine."""
     import ray
 
     from slime.observability.waiting import wait_for

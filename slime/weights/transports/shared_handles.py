@@ -80,11 +80,12 @@ class SharedHandlesTransport(Transport):
         self._in_flight: list[dict[int, Any]] = []
         on_host = get_accelerator().shares_host_memory
         self._bucket_bytes = self.bucket_bytes(args)
-        # Of a buffer that stays: on the host memory is little, and dear to make anew; on the GPU training has it.
+        # Size of a buffer that is kept between pushes: on the host it is small, and slow to allocate; on a GPU training needs
+        # it.
         self._kept_bytes = self._bucket_bytes if on_host else 0
-        # A tensor larger than a bucket is in memory already that an engine on the same GPU can map.
+        # On a GPU a tensor larger than a bucket is not copied, since an engine on the same GPU can map its memory.
         self._flattener = BucketFlattener(2, math.inf if on_host else self._bucket_bytes, SharedMemory())
-        # The last bucket, whose bytes may be those of a tensor that nobody else holds.
+        # The last bucket, which may be the only reference to the tensor whose bytes it has.
         self._last: FlatBucket | None = None
 
     @classmethod
@@ -94,10 +95,11 @@ class SharedHandlesTransport(Transport):
     def connect(self, engines: Sequence[Receiver]) -> None:
         if list(engines) == self._engines:
             return
-        # Engines that have not opened a buffer yet would not find it.
+        # Wait first, since engines that have not opened a buffer yet would not find it after its release.
         self._failed_of(keep=0)
-        # Those that stay have the buffers mapped: new ones would take their memory beside that of the old ones. One that hangs,
-        # and is given up, may read what is written next; nobody asks it for anything any more.
+        # Engines that remain have the buffers mapped, and new ones would need memory beside the old ones; so buffers are kept.
+        # An engine that hangs and was given up may read what is written next, which does not matter, since it is not used any
+        # more.
         self._flattener.release(above=self._kept_bytes if engines else 0)
         self._engines = list(engines)
 
@@ -105,12 +107,12 @@ class SharedHandlesTransport(Transport):
         self.connect(engines)
 
     def begin(self, version: int) -> None:
-        # A push that stopped on its own account may have left buckets on their way.
+        # A push that the trainer has stopped may have left buckets on their way.
         self._settle(keep=0)
 
     def send(self, bucket: NamedTensors) -> None:
         failed = self._failed_of(keep=1)
-        # Also after a failure: the other ranks take part in it.
+        # Even after a failure, because `_share` is collective.
         handles = self._share(bucket)
         if failed:
             raise EnginesFailed(failed, certain=True)
@@ -122,13 +124,13 @@ class SharedHandlesTransport(Transport):
             )
         self._in_flight.append(answers)
         if not self._last.is_copy:
-            # No other tensors are gathered here beside one that is larger than a bucket.
+            # A tensor larger than a bucket must be taken before the next tensors are gathered, to save memory.
             self._settle(keep=0)
             self._last = None
 
     def help(self, bucket: NamedTensors) -> None:
         if self._every_rank:
-            # The source, if it sends still, tells what went wrong.
+            # The source raises the error, if it still sends.
             with contextlib.suppress(RunError):
                 self._share(bucket)
 
@@ -172,20 +174,20 @@ class SharedHandlesTransport(Transport):
         Raises:
             RunError: one of them had no memory for it.
         """
-        # The source comes here when the engines have let go of the buffer that is next, on every rank.
+        # The source comes here only when the engines have released the next buffer, on every rank.
         self._exchange(None if self._places is None else contents_of(bucket))
         return self._put(functools.partial(self._flattener.flatten, bucket), self._source)
 
     def _put(self, fill: Callable[[], FlatBucket], source: int) -> Handles:
-        """`_share`, from the moment on when the next buffer is free. `fill` gives the bucket of `source`, or room for it."""
+        """The part of `_share` after the next buffer is free. `fill` returns the bucket of `source`, or room to receive it."""
         import torch.distributed as dist
 
-        # A tensor that was larger than a bucket makes room for the next one.
+        # Frees a tensor that was larger than a bucket.
         self._last = None
-        # A hanging engine may have the older buffer mapped still; then this bucket is not sent, and nobody reads it.
+        # An engine that hangs may still have the older buffer mapped; then this bucket is not sent, and its bytes are not read.
         self._last, error = _attempt(fill)
         if self._places is not None:
-            # Nobody begins a broadcast that another has no room for.
+            # A broadcast begins only if all ranks have memory for it.
             _raise_first(self._exchange(error))
             _, error = _attempt(lambda: dist.broadcast(self._last.buffer, group=self._places, group_src=source))
         handles, error = _attempt(self._own_handles) if error is None else (None, error)
@@ -194,7 +196,7 @@ class SharedHandlesTransport(Transport):
         return {device: handle for of_rank, _ in found for device, handle in of_rank.items()}
 
     def _own_handles(self) -> Handles:
-        """Of the last bucket, for the engine ranks that this rank gives its memory to."""
+        """Handles of the last bucket, for the engine ranks with which this rank shares its memory."""
         devices = [device for engine in self._engines for device in self._devices_of(engine)]
         if self._every_rank:
             devices = [device for device in devices if device == self._rank()]
@@ -206,7 +208,7 @@ class SharedHandlesTransport(Transport):
         return dist.get_rank()
 
     def _exchange(self, value: Any) -> list[Any]:
-        """What all ranks that take part have; small picklable things only."""
+        """`value` of all ranks that take part; small picklable values only."""
         if not self._every_rank:
             return [value]
         import torch.distributed as dist
@@ -229,7 +231,8 @@ class SharedHandlesTransport(Transport):
             raise EnginesFailed(failed, certain=True)
 
     def _failed_of(self, keep: int) -> dict[int, str]:
-        """Wait until at most `keep` buckets are on their way; none, when an engine did not take one. Returns who, and why."""
+        """Wait until at most `keep` buckets are on their way, or none if an engine failed to take one. Returns the failures: by
+        engine, the reason."""
         from slime.observability.waiting import wait_for_each
 
         failed: dict[int, str] = {}
@@ -244,7 +247,7 @@ class SharedHandlesTransport(Transport):
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What `function` returns, or None; and why it failed, for the other ranks."""
+    """(the result of `function`, None), or (None, why it failed): the reason is for the other ranks."""
     try:
         return function(), None
     except (RunError, RuntimeError) as error:
@@ -274,7 +277,8 @@ class SharedMemory(Memory):
         try:
             with _through_files():
                 storage = torch.UntypedStorage._new_shared(size)
-            # Whoever lets go of the last count deletes the file, and ends where it is gone. This one nobody lets go of.
+            # A process that releases the last reference deletes the file, and fails if it is gone. This reference is never
+            # released, so none does.
             storage._shared_incref()
         except RuntimeError as error:
             raise RunError(
@@ -284,17 +288,17 @@ class SharedMemory(Memory):
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Let a buffer go when nobody has it mapped any more, also where an engine died without giving back its count."""
+        """Free a buffer when no process has it mapped any more, even if an engine died without releasing its reference."""
         if buffer.device.type == "cpu":
             _, name, _ = buffer.untyped_storage()._share_filename_cpu_()
             (_DIRECTORY / name.decode().lstrip("/")).unlink(missing_ok=True)
 
 
 def handle_of(bucket: FlatBucket) -> str:
-    """What one rank of an engine, and no other, opens: the bytes of `bucket`, and which tensors they are, for
+    """A handle of `bucket` and its list of tensors, which exactly one rank of an engine opens, for
     `/update_weights_from_tensor` with the format `flattened_bucket`.
 
-    Every call counts one reader more of the bucket's memory.
+    Every call adds one reader to the reference count of the bucket's memory.
     """
     import torch
 
@@ -302,7 +306,7 @@ def handle_of(bucket: FlatBucket) -> str:
     for name, dtype_name, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
         dtype = getattr(torch, dtype_name)
         size = torch.Size(shape).numel() * dtype.itemsize
-        # SGLang reads these attributes, and unpickles nothing of ours.
+        # A plain namespace with the attributes that SGLang reads, because it does not unpickle classes of ours.
         entries.append(
             SimpleNamespace(name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=start + size, numel=size)
         )
@@ -314,7 +318,7 @@ def handle_of(bucket: FlatBucket) -> str:
 
 
 class _Pickler(ForkingPickler):
-    """Names a GPU by its UUID: engines number devices in their own way. SGLang reads both."""
+    """Names a GPU by its UUID, because engines number devices in their own way. SGLang accepts both."""
 
     def reducer_override(self, value: Any) -> Any:
         import torch
@@ -331,13 +335,13 @@ class _Pickler(ForkingPickler):
         )
 
 
-# Of `torch.multiprocessing.reductions.rebuild_cuda_tensor`.
+# Position of the device among the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`.
 _DEVICE_ARGUMENT = 6
 
 
 @contextlib.contextmanager
 def _through_files() -> Iterator[None]:
-    """In the block torch shares memory of the host as files; what a user's own code shares keeps the way that it has."""
+    """In the block torch shares host memory as files. The setting is restored, for memory that users' code shares."""
     import torch.multiprocessing
 
     before = torch.multiprocessing.get_sharing_strategy()

@@ -1,4 +1,4 @@
-"""What every transport is: connect, begin, send buckets, finish, close; and what engines are told before and after."""
+"""The interface of transports: connect, begin, send buckets, finish, close; and the orders to engines before and after."""
 
 # ruff: noqa: B027 - most transports have something to do in a few of these methods only
 
@@ -75,7 +75,7 @@ class EnginesFailed(RunError):
 class Transport(abc.ABC):
     """Carries buckets from one source, a training rank, to engines.
 
-    Sources take turns: of two, one has finished before the other connects or begins. Nothing waits without a deadline.
+    Sources take turns: one has finished before the next one connects or begins. Nothing waits without a deadline.
 
     Args:
         args: of the run.
@@ -93,7 +93,7 @@ class Transport(abc.ABC):
 
     @classmethod
     def opening_order(cls, args: Any, version: int) -> Order | None:
-        """What all engines are told before the first source begins; None: nothing."""
+        """The order to all engines before the first source begins; None: there is none."""
         return ("begin_weight_update",)
 
     @classmethod
@@ -136,7 +136,7 @@ class Transport(abc.ABC):
         return min(sizes)
 
     def connect(self, engines: Sequence[Receiver]) -> None:
-        """Reach `engines`, and no others, from here on. A connection to the same ones that still stands is kept.
+        """Connect to `engines`, and to no others. A working connection to the same engines is kept.
 
         Raises:
             EnginesFailed: they cannot be reached.
@@ -146,7 +146,7 @@ class Transport(abc.ABC):
         """`connect`, on a rank that sends nothing itself."""
 
     def begin(self, version: int) -> None:
-        """Start to carry the tensors of weights `version`; what was carried before is forgotten."""
+        """Start to send the tensors of weights `version`; an unfinished transfer is forgotten."""
 
     def carry_all(self) -> None:
         """In the next push leave nothing out that engines had before: they have lost it, or to read all is less work for
@@ -187,10 +187,10 @@ class Transport(abc.ABC):
         """
 
     def discard(self) -> None:
-        """Give up what was sent: the push has failed, and no engine is to blame. Errors are ignored."""
+        """Drop what was sent, because the push has failed and no engine is to blame. Errors are ignored."""
 
     def settle(self) -> None:
-        """Give up what held the bytes: the engines have them in place."""
+        """Free buffers and files, because the engines have the weights in place."""
 
     def chain(self) -> str | None:
         """An id that tells the pushes of this run from those of others, on the source that publishes files; else None."""
