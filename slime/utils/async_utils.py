@@ -3,8 +3,8 @@
 The rollout functions are called synchronously and run for minutes with thousands of requests in flight; they all share
 this loop, so that one HTTP session and one semaphore serve every call.
 
-Coroutines of users run on it too. One that blocks holds up all others, with their time limits and what is reported: a thread
-beside the loop tells where it stands then. One that calls `sys.exit` does not end the loop.
+Users' coroutines run on it, too. One that blocks holds up all others, with their time limits and reports; a thread beside the
+loop then logs where the loop stands. One that calls `sys.exit` does not end the loop.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from weakref import WeakKeyDictionary
 
 logger = logging.getLogger(__name__)
 
-# A loop that does nothing else for so long is told of; and how often it is asked, seconds.
+# A loop that does not answer for so many seconds is reported; and how often it is asked.
 STALL_S = 30.0
 ASK_EVERY_S = 5.0
-# A process that was halted finds its time over before its loop could answer: the wait is made of so many.
+# The wait is divided into so many: in a process that was halted, a single one would be over before the loop could answer.
 _WAITS = 10
-# So often one task looks for others that wait.
+# One task polls so many times for all that wait for its condition; then another takes over.
 _LOOKS = 300
 
 _lock = threading.Lock()
@@ -52,18 +52,18 @@ def _run_for_ever(loop: asyncio.AbstractEventLoop) -> None:
         try:
             return loop.run_forever()
         except (SystemExit, KeyboardInterrupt):
-            # Of a task that some function has started, whose result it is, too. Others depend on the loop.
+            # It comes from a task, which has it as its result as well. The loop goes on, since others depend on it.
             logger.exception("a task wanted to end the process; its event loop goes on")
 
 
 def _watch(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """While the thread of the loop lives, tell where it stands when the loop does not answer, once each time."""
+    """While the loop's thread lives, log where it stands if the loop does not answer, once per stall."""
     thread.join(ASK_EVERY_S)
     while thread.is_alive():
         answered, asked_at = threading.Event(), time.monotonic()
         try:
             loop.call_soon_threadsafe(answered.set)
-        except RuntimeError:  # it was closed meanwhile
+        except RuntimeError:  # the loop has been closed
             return
         if not any(answered.wait(STALL_S / _WAITS) for _ in range(_WAITS)) and thread.is_alive():
             stack = traceback.format_stack(sys._current_frames().get(thread.ident))
@@ -99,18 +99,18 @@ def run(coro: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def turn_of_async_loop() -> None:
-    """Return when the background loop has come round: not as long as something blocks it."""
+    """Return when the background loop has completed a turn, which it cannot while something blocks it."""
     await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), get_async_loop()))
 
 
 class time_limit:
-    """`asyncio.timeout(seconds)` (None: no limit) for a `with` block: TimeoutError where it does not end in time.
+    """`asyncio.timeout(seconds)` (None: no limit) for a `with` block: raises TimeoutError if it does not end in time.
 
-    For blocks of which thousands are under way at a time, and most of which take less than setting a timer does: those of one
-    limit end in the order in which they began, so one timer, for the oldest, does for all of them.
+    It is for blocks that run by the thousand at a time, and mostly take less time than setting a timer. Blocks with the same
+    limit reach it in the order in which they began, so one timer, for the oldest, suffices for all of them.
 
     Attributes:
-        expired: the block was ended for its time.
+        expired: the block was ended because its time was over.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -130,7 +130,7 @@ class time_limit:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if self._deadlines is not None:
             self._deadlines.discard(self)
-        # Who was cancelled by somebody else meanwhile stays so.
+        # A task that was also cancelled for another reason stays cancelled.
         if self.expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
@@ -141,9 +141,9 @@ class time_limit:
 
 
 class _Deadlines:
-    """When the blocks of one event loop that have the same limit have to end: in the order in which they began."""
+    """The deadlines of an event loop's blocks with the same limit, in the order in which they began."""
 
-    # A loop is not held here, which would keep it in memory.
+    # Weak, so that a loop is not kept in memory.
     _known: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[float, "_Deadlines"]] = WeakKeyDictionary()
 
     @classmethod
@@ -168,7 +168,7 @@ class _Deadlines:
         self._ends.pop(block, None)
 
     def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End the blocks whose time is over, and come back when that of the next one may be."""
+        """End the blocks whose time is over, and set the timer for the next one."""
         now, due = loop.time(), []
         for block, end in self._ends.items():
             if end > now:
@@ -183,13 +183,13 @@ class _Deadlines:
 
 
 class SingleFlight:
-    """Whoever asks while an answer is under way in the same event loop gets that answer, or its failure."""
+    """Shares one call among callers of the same event loop: a caller that comes while it runs gets its result, or failure."""
 
     def __init__(self) -> None:
         self._under_way: dict[asyncio.AbstractEventLoop, asyncio.Task[Any]] = {}
 
     async def join(self, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """What `ask` returned or raised, for all that waited for it. It goes on when one of them is cancelled."""
+        """The result or error of `ask`, which runs once for all that wait. It goes on if one of them is cancelled."""
         loop = asyncio.get_running_loop()
         task = self._under_way.get(loop)
         if task is None:
@@ -198,31 +198,31 @@ class SingleFlight:
         return await asyncio.shield(task)
 
 
-# By what is waited for.
+# One shared task for each condition that is waited for.
 _looking = defaultdict[Callable[[], bool], SingleFlight](SingleFlight)
 
 
 async def until_true(condition: Callable[[], bool], every: float) -> None:
-    """Return when `condition()` is true. `every` so many seconds one task looks for all of this event loop that wait for it:
-    what it raises, they raise."""
+    """Return when `condition()` is true. One task of this event loop checks it every `every` seconds for all that wait for it;
+    if it raises they all do."""
     while not condition():
         await _looking[condition].join(functools.partial(_look_for, condition, every))
 
 
 async def _look_for(condition: Callable[[], bool], every: float) -> None:
-    # Not for ever: those who wait may be gone.
+    # Not for ever, since all that wait may be gone.
     for _ in range(_LOOKS):
         await asyncio.sleep(every)
         if condition():
             return
 
 
-# Per event loop, because a semaphore belongs to one; they go with it.
+# By event loop, because a semaphore belongs to one, and is freed with it.
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = WeakKeyDictionary()
 
 
 def slots(name: str, at_a_time: int) -> asyncio.Semaphore:
-    """What lets `at_a_time` of the coroutines of this event loop that ask by `name` go on; the first who asks says how many."""
+    """The semaphore `name` of this event loop, which lets `at_a_time` coroutines go on; the first call sets the number."""
     return _slots.setdefault(asyncio.get_running_loop(), {}).setdefault(name, asyncio.Semaphore(at_a_time))
 
 

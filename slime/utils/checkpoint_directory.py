@@ -1,6 +1,7 @@
-"""How a directory of checkpoints looks, as Megatron's: one directory for each iteration, and a pointer file, written last.
+"""The layout of a directory of checkpoints, which is Megatron's: a directory for each iteration, and a pointer file, which is
+written last.
 
-The metadata in that of an iteration, also written last, name what wrote it.
+The metadata in an iteration's directory, also written last, name the backend that wrote it.
 """
 
 import json
@@ -11,9 +12,9 @@ from slime.utils.errors import UserError
 
 POINTER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
-# The number of the push by which its weights went out, or the last ones before them.
+# The file with the version of its weights' push, or of the last push before it.
 WEIGHT_VERSION = "weight_version.json"
-# What the metadata name of a checkpoint of FSDP's; those of Megatron's have torch_dist.
+# The name of the FSDP backend in the metadata; checkpoints of Megatron have torch_dist.
 FSDP2 = "fsdp2"
 
 
@@ -38,7 +39,7 @@ def iteration_directory(path: str | os.PathLike[str], iteration: int) -> Path:
 
 
 def sharded_backend(directory: Path) -> str | None:
-    """What has written the checkpoint of an iteration, by its metadata; None: nobody did to the end, or they are damaged."""
+    """The backend that has written an iteration's checkpoint, by its metadata; None if it is incomplete or damaged."""
     try:
         return json.loads((directory / METADATA).read_text()).get("sharded_backend")
     except (OSError, ValueError, AttributeError):
@@ -46,10 +47,10 @@ def sharded_backend(directory: Path) -> str | None:
 
 
 def require_backend(backend: str, kind: str, path: str | os.PathLike[str] | None, step: int | None) -> None:
-    """Refuse what the trainer of `--train-backend` cannot load, although it is a checkpoint.
+    """Refuse a checkpoint that the trainer of `--train-backend` cannot load.
 
     Args:
-        kind, path, step: of a source of weights.
+        kind, path, step: those of a source of weights.
 
     Raises:
         UserError: another backend has written it, or its pointer is damaged; the message names the way out.

@@ -1,13 +1,13 @@
-"""Child processes that follow their parent and are ended without touching anybody else's.
+"""Child processes that end with their parent, and are ended without affecting any other process.
 
 Invariants:
-- A child runs in a process group of its own. `terminate` signals that group only, so helpers that the child started go
-  with it and nothing else does.
-- A child's standard input is a pipe whose other end only the parent holds: copies of it, as a plug-in's pool of processes is,
-  close theirs. When the parent ends, in whatever way (`kill -9` included), the pipe closes and a child that called
-  `exit_when_parent_dies` ends its whole group. The kernel's parent-death signal is not used: it fires when the *thread* that
-  started the child ends.
-- What a child writes goes to one log file, so a failure can be shown with its last lines.
+- A child runs in a process group of its own. `terminate` signals only that group, so processes that the child started end with
+  it, and nothing else does.
+- A child's standard input is a pipe whose other end only the parent holds; forked copies of the parent, such as a plug-in's
+  pool of processes, close theirs. When the parent ends, in whatever way (`kill -9` included), the pipe closes and a child that
+  called `exit_when_parent_dies` ends its whole group. The kernel's parent-death signal is not used: it fires when the *thread*
+  that started the child ends.
+- A child's output goes to one log file, so that a failure can be shown with its last lines.
 
 `ForkedCall` is another kind of child: a copy of this process, for one call. It follows its parent by a pipe of its own.
 `run_to_end` is a program that is waited for by a coroutine, and whose output is kept in memory.
@@ -35,18 +35,18 @@ from typing import IO, Any
 from slime.utils.errors import RunError
 
 _EXIT_POLL_SECONDS = 0.02
-# Between the end of a process's pipes, or the signal that ends it, and its own.
+# How long a process may take to end after its pipes have closed, or after a signal.
 _EXIT_SECONDS = 5.0
-# For one that was killed to give back what it has: much memory of devices takes long.
+# How long a killed process may take, which has to give back its memory; that of devices may take long.
 _KILLED_SECONDS = 30.0
 _TAIL_BYTES = 64 * 1024
 
-# The ends of pipes by which children see that this process lives.
+# Our ends of the pipes by which children notice that this process has ended.
 _lifelines: set[int] = set()
 
 
 def open_lifeline() -> tuple[int, int]:
-    """A pipe: what a child watches by `end_with`, and our end, which `close_lifeline` closes."""
+    """A pipe: (the end that a child watches by `end_with`, our end, which `close_lifeline` closes)."""
     watched, ours = os.pipe()
     _lifelines.add(ours)
     return watched, ours
@@ -59,7 +59,7 @@ def close_lifeline(ours: int) -> None:
 
 
 def _leave_lifelines() -> None:
-    """In a copy of this process: those who follow its parent do not wait for its end too."""
+    """Run in a forked copy of this process: close the lifelines, so that children of the parent do not wait for the copy."""
     while _lifelines:
         os.close(_lifelines.pop())
 
@@ -81,7 +81,7 @@ class ChildProcess:
         self._env = None if env is None else dict(env)
         self._process: subprocess.Popen | None = None
         self._lifeline: int | None = None
-        # An ended process is collected once, whichever of our threads asks first.
+        # An ended process can be reaped only once, by whichever of our threads asks first.
         self._collecting = threading.RLock()
 
     def start(self) -> None:
@@ -127,7 +127,7 @@ class ChildProcess:
     def wait(self, timeout: float) -> int | None:
         """Wait up to `timeout` seconds for the end; the exit status, or None when it still runs."""
         deadline = time.monotonic() + timeout
-        # Looked at again and again, as the standard library does: a wait of the kernel's has no time limit.
+        # Polled, as in the standard library, because the kernel's own wait has no time limit.
         while (status := self.poll()) is None and self._process is not None and time.monotonic() < deadline:
             time.sleep(_EXIT_POLL_SECONDS)
         return status
@@ -135,7 +135,7 @@ class ChildProcess:
     def terminate(self, timeout: float = 10.0) -> int | None:
         """End the process and its group: SIGTERM, after `timeout` seconds SIGKILL. Harmless when it already ended.
 
-        One that the kernel does not let go yet, as of a device or a disk that hangs, is not waited for: it ends when it can.
+        A process that the kernel cannot end yet, because a device or a disk hangs, is not waited for.
 
         Returns:
             The exit status; None if the process was never started, or has not ended.
@@ -166,7 +166,7 @@ class ChildProcess:
             os.killpg(self._process.pid, signal_number)
 
     def _reap(self) -> None:
-        # The ended leader is still a zombie here, so its id cannot belong to anybody else's group yet.
+        # The ended leader is still a zombie, so its id cannot be that of another group yet.
         self._signal_group(signal.SIGKILL)
         self._process.wait()
         close_lifeline(self._lifeline)
@@ -174,7 +174,7 @@ class ChildProcess:
 
 
 def environment_for_python() -> dict[str, str]:
-    """Our environment, for a Python child that imports this package, also where the package is not installed."""
+    """Our environment, for a Python child that imports this package, even if the package is not installed."""
     root = str(Path(__file__).resolve().parents[2])
     import_path = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{import_path}" if import_path else root}
@@ -232,7 +232,7 @@ def end_with(lifeline: int, owner: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     # The parent may have ended before the kernel was asked to watch: then the pipe is readable (end of file) already.
-    # Not by select, which knows no descriptor above 1023: a copy of a process has all of its.
+    # `select` would fail for descriptors above 1023, of which a forked process may have many.
     watch = select.poll()
     watch.register(lifeline, select.POLLIN)
     if watch.poll(0):
@@ -241,7 +241,7 @@ def end_with(lifeline: int, owner: int) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a program left: its exit status (128 and more: ended by that signal), and what it wrote on its two streams."""
+    """The result of a program: its exit status (above 128: ended by signal status − 128), and its output on both streams."""
 
     code: int
     out: bytes
@@ -249,7 +249,7 @@ class Ended:
 
 
 class StillRunning(TimeoutError):
-    """A program had to be ended because its time was over; `so_far`: what it had written on its two streams."""
+    """A program had to be ended because its time was over; `so_far`: its output on both streams until then."""
 
     def __init__(self, seconds: float, out: bytes, err: bytes) -> None:
         super().__init__(f"it did not end within {seconds:g} s")
@@ -262,16 +262,16 @@ async def run_to_end(
     """Run a program until it ends; whatever is left of its process group then, or when its time is over, is ended too.
 
     Args:
-        timeout: in seconds. One that left the group and holds a stream is waited for, too.
-        stdin: what it reads.
+        timeout: in seconds. A process that has left the group but still holds a stream is waited for, too.
+        stdin: its standard input.
         env: its whole environment; None: ours.
-        most: bytes that are kept of each stream; a note tells of those that were dropped.
+        most: how many bytes of each stream are kept; if some are dropped a note says so.
 
     Raises:
         StillRunning: its time was over.
         OSError: there is no such program.
     """
-    # Not by asyncio, which collects a process at its end: until it is collected, here, its id is nobody else's.
+    # asyncio's processes are not used, because asyncio reaps them at their end. Until we reap it its id cannot be reused.
     process = subprocess.Popen(
         list(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=None if env is None else dict(env), start_new_session=True,
@@ -320,7 +320,7 @@ async def _keep(pipe: IO[bytes], into: bytearray, most: int) -> None:
 
 
 async def _give(pipe: IO[bytes], data: bytes) -> None:
-    """Write to a program that reads as it likes, or not at all."""
+    """Write to a program that may read slowly, or not at all."""
     handle = pipe.fileno()
     os.set_blocking(handle, False)
     left, loop = memoryview(data), asyncio.get_running_loop()
@@ -335,7 +335,7 @@ async def _give(pipe: IO[bytes], data: bytes) -> None:
                 await room.wait()
                 loop.remove_writer(handle)
     except (BrokenPipeError, ConnectionResetError):
-        # It wants no more.
+        # The program has closed its input.
         return
     finally:
         loop.remove_writer(handle)
@@ -343,7 +343,7 @@ async def _give(pipe: IO[bytes], data: bytes) -> None:
 
 
 async def _leader_ended(pid: int) -> None:
-    """Wait for the end of a process of ours that was not collected yet, also while others hold its streams."""
+    """Wait for the end of a child that was not reaped yet, even if other processes still hold its streams."""
     handle = os.pidfd_open(pid)
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(handle, ended.set)
@@ -355,7 +355,7 @@ async def _leader_ended(pid: int) -> None:
 
 
 def kill_group(pid: int) -> None:
-    """End the process group that `pid` leads, which was not collected yet. Harmless when nothing is left of it."""
+    """Kill the process group of `pid`, which must not have been reaped yet. Harmless if nothing is left of it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -379,7 +379,7 @@ class ForkedCall:
             close_lifeline(self._lifeline)
             raise
         finally:
-            # So that its end is the end of the pipe.
+            # Close our copies of the child's ends, so that the pipe closes when the child ends.
             os.close(lifeline)
             sender.close()
         self.pid = self._process.pid
@@ -416,7 +416,7 @@ class ForkedCall:
     def kill(self) -> None:
         """End the copy at once. Harmless when it has ended.
 
-        One that the kernel does not let go yet, as of a disk that hangs, is not waited for: it ends when it can.
+        A process that the kernel cannot end yet, because a disk hangs, is not waited for.
         """
         if self._lifeline is None:
             return
@@ -429,9 +429,9 @@ class ForkedCall:
 
 def _call_and_send(function: Callable[[], Any], sender: Any, lifeline: int) -> None:
     end_with(lifeline, os.getpid())
-    # Garbage of our parent's is its own to collect: what it ends may need threads that the copy has not.
+    # Do not collect the parent's garbage: finalizers may need threads that the copy does not have.
     gc.freeze()
-    # What our parent does at a signal is not for its copy.
+    # Signal handlers of the parent are not for its copy.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

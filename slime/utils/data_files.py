@@ -20,7 +20,7 @@ from typing import Any
 from slime.utils.errors import UserError
 
 BadRowHandler = Callable[[str, str], None]
-# Called after every row of a file, those that are only counted or passed too; raises to end the reading.
+# Called after every row of a file, even of rows that are only counted or skipped; it may raise to end the reading.
 RowWatch = Callable[[], None]
 
 
@@ -169,7 +169,7 @@ def _iterate_jsonl(file: DataFile, on_bad_row: BadRowHandler, watch: RowWatch) -
 
 
 def parse_row(line: bytes) -> dict[str, Any]:
-    """The object on a line. Raises BadRow where it holds none."""
+    """The JSON object on a line. Raises BadRow if there is none."""
     try:
         row = json.loads(line.decode("utf-8"))
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
@@ -203,7 +203,7 @@ def _iterate_parquet(
 
 @contextlib.contextmanager
 def parquet_errors(path: str) -> Iterator[None]:
-    """What Arrow cannot read raises UserError with the name of the file."""
+    """Turns errors of Arrow into a UserError with the name of the file."""
     from pyarrow import ArrowException
 
     try:

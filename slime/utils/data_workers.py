@@ -1,13 +1,13 @@
 """Processes that prepare the rows of data sets: read them as samples, render their templates, count their tokens.
 
 Invariants:
-- Rows come back in the order in which they were given, and an exception of whoever gives them comes behind them.
-- A row that a worker cannot prepare comes back as it was: whoever asked prepares it, and has the error that a run without
-  workers has.
-- At most two batches of rows for each worker are under way; no more are asked for.
-- A worker that dies, or has not answered in time, is an error that names it and the rows that it had.
-- A worker imports neither Ray nor the program of this process; and torch, which is most of the memory and of the start of a
-  tokenizer, only where code of the checkpoint or its processor may need it.
+- Rows come back in the order in which they were given. If their source raises, the error comes after the rows before it.
+- A row that a worker cannot prepare comes back as it was. The caller prepares it, and so gets the same error as a run without
+  workers.
+- At most two batches of rows per worker are under way, and no more rows are read from the source.
+- If a worker dies, or does not answer in time, the error names it and its rows.
+- A worker imports neither Ray nor this process's main program. It imports torch, which takes most of a tokenizer's memory and
+  start, only if code of the checkpoint or its processor may need it.
 - Workers end with this process, in whatever way that ends.
 """
 
@@ -38,10 +38,10 @@ from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.prompt_rows import PreparedRow, PromptRow, RowReader, prompt_lengths
 from slime.utils.types import Sample
 
-# Rendered in some milliseconds, so that the way to a worker and back is little beside them.
+# A batch takes some milliseconds to render, so the way to a worker and back costs little in comparison.
 _ROWS_OF_A_BATCH = 64
 _BATCHES_OF_A_WORKER = 2
-# Of one batch, the start of its worker included. Those that have images take seconds.
+# Time limit of a batch, including the start of its worker. Batches with images take seconds.
 _BATCH_SECONDS = 600.0
 _EXIT_SECONDS = 5.0
 _EXIT_POLL_SECONDS = 0.01
@@ -49,14 +49,14 @@ _EXIT_POLL_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is done with each row, as a data set is told it.
+    """How each row is prepared; the same settings as those of a data set.
 
     Attributes:
         checkpoint: Hugging Face directory of tokenizer and processor.
         rendered: whether prompts are rendered in the chat template.
-        template_kwargs: of that template, which a sample has also where its prompt is not rendered yet.
+        template_kwargs: keywords of that template, which a sample has even if its prompt is not rendered yet.
         measures: whether tokens are counted.
-        sees_images: whether the processor counts those of prompts with images.
+        sees_images: whether the processor counts the tokens of prompts with images.
     """
 
     checkpoint: str
@@ -68,17 +68,17 @@ class Preparation:
 
 
 class DataWorkers:
-    """`count` processes, which start at once. They end by `close`, or when nobody has this object any more."""
+    """`count` processes, which start at once. They end by `close`, or when this object is garbage."""
 
     def __init__(self, count: int, preparation: Preparation) -> None:
         self._workers = [_Worker(f"{number} of {count}", preparation) for number in range(1, count + 1)]
-        # At the end of the process they end without being told, and those of a copy's parent are none of its own.
+        # Not at exit: workers end with this process by themselves, and a forked copy must not end those of its parent.
         weakref.finalize(self, _close_all, self._workers).atexit = False
 
     def prepare(self, rows: Iterable[PromptRow]) -> Iterator[PreparedRow]:
-        """Each of `rows`, in order, with its sample where it could be read and the number of its tokens where it was counted.
+        """Each of `rows`, in order, with its sample if it could be read, and the number of its tokens if it was counted.
 
-        `rows` is gone through as far as workers have room. What it raises is raised behind the rows that it gave before.
+        `rows` is read as far as workers have room. If it raises, the error is raised after the rows before it.
 
         Raises:
             RunError: a worker died, cannot load the tokenizer, or did not answer in time. Then all have ended.
@@ -118,14 +118,14 @@ class DataWorkers:
 def _close_all(workers: Sequence[_Worker]) -> None:
     for worker in workers:
         worker.take_no_more()
-    # All end at once: that of many waits no longer than that of one.
+    # All end at the same time, so many workers take no longer than one.
     deadline = time.monotonic() + _EXIT_SECONDS
     for worker in workers:
         worker.close(deadline)
 
 
 class _Worker:
-    """A pool of one process: of several, it would not be known who has which rows."""
+    """A pool of one process. In a pool of several it would not be known which process has which rows."""
 
     def __init__(self, name: str, preparation: Preparation) -> None:
         self._name = name
@@ -133,14 +133,14 @@ class _Worker:
         with contextlib.closing(Connection(lifeline, writable=False)) as watched:
             context = _Context()
             self._pool = ProcessPoolExecutor(1, context, initializer=_begin, initargs=(watched, preparation))
-            # Its process starts with the first thing that it is to do.
+            # A pool starts its process with the first task.
             self._pool.submit(_prepare, [])
             [self._process] = context.started
 
     def submit(self, batch: Sequence[PromptRow]) -> Future:
         try:
             return self._pool.submit(_prepare, batch)
-        except RuntimeError as error:  # it died, or all were closed: whoever asks for these rows is told
+        except RuntimeError as error:  # the worker died, or all were closed: the caller gets the error with these rows
             answer = Future()
             answer.set_exception(error)
             return answer
@@ -152,7 +152,7 @@ class _Worker:
             self.close(time.monotonic() + _EXIT_SECONDS)
             what = describe_exit_status(self._process.exitcode)
         except TimeoutError:
-            # It may not end by itself any more.
+            # It may be unable to end by itself.
             self._process.kill()
             what = f"no answer for {_BATCH_SECONDS:g} s"
         except Exception as error:
@@ -163,11 +163,11 @@ class _Worker:
         )
 
     def take_no_more(self) -> None:
-        """End with the rows that it has in hand. Harmless when it was called before."""
+        """Finish the rows at hand and take no more. May be called again."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self, deadline: float) -> None:
-        """Be gone, by itself until `deadline` on the monotonic clock. Harmless when it was called before."""
+        """Wait for the worker's end until `deadline` (monotonic clock), then kill it. May be called again."""
         if self._lifeline is None:
             return
         self.take_no_more()
@@ -178,13 +178,13 @@ class _Worker:
         self._lifeline = None
 
     def _await_end(self, deadline: float) -> None:
-        # Not by `join` or the sentinel: a thread of the pool waits as well, and for a moment it alone has the exit status.
+        # Polled, because a thread of the pool waits for the process as well, and for a moment it alone has the exit status.
         while self._process.is_alive() and time.monotonic() < deadline:
             time.sleep(_EXIT_POLL_SECONDS)
 
 
 class _Process(SpawnProcess):
-    """A process that does not run what this one runs as its program, Ray's in an actor, as Python has it otherwise."""
+    """A process that does not import this one's main program (in an actor, Ray's), as Python's own would."""
 
     def start(self) -> None:
         program = sys.modules["__main__"]
@@ -196,7 +196,7 @@ class _Process(SpawnProcess):
 
 
 class _Context(SpawnContext):
-    """Starts processes anew: a copy of this one would have its memory and the locks that other threads hold."""
+    """Spawns processes instead of forking: a copy of this one would have its memory, and locks that other threads hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,9 +216,9 @@ def _begin(watched: Connection, preparation: Preparation) -> None:
     global _begun_with
     _begun_with = watched, preparation
     end_with(watched.fileno(), os.getpid())
-    # Who interrupts a run means its driver.
+    # An interrupt (Ctrl-C) is meant for the driver.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # There are as many processes as were asked for.
+    # Parallelism comes from the number of workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if not (preparation.trust_remote_code or preparation.sees_images):
         sys.modules["torch"] = None
@@ -234,7 +234,7 @@ def _prepare(batch: Sequence[PromptRow]) -> list[tuple[Sample | None, int | None
 
 
 class _Preparer:
-    """Does with rows what a data set does, but for errors: it leaves them to the data set."""
+    """Prepares rows as a data set does, but leaves all errors to the data set."""
 
     def __init__(self, preparation: Preparation) -> None:
         path, trusted = preparation.checkpoint, preparation.trust_remote_code
@@ -261,6 +261,6 @@ class _Preparer:
                 lengths = prompt_lengths(samples, self._tokenizer, self._processor, not self._rendered)
                 return [None if isinstance(length, BadRow) else length for length in lengths]
         except Exception:
-            # Of one of them; whoever asked finds out of which.
+            # One of the samples is bad; the data set will find out which.
             pass
         return [None] * len(samples)

@@ -1,7 +1,7 @@
-"""The one door to the device: which accelerator a process uses and what differs because of it.
+"""The accelerator of a process, and everything that depends on which one it is.
 
-Everything else in the package asks `get_accelerator()`: nobody else names `torch.cuda`, but for the adapters that lift what
-wheels assume about it. A new device is a subclass of `Accelerator` given to `register_accelerator`.
+All other code of the package asks `get_accelerator()` and never uses `torch.cuda`, except for the adapters that lift the
+assumptions of wheels. A new device is a subclass of `Accelerator` that is passed to `register_accelerator`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of glibc's malloc.h, and the bytes up to which a piece of memory is kept.
+# Options of glibc's malloc.h, and the size in bytes up to which freed memory is kept.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_KEPT = 2**30
 
-# Of a recording of allocations on a GPU so many are kept, the newest; each takes some kilobytes in a snapshot.
+# How many of the newest allocations on a GPU a recording keeps; each takes some kilobytes in a snapshot.
 _RECORDED_EVENTS = 100_000
 
 
@@ -47,7 +47,7 @@ class Accelerator:
     process_group_backend = "gloo"
     # Whether its memory is that of the host.
     shares_host_memory = True
-    # Of groups whose collectives are on tensors of the host and on objects.
+    # The backend of groups whose collectives are on tensors of the host and on objects.
     host_group_backend = "gloo"
 
     def device(self, index: int = 0) -> torch.device:
@@ -68,10 +68,10 @@ class Accelerator:
         """Make `index` this process's default device."""
 
     def keep_freed_memory(self) -> None:
-        """Have this process use freed memory again instead of giving it back, until `release_cached_memory`.
+        """Make this process reuse freed memory instead of giving it back, until `release_cached_memory`.
 
-        glibc gives back pieces of 32 MiB and more at once, and logits are such: the kernel then clears their pages anew in
-        every micro-batch. Where the environment says how that is to be, it stays so.
+        glibc gives back pieces of 32 MiB and more at once, for example logits, whose pages the kernel then has to clear anew in
+        every micro-batch. Settings of the environment have precedence.
         """
         tune = getattr(ctypes.CDLL(None), "mallopt", None)
         if tune is not None and not env.tunes_allocator():
@@ -79,10 +79,11 @@ class Accelerator:
             tune(_M_TRIM_THRESHOLD, 2**31 - 1)
 
     def compute_in_this_thread(self) -> None:
-        """Have the thread that calls compute on all cores of this process, and those that begin to compute later on one.
+        """Let the calling thread compute on all cores of this process, and threads that begin to compute later on one each.
 
-        OpenMP's threads wait awake for the next operator only where a process has no more of them than cores. Gloo adds up in
-        threads of its own: with a team for each of these, every operator would wait for the kernel to wake its other threads.
+        OpenMP's threads spin while they wait for the next operator only if a process has no more of them than cores. Gloo
+        computes sums in threads of its own. If each of these had a team, every operator would wait for the kernel to wake
+        threads.
         """
         set_threads_of_later_threads(1)
 
@@ -90,41 +91,41 @@ class Accelerator:
         """Wait until all work queued on the device is done."""
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """`size` bytes of host memory, uint8, that the device copies to and from while the host goes on.
+        """`size` bytes of host memory, uint8; the host need not wait for copies between it and the device.
 
-        They are given back when this tensor is gone: keep it for as long as its views.
+        The memory is freed with this tensor: keep it for as long as its views.
         """
         import torch
 
         return torch.empty(size, dtype=torch.uint8)
 
     def aside(self) -> contextlib.AbstractContextManager:
-        """What is queued on the device within begins after what was queued before, and what is queued afterwards does not wait
-        for it, unless `join_aside` says so."""
+        """In the block, work is queued beside the other work of the device: it begins after work that was queued before, and
+        later work does not wait for it before `join_aside`."""
         return contextlib.nullcontext()
 
     def join_aside(self) -> None:
-        """Have what is queued from now on wait for all that was queued in `aside`."""
+        """Make work that is queued from now on wait for all work that was queued in `aside`."""
 
     def mark(self) -> Callable[[], None]:
-        """A point among what is queued: called, the host waits until the device is there."""
+        """Mark this point in the queue. The function that is returned makes the host wait until the device has reached it."""
         return lambda: None
 
     def generator_state(self) -> torch.Tensor | None:
-        """The state of the device's random generator, uint8 on the host; None where it is the one of the host."""
+        """The state of the device's random generator, uint8 on the host; None if the device uses the host's generator."""
         return None
 
     def set_generator_state(self, state: torch.Tensor) -> None:
-        """Put the device's generator where it was; does nothing where it is the one of the host."""
+        """Restore the device's generator; does nothing if the device uses the host's generator."""
 
     def fused(self, function: Callable[..., Any]) -> CompiledFunction | None:
-        """`function` of tensors on this device as few kernels. None: this device fuses nothing, as here, where a cache holds
-        what is computed in chunks."""
+        """`function`, compiled to few kernels. None if this device does not fuse: on a CPU a cache holds what is computed in
+        chunks."""
         return None
 
     def release_cached_memory(self) -> None:
-        """Give back to the system what was freed and is kept for the next allocation."""
-        # Of glibc; others give large pieces back at once.
+        """Give freed memory that is kept for later allocations back to the system."""
+        # This is a function of glibc; other allocators give large pieces back at once.
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
@@ -135,17 +136,18 @@ class Accelerator:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def peak_memory_allocated(self) -> int | None:
-        """The most bytes of tensors since `reset_peak_memory`; None where the device does not count them."""
+        """The most bytes of tensors since `reset_peak_memory`; None if the device does not count them."""
         return None
 
     def memory_of_device(self) -> tuple[int, int]:
-        """(free, all) bytes of the device, whoever uses them; of the host on CPU, with what it would give up at once."""
+        """(free, all) bytes of the device, counting all processes; on CPU those of the host, where memory that it can reclaim
+        at once counts as free."""
         with open("/proc/meminfo") as meminfo:
             kilobytes = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in meminfo)}
         return kilobytes["MemAvailable"] * 1024, kilobytes["MemTotal"] * 1024
 
     def reset_peak_memory(self) -> None:
-        """Let the peak begin at what is allocated now; does nothing where the device counts none."""
+        """Let the peak begin anew at the present allocation; does nothing if the device does not count it."""
 
     def profiled_activities(self) -> list[ProfilerActivity]:
         """What torch's profiler can look at here."""
@@ -154,8 +156,8 @@ class Accelerator:
         return [ProfilerActivity.CPU]
 
     def record_memory(self, out_of_memory: Callable[[], None]) -> None:
-        """Begin to record allocations on the device, and where in the source they are made. `out_of_memory` is called where one
-        fails, before that raises; once begun it stays, whatever is recorded.
+        """Begin to record allocations on the device, with their places in the source. `out_of_memory` is called if an
+        allocation fails, before that raises; it stays registered even after the recording ends.
 
         Raises:
             UserError: this device has no such recording.
@@ -166,25 +168,25 @@ class Accelerator:
         )
 
     def write_recorded_memory(self, path: Path) -> None:
-        """Write what was recorded and what is allocated, for https://pytorch.org/memory_viz.
+        """Write the recording and all present allocations to a file for https://pytorch.org/memory_viz.
 
         Raises:
             OSError: the disk refuses.
         """
 
     def stop_recording_memory(self) -> None:
-        """Record no more, and forget what was recorded."""
+        """End the recording and discard it."""
 
     def device_name(self) -> str:
-        """What the maker calls the device."""
+        """The maker's name of the device."""
         return "cpu"
 
     def device_uuid(self, index: int) -> str | int:
-        """What all processes call the device that this one numbers `index`."""
+        """A name for device `index` of this process that is the same in all processes."""
         return index
 
     def collect_shared_memory(self) -> None:
-        """Free memory that this process shared, has dropped, and that nobody else has mapped any more."""
+        """Free memory that this process has shared and dropped, if no other process has it mapped any more."""
 
 
 class CudaAccelerator(Accelerator):
@@ -208,7 +210,7 @@ class CudaAccelerator(Accelerator):
         import torch
         import torch.distributed as dist
 
-        # Every other backend carries what is on the GPU, whatever its name.
+        # Any other backend handles tensors on the GPU, whatever its name is.
         on_host = dist.get_backend(group) == self.host_group_backend
         return torch.device("cpu") if on_host else self.current_device()
 
@@ -218,10 +220,10 @@ class CudaAccelerator(Accelerator):
         torch.cuda.set_device(index)
 
     def keep_freed_memory(self) -> None:
-        """PyTorch's allocator does that."""
+        """Does nothing: PyTorch's allocator keeps freed memory anyway."""
 
     def compute_in_this_thread(self) -> None:
-        """The device computes."""
+        """Does nothing: the device computes, not the host's threads."""
 
     def synchronize(self) -> None:
         import torch
@@ -236,11 +238,12 @@ class CudaAccelerator(Accelerator):
 
         if size == 0:
             return super().host_buffer(size)
-        # torch's own pinned memory comes in powers of two: nearly twice the size, at worst. A fork, as the writer of
-        # checkpoints makes one, would copy pages that are pinned.
+        # torch's own pinned memory has sizes of powers of two: nearly twice the size, at worst. And a fork, which the writer of
+        # checkpoints uses, would copy its pages.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_DONTFORK)
-        # Registering fills every page: by pages of 4 KiB a gigabyte takes a third of a second. Some kernels have no others.
+        # Registering touches every page: with pages of 4 KiB that takes a third of a second for a gigabyte. Not all kernels
+        # have larger ones.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
@@ -248,7 +251,7 @@ class CudaAccelerator(Accelerator):
         torch.cuda.check_error(driver.cudaHostRegister(address, size, 0))
 
         def give_back() -> None:
-            # The device may still be reading.
+            # The device may still read from the buffer.
             self.synchronize()
             torch.cuda.check_error(driver.cudaHostUnregister(address))
 
@@ -324,7 +327,7 @@ class CudaAccelerator(Accelerator):
     def record_memory(self, out_of_memory: Callable[[], None]) -> None:
         import torch
 
-        # Frames of C++ would be looked up one by one when a snapshot is written, for minutes.
+        # Without C++ frames, which would be looked up one by one when a snapshot is written, and take minutes.
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=_RECORDED_EVENTS)
         torch._C._cuda_attach_out_of_memory_observer(lambda device, size, total, free: out_of_memory())
 
@@ -354,27 +357,27 @@ class CudaAccelerator(Accelerator):
         torch.cuda.ipc_collect()
 
 
-# Dtypes and sizes for which one function is compiled.
+# For how many combinations of dtypes and sizes a function may be compiled.
 _KINDS = 64
 
 
 class CompiledFunction:
-    """A function of tensors that torch compiles when it is first called, for any size of the first dimension of each. Results
+    """A function of tensors that torch compiles at its first call, for any size of the first dimension of each tensor. Results
     have no gradient.
 
-    Compiled kernels are chosen by their speed, so they add in another order in another run: with deterministic algorithms
+    Compiled kernels are chosen by their speed, so sums may have another order in another run. With deterministic algorithms
     nothing is compiled.
 
-    Where the compiler or what it needs is missing (Triton, a C compiler), or is switched off, it says so once and returns None
-    from then on: the caller has another way. While a TorchDispatchMode looks at operations torch compiles nothing: then it
-    returns None too.
+    If the compiler or its requirements (Triton, a C compiler) are missing, or if it is switched off, one line is logged and all
+    calls return None: the caller has another implementation. They also return None within a TorchDispatchMode, in which torch
+    does not compile.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._compiled: Callable[..., Any] | None = None
         self._is_broken = False
-        # Of arguments that came before: dtypes, layouts, and all sizes but the first.
+        # Kinds of arguments that have been compiled: dtypes, layouts, and all sizes but the first.
         self._known: set[tuple] = set()
 
     @property
@@ -393,23 +396,23 @@ class CompiledFunction:
         if not self.works:
             return None
         if self._compiled is None:
-            # Whole or not at all: half of it would make what the other half was to read at once.
+            # Either the whole function is one graph, or it is not compiled: parts would need intermediate results in memory.
             self._compiled = torch.compile(self._function, fullgraph=True)
-        # With TORCHDYNAMO_DISABLE=1 `torch.compile` gives back what it was given; its result would be computed in many steps.
+        # With TORCHDYNAMO_DISABLE=1 `torch.compile` returns the function itself, which would run in many steps.
         if self._compiled is self._function or torch._dynamo.config.disable:
             return self._give_up("torch's compiler is switched off (TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE)")
         if torch._dynamo.config.recompile_limit < _KINDS:
-            # Of norms, say, a model has some of each width, in training and without gradients; torch thinks of 8 as too many.
-            # Every thread has a limit of its own, and the one of the backward pass comes later.
+            # A model may have norms of several widths, in training and without gradients, but torch's default limit is 8. The
+            # limit is set at each call because every thread has its own, also that of the backward pass.
             torch._dynamo.config.recompile_limit = _KINDS
-        # What requires a gradient would be compiled once more.
+        # Detached, because tensors that require a gradient would be compiled separately.
         arguments = [argument.detach() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor) and argument.dim()]
         kind = tuple((tensor.dtype, tensor.shape[1:], tensor.stride(), min(len(tensor), 2)) for tensor in tensors)
         if kind not in self._known:
             self._known.add(kind)
             for tensor in tensors:
-                # Rows come in any number. A kernel that does not know their width takes up to twice as long.
+                # The number of rows varies, but the width is fixed: kernels that do not know it take up to twice as long.
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
                 torch._dynamo.mark_static(tensor, list(range(1, tensor.dim())))
         try:
@@ -434,10 +437,10 @@ _FACTORIES: dict[str, Callable[[], Accelerator]] = {"cpu": Accelerator, "cuda": 
 
 
 def set_threads_of_later_threads(count: int) -> None:
-    """Have threads that compute for the first time from now on do so on `count` cores each. The caller's number stays.
+    """Let threads that compute for the first time from now on use `count` cores each. The number of the calling thread stays.
 
-    PyTorch keeps a number per thread, which it takes when the thread first asks, and one for threads to come: setting it sets
-    both, so a thread of its own does that.
+    PyTorch has a number for each thread, which is set when the thread first computes, and a number for new threads. Setting one
+    sets both, so it is done in a thread of its own.
     """
     import torch
 
@@ -481,7 +484,7 @@ def gpus_on_this_machine() -> int:
     try:
         from ray._private.accelerators import AMDGPUAcceleratorManager, NvidiaGPUAcceleratorManager
     except ModuleNotFoundError:
-        # A rank that is alone needs no Ray; torch heeds those variables by itself.
+        # Ray is not installed, which is fine for a single rank; torch itself respects those variables.
         import torch
 
         return torch.cuda.device_count()
@@ -496,7 +499,7 @@ def _torch_is_a_cpu_build() -> bool:
 
 
 def clear_memory() -> None:
-    """Collect garbage, and give back to the system what was freed."""
+    """Collect garbage, and give freed memory back to the system."""
     accelerator = get_accelerator()
     accelerator.synchronize()
     gc.collect()
@@ -504,7 +507,8 @@ def clear_memory() -> None:
 
 
 def available_memory() -> dict[str, Any]:
-    """`device`, its name, and in GiB, with two digits: `total_GB`, `free_GB`, `used_GB` by anybody, `allocated_GB` by us."""
+    """`device` (its name), and in GiB with two digits `total_GB`, `free_GB`, `used_GB` (by all processes) and `allocated_GB`
+    (by this one)."""
     accelerator = get_accelerator()
     free, total = accelerator.memory_of_device()
     sizes = {"total": total, "free": free, "used": total - free, "allocated": accelerator.memory_allocated()}

@@ -1,9 +1,9 @@
-"""An engine's answer, from bytes to arrays, without holding the interpreter.
+"""Decodes an engine's answer from bytes to arrays, without holding the interpreter lock.
 
-Nearly all of a long answer is `[log-prob, id, null]` per token. A JSON parser makes Python objects of it, in every thread
-under the interpreter's lock, so that an event loop stands still meanwhile. Here those stretches are cut out and read as
-a table, by numpy and Arrow, which leave the lock to others; what remains of the answer is short. Whatever does not look
-like such a stretch is parsed as any JSON.
+Nearly all of a long answer is `[log-prob, id, null]` per token. A JSON parser would make Python objects of these, under the
+interpreter lock whatever its thread, so that the event loop stands still. Here those stretches are cut out and read as a table
+by numpy and Arrow, which release the lock; the rest of the answer is short. Anything that does not look like such a stretch is
+parsed as plain JSON.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class TokenLogProbs:
 
     @classmethod
     def of(cls, entries: TokenLogProbs | Sequence[Sequence[Any]] | None) -> TokenLogProbs:
-        """From the entries of an answer's `…_token_logprobs`: `[log-prob, id, …]` each, or what they were read into."""
+        """Of the entries `[log-prob, id, …]` of an answer's `…_token_logprobs`; a `TokenLogProbs` is returned as it is."""
         if isinstance(entries, cls):
             return entries
         log_probs, tokens = [*zip(*entries, strict=False)][:2] if entries else ((), ())
         return cls._exact(np.array(log_probs, dtype=np.float64), np.array(tokens, dtype=np.int64))
 
     def with_log_probs(self, log_probs: Sequence[float]) -> TokenLogProbs:
-        """The same tokens with other log-probs. Raises ValueError where these are not as many."""
+        """The same tokens with other log-probs. Raises ValueError if their number differs."""
         if len(log_probs) != len(self):
             raise ValueError(f"{len(log_probs)} log-probs for {len(self)} tokens")
         return self._exact(np.array(log_probs, dtype=np.float64), self.tokens)
@@ -84,7 +84,7 @@ def decode_engine_answer(content: bytes, decode_json: Callable[[bytes], Any]) ->
 
 
 def _table_span(content: bytes, name: str, others: Sequence[tuple[int, int, str]]) -> tuple[int, int, str] | None:
-    """(start, end, name) of the array that is the value of the only key `name`, as far as it holds no text.
+    """(start, end, name) of the array that is the value of the only key `name`, if it contains no text; else None.
 
     Args:
         others: such spans of other keys, in order.
@@ -96,14 +96,15 @@ def _table_span(content: bytes, name: str, others: Sequence[tuple[int, int, str]
     start = opening.end() - 1
     quote = content.find(b'"', start)
     last = content.rfind(b"]]", start, len(content) if quote < 0 else quote)
-    # Within a text the quotes are escaped, so the second one of `key` would not follow the name.
+    # `key` cannot occur within a text, where quotes are escaped.
     if last < 0 or _find_outside(content, key, last, others) >= 0:
         return None
     return start, last + 2, name
 
 
 def _find_outside(content: bytes, key: bytes, at: int, spans: Sequence[tuple[int, int, str]]) -> int:
-    """Where `key` first is from `at` on, or -1. Nearly all of an answer is in `spans`, which hold no quotes."""
+    """The first position of `key` from `at` on, or -1. The search skips `spans`, which contain no quotes, and are nearly all of
+    an answer."""
     for start, end, _ in spans:
         if at < start and (found := content.find(key, at, start)) >= 0:
             return found
@@ -117,7 +118,8 @@ def _read_table(content: bytes, start: int, end: int) -> TokenLogProbs | None:
     commas = np.flatnonzero(text[start:end] == _COMMA)
     if len(commas) % 3 != 2:
         return None
-    # Of each entry: the comma before it, the two within, and the one behind it, for which brackets stand at the ends.
+    # For each entry: the comma before it, the two commas within, and the comma behind it; at the ends there are brackets
+    # instead.
     bounds = np.empty((4, len(commas) // 3 + 1), np.int64)
     bounds[0, 0], bounds[3, -1] = start, end - 1
     bounds[0, 1:] = bounds[3, :-1] = commas[2::3] + start
@@ -151,7 +153,7 @@ def _numbers(
     Raises:
         pyarrow.ArrowInvalid: something else lies there.
     """
-    # Arrow's texts follow each other, so what lies between two numbers is a text as well: an absent one, which is not read.
+    # Arrow's texts are contiguous, so the bytes between two numbers are a text, too: a null one, which is not parsed.
     offsets = np.stack([starts, ends], axis=1)
     mask = np.zeros(offsets.shape, np.bool_)
     mask[:, 0] = True if present is None else present

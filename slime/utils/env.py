@@ -27,7 +27,7 @@ def host_ip_override() -> str | None:
 
 
 def prefers_ipv6() -> bool:
-    """`SLIME_PREFER_IPV6=1`: nodes announce addresses of IPv6 and no others, where `SLIME_HOST_IP` names none.
+    """`SLIME_PREFER_IPV6=1`: nodes announce only IPv6 addresses, unless `SLIME_HOST_IP` names an address.
 
     Raises:
         UserError: it is neither 1 nor 0.
@@ -52,8 +52,8 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def allocator_of_ranks() -> dict[str, str]:
-    """`SLIME_ENABLE_EXPANDABLE_SEGMENTS=1`: variables by which torch's allocator grows its segments on a GPU in training ranks,
-    beside what ours say about it."""
+    """`SLIME_ENABLE_EXPANDABLE_SEGMENTS=1`: variables with which torch's allocator in training ranks on GPUs uses expandable
+    segments, in addition to its present settings."""
     if os.environ.get("SLIME_ENABLE_EXPANDABLE_SEGMENTS", "0") in ("", "0"):
         return {}
     # Torch takes either name.
@@ -63,13 +63,13 @@ def allocator_of_ranks() -> dict[str, str]:
 
 
 def threads_of_user() -> int | None:
-    """`OMP_NUM_THREADS`: with how many threads a process computes, where the user says so; of a list the first.
+    """`OMP_NUM_THREADS`: the number of threads of a process, if the user sets it; the first one of a list.
 
-    Ray sets it to 1 for a job that it was given (`RAY_JOB_CONFIG_JSON_ENV_VAR` describes it): there a 1 is the user's where the
-    runtime environment of the job has it.
+    Ray sets it to 1 in a submitted job (`RAY_JOB_CONFIG_JSON_ENV_VAR` describes the job): there a 1 is the user's only if the
+    job's runtime environment has it.
 
     Raises:
-        UserError: it is no such number.
+        UserError: it is not such a number.
     """
     name, job = "OMP_NUM_THREADS", os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR")
     value = os.environ.get(name, "").partition(",")[0].strip()
@@ -79,18 +79,19 @@ def threads_of_user() -> int | None:
 
 
 _AGENT, _OLDER_AGENT = "SLIME_AGENT_", "SWE_"
-# Of the example of coding agents, and of adapters.
+# Variables of the example of coding agents, and of adapters.
 _OF_CODING_AGENTS = ("ADAPTER_PORT", "ADAPTER_BIND_HOST", "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS")
 
 
 def _agent_variable(name: str) -> tuple[str, str]:
-    """The variable that is set of `SLIME_AGENT_{name}` and, its older name, `SWE_{name}`; and its value, "" for none."""
+    """(the one of `SLIME_AGENT_{name}` and its older name `SWE_{name}` that is set, its value); the value is "" if none is
+    set."""
     names = (_AGENT + name, _OLDER_AGENT + name)
     return next(((given, os.environ[given]) for given in names if os.environ.get(given)), (names[0], ""))
 
 
 def whole_number(name: str, default: int, least: int = 0) -> int:
-    """The variable `name` as a number that is `least` or more; `default` where it is not set.
+    """The variable `name` as a number of at least `least`; `default` if it is not set.
 
     Raises:
         UserError: it is no such number.
@@ -137,7 +138,7 @@ def e2b_sandbox_size() -> str:
 
 @dataclass(frozen=True)
 class AgentProgram:
-    """What is told of a command-line agent: a file with its package, words for its command line, variables for it."""
+    """Settings of a command-line agent: a file with its package, further words of its command line, further variables."""
 
     tarball: Path | None
     extra_args: tuple[str, ...]
@@ -161,7 +162,7 @@ def agent_program(name: str) -> AgentProgram:
     except ValueError:
         extra_env = None
     if not isinstance(extra_env, dict) or not all(isinstance(value, str) for value in extra_env.values()):
-        # It may hold a key, which is not for logs.
+        # The message does not repeat the value, which may hold a key.
         raise UserError(f'{variables_of}: give a JSON object of texts, such as {{"NO_PROXY": "127.0.0.1"}}')
     return AgentProgram(_agent_file(f"{name}_TARBALL"), extra_args, extra_env)
 
@@ -212,8 +213,8 @@ def int4_training_group_size() -> int | None:
 def reward_service_key() -> str | None:
     """`SLIME_RM_API_KEY`, else the text of the file `SLIME_RM_API_KEY_FILE`: the token for the service at `--rm-url`.
 
-    The file is for clusters that were started beforehand: the key itself is handed on to no actor, because it would stand in
-    logs of Ray.
+    The file is for clusters that were started before the run: the key itself is passed to no actor, because it would appear in
+    Ray's logs.
 
     Raises:
         UserError: there is no such file, it is empty, or the token could not stand in a header.
@@ -264,13 +265,13 @@ def visible_devices() -> list[str] | None:
     return None if value is None else [part.strip() for part in value.split(",") if part.strip() not in ("", "-1")]
 
 
-# The dynamic loader, the allocators and the interpreter read these before a process runs its first line of ours, the
-# libraries of threads when numpy is imported, which Ray does, and Ray its own when it starts the process.
+# Variables that are read before a process runs its first line of our code: by the dynamic loader, allocators and the
+# interpreter; by libraries of threads, when Ray imports numpy; and by Ray when it starts the process.
 READ_AT_PROCESS_START = (
     "LD_", "MALLOC_", "GLIBC_", "TCMALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "RAY_",
 )  # fmt: skip
 _OF_THE_INTERPRETER = re.compile("PYTHON[A-Z]")
-# Ray gets these from the environment of the driver; by way of an actor they would stand in its log.
+# Ray takes these from the environment of the driver. If they were given to an actor they would appear in its log.
 _SECRETS_OF_RAY = re.compile("RAY_.*(TOKEN|PASSWORD|SECRET)$")
 
 
@@ -282,9 +283,9 @@ def is_read_at_process_start(name: str) -> bool:
 
 
 def actor_environment() -> dict[str, str]:
-    """What every Ray actor of a run is started with: Ray must not hide devices, since ranks and engines choose by index.
+    """The variables of every Ray actor of a run. Ray must not hide devices, since ranks and engines choose them by index.
 
-    A joined cluster does not inherit the driver's environment, so our own variables are handed on.
+    A joined cluster does not inherit the driver's environment, so our own variables are passed on.
     """
     variables = {
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
@@ -300,8 +301,8 @@ def actor_environment() -> dict[str, str]:
     return {**variables, **{name: os.environ[name] for name in (*handed_on, *of_agents) if name in os.environ}}
 
 
-# What is read of them and holds no key: what an actor is started with stands in logs of Ray. Words and variables for an agent,
-# `…_EXTRA_ARGS` and `…_EXTRA_ENVS`, may hold a key of its own.
+# Variables of agents that are passed on to actors. They hold no keys, since an actor's variables appear in Ray's logs; so
+# `…_EXTRA_ARGS` and `…_EXTRA_ENVS`, which may hold one, are not among them.
 _HANDED_ON_OF_AGENTS = (
     "AGENT_TIME_BUDGET_SEC", "BOOT_CONCURRENCY", "BOOT_RETRIES", "CC_TARBALL", "CODEX_TARBALL", "E2B_SANDBOX_SIZE",
     "EVAL_TIMEOUT_SEC", "NODE_TARBALL", "ROLLOUT_GUARD_SEC", "SANDBOX_IMAGE_METADATA_KEY", "SANDBOX_LIFETIME_SEC",
@@ -309,24 +310,24 @@ _HANDED_ON_OF_AGENTS = (
 )  # fmt: skip
 
 
-# Libraries that compute and communicate in ranks and engines read these: NCCL, Gloo, Transformer Engine, SGLang, UCX (of NIXL).
+# Variables of libraries that ranks and engines use: NCCL, Gloo, Transformer Engine, SGLang, UCX (of NIXL).
 _OF_LIBRARIES = ("NCCL_", "GLOO_", "NVTE_", "SGLANG_", "UCX_", "NIXL_")
-# What an actor is started with stands in logs of Ray that everybody on the machine may read. A name says at its end whether it
-# stands for a key or a token. Elsewhere the words are of counts and switches, as in SGLANG_INIT_NEW_TOKEN_RATIO; so are TOKENS
-# and PER_TOKEN at the end, and NCCL_IB_PKEY is an index.
+# An actor's variables appear in Ray's logs, which everybody on the machine may read. The end of a name shows whether it is that
+# of a key or a token. Elsewhere in a name these words are about counts and switches, as in SGLANG_INIT_NEW_TOKEN_RATIO; so are
+# TOKENS and PER_TOKEN at the end, and NCCL_IB_PKEY is an index.
 _SECRET = re.compile(
     "PASSWORD|SECRET|CREDENTIAL|((API|AUTH|ACCESS|BEARER)_?TOKENS|(?<!_PER_)TOKEN|(?<!_IB_P)KEYS?|KEY_ID)(_?[0-9]+)?$"
 )
 
 
 def library_environment() -> dict[str, str]:
-    """What the libraries of ranks and engines find in our environment, for actors on nodes that have one of their own."""
+    """The variables of libraries in our environment, for ranks and engines on nodes with an environment of their own."""
     return {
         name: value for name, value in os.environ.items() if name.startswith(_OF_LIBRARIES) and not _SECRET.search(name)
     }
 
 
-# What is read of names that begin with SLIME_: here, by scripts and tools, and by processes and sandboxes that are told it.
+# All variables that begin with SLIME_ and are read: here, by scripts and tools, and by processes and sandboxes that get them.
 _READ = (
     "SLIME_ACCELERATOR", "SLIME_BENCH_RUN", "SLIME_BUFFER_API_KEY", "SLIME_BUFFER_API_KEY_FILE", "SLIME_DEBUG",
     "SLIME_ENABLE_EXPANDABLE_SEGMENTS", "SLIME_ENGINE_API_KEY", "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS", "SLIME_HOST_IP",
@@ -334,7 +335,7 @@ _READ = (
 )  # fmt: skip
 
 
-# What there is in the place of those that nothing reads, by the beginnings of their names.
+# Advice for variables that nothing reads, by the beginnings of their names.
 _INSTEAD = {
     "SLIME_DESTROY_WORLD_PROCESS_GROUP": "process groups stay while a rank lends its memory; set it to 0, or unset it",
     "SLIME_GRAD_COALESCE_CHUNK_BYTES": "give --ddp-bucket-size, the numbers of gradients that are reduced together",
@@ -349,7 +350,7 @@ def warnings_about_names() -> list[str]:
         if not name.startswith("SLIME_") or name in _READ or name.startswith(_AGENT):
             continue
         if (name, os.environ[name]) == ("SLIME_DESTROY_WORLD_PROCESS_GROUP", "0"):
-            # That is what happens.
+            # 0 is the only behaviour there is.
             continue
         near = difflib.get_close_matches(name, _READ, n=1, cutoff=0.8)
         instead = next((hint for beginning, hint in _INSTEAD.items() if name.startswith(beginning)), "unset it")
@@ -369,7 +370,7 @@ def ray_address() -> str | None:
 
 
 def ray_token_is_given() -> bool:
-    """Whether a Ray that starts here gets its token elsewhere than from `~/.ray/auth_token`, or asks for none."""
+    """Whether a Ray that is started here gets its token from somewhere else than `~/.ray/auth_token`, or needs none."""
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return True
     return bool(os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"))

@@ -1,7 +1,6 @@
-"""Which samples an epoch of one or several files has, and in which order: a function of sizes, weights, seed and epoch.
+"""Which samples of one or several files an epoch has, and in which order: a function of sizes, weights, seed and epoch.
 
-Nothing is remembered from epoch to epoch, so a resumed run finds the same order from two numbers, and no global generator is
-touched.
+There is no state between epochs, so a resumed run gets the same order from seed and epoch, and no global generator is used.
 """
 
 from __future__ import annotations
@@ -15,19 +14,18 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Part:
-    """What one file gives to a data set: so many samples, of this weight."""
+    """A file of a data set: how many samples it has, and their weight."""
 
     size: int
     weight: float
 
 
 def epoch_order(parts: Sequence[Part], seed: int, epoch: int, shuffled: bool) -> Sequence[int]:
-    """Positions, in the data set that consists of `parts` one behind another, of the samples of `epoch`: as many as it has.
+    """The positions of the samples of `epoch`, in the concatenation of all `parts`; as many as that has samples.
 
-    A function of its arguments only. A part has the share size × weight, within one sample in each epoch; so equal weights give
-    every sample once. No sample of a part comes again before all others have come, which may take several epochs. Which ones
-    an epoch has where it does not have all, is drawn anew for each pass over the part; where nothing is shuffled, an epoch goes
-    on in the order of the file.
+    The result depends only on the arguments. Each part has a share of size × weight, exact to one sample in each epoch, so
+    equal weights give every sample once. No sample of a part occurs again before all others of it have occurred, which may take
+    several epochs. Each pass over a part is in a new random order; without shuffling it is in the order of the file.
     """
     length = sum(part.size for part in parts)
     counts = shares(parts)
@@ -59,12 +57,13 @@ def shares(parts: Sequence[Part]) -> list[int]:
 
 
 def _drawn(size: int, count: int, seed: tuple[int, int], epoch: int, shuffled: bool) -> np.ndarray:
-    """The `count` of `size` positions that `epoch` has when every epoch goes on behind the last one, pass after pass."""
+    """The `count` positions out of `size` that `epoch` has, if each epoch continues where the last one ended, pass after
+    pass."""
     pieces, begin, end = [], epoch * count, (epoch + 1) * count
     for number in range(begin // size, -(-end // size)):
         order = _permutation(size, *seed, number) if shuffled else np.arange(size)
         taken = order[max(0, begin - number * size) : end - number * size]
-        # The order within an epoch is that of the epoch.
+        # Sorted, since only the choice of samples is made here; the caller shuffles them within the epoch.
         pieces.append(np.sort(taken))
     return np.concatenate([np.empty(0, np.int64), *pieces])
 

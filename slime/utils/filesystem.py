@@ -1,14 +1,13 @@
-"""Files that exist whole or not at all, directories for what a process needs while it runs, file names with placeholders,
-whether a place can be written.
+"""Atomic files and directories, scratch directories of processes, file names with placeholders, and checks for writability.
 
-What is whole or not there is written under a temporary name, brought to the disk with fsync, and renamed.
+Atomic files and directories exist whole or not at all: they are written under a temporary name, synced to disk, and renamed.
 
-A process that is killed leaves its scratch directory behind. Each holds a file `owner` that its process keeps locked; the
-kernel takes the lock away when that process ends, however it ends. So an `owner` that can be locked says for certain that the
-directory is one of ours and that nobody uses it, in containers and for reused process numbers too, and nothing else is
-touched. Files in shared memory whose names hold the directory's name belong to it.
+A process that is killed leaves its scratch directory behind. Each has a file `owner` that its process keeps locked; the kernel
+releases the lock when that process ends, in whatever way. So an `owner` that can be locked proves that the directory is one of
+ours and not in use, even in containers and with reused process ids, and nothing else is deleted. Files in shared memory whose
+names contain the directory's name belong to it.
 
-A directory that a person named is claimed in the same way, by a file `.lock`, and never deleted.
+A directory that a user named is claimed in the same way, by a file `.lock`, and never deleted.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Of renameat2 (Linux).
+# Constants of renameat2 (Linux).
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -75,14 +74,15 @@ def publishing_directory(final_path: str | Path) -> Iterator[Path]:
 def replace_directory(source: Path, target: Path) -> None:
     """Rename `source` to `target`; an existing `target` is deleted.
 
-    The two change places in one step, so that there is a `target`, whole, at every moment. A file system that cannot do that
-    has none between two renames. What a process that was killed on the way has left of an old `target` is deleted as well.
+    The two change places in one step, so that a whole `target` exists at every moment. On a file system that cannot do that
+    there is none between two renames. Remains of an old `target`, which a process that was killed meanwhile has left, are
+    deleted, too.
     """
     retired = f".{target.name}.retired."
     if not target.exists():
         os.rename(source, target)
     else:
-        # Whatever is left of the two lies where the next call looks for it.
+        # If this process is killed the next call finds the remains of both by this name.
         aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=retired))
         new, old = aside / "new", aside / "old"
         os.rename(source, new)
@@ -103,7 +103,7 @@ def replace_directory(source: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Have two paths change places in one step; False where system or file system cannot do it."""
+    """Let two paths change places in one step; False if the system or the file system cannot do that."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -138,7 +138,7 @@ _OWNER = "owner"
 _LOCK = ".lock"
 _SHARED_MEMORY = Path("/dev/shm")
 
-# Of the directories of this process, and of the lock files in those that it claimed: the descriptor that holds the lock.
+# By scratch directory of this process, or by lock file in a claimed directory, the descriptor that holds the lock.
 _locks: dict[Path, int] = {}
 
 
@@ -153,7 +153,7 @@ def make_scratch_directory(kind: str) -> Path:
     draft = path / f".{_OWNER}"
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    # Renamed when it is locked: nobody ever sees the file without its lock.
+    # Renamed after it is locked, so that no process ever sees the file without its lock.
     draft.rename(path / _OWNER)
     _locks[path] = descriptor
     return path
@@ -168,12 +168,13 @@ def remove_scratch_directory(path: Path) -> None:
 
 
 def claim_directory(path: Path, lock: str = _LOCK) -> bool:
-    """Take a directory, made if need be, for this process until that ends or lets go of it; False if another process has it.
+    """Claim a directory, which is created if it is missing, for this process until it ends or releases it. Returns False if
+    another process has it.
 
-    On a disk that knows no locks every claim is granted.
+    On a file system without locks every claim is granted.
 
     Args:
-        lock: name of a file in the directory. Claims by other names are about something else in it.
+        lock: name of a file in the directory. Claims by different names are independent.
     """
     path = path.resolve() / lock
     if path in _locks:
@@ -182,7 +183,7 @@ def claim_directory(path: Path, lock: str = _LOCK) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except PermissionError:
-        # Another user made it, whose directory this one may write to.
+        # The file is that of another user, whose directory this user may write to.
         descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -190,7 +191,7 @@ def claim_directory(path: Path, lock: str = _LOCK) -> bool:
         os.close(descriptor)
         return False
     except OSError:
-        # Nobody can tell here.
+        # The file system has no locks.
         pass
     _locks[path] = descriptor
     return True
@@ -223,18 +224,18 @@ def sweep_scratch_directories() -> list[Path]:
 
 @contextlib.contextmanager
 def _owning(path: Path) -> Iterator[bool]:
-    """Whether the directory has no owner any more; if so we are it for the length of the block."""
+    """Yields whether the directory has no owner any more; if so, this process owns it in the block."""
     try:
         descriptor = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
-        # Not made by us, somebody else's, or deleted at this moment.
+        # It was not made by slime, belongs to another user, or is being deleted.
         yield False
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         abandoned = os.fstat(descriptor).st_uid == os.getuid()
     except OSError:
-        # Its owner lives, or the disk cannot tell.
+        # Its owner lives, or the file system has no locks.
         abandoned = False
     try:
         yield abandoned

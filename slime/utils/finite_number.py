@@ -1,4 +1,4 @@
-"""What counts as a number where users' functions hand in values, such as rewards."""
+"""Which values of users' functions, such as rewards, count as numbers."""
 
 import math
 import numbers
