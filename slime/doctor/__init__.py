@@ -1,7 +1,8 @@
-"""`python -m slime.doctor`: what is wrong with this installation and this machine, and what to do about it.
+"""`python -m slime.doctor`: reports what is wrong with this installation and this machine, and what to do about it.
 
-Every check stands alone: one that fails is a finding itself, so that a broken installation is told about and not met. Facts
-(`slime.doctor.facts`) are what there is, findings (`slime.doctor.findings`) are functions of them. Secrets are not shown.
+Checks are independent. A check that fails is a finding itself, so a broken installation is reported and does not end the
+doctor. Facts (`slime.doctor.facts`) are read from the machine; findings (`slime.doctor.findings`) are pure functions of facts.
+Secrets are not shown.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ changes nothing. Exit status: 0 where nothing is wrong, else 1."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the findings as they come; 0 where nothing is wrong, else 1."""
+    """Print the findings as they come. Returns 0 if nothing is wrong, else 1."""
     parser = argparse.ArgumentParser(prog="python -m slime.doctor", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument(
         "--time-limit", type=float, default=300.0, help="seconds for an import or an answer of Ray (300)"
@@ -59,24 +60,24 @@ def caught(check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
 
 
 def line_of(finding: Finding) -> str:
-    """A finding for a person; what to do stands in a line of its own, unless nothing is amiss."""
+    """A finding as text; the remedy has a line of its own, unless nothing is wrong."""
     between = ": " if finding.level == OK else "\n          -> "
     return f"  {finding.level:8s}{finding.text}" + (f"{between}{finding.remedy}" if finding.remedy else "")
 
 
 def checks(variables: Mapping[str, str], time_limit: float) -> dict[str, Callable[[], Iterable[Finding]]]:
-    """What is looked at, by its title, in order.
+    """The checks by title, in order.
 
     Args:
         variables: the environment.
-        time_limit: of every child process, in seconds.
+        time_limit: time limit of every child process, in seconds.
     """
     if sys.version_info < findings.OLDEST_PYTHON:
-        # Whatever else is asked would fail because of that.
+        # All other checks would fail because of that.
         return {"versions": lambda: [findings.about_python(sys.version_info[:3], "CPU")]}
 
     def on_gpus() -> bool:
-        """Whether this is to be a machine for runs on GPUs, whatever torch finds of them."""
+        """Whether this machine is meant for runs on GPUs, whether or not torch can use them."""
         return variables.get("SLIME_ACCELERATOR") != "cpu" and facts.count_device_files() > 0
 
     @functools.cache
@@ -106,7 +107,7 @@ def checks(variables: Mapping[str, str], time_limit: float) -> dict[str, Callabl
 
 
 def refused_values() -> list[str]:
-    """What a run says of variables under our names whose values it refuses."""
+    """The messages by which a run would refuse values of our environment variables."""
     from slime.utils import env
     from slime.utils.errors import RunError, UserError
 
@@ -133,6 +134,6 @@ def refused_values() -> list[str]:
         except (UserError, RunError) as error:
             refused.append(str(error))
         except ImportError:
-            # What is not installed is a finding of its own.
+            # A missing package is a finding of its own.
             continue
     return refused

@@ -1,8 +1,8 @@
-"""What there is: packages, devices, limits, disks, ports, a Ray cluster, variables, as far as they can be known.
+"""Facts about the machine: packages, devices, limits, disks, ports, a Ray cluster, variables.
 
-Nothing that has to be installed is imported when this module is, for what is broken must not break whoever looks for it. What
-is heavy or may hang is asked of a Python process of its own, with a time limit. What cannot be known raises: the check that
-asked tells of it.
+This module imports no installed packages at its top, so that a broken one cannot break the doctor. Work that is heavy or may
+hang runs in a Python process of its own, with a time limit. A fact that cannot be found out raises an error, which the check
+reports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RAY_SESSIONS, MODELS = "sessions of Ray", "models of Hugging Face"
-# What processes of a run import of each package; where there is no GPU, behind an adapter, which does nothing elsewhere.
+# The imports by which processes of a run use each package; without a GPU after an adapter, which does nothing with one.
 IMPORTS = {
     "ray": "import ray",
     "megatron-core": "from slime.backends.megatron_utils import cpu_runtime; cpu_runtime.install(); "
@@ -56,7 +56,7 @@ if cuda:
         found["problem"] = str(error).partition("\\n")[0]
 print(json.dumps(found))
 """
-# Nobody joins: that would be a driver, and needs a node of the cluster on this machine.
+# The cluster is asked without joining it: that would start a driver, and needs a node of the cluster on this machine.
 _CLUSTER = """
 import json, logging, sys
 address = sys.argv[1]
@@ -71,15 +71,15 @@ else:
 alive = [node["Resources"] for node in nodes if node["Alive"]]
 print(json.dumps({"nodes": len(alive), **{name: sum(one.get(name, 0) for one in alive) for name in ("GPU", "CPU")}}))
 """
-# Until somebody who listens takes a connection.
+# How long a listening process may take to accept a connection.
 _CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process of its own said: the JSON of its last line, or what went wrong.
+    """The answer of a process of its own: the JSON of its last line, or the problem.
 
-    `timed_out`: it was ended, and nothing else is known to be wrong.
+    `timed_out`: it was ended because its time was over, and no other problem is known.
     """
 
     value: Any = None
@@ -89,7 +89,7 @@ class Answer:
 
 
 def ask(code: str, time_limit: float, words: Sequence[str] = ()) -> Answer:
-    """Run `code`, which may print JSON, in a Python like this one; whatever it started ends with it.
+    """Run `code`, which may print JSON, in a Python like this one. All processes that it starts end with it.
 
     Args:
         time_limit: in seconds.
@@ -100,7 +100,7 @@ def ask(code: str, time_limit: float, words: Sequence[str] = ()) -> Answer:
     from slime.utils.child_process import StillRunning, describe_exit_status, environment_for_python, run_to_end
 
     command = [sys.executable, "-W", "ignore", "-c", code, *words]
-    # The files of the directory that the command is given in are nobody's packages.
+    # Files in the current directory must not be imported as packages.
     variables = {**environment_for_python(), "PYTHONSAFEPATH": "1"}
     began = time.monotonic()
     try:
@@ -119,15 +119,15 @@ def ask(code: str, time_limit: float, words: Sequence[str] = ()) -> Answer:
 
 
 def import_of(distribution: str, time_limit: float) -> Answer:
-    """Whether what a run imports of one of `IMPORTS` can be imported, as a run does it."""
+    """Whether a package of `IMPORTS` can be imported in the way of a run."""
     return ask(IMPORTS[distribution], time_limit)
 
 
 @dataclass(frozen=True)
 class Packages:
-    """Versions that are installed, beside those that were tried together.
+    """Installed versions, and those that are known to work together.
 
-    `installed`: of every name in `pins` or `required`; None where there is none. `unreadable`: why a version cannot be told.
+    `installed`: by every name in `pins` or `required`; None if it is not installed. `unreadable`: why a version cannot be read.
     """
 
     python: tuple[int, ...]
@@ -164,7 +164,7 @@ def read_pins(text: str) -> dict[str, str]:
 
 
 def one_spelling(name: str) -> str:
-    """Of the spellings that name one package, PyYAML and pyyaml, the one that indexes use."""
+    """The spelling of a package's name that indexes use, for example pyyaml for PyYAML."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -190,13 +190,13 @@ class Devices:
 
 
 def count_device_files() -> int:
-    """GPUs that the system has made files for, whether or not a program can use them."""
+    """The number of GPUs with device files, whether or not a program can use them."""
     nvidia = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     return len(nvidia) or (len(list(Path("/dev/dri").glob("renderD*"))) if Path("/dev/kfd").exists() else 0)
 
 
 def read_devices(time_limit: float) -> Devices:
-    """Torch is asked in a process of its own, which may hang where a driver does."""
+    """The devices. Torch is asked in a process of its own, since it hangs if a driver does."""
     version = Path("/proc/driver/nvidia/version")
     found = re.search(r"Module\D*([\d.]+)", version.read_text()) if version.is_file() else None
     return Devices(count_device_files(), found and found.group(1), ask(_TORCH, time_limit))
@@ -206,7 +206,7 @@ def read_devices(time_limit: float) -> Devices:
 class Machine:
     """Cores, bytes of memory, and limits; None: there is no limit, or no /dev/shm.
 
-    `open_files`: what a process may raise its own limit to. `processes`: of this user or container, threads among them.
+    `open_files`: the limit to which a process may raise its own. `processes`: of this user or container, including threads.
     """
 
     cores: int
@@ -257,7 +257,7 @@ def _limit(second: str, first: str, word: int = 0) -> int | None:
 
 @dataclass(frozen=True)
 class Disk:
-    """A file system, in bytes: what directories of it are for and where they are, and why some of them cannot be written."""
+    """A file system, in bytes. `uses`: by purpose, the directory on it; `unwritable`: why some of these cannot be written."""
 
     uses: dict[str, str]
     total: int

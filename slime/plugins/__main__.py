@@ -1,4 +1,4 @@
-"""`python -m slime.plugins check FLAG PATH …`: call functions of a user's own once and say what came of it."""
+"""`python -m slime.plugins check FLAG PATH …`: call users' functions once and report the results."""
 
 import argparse
 import os

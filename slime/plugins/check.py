@@ -1,4 +1,4 @@
-"""A step of a run without a model, for the functions of a user's own that its command line names."""
+"""A step of a run without a model, which calls the users' functions that its command line names."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _TEMPLATE = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one function."""
+    """The result of checking one function."""
 
     record: Recorder
     problems: tuple[str, ...]
@@ -104,12 +104,12 @@ def check(
     time_limit: float = 20.0,
     add_custom_arguments: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
 ) -> list[Finding]:
-    """Have the functions that `words`, flags of a run, name called by the framework.
+    """Let the framework call the functions that are named by `words`, which are flags of a run.
 
     Args:
-        answers: texts of the engine, one for each turn of a conversation, then from the first again.
-        time_limit: seconds for a call of any of them.
-        add_custom_arguments: what a driver of one's own gives `parse_args`: its flags may stand among `words`.
+        answers: texts of the engine, one for each turn of a conversation; after the last one they begin anew.
+        time_limit: seconds for a call of any function.
+        add_custom_arguments: the function that a user's own driver passes to `parse_args`; its flags may be among `words`.
 
     Raises:
         UserError: no function is named, or a run would refuse the flags.
@@ -163,7 +163,7 @@ def _command_line(directory: Path, words: Sequence[str], named: Sequence[str], t
         "--rollout-batch-size": ["2"], "--n-samples-per-prompt": ["2"], "--rollout-num-gpus": ["1"],
         "--actor-num-gpus-per-node": ["1"], "--model-args-from-hf": [], "--http-request-timeout": [str(time_limit)],
         "--rm-timeout": [str(time_limit)],
-        # One sample after the other: what is told is of the first, and the same at every try.
+        # One sample after the other, so that the report is about the first one, and the same at every try.
         "--sglang-server-concurrency": ["1"],
     }  # fmt: skip
     if {"--custom-update-weight-post-write-path", _PRE_READ_FLAG} & set(named):
@@ -180,7 +180,7 @@ def _command_line(directory: Path, words: Sequence[str], named: Sequence[str], t
 
 
 def _write_tokenizer(directory: Path) -> None:
-    """A token for each byte, with the marks of a conversation."""
+    """Write a tokenizer that has a token for each byte, and the special tokens of a conversation."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -195,7 +195,7 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def _write_weights(directory: Path) -> None:
-    """Random ones: what a rank pushes has the names of those in the checkpoint."""
+    """Write random weights, since the names in a push are compared with those in the checkpoint."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(directory)
@@ -203,7 +203,7 @@ def _write_weights(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _engine(args: argparse.Namespace, answers: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Address of what looks like a router with one engine."""
+    """Serve a stand-in for a router with one engine; yields its address."""
     from aiohttp import web
 
     tokenizer = load_tokenizer(args.hf_checkpoint, args.trust_remote_code)
@@ -246,8 +246,8 @@ def _step(
     in_python: dict[str, str],
     records: dict[tuple[str, str], Recorder],
 ) -> None:
-    """One rollout, an evaluation where it was asked for, and the training rank's part up to the loss; then what `in_python`,
-    word → path, is of a driver of one's own."""
+    """Run one rollout, an evaluation if it was asked for, and the training rank's part up to the loss; then try the parts of a
+    user's own driver in `in_python` (word → path)."""
     SingletonMeta.clear_instances()
     clear_reward_instances()
     try:
@@ -325,13 +325,13 @@ def _train(args: argparse.Namespace, batch: dict[str, Any], named: Sequence[str]
 
 
 def _train_in_megatron(args: argparse.Namespace, data: RolloutData) -> None:
-    """The start of a training rank with random weights, two passes without gradient, and a step."""
+    """Start a training rank with random weights, and run two passes without gradient, and a step."""
     from slime.arguments.checkpoints import REFERENCE, WeightSource
     from slime.training.advantages import compute_advantages_and_returns
     from slime.training.backend import make_backend
     from slime.training.train_step import forward_log_probs, train_one_step
 
-    # Log-probs of the engine are made up: there is nothing to prove.
+    # The engine's log-probs are made up, so they cannot equal the trainer's.
     args = argparse.Namespace(**{**vars(args), "true_on_policy_mode": False})
     backend = make_backend(args)
     with _environment(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR=_HOST, MASTER_PORT=str(get_free_port())):
@@ -360,7 +360,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def _run(step: Callable[[], None], records: dict[Any, Recorder], time_limit: float) -> str | None:
-    """What ends the step, if anything does; a call beyond twice the time limit ends it too."""
+    """Run the step. Returns the error that ended it, if any; a call that takes more than twice the time limit ends it, too."""
     failures: list[str] = []
 
     def work() -> None:
@@ -375,10 +375,10 @@ def _run(step: Callable[[], None], records: dict[Any, Recorder], time_limit: flo
     thread.start()
     while thread.is_alive():
         thread.join(_POLL_S)
-        # Processes take long to start, and are waited for by limits of their own.
+        # These two start processes, which take long, and have time limits of their own.
         for record in [record for record in list(records.values()) if record.flag not in (ACTOR_CLS, BUFFER_GENERATOR)]:
             for caller, started in list(record.running.values()):
-                # What has a limit of the framework's own ends by it first.
+                # Twice the limit, so that calls to which the framework's own limit applies end by that first.
                 if time.monotonic() - started > time_limit * 2 + 5 * _POLL_S:
                     return _hanging(record, caller, time_limit)
     return failures[0] if failures else None

@@ -1,6 +1,6 @@
-"""What programs of one's own hand over in Python, tried like the functions that flags name: a class of training ranks, a
-device, an endpoint for agents, a sandbox, a harness, and a generator of the rollout buffer. Their words, `--actor-cls` and so
-on, are this command's own, and no flags of a run."""
+"""Tries plug-ins that users' programs pass in Python instead of by a flag: a class of training ranks, a device, an endpoint for
+agents, a sandbox, a harness, and a generator of the rollout buffer. Their words, `--actor-cls` and so on, belong to this
+command, and are no flags of a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from slime.utils.types import Sample
 
 ACTOR_CLS, ACCELERATOR, ADAPTER_CLS = "--actor-cls", "--accelerator", "--adapter-cls"
 SANDBOX_CLS, HARNESS_CLS, BUFFER_GENERATOR = "--sandbox-cls", "--harness-cls", "--buffer-generator"
-# By their paths, as a run finds them: nothing here needs the service.
+# Loaded by path, as in a run, because nothing in `slime` may import the service.
 _BUFFER = "slime_plugins.rollout_buffer"
 _POLL_S, _START_SECONDS = 5.0, 60.0
 _BYTES = 4096
@@ -51,10 +51,10 @@ _SESSION, _QUESTIONS = "slime-plugins", ("What is 1+1?", "What is 2+2?")
 
 
 def take_paths(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The paths behind the words of this command among `words`, and the flags of a run that are left.
+    """(paths by this command's own words among `words`, the remaining flags of a run).
 
     Raises:
-        UserError: such a word has no path behind it.
+        UserError: a path is missing after such a word.
     """
     paths, left, rest = {}, [], iter(words)
     for word in rest:
@@ -70,10 +70,10 @@ def take_paths(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def try_rank(record: Recorder, args: argparse.Namespace, batch: dict[str, Any]) -> None:
-    """A training group of one rank, in a process of its own: it starts, trains `batch`, gets ready to push, and ends.
+    """Try a training group of one rank, in a process of its own: it starts, trains `batch`, prepares a push, and ends.
 
     Raises:
-        UserError, RunError: what a run would end with.
+        UserError, RunError: the error with which a run would end.
     """
     import ray
 
@@ -109,10 +109,10 @@ def try_rank(record: Recorder, args: argparse.Namespace, batch: dict[str, Any]) 
 
 
 def try_adapter(record: Recorder, args: argparse.Namespace) -> None:
-    """An endpoint for agents, served on loopback in front of the engine of `args`, with which a client has two turns.
+    """Try an endpoint for agents, served on loopback in front of the engine of `args`: a client has two turns with it.
 
     Raises:
-        UserError: it is none, refuses a turn, or makes no sample of them.
+        UserError: it is no endpoint, refuses a turn, or makes no sample of them.
     """
     path = record.path
     kind = load_function(path, flag=ADAPTER_CLS)
@@ -154,10 +154,10 @@ async def _samples_of_two_turns(adapter: OpenAIAdapter | AnthropicAdapter, url: 
 
 
 def try_generator(record: Recorder, args: argparse.Namespace, data_source: Any) -> list[Any]:
-    """The groups of a rollout that come of a generator in a process of its own, by way of a rollout buffer.
+    """The groups of a rollout that a generator in a process of its own makes, received over a rollout buffer.
 
     Raises:
-        UserError, RunError: what a run would end with.
+        UserError, RunError: the error with which a run would end.
     """
     path = record.path
     serving = load_function(f"{_BUFFER}.service.serving")
@@ -181,7 +181,7 @@ def try_generator(record: Recorder, args: argparse.Namespace, data_source: Any) 
 
 @contextlib.contextmanager
 def _naming(subject: str) -> Iterator[None]:
-    """Errors of the block say what they are about."""
+    """In the block, errors get the prefix `subject`."""
     try:
         yield
     except (RunError, UserError) as error:
@@ -189,10 +189,10 @@ def _naming(subject: str) -> Iterator[None]:
 
 
 def try_accelerator(record: Recorder) -> None:
-    """A device, registered and asked for everything that a run asks it for; the trainer does not run on it here.
+    """Try a device: it is registered, and every method that a run uses is called. The trainer does not run on it here.
 
     Raises:
-        UserError: it raises, or answers what a run cannot go by.
+        UserError: it raises, or gives an answer that a run cannot use.
     """
     path = record.path
     factory = load_function(path, flag=ACCELERATOR)
@@ -224,7 +224,7 @@ _Question = tuple[str, Callable[[], Any], Callable[[Any], bool], str]
 
 
 def _questions(accelerator: Any) -> Iterator[_Question]:
-    """(what is asked, how, whether an answer is right, what would be)."""
+    """(the question, how it is asked, whether an answer is right, a description of right answers)."""
     import torch
 
     def is_none(found: Any) -> bool:
@@ -297,7 +297,7 @@ def _questions(accelerator: Any) -> Iterator[_Question]:
 
 
 def _summed(accelerator: Any, backend: str) -> list[float]:
-    """The sum of a 3 over a group of one."""
+    """The sum of [3] over a group of one rank."""
     import torch
     import torch.distributed as dist
 
@@ -310,10 +310,10 @@ def _summed(accelerator: Any, backend: str) -> list[float]:
 
 
 def try_sandbox(record: Recorder) -> None:
-    """A sandbox, entered, asked for everything that agents ask it for, and left.
+    """Try a sandbox: it is entered, every method that agents use is called, and it is left.
 
     Raises:
-        UserError: it raises, or answers what nobody can go by.
+        UserError: it raises, or gives a wrong answer.
     """
     path = record.path
     factory = load_function(path, flag=SANDBOX_CLS)
@@ -336,7 +336,7 @@ def try_sandbox(record: Recorder) -> None:
 
 
 async def _questions_to_sandbox(sandbox: Sandbox) -> AsyncIterator[tuple[str, Awaitable[Any], Any]]:
-    """(what is asked, how, what is expected)."""
+    """(the question, how it is asked, the expected answer)."""
 
     async def refused() -> str:
         try:
@@ -355,7 +355,7 @@ async def _questions_to_sandbox(sandbox: Sandbox) -> AsyncIterator[tuple[str, Aw
         code, output = await exec_and_wait(
             sandbox, cmd="echo $$; sleep 60", time_budget_sec=1, tag="slime-long", poll_interval_sec=0.1
         )
-        # The shell of the command; nobody answers to its signal 0 once it was ended.
+        # Signal 0 to the command's shell fails if that was ended.
         left, _, _ = await sandbox.exec(f"kill -0 {int(output)}")
         return code, int(left == 0)
 
@@ -380,7 +380,7 @@ async def _questions_to_sandbox(sandbox: Sandbox) -> AsyncIterator[tuple[str, Aw
 
 @contextlib.contextmanager
 def _blaming(flag: str, path: str) -> Iterator[None]:
-    """Errors that are for the user name the plug-in, too."""
+    """In the block, errors for the user also name the plug-in."""
     try:
         yield
     except (RunError, UserError) as error:
@@ -388,10 +388,10 @@ def _blaming(flag: str, path: str) -> Iterator[None]:
 
 
 def try_harness(record: Recorder) -> None:
-    """A harness, run in a sandbox of this machine at an adapter that answers every request with one text.
+    """Try a harness: it runs in a sandbox of this machine, with an adapter that answers every request with one text.
 
     Raises:
-        UserError: it raises, has no name, asks nobody, or asks without the key of its session.
+        UserError: it raises, has no name, makes no request, or makes one without the key of its session.
     """
     path = record.path
     factory = load_function(path, flag=HARNESS_CLS)
@@ -428,7 +428,7 @@ def try_harness(record: Recorder) -> None:
 
 @contextlib.asynccontextmanager
 async def _adapter(asked: list[str]) -> AsyncIterator[str]:
-    """URL of what answers as adapters do; the key of each request is put into `asked`."""
+    """Serve a stand-in for an adapter; yields its URL. The key of each request is appended to `asked`."""
     from aiohttp import web
 
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2, "input_tokens": 1, "output_tokens": 1}
@@ -438,7 +438,7 @@ async def _adapter(asked: list[str]) -> AsyncIterator[str]:
     choice = {"index": 0, "finish_reason": "stop"}
     said = {"role": "assistant", "content": block["text"]}
     delta = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": block["text"]}}
-    # Of the two protocols: the answer, and the events in its place.
+    # For each of the two protocols: the answer, and the events of a stream that are equal to it.
     answers = {
         "/v1/chat/completions": (
             {**common, "object": "chat.completion", "choices": [{**choice, "message": said}]},

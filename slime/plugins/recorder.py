@@ -1,7 +1,7 @@
-"""Every plug-in point, and how the calls of a plug-in are watched: what goes in, what comes out, what it costs.
+"""The list of plug-in points, and a recorder of a plug-in's calls: their arguments, results and costs.
 
-A watched function is called as it is; its result goes on to the framework unchanged, which judges it. Only what the framework
-cannot see is found here: arguments that are shared and were changed.
+A watched function is called unchanged, and the framework gets and judges its result as usual. The recorder itself finds only
+what the framework cannot see: changes to shared arguments.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Point:
     """A place where a user's function is called.
 
     Attributes:
-        call: how, and what has to come back.
-        keeps_samples: whether samples are not its to change.
-        words: further flags, without which a run has no use for it.
-        in_megatron: whether it is called by a real training rank, which takes some seconds to start.
-        in_python: whether a driver of one's own hands it over; no flag of a run names it.
+        call: its signature, and the required result.
+        keeps_samples: whether it must not change samples.
+        words: further flags that a run needs to make use of it.
+        in_megatron: whether a real training rank calls it, which takes some seconds to start.
+        in_python: whether a user's own driver passes it; no flag of a run names it.
     """
 
     call: str
     keeps_samples: bool = False
     words: tuple[str, ...] = ()
-    # A run goes on where it raises.
+    # A run goes on if it raises.
     is_forgiven: bool = False
     in_megatron: bool = False
     in_python: bool = False
@@ -156,9 +156,9 @@ _CONSTANT = (
     "those of before the step, and not of logits?"
 )
 LATE, FORGIVEN = "it did not return in time", "a run reports that and logs its usual metrics"
-# Of what is printed of a call: Megatron's objects describe themselves at length.
+# How much is printed of a call: Megatron's objects have long descriptions.
 _MOST_CHARACTERS = 400
-# Of classes, which are constructed once: what of them is called.
+# The watched methods of classes, which are constructed once.
 _METHODS = ("compute_reward", "get_samples", "add_samples", "state_dict", "load_state_dict", "save", "load")
 
 
@@ -175,7 +175,7 @@ class Recorder:
     returned: str = ""
     changed: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
-    # Thread and start of the calls that are under way.
+    # Calls that are under way: their thread and start.
     running: dict[int, tuple[threading.Thread, float]] = field(default_factory=dict)
 
     def watched(self, found: Any) -> Any:
@@ -189,11 +189,11 @@ class Recorder:
         return self.watched_function(found)
 
     def named(self, found: Any) -> None:
-        """Tell how `found` is defined."""
+        """Note the signature of `found`."""
         self.signature = _signature(found)
 
     def watched_function(self, function: Callable[..., Any], skipped: int = 0) -> Callable[..., Any]:
-        """`function` with its calls recorded; of its arguments the first `skipped` are none of the user's."""
+        """`function` with its calls recorded. The first `skipped` arguments (`self`) are not recorded."""
         if is_coroutine_function(function):
 
             @functools.wraps(function)
@@ -212,7 +212,7 @@ class Recorder:
 
     @contextmanager
     def call(self, given: list[Any]) -> Iterator[Callable[[Any], Any]]:
-        """The block is a call with these arguments; its result goes through the function that the block gets."""
+        """Record the block as a call with these arguments. The block passes its result through the yielded function."""
         before = _shared_state(given)
         samples = [sample for value in given if isinstance(value, Sample | list) for sample in _samples(value)]
         fields = [_fields(sample) for sample in samples]
@@ -235,7 +235,7 @@ class Recorder:
             raise
         except BaseException as error:
             if POINTS[self.flag].is_forgiven:
-                # Nobody cancels it before its time is over.
+                # A call is cancelled only when its time is over.
                 late = isinstance(error, asyncio.CancelledError)
                 self._note(f"{LATE if late else f'it raised {type(error).__name__}: {error}'}; {FORGIVEN}")
             raise

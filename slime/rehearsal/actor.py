@@ -1,4 +1,4 @@
-"""Ranks of the actor and of the critic as they are, with made-up samples and a transport that keeps nothing."""
+"""The real ranks of actor and critic, with made-up samples and a transport that keeps nothing."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _LONGER_THAN_ANY_WARM_UP = 10**9
 
 
 class SwallowingTransport(Transport):
-    """Flattens buckets, as a transfer does, and forgets them."""
+    """Flattens buckets, as a real transport does, and drops them."""
 
     def __init__(self, args: Any, source: int, num_sources: int) -> None:
         self._flattener = BucketFlattener(max_bytes=args.update_weight_buffer_size)
         self._in_flight: FlatBucket | None = None
 
     def send(self, bucket: NamedTensors) -> None:
-        # The bucket before it arrives when this one has been made; a tensor larger than a bucket at once.
+        # As in a real transfer, a bucket is held until the next one has been made; a tensor larger than a bucket is not held.
         flat = self._flattener.flatten(bucket)
         self._in_flight = flat if flat.is_copy else None
 
@@ -55,16 +55,15 @@ class SwallowingTransport(Transport):
 
 
 class SwallowingWriter:
-    """Counts what would be written of a rank, by kind, and takes the host memory that Megatron-Core's writer takes for it.
-
-    Megatron-Core 0.16.1.
+    """Counts the tensors that a rank would write, by kind, and takes the same host memory as the writer of Megatron-Core
+    0.16.1.
 
     Args:
-        owns_optimizer: what is saved of the optimizer is this rank's, and none of its replicas'.
+        owns_optimizer: the saved optimizer state is this rank's own, and not shared with its replicas.
 
     Attributes:
-        tensors, sizes: how many there are, and their bytes; those that replicas of the rank hold too among them.
-        written: bytes that this rank writes. Replicas that share the writing write the same number of bytes each.
+        tensors, sizes: number and bytes of tensors, including those that replicas of the rank hold, too.
+        written: bytes that this rank writes. Replicas that share the writing each write the same number of bytes.
     """
 
     def __init__(self, owns_optimizer: bool) -> None:
@@ -88,7 +87,7 @@ class SwallowingWriter:
             kind = "optimizer" if key in ("optimizer", "float32_copies") else kind_of_weights
             is_owned = kind == "optimizer" and self._owns_optimizer
             for tensor in nested_values(part) if isinstance(part, dict) else ():
-                # Of the numbers of this copy the last one counts replicas; other ranks have its parts, or copies of them.
+                # The last number of `replica_id` counts replicas. If another one is not 0, another rank writes this tensor.
                 if not isinstance(tensor, ShardedTensor) or any(tensor.replica_id[:-1]):
                     continue
                 size = tensor.data.nbytes
@@ -111,7 +110,8 @@ class SwallowingWriter:
         return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
 
-# What is drawn, measured or compared by values, waits for other ranks, or runs beside the rest; and what it is without.
+# Flags of features that draw, measure or compare values, wait for other ranks, or run concurrently; with the values that switch
+# them off.
 _UNTOLD = {
     "moe_input_jitter_eps": None, "moe_router_force_load_balancing": False, "moe_shared_expert_overlap": False,
     "moe_per_layer_logging": False, "log_params_norm": False, "log_throughput": False,
@@ -124,10 +124,10 @@ class RehearsedRank(TrainRank, abc.ABC):
     """A rank whose phases are called one by one.
 
     Attributes:
-        vocabulary_columns: of its logits; 0: it has none.
-        pushed: its push; None before it, and on a rank that only helps or has nothing to push.
+        vocabulary_columns: columns of its logits; 0: it has no logits.
+        pushed: the result of its push; None before it, and on a rank that only helps or has nothing to push.
         saved: its part of a checkpoint; None before it, and in a run that saves none.
-        not_rehearsed: what was left out, in words.
+        not_rehearsed: descriptions of what was left out.
     """
 
     def __init__(self, task: Task, recorder: Recorder) -> None:
@@ -163,11 +163,11 @@ class RehearsedRank(TrainRank, abc.ABC):
 
     @abc.abstractmethod
     def phases(self) -> dict[str, Callable[[], None]]:
-        """What it does, in this order."""
+        """The phases of the rank by name, in order."""
 
     @abc.abstractmethod
     def brought(self) -> Iterable[str]:
-        """Columns per response token that come from elsewhere, beside those that every rollout has."""
+        """Columns with a value per response token that the rank gets from other processes, beside those of every rollout."""
 
     def kinds(self) -> dict[int, str]:
         """The kinds of the storages that a model and its optimizer hold, by number."""
@@ -194,7 +194,7 @@ class RehearsedRank(TrainRank, abc.ABC):
         return found
 
     def _weights(self, args: Any) -> WeightSource:
-        """Where weights come from: a checkpoint that can be read here gives its shapes, nothing else is loaded."""
+        """The source of weights. If a checkpoint can be read here only its shapes are read."""
         source = args.initial_weights
         self._has_files = args.hf_checkpoint is not None and any(Path(args.hf_checkpoint).glob("*.safetensors"))
         if source is not None and source.kind == "hf" and any(Path(source.path).glob("*.safetensors")):
@@ -204,7 +204,7 @@ class RehearsedRank(TrainRank, abc.ABC):
         return WeightSource("random")
 
     def _make_data(self) -> None:
-        """Samples of the task's lengths; of values nothing is asked."""
+        """Make samples of the task's lengths; their values do not matter."""
         device = get_accelerator().current_device()
         columns, responses = made_up_columns(self._task.micro_batches, device, self.args.data_parallel_size)
         if self.groups.is_last_stage:
@@ -212,7 +212,8 @@ class RehearsedRank(TrainRank, abc.ABC):
         self._data = RolloutData.of_rank(columns, self.groups.cp)
 
     def _take_first_step(self) -> None:
-        """The optimizer makes its state in it. It needs no more than a micro-batch, or one for each stage that takes turns."""
+        """Take a step in which the optimizer creates its state. One micro-batch is enough, or a group of them if
+        interleaved."""
         chunks = self.backend.model
         count = 1 if len(chunks) == 1 else chunks[0].config.microbatch_group_size_per_vp_stage
         self._train_steps(0, RolloutData({**self._data, "num_microbatches": [count]}, self._data.cp), [])
@@ -221,7 +222,7 @@ class RehearsedRank(TrainRank, abc.ABC):
         self._train_steps(0, self._data, [])
 
     def _save(self) -> None:
-        """A save that writes no tensors, if the run has any."""
+        """Save without writing tensors, if the run saves."""
         from megatron.core import dist_checkpointing
 
         from slime.backends.megatron_utils.checkpoint import writing
@@ -232,7 +233,7 @@ class RehearsedRank(TrainRank, abc.ABC):
             self.not_rehearsed.append("the export of --save-hf")
         dist_checkpointing.save = writer = SwallowingWriter(self.args.use_distributed_optimizer)
         writing.save_generators = lambda directory: None
-        # Rank 0 makes it for all ranks; here it is this rank's own.
+        # In a run rank 0 creates the directory for all ranks; here each rank has its own.
         Path(self.args.save).mkdir()
         self.save(0)
         written = {kind: round(size) for kind, size in writer.written.items()}
@@ -269,7 +270,7 @@ class RehearsedActor(RehearsedRank, ActorRank):
         self.states = ModelStates(self.backend.live_tensors)
         self.state_schedule = StateSchedule(self.args, self.states, lambda line: None)
         self.weight_source, self.tokenizer, self.weight_version = None, None, 0
-        # As if they had been loaded: where their weights are does not matter.
+        # The states are captured as if they had been loaded; which weights they have does not matter.
         for name in (REFERENCE, TEACHER):
             if name in other_model_states(self.args):
                 self.states.capture(name)
@@ -326,7 +327,7 @@ RANKS: dict[str, type[RehearsedRank]] = {"actor": RehearsedActor, "critic": Rehe
 
 
 def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """As the writer takes it before it writes: of a view there is then a second copy."""
+    """The copy of a tensor that the writer makes before it writes; a view is copied, too."""
     if tensor.device.type != "cpu":
         return tensor.detach().cpu()
     is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
@@ -334,5 +335,5 @@ def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_alone(stored: StoredTensor, index: slice | tuple[slice, ...]) -> torch.Tensor:
-    """What is indexed, of the shape and the dtype that the file tells; nothing is read."""
+    """The indexed part, with the shape and the dtype in the file; no values are read."""
     return torch.empty(stored.shape, dtype=stored.dtype)[index]

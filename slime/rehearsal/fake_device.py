@@ -1,7 +1,7 @@
-"""A device that is not there: fake tensors, process groups that send nothing, and what is lifted for them.
+"""A fake device: fake tensors, process groups that send nothing, and lifts of assumptions that do not hold for them.
 
-`enter` prepares the process for the rest of its life, which is why every rehearsed rank has one of its own. Each lift names
-the assumption that it removes.
+`enter` changes the process for the rest of its life, so every rehearsed rank has a process of its own. Each lift names the
+assumption that it removes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BACKEND = "fake"
 
 
 class FakeCuda(CudaAccelerator):
-    """CUDA as fake tensors know it: one device, and nothing to wait for."""
+    """CUDA for fake tensors: one device, and nothing to wait for."""
 
     process_group_backend = host_group_backend = BACKEND
 
@@ -38,7 +38,7 @@ class FakeCuda(CudaAccelerator):
         return self.current_device()
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        # A compiler would look through fake tensors; what stands for its kernel is counted instead.
+        # Fake tensors cannot be compiled; the operations of the other implementation are counted instead.
         return Accelerator().fused(function)
 
     def host_buffer(self, size: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ class FakeCuda(CudaAccelerator):
 
 
 class FakeCpu(Accelerator):
-    """The CPU, where nothing can be built that lets fake tensors be on CUDA."""
+    """The CPU, used if the stand-in that lets fake tensors be on CUDA cannot be built."""
 
     process_group_backend = host_group_backend = BACKEND
 
@@ -77,7 +77,7 @@ class _Stream:
         pass
 
 
-# Of what CUDA has one kernel for, a build without CUDA makes several operations, which keep more for the backward pass.
+# Operations that are one kernel on CUDA. A build without CUDA would decompose them, and keep more for the backward pass.
 _KERNELS = ("_fused_rms_norm", "silu_backward")
 _OPERATORS = torch.library.Library("aten", "IMPL")
 

@@ -1,6 +1,6 @@
 """The process of one rehearsed rank: `python -m slime.rehearsal.rank FILE`, with a pickled `Task` in the file.
 
-It ends with the process that started it. What it found it writes as JSON to the file that the task names. Nothing here may
+It ends with the process that started it, and writes its findings as JSON to the file that the task names. Nothing here may
 import torch before the stand-in for CUDA is loaded.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slime.rehearsal.actor import RehearsedRank
     from slime.rehearsal.recorder import Recorder
 
-# Kernels that fake tensors cannot go through. Megatron-Core takes torch's operations where it finds none of these.
+# Packages of kernels that cannot run on fake tensors. Without them Megatron-Core uses torch's operations.
 _KERNELS = (
     "transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda", "flash_attn",
     "flash_attn_3", "grouped_gemm", "deep_ep",
@@ -32,7 +32,7 @@ _KERNELS = (
 
 
 def main(make: Callable[[Task, Recorder], RehearsedRank] | None = None) -> int:
-    """`make`: what makes the rank, in place of one of the task's role."""
+    """Rehearse the rank of the task. `make`: a function that makes the rank, instead of the class of the task's role."""
     exit_when_parent_dies()
     task: Task = pickle.loads(Path(sys.argv[1]).read_bytes())
     prepare(task.library)
@@ -41,7 +41,7 @@ def main(make: Callable[[Task, Recorder], RehearsedRank] | None = None) -> int:
 
 
 def prepare(library: Path | None) -> None:
-    """Make this process, which has not imported torch yet, one that a rank can be rehearsed in.
+    """Prepare this process, which has not imported torch yet, for the rehearsal of a rank.
 
     Args:
         library: the stand-in for CUDA; None: the tensors will be fake CPU tensors.
@@ -51,12 +51,12 @@ def prepare(library: Path | None) -> None:
 
         load(library)
     os.environ["SLIME_ACCELERATOR"] = "rehearsal"
-    # What is None there cannot be imported.
+    # A module that is None here cannot be imported.
     sys.modules.update(dict.fromkeys(_KERNELS))
 
 
 def answer(task: Task, make: Callable[[Task, Recorder], RehearsedRank] | None = None) -> None:
-    """Rehearse the rank, once in the life of a process that is prepared, and write down what was found."""
+    """Rehearse the rank, once in the life of a prepared process, and write the findings."""
     task.answer.write_text(json.dumps(dataclasses.asdict(_rehearse(task, make))))
 
 

@@ -1,7 +1,7 @@
-"""What a rank does to its device, taken down while it does it on fake tensors.
+"""Records what a rank does to its device, while it runs on fake tensors.
 
-A mode of torch sees every operation before the fake tensors do. It answers those that ask for a value with a placeholder, and
-collectives at once, and notes of each phase
+A mode of torch sees every operation before the fake tensors do. It answers operations that ask for a value with a placeholder,
+and collectives at once, and records for each phase
 
 - operations launched: those that make a tensor or write into one, on the device;
 - waits of the host for the device, by file and line: values read, and copies between host and device that block;
@@ -10,8 +10,8 @@ collectives at once, and notes of each phase
 - storages as they come and go, from which the peak of live bytes follows by kind, when kinds are known at the end;
 - host memory that comes in the phase "save".
 
-What an operation gives for arguments like those of an earlier one is made from what that gave: a step is the same few thousand
-operations many times over, and torch takes ten times as long to find out.
+The result of an operation with arguments like those of an earlier one is made from the earlier result, because a step repeats
+the same few thousand operations many times, and torch takes ten times as long to compute a result.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
-# How many elements come out is in the values.
+# Operations whose number of results depends on values.
 _OF_DATA_DEPENDENT_SHAPE = (_aten.nonzero.default, _aten.masked_select.default)
 _FOREIGN = ("/torch/", "/slime/rehearsal/")
-# What comes out of these is in the values, in the sizes of storages, or in tensors that are not fake yet.
+# Operations whose results depend on values, on sizes of storages, or on tensors that are not fake yet.
 _NOT_BY_SHAPE = (_aten.as_strided.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 _TAGS_NOT_BY_SHAPE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-# Of arguments of these types the value stands in a key; their type does too, for 1 and 1.0 and True are equal.
+# Arguments of these types are part of a key by their value and their type, because 1, 1.0 and True are equal.
 _VALUES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 
 class Results:
-    """Calls operations on fake tensors, and remembers by the shapes of what goes in what comes out.
+    """Calls operations on fake tensors, and caches their results by the shapes of the arguments.
 
-    Torch can remember too, with a key that costs more than all else here. What is remembered is what makes a fake tensor:
-    its shape, strides and dtype, its device, and its storage, which is new or that of an argument. Where it is learned it is
-    made of that once, and kept only if nothing differs. Where in its storage an argument begins is no part of the key: a view
-    begins as much later. So all experts of a rank, whose weights lie in one storage, are known by the first one.
+    Torch has such a cache, too, but its key costs more than all the rest here. An entry describes a fake tensor: shape,
+    strides, dtype, device, and storage, which is new or that of an argument. A new entry is kept only if a tensor that is made
+    from it equals the result. The offset of an argument in its storage is no part of the key, since that of a view shifts with
+    it. So all experts of a rank, whose weights are in one storage, share the entries of the first one.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Results:
         known = self._known.get(key, self)
         if known is self:
             result = func(*args, **kwargs)
-            # What is given for the result may have become as large as that.
+            # An `out` argument may have been resized by the call.
             is_unchanged = key == _key(func, args, kwargs, [])
             self._known[key] = _learned(result, tensors) if is_unchanged else None
             return result
@@ -81,7 +81,7 @@ class Results:
 
 
 class Recorder(TorchDispatchMode):
-    """Takes down what happens on `device_type` while it is entered; enter it inside a FakeTensorMode.
+    """Records what happens on `device_type` while it is entered; enter it inside a FakeTensorMode.
 
     Attributes:
         operations: per phase, how many were launched.
@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What happens in the block belongs to `phase`."""
+        """Record the block under `phase`."""
         before, self.phase = self.phase, phase
         self._host_before = self._host_bytes
         try:
@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def selecting(self, chosen: int) -> Iterator[None]:
-        """Masks choose `chosen` elements in the block, where they are asked by `masked_select`."""
+        """In the block `masked_select` returns `chosen` elements."""
         self._chosen = chosen
         try:
             yield
@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
             self._chosen = None
 
     def wait(self, what: str) -> None:
-        """The host waits for the device, for `what`; for the CPU it never does."""
+        """Record that the host waits for the device, for `what`. On the CPU it never does."""
         if self._device_type == "cpu":
             return
         self.waits[self.phase][f"{what} at {_place()}"] += 1
@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):
             arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, torch.ScriptObject) and _is_group(arg)
         )
         name = ProcessGroup.unbox(group).group_desc
-        # What goes over the links of a rank is near the larger side: all of a gather, what is scattered.
+        # The traffic of a rank is about the larger side: the result of a gather, the input of a scatter.
         sides = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, torch.Tensor)) for arg in args[:2]]
         entry = self.collectives[self.phase].setdefault((name, func._opname.strip("_")), [0, 0])
         entry[0] += 1
@@ -422,7 +422,7 @@ def _laid_out(given: Iterable[FakeTensor | None], tensors: list[FakeTensor]) -> 
 
 
 def placeholder(dtype: torch.dtype) -> Any:
-    """What stands for a value that nobody knows."""
+    """The placeholder for an unknown value."""
     if dtype == torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1
