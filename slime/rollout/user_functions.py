@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from slime.utils.async_utils import run, time_limit
+from slime.utils.async_utils import Slots, run, time_limit
 from slime.utils.errors import RunError, UserError
 from slime.utils.plugin_loader import (
     containing_endings,
@@ -55,7 +55,7 @@ class CallKind(enum.IntEnum):
 
 class _HeldSlot(NamedTuple):
     place: tuple[int, CallKind]  # (level, kind)
-    semaphore: asyncio.Semaphore
+    slots: Slots
 
 
 _held_slots: contextvars.ContextVar[tuple[_HeldSlot, ...]] = contextvars.ContextVar("held_slots", default=())
@@ -74,20 +74,20 @@ class CallSlots:
     def __init__(self, kind: CallKind, size: int) -> None:
         self.kind = kind
         self.size = size
-        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]]
-        self._semaphores = weakref.WeakKeyDictionary()
+        self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, Slots]]
+        self._slots = weakref.WeakKeyDictionary()
 
     async def __aenter__(self) -> None:
         held = _held_slots.get()
         level = self._level(held)
-        semaphore = self._at(level)
-        await semaphore.acquire()
-        _held_slots.set((*held, _HeldSlot((level, self.kind), semaphore)))
+        slots = self._at(level)
+        await slots.acquire()
+        _held_slots.set((*held, _HeldSlot((level, self.kind), slots)))
 
     async def __aexit__(self, *exc_info: object) -> None:
         *enclosing, own = _held_slots.get()
         _held_slots.set(tuple(enclosing))
-        own.semaphore.release()
+        own.slots.release()
 
     def locked(self) -> bool:
         """Whether a call that is made here and now would have to wait."""
@@ -99,12 +99,12 @@ class CallSlots:
         level, kind = held[-1].place
         return level if self.kind > kind else level + 1
 
-    def _at(self, level: int) -> asyncio.Semaphore:
+    def _at(self, level: int) -> Slots:
         try:
-            return self._semaphores[asyncio.get_running_loop()][level]
+            return self._slots[asyncio.get_running_loop()][level]
         except KeyError:
-            per_level = self._semaphores.setdefault(asyncio.get_running_loop(), {})
-            return per_level.setdefault(level, asyncio.Semaphore(self.size))
+            per_level = self._slots.setdefault(asyncio.get_running_loop(), {})
+            return per_level.setdefault(level, Slots(self.size))
 
 
 @functools.cache

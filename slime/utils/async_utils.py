@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -217,13 +217,59 @@ async def _look_for(condition: Callable[[], bool], every: float) -> None:
             return
 
 
-# By event loop, because a semaphore belongs to one, and is freed with it.
-_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]] = WeakKeyDictionary()
+class Slots:
+    """As `asyncio.Semaphore`, for one event loop on which thousands wait. They go on in the order in which they came.
+
+    asyncio's own goes, at each release, through all waiters that it has let go on in the same turn of the loop, and answers
+    arrive by the hundred.
+    """
+
+    def __init__(self, at_a_time: int) -> None:
+        self._free = at_a_time
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def locked(self) -> bool:
+        """Whether a caller would have to wait now."""
+        return not self._free
+
+    async def acquire(self) -> None:
+        """Take a slot, as soon as there is one."""
+        if self._free:
+            # Nobody waits.
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Hand the slot to the next one that was not cancelled."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+    async def __aenter__(self) -> None:
+        await self.acquire()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.release()
 
 
-def slots(name: str, at_a_time: int) -> asyncio.Semaphore:
-    """The semaphore `name` of this event loop, which lets `at_a_time` coroutines go on; the first call sets the number."""
-    return _slots.setdefault(asyncio.get_running_loop(), {}).setdefault(name, asyncio.Semaphore(at_a_time))
+# By event loop, because slots belong to one, and are freed with it.
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Slots]] = WeakKeyDictionary()
+
+
+def slots(name: str, at_a_time: int) -> Slots:
+    """The slots `name` of this event loop, which let `at_a_time` coroutines go on; the first call sets the number."""
+    return _slots.setdefault(asyncio.get_running_loop(), {}).setdefault(name, Slots(at_a_time))
 
 
 def stop_async_loop(timeout: float = 5.0) -> None:

@@ -268,3 +268,33 @@ def test_a_closed_loop_is_kept_by_no_limit():
     loop = asyncio.run(main())
     gc.collect()
     assert loop() is None
+
+
+def test_slots_go_to_those_who_came_first_and_none_is_lost_to_who_is_cancelled():
+    async def main():
+        slots, order, held = async_utils.Slots(2), [], asyncio.Event()
+
+        async def take(name):
+            async with slots:
+                order.append(name)
+                await held.wait()
+
+        tasks = {name: asyncio.ensure_future(take(name)) for name in "abcdefg"}
+        await asyncio.sleep(0)
+        assert order == ["a", "b"] and slots.locked()
+        # One who still waits, and one who was just let go on.
+        tasks["c"].cancel()
+        tasks["a"].cancel()
+        await asyncio.sleep(0)
+        tasks["d"].cancel()
+        await asyncio.wait([tasks[name] for name in "acd"])
+        await asyncio.sleep(0)
+        assert order[2:] == ["e"] and slots.locked()
+        held.set()
+        await asyncio.gather(*(tasks[name] for name in "befg"))
+        assert order == ["a", "b", "e", "f", "g"] and not slots.locked()
+        for _ in range(2):
+            await asyncio.wait_for(slots.acquire(), 10)
+        assert slots.locked()
+
+    asyncio.run(main())
