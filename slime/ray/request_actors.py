@@ -26,7 +26,8 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.utils.http_carriers import CarrierLost, Carriers, ExchangeFailed
-from slime.utils.http_utils import THREAD_FROM_BYTES, decode_generated, new_session
+from slime.utils.http_exchange import Exchanges, new_session
+from slime.utils.http_utils import THREAD_FROM_BYTES, decode_generated
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class RequestActor:
     """Makes exchanges."""
 
     def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
+        self._exchanges: Exchanges | None = None
 
     def __repr__(self) -> str:
         return "requests"
@@ -64,10 +65,10 @@ class RequestActor:
     ) -> tuple[int, bytes, bool] | Exception:
         """(status, body of the answer, whether that is a pickle of the parsed body), or the error that `Carrier.exchange` is to
         raise. It is returned because Ray would replace an error that it cannot pickle by another one."""
-        if self._session is None:
-            self._session = new_session()
+        if self._exchanges is None:
+            self._exchanges = Exchanges(new_session())
         try:
-            response = await self._session.request(method, url, data=body, headers=headers)
+            response = await self._exchanges.request(method, url, data=body, headers=headers)
             try:
                 content = await response.read()
             finally:

@@ -34,9 +34,10 @@ import numpy as np
 import orjson
 
 from slime.utils import env
-from slime.utils.async_utils import time_limit, until_true
+from slime.utils.async_utils import Slots, time_limit, until_true
 from slime.utils.errors import RunError
 from slime.utils.http_carriers import CarriedAnswer, CarrierLost, Carriers, ExchangeFailed
+from slime.utils.http_exchange import Exchanges, Response, new_session
 from slime.utils.misc import get_host_info as get_host_info
 from slime.utils.misc import unique_hex
 from slime.utils.ports import find_available_port as find_available_port
@@ -46,7 +47,6 @@ from slime.utils.ports import is_port_available as is_port_available
 logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 1.0
-CONNECT_TIMEOUT_S = 30.0
 # So many engines a request may outlive: any may have been under way when others' requests ended one.
 SURVIVED_ENGINES = 5
 _SUPPLY_POLL_SECONDS = 0.2
@@ -119,6 +119,7 @@ class _LoopClient:
 
     settings: HttpSettings
     session: aiohttp.ClientSession
+    exchanges: Exchanges
     # Bounds generation alone: a control request, above all an abort, must not queue behind what it is to end.
     generation_slots: contextlib.AbstractAsyncContextManager[Any]
     retired: list[aiohttp.ClientSession] = field(default_factory=list)
@@ -287,7 +288,7 @@ async def post_generate_stream(
         await _generation(url, body, headers=headers, receive=receive, engine=engine, parse=None)
 
 
-async def _receive_events(on_answer: Callable[[dict[str, Any]], None], response: aiohttp.ClientResponse) -> None:
+async def _receive_events(on_answer: Callable[[dict[str, Any]], None], response: Response) -> None:
     """Go through server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), a line of data each."""
     rest, answered = b"", False
     try:
@@ -398,14 +399,14 @@ async def post_control(
     """As `post`, for control requests: past the limit of generation, and within `--http-control-timeout`."""
     client = _client()
     limit = client.settings.control_timeout
-    return await _send(client.session, _UNLIMITED, limit, "POST", url, _Body(payload), headers, max_retries)
+    return await _send(client.exchanges, _UNLIMITED, limit, "POST", url, _Body(payload), headers, max_retries)
 
 
 async def get(url: str, max_retries: int | None = None) -> Any:
     """GET within `--http-control-timeout`, each attempt once there is a router again where one died; as `post` otherwise."""
     client, supply = _client(), _supplies.get(_origin(url))
     limit, ready = client.settings.control_timeout, supply and supply.has_router
-    return await _send(client.session, _UNLIMITED, limit, "GET", url, _Body(None), None, max_retries, ready=ready)
+    return await _send(client.exchanges, _UNLIMITED, limit, "GET", url, _Body(None), None, max_retries, ready=ready)
 
 
 def _generation(url: str, body: "_Body", *, parse: bool | None, **options: Any) -> Awaitable[Any]:
@@ -418,11 +419,11 @@ def _generation(url: str, body: "_Body", *, parse: bool | None, **options: Any) 
     slots, limit = client.generation_slots, client.settings.request_timeout
     if _carriers is not None and parse is not None:
         options["carry"] = functools.partial(_carriers.send, client.settings.max_connections, parse)
-    return _send(client.session, slots, limit, "POST", url, body, **options)
+    return _send(client.exchanges, slots, limit, "POST", url, body, **options)
 
 
 async def _send(
-    session: aiohttp.ClientSession,
+    exchanges: Exchanges,
     slots: contextlib.AbstractAsyncContextManager[Any],
     limit: float,
     method: str,
@@ -431,7 +432,7 @@ async def _send(
     headers: dict[str, str] | None,
     max_retries: int | None = None,
     *,
-    receive: Callable[[aiohttp.ClientResponse], Awaitable[Any]] | None = None,
+    receive: Callable[[Response], Awaitable[Any]] | None = None,
     supply: EngineSupply | None = None,
     ready: Callable[[], bool] | None = None,
     engine: Callable[[], Address] | None = None,
@@ -455,7 +456,7 @@ async def _send(
                     with time_limit(limit):
                         response = None if carry is None else await carry(method, address, body, headers)
                         if response is None:
-                            response = await session.request(method, address, data=body(), headers=headers)
+                            response = await exchanges.request(method, address, data=body(), headers=headers)
                         try:
                             if response.status < 400:
                                 return await receive(response) if receive else _decode(await response.read())
@@ -564,30 +565,16 @@ def _client() -> _LoopClient:
     client = _clients.get(loop)
     if client is None or client.settings is not _settings or client.session.closed:
         retired = [] if client is None else [*client.retired, client.session]
-        limit = _settings.max_connections
+        limit, session = _settings.max_connections, new_session()
         client = _LoopClient(
             settings=_settings,
-            session=new_session(),
-            generation_slots=asyncio.Semaphore(limit) if limit else _UNLIMITED,
+            session=session,
+            exchanges=Exchanges(session),
+            generation_slots=Slots(limit) if limit else _UNLIMITED,
             retired=retired,
         )
         _clients[loop] = client
     return client
-
-
-def new_session() -> aiohttp.ClientSession:
-    """Connections of the running event loop, as many as there are requests."""
-    session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, limit_per_host=0),
-        headers={"Content-Type": "application/json"},
-        cookie_jar=aiohttp.DummyCookieJar(),
-        trust_env=False,
-        # The time of an attempt as a whole is that of a `time_limit`.
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-    )
-    # It would send a question whose connection broke once more by itself, to a router that may have come back without engines.
-    session._retry_connection = False
-    return session
 
 
 def _is_trusted(url: str) -> bool:
@@ -595,6 +582,7 @@ def _is_trusted(url: str) -> bool:
     return origin in _settings.trusted_origins or origin in _engine_origins
 
 
+@functools.lru_cache(maxsize=1024)
 def _origin(url: str) -> str:
     """Scheme, host and port: what stands before the third slash."""
     return "/".join(url.split("/", 3)[:3])

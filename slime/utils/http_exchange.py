@@ -1,0 +1,137 @@
+"""HTTP exchanges over the connections of an aiohttp session, for half of what its own requests cost.
+
+aiohttp connects, keeps connections, and parses answers. Left out are its objects for requests and responses: nearly all that
+they hold is the same for every request to a URL, and is made once here. What is more than an exchange over plain HTTP is left
+to the session: TLS, a password in the URL, other headers in the place of the session's, a redirect.
+"""
+
+import asyncio
+import re
+from typing import Any
+
+import aiohttp
+from aiohttp.client_reqrep import ClientRequest
+from aiohttp.http_exceptions import HttpProcessingError
+from yarl import URL
+
+CONNECT_TIMEOUT_S = 30.0
+# URLs whose requests are made once, of one session.
+_MOST_TARGETS = 1024
+_REDIRECTS = (301, 302, 303, 307, 308)
+# A longer body is not copied behind its head.
+_JOINED_BYTES = 64 * 2**10
+_BREAKS_A_LINE = re.compile(r"[\r\n\0]")
+# Of a request, headers that say how the rest of it is to be read, or what to do with the connection.
+_OF_THE_WAY = frozenset({"connection", "content-encoding", "content-length", "expect", "transfer-encoding", "upgrade"})
+
+
+def new_session() -> aiohttp.ClientSession:
+    """Connections of the running event loop, as many as there are requests."""
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, limit_per_host=0),
+        headers={"Content-Type": "application/json"},
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        # The time of an attempt as a whole is that of a `time_limit`.
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+    )
+    # It would send a question whose connection broke once more by itself, to a router that may have come back without engines.
+    session._retry_connection = False
+    return session
+
+
+class Response:
+    """An answer whose head has come: what `aiohttp.ClientResponse` has of these names."""
+
+    def __init__(self, url: URL, connection: Any, status: int, content: aiohttp.StreamReader) -> None:
+        self.url = url
+        self.status = status
+        self.content = content
+        self._connection = connection
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        return await self.content.read()
+
+    def release(self) -> None:
+        """Let others use the connection; it is closed where the body was not read to its end."""
+        self._connection.release()
+
+
+class _Target:
+    """What all requests by `method` to a URL have in common."""
+
+    def __init__(self, session: aiohttp.ClientSession, method: str, url: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.request = ClientRequest(method, URL(url), headers=session.headers, loop=loop, session=session)
+        self.url = self.request.url
+        headers = self.request.headers
+        headers.pop("Content-Length", None)
+        self.names = _OF_THE_WAY | {name.lower() for name in headers}
+        lines = [f"{method} {self.url.raw_path_qs} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+        self.head = "".join(f"{line}\r\n" for line in lines)
+
+
+class Exchanges:
+    """Requests over the connections of `session`, on its event loop."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._targets: dict[tuple[str, str], _Target] = {}
+
+    async def request(
+        self, method: str, url: str, *, data: bytes | None, headers: dict[str, str]
+    ) -> Response | aiohttp.ClientResponse:
+        """The answer to a request, as soon as its head is there; to be released.
+
+        Raises:
+            aiohttp.ClientConnectionError: there is no connection, or it broke.
+            aiohttp.ClientResponseError: what came is no HTTP.
+        """
+        target = self._target(method, url)
+        if target is None or self._session.closed or not target.names.isdisjoint(map(str.lower, headers)):
+            return await self._session.request(method, url, data=data, headers=headers)
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        if len(_BREAKS_A_LINE.findall(lines)) != 2 * len(headers):
+            raise ValueError(f"headers with line breaks or zeros: {lines!r}")
+        length = "" if data is None and method == "GET" else f"Content-Length: {len(data or b'')}\r\n"
+        head, body = f"{target.head}{lines}{length}\r\n".encode(), data or b""
+        try:
+            connection = await self._session.connector.connect(target.request, [], self._session.timeout)
+        except TimeoutError as error:
+            raise aiohttp.ConnectionTimeoutError(f"Connection timeout to host {url}") from error
+        try:
+            protocol, transport = connection.protocol, connection.transport
+            if transport is None:
+                raise aiohttp.ClientConnectionResetError("the connection was closed as soon as it was there")
+            protocol.set_response_params(read_until_eof=True)
+            for piece in (head + body,) if len(body) <= _JOINED_BYTES else (head, body):
+                transport.write(piece)
+            message, content = await protocol.read()
+            while message.code < 200 and message.code != 101:
+                message, content = await protocol.read()
+        except BaseException as error:
+            connection.close()
+            if not isinstance(error, HttpProcessingError):
+                raise
+            raise aiohttp.ClientResponseError(
+                target.request.request_info, (), status=error.code, message=error.message, headers=error.headers
+            ) from error
+        response = Response(target.url, connection, message.code, content)
+        if message.code in _REDIRECTS and "Location" in message.headers:
+            response.release()
+            return await self._session.request(method, url, data=data, headers=headers)
+        return response
+
+    def _target(self, method: str, url: str) -> _Target | None:
+        """None: its requests are left to the session, which also tells what is wrong with a URL."""
+        target = self._targets.get((method, url))
+        if target is None and url.startswith("http://") and "@" not in url:
+            try:
+                target = _Target(self._session, method, url)
+            except ValueError:
+                return None
+            if len(self._targets) >= _MOST_TARGETS:
+                self._targets.clear()
+            self._targets[method, url] = target
+        return target

@@ -1,0 +1,203 @@
+"""Exchanges over the connections of a session, against servers that answer byte by byte as they are told."""
+
+import asyncio
+import contextlib
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from slime.utils.http_exchange import Exchanges, Response, new_session
+from tests.support.processes.http_server import serving
+
+
+def run(main):
+    return asyncio.run(asyncio.wait_for(main, 60))
+
+
+FINE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+@contextlib.asynccontextmanager
+async def told(*answers):
+    """(URL, what came on each connection) of a server with an answer for each request; None: it never answers."""
+    left, connections = list(answers), []
+
+    async def serve(reader, writer):
+        connections.append(received := [])
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = [line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+                received.append(head + await reader.readexactly(int(length[0].split(b":")[1]) if length else 0))
+                answer = left.pop(0)
+                if answer is not None:
+                    writer.write(answer)
+                    await writer.drain()
+                if answer == b"":
+                    break
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/generate?a=1", connections
+    finally:
+        server.close()
+
+
+async def ask(exchanges, url, data=b"{}", headers=None):
+    response = await exchanges.request("POST", url, data=data, headers=headers or {})
+    try:
+        return response, await response.read()
+    finally:
+        response.release()
+
+
+def test_requests_follow_each_other_on_one_connection_with_all_that_a_session_sends():
+    async def main():
+        async with told(FINE, FINE, FINE) as (url, connections), new_session() as session:
+            exchanges = Exchanges(session)
+            response, content = await ask(exchanges, url, headers={"X-Request-Id": "7"})
+            assert isinstance(response, Response) and (response.status, content) == (200, b"ok")
+            await ask(exchanges, url, data=None)
+            async with session.post(url, data=b"{}", headers={"X-Request-Id": "7"}) as other:
+                await other.read()
+            return connections
+
+    ((ours, empty, theirs),) = run(main())
+    assert ours.startswith(b"POST /generate?a=1 HTTP/1.1\r\n") and ours.endswith(b"\r\n\r\n{}")
+    assert sorted(ours.split(b"\r\n")) == sorted(theirs.split(b"\r\n"))
+    assert b"\r\nContent-Length: 0\r\n" in empty and empty.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n",
+        b"HTTP/1.1 102 Processing\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n" + FINE,
+        b"HTTP/1.1 300 Multiple Choices\r\nContent-Length: 2\r\n\r\nok",
+    ],
+)
+def test_answers_of_every_kind_are_read_to_their_end(answer):
+    async def main():
+        async with told(answer, FINE) as (url, connections), new_session() as session:
+            first = await ask(Exchanges(session), url)
+            assert [content for _, content in (first, await ask(Exchanges(session), url))] == [b"ok"] * 2
+            assert len(connections) == 1
+
+    run(main())
+
+
+def test_a_long_body_arrives_whole():
+    async def main():
+        async with told(FINE) as (url, connections), new_session() as session:
+            await ask(Exchanges(session), url, data=b"x" * 2_000_000)
+            assert connections[0][0].endswith(b"\r\n\r\n" + b"x" * 2_000_000)
+
+    run(main())
+
+
+def test_a_redirect_is_followed_with_the_body():
+    async def main():
+        async def handler(request):
+            if request.path == "/old":
+                raise web.HTTPTemporaryRedirect("/new")
+            return web.Response(text=f"{request.path} {await request.text()} {request.headers['X-Request-Id']}")
+
+        async with serving(handler) as url, new_session() as session:
+            response, content = await ask(Exchanges(session), f"{url}/old", headers={"X-Request-Id": "7"})
+            assert (response.status, content) == (200, b"/new {} 7")
+
+    run(main())
+
+
+@pytest.mark.parametrize("name", ["content-type", "Connection"])
+def test_headers_that_say_otherwise_than_the_session_are_sent_by_it(name):
+    async def main():
+        async with told(FINE) as (url, connections), new_session() as session:
+            headers = {name: "own"}
+            response = await Exchanges(session).request("POST", url, data=b"{}", headers=headers)
+            await response.read()
+            response.release()
+            (request,) = connections[0]
+            assert request.lower().count(name.lower().encode()) == 1 and b": own\r\n" in request
+
+    run(main())
+
+
+@pytest.mark.parametrize("value", ["a\r\nX-Other: b", "a\nb", "a\0b"])
+def test_a_header_cannot_become_two(value):
+    async def main():
+        async with told(FINE) as (url, connections), new_session() as session:
+            with pytest.raises(ValueError, match="headers with line breaks or zeros"):
+                await ask(Exchanges(session), url, headers={"X-Request-Id": value})
+            assert connections == []
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (b"", aiohttp.ServerDisconnectedError),
+        (b"SMTP ready\r\n\r\n", aiohttp.ClientResponseError),
+    ],
+)
+def test_what_breaks_an_exchange_is_what_a_session_raises(answer, kind):
+    async def main():
+        async with told(answer, answer, FINE) as (url, connections), new_session() as session:
+            exchanges = Exchanges(session)
+            with pytest.raises(kind) as ours:
+                await ask(exchanges, url)
+            with pytest.raises(kind) as theirs:
+                await session.post(url, data=b"{}")
+            assert type(ours.value) is type(theirs.value) and str(ours.value) == str(theirs.value)
+            # And the connection is no longer used.
+            assert (await ask(exchanges, url))[1] == b"ok" and len(connections) == 3
+
+    run(main())
+
+
+def test_an_answer_that_ends_too_early_is_no_answer():
+    async def main():
+        async def serve(reader, writer):
+            await reader.readuntil(b"{}")
+            writer.write(FINE[:-1])
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server, new_session() as session:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await ask(Exchanges(session), f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
+
+    run(main())
+
+
+@pytest.mark.parametrize("begun", [None, FINE[:-1]])
+def test_one_that_is_cancelled_leaves_no_connection_to_the_next(begun):
+    async def main():
+        async with told(begun, FINE) as (url, connections), new_session() as session:
+            exchanges = Exchanges(session)
+            task = asyncio.ensure_future(ask(exchanges, url))
+            while not connections or not connections[0]:
+                await asyncio.sleep(0.001)
+            await asyncio.wait([task], timeout=0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await ask(exchanges, url))[1] == b"ok" and len(connections) == 2
+
+    run(main())
+
+
+@pytest.mark.parametrize("url", ["http://", "ftp://h/", "http://127.0.0.1:1/", "http://u:p@127.0.0.1:1/", "nowhere"])
+def test_a_url_that_leads_nowhere_raises_what_the_session_raises(url):
+    async def main():
+        async with new_session() as session:
+            with pytest.raises(aiohttp.ClientError) as ours:
+                await ask(Exchanges(session), url)
+            with pytest.raises(aiohttp.ClientError) as theirs:
+                await session.post(url, data=b"{}")
+            assert type(ours.value) is type(theirs.value)
+
+    run(main())
