@@ -1,6 +1,7 @@
 """What all calls of one process share: tokenizer, limits, slots, sampling parameters."""
 
 import asyncio
+import contextlib
 import contextvars
 import json
 import logging
@@ -37,11 +38,14 @@ from slime.utils.processing_utils import (
     require_chat_template,
     sees_images,
 )
-from slime.utils.sample_fields import read_only, token_array
+from slime.utils.sample_fields import held, read_only, token_array
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
+# Ids of so many prompts are kept, and of so many texts one job makes them ahead: who asks for others waits no longer.
+_PROMPTS_KEPT = 1024
+_TEXTS_PER_JOB = 16
 # Of Linux. Images that are text themselves are longer.
 _LONGEST_PATH = 4096
 
@@ -76,9 +80,10 @@ class GenerateState(metaclass=SingletonMeta):
         self._encoding = threading.Lock()
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slime-tokenize")
         # The siblings of a group share their prompt: render and tokenise it once.
-        self._encode_once = lru_cache(maxsize=1024)(self._encode_marshalled)
+        self._encode_once = lru_cache(maxsize=_PROMPTS_KEPT)(self._encode_marshalled)
         # For most siblings the ids are there, or under way: a way to the thread and back takes longer than to look.
-        self._text_in_encoder = lru_cache(maxsize=1024)(self._send_to_encoder)
+        self._ids_of_text: dict[tuple[str, bool], np.ndarray] = {}
+        self._text_in_encoder = lru_cache(maxsize=_PROMPTS_KEPT)(self._send_to_encoder)
         # Pixels are large: a few prompts, whose siblings ask at the same time.
         self._encode_images_once = lru_cache(maxsize=16)(self._encode_marshalled_images)
         init_http_client(args)
@@ -162,7 +167,11 @@ class GenerateState(metaclass=SingletonMeta):
         """As `prompt_ids`, off the event loop: a read-only int64 array that siblings share."""
         if type(sample.prompt) is not str or images_of(sample):
             return await self.in_encoder(self._prompt_array, sample)
-        source = asyncio.get_running_loop(), *self._prompt_source(sample)[:2]
+        text, rendered = self._prompt_source(sample)[:2]
+        ids = self._ids_of_text.get((text, rendered))
+        if ids is not None:
+            return ids
+        source = asyncio.get_running_loop(), text, rendered
         encoding = self._text_in_encoder(*source)
         if encoding.done() and encoding.exception() is not None:
             # It failed for those who asked before: whoever asks again gets a new try.
@@ -170,6 +179,13 @@ class GenerateState(metaclass=SingletonMeta):
             encoding = self._text_in_encoder(*source)
         # It is its siblings' too: one that is cancelled leaves it alone.
         return encoding.result() if encoding.done() else await asyncio.shield(encoding)
+
+    def encode_ahead(self, entries: list[Any]) -> None:
+        """Have the ids of these prompts made in the thread for that, in their order, for whoever will ask for them."""
+        prompts = [entry for entry in entries if isinstance(entry, Sample) and not len(held(entry, "tokens"))]
+        texts = [self._prompt_source(one)[:2] for one in prompts if type(one.prompt) is str and not images_of(one)]
+        if texts:
+            self._encoder.submit(self._encode_texts, texts[:_PROMPTS_KEPT])
 
     def prompt_ids(self, sample: Sample) -> list[int]:
         """Token ids of the prompt. A chat template writes the special tokens itself, other text gets the tokenizer's.
@@ -235,11 +251,26 @@ class GenerateState(metaclass=SingletonMeta):
     def _send_to_encoder(
         self, loop: asyncio.AbstractEventLoop, text: str, rendered: bool
     ) -> "asyncio.Future[np.ndarray]":
-        source = marshal.dumps((text, rendered, None, {}), 2)
-        encoding = loop.run_in_executor(self._encoder, self._encode_once, source)
+        encoding = loop.run_in_executor(self._encoder, self._encode_text, text, rendered)
         # asyncio complains of a failure that nobody waited for.
         encoding.add_done_callback(lambda done: done.cancelled() or done.exception())
         return encoding
+
+    def _encode_texts(self, texts: list[tuple[str, bool]]) -> None:
+        for source in texts[:_TEXTS_PER_JOB]:
+            # Whoever asks for it learns what is wrong with it.
+            with contextlib.suppress(Exception):
+                self._encode_text(*source)
+        if len(texts) > _TEXTS_PER_JOB:
+            self._encoder.submit(self._encode_texts, texts[_TEXTS_PER_JOB:])
+
+    def _encode_text(self, text: str, rendered: bool) -> np.ndarray:
+        """For the encoder's thread, which alone changes what is kept."""
+        ids, known = self._encode_once(marshal.dumps((text, rendered, None, {}), 2)), self._ids_of_text
+        known[text, rendered] = ids
+        if len(known) > _PROMPTS_KEPT:
+            del known[next(iter(known))]
+        return ids
 
     def _encode_marshalled(self, source: bytes) -> np.ndarray:
         return self._encode(*marshal.loads(source))

@@ -194,6 +194,8 @@ class RolloutStep:
                 f"(--rollout-batch-size), only {self.call.remaining_batch_size} can still be had "
                 f"({len(self.kept)} kept, {self.counts['dropped']} dropped by the filter)"
             )
+        if self.args.custom_generate_function_path is None:
+            self.state.encode_ahead([group[0] for group in groups])
         for group in groups:
             self._start(group)
 

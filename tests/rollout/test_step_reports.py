@@ -6,8 +6,10 @@ import threading
 import pytest
 
 from slime.rollout import sglang_rollout
+from slime.rollout.base_types import leaves
 from slime.rollout.generate_state import GenerateState
 from slime.utils.errors import UserError
+from slime.utils.misc import SingletonMeta
 from tests.support.models.rollout_args import CountingDataSource, make_args
 from tests.support.models.rollout_steps import plugin, run_step
 
@@ -35,6 +37,29 @@ def test_kept_groups_go_to_the_thread_that_packs_them_a_few_at_a_time_and_all_of
     args = make_args(checkpoint, server.port, rollout_batch_size=5, over_sampling_batch_size=5)
     assert len(run_step(args, CountingDataSource(2)).samples) == 5
     assert sorted(sizes) == [1, 2, 2]
+
+
+def test_prompts_of_a_step_are_tokenised_once_in_their_order_while_the_first_are_generated(
+    server, checkpoint, monkeypatch
+):
+    args = make_args(checkpoint, server.port, rollout_batch_size=40, over_sampling_batch_size=40)
+    args.sglang_server_concurrency = 1
+    SingletonMeta.clear_instances()
+    state, encoded, all_are_encoded = GenerateState(args), [], threading.Event()
+    encode = state.encoder_tokenizer.encode
+
+    def recorded(text, **options):
+        encoded.append((text, threading.current_thread().name))
+        if len(encoded) == 40:
+            all_are_encoded.set()
+        return encode(text, **options)
+
+    monkeypatch.setattr(state.encoder_tokenizer, "encode", recorded)
+    server.hold = lambda payload: not all_are_encoded.wait(30)
+    samples = leaves(run_step(args, CountingDataSource(2), limit_s=60).samples)
+    assert [text for text, _ in encoded] == [f"question {number}" for number in range(40)]
+    assert {name.rpartition("_")[0] for _, name in encoded} == {"slime-tokenize"}
+    assert all(len(sample.tokens) > sample.response_length for sample in samples)
 
 
 @pytest.mark.parametrize("which", ["data source", "filter"])
