@@ -20,7 +20,7 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,11 +35,13 @@ TRACE_VERSION = 1
 # So many are enough for a conversation of a thousand turns. A loop that never ends must not fill the memory.
 MOST_EVENTS = 4000
 _LONGEST_TEXT = 1000
+# Types of most attributes, which are plain as they are.
+_NUMBERS = frozenset({bool, int, float, type(None)})
 _told: set[str] = set()
 
 # The spans that are open in this context, outermost first: (span id, ids of the traces that it is in; None: it encloses spans
 # of any trace).
-_Open = tuple[tuple[str, frozenset[str] | None], ...]
+_Open = tuple[tuple[str, Container[str] | None], ...]
 _open: contextvars.ContextVar[_Open] = contextvars.ContextVar("open_spans", default=())
 # The target that is meant if a target is None.
 _bound: contextvars.ContextVar[Any] = contextvars.ContextVar("bound_trace", default=None)
@@ -48,6 +50,7 @@ _ENGINE_VALUES = {
     "id", "prompt_tokens", "completion_tokens", "cached_tokens", "weight_version", "e2e_latency", "queue_time",
     "decode_throughput", "num_retractions", "spec_accept_token_num", "spec_draft_token_num", "spec_verify_ct",
 }  # fmt: skip
+_OF_TWO_ENGINES = "pd_"
 _PREFILL, _DECODE, _TRANSFER = "pd_prefill_", "pd_decode_", "pd_transfer_"
 _DURATION = "_duration"
 
@@ -105,16 +108,36 @@ class trace_span:
                 _append(trace, record)
 
     def __enter__(self) -> trace_span:
-        # No `_harmless` block: every sample has several spans, and the block would take longer than what it guards.
+        # Every sample has several spans, so what is common to them is done here: a `_harmless` block, or a function for each
+        # part, would take longer than the rest.
         try:
-            self._begin(self._targets[0])
+            if self._targets[0] is None:
+                self._targets[0] = _bound.get()
+            target, self._outer, self._put_into = self._targets[0], _open.get(), {}
+            self.span_id, self._started, self._start = unique_hex(16), time.perf_counter(), time.time()
+            ids = set() if target or not isinstance(target, list | tuple) else None
+            for trace in _traces_of(target):
+                ids.add(trace["trace_id"])
+                # What came of one sample may share its trace.
+                if id(trace) not in self._put_into:
+                    self._put(trace)
+            self._token = _open.set((*self._outer, (self.span_id, ids)))
         except Exception as error:
             _tell_once(f"span {self.name!r}", error)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
-            self._end(kind, error)
+            if self._token is not None:
+                _open.reset(self._token)
+            end, status = self._start + time.perf_counter() - self._started, "ok"
+            attrs = _plain(self.attrs) if self.attrs else {}
+            if error is not None:
+                attrs["error"], status = _plain(f"{kind.__name__}: {error}"), "error"
+            for target in self._targets:
+                for own in _traces_of(target):
+                    if (record := self._record_in(own)) is not None:
+                        record["end"], record["status"], record["attrs"] = end, status, attrs
         except Exception as own_error:
             _tell_once(f"the end of span {self.name!r}", own_error)
 
@@ -123,21 +146,6 @@ class trace_span:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self.__exit__(kind, error, trace)
-
-    def _begin(self, target: Any) -> None:
-        if target is None:
-            self._targets[0] = target = _bound.get()
-        self.span_id, self._started, self._start = unique_hex(16), time.perf_counter(), time.time()
-        self._outer = _open.get()
-        self._put_into = {}
-        traces = _traces_of(target)
-        for trace in traces:
-            # Several samples that were made of one may share its trace.
-            if id(trace) not in self._put_into:
-                self._put(trace)
-        of_any = isinstance(target, list | tuple) and not target
-        ids = None if of_any else frozenset([trace["trace_id"] for trace in traces])
-        self._token = _open.set((*self._outer, (self.span_id, ids)))
 
     def _put(self, trace: dict[str, Any]) -> None:
         """Add a record of the span to `trace`."""
@@ -148,24 +156,13 @@ class trace_span:
 
     def _record_in(self, trace: dict[str, Any]) -> dict[str, Any] | None:
         """The span's record in `trace`, which may be a copy of a trace that has the span, since functions may return copies."""
-        if id(trace) in self._put_into:
-            return self._put_into[id(trace)][1]
+        put = self._put_into.get(id(trace))
+        if put is not None:
+            return put[1]
         for record in trace["events"]:
             if record.get("span_id") == self.span_id:
                 return record
         return None
-
-    def _end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
-        if self._token is not None:
-            _open.reset(self._token)
-        end = self._start + time.perf_counter() - self._started
-        attrs = _plain(self.attrs) if self.attrs else {}
-        if error is not None:
-            attrs["error"] = _plain(f"{kind.__name__}: {error}")
-        for target in self._targets:
-            for trace in _traces_of(target):
-                if (record := self._record_in(trace)) is not None:
-                    record["end"], record["status"], record["attrs"] = end, "ok" if error is None else "error", attrs
 
 
 def trace_event(target: Any, name: str, attrs: dict[str, Any] | None = None) -> None:
@@ -307,9 +304,10 @@ def trace_engine_answer(span: trace_span, answer: dict[str, Any]) -> None:
     with _harmless("an engine's answer"):
         meta_info = answer.get("meta_info") or {}
         span.attrs |= build_sglang_meta_trace_attrs(meta_info)
-        parts = {name: value for name, value in meta_info.items() if name.startswith((_PREFILL, _DECODE, _TRANSFER))}
-        if not parts:
+        # Most engines do all of it, and their answers have many names: one look for all of these.
+        if _OF_TWO_ENGINES not in " ".join(meta_info):
             return
+        parts = {name: value for name, value in meta_info.items() if name.startswith((_PREFILL, _DECODE, _TRANSFER))}
         parts = {name: value for name, value in parts.items() if isinstance(value, int | float)}
         lengths = {
             prefix: sum(value for name, value in parts.items() if name.startswith(prefix) and name.endswith(_DURATION))
@@ -379,6 +377,8 @@ def _identity(record: dict[str, Any]) -> tuple[Any, ...]:
 
 def _plain(value: Any) -> Any:
     """`value` in plain types, which every dump can hold."""
+    if type(value) in _NUMBERS or (type(value) is str and len(value) <= _LONGEST_TEXT):
+        return value
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bool | int | float | type(None)):

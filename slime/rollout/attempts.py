@@ -38,21 +38,32 @@ def new_attempt(entry: Any) -> Any:
     if not isinstance(entry, Sample):
         return [new_attempt(inner) for inner in entry]
     attempt = own_copy(entry)
+    values = attempt.__dict__
     for name in (PROMPT_BESIDE, SAMPLED_UNDER):
-        attempt.__dict__.pop(name, None)
+        values.pop(name, None)
     attempt.session_id = attempt.session_id or unique_hex()
     return attempt
 
 
 def own_copy(sample: Sample) -> Sample:
-    """A copy with dicts, lists and sets of its own, also within those; other objects, which may be the user's, are shared."""
-    copied = object.__new__(type(sample))
-    copied.__dict__ = _own_values(sample.__dict__)
+    """A copy with dicts, lists and sets of its own, also within those; other objects, which may be the user's, are shared.
+
+    So are the events of its trace, but not their list.
+    """
+    copied, values = object.__new__(type(sample)), sample.__dict__
+    trace = values.get("trace")
+    if type(trace) is dict and type(trace.get("events")) is list:
+        copied.__dict__ = _own_values({**values, "trace": None})
+        copied.__dict__["trace"] = {**trace, "events": trace["events"].copy()}
+    else:
+        copied.__dict__ = _own_values(values)
     return copied
 
 
 # The types of most fields' values.
 _WITHOUT_CONTAINERS = frozenset({str, int, float, bool, type(None), np.ndarray, Sample.Status})
+# They hold numbers alone.
+_COUNTERS = frozenset({SpecInfo, PrefixCacheInfo})
 
 
 def _own_values(values: dict[Any, Any]) -> dict[Any, Any]:
@@ -60,11 +71,16 @@ def _own_values(values: dict[Any, Any]) -> dict[Any, Any]:
     for name, value in values.items():
         # The usual types are handled here, without a call, which would take longer than the copy itself.
         kind = type(value)
+        if kind in _WITHOUT_CONTAINERS:
+            continue
         if kind is list and not value:
             own[name] = []
         elif kind is dict:
             own[name] = _own_values(value) if value else {}
-        elif kind not in _WITHOUT_CONTAINERS:
+        elif kind in _COUNTERS:
+            own[name] = counters = object.__new__(kind)
+            counters.__dict__.update(value.__dict__)
+        else:
             own[name] = _own_containers(value)
     return own
 
@@ -80,10 +96,6 @@ def _own_containers(value: Any) -> Any:
         return value.copy() if flat else [_own_containers(entry) for entry in value]
     if type(value) is dict:
         return _own_values(value)
-    if type(value) in (SpecInfo, PrefixCacheInfo):
-        counters = object.__new__(type(value))
-        counters.__dict__.update(value.__dict__)
-        return counters
     if not isinstance(value, dict | list | set | SpecInfo | PrefixCacheInfo):
         return value
     copied = copy.copy(value)

@@ -125,6 +125,9 @@ def leaves(entry: Any) -> list[Sample]:
     """The samples of a group, of an entry or of one sample, in order and without nesting."""
     if not isinstance(entry, list | tuple):
         return [entry]
+    if set(map(type, entry)) == {Sample}:
+        # As most groups are.
+        return list(entry)
     found = []
     for inner in entry:
         if isinstance(inner, list | tuple):

@@ -107,8 +107,11 @@ def check_kept_sets(args: Any, sample: Sample) -> None:
 
 def check_token_ids(state: GenerateState, sample: Sample) -> None:
     """Raise UserError, naming sample, id and vocabulary size, when an id lies outside the vocabulary."""
-    tokens = token_array(sample, "tokens")
-    outside = (tokens < 0) | (tokens >= state.vocab_size)
+    tokens, size = token_array(sample, "tokens"), state.vocab_size
+    # Of whole numbers at one look: those below zero are large ones without their sign.
+    if tokens.dtype == np.int64 and np.maximum.reduce(tokens.view(np.uint64), initial=0) < size:
+        return
+    outside = (tokens < 0) | (tokens >= size)
     if not outside.any():
         return
     position = int(np.argmax(outside))
@@ -337,7 +340,12 @@ def router_urls(args: Any) -> dict[str, str]:
     first = (args.sglang_router_ip, args.sglang_router_port)
     if first not in [tuple(address) for address in routers.values()]:
         routers = {"default": first, **routers}
-    return {name: f"http://{host_for_url(ip)}:{port}" for name, (ip, port) in routers.items()}
+    return {name: _base_url(*address) for name, address in routers.items()}
+
+
+@functools.lru_cache(maxsize=256)
+def _base_url(ip: str, port: int) -> str:
+    return f"http://{host_for_url(ip)}:{port}"
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
@@ -345,6 +353,9 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
 
     The first router answers to `default` as well.
     """
+    routers = getattr(args, "sglang_model_routers", {})
+    if model_name in routers:
+        return _base_url(*routers[model_name]) + endpoint
     urls = router_urls(args)
     if model_name in urls:
         return urls[model_name] + endpoint

@@ -42,7 +42,7 @@ class failing_alone:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, UserError | HttpError) and self._args.use_fault_tolerance:
+        if error is not None and isinstance(error, UserError | HttpError) and self._args.use_fault_tolerance:
             raise SampleFailed(str(error), retryable=not isinstance(error, HttpError)) from error
 
 

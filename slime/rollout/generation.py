@@ -290,9 +290,9 @@ async def _grade_or_fail(args: Any, entry: Sample | list[Any], evaluation: bool)
 
 def is_aborted(entry: Any) -> bool:
     """Whether any leaf was interrupted, or never started."""
-    if isinstance(entry, list | tuple):
-        return any(map(is_aborted, entry))
-    return entry.status in (Status.ABORTED, Status.PENDING)
+    if isinstance(entry, Sample):
+        return entry.status in (Status.ABORTED, Status.PENDING)
+    return any(map(is_aborted, entry))
 
 
 async def generate_and_rm_group(

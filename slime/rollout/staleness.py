@@ -34,10 +34,10 @@ def is_too_old(args: Any, entry: Any, trained_as: int | None) -> bool:
 
     A version that this run has not pushed yet belongs to another run. It says nothing about age here, and counts as too old.
     """
-    oldest = oldest_version(entry)
-    if args.max_weight_staleness is None or trained_as is None or oldest is None:
+    if args.max_weight_staleness is None or trained_as is None:
         return False
-    return not trained_as - args.max_weight_staleness <= oldest <= trained_as
+    oldest = oldest_version(entry)
+    return oldest is not None and not trained_as - args.max_weight_staleness <= oldest <= trained_as
 
 
 def hold_to_bound(args: Any, samples: Sequence[Sample], trained_as: int | None) -> dict[str, float]:

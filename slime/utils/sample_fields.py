@@ -100,7 +100,7 @@ def first_not_finite(values: Any) -> int | None:
     """Position of the first of `values` that is no finite number (NaN, infinite, None); None where all are."""
     numbers = values if isinstance(values, np.ndarray) and values.dtype.kind == "f" else np.asarray(values, np.float64)
     finite = np.isfinite(numbers)
-    return None if finite.all() else int(finite.argmin())
+    return None if np.logical_and.reduce(finite, axis=None) else int(finite.argmin())
 
 
 def token_array(sample: Sample, name: str) -> np.ndarray | None:
@@ -124,18 +124,19 @@ def join(sample: Sample, name: str, present: Any, added: Any) -> np.ndarray:
         array = _require_array(sample, name, added)
         own = array.flags.writeable or not array.flags.owndata
         return read_only(array.copy()) if own else array
-    both = np.concatenate([_require_array(sample, name, values) for values in (present, added)])
+    both = np.concatenate([_require_array(sample, name, present), _require_array(sample, name, added)])
     return _require_array(sample, name, read_only(both))
 
 
 def hold_arrays(sample: Sample) -> None:
     """Let the sample hold arrays in place of lists, where these are flat and have only numbers."""
+    values = sample.__dict__
     for name in TOKEN_FIELDS:
-        value = sample.__dict__.get(name)
+        value = values.get(name)
         if isinstance(value, list) and value:
             array = _exact_array(name, value)
             if array is not None:
-                sample.__dict__[name] = array
+                values[name] = array
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
@@ -150,7 +151,7 @@ def exactly_as(array: np.ndarray, dtype: np.dtype | type) -> np.ndarray | None:
         return array
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype(dtype)
-    same = (cast == array).all() or np.array_equal(cast, array, equal_nan=True)
+    same = np.logical_and.reduce(cast == array, axis=None) or np.array_equal(cast, array, equal_nan=True)
     return cast if same else None
 
 
@@ -177,7 +178,7 @@ def _exact_array(name: str, values: Any) -> np.ndarray | None:
 
 
 _KEPT_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
-_STATUS_OF_FINISH_REASON = {"length": "truncated", "abort": "aborted", "stop": "completed"}
+_STATUS_OF_FINISH_REASON = {"length": "TRUNCATED", "abort": "ABORTED", "stop": "COMPLETED"}
 
 # Our counter → names that engines use for it.
 _SPECULATIVE_KEYS = {
@@ -261,9 +262,9 @@ def routed_experts(sample: Sample, meta_info: dict[str, Any], count: int, args: 
     Raises:
         ValueError: the answer does not have one row per remaining position, or the sample has too few before it.
     """
-    flat = decode_int32_meta_array(meta_info, "routed_experts")
-    if flat is None:
+    if meta_info.get("routed_experts") is None:
         return None
+    flat = decode_int32_meta_array(meta_info, "routed_experts")
     where = f"sample {sample.index}: routed_experts"
     if args is None:
         raise ValueError(f"{where}: their shape is that of the model; give `args`")
@@ -302,7 +303,7 @@ def apply_terminal_info(sample: Sample, meta_info: dict[str, Any], args: Any) ->
     finish_reason = meta_info["finish_reason"]
     kind = finish_reason.get("type") if isinstance(finish_reason, dict) else finish_reason
     if kind in _STATUS_OF_FINISH_REASON:
-        sample.status = type(sample).Status(_STATUS_OF_FINISH_REASON[kind])
+        sample.status = getattr(type(sample).Status, _STATUS_OF_FINISH_REASON[kind])
 
 
 def _add_weight_version(sample: Sample, meta_info: dict[str, Any]) -> None:

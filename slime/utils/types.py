@@ -29,9 +29,9 @@ from slime.utils.sample_fields import TOKEN_FIELDS, TokenField, first_not_finite
 RolloutBatch = dict[str, Any]
 
 # Fields that follow the response → how many more entries they have than it has tokens.
-_ENTRIES_BESIDE_RESPONSE = {
-    "loss_mask": 0, "rollout_log_probs": 0, "teacher_log_probs": 0, "rollout_top_p_token_offsets": 1,
-}  # fmt: skip
+_ENTRIES_BESIDE_RESPONSE = (
+    ("loss_mask", 0), ("rollout_log_probs", 0), ("teacher_log_probs", 0), ("rollout_top_p_token_offsets", 1),
+)  # fmt: skip
 # What generation writes into `metadata`; a retry must not see the values of the attempt before.
 _GENERATED_METADATA_KEYS = (
     "raw_reward", "round_number", "turn_start", "start_rollout_id", "fail_reason", "replies_with_images",
@@ -290,14 +290,13 @@ class Sample:
 
     def validate_lengths(self) -> None:
         """Raise ValueError, naming the field and both numbers, when the per-token fields do not fit together."""
-        values, total = self.__dict__, len(held(self, "tokens"))
-        if not 0 <= self.response_length <= total:
-            raise ValueError(f"sample {self.index}: response_length {self.response_length} does not fit {total} tokens")
-        for name, more in _ENTRIES_BESIDE_RESPONSE.items():
+        values, total, response = self.__dict__, len(held(self, "tokens")), self.response_length
+        if not 0 <= response <= total:
+            raise ValueError(f"sample {self.index}: response_length {response} does not fit {total} tokens")
+        for name, more in _ENTRIES_BESIDE_RESPONSE:
             value = values.get(name)
-            if value is not None and len(value) != self.response_length + more:
-                expected = self.response_length + more
-                raise ValueError(f"sample {self.index}: {name} has {len(value)} entries, expected {expected}")
+            if value is not None and len(value) != response + more:
+                raise ValueError(f"sample {self.index}: {name} has {len(value)} entries, expected {response + more}")
         experts = self.rollout_routed_experts
         if experts is not None and len(experts) > max(total - 1, 0):
             raise ValueError(
@@ -333,7 +332,12 @@ class Sample:
         count, as_array = len(tokens), isinstance(tokens, np.ndarray)
         if log_probs is None:
             log_probs = np.zeros(count, np.float32) if as_array else [0.0] * count
-        mask = np.full(count, int(trainable), np.int32) if as_array else [int(trainable)] * count
+        if as_array:
+            mask = np.empty(count, np.int32)
+            mask.fill(trainable)
+            read_only(mask)
+        else:
+            mask = [int(trainable)] * count
         added = {"tokens": tokens, "loss_mask": mask, "rollout_log_probs": log_probs}
         present = {"tokens": held(self, "tokens"), "loss_mask": [], "rollout_log_probs": []}
         if self.response_length == 0:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.observability.trace_utils import trace_event, trace_next_attempt
 from slime.rollout.attempts import (
     as_continuable_group,
     as_partial_group,
@@ -50,6 +51,20 @@ def test_a_copy_has_containers_of_its_own_wherever_they_are():
     copied.metadata["mixed"][1]["deep"].append(3)
     copied.metadata["plain"].append(3)
     assert sample.metadata == {"mixed": [1, {"deep": []}, 2], "plain": [1, 2]}
+
+
+def test_what_is_recorded_for_a_copy_is_not_recorded_for_the_sample():
+    sample = Sample(index=0)
+    trace_event(sample, "first")
+    copied = own_copy(sample)
+    trace_event(copied, "second")
+    trace_next_attempt(copied)
+    assert [event["name"] for event in copied.trace["events"]] == ["first", "second"]
+    assert [event["name"] for event in sample.trace["events"]] == ["first"] and sample.trace["attempt"] == 0
+    # An attribute of the user's of the same name is copied as any other.
+    sample.trace = {"own": []}
+    own_copy(sample).trace["own"].append(1)
+    assert sample.trace == {"own": []}
 
 
 def test_prompts_of_ids_without_text_survive():
