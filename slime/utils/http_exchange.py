@@ -1,8 +1,9 @@
-"""HTTP exchanges over the connections of an aiohttp session, for half of what its own requests cost.
+"""HTTP exchanges over the connections of an aiohttp session, for half of the processor's time that its own requests take.
 
-aiohttp connects, keeps connections, and parses answers. Left out are its objects for requests and responses: nearly all that
-they hold is the same for every request to a URL, and is made once here. What is more than an exchange over plain HTTP is left
-to the session: TLS, a password in the URL, other headers in the place of the session's, a redirect.
+aiohttp connects, keeps the connections, and parses the answers. Its objects for requests and responses are left out: nearly
+all of what they hold is the same for every request to a URL, and is made once here. What is more than an exchange over plain
+HTTP is left to the session: TLS, a password in the URL, headers that replace the session's own, and redirects. So is every
+request where aiohttp is of another version than the one whose inner names are used here.
 """
 
 import asyncio
@@ -15,13 +16,15 @@ from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 CONNECT_TIMEOUT_S = 30.0
-# URLs whose requests are made once, of one session.
+# `connector.connect`, `protocol.set_response_params` and `protocol.read` are as these versions have them.
+_KNOWN_VERSIONS = "3.14."
+# A session keeps what requests have in common for so many URLs.
 _MOST_TARGETS = 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
-# A longer body is not copied behind its head.
+# A body up to this length is sent in one piece with its head; a longer one is not copied.
 _JOINED_BYTES = 64 * 2**10
 _BREAKS_A_LINE = re.compile(r"[\r\n\0]")
-# Of a request, headers that say how the rest of it is to be read, or what to do with the connection.
+# Headers that say how the rest of a request is to be read, or what to do with the connection.
 _OF_THE_WAY = frozenset({"connection", "content-encoding", "content-length", "expect", "transfer-encoding", "upgrade"})
 
 
@@ -126,7 +129,8 @@ class Exchanges:
     def _target(self, method: str, url: str) -> _Target | None:
         """None: its requests are left to the session, which also tells what is wrong with a URL."""
         target = self._targets.get((method, url))
-        if target is None and url.startswith("http://") and "@" not in url:
+        is_known = aiohttp.__version__.startswith(_KNOWN_VERSIONS)
+        if target is None and is_known and url.startswith("http://") and "@" not in url:
             try:
                 target = _Target(self._session, method, url)
             except ValueError:

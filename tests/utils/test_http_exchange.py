@@ -70,6 +70,17 @@ def test_requests_follow_each_other_on_one_connection_with_all_that_a_session_se
     assert b"\r\nContent-Length: 0\r\n" in empty and empty.endswith(b"\r\n\r\n")
 
 
+def test_where_aiohttp_is_another_one_the_session_asks(monkeypatch):
+    async def main():
+        async with told(FINE, FINE) as (url, connections), new_session() as session:
+            ours, _ = await ask(Exchanges(session), url)
+            monkeypatch.setattr(aiohttp, "__version__", "3.15.0")
+            theirs, content = await ask(Exchanges(session), url)
+            return type(ours), type(theirs), content
+
+    assert run(main()) == (Response, aiohttp.ClientResponse, b"ok")
+
+
 @pytest.mark.parametrize(
     "answer",
     [
