@@ -153,6 +153,9 @@ def _pipeline_fields(args: Any) -> dict[str, Any]:
 
 
 def _initialization_fields(args: Any) -> dict[str, Any]:
+    if torch.get_default_device().type == "meta":
+        # There is no memory to draw into, and to go through the motions torch imports its compiler, which takes a second.
+        return {"perform_initialization": False}
     if args.perform_initialization:
         return {}
     # Where Megatron is told to draw nothing, it does not mark the parts of tensor-parallel ranks either, and gradient norms

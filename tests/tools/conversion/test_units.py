@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime.utils.errors import RunError, UserError
+from tests.support.models.tiny_model import write_tiny_model
 from tests.support.processes.waiting import wait_until
 from tests.support.tables.shell_arrays import ROOT
 from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
@@ -326,3 +327,21 @@ def test_a_conversion_to_hugging_face_waits_for_no_flags():
     command = [sys.executable, "-W", "ignore", "-c", program]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert run.stdout.split() == ["False"], run.stderr
+
+
+_DESCRIBED = """
+import sys
+from pathlib import Path
+from tools.conversion.torch_dist import describe_model, parse_model_flags
+parameters, _ = describe_model(parse_model_flags(Path(sys.argv[1]), []))
+print(len(parameters) > 9, "torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_is_described_without_the_compiler(tmp_path):
+    write_tiny_model(tmp_path / "model")
+    command = [sys.executable, "-W", "ignore", "-c", _DESCRIBED, str(tmp_path / "model")]
+    environment = {**os.environ, "SLIME_ACCELERATOR": "cpu"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.stdout.split() == ["True", "False"], run.stderr
