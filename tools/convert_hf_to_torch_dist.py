@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.utils.misc import no_garbage_collection
 from tools.command_line import require_checkpoint, run_tool
 from tools.conversion.units import start_server
 
@@ -50,7 +51,8 @@ def main(words: list[str] | None = None, *, source: str = "--hf-checkpoint", tar
     if rank:
         return
     start_server(args.max_workers, "tools.conversion.torch_dist")
-    from tools.conversion.torch_dist import convert_hf_to_torch_dist
+    with no_garbage_collection():
+        from tools.conversion.torch_dist import convert_hf_to_torch_dist
 
     convert_hf_to_torch_dist(
         args.source, args.target, flags, workers=args.max_workers, force=args.force, largest=args.chunk_size

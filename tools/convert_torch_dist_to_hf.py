@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.utils.errors import UserError
+from slime.utils.misc import no_garbage_collection
 from tools.command_line import require_checkpoint, require_directory, run_tool
 from tools.conversion.units import start_server
 
@@ -61,7 +62,8 @@ def convert(args: argparse.Namespace, workers: int) -> None:
     require_directory("--input-dir", args.input_dir)
     require_checkpoint("--origin-hf-dir", args.origin_hf_dir)
     start_server(workers, "tools.conversion.torch_dist")
-    from tools.conversion.torch_dist import convert_torch_dist_to_hf
+    with no_garbage_collection():
+        from tools.conversion.torch_dist import convert_torch_dist_to_hf
 
     convert_torch_dist_to_hf(
         args.input_dir,

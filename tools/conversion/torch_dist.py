@@ -29,6 +29,7 @@ from slime.models.tensor_layouts import TensorSizes
 from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_text_atomically
+from slime.utils.misc import no_garbage_collection
 from slime.weights.hf_reader import StoredTensor
 from slime.weights.hf_writer import Stacks, stacked, stacks_of
 from slime.weights.quantised_checkpoint import open_checkpoint
@@ -199,9 +200,11 @@ def convert_hf_to_torch_dist(
     Raises:
         UserError: tensors are missing or surplus, or the flags contradict the checkpoint.
     """
-    args = parse_model_flags(source, words)
-    family = _family(source, args.model_name)
-    parameters, objects = describe_model(args)
+    # Megatron is imported here.
+    with no_garbage_collection():
+        args = parse_model_flags(source, words)
+        family = _family(source, args.model_name)
+        parameters, objects = describe_model(args)
     kept = [parameter for parameter in parameters if not family.leaves_out(parameter.name)]
     missing, surplus = missing_and_surplus(source, kept, args.model_name)
     for what, names in (("lacks", missing), ("has, and the model of the flags has not,", surplus)):

@@ -241,7 +241,7 @@ def test_nothing_is_overwritten(source, tmp_path):
     assert not (target / "mine").exists() and (target / "all").exists()
 
 
-# Run elsewhere: what the tools are imported from is not where a new process looks.
+# Run elsewhere: what the tools are imported from is not where a new process looks, and `tools` may be another's there.
 _SERVED = """
 import multiprocessing, os, sys
 sys.path.insert(0, sys.argv[1])
@@ -251,15 +251,18 @@ start_server(2, "tools.conversion.hugging_face")
 assert dict(os.environ) == before
 with multiprocessing.get_context("forkserver").Pool(1) as pool:
     names = pool.apply(eval, ("list(__import__('sys').modules)",))
-print(*[name for name in ("torch", "tools.conversion.hugging_face") if name in names])
+    frozen = pool.apply(eval, ("__import__('gc').get_freeze_count()",))
+print(frozen > 10**5, *[name for name in ("torch", "tools.conversion.hugging_face") if name in names])
 """
 
 
 def test_workers_have_imported_what_they_run(tmp_path):
+    (tmp_path / "tools" / "conversion").mkdir(parents=True)
+    (tmp_path / "tools" / "conversion" / "hugging_face.py").write_text("raise ImportError")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", _SERVED, str(ROOT)]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["torch", "tools.conversion.hugging_face"], run.stderr
+    assert run.stdout.split() == ["True", "torch", "tools.conversion.hugging_face"], run.stderr
 
 
 def test_units_keep_the_order_and_the_bounds(monkeypatch):
