@@ -249,14 +249,9 @@ def start_server(workers: int, module: str) -> None:
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tools.conversion.worker_imports", module])
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    given = {
-        # It looks for modules where any new process does, and not where the user is first: `tools` there may be others.
-        "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1",
-        # Large pages save most of what new memory costs; torch asks at its first.
-        "THP_MEM_ALLOC_ENABLE": "1",
-        # What strips are computed in is kept for the next one, where the C library would give it back. It takes both or none.
-        "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    }  # fmt: skip
+    # It looks for modules where any new process does, and not where the user is first: `tools` there may be others. Large
+    # pages save most of what new memory costs; torch asks at its first.
+    given = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "THP_MEM_ALLOC_ENABLE": "1"}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
     try:
