@@ -21,6 +21,8 @@ _KNOWN_VERSIONS = "3.14."
 # A session keeps what requests have in common for so many URLs.
 _MOST_TARGETS = 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
+# Headers that only the origin may see which a request was meant for.
+_OF_ONE_ORIGIN = frozenset({"authorization", "cookie", "proxy-authorization"})
 # A body up to this length is sent in one piece with its head; a longer one is not copied.
 _JOINED_BYTES = 64 * 2**10
 _BREAKS_A_LINE = re.compile(r"[\r\n\0]")
@@ -123,8 +125,23 @@ class Exchanges:
         response = Response(target.url, connection, message.code, content)
         if message.code in _REDIRECTS and "Location" in message.headers:
             response.release()
-            return await self._session.request(method, url, data=data, headers=headers)
+            return await self._follow(message.headers["Location"], message.code, method, target.url, data, headers)
         return response
+
+    async def _follow(
+        self, location: str, code: int, method: str, url: URL, data: bytes | None, headers: dict[str, str]
+    ) -> aiohttp.ClientResponse:
+        """Have the session ask where an answer of `url` redirects to, as it would have: in most redirects a POST becomes a GET,
+        and keys do not go to another origin. Whatever redirects come then it follows by itself."""
+        try:
+            place = url.join(URL(location))
+        except ValueError as error:
+            raise aiohttp.InvalidUrlRedirectClientError(location, "no URL") from error
+        if code == 303 or (code in (301, 302) and method == "POST"):
+            method, data = "GET", None
+        if (place.scheme, place.host, place.port) != (url.scheme, url.host, url.port):
+            headers = {name: value for name, value in headers.items() if name.lower() not in _OF_ONE_ORIGIN}
+        return await self._session.request(method, place, data=data, headers=headers)
 
     def _target(self, method: str, url: str) -> _Target | None:
         """None: its requests are left to the session, which also tells what is wrong with a URL."""

@@ -157,7 +157,7 @@ def test_what_is_long_and_no_failure_is_parsed_where_it_is_asked_for():
         async with serving(handler) as url:
             for path, parse in (("/long", True), ("/long", False), ("/short", True), ("/bad", True)):
                 found[path, parse] = await actor.exchange("POST", url + path, b"{}", {}, parse)
-            await actor._session.close()
+            await actor._exchanges._session.close()
         return found
 
     found = asyncio.run(main())

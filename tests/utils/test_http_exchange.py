@@ -108,16 +108,27 @@ def test_a_long_body_arrives_whole():
     run(main())
 
 
-def test_a_redirect_is_followed_with_the_body():
+@pytest.mark.parametrize("kind", [web.HTTPMovedPermanently, web.HTTPSeeOther, web.HTTPPermanentRedirect])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_redirect_is_followed_as_a_session_follows_it(kind, elsewhere):
     async def main():
-        async def handler(request):
-            if request.path == "/old":
-                raise web.HTTPTemporaryRedirect("/new")
-            return web.Response(text=f"{request.path} {await request.text()} {request.headers['X-Request-Id']}")
+        asked, places = [], []
 
-        async with serving(handler) as url, new_session() as session:
-            response, content = await ask(Exchanges(session), f"{url}/old", headers={"X-Request-Id": "7"})
-            assert (response.status, content) == (200, b"/new {} 7")
+        async def handler(request):
+            asked.append(request.path)
+            if request.path == "/old":
+                raise kind(f"{places[0]}/new")
+            key = request.headers.get("Authorization")
+            return web.Response(text=f"{request.method} {await request.text()} {key} {request.headers['X-Request-Id']}")
+
+        async with serving(handler) as url, serving(handler) as other, new_session() as session:
+            places.append(other if elsewhere else "")
+            headers = {"X-Request-Id": "7", "Authorization": "Bearer key"}
+            _, ours = await ask(Exchanges(session), f"{url}/old", headers=headers)
+            async with session.post(f"{url}/old", data=b"{}", headers=headers) as response:
+                theirs = await response.read()
+        assert ours == theirs and ours.endswith(b" None 7" if elsewhere else b" Bearer key 7")
+        assert asked == ["/old", "/new"] * 2
 
     run(main())
 
