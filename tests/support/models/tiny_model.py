@@ -84,7 +84,6 @@ TINY_EXPERTS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0], "head_dim": 8,
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
-    "qwen3_vl_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }  # fmt: skip
 
 
@@ -94,10 +93,11 @@ def write_tiny_mixture(directory: Path, model_type: str, **options: Any):
 
 
 def write_stacked_mixture(directory: Path, **options: Any):
-    """`write_tiny_mixture` of a family whose published checkpoints have columns before rows in tensors of all experts."""
+    """`write_tiny_model` of a family whose published checkpoints have columns before rows in tensors of all experts."""
     from safetensors.torch import load_file, save_file
 
-    model = write_tiny_mixture(directory, **options)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    model = write_tiny_model(directory, **{**experts, **options})
     path = directory / "model.safetensors"
     stored = {name: tensor.mT.contiguous() if tensor.ndim == 3 else tensor for name, tensor in load_file(path).items()}
     save_file(stored, path, metadata={"format": "pt"})
