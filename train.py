@@ -24,14 +24,14 @@ with installed_packages():
 
 
 def train(args: argparse.Namespace, progress: RunProgress | None = None) -> None:
-    """The whole run. `progress` hears how far it comes, for whoever asks when it ends."""
+    """Do the whole run. `progress` is told how far it gets, so that its caller can see that after an error, too."""
     with started(args) as run:
         loop(args, run, progress or RunProgress())
 
 
 def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> None:
-    """`rollout_manager` makes the data, `actor` learns from it, `sync` hands the weights back."""
-    # It imports Ray, which takes longer than all that `--help` does.
+    """Repeat the step: `rollout_manager` makes the data, `actor` learns from it, `sync` hands the weights back."""
+    # Imported late, because it imports Ray, which takes longer than the whole of `--help`.
     from slime.ray.weight_sync import WeightSync
 
     rollout_manager, actor = run.rollout_manager, run.actor
@@ -50,10 +50,10 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
                 rollout = rollout_manager.generate(rollout_id).result()
                 report.add(rollout.logged)
                 if actor:
-                    # Where they are shared, engines sleep from here on until the push.
+                    # If devices are shared, engines sleep from here until the push.
                     devices.turn_to(Turn.TRAINING)
                     actor.train(rollout_id, rollout, report.add)
-                # The object store has room for one batch: the next one takes this one's place.
+                # The object store has room for one batch, so this one must go before the next comes.
                 del rollout
                 if actor:
                     saver.after(rollout_id)

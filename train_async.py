@@ -25,25 +25,25 @@ with installed_packages():
 
 
 def train(args: argparse.Namespace, progress: RunProgress | None = None) -> None:
-    """The whole run. `progress` hears how far it comes, for whoever asks when it ends."""
+    """Do the whole run. `progress` is told how far it gets, so that its caller can see that after an error, too."""
     with started(args) as run:
         loop(args, run, progress or RunProgress())
 
 
 def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> None:
-    """`rollout_manager` makes the data, `actor` learns from it, `sync` hands the weights back."""
-    # It imports Ray, which takes longer than all that `--help` does.
+    """Repeat the step: `rollout_manager` makes the data, `actor` learns from it, `sync` hands the weights back."""
+    # Imported late, because it imports Ray, which takes longer than the whole of `--help`.
     from slime.ray.weight_sync import WeightSync
 
     rollout_manager, actor = run.rollout_manager, run.actor
     report = StepReport(args, run, progress)
     saver = Saver(args, run, report)
-    # Both sides work at the same time, so neither ever sleeps: each has devices of its own.
+    # Both sides work at the same time on devices of their own, so neither ever sleeps.
     devices = SharedDevices(args, actor, rollout_manager)
     sync = WeightSync(args, actor, rollout_manager, devices) if args.has_trainer and args.has_engines else None
     if sync:
         sync.push()
-    # Evaluations run beside rollouts.
+    # The first rollouts start now, so that the evaluation below runs beside them.
     ahead = RolloutsAhead(args, run)
     ahead.start(run.start_rollout_id)
     if evaluates_before_training(args, run):
@@ -56,7 +56,7 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
                 report.add(rollout.logged)
                 if actor:
                     actor.train(rollout_id, rollout, report.add)
-                # The object store has room for those that wait, and no more.
+                # The object store has room only for the batches that wait, so this one must go.
                 del rollout
                 if actor:
                     saver.after(rollout_id)

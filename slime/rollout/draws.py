@@ -1,16 +1,17 @@
-"""What is drawn from a data source and what comes back to it, whoever asks it: our functions, or a user's.
+"""What is drawn from a data source and what goes back to it, whether by our functions or a user's; and its saved states.
 
-A source may hand out groups, or prompts of which `n_samples_per_prompt` numbered copies are made here.
+A source may hand out groups, or prompts, of which `n_samples_per_prompt` numbered copies are made here.
 
-The states of a source on their way to checkpoints and back. A checkpoint may be written when later prompts are drawn already,
-so the state is taken when a rollout that will be saved, and all before it, have their prompts, and kept until then. What those
-behind it have drawn by then, even if they are over already, is missing in it: `Draws` notes that, for no longer than there is
-such an earlier rollout, and a run that resumes draws it first. Which of its methods a source is asked by:
+A checkpoint may be written when later prompts were already drawn. So a source's state is taken as soon as the rollout that will
+be saved, and all before it, have their prompts, and is kept until the save. The state lacks the prompts that later rollouts
+have drawn by then, even if those are over already. `Draws` notes these prompts, for as long as an earlier rollout is under way
+or its state is still to be taken, and a run that resumes draws them first. A source's state goes by those of its methods that
+it has:
 
 * `state_dict()` and `save(rollout_id, state)`, as our own sources have them;
-* `state_dict()` and `load_state_dict(state)` alone: the state is written and read here, as `data_source_files` does;
-* `save(rollout_id)` and `load(rollout_id)` alone, or written anew in a class that inherits its `state_dict`: the state is the
-  one of the moment of saving.
+* `state_dict()` and `load_state_dict(state)` alone: the state is written and read here, by `data_source_files`;
+* `save(rollout_id)` and `load(rollout_id)` alone, or overridden in a class that inherits its `state_dict`: the state is that
+  of the moment of saving.
 """
 
 from __future__ import annotations
@@ -52,25 +53,28 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-# A source need not know of threads: where several rollouts are under way, it is called by one at a time.
+# A source need not be thread-safe: if several rollouts are under way, one at a time calls it.
 source_turn = threading.RLock()
 
-# Groups made of plain prompts are numbered rollout · this + position, so that numbers of a resumed run are new as well.
+# Groups made of plain prompts get the number rollout · this + position, so that a resumed run gives new numbers, too.
 _NUMBERS_PER_ROLLOUT = 2**20
 
-# The rollout that draws here, and where that is noted. Goes along with tasks and threads as the call does.
+# (the `Draws` that note it, the rollout that draws here). Tasks and threads inherit it as they do the call.
 _drawing: contextvars.ContextVar[tuple[Draws, int] | None] = contextvars.ContextVar("drawing", default=None)
-# Stands for the rollouts that will take what is drawn ahead of them: behind every one.
+# Stands for the unknown rollouts that will take what is drawn ahead; it is later than every rollout.
 _AHEAD = sys.maxsize
-# What the groups that go back here were when they were drawn, where that is known.
+# The groups that go back here, as they were drawn, if that is known.
 _origins: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("origins", default=None)
 
 
 @dataclass(eq=False)
 class _Drawn:
-    """A group, or a prompt: as whoever drew it has it, and as it was then, in plain values.
+    """A group or a prompt that was drawn.
 
-    `finished` gives what was made of it, while nobody has taken that.
+    Attributes:
+        held: the object that the caller has.
+        plain: the same as it was when it was drawn, in plain values.
+        finished: gives the group that was made of it, as long as no rollout has taken that.
     """
 
     held: Any
@@ -78,25 +82,25 @@ class _Drawn:
     finished: Callable[[], list[Any]] | None = None
 
     def as_of_now(self) -> dict[str, Any]:
-        """What a state has of it, in plain values."""
+        """What a saved state holds of it, in plain values."""
         return self.plain if self.finished is None else _as_plain(self.finished())
 
 
 class Draws:
-    """What rollouts have of `source` that a state lacks which is yet to be taken.
+    """The groups and prompts that rollouts have drawn from `source`, and that states which are still to be taken will lack.
 
     Args:
         saves: whether states are taken at all.
 
     Attributes:
-        awaited: rollouts after which a state is yet to be taken.
-        again: what the source gave to rollouts of an earlier run; it is drawn before what the source has.
+        awaited: rollouts after which a state is still to be taken.
+        again: entries that the source gave to rollouts of an earlier run; they are drawn before those of the source.
     """
 
     def __init__(self, source: Any, saves: bool) -> None:
         self.awaited: set[int] = set()
         self.again: list[Any] = []
-        # Held for moments, never while a source works: it may wait for threads that ask it themselves.
+        # It is held for moments, and never while a source works, which may wait for threads that call the source themselves.
         self.lock = threading.RLock()
         self._source, self._saves = source, saves
         self._observing = False
@@ -104,14 +108,15 @@ class Draws:
         self._begun: set[int] = set()
         self._under_way: set[int] = set()
         self._noted: dict[int, list[_Drawn]] = {}
-        # By rollout: the position behind those whose numbers groups of an earlier run have, and behind those given so far.
+        # By rollout: the first position that groups of an earlier run do not have, and the first that is free now.
         self._first_positions: dict[int, int] = {}
         self._positions: dict[int, int] = {}
 
     def _observe(self) -> None:
-        """See what `get_samples` and `add_samples` of the source give and take from now on: its class becomes one that tells.
+        """Observe from now on what `get_samples` and `add_samples` of the source give and take, by changing its class.
 
-        Only where something is to be noted, or drawn again: the source of a loop with one rollout at a time stays as it is.
+        It is called only if something is to be noted or drawn again, so the source of a loop with one rollout at a time keeps
+        its class.
         """
         if self._observing:
             return
@@ -138,33 +143,33 @@ class Draws:
         telling.__reduce_ex__ = _reducing_as(own, telling)
 
     def resume_after(self, rollout_id: int, ahead: DrawnAhead) -> None:
-        """The next rollout is the one behind `rollout_id`; what `behind` gave is drawn first."""
+        """Start after `rollout_id`, and first draw again the entries that `behind` gave."""
         self._begun.add(rollout_id)
         if ahead.entries:
             self._observe()
         entries = ahead.entries
         self.again = [groups_from_plain(one["samples"]) if "samples" in one else one["prompt"] for one in entries]
-        # Those that went back to the source are not among the entries, and have their numbers still.
+        # Groups that went back to the source are not among the entries, but still have their numbers.
         self._first_positions = dict(ahead.positions)
         numbers = (leaf.group_index for leaf in leaves(self.again) if isinstance(leaf, Sample))
         for number in (number for number in numbers if number is not None):
-            of_rollout, position = divmod(number, _NUMBERS_PER_ROLLOUT)
-            self._first_positions[of_rollout] = max(self._first_positions.get(of_rollout, 0), position + 1)
+            owner, position = divmod(number, _NUMBERS_PER_ROLLOUT)
+            self._first_positions[owner] = max(self._first_positions.get(owner, 0), position + 1)
         self._positions = dict(self._first_positions)
 
     def first_number(self, rollout_id: int) -> int:
-        """The number of the first group that is made of a plain prompt for `rollout_id`: behind those of an earlier run."""
+        """The number of the first group made of a plain prompt for `rollout_id`; it follows those of an earlier run."""
         return rollout_id * _NUMBERS_PER_ROLLOUT + self._first_positions.get(rollout_id, 0)
 
     def numbered(self, rollout_id: int, last: int) -> None:
-        """`last` is the highest number so far of a group that was made for `rollout_id`."""
+        """Note that `last` is the highest number so far of a group made for `rollout_id`."""
         with self.lock:
             position = last + 1 - rollout_id * _NUMBERS_PER_ROLLOUT
             self._positions[rollout_id] = max(self._positions.get(rollout_id, 0), position)
 
     @contextlib.contextmanager
     def of_rollout(self, rollout_id: int) -> Iterator[None]:
-        """What is drawn in the block is drawn for `rollout_id`."""
+        """Whatever is drawn in the block is drawn for `rollout_id`."""
         with self.lock:
             self._begun.add(rollout_id)
             self._under_way.add(rollout_id)
@@ -181,7 +186,7 @@ class Draws:
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
-        """What is drawn in the block is for rollouts that take it later; it is in every state until `taken`."""
+        """Whatever is drawn in the block is for rollouts that take it later; every state has it until `taken`."""
         with self.lock:
             if self._saves:
                 self._observe()
@@ -192,14 +197,14 @@ class Draws:
             _drawing.reset(token)
 
     def finished(self, group: list[Any], give: Callable[[], list[Any]]) -> None:
-        """Of `group`, drawn ahead, `give()` was made, which states have in its place."""
+        """Note that `group`, which was drawn ahead, became `give()`; states hold that in its place."""
         with self.lock:
             for drawn in self._noted.get(_AHEAD, []):
                 if drawn.held is group:
                     drawn.finished = give
 
     def taken(self, groups: list[list[Any]], rollout_id: int | None) -> None:
-        """What was made of `groups`, drawn ahead, belongs to `rollout_id` now, as it is now; None: it is dropped."""
+        """Note that the results of `groups`, which were drawn ahead, now belong to `rollout_id`; None: they are dropped."""
         ids = {id(group) for group in groups}
         with self.lock:
             noted = self._noted.get(_AHEAD, [])
@@ -212,12 +217,12 @@ class Draws:
                 drawn.plain, drawn.finished = drawn.as_of_now(), None
 
     def is_complete(self, rollout_id: int) -> bool:
-        """Whether no rollout before `rollout_id` is under way, which might draw more, or give back."""
+        """Whether no rollout before `rollout_id` is under way; such a one might draw more, or give back."""
         return all(other >= rollout_id for other in self._under_way)
 
     def behind(self, rollout_id: int, group_size: int) -> DrawnAhead:
-        """What rollouts behind `rollout_id` have, in their order, and then what is still to be drawn again."""
-        # Groups that are made ahead change hands meanwhile, in the thread of their worker.
+        """What rollouts after `rollout_id` have drawn, in their order, and then what is still to be drawn again."""
+        # Locked, because the worker's thread may hand groups that were made ahead to a rollout meanwhile.
         with self.lock:
             later = [
                 drawn.as_of_now()
@@ -229,14 +234,14 @@ class Draws:
             return DrawnAhead(later + [_as_plain(entry) for entry in self.again], positions, group_size)
 
     def release(self) -> None:
-        """Forget what no state needs that is yet to be taken."""
+        """Forget what no state that is still to be taken needs."""
         with self.lock:
             self._noted = {number: noted for number, noted in self._noted.items() if self._is_needed(number)}
             oldest = min(self.awaited | self._under_way, default=0)
             self._positions = {number: position for number, position in self._positions.items() if number > oldest}
 
     def hold(self, rollout_id: int, entry: Any, group: list[Any]) -> None:
-        """`rollout_id` has made `group` of `entry`, which it has drawn."""
+        """Note that `rollout_id` has made `group` of `entry`, which it had drawn."""
         with self.lock:
             for drawn in self._noted.get(rollout_id, []):
                 if drawn.held is entry:
@@ -248,11 +253,11 @@ class Draws:
             return self._saves
         if any(other < rollout_id for other in self._under_way | self.awaited):
             return True
-        # The one before may be about to begin, in another thread.
+        # The rollout before it may be about to begin, in another thread.
         return rollout_id in self._under_way and rollout_id - 1 not in self._begun and len(self._begun) > 1
 
     def _drawn_from(self, get_samples: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """What was drawn by an earlier run, and as much of the source as is missing then."""
+        """Entries that an earlier run had drawn, and as many of the source as are missing then."""
         if self.again:
             call = inspect.signature(get_samples).bind(*args, **keywords)
             size = next(iter(call.arguments))
@@ -268,7 +273,11 @@ class Draws:
         return entries
 
     def _taken_by(self, add_samples: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """A copy that shares no sample with what was drawn counts as another group: better drawn twice than never."""
+        """Call `add_samples`, and forget the groups that went back.
+
+        A copy that shares no sample with what was drawn counts as another group, since it is better to draw a group twice than
+        never.
+        """
         result = add_samples(*args, **keywords)
         back = {id(sample) for sample in leaves(_origins.get() or [*args, *keywords.values()])}
         with self.lock:
@@ -290,18 +299,18 @@ class Draws:
 
 
 def current_draws() -> Draws | None:
-    """Where it is noted what is drawn for the rollout that this code works for; None outside of rollouts."""
+    """The `Draws` of the rollout that this code works for; None outside of rollouts."""
     drawing = _drawing.get()
     return None if drawing is None else drawing[0]
 
 
 def drawing_ahead(draws: Draws | None) -> contextlib.AbstractContextManager[None]:
-    """`draws.ahead()`; nothing where nothing is noted."""
+    """`draws.ahead()`; a block without effect if there are no `draws`."""
     return contextlib.nullcontext() if draws is None else draws.ahead()
 
 
 def _telling(cls: type, name: str, told: Callable[..., Any]) -> Callable[..., Any]:
-    """The method `name` of `cls` that has `told` call the inherited one."""
+    """A method `name` for `cls` that passes the inherited method to `told`, which calls it."""
 
     @functools.wraps(getattr(cls, name))
     def method(source: Any, *args: Any, **keywords: Any) -> Any:
@@ -311,14 +320,14 @@ def _telling(cls: type, name: str, told: Callable[..., Any]) -> Callable[..., An
 
 
 def _reducing_as(own: type, telling: type) -> Callable[..., Any]:
-    """`__reduce_ex__` of a class that nobody can import, as that of the class which it stands for."""
+    """A `__reduce_ex__` with which objects of `telling`, a class that cannot be imported, are pickled as objects of `own`."""
 
     def reduced(source: Any, protocol: Any) -> Any:
         how = super(telling, source).__reduce_ex__(protocol)
         if isinstance(how, str):
             return how
         make, arguments, *rest = how
-        # Pickling wants the object's own class where it knows the function that makes it.
+        # For functions that it knows, pickle demands the object's own class as argument; for `_made` it does not.
         return (_made, (make, *(own if argument is telling else argument for argument in arguments)), *rest)
 
     return reduced
@@ -329,21 +338,22 @@ def _made(make: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _as_plain(entry: Any) -> dict[str, Any]:
-    """A group or a sample as `samples`, a text or a chat as `prompt`."""
+    """Plain values: a group or a sample under `samples`, a text or a chat under `prompt`."""
     if all(isinstance(leaf, Sample) for leaf in leaves(entry)):
         return {"samples": groups_to_plain(entry)}
     return {"prompt": copy.deepcopy(entry)}
 
 
 def draw_groups(args: Any, source: Any, num_samples: int, rollout_id: int, drawn: int = 0) -> list[list[Any]]:
-    """The next groups of `source`; what it gives as single prompts is copied `n_samples_per_prompt` times.
+    """The next groups of `source`; single prompts are copied `n_samples_per_prompt` times.
 
-    Attempts that an earlier start sampled under other flags are prompts again.
+    Attempts that an earlier start sampled under other flags become prompts again.
 
-    `drawn`: how many entries were drawn for this rollout before; numbers the groups that are made here.
+    Args:
+        drawn: how many entries were drawn for this rollout before; the numbers of groups that are made here follow from it.
 
     Raises:
-        UserError: the source raised, or returned something else than a list of groups or prompts.
+        UserError: the source raised, or did not return a list of groups or prompts.
     """
     with source_turn:
         with calling_source(args, source, "get_samples", f"rollout {rollout_id}"):
@@ -369,7 +379,7 @@ def draw_groups(args: Any, source: Any, num_samples: int, rollout_id: int, drawn
 
 
 async def wait_for_source(args: Any, call: asyncio.Future[Any], method: str) -> Any:
-    """The result of `call`, which asks `method` of the source. It goes on where this wait is cancelled, or has been too long.
+    """The result of `call`, which calls `method` of the source. It goes on if this wait is cancelled or takes too long.
 
     Raises:
         UserError: it did not return within `--http-request-timeout`.
@@ -389,7 +399,7 @@ def give_back(
 ) -> None:
     """Hand `groups` to the source's `add_samples`.
 
-    `origins`: what `draw_groups` gave in their place; None: themselves.
+    `origins`: the groups that `draw_groups` gave in their place; None: the same ones.
 
     Raises:
         UserError: the source raised, or has no such method.
@@ -432,10 +442,10 @@ def _as_group(args: Any, entry: Any, number: int) -> list[Any]:
 
 
 def _saves_more_than_state(source: Any) -> bool:
-    """Whether `save` or `load` of `source` are of a class that inherits `state_dict`, and so may save what that leaves out."""
+    """Whether `save` or `load` come from a subclass of the class with `state_dict`, and so may save more than that gives."""
 
     def place(*names: str) -> int:
-        """Of the first class that has one of the methods; behind all classes where they are found another way."""
+        """The position of the first class that has one of the methods; a very large number if they are found another way."""
         places = [i for i, cls in enumerate(type(source).__mro__) for name in names if name in vars(cls)]
         return min(places, default=sys.maxsize)
 
@@ -450,7 +460,7 @@ class DataSourceSnapshots:
     def __init__(self, args: Any, source: Any) -> None:
         self._args = args
         self._source = source
-        # Of a rollout: the state after it, and what rollouts behind it had drawn by then.
+        # By rollout: the state after it, and what later rollouts had drawn by then.
         self._kept: dict[int, tuple[Any, DrawnAhead]] = {}
         self._saves_given_state = has_method(source, "save") and "state" in inspect.signature(source.save).parameters
         has_state = has_method(source, "state_dict")
@@ -461,13 +471,13 @@ class DataSourceSnapshots:
 
     @contextlib.contextmanager
     def of_rollout(self, rollout_id: int) -> Iterator[None]:
-        """What is drawn from the source in the block is drawn for `rollout_id`."""
+        """Whatever is drawn from the source in the block is drawn for `rollout_id`."""
         with self._draws.of_rollout(rollout_id):
             yield
         self._take_states()
 
     def remember(self, rollout_id: int) -> None:
-        """Keep the state after `rollout_id`, which has its prompts and will be saved, as soon as those before it are over."""
+        """Keep the state after `rollout_id`, which has its prompts and will be saved, as soon as all before it are over."""
         with self._draws.lock:
             self._draws.awaited.add(rollout_id)
         self._take_states()
@@ -479,14 +489,14 @@ class DataSourceSnapshots:
             for rollout_id in sorted(filter(self._draws.is_complete, self._draws.awaited)):
                 with calling_source(self._args, self._source, "state_dict", f"rollout {rollout_id}"):
                     state = self._source.state_dict()
-                    # A user's source may hand out what it goes on changing.
+                    # A user's source may hand out objects that it changes later.
                     state = copy.deepcopy(state) if self._written_here else state
                 self._kept[rollout_id] = state, self._draws.behind(rollout_id, self._args.n_samples_per_prompt)
                 self._draws.awaited.remove(rollout_id)
             self._draws.release()
 
     def save(self, rollout_id: int) -> None:
-        """Write the state after `rollout_id` below `args.save`; of a source that cannot tell it, the present one.
+        """Write the state after `rollout_id` below `args.save`. A source that cannot tell its state saves the present one.
 
         Raises:
             RunError: no state was kept for this rollout.
@@ -515,7 +525,7 @@ class DataSourceSnapshots:
             with calling_source(self._args, self._source, "save", f"rollout {rollout_id}"):
                 self._source.save(rollout_id, state)
         write_drawn_ahead(directory, ahead)
-        # Saves come in order.
+        # Saves come in order, so earlier states are not needed any more.
         for old in [kept for kept in tuple(self._kept) if kept <= rollout_id]:
             del self._kept[old]
 
@@ -539,7 +549,8 @@ class DataSourceSnapshots:
         self._draws.resume_after(rollout_id, ahead)
 
     def _drawn_ahead(self, rollout_id: int, restored: bool) -> DrawnAhead:
-        """What is drawn again: nothing where the source was not `restored`, which gives it anyway, or never had it."""
+        """What is to be drawn again. If the source was not `restored` it is nothing: a fresh source gives the prompts anyway, or
+        does not have them."""
         ahead, fresh = read_drawn_ahead(state_directory(self._args.load, rollout_id)), self._args.fresh_data_state
         if ahead.entries and not restored:
             logger.warning(
@@ -563,7 +574,7 @@ class DataSourceSnapshots:
         return dataclasses.replace(ahead, entries=prompts)
 
     def _load_here(self, rollout_id: int) -> bool:
-        """False: there is no state, and the data start from zero."""
+        """Load the state that was written here. Returns False if there is none, and the data start from zero."""
         directory = find_state(self._args, rollout_id)
         if directory is None:
             return False
@@ -578,7 +589,7 @@ class DataSourceSnapshots:
         return True
 
     def _load_by_source(self, rollout_id: int) -> bool:
-        """False: the source has none, or said so; the data start from zero."""
+        """Have the source load its state. Returns False if it cannot, or said that it has none, and the data start from zero."""
         if not has_method(self._source, "load"):
             if self._args.fresh_data_state:
                 logger.warning("the data source cannot be restored: the data starts from zero")

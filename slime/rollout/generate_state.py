@@ -1,4 +1,4 @@
-"""What all calls of one process share: tokenizer, limits, slots, sampling parameters."""
+"""The state that all generation calls of one process share: tokenizer, limits, slots, sampling parameters."""
 
 import asyncio
 import contextlib
@@ -43,10 +43,10 @@ from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
-# Ids of so many prompts are kept, and of so many texts one job makes them ahead: who asks for others waits no longer.
+# How many prompts' ids are kept. One job tokenises few texts ahead, so that a caller who asks for another waits only for these.
 _PROMPTS_KEPT = 1024
 _TEXTS_PER_JOB = 16
-# Of Linux. Images that are text themselves are longer.
+# The limit of Linux; images that are given as text are longer than any path.
 _LONGEST_PATH = 4096
 
 
@@ -57,11 +57,11 @@ def _of_current_call(name: str) -> property:
 
 
 class GenerateState(metaclass=SingletonMeta):
-    """One per process; `GenerateState.clear_instances()` forgets it.
+    """The state, one per process; `GenerateState.clear_instances()` forgets it.
 
-    Nothing of a step is held here. For plug-ins, `rollout_id`, `remaining_batch_size`, `pendings` and `aborted` show those
-    of the call that the asking code works for (`GenerationCall`). Threads of a pool of one's own work for a call when they are
-    given its context: `pool.submit(contextvars.copy_context().run, function)`.
+    Nothing of a step is held here. For plug-ins, `rollout_id`, `remaining_batch_size`, `pendings` and `aborted` are those of
+    the call that the asking code works for (`GenerationCall`). A thread of a plug-in's own pool works for a call if it is given
+    its context: `pool.submit(contextvars.copy_context().run, function)`.
     """
 
     rollout_id = _of_current_call("rollout_id")
@@ -75,32 +75,32 @@ class GenerateState(metaclass=SingletonMeta):
         self.sampling_params = rollout_sampling_params(args)
         self._warned: set[str] = set()
         self._shown: dict[str, int] = {}
-        # One thread is enough, and its tokenizer is its own: fast tokenizers refuse to be used by two at once, and users
-        # have `tokenizer`.
+        # One thread is enough. It has a tokenizer of its own, because fast tokenizers refuse to be used by two threads at once,
+        # and users use `tokenizer`.
         self._encoding = threading.Lock()
         self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slime-tokenize")
-        # The siblings of a group share their prompt: render and tokenise it once.
+        # The siblings of a group share their prompt, which is rendered and tokenised once.
         self._encode_once = lru_cache(maxsize=_PROMPTS_KEPT)(self._encode_marshalled)
-        # For most siblings the ids are there, or under way: a way to the thread and back takes longer than to look.
+        # For most siblings the ids are there, or under way, and to look here is faster than to go through the thread.
         self._ids_of_text: dict[tuple[str, bool], np.ndarray] = {}
         self._text_in_encoder = lru_cache(maxsize=_PROMPTS_KEPT)(self._send_to_encoder)
-        # Pixels are large: a few prompts, whose siblings ask at the same time.
+        # Pixels are large, so only a few prompts are kept; siblings ask for theirs at the same time.
         self._encode_images_once = lru_cache(maxsize=16)(self._encode_marshalled_images)
         init_http_client(args)
 
     def reset(self) -> None:
-        """`GenerationCall.reset` of the call that is under way here."""
+        """Call `GenerationCall.reset` for the call that is under way here."""
         current_call().reset()
 
     def warn_once(self, message: str) -> None:
-        """Log a warning the first time this process has it."""
+        """Log a warning, once per process."""
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message)
 
     def shows_samples(self, source: str, rollout_id: int) -> bool:
-        """Whether samples of `source` (rollouts, or an evaluation set) are shown at this rollout: at the first one of the run,
-        and whenever `--log-samples-interval` rollouts have passed since."""
+        """Whether samples of `source` (rollouts, or an evaluation set) are shown at this rollout, which they are at the first
+        one of the run, and whenever `--log-samples-interval` rollouts have passed since."""
         interval, last = self.args.log_samples_interval, self._shown.get(source)
         due = interval > 0 and (last is None or rollout_id - last >= interval)
         if due:
@@ -109,19 +109,19 @@ class GenerateState(metaclass=SingletonMeta):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """For whoever wants to tokenise on the event loop, user functions for example."""
+        """The tokenizer for code that tokenises on the event loop, such as users' functions."""
         return self._load_tokenizer()
 
     @cached_property
     def processor(self) -> Any:
-        """That of a model with images, for user functions and data sets; None where no rows of the run have images, or the
-        checkpoint has none."""
+        """The processor of a model with images, for users' functions and data sets; None if no rows of the run have images, or
+        the checkpoint has no processor."""
         rows = [self.args, *self.args.eval_datasets]
         return self._load_processor() if any(one.multimodal_keys for one in rows) else None
 
     @cached_property
     def _encoder_processor(self) -> Any:
-        """The one that prompts with images are encoded with, by one thread at a time."""
+        """The processor that encodes prompts with images, used by one thread at a time."""
         processor = self._load_processor()
         if processor is None:
             raise UserError(no_processor(self.args.hf_checkpoint, ANY_KEYS))
@@ -132,7 +132,7 @@ class GenerateState(metaclass=SingletonMeta):
 
     @cached_property
     def encoder_tokenizer(self) -> Any:
-        """The one that prompts and texts are encoded with, by one thread at a time."""
+        """The tokenizer that encodes prompts and texts, used by one thread at a time."""
         return self._load_tokenizer()
 
     def _load_tokenizer(self) -> Any:
@@ -149,16 +149,16 @@ class GenerateState(metaclass=SingletonMeta):
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of token ids the engines know: rows of the embedding."""
+        """The number of token ids that engines know, which is that of the embedding's rows."""
         try:
             return int(self._hf_config["vocab_size"])
         except KeyError:
             raise UserError(f"--hf-checkpoint {self.args.hf_checkpoint}: config.json has no vocab_size") from None
 
     def context_length(self, args: Any) -> int | None:
-        """Tokens that prompt and response may have together: the smallest of our limit and the engines'; None = open.
+        """How many tokens prompt and response may have together: the smaller of our limit and the engines'; None: no limit.
 
-        Ours is `args.rollout_max_context_len`: evaluation passes arguments of its own (`evaluation_args`).
+        Ours is `args.rollout_max_context_len`. It is read from `args` because evaluation passes its own (`evaluation_args`).
         """
         engine_limit = args.sglang_context_length or self._hf_config.get("max_position_embeddings")
         return min(filter(None, (args.rollout_max_context_len, engine_limit)), default=None)
@@ -174,40 +174,40 @@ class GenerateState(metaclass=SingletonMeta):
         source = asyncio.get_running_loop(), text, rendered
         encoding = self._text_in_encoder(*source)
         if encoding.done() and encoding.exception() is not None:
-            # It failed for those who asked before: whoever asks again gets a new try.
+            # It failed for earlier callers; a new caller gets a new try.
             self._text_in_encoder.cache_clear()
             encoding = self._text_in_encoder(*source)
-        # It is its siblings' too: one that is cancelled leaves it alone.
+        # Siblings share the future, so the cancellation of one caller must not cancel it.
         return encoding.result() if encoding.done() else await asyncio.shield(encoding)
 
     def encode_ahead(self, entries: list[Any]) -> None:
-        """Have the ids of these prompts made in the thread for that, in their order, for whoever will ask for them."""
+        """Have the encoder's thread make the ids of these prompts, in their order, before they are asked for."""
         prompts = [entry for entry in entries if isinstance(entry, Sample) and not len(held(entry, "tokens"))]
         texts = [self._prompt_source(one)[:2] for one in prompts if type(one.prompt) is str and not images_of(one)]
         if texts:
             self._encoder.submit(self._encode_texts, texts[:_PROMPTS_KEPT])
 
     def prompt_ids(self, sample: Sample) -> list[int]:
-        """Token ids of the prompt. A chat template writes the special tokens itself, other text gets the tokenizer's.
+        """Token ids of the prompt. A chat template writes special tokens itself; other text gets those of the tokenizer.
 
-        An image is as many placeholder tokens as the model sees of it.
+        An image becomes as many placeholder tokens as the model sees of it.
         """
         return self._prompt_array(sample).tolist()
 
     async def encode_images(self, sample: Sample) -> "PromptWithImages | None":
-        """What a prompt with images becomes, off the event loop; siblings share it. None: it has none.
+        """The prompt with its images, encoded off the event loop and shared by siblings; None if there are no images.
 
-        So does a prompt whose response has replies with images; siblings share their parts.
+        A prompt whose response has replies with images is encoded with these; siblings share the parts.
 
         Raises:
-            UserError: the checkpoint has no processor, an image cannot be read, or a text and its images do not go together.
+            UserError: the checkpoint has no processor, an image cannot be read, or a text and its images do not fit together.
         """
         return await self.in_encoder(self._with_replies, sample) if sees_images(sample) else None
 
     async def encode_reply(self, text: str, images: list[str]) -> list[int]:
-        """Token ids of a reply with images that the chat template has rendered, off the event loop.
+        """Token ids, made off the event loop, of a reply with images that the chat template has rendered.
 
-        An image is as many placeholder tokens as the model sees of it. `images`: what they are read from.
+        An image becomes as many placeholder tokens as the model sees of it. `images`: the sources of the images.
 
         Raises:
             UserError: as `encode_images`.
@@ -215,7 +215,7 @@ class GenerateState(metaclass=SingletonMeta):
         return (await self.in_encoder(self._encoded, (text, True, None, {}), images)).token_ids.tolist()
 
     async def in_encoder(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `function`, which may encode, from the thread for that, which works for the call of here."""
+        """The result of `function`, which may encode and runs in the encoder's thread, for the call that is under way here."""
         work = partial(contextvars.copy_context().run, function, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
@@ -225,7 +225,7 @@ class GenerateState(metaclass=SingletonMeta):
             return self.encoder_tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _prompt_source(self, sample: Sample) -> tuple[Any, ...]:
-        """What the ids of the prompt follow from: (prompt, whether it is rendered, tools, template arguments)."""
+        """Everything on which the prompt's ids depend: (prompt, whether it is rendered, tools, template arguments)."""
         if isinstance(sample.prompt, str):
             rendered = getattr(sample, "prompt_is_rendered", self.args.apply_chat_template)
             return sample.prompt, bool(rendered), None, {}
@@ -245,27 +245,27 @@ class GenerateState(metaclass=SingletonMeta):
         with at_row(sample):
             if not _is_plain(source):
                 return self._encode(*source)
-            # In this version of the format equal values give equal bytes, from which they come back unchanged.
+            # In version 2 of the format equal values give equal bytes, and come back from them unchanged.
             return self._encode_once(marshal.dumps(source, 2))
 
     def _send_to_encoder(
         self, loop: asyncio.AbstractEventLoop, text: str, rendered: bool
     ) -> "asyncio.Future[np.ndarray]":
         encoding = loop.run_in_executor(self._encoder, self._encode_text, text, rendered)
-        # asyncio complains of a failure that nobody waited for.
+        # asyncio would complain of a failure that nobody waited for.
         encoding.add_done_callback(lambda done: done.cancelled() or done.exception())
         return encoding
 
     def _encode_texts(self, texts: list[tuple[str, bool]]) -> None:
         for source in texts[:_TEXTS_PER_JOB]:
-            # Whoever asks for it learns what is wrong with it.
+            # The error is raised again when the prompt is asked for.
             with contextlib.suppress(Exception):
                 self._encode_text(*source)
         if len(texts) > _TEXTS_PER_JOB:
             self._encoder.submit(self._encode_texts, texts[_TEXTS_PER_JOB:])
 
     def _encode_text(self, text: str, rendered: bool) -> np.ndarray:
-        """For the encoder's thread, which alone changes what is kept."""
+        """The ids of a text. Only the encoder's thread calls this, since nobody else may change `_ids_of_text`."""
         ids, known = self._encode_once(marshal.dumps((text, rendered, None, {}), 2)), self._ids_of_text
         known[text, rendered] = ids
         if len(known) > _PROMPTS_KEPT:
@@ -309,7 +309,7 @@ class GenerateState(metaclass=SingletonMeta):
     def _encoded(self, source: tuple[Any, ...], images: list[Any]) -> "PromptWithImages":
         if not _is_plain(source) or not _is_plain(images):
             return self._encode_with_images(source, images)
-        # A user's function may write a file anew.
+        # A user's function may overwrite a file, so the key has the time of its last change.
         written = [_last_change(image) for image in images]
         return self._encode_images_once(marshal.dumps((source, images, written), 2))
 
@@ -336,16 +336,16 @@ class GenerateState(metaclass=SingletonMeta):
 
 @dataclass(frozen=True, eq=False)
 class PromptWithImages:
-    """A prompt with images, as a model sees it and as engines are asked about it.
+    """A prompt with images, as a model sees it and as it is sent to engines.
 
     Attributes:
-        token_ids: int64, read-only, with as many placeholder tokens for an image as the model sees of it.
-        unexpanded_ids: the same with what the chat template wrote for an image, which engines expand themselves.
-        train_inputs: what the processor gave beside the ids: pixel values and their grids, tensors of torch. Those of replies
+        token_ids: int64, read-only; an image is as many placeholder tokens as the model sees of it.
+        unexpanded_ids: the same ids, except that an image is what the chat template wrote for it; engines expand that.
+        train_inputs: the processor's other results, tensors of torch such as pixel values and their grids. Those of replies
             follow those of the prompt.
-        image_data: data URIs of the images, those of replies behind those of the prompt.
-        replies: of its dialogue, those that have images: the place in the response, and the same of the reply.
-        placeholder: the id that the chat template has written for each image, where the processor tells it.
+        image_data: data URIs of the images, those of replies after those of the prompt.
+        replies: (position in the response, the reply encoded in the same way) of each reply of the dialogue that has images.
+        placeholder: the id that the chat template writes for each image, if the processor tells it.
     """
 
     token_ids: np.ndarray
@@ -356,16 +356,16 @@ class PromptWithImages:
     placeholder: int | None = None
 
     def followed_by(self, replies: Sequence[tuple[int, "PromptWithImages"]]) -> "PromptWithImages":
-        """The prompt with replies in its response.
+        """This prompt with `replies` in its response.
 
         Raises:
-            UserError: what the processor gave for one image cannot stand behind what it gave for another.
+            UserError: the processor's tensors for one image cannot be concatenated with those for another.
         """
         import torch
 
         joined, parts = {}, [self, *(reply for _, reply in replies)]
         for name in dict.fromkeys(name for part in parts for name in part.train_inputs):
-            # Kinds of tokens are told of a text, whose ids tell them too.
+            # Token types are left out, since the ids tell them, too.
             if name.endswith("token_type_ids"):
                 continue
             values = [part.train_inputs[name] for part in parts if name in part.train_inputs]
@@ -380,14 +380,14 @@ class PromptWithImages:
         return replace(self, train_inputs=joined, image_data=image_data, replies=replies)
 
     def request(self, sample: Sample) -> dict[str, Any]:
-        """The fields by which an engine is asked to go on behind `sample.tokens`.
+        """The fields of a request that continues `sample.tokens`.
 
         Raises:
-            SampleFailed: the model, or who replied, has written a placeholder, for which the engine would look for an image.
+            SampleFailed: the model or a reply has written a placeholder, for which the engine would look for an image.
         """
         tokens = token_array(sample, "tokens")
         prompt, response = np.split(tokens, [len(tokens) - sample.response_length])
-        # Other ids than ours are the user's, who knows how the engine reads them.
+        # Ids that differ from ours were set by the user, who knows how the engine reads them.
         are_ours = np.array_equal(prompt, self.token_ids)
         ids, written, done = [self.unexpanded_ids if are_ours else prompt], [], 0
         for at, reply in self.replies:
@@ -405,7 +405,7 @@ class PromptWithImages:
 
 
 def _last_change(image: Any) -> tuple[int, int] | None:
-    """When the file was written that an image is read from, and how large it is; None: it is in no file."""
+    """(time of the last change, size) of the file from which an image is read; None if it is not in a file."""
     if not isinstance(image, str) or len(image) > _LONGEST_PATH:
         return None
     try:
@@ -416,7 +416,7 @@ def _last_change(image: Any) -> tuple[int, int] | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `value` consists of what JSON has, and of nothing derived from that."""
+    """Whether `value` consists only of JSON's types and tuples, and of no subclasses of them."""
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
     if type(value) is dict:
@@ -445,5 +445,5 @@ def deterministic_inference(args: Any) -> bool:
 
 
 def samples_among_some(args: Any) -> bool:
-    """Whether training rollouts sample among some tokens of the vocabulary: the trainer's log-probs cover these alone."""
+    """Whether training rollouts sample among a part of the vocabulary only; the trainer's log-probs then cover that part."""
     return args.rollout_top_p != 1 or args.rollout_top_k != -1

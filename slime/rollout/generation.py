@@ -1,7 +1,9 @@
 """From a prompt to a scored sample, and the same for a group of siblings.
 
-Invariants: a request starts only inside the semaphore and never after the abort flag is set; rewards are computed
-outside the semaphore; tokens and log-probs are the engine's own and are never made again from text.
+Invariants:
+- A request starts only inside the semaphore, and never after the abort flag is set.
+- Rewards are computed outside the semaphore.
+- Tokens and log-probs are the engine's own; text is never tokenised again to get them.
 """
 
 import asyncio
@@ -49,12 +51,12 @@ Status = Sample.Status
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Continue `sample` by one request to the default model; a sample without tokens starts from its prompt.
 
-    Without any budget left the sample is TRUNCATED and no request is made.
+    If no token is left in its budget the sample becomes TRUNCATED and no request is made.
 
     Raises:
-        SampleFailed: the prompt does not fit the context length; or the sample was begun where kept sets were told and is
-            not now, or the other way round; or it has placeholders of images that it was not shown.
-        UserError: an id outside the vocabulary, or settings that no engine survives.
+        SampleFailed: the prompt does not fit the context length; or the sample was begun with kept sets and goes on without,
+            or the other way round; or it has placeholders of images that it was not shown.
+        UserError: an id is outside the vocabulary, or the settings are such that no engine survives them.
         HttpError: the engine refused the request, or did not answer.
     """
     payload = await _next_request(args, sample, sampling_params)
@@ -68,8 +70,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """As `generate`, token by token, for `--custom-generate-function-path`.
 
-    Where the connection to the engine breaks, the sample is ABORTED with what came before, as if the engine had been told to
-    abort it: with `--partial-rollout` it is gone on with, where `generate` asks for all of it once more.
+    If the connection to the engine breaks, the sample is ABORTED with the tokens that came before, as if the engine had been
+    told to abort it. With `--partial-rollout` it is continued from there, while `generate` would ask for all of it again.
     """
     payload = await _next_request(args, sample, sampling_params)
     if payload is None:
@@ -81,7 +83,7 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
 
 
 async def _next_request(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any] | None:
-    """What continues `sample`; None where nothing does, and its status says why."""
+    """The request that continues `sample`; None if it is not to be continued, which its status then explains."""
     state, call = GenerateState(args), current_call()
     images, begins = await state.encode_images(sample), not len(held(sample, "tokens"))
     if begins:
@@ -103,7 +105,7 @@ async def _next_request(args: Any, sample: Sample, sampling_params: dict[str, An
 
 
 def _compare_prompts(args: Any, sample: Sample, payload: dict[str, Any], answer: dict[str, Any]) -> None:
-    """Warn once where an engine made another number of tokens of a prompt with images than `sample` has before the answer."""
+    """Warn once if an engine made another number of tokens of a prompt with images than `sample` has before the answer."""
     if "image_data" not in payload:
         return
     seen, expected = answer["meta_info"].get("prompt_tokens"), len(held(sample, "tokens"))
@@ -115,9 +117,9 @@ def _compare_prompts(args: Any, sample: Sample, payload: dict[str, Any], answer:
 
 
 class _Stream:
-    """Appends to a sample what each answer of a stream has more than the last one."""
+    """Appends to a sample what each answer of a stream adds to the one before."""
 
-    # Of an answer's `meta_info`: one entry per token, all from the first one on.
+    # Entries of an answer's `meta_info` that hold one value per token, from the first token of the stream on.
     _PER_TOKEN = ("output_token_logprobs", "output_token_sampling_mask")
 
     def __init__(self, args: Any, sample: Sample, payload: dict[str, Any]) -> None:
@@ -137,22 +139,22 @@ class _Stream:
         self._tokens += len(meta_info.get("output_token_logprobs") or ())
         append_engine_output(self._args, self._sample, {"meta_info": meta_info})
         if self._tokens:
-            # All of it: of a text whose last character is not whole yet, an engine may take something back.
+            # The whole text is replaced: an engine may change the end of a text whose last character was not complete.
             self._sample.response = self._text_before + (output.get("text") or "")
 
     def close(self) -> None:
-        """The stream is over. Weight version and counters of an engine that did not finish are those that it told last."""
+        """End the stream. If the engine did not finish, the sample is aborted with the weight version and counters told last."""
         if self._unfinished is not None:
             told = {name: value for name, value in self._unfinished.items() if name not in self._PER_TOKEN}
             self._sample.append_response_tokens(self._args, meta_info={**told, "finish_reason": {"type": "abort"}})
 
 
 def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
-    """Add what the engine generated. An answer without token log-probs brings no new tokens, only its status.
+    """Add the tokens that the engine generated. An answer without token log-probs brings no new tokens, only its status.
 
     Raises:
-        SampleFailed: a log-prob is missing, NaN or infinite: the token cannot be trained.
-        UserError: the engine counts tokens and tells none.
+        SampleFailed: a log-prob is missing, NaN or infinite, so that the token cannot be trained.
+        UserError: the engine counts generated tokens and does not tell them.
     """
     meta_info = output["meta_info"]
     _require_log_probs(args, meta_info)
@@ -177,8 +179,8 @@ def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> N
 
 
 def _require_log_probs(args: Any, meta_info: dict[str, Any]) -> None:
-    """Raise UserError where an answer was not asked for log-probs by the time that it came to the engine. One that was aborted
-    while it waited may lack them."""
+    """Raise UserError if the request had lost its wish for log-probs by the time it reached the engine. Only an answer that was
+    aborted while it waited may lack them."""
     count, finish = meta_info.get("completion_tokens"), meta_info.get("finish_reason") or {}
     if not count or meta_info.get("output_token_logprobs") is not None or finish.get("type") == "abort":
         return
@@ -192,10 +194,11 @@ def _require_log_probs(args: Any, meta_info: dict[str, Any]) -> None:
 async def generate_and_rm(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Any]:
-    """An attempt on `sample`, which stays as it is, generated and graded; a list, from a custom function, is one execution.
+    """An attempt on `sample`, generated and graded; `sample` itself stays unchanged. A list, from a custom function, is one
+    execution.
 
-    A generation that fails is tried once more from the prompt, then the attempt is marked FAILED; of one whose reward fails
-    only the reward is asked for once more.
+    A generation that fails is tried once more from the prompt; if that fails too the attempt is marked FAILED. If only the
+    reward fails, only the reward is asked for once more.
     """
     attempt = new_attempt(sample)
     try:
@@ -213,7 +216,7 @@ async def generate_and_rm(
 
 
 def _failed(args: Any, origin: Sample, attempt: Sample, failure: SampleFailed) -> Sample:
-    """The attempt on `origin` as one that failed: one that nobody writes into any more."""
+    """The attempt on `origin`, marked as failed. If a function that was given up may still write into it, it is a new one."""
     kept = carry_trace(attempt, new_attempt(origin)) if failure.abandoned else attempt
     return mark_failed(args, kept, failure.reason)
 
@@ -258,7 +261,7 @@ async def _generate_entry(
 
 
 async def grade(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
-    """Set the reward of every leaf that has none. An execution with an aborted leaf is left ungraded."""
+    """Set the reward of every leaf that has none. An execution with an aborted leaf stays ungraded."""
     if is_aborted(entry):
         return
     if isinstance(entry, Sample):
@@ -276,7 +279,7 @@ async def grade(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
 
 
 async def _grade_or_fail(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
-    """`grade`, twice if need be; without a reward all leaves of `entry` are FAILED, with what was generated."""
+    """Call `grade`, twice if need be. If there is no reward all leaves of `entry` become FAILED, and keep their tokens."""
     for is_last in (False, True):
         try:
             with failing_alone(args):
@@ -298,11 +301,11 @@ def is_aborted(entry: Any) -> bool:
 async def generate_and_rm_group(
     args: Any, group: list[Any], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Any]:
-    """Generate and grade all entries of a group side by side; with `--group-rm` grading follows for all at once.
+    """Generate and grade all entries of a group side by side; with `--group-rm` all are graded at once afterwards.
 
-    Entries that failed before start from their prompts: a group comes from a step that was wound down, from an
-    interrupted evaluation, or from wherever a user's data source has it. With deterministic inference each has a seed, by its
-    place.
+    Entries that failed before start from their prompts. There may be such, because a group may come from a step that was wound
+    down, from an interrupted evaluation, or from anywhere by way of a user's data source. With deterministic inference each
+    entry has a seed, by its place in the group.
 
     Returns:
         One attempt per entry of `group`, in its order: a Sample, or the list of an execution that fanned out. The entries
@@ -340,21 +343,21 @@ async def _finished_group(args: Any, group: list[Any], sampling_params: dict[str
 
 
 def start_group(args: Any, group: list[Any], sampling_params: dict[str, Any]) -> asyncio.Task[list[Any]]:
-    """`generate_and_rm_group` as a task, which has the group's number for its name."""
+    """`generate_and_rm_group` as a task that is named after the group's number."""
     coroutine = generate_and_rm_group(args, group, sampling_params)
     return asyncio.create_task(coroutine, name=f"group {leaves(group)[0].group_index}")
 
 
 def cancelled_error(task: asyncio.Task[Any]) -> RunError:
-    """What ends a run that has not cancelled `task`, which generates, itself."""
+    """The error that ends a run when `task`, which generates, was cancelled, and not by the run."""
     return RunError(f"{task.get_name()} was cancelled; does a function of yours cancel tasks that are not its own?")
 
 
 async def _already_finished(
     args: Any, entry: list[Any], sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Any]:
-    """An execution that fanned out in an earlier step and was finished then; another one of its prompt where it has images
-    that are not there any more."""
+    """An execution that fanned out and finished in an earlier step. If images of it are gone, a new one is generated from its
+    prompt."""
     attempt = new_attempt(entry)
     try:
         with failing_alone(args):
@@ -367,15 +370,15 @@ async def _already_finished(
 
 
 async def _look_again(args: Any, sample: Sample) -> None:
-    """Give an answer that was finished in an earlier step what a processor makes of its images: it is trained on them, and
-    checkpoints of the data have none of it."""
+    """Encode the images of an answer that was finished in an earlier step: it is trained on the processor's tensors, which
+    checkpoints of the data do not hold."""
     if sample.multimodal_train_inputs is None and sees_images(sample) and takes_images(args):
         images = await GenerateState(args).encode_images(sample)
         sample.multimodal_train_inputs = dict(images.train_inputs)
 
 
 def _as_aborted(group: list[Any]) -> list[Any]:
-    """Attempts that end before they begin; what is finished already stays so."""
+    """Attempts that are aborted before they begin; entries that are finished already stay finished."""
     attempts = [new_attempt(entry) for entry in group]
     for sample in leaves(attempts):
         sample.status = sample.status if sample.status in FINISHED else Status.ABORTED
@@ -394,7 +397,7 @@ def _all_need_generation(args: Any, group: list[Any], function: GenerateFunction
 async def _generate_batch(
     args: Any, group: list[Sample], function: GenerateFunction, sampling_params: list[dict[str, Any]], evaluation: bool
 ) -> list[Any]:
-    """A call of a batch-form function for the whole group, two if the first fails, then hooks and rewards entry by entry."""
+    """Call a batch-form function for the whole group, again if it fails; then run hooks and rewards entry by entry."""
     async with GenerateState(args).semaphore:
         attempts = [new_attempt(sample) for sample in group]
         for is_last in (False, True):
@@ -429,7 +432,7 @@ async def _hook_and_grade(args: Any, entry: Sample | list[Any], evaluation: bool
 
 
 async def run_side_by_side(coroutines: list[Any]) -> list[Any]:
-    """All results in order; when one raises, the others are cancelled and their end is awaited before it is raised."""
+    """All results in order. If one raises, the others are cancelled, and have ended when the error is raised."""
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(coroutine) for coroutine in coroutines]
     try:

@@ -1,8 +1,8 @@
 """Prompt data sets: files in, `Sample`s out.
 
-A row becomes a sample as `slime.utils.prompt_rows` says, here or in other processes (`slime.utils.data_workers`): what comes
-out is the same, in the same order. A row that breaks a rule is an error with file, line and cause.
-Nothing here touches the global random generators.
+A row becomes a sample as `slime.utils.prompt_rows` says, here or in other processes (`slime.utils.data_workers`); either way
+the samples are the same, in the same order. A row that breaks a rule is an error with file, line and cause. Nothing here
+touches the global random generators.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _TOKENIZE_BATCH = 1024
-# A scan says no more than this about one file: the next ones are most often of the same kind.
+# A scan reports no more problems than this in one file, because further ones are most often of the same kind.
 _MOST_PROBLEMS = 5
 _FIRST_ROW_SECONDS = 5.0
 
@@ -53,17 +53,17 @@ class Dataset:
     Args:
         path: file or list of files, each with an optional slice `@[a:b]` and weight `*w` (`epoch_order`).
         tokenizer: needed for `apply_chat_template` and for `max_length`.
-        processor: needed for `max_length` where prompts have images.
+        processor: needed for `max_length` if prompts have images.
         max_length: prompts with more tokens are left out; None keeps all.
         prompt_key: field of the prompt; None takes `prompt`, else `input`, whichever the first row of a file has.
         multimodal_keys: `{"image": field}`: prompts are messages whose images are in that field (`slime.utils.image_rows`).
         label_key: field of the reference answer; None takes `label` where the first row has it.
         tool_key: field of the tool schemas; they become `metadata["tools"]`.
         metadata_key: field of the metadata object.
-        seed: of `shuffle`.
+        seed: the seed of `shuffle`.
         allow_bad_rows: skip bad rows and count them in `num_bad_rows`.
         flag: the flag that messages name.
-        workers: processes that prepare the rows as the other arguments say; None: this one does.
+        workers: processes that prepare the rows, with the same arguments; None: this process prepares them.
 
     Raises:
         UserError: missing, unreadable or empty file; missing key; bad row; no prompt left after filtering.
@@ -103,7 +103,7 @@ class Dataset:
         measure = functools.partial(
             prompt_lengths, tokenizer=tokenizer, processor=processor, add_special_tokens=not apply_chat_template
         )
-        # Rows make many objects and no cycles: looking for cycles among them takes longer than reading them.
+        # Rows make many objects and no cycles, and a search for cycles among them takes longer than reading them.
         samples, lengths = [], []
         with no_garbage_collection():
             for file in self.paths:
@@ -135,7 +135,7 @@ class Dataset:
         return self.samples[index]
 
     def shuffle(self, epoch: int) -> None:
-        """Put the samples into the order of `epoch`, whatever their order is now."""
+        """Put the samples into the order of `epoch`, which does not depend on their order now."""
         order = epoch_order(self.parts, self.seed, epoch, shuffled=True)
         self.samples = [self.origin_samples[index] for index in order]
 
@@ -148,7 +148,7 @@ class Dataset:
     def _read_samples(
         self, path: str, reader: RowReader, keys: RowKeys, workers: DataWorkers | None
     ) -> Iterator[tuple[str, Sample, int | None]]:
-        """Place, sample and the number of its tokens, as far as a worker has counted them."""
+        """(place, sample, number of tokens in its prompt; None if no worker has counted them) of each row that can be read."""
         rows = self._rows(path, keys)
         for row, sample, length in map(PreparedRow, rows) if workers is None else workers.prepare(rows):
             if sample is None:
@@ -165,7 +165,7 @@ class Dataset:
         rows: Iterator[tuple[str, Sample, int | None]],
         measure: Callable[[list[Sample]], list[int | BadRow]] | None,
     ) -> Iterator[tuple[Sample, int]]:
-        """Pairs of sample and the number of its tokens, 0 where nobody measures."""
+        """(sample, number of tokens in its prompt; 0 without `measure`) of each row whose prompt can be measured."""
         empty = True
         for batch in _batches(rows):
             open_ones = [sample for _, sample, length in batch if length is None]
@@ -196,12 +196,12 @@ class Dataset:
 class StreamedDataset:
     """The samples of one or several files, in file order, each read and rendered when it is asked for.
 
-    What is held in memory is where the rows lie (`slime.utils.row_index`). Arguments, order and fingerprint are those of
-    `Dataset`. Which rows cannot be used is found when they are met: a bad one raises then, and where `allow_bad_rows` is set it
-    is None, as is a prompt of more than `max_length` tokens; `len` counts both.
+    Only the places of the rows are held in memory (`slime.utils.row_index`). Arguments, order and fingerprint are those of
+    `Dataset`. Unusable rows are found only when they are read: a bad one raises then, or is None if `allow_bad_rows` is set. A
+    prompt of more than `max_length` tokens is None, too. `len` counts both.
 
     Raises:
-        UserError: as `Dataset`, of the files as a whole and of their first rows.
+        UserError: as `Dataset`, about the files as a whole and their first rows.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class StreamedDataset:
         self._order: Sequence[int] = range(int(self._ends[-1]))
         self._fingerprint: list[dict[str, Any]] | None = None
         self._workers = workers
-        # What they prepare, and which place in which order comes out of it next.
+        # (rows that the workers are preparing, the order that they follow, the offset in it of the next row).
         self._ahead: tuple[Iterator[PreparedRow], Sequence[int], int] | None = None
 
     def __len__(self) -> int:
@@ -256,9 +256,9 @@ class StreamedDataset:
         return self._unless_long(sample, length)
 
     def in_order(self, order: Sequence[int], offset: int) -> Sample | None:
-        """`self[order[offset]]`. Where workers prepare the rows, those that follow in `order` are under way meanwhile.
+        """`self[order[offset]]`. Workers, if there are any, prepare the rows that follow in `order` meanwhile.
 
-        They were prepared in vain unless the next place that is asked for is `offset + 1` in the same `order`.
+        Those were prepared in vain unless the next call asks for `offset + 1` in the same `order`.
         """
         if self._workers is None:
             return self[int(order[offset])]
@@ -267,7 +267,7 @@ class StreamedDataset:
         rows, self._ahead = self._ahead[0], None
         _, sample, length = next(rows)
         self._ahead = rows, order, offset + 1
-        # Whether it is a bad row, a file that was changed or an image that is not there, is told now.
+        # The worker could not prepare it. Reading it here raises the error of a bad row, a changed file or a missing image.
         if sample is None or (length is None and self._max_length is not None):
             return self[int(order[offset])]
         return self._unless_long(sample, length or 0)
@@ -283,13 +283,13 @@ class StreamedDataset:
             yield PromptRow(self._keys[file], rows.place(position), content)
 
     def _place(self, index: int) -> tuple[int, int]:
-        """(which of the files, which of its rows)."""
+        """(number of the file, number of the row in it)."""
         row = int(self._order[index])
         file = int(np.searchsorted(self._ends, row, side="right"))
         return file, row - int(self._ends[file]) + len(self._indices[file])
 
     def _length(self, sample: Sample) -> int:
-        """Of its prompt; 0 where there is no limit. Raises `BadRow`."""
+        """The number of tokens in its prompt; 0 if there is no limit. Raises `BadRow` if the chat template refuses it."""
         if self._max_length is None:
             return 0
         [length] = prompt_lengths([sample], self._tokenizer, self._processor, not self._rendered)
@@ -301,17 +301,17 @@ class StreamedDataset:
         if self._max_length is None or length <= self._max_length:
             return sample
         self.num_long_prompts += 1
-        if self.num_long_prompts & (self.num_long_prompts - 1) == 0:  # told of ever more seldom
+        if self.num_long_prompts & (self.num_long_prompts - 1) == 0:  # logged ever more seldom: at powers of two
             logger.info("left out %d prompts so far: more than %d tokens", self.num_long_prompts, self._max_length)
         return None
 
     def shuffle(self, epoch: int) -> None:
-        """Put the samples into the order of `epoch`, whatever their order is now."""
+        """Put the samples into the order of `epoch`, which does not depend on their order now."""
         self._order = epoch_order(self.parts, self.seed, epoch, shuffled=True)
         self._ahead = None
 
     def fingerprint(self) -> list[dict[str, Any]]:
-        """As that of `Dataset`."""
+        """See `Dataset.fingerprint`."""
         if self._fingerprint is None:
             self._fingerprint = [fingerprint(path, self._flag) for path in self.paths]
         return self._fingerprint
@@ -330,7 +330,7 @@ class StreamedDataset:
 
 
 def _batches(rows: Iterator[tuple[str, Sample, int | None]]) -> Iterator[list[tuple[str, Sample, int | None]]]:
-    """The rows, some at a time. Those in front of an error come before it, so that the first row that is bad is told."""
+    """The rows in batches. If an error ends them, the rows before it come first, so that the first bad row is the one told."""
     batch = []
     try:
         for row in rows:
@@ -345,7 +345,7 @@ def _batches(rows: Iterator[tuple[str, Sample, int | None]]) -> Iterator[list[tu
 
 
 def _parts(paths: Sequence[str], sizes: Iterable[int], flag: str) -> list[Part]:
-    """Raises UserError where an epoch would have nothing of a file."""
+    """Size and weight of each file. Raises UserError if an epoch would have no row of a file."""
     parts = [Part(size, parse_data_path(path, flag).weight) for path, size in zip(paths, sizes, strict=True)]
     for path, part, count in zip(paths, parts, shares(parts), strict=True):
         if part.size and not count:
@@ -357,11 +357,12 @@ def _parts(paths: Sequence[str], sizes: Iterable[int], flag: str) -> list[Part]:
 
 
 def check_first_row(path: str, keys: RowKeys, flag: str) -> dict[str, Any] | None:
-    """Read one row, so that a wrong file is found before anything starts. Unreadable rows are left to `Dataset`, and so is a
-    first row that lies too far inside the file to be reached within seconds.
+    """Read one row, so that a wrong file is found before anything starts.
+
+    Unreadable rows are left to `Dataset`, as is a first row so deep inside the file that it takes seconds to reach.
 
     Returns:
-        The row; None where none can be read.
+        The row; None if none was read.
 
     Raises:
         UserError: missing or empty file; the row lacks the prompt or label field.
@@ -386,8 +387,8 @@ def check_first_row(path: str, keys: RowKeys, flag: str) -> dict[str, Any] | Non
 
 @dataclass(frozen=True)
 class RowScan:
-    """What a look at the rows of one file found: messages that name file and line, the number of rows that were read, and
-    whether these were all."""
+    """The result of a scan of one file: messages that name file and line, the number of rows read, and whether these were
+    all."""
 
     problems: tuple[str, ...]
     rows: int
@@ -403,16 +404,17 @@ def scan_rows(
     deadline: float,
     advance: Callable[[], object] = lambda: None,
 ) -> RowScan:
-    """Read rows as `Dataset` does, without a tokenizer, until `deadline`, which counts for rows in front of a slice too; a few
-    problems end it as well.
+    """Read rows as `Dataset` does, without a tokenizer, until the end, until `deadline`, or until a few problems were found.
+
+    The deadline also holds while rows before a slice are skipped.
 
     Args:
-        objection: why a row that can be read is of no use to the run all the same; None when it is.
+        objection: tells why a readable row is still of no use to the run; None if it is of use.
         deadline: on the clock of `time.monotonic`, seconds.
         advance: called after each row.
 
     Raises:
-        UserError: what is wrong with the file as a whole.
+        UserError: something is wrong with the file as a whole.
     """
     problems: list[str] = []
     reader = RowReader(None, {})
@@ -428,7 +430,7 @@ def scan_rows(
         if time.monotonic() > deadline:
             raise _EndOfScan
 
-    # Neither rows that cannot be read nor those in front of a slice come out of the loop, so it is ended from inside.
+    # The loop yields neither unreadable rows nor those before a slice, so it is ended from inside, by an exception.
     try:
         for place, row in iterate_rows(path, flag, lambda place, cause: tell(bad_row(place, cause)), watch):
             of_file = of_file or keys.resolve(row, place)
@@ -455,11 +457,11 @@ def filter_long_prompt(
     add_special_tokens: bool = False,
     lengths: Sequence[int] | None = None,
 ) -> list[Sample]:
-    """The samples whose prompt has at most `max_length` tokens, in their order; the number left out is logged.
+    """The samples whose prompt has at most `max_length` tokens, in their order; how many are left out is logged.
 
     Message lists are measured as rendered by the chat template; without a template they are kept, because only the
     function that consumes them knows their length. `add_special_tokens` applies to string prompts. Prompts with images are
-    measured by `processor`, one at a time. `lengths`: those that are known; None measures.
+    measured by `processor`, one at a time. `lengths`: the lengths if they are known; None measures them.
 
     Raises:
         UserError: a prompt has images and there is no processor, an image cannot be read, or the chat template refuses a
@@ -484,4 +486,4 @@ def filter_long_prompt(
 
 
 class _EndOfScan(Exception):
-    """A scan has told enough, or its time is over."""
+    """Ends a scan that has reported enough problems, or whose time is over."""

@@ -1,7 +1,7 @@
 """Evaluation sets: what each one loads, samples and grades with, resolved once.
 
-A value comes from the first place that has it: the set's own entry, the defaults, the `eval_*` flag, the `rollout_*`
-(or training) flag.
+A value comes from the first place that has it: the set's own entry, the defaults, the `eval_*` flag, the `rollout_*` (or
+training) flag.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from slime.utils.types import Sample
 
 @dataclass
 class EvalDatasetConfig:
-    """One evaluation set. Unknown keys of an entry are refused by the constructor (TypeError naming the key)."""
+    """One evaluation set. The constructor refuses unknown keys of an entry (TypeError naming the key)."""
 
     name: str
     path: str
@@ -44,13 +44,13 @@ class EvalDatasetConfig:
     no_stop_trim: bool | None = None
     custom_generate_function_path: str | None = None
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
-    # Limits of the default evaluation: seconds for the whole set; samples without which it is worth nothing; and an end
-    # as soon as at most so many prompts remain and none has finished for so many seconds.
+    # Limits of the default evaluation: seconds for the whole set; how many samples it needs to be worth anything; and an early
+    # end, as soon as at most so many prompts remain and none has finished for so many seconds.
     eval_task_timeout: float | None = None
     min_eval_samples: int | None = None
     eval_early_stop_remaining: int | None = None
     eval_early_stop_idle_timeout: float | None = None
-    # For functions of the user; nothing here reads them.
+    # For the user's functions; nothing here reads these.
     app_service: Any = None
     message_processor: Any = None
     reward_model: Any = None
@@ -90,7 +90,7 @@ class EvalDatasetConfig:
 
 _TEMPLATE_KEYS = ("apply_chat_template", "apply_chat_template_kwargs")
 
-# Field → flags that supply it, the first that is set wins.
+# Field → the flags that supply it, of which the first one that is set counts.
 _FLAGS: dict[str, tuple[str, ...]] = {
     "input_key": ("eval_input_key", "input_key"),
     "label_key": ("eval_label_key", "label_key"),
@@ -111,7 +111,7 @@ _FLAGS: dict[str, tuple[str, ...]] = {
 }
 
 
-# Keys whose numbers start above 0, and those that start at 0.
+# Keys whose numbers must be above 0, and those that may be 0.
 _POSITIVE = (
     "n_samples_per_eval_prompt", "max_response_len", "eval_task_timeout", "min_eval_samples", "eval_early_stop_remaining",
     "eval_early_stop_idle_timeout",
@@ -134,7 +134,7 @@ def eval_dataset_keys() -> tuple[str, ...]:
 
 
 def value_problem(key: str, value: Any) -> str | None:
-    """What is wrong with the value of a known key of an entry; None (unset) is always right."""
+    """What is wrong with the value of a known key of an entry; None if nothing is. The value None (unset) is always right."""
     annotation = inspect.get_annotations(EvalDatasetConfig)[key]
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     if value is None:
@@ -207,7 +207,7 @@ def _build(args: Any, entry: dict[str, Any], defaults: Mapping[str, Any]) -> Eva
         if values.get(name) is None:
             values[name] = next((v for flag in flags if (v := vars(args).get(flag)) is not None), None)
     config = EvalDatasetConfig(**values)
-    # Values of flags have rules of their own.
+    # Only given values are checked here, because values of flags have rules of their own.
     problems = [problem for key in given if (problem := value_problem(key, given[key])) is not None]
     if problems:
         raise UserError(f"evaluation set {config.name}: {'; '.join(problems)}")

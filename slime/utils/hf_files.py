@@ -8,12 +8,12 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 def checkpoint_bytes(directory: str | None) -> int:
-    """Bytes of the weights of a Hugging Face checkpoint: of its files, else what its index says; 0 where neither is there."""
+    """Bytes of the weights of a Hugging Face checkpoint: the size of its files, else that in its index; 0 without either."""
     if directory is None:
         return 0
     path = Path(directory)
     for pattern in _WEIGHT_FILES:
-        # Formats of the same weights may lie side by side: one is loaded.
+        # The same weights may lie there in several formats, of which one is loaded.
         if size := sum(file.stat().st_size for file in path.glob(pattern) if file.is_file()):
             return size
     try:

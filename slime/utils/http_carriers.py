@@ -1,13 +1,13 @@
-"""Other processes that send requests for this one, each from the node that it is on: who sends which.
+"""Carriers: other processes that send requests for this one, each from its own node; and which of them sends which request.
 
-A carrier makes one HTTP exchange, of one attempt. Limits, retries, ids, the token and time limits stay with
-`slime.utils.http_utils`, which asks here first and sends itself what nobody here takes.
+A carrier makes the HTTP exchange of one attempt. Limits, retries, ids, the token and time limits stay with
+`slime.utils.http_utils`, which asks here first, and itself sends the requests that no carrier takes.
 
 Invariants:
 - A carrier has at most ceil(limit ÷ carriers) requests at a time, where `limit` is that of all requests of this process.
-- They take turns. A request never waits for a carrier: where none has room, nobody here takes it.
-- One that is lost gets no more, and is told of once. One that is added has the share of one that was lost, if there is any.
-- A request to the machine that it is made on (`localhost`, 0.0.0.0) goes through carriers on the node of this process alone.
+- Carriers take turns. A request never waits for a carrier: if none has room, none takes it.
+- A lost carrier gets no more requests, and is reported once. A new one takes the share of a lost one, if there is any.
+- A request to this machine (`localhost`, 0.0.0.0) goes only through carriers on the node of this process.
 """
 
 import functools
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class CarrierLost(Exception):
-    """The process of a carrier is gone, or its node is, or it no longer answers. Whether its request was sent nobody knows."""
+    """A carrier's process or node is gone, or no longer answers. It is unknown whether the request was sent."""
 
 
 class ExchangeFailed(aiohttp.ClientConnectionError):
-    """The connection of a carrier broke, or there was none; the text is that of its error, with its name."""
+    """A carrier's connection broke, or could not be made; the text is the name and text of the carrier's error."""
 
 
 class Carrier(Protocol):
@@ -39,7 +39,7 @@ class Carrier(Protocol):
 
     Attributes:
         name: for messages.
-        is_here: it is on the node of this process.
+        is_here: whether it is on the node of this process.
     """
 
     name: str
@@ -48,38 +48,37 @@ class Carrier(Protocol):
     async def exchange(
         self, method: str, url: str, body: bytes | None, headers: dict[str, str], parse: bool
     ) -> tuple[int, Any]:
-        """(status, body of the answer as bytes). A call that is cancelled ends its request, and returns when its connection is
-        closed.
+        """(status, body of the answer as bytes). A cancelled call ends its request, and returns when the connection is closed.
 
         Args:
             parse: a long answer below status 400 may be parsed as by `slime.utils.http_utils.decode_generated`.
 
         Raises:
             CarrierLost: its process is gone.
-            ExchangeFailed: there was no answer, or a part of it.
-            Exception: whatever else a client of this process would raise, of an address or a malformed answer, say.
+            ExchangeFailed: there was no answer, or only a part of it.
+            Exception: whatever else a client of this process would raise, for example about an address or a malformed answer.
         """
         ...
 
 
 @dataclass(frozen=True)
 class CarriedAnswer:
-    """What `http_utils` asks of a response."""
+    """The answer of a carrier, with the members of a response that `http_utils` uses."""
 
     status: int
     content: Any
 
     async def read(self) -> Any:
-        """The body, or what it was parsed into."""
+        """The body, or its parsed value."""
         return self.content
 
     def release(self) -> None:
-        """Its connection is free already."""
+        """Do nothing, since the carrier has freed the connection already."""
 
 
 @dataclass(eq=False)
 class _Turn:
-    """A carrier, and what it has to do."""
+    """A carrier, and the number of its requests in flight."""
 
     carrier: Carrier
     in_flight: int = 0
@@ -90,12 +89,12 @@ class Carriers:
 
     def __init__(self, carriers: Sequence[Carrier]) -> None:
         self._count = len(carriers)
-        # Those that are not lost; the first one is next.
+        # The carriers that are not lost; the first one is next.
         self._turns = deque(_Turn(carrier) for carrier in carriers)
         self._changing = threading.Lock()
 
     def add(self, carrier: Carrier) -> None:
-        """One more that sends."""
+        """Let one more carrier send requests."""
         with self._changing:
             self._turns.append(_Turn(carrier))
             self._count = max(self._count, len(self._turns))
@@ -109,10 +108,10 @@ class Carriers:
         body: Callable[[], bytes | None],
         headers: dict[str, str],
     ) -> CarriedAnswer | None:
-        """The answer to a request with the body that `body` makes; None: nobody here sends it.
+        """The answer to a request with the body that `body` makes; None if no carrier takes it.
 
         Args:
-            limit: how many this process may have in flight; 0: any number.
+            limit: how many requests this process may have in flight; 0: any number.
             parse: see `Carrier.exchange`.
 
         Raises:
@@ -131,7 +130,7 @@ class Carriers:
                 turn.in_flight -= 1
 
     def _take(self, limit: int, here: bool) -> _Turn | None:
-        """Whose turn it is, with one more request; those that cannot take it miss their turn."""
+        """The next carrier that can take one more request, which is counted; carriers that cannot take it miss their turn."""
         share = math.ceil(limit / self._count) if limit and self._count else math.inf
         with self._changing:
             for _ in range(len(self._turns)):
@@ -162,5 +161,5 @@ def _is_of_this_machine(origin: str) -> bool:
         address = ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost"
-    # Servers that listen on all interfaces tell of themselves as 0.0.0.0, which as an address is this machine too.
+    # A server that listens on all interfaces may give its address as 0.0.0.0, which also leads to this machine.
     return address.is_loopback or address.is_unspecified

@@ -1,9 +1,9 @@
 """HTTP exchanges over the connections of an aiohttp session, for half of the processor's time that its own requests take.
 
-aiohttp connects, keeps the connections, and parses the answers. Its objects for requests and responses are left out: nearly
-all of what they hold is the same for every request to a URL, and is made once here. What is more than an exchange over plain
-HTTP is left to the session: TLS, a password in the URL, headers that replace the session's own, and redirects. So is every
-request where aiohttp is of another version than the one whose inner names are used here.
+aiohttp connects, keeps the connections, and parses the answers. Its objects for requests and responses are not used, because
+nearly everything in them is the same for every request to a URL; here that is made once. Whatever goes beyond plain HTTP is
+left to the session: TLS, a password in the URL, headers that replace the session's own, and redirects. So is every request if
+aiohttp has another version than the one whose inner names are used here.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 CONNECT_TIMEOUT_S = 30.0
-# `connector.connect`, `protocol.set_response_params` and `protocol.read` are as these versions have them.
+# The versions in which `connector.connect`, `protocol.set_response_params` and `protocol.read` are as they are used here.
 _KNOWN_VERSIONS = "3.14."
-# A session keeps what requests have in common for so many URLs.
+# For so many URLs a session keeps what their requests have in common.
 _MOST_TARGETS = 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
 # Headers that only the origin may see which a request was meant for.
@@ -26,27 +26,27 @@ _OF_ONE_ORIGIN = frozenset({"authorization", "cookie", "proxy-authorization"})
 # A body up to this length is sent in one piece with its head; a longer one is not copied.
 _JOINED_BYTES = 64 * 2**10
 _BREAKS_A_LINE = re.compile(r"[\r\n\0]")
-# Headers that say how the rest of a request is to be read, or what to do with the connection.
+# Headers that say how the rest of a request is to be read, or what becomes of the connection.
 _OF_THE_WAY = frozenset({"connection", "content-encoding", "content-length", "expect", "transfer-encoding", "upgrade"})
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Connections of the running event loop, as many as there are requests."""
+    """A session of the running event loop, without a limit of connections."""
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, limit_per_host=0),
         headers={"Content-Type": "application/json"},
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
-        # The time of an attempt as a whole is that of a `time_limit`.
+        # A `time_limit` around each attempt bounds its total time.
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
     )
-    # It would send a question whose connection broke once more by itself, to a router that may have come back without engines.
+    # By itself a session repeats a GET whose connection broke, possibly to a router that has come back without engines.
     session._retry_connection = False
     return session
 
 
 class Response:
-    """An answer whose head has come: what `aiohttp.ClientResponse` has of these names."""
+    """An answer whose head has come; its attributes and methods are as those of `aiohttp.ClientResponse`."""
 
     def __init__(self, url: URL, connection: Any, status: int, content: aiohttp.StreamReader) -> None:
         self.url = url
@@ -59,12 +59,12 @@ class Response:
         return await self.content.read()
 
     def release(self) -> None:
-        """Let others use the connection; it is closed where the body was not read to its end."""
+        """Let others use the connection; it is closed if the body was not read to its end."""
         self._connection.release()
 
 
 class _Target:
-    """What all requests by `method` to a URL have in common."""
+    """The parts that all requests by `method` to a URL have in common."""
 
     def __init__(self, session: aiohttp.ClientSession, method: str, url: str) -> None:
         loop = asyncio.get_running_loop()
@@ -87,11 +87,11 @@ class Exchanges:
     async def request(
         self, method: str, url: str, *, data: bytes | None, headers: dict[str, str]
     ) -> Response | aiohttp.ClientResponse:
-        """The answer to a request, as soon as its head is there; to be released.
+        """The answer to a request, as soon as its head is there. The caller has to release it.
 
         Raises:
             aiohttp.ClientConnectionError: there is no connection, or it broke.
-            aiohttp.ClientResponseError: what came is no HTTP.
+            aiohttp.ClientResponseError: the answer is not HTTP.
         """
         target = self._target(method, url)
         if target is None or self._session.closed or not target.names.isdisjoint(map(str.lower, headers)):
@@ -144,7 +144,7 @@ class Exchanges:
         return await self._session.request(method, place, data=data, headers=headers)
 
     def _target(self, method: str, url: str) -> _Target | None:
-        """None: its requests are left to the session, which also tells what is wrong with a URL."""
+        """The target of a URL; None if its requests are left to the session, which also tells what is wrong with a URL."""
         target = self._targets.get((method, url))
         is_known = aiohttp.__version__.startswith(_KNOWN_VERSIONS)
         if target is None and is_known and url.startswith("http://") and "@" not in url:

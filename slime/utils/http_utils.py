@@ -4,15 +4,15 @@ Invariants:
 - At most `max_connections` requests of `post` are in flight; there is no smaller hidden pool. Control requests
   (`get`, `post_control`) are not counted: an abort must pass while every generation slot is busy.
 - Proxies of the environment are ignored.
-- Connection errors, 429 and 5xx are tried again after one second, up to the limit. Every other status from 400 on fails
-  at once with the body of the answer. A request that exceeds its total time fails at once. Nobody else tries again: neither
-  the router nor who calls. All attempts bear one `X-Request-Id`.
-- Where engines and routers are replaced (`set_engine_supply`), a generation waits while there is none, and an attempt that one
-  took with it into its death does not count. One that outlives several is suspected of ending them, and fails.
-- What is parsed in a thread (`post_generate`) is parsed when its slot and its connection are free again.
+- Connection errors, 429 and 5xx are tried again after one second, up to the limit. Every other status from 400 on fails at
+  once with the body of the answer. A request that exceeds its total time fails at once. Nothing else retries: neither the
+  router nor the caller. All attempts bear one `X-Request-Id`.
+- If dead engines and routers are replaced (`set_engine_supply`), a generation waits while there is none, and an attempt that
+  failed because one died does not count. A request that outlives several is suspected of ending them, and fails.
+- An answer that is parsed in a thread (`post_generate`) is parsed after its slot and its connection are free again.
 - The bearer token travels only to the router and the engines of this run, and appears in no message.
-- Where other processes send for this one (`send_through`), each makes the exchange of one attempt, of generation and not of a
-  stream. All of the above holds, but for parsing, which is done there.
+- Other processes may send for this one (`send_through`). Each makes the exchange of one attempt, for generation that is not
+  streamed. All of the above still holds, except that such a process parses the answer itself.
 """
 
 import asyncio
@@ -47,15 +47,15 @@ from slime.utils.ports import is_port_available as is_port_available
 logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 1.0
-# So many engines a request may outlive: any may have been under way when others' requests ended one.
+# A request fails when so many engines died under it; fewer may have died of other requests.
 SURVIVED_ENGINES = 5
 _SUPPLY_POLL_SECONDS = 0.2
-# A failure of the same address and status is told of again after this time.
+# A failure of the same address and status is logged as a warning again after this time.
 _SAME_FAILURE_SECONDS = 30.0
 _BODY_CHARACTERS_IN_MESSAGES = 2000
 # Below this a thread costs more than parsing: 400 tokens, a tenth of a millisecond.
 THREAD_FROM_BYTES = 16 * 2**10
-# How deeply lists are nested in one prompt, in the order in which engines look for it.
+# The field of a prompt → how deeply lists are nested in one; in the order in which engines look for the fields.
 _LEVELS_OF_A_PROMPT = {"text": 0, "input_ids": 1, "input_embeds": 2}
 _ORJSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
@@ -71,12 +71,12 @@ class HttpError(RunError):
 
 
 class _FailedForNow(Exception):
-    """Ends an attempt whose answer is a failure that is tried again; whoever gave the address learns of it so."""
+    """Ends an attempt whose answer is a failure that is retried; it also tells the context manager of the address."""
 
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """What `init_http_client` takes from the flags. Times in seconds; 0 connections means no limit."""
+    """The settings that `init_http_client` takes from the flags. Times in seconds; 0 connections means no limit."""
 
     max_connections: int = 0
     request_timeout: float = 14400.0
@@ -87,10 +87,10 @@ class HttpSettings:
 
 
 class EngineSupply(Protocol):
-    """Who has the engines behind a router, as requests see it. Methods may be called from any thread."""
+    """The owner of the engines behind a router, as requests see it. Methods may be called from any thread."""
 
     def is_serving(self) -> bool:
-        """Whether requests find an engine."""
+        """Whether a request would find an engine."""
         ...
 
     def has_router(self) -> bool:
@@ -98,15 +98,15 @@ class EngineSupply(Protocol):
         ...
 
     def doubt_all(self, cause: str) -> None:
-        """A request failed: look after the engines."""
+        """Check all engines, because a request failed with `cause`."""
         ...
 
     def is_decided(self) -> bool:
-        """Whether no engine is doubted: each of them, and the router, is known to live, or to be dead."""
+        """Whether no engine is in doubt: each one, and the router, is known to live or to be dead."""
         ...
 
     def deaths(self) -> int:
-        """How many engines, and routers before them, have died so far."""
+        """How many engines, and routers in front of them, have died so far."""
         ...
 
 
@@ -120,20 +120,20 @@ class _LoopClient:
     settings: HttpSettings
     session: aiohttp.ClientSession
     exchanges: Exchanges
-    # Bounds generation alone: a control request, above all an abort, must not queue behind what it is to end.
+    # It bounds generation alone, because a control request, above all an abort, must not queue behind what it is to end.
     generation_slots: contextlib.AbstractAsyncContextManager[Any]
     retired: list[aiohttp.ClientSession] = field(default_factory=list)
 
 
 _UNLIMITED = contextlib.nullcontext()
-# Of an engine that gets a request: its URL, while the request lasts.
+# A context manager that gives the URL of an engine for one request, and ends with that request.
 Address = contextlib.AbstractAsyncContextManager[str]
 
 _settings = HttpSettings()
-# Parsing leaves the interpreter to others, so more threads than a few only help where cores are idle.
+# Parsing releases the interpreter's lock; more than a few threads would help only if cores are idle.
 _decoders = ThreadPoolExecutor(max_workers=4, thread_name_prefix="slime-decode")
 _engine_origins: set[str] = set()
-# Of the call that this code works for.
+# The set into which the call that this code works for notes the ids of its requests.
 _noted_ids: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("noted_ids", default=None)
 _supplies: dict[str, EngineSupply] = {}
 _carriers: Carriers | None = None
@@ -162,7 +162,7 @@ def init_http_client(args: Any) -> None:
     if getattr(args, "sglang_router_ip", None):
         routers.append((args.sglang_router_ip, args.sglang_router_port))
     settings = HttpSettings(
-        # Functions of the user's may ask every other model as often.
+        # A user's function may ask every other model as often.
         max_connections=generation_concurrency(args) * max(1, len(models)),
         request_timeout=args.http_request_timeout,
         control_timeout=args.http_control_timeout,
@@ -178,14 +178,14 @@ def trust_engine_urls(urls: Iterable[str], listed_by: str | None = None) -> None
     """Send the bearer token to these servers as well: the engines that our router lists.
 
     Args:
-        listed_by: URL of who lists them, where that may be another's: nothing changes then.
+        listed_by: the URL of the router that lists them. If it is not ours nothing changes; None: it is ours.
     """
     if listed_by is None or _is_trusted(listed_by):
         _engine_origins.update(_origin(url) for url in urls)
 
 
 def set_engine_supply(router_url: str, supply: EngineSupply | None) -> None:
-    """Requests to this router ask `supply` about the engines behind it; None: they no longer do."""
+    """Let requests to this router ask `supply` about the engines behind it; with None they no longer do."""
     if supply is None:
         _supplies.pop(_origin(router_url), None)
     else:
@@ -239,26 +239,26 @@ async def post_generate(
     request_ids: set[str] | None = None,
     engine: Callable[[], Address] | None = None,
 ) -> Any:
-    """As `post`, for an engine's answer. A long one is parsed off the event loop, its token log-probs into `TokenLogProbs`.
+    """As `post`, for an engine's answer. A long answer is parsed off the event loop, its token log-probs into `TokenLogProbs`.
 
-    Those of a short one are lists of entries; `TokenLogProbs.of` takes both.
+    The log-probs of a short one are lists of entries; `TokenLogProbs.of` takes both.
 
     Args:
-        url: of the router.
-        request_ids: holds the ids (`rid`) by which engines know this request until it is answered.
-        engine: gives the URL that an attempt goes to instead, of one of the engines behind the router, as long as it lasts.
-            It sees an exception where the attempt broke, came late, or was answered by 429 or 5xx.
+        url: the router's.
+        request_ids: a set that holds the ids (`rid`) by which engines know this request, until it is answered.
+        engine: gives a context manager for each attempt, with the URL of an engine behind the router to which it goes instead.
+            It sees an exception if the attempt broke, came late, or was answered by 429 or 5xx.
     """
     with _Body(payload, request_ids) as body:
         receive = methodcaller("read")
         content = await _generation(url, body, headers=headers, receive=receive, engine=engine, parse=True)
-    # Whoever sent the request may have parsed the answer.
+    # The process that sent the request may have parsed the answer.
     return body.known_in(await decode_generated(content) if isinstance(content, bytes) else content, url)
 
 
 async def decode_generated(content: bytes) -> Any:
     """The answer of an engine; one of `THREAD_FROM_BYTES` or more is parsed in a thread, as `post_generate` says."""
-    # Arrow takes a moment to load and is needed where engines are asked only.
+    # Arrow takes a moment to load, and only processes that ask engines need it.
     from slime.utils.engine_answers import decode_engine_answer
 
     if len(content) < THREAD_FROM_BYTES:
@@ -277,8 +277,8 @@ async def post_generate_stream(
 ) -> None:
     """As `post_generate`, for a request with `stream`: `on_answer` gets the answer so far, again and again as it grows.
 
-    Answers are cumulative, so of several that have arrived only the last one is read. Once there was one, the request is not
-    sent again: where its connection breaks, what came before is all that there is.
+    Answers are cumulative, so if several have arrived only the last one is read. After the first one the request is not sent
+    again: if its connection breaks, the call returns with what came before.
 
     Raises:
         HttpError: as `post`; or the engine tells of an error in the stream.
@@ -289,7 +289,7 @@ async def post_generate_stream(
 
 
 async def _receive_events(on_answer: Callable[[dict[str, Any]], None], response: Response) -> None:
-    """Go through server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), a line of data each."""
+    """Read server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), each with one line of data."""
     rest, answered = b"", False
     try:
         async for piece in response.content.iter_any():
@@ -312,8 +312,8 @@ async def _receive_events(on_answer: Callable[[dict[str, Any]], None], response:
 
 @contextlib.contextmanager
 def noting_request_ids(ids: set[str]) -> Iterator[None]:
-    """What is sent by `post` to engines of this run in the block, in their own protocol, has ids, which `ids` holds as those of
-    `post_generate`. Goes along with tasks."""
+    """In the block, requests that `post` sends to engines of this run in their own protocol get ids, which `ids` holds until
+    they are answered, as in `post_generate`. Tasks that start in the block inherit this."""
     token = _noted_ids.set(ids)
     try:
         yield
@@ -322,13 +322,14 @@ def noting_request_ids(ids: set[str]) -> Iterator[None]:
 
 
 def noted_request_ids() -> set[str] | None:
-    """What `noting_request_ids` fills here, for who asks engines elsewhere on behalf of this code; None where nobody notes."""
+    """The set that `noting_request_ids` fills here, for requests made elsewhere on behalf of this code; None if there is no such
+    block."""
     return _noted_ids.get()
 
 
 class _Body:
-    """Makes the body of each attempt, with an id where `ids` takes it until the end of the block. Each attempt has one of its
-    own: an engine refuses one that it still works on, as it may after its connection broke."""
+    """Makes the body of each attempt, with an id that `ids`, if it is given, holds until the end of the block. Each attempt has
+    its own id, since an engine refuses one on which it still works, as it may after a connection broke."""
 
     def __init__(self, payload: Any, ids: set[str] | None = None) -> None:
         self._payload, self._own = payload, set[str]()
@@ -342,10 +343,10 @@ class _Body:
         if self._ids is None:
             return self._plain
         request_id, prompts = unique_hex(), _num_prompts(self._payload)
-        # SGLang numbers the prompts of a list, and knows none by the id alone. The router takes no list of ids.
+        # SGLang numbers the prompts of a list behind the id, and knows none by the id alone. The router takes no list of ids.
         names = {request_id} if prompts is None else {f"{request_id}_{place}" for place in range(prompts)}
         self._own |= names
-        # By methods: what holds the ids may be a set that does more than hold them.
+        # Methods, not operators: the set may be of a class that does more in these methods than hold ids.
         self._ids.update(names)
         return _encode({**self._payload, "rid": request_id})
 
@@ -354,7 +355,7 @@ class _Body:
             self._ids.difference_update(self._own)
 
     def known_in(self, answer: Any, url: str) -> Any:
-        """`answer`, after a warning, once for each `url`, where its engine knows the request by an id that was not sent."""
+        """`answer`. Warns, once for each `url`, if the engine knows the request by an id that was not sent."""
         meta_info = answer.get("meta_info") if isinstance(answer, dict) else None
         known = meta_info.get("id") if isinstance(meta_info, dict) else None
         if self._own and known is not None and known not in self._own:
@@ -372,9 +373,8 @@ def _warn_of_lost_ids(url: str) -> None:
 
 
 def _is_multiplied(payload: dict[str, Any]) -> bool:
-    """Whether several answers to a prompt are asked for: SGLang makes requests of them whose ids it tells nobody.
-
-    Only the end of the connection ends those.
+    """Whether the request asks for several answers to a prompt. SGLang makes a request of each, with ids that it tells nobody;
+    only the end of the connection ends those.
     """
     params = payload.get("sampling_params")
     first = params[0] if isinstance(params, list) and params else params
@@ -382,7 +382,7 @@ def _is_multiplied(payload: dict[str, Any]) -> bool:
 
 
 def _num_prompts(payload: dict[str, Any]) -> int | None:
-    """How many prompts there are in the list of a request in the engines' protocol; None: it has one, and no list."""
+    """The number of prompts in a request of the engines' protocol; None if it has one prompt that is not in a list."""
     for name, levels in _LEVELS_OF_A_PROMPT.items():
         prompts = payload.get(name)
         if prompts is not None:
@@ -396,14 +396,14 @@ def _num_prompts(payload: dict[str, Any]) -> int | None:
 async def post_control(
     url: str, payload: Any = None, max_retries: int | None = None, headers: dict[str, str] | None = None
 ) -> Any:
-    """As `post`, for control requests: past the limit of generation, and within `--http-control-timeout`."""
+    """As `post`, for control requests, which do not count for the limit of generation, within `--http-control-timeout`."""
     client = _client()
     limit = client.settings.control_timeout
     return await _send(client.exchanges, _UNLIMITED, limit, "POST", url, _Body(payload), headers, max_retries)
 
 
 async def get(url: str, max_retries: int | None = None) -> Any:
-    """GET within `--http-control-timeout`, each attempt once there is a router again where one died; as `post` otherwise."""
+    """GET within `--http-control-timeout`; each attempt waits for a router if it has died. Otherwise as `post`."""
     client, supply = _client(), _supplies.get(_origin(url))
     limit, ready = client.settings.control_timeout, supply and supply.has_router
     return await _send(client.exchanges, _UNLIMITED, limit, "GET", url, _Body(None), None, max_retries, ready=ready)
@@ -412,7 +412,7 @@ async def get(url: str, max_retries: int | None = None) -> Any:
 def _generation(url: str, body: "_Body", *, parse: bool | None, **options: Any) -> Awaitable[Any]:
     """`_send` within the limits of generation, to a router whose engines may be replaced.
 
-    `parse`: whether carriers may parse the answer; None: this process sends.
+    `parse`: whether carriers may parse the answer; None: this process sends the request itself.
     """
     client, supply = _client(), _supplies.get(_origin(url))
     options |= {"supply": supply, "ready": supply and supply.is_serving}
@@ -438,7 +438,8 @@ async def _send(
     engine: Callable[[], Address] | None = None,
     carry: Callable[..., Awaitable[CarriedAnswer | None]] | None = None,
 ) -> Any:
-    """What `receive` makes of the answer; by default it is parsed. `limit`: seconds, of an attempt, which waits for `ready`."""
+    """The result of `receive` for the answer, which by default is parsed. Each attempt first waits for `ready`, and then may
+    take `limit` seconds."""
     request_id, api_key = unique_hex(), _settings.api_key if _is_trusted(url) else None
     token = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     headers = {"X-Request-Id": request_id, **token, **(headers or {})}
@@ -450,7 +451,7 @@ async def _send(
             await _wait_until(ready, url, _settings.request_timeout)
         try:
             async with slots:
-                # It outlives no engine that dies while it waits for its slot.
+                # Counted only now: engines that died while the request waited for its slot did not die of it.
                 deaths = 0 if supply is None else supply.deaths()
                 async with contextlib.nullcontext(url) if engine is None else engine() as address:
                     with time_limit(limit):
@@ -462,7 +463,7 @@ async def _send(
                                 return await receive(response) if receive else _decode(await response.read())
                             failure = _status_error(method, address, response.status, await response.read())
                         finally:
-                            # What was read to its end waits for nothing, unlike at the end of an `async with`.
+                            # Unlike the end of an `async with`, this does not wait after the answer was read to its end.
                             response.release()
                     if failure.status == 429 or failure.status >= 500:
                         raise _FailedForNow
@@ -472,8 +473,8 @@ async def _send(
         except CarrierLost as error:
             if attempts == 1 and not _is_trusted(address):
                 raise HttpError(f"{method} {address} failed: {error}", url=address) from error
-            # A generation leaves nothing behind but its answer, so it may be made twice. It goes out from here: what ends one
-            # carrier should not end the next.
+            # A generation has no effect but its answer, so it may be made twice. This process sends it now, because what ended
+            # one carrier should not end the next.
             carry = None
             continue
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
@@ -509,7 +510,7 @@ async def _send(
 
 
 async def _wait_until(condition: Callable[[], bool], url: str, limit: float) -> None:
-    """Wait for a router, or the engines behind it; HttpError after `limit` seconds."""
+    """Wait until `condition`, about a router or the engines behind it, is true; HttpError after `limit` seconds."""
     try:
         with time_limit(limit):
             await until_true(condition, _SUPPLY_POLL_SECONDS)
@@ -518,7 +519,7 @@ async def _wait_until(condition: Callable[[], bool], url: str, limit: float) -> 
 
 
 def is_news(url: str, status: int | None) -> bool:
-    """Whether a failure of this kind was not told of lately: all requests in flight fail when an engine does."""
+    """Whether no failure like this one was reported lately. When an engine fails, all its requests in flight do."""
     now, key = time.monotonic(), (url, status)
     if now < _told_until.get(key, 0.0):
         return False
@@ -550,7 +551,7 @@ def _plain(value: Any) -> Any:
 
 
 def _decode(content: bytes) -> Any:
-    """The standard parser reads NaN and Infinity, which orjson refuses; what it cannot read is returned as text."""
+    """The parsed JSON. The standard parser reads NaN and Infinity, which orjson refuses; what neither reads stays text."""
     with contextlib.suppress(orjson.JSONDecodeError):
         return orjson.loads(content)
     text = content.decode("utf-8", "replace")

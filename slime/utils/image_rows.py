@@ -1,7 +1,7 @@
-"""Images of a row: what a field holds, and what the prompt says about it, become parts of chat messages.
+"""Images of a row: the images in a field, and the placeholders for them in the prompt, become parts of chat messages.
 
-A part is `{"type": "image", "image": source}`, where the source is the absolute path of a file or a data URI: no decoded
-image is held for a row. That the file is there and begins as an image is looked at when the row is read.
+A part is `{"type": "image", "image": source}`, where the source is the absolute path of a file or a data URI, so that no
+decoded image is held for a row. Reading the row checks that the file is there and begins as an image.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _IMAGE = MultimodalTypes.IMAGE
 
 
 def media_keys_problem(keys: Mapping[str, Any]) -> str | None:
-    """What is wrong with a value of `--multimodal-keys`; None where rows can be read by it."""
+    """What is wrong with a value of `--multimodal-keys`; None if rows can be read with it."""
     for name, field in keys.items():
         kind = MultimodalTypes.get(name)
         if kind is None:
@@ -41,7 +41,7 @@ def media_keys_problem(keys: Mapping[str, Any]) -> str | None:
 
 
 def image_sources(value: Any, folder: str, field: str) -> list[str]:
-    """The sources of what the field `field` of a row holds: nothing, an image or a list of images.
+    """The sources of the images in the field `field` of a row, which holds nothing, an image or a list of images.
 
     An image is a path or `file://` URI, absolute or relative to `folder`, a data URI, base64, its bytes, or an object with one
     of these under a name of `SOURCES`.
@@ -58,7 +58,8 @@ def messages_with_images(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """(messages, sources of their images in order): `prompt` with `images` in the places of its placeholders.
 
-    A placeholder is `<image>` in a text, or a part of the type `image` that names none. A text is what a user says.
+    A placeholder is `<image>` in a text, or a part of the type `image` that names no image. A prompt that is a text becomes
+    the message of a user.
 
     Args:
         fields: names of the fields of prompt and images, for messages.
@@ -85,7 +86,7 @@ def messages_with_images(
 
 
 def _parts(content: Any, folder: str, field: str) -> Any:
-    """A message's content: as it is where it is text alone, else parts of its own."""
+    """A message's content: unchanged if it is text without placeholders, else a new list of parts."""
     if isinstance(content, str):
         return _split(content) if _IMAGE.placeholder in content else content
     if not isinstance(content, Iterable):
@@ -134,7 +135,7 @@ def _source(value: Any, folder: str, name: str) -> str:
 
 
 def _decoded(text: str, name: str, path: str) -> bytes:
-    """The bytes of base64; BadRow where `text` is none: most often it meant a file, which is not there."""
+    """The bytes that `text` is the base64 of. BadRow if it is not base64; most often it names a file that is not there."""
     content = decoded_base64(text)
     if content is not None:
         return content

@@ -1,6 +1,6 @@
 """Which tokens of a chat are trained: those that the assistant said, and the mark that ends its turn.
 
-Three ways to find them, by `--loss-mask-type`:
+`--loss-mask-type` chooses among three ways to find them:
 
 * by turns (`qwen`, `qwen3`): every turn is rendered by itself and tokenised by itself. `qwen` renders it alone and cuts
   off the system prefix that the template puts before a lone message; `qwen3` renders it behind a fixed user message.
@@ -8,7 +8,8 @@ Three ways to find them, by `--loss-mask-type`:
 * by spans (`qwen3_5`): the whole chat is rendered once; assistant turns are found by character offsets.
 * prompt and answer (`distill_qwen`): the first message is the prompt, the last one the answer.
 
-What the template itself opens (role header, `<think>`) is given to the model at generation time and so never trained.
+What the template itself puts before an answer (role header, `<think>`) is given to the model when it generates, and so is
+never trained.
 """
 
 from __future__ import annotations
@@ -99,15 +100,15 @@ class MultiTurnLossMaskGenerator:
     def get_loss_mask_with_multimodal_alignment(
         self, messages: Messages, input_ids: list[int], tools: list[dict[str, Any]] | None = None
     ) -> TokensAndMask:
-        """`input_ids`, the chat as a processor tokenised it, and its mask: what it put in for images is not trained.
+        """`input_ids`, the chat as a processor tokenised it, and its mask; ids that it inserted for images are not trained.
 
         Raises:
-            UserError: without what was put in they are not the ids of the chat.
+            UserError: without the inserted ids they are not the ids of the chat.
         """
         token_ids, loss_mask = self.get_loss_mask(messages, tools)
         mask, position = [0] * len(input_ids), 0
         for place, token in enumerate(input_ids):
-            # A mark of an image that is repeated for its patches counts as the text's the first time.
+            # A processor repeats the mark of an image for its patches; the first one counts as the mark in the text.
             if position < len(token_ids) and token == token_ids[position]:
                 mask[place] = loss_mask[position]
                 position += 1
@@ -135,7 +136,7 @@ class MultiTurnLossMaskGenerator:
         return [self.tokenizer.decode(run) for run in runs]
 
     def render(self, messages: Messages, tools: Any = None, generation_prompt: bool = False) -> str:
-        """The text of a chat in the chat template. Raises UserError where that refuses it."""
+        """The chat as the chat template renders it. Raises UserError if the template refuses it."""
         try:
             return render_chat(
                 self.tokenizer, messages, tools, self._template_kwargs, add_generation_prompt=generation_prompt
@@ -166,7 +167,7 @@ class MultiTurnLossMaskGenerator:
         return _TurnFormat(one.removesuffix(user_turn), user_turn, role_header, generation_prompt, closer)
 
     def _turn_pieces(self, messages: Messages, tools: Any) -> list[tuple[str, bool]]:
-        """The chat as texts, each trained or not: what precedes the first turn, then the turns."""
+        """(text, whether it is trained): first what precedes the first turn, then each turn of the chat."""
         is_system = bool(messages) and messages[0]["role"] == "system"
         lead = self.render([*messages[:is_system], _USER], tools)
         if not lead.endswith(self._format.user_turn):

@@ -41,13 +41,13 @@ __all__ = [
 ]
 
 
-# How alike long names are of which one may be a slip of the other, and up to which length names are short.
+# How alike two long names must be for one to count as a slip of the other; and the length from which two letters may differ.
 _CLOSE = 0.9
 _SHORT_NAME = 12
-# Containers that are made before garbage is looked for, where Python says 700: some tens of MB at most.
+# How many new containers start a garbage collection; Python's default is 700. They take some tens of MB at most.
 _CONTAINERS_BETWEEN_COLLECTIONS = 50_000
 
-# Its seed is the system's, which else would be asked for every id: a call of the kernel each. A child has a seed of its own.
+# It is seeded once by the system; to ask the system for every id would be a call of the kernel each. A child reseeds its own.
 _ids = random.Random()
 os.register_at_fork(after_in_child=_ids.seed)
 
@@ -82,18 +82,19 @@ class Box:
 
     @property
     def inner(self) -> Any:
-        """What the box holds."""
+        """The object in the box."""
         return self._inner
 
 
 def collect_garbage_rarely() -> None:
-    """For a process that keeps many objects without cycles: to go through them at every 700 new ones takes half of its time."""
+    """Collect garbage more rarely. A process that keeps many objects without cycles would else spend half of its time on it."""
     gc.set_threshold(_CONTAINERS_BETWEEN_COLLECTIONS, *gc.get_threshold()[1:])
 
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """For a block that makes many objects which stay, as imports do: they are not looked through again and again meanwhile."""
+    """In the block no garbage is collected. It is for blocks that make many lasting objects, as imports do, which the
+    collector would go through again and again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -104,7 +105,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def host_memory_gib() -> float:
-    """GiB of the host's memory that this process has at the moment, pages that it shares with others included."""
+    """GiB of the host's memory that this process holds now, including pages that it shares with others."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**30
 
 
@@ -116,8 +117,8 @@ def should_run_periodic_action(
 ) -> bool:
     """Whether an action with this interval is due after rollout `rollout_id` (counted from 0).
 
-    Never without an interval; always at the last of `num_rollout`; else after every `interval` rollouts and at the end
-    of every epoch.
+    It never is without an interval. It is after the last of `num_rollout`, after every `interval` rollouts, and at the end of
+    every epoch.
     """
     if interval is None:
         return False
@@ -128,7 +129,8 @@ def should_run_periodic_action(
 
 
 def group_by(items: Iterable[Any], key: Callable[[Any], Hashable] | None = None) -> dict[Hashable, list[Any]]:
-    """Items by key (the item itself without `key`), both in their first order; equal keys need not be neighbours."""
+    """Items by key (the item itself without `key`), both in the order of their first appearance; equal keys need not be
+    neighbours."""
     groups: dict[Hashable, list[Any]] = {}
     for item in items:
         groups.setdefault(item if key is None else key(item), []).append(item)
@@ -138,8 +140,8 @@ def group_by(items: Iterable[Any], key: Callable[[Any], Hashable] | None = None)
 def get_free_port(start_port: int | None = None, consecutive: int = 1) -> int:
     """The first of `consecutive` ports that are free now on all interfaces.
 
-    Without `start_port` and for one port the system chooses. The port is not held: where another process could take it
-    before the server binds, use `slime.utils.ports.reserve_port`.
+    A single port without `start_port` is chosen by the system. The port is not held: if another process could take it before
+    the server binds, use `slime.utils.ports.reserve_port`.
 
     Raises:
         UserError: no such run of ports from `start_port` upwards.
@@ -167,20 +169,21 @@ def _bind_and_release(port: int) -> int:
 def get_current_node_ip() -> str:
     """The address under which other nodes reach this one, without the brackets of IPv6.
 
-    `SLIME_HOST_IP` wins; then the address that Ray uses for this node; then that of the default route; else loopback. With
-    `SLIME_PREFER_IPV6=1` it is an address of IPv6: that of Ray, or `ipv6_of_this_node`, which raises RunError without one.
+    It is `SLIME_HOST_IP` if set; else the address that Ray uses for this node; else that of the default route; else loopback.
+    With `SLIME_PREFER_IPV6=1` it is an IPv6 address: that of Ray, or `ipv6_of_this_node`, which raises RunError if there is
+    none.
     """
     override = env.host_ip_override()
     if override:
         return override.strip("[]")
     ray = sys.modules.get("ray")
-    of_ray = ray.util.get_node_ip_address().strip("[]") if ray is not None and ray.is_initialized() else None
+    ray_address = ray.util.get_node_ip_address().strip("[]") if ray is not None and ray.is_initialized() else None
     if env.prefers_ipv6():
         from slime.utils.ports import ipv6_of_this_node
 
-        return of_ray if of_ray is not None and ":" in of_ray else ipv6_of_this_node()
-    if of_ray is not None:
-        return of_ray
+        return ray_address if ray_address is not None and ":" in ray_address else ipv6_of_this_node()
+    if ray_address is not None:
+        return ray_address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Connecting a datagram socket sends nothing: it only makes the kernel choose a route.
@@ -235,7 +238,7 @@ def chunk_named_params_by_size(
 
 
 def unique_hex(digits: int = 32) -> str:
-    """Hexadecimal digits that nobody else draws. For names, of which a sample gets many; no secret: they may be guessed."""
+    """Random hexadecimal digits for a unique name; a sample gets many. They can be guessed, so they serve as no secret."""
     return f"{_ids.getrandbits(4 * digits):0{digits}x}"
 
 
@@ -248,7 +251,7 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
     for candidate in known:
         if abs(len(candidate) - len(name)) > allowed:
             continue
-        # Cheap bounds first: there are more than a thousand names.
+        # The cheap bounds come first, because there are more than a thousand names.
         matcher = difflib.SequenceMatcher(None, candidate, name, autojunk=False)
         if matcher.quick_ratio() < 0.6:
             continue

@@ -6,9 +6,8 @@ free until a hook reads or replaces a field, of which it gets a list that it may
 
 `remove_sample` is not part of the arrays, because filters set it after packing.
 
-Rows of different length as two flat numpy arrays: what a train batch is made of.
-
-Where a sample comes from, in a run that mixes data sets.
+`RaggedArray` holds rows of different length as two flat numpy arrays; a train batch is made of them. `get_source` tells
+which data set a sample comes from, in a run that mixes several.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ def pack_sample(sample: Sample) -> PackedSample:
     Without a `loss_mask` every response token is trained.
 
     Raises:
-        ValueError: per-token fields do not fit together (`Sample.validate_lengths`), or are no flat lists of numbers.
-        UserError: the mask holds something else than 1 and 0.
+        ValueError: per-token fields do not fit together (`Sample.validate_lengths`), or are not flat lists of numbers.
+        UserError: the mask has an entry that is neither 1 nor 0.
     """
     sample.validate_lengths()
     arrays: dict[str, np.ndarray | None] = {}
@@ -84,7 +83,7 @@ def as_loss_mask(mask: Any, name: str) -> np.ndarray:
         UserError: an entry is neither 1 nor 0: a mask cannot weigh tokens.
     """
     entries = np.asarray(mask)
-    # Nearly all masks, in a tenth of the time: bits of an entry that is neither 1 nor 0 are in the disjunction of all.
+    # This settles nearly all masks, in a tenth of the time: the OR of all entries has the bits of any other than 1 and 0.
     if entries.dtype.kind in "iu" and np.bitwise_or.reduce(entries, axis=None) in (0, 1):
         return entries.astype(np.int32, copy=False)
     wrong = np.flatnonzero((entries != 0) & (entries != 1))
@@ -123,11 +122,11 @@ class RaggedArray:
         return np.diff(self.offsets)
 
 
-# Key of a sample's metadata. A data source or a user's function sets it; the train batch has a column `source_names` then.
+# A key of a sample's metadata. If a data source or a user's function sets it, the train batch has a column `source_names`.
 SOURCE_NAME = "source_name"
 
 
 def get_source(sample: Sample) -> str | None:
-    """The name under which the metadata of `sample` say that it belongs; None where they do not."""
+    """The name of the source in the metadata of `sample`; None if they name none."""
     name = sample.metadata.get(SOURCE_NAME)
     return None if name is None else str(name)

@@ -1,8 +1,8 @@
-"""Files of plain values and tensors that are read without running anything: dumps, and the values of a data source's state.
+"""Files of plain values and tensors that are read without running any code: dumps, and the values of a data source's state.
 
-A dump whose name ends in `.pt` is torch's and loads with `weights_only=True`. Any other is JSON, with its tensors in
-`{path}.safetensors` beside it. In JSON, tuples, dicts with keys that are no strings, and what is not plain are objects whose
-keys start with `__`.
+A dump whose name ends in `.pt` is a file of torch, and loads with `weights_only=True`. Any other dump is JSON, with its tensors
+in `{path}.safetensors` beside it. In JSON, an object with a key that starts with `__` stands for a tuple, a dict with keys that
+are not strings, or a value that is not plain.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _TENSOR = "__tensor__"
 
 
 def encode_plain(value: Any, where: str, encode_other: Callable[[Any, str], Any]) -> Any:
-    """`value` as JSON has it. `encode_other(value, where)` gives one with a key `__…` for what is not plain, or raises."""
+    """`value` as JSON can hold it. For a value that is not plain `encode_other(value, where)` returns an object with a key
+    `__…`, or raises."""
     if isinstance(value, np.generic):
         value = value.item()
     # Exact types: an enum or another subclass would come back as something else.
@@ -41,7 +42,7 @@ def encode_plain(value: Any, where: str, encode_other: Callable[[Any, str], Any]
             return {key: encode_plain(entry, f"{where}[{key!r}]", encode_other) for key, entry in value.items()}
         return {"__items__": encode_plain([[key, entry] for key, entry in value.items()], where, encode_other)}
     if isinstance(value, Kept):
-        # A flag's list, that a function of a user's put beside a sample: in a file nobody keeps it.
+        # A list or dict of a flag that a user's function has put beside a sample; the file holds a plain copy.
         return encode_plain(value.copy(), where, encode_other)
     return encode_other(value, where)
 
@@ -64,27 +65,27 @@ def decode_plain(value: Any, decode_other: Callable[[dict[str, Any]], Any]) -> A
 
 
 def is_plain_array(value: Any) -> bool:
-    """Whether `value` is an array of numbers or of truth values, which are the arrays that files of tensors have."""
+    """Whether `value` is an array of numbers or of truth values, the only arrays that files of tensors can hold."""
     return isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
 
 
 def type_name(value: Any) -> str:
-    """What messages call the type of a value that is not plain."""
+    """The name that messages give the type of a value that is not plain."""
     return f"{type(value).__name__}{f' of {value.dtype}' if isinstance(value, np.ndarray) else ''}"
 
 
 def write_dump(path: Path, dump: dict[str, Any]) -> None:
-    """Write plain values, arrays and tensors to `path`, in the place of what is there; its directory is made.
+    """Write plain values, arrays and tensors to `path`, which is replaced if it exists; its directory is made.
 
     Raises:
-        TypeError: something else is in there, and the file is none of torch's.
+        TypeError: the dump holds another value, and the file is not one of torch.
         OSError: the file cannot be written.
     """
     import torch
 
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == TORCH_SUFFIX:
-        # An open file, because torch reports a full disk as RuntimeError where it opens the file itself.
+        # torch gets an open file, because it reports a full disk as RuntimeError if it opens the file itself.
         os.replace(_written(path, lambda file: torch.save(dump, file)), path)
         return
     from safetensors.torch import save
@@ -107,17 +108,18 @@ def write_dump(path: Path, dump: dict[str, Any]) -> None:
         _beside(path): _written(_beside(path), lambda file: file.write(save(tensors))),
         path: _written(path, lambda file: file.write(text.encode())),
     }
-    # What is read first goes first and comes last: no end in between leaves values of one dump beside tensors of another.
+    # The file that is read first is removed first and comes back last, so that an end in between never leaves the values of
+    # one dump beside the tensors of another.
     path.unlink(missing_ok=True)
     for place, temporary in written.items():
         os.replace(temporary, place)
 
 
 def read_dump(path: Path) -> Any:
-    """What `write_dump` wrote; a file of torch's is known by what is in it, too.
+    """The values that `write_dump` wrote. A file of torch is also recognised by its content.
 
     Raises:
-        Exception: whatever torch, safetensors or JSON say of a broken file.
+        Exception: whatever torch, safetensors or JSON raise for a broken file.
     """
     import torch
 
@@ -131,14 +133,14 @@ def read_dump(path: Path) -> Any:
 
 
 def may_be_dump(path: Path) -> bool:
-    """Whether `read_dump` may read the file that `path` is; its content is not gone through, which may be long."""
+    """Whether `read_dump` may be able to read the file `path`. Its content, which may be long, is not read through."""
     if zipfile.is_zipfile(path):
         return True
     if path.suffix != TORCH_SUFFIX:
         return _beside(path).is_file()
     try:
         with open(path, "rb") as file:
-            # A pickle, as torch once wrote it.
+            # The first byte of a pickle, the format that torch used to write.
             return file.read(1) == b"\x80"
     except OSError:
         return False

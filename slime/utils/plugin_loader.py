@@ -1,12 +1,12 @@
-"""Finds the object that a plug-in path names.
+"""Finds the object that a plug-in path names, and turns errors of users' functions into messages.
 
-Forms: `pkg.mod.attr` (the last dot separates), `pkg.mod:attr.attr`, `dir/file.py:attr.attr` and `dir/file.py`, where
-the flag's conventional names decide. The same path gives the same object for the life of the process. Everything that
-can be wrong is a `UserError` that names the flag, the path and, for a failing import, the original traceback and search
+Paths have the forms `pkg.mod.attr` (the last dot separates), `pkg.mod:attr.attr`, `dir/file.py:attr.attr` and `dir/file.py`,
+for which the flag's conventional names decide. The same path gives the same object for the life of the process. Everything
+that can be wrong is a `UserError` that names the flag, the path and, for a failing import, the original traceback and search
 path.
 
-Errors of functions that users supply: flag, path and what they were called for, with the user's part of the traceback. One
-that would end more than its call, such as `sys.exit`, is an error too.
+The error of a user's function names the flag, the path and what the function was called for, and has the user's part of the
+traceback. An exception that would end more than the call, such as that of `sys.exit`, becomes such an error too.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from typing import Any, NamedTuple
 
 from slime.utils.errors import RunError, UserError
 
-# While one thread runs a file, others find an unfinished module; the file may ask for further ones.
+# Without it other threads would find an unfinished module while one runs the file. The file itself may load further ones.
 _running_a_file = threading.RLock()
-# Where the files lie that were run: what they imported from beside them goes on under its plain name.
+# The directories of the files that were run. Modules that these imported from there stay loaded under their plain names.
 _directories: set[str] = set()
 
 _GIVEN_ANOTHER = "and another plug-in has imported {} under that name, which it would be given; rename one of them"
@@ -52,8 +52,8 @@ _CONVENTIONAL_NAMES = {
     "eval_function": ("eval_function", "generate_rollout"),
     "dynamic_sampling_filter": ("dynamic_filter", "filter_fn"),
 }
-# Whose functions may be `async`: `call_user_function` calls them. At no other point does anybody await what comes back, and a
-# coroutine never runs.
+# Flags whose functions may be `async`, because `call_user_function` calls them. No other caller awaits what comes back, so
+# there a coroutine would never run.
 _AWAITED = frozenset({
     "--custom-generate-function-path", "--rollout-sample-hook-path", _REWARD_FLAG, "--rollout-all-samples-process-path",
     "--rollout-sample-filter-path", "--custom-reward-post-process-path", "--custom-convert-samples-to-train-data-path",
@@ -85,7 +85,7 @@ def load_function(path: str, flag: str | None = None, *, batched: bool = False) 
 
 
 def is_coroutine_function(fn: Callable[..., Any]) -> bool:
-    """Whether calling `fn` gives an awaitable, also for objects with an async `__call__`."""
+    """Whether a call of `fn`, which may be an object with an async `__call__`, gives an awaitable."""
     if inspect.isfunction(fn):
         return parameters_of(fn).with_coroutine
     called = getattr(fn, "__call__", None)  # noqa: B004
@@ -109,7 +109,7 @@ _observer: Callable[[str | None, str, Any], Any] | None = None
 
 @contextlib.contextmanager
 def observing_plug_ins(observer: Callable[[str | None, str, Any], Any]) -> Iterator[None]:
-    """In the block `load_function` gives what `observer(flag, path, what was found)` returns in its place, in all threads."""
+    """In the block `load_function` returns `observer(flag, path, found)` instead of what it found, in all threads."""
     global _observer
     _observer = observer
     try:
@@ -142,10 +142,10 @@ def _load_cached(key: str, path: str, flag: str | None, batched: bool) -> Any:
 
 
 def load_module(path: str, flag: str | None = None) -> ModuleType:
-    """The module that `path` is: a file, or the name of one.
+    """The module that `path` names, which is a file or the name of a module.
 
     Raises:
-        UserError: there is none, or it does not import.
+        UserError: there is none, or its import fails.
     """
     subject = subject_of(flag, path)
     return _load_file(path, subject) if path.endswith(".py") else _import_module(path, subject)
@@ -157,7 +157,7 @@ def file_of_path(path: str) -> str | None:
 
 
 def subject_of(flag: str | None, path: Any) -> str:
-    """How messages call a plug-in path."""
+    """What messages call a plug-in path."""
     return f"{flag} {path!s}" if flag else f"plug-in path {path!s}"
 
 
@@ -167,7 +167,7 @@ def _split_file_path(path: str) -> tuple[str | None, str]:
 
 
 def split_path(path: str) -> tuple[str | None, str, str]:
-    """File (None: a module is named), module and attribute of a plug-in path; what it does not name is empty."""
+    """(file, module, attribute) of a plug-in path. The file is None if a module is named; parts that are missing are empty."""
     file, attribute = _split_file_path(path)
     if file is not None:
         return file, "", attribute
@@ -181,7 +181,7 @@ def _import_module(name: str, subject: str) -> ModuleType:
     if any(found in _files_of(top, directory) for directory in _directories):
         spec = importlib.machinery.PathFinder.find_spec(top)
         if spec is not None and spec.has_location and os.path.isfile(spec.origin):
-            # Packages may have the same file, an empty one say, and other modules.
+            # Every part is compared, because two packages may have equal files, such as an empty one, and different modules.
             place = os.path.dirname(os.path.dirname(spec.origin) if spec.submodule_search_locations else spec.origin)
             for part in _with_packages(name):
                 own, other = next(filter(os.path.isfile, _files_of(part, place)), None), _given_instead(part, place)
@@ -218,10 +218,10 @@ def _load_file(file: str, subject: str) -> ModuleType:
 
 
 def _taken_for_another(file: str) -> Iterator[tuple[str, str]]:
-    """Modules below the directory of `file` that it or one of them imports, each with the other one of that name below the
-    directory of another plug-in, which it would be given."""
+    """(module's file, file that Python would give instead) for each module below the directory of `file` that `file` or one of
+    these modules imports, and for which Python would give one of the same name from another plug-in's directory."""
     directory, files = os.path.dirname(file), [file]
-    # It grows meanwhile.
+    # The list grows during the loop.
     for importing in files:
         for name in _names_imported_by(importing, directory):
             own = next(filter(os.path.isfile, _files_of(name, directory)), None)
@@ -238,18 +238,19 @@ def _are_equal(one: str, other: str) -> bool:
 
 
 def _files_of(name: str, directory: str) -> tuple[str, str]:
-    """Where the module `name` may lie below `directory`, first what Python takes first."""
+    """The files that may be the module `name` below `directory`, in the order in which Python tries them."""
     place = os.path.join(directory, *name.split("."))
     return os.path.join(place, "__init__.py"), f"{place}.py"
 
 
 def _given_instead(name: str, directory: str) -> str | None:
-    """The file from which Python has the module `name`, or would take it, below the directory of another plug-in."""
+    """The file, below the directory of another plug-in, from which Python has loaded the module `name` or would load it; None
+    if there is none."""
     found = getattr(sys.modules.get(name), "__file__", None)
-    # What is not imported yet is looked for where its package lies.
+    # Python looks for a module that is not imported yet in the directory of its package.
     package = name.partition(".")[0]
     file_of_package = getattr(sys.modules.get(package), "__file__", None)
-    # A path that names a module is looked for where the run was started, too.
+    # The working directory counts too, because paths that name modules are looked for there.
     for place in {*_directories, os.getcwd()} - {directory}:
         files = _files_of(name, place)
         if found in files:
@@ -260,7 +261,8 @@ def _given_instead(name: str, directory: str) -> str | None:
 
 
 def _names_imported_by(file: str, directory: str) -> list[str]:
-    """Of modules and, before them, the packages that they are in; what `file` gets from a module may be one too."""
+    """The names of the modules that `file` imports, and of their packages. A name that it imports from a module counts as a
+    module, since it may be one."""
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -271,7 +273,7 @@ def _names_imported_by(file: str, directory: str) -> list[str]:
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            # Each dot after the first one leaves a package.
+            # Each dot after the first one goes up one package.
             near = packages[: len(packages) + 1 - node.level] if node.level else ()
             module = [*near, *filter(None, [node.module])]
             imported |= {".".join([*module, alias.name]) for alias in node.names}
@@ -279,7 +281,7 @@ def _names_imported_by(file: str, directory: str) -> list[str]:
 
 
 def _with_packages(name: str) -> Iterator[str]:
-    """A module's name, and before it those of the packages that it is in."""
+    """The names of the packages that a module is in, outermost first, and then its own."""
     return itertools.accumulate(name.split("."), "{}.{}".format)
 
 
@@ -295,7 +297,7 @@ def _importing(subject: str) -> Iterator[None]:
 
 
 def _elsewhere(error: Exception) -> str:
-    """Of a module that this package does not have: where it has one of that name, as a part of a message."""
+    """The part of a message that tells, about a missing module of this package, where there is one of that name."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if not name or not name.startswith(f"{__package__.partition('.')[0]}."):
         return ""
@@ -326,7 +328,7 @@ def _resolve(module: ModuleType, attribute: str, subject: str) -> Any:
 
 
 def no_attribute(subject: str, owner: str, part: str, names: Iterable[str]) -> str:
-    """The message about an attribute that `owner` lacks, which has `names`."""
+    """The message that `owner`, whose attributes are `names`, lacks the attribute `part`."""
     public = [name for name in names if not name.startswith("_")]
     near = difflib.get_close_matches(part, public, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; it has: {', '.join(sorted(public)) or 'nothing public'}"
@@ -369,7 +371,7 @@ def _resolve_by_convention(module: ModuleType, flag: str | None, batched: bool, 
 
 
 def conventional_names(flag: str | None, batched: bool) -> tuple[str, ...]:
-    """The names that are looked for in a bare `file.py`, in their order."""
+    """The names that are looked for in a bare `file.py`, in this order."""
     kind = _kind_of(flag)
     names = _CONVENTIONAL_NAMES.get(kind, (kind.removeprefix("custom_"),))
     if kind == "custom_rm" and batched:
@@ -378,7 +380,7 @@ def conventional_names(flag: str | None, batched: bool) -> tuple[str, ...]:
 
 
 def no_conventional_name(subject: str, own: Iterable[str], tried: Iterable[str]) -> str:
-    """The message about a bare file that defines `own` and none of the names that were `tried`."""
+    """The message about a bare file that defines the names `own`, and none of those that were `tried`."""
     return (
         f"{subject}: the file defines {', '.join(sorted(own)) or 'no public function or class'}; name one after a colon "
         f"(file.py:name), or use a conventional name ({', '.join(tried) or 'none'})"
@@ -390,12 +392,12 @@ def _kind_of(flag: str | None) -> str:
 
 
 class Parameters(NamedTuple):
-    """What a callable can be given, and what it gives.
+    """The parameters of a callable, and whether a call gives a coroutine.
 
     Attributes:
-        names: of its parameters, in order and without self.
+        names: the names of its parameters, in order and without self.
         by_name: those that can be given by name.
-        takes_any_name: whether others can as well.
+        takes_any_name: whether any other name can be given as well.
         with_coroutine: whether it is a coroutine function.
     """
 
@@ -406,14 +408,14 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(fn: Callable[..., Any]) -> Parameters:
-    """The parameters of `fn`; none of a callable that does not tell."""
+    """The parameters of `fn`; none if the callable has no signature."""
     try:
         return _parameters_of(fn)
-    except TypeError:  # it has no hash
+    except TypeError:  # `fn` is not hashable
         return _parameters_of.__wrapped__(fn)
 
 
-# Asked at every call of a plug-in, and slow to find out.
+# Cached, because it is asked at every call of a plug-in, and is slow.
 @functools.lru_cache(maxsize=256)
 def _parameters_of(fn: Callable[..., Any]) -> Parameters:
     with_coroutine = inspect.iscoroutinefunction(fn)
@@ -439,16 +441,18 @@ _PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
 
 
 class EndingRaised(RuntimeError):
-    """The user's code raised what would end more than its call; that is the cause."""
+    """The user's code raised an exception that would end more than its call; it is the `__cause__`."""
 
 
 class containing_endings:
-    """Raise EndingRaised for what the block, code of the user's, raises that is no `Exception`: SystemExit and
-    KeyboardInterrupt, which would end the event loop or the actor that it runs in, a CancelledError, for which its caller would
-    count as cancelled, and what is to pass every `except Exception`, ours too, such as time limits of graders.
+    """Raise EndingRaised if the block, which runs the user's code, raises anything that is not an `Exception`.
 
-    A cancellation of the task that the block runs in, its end (GeneratorExit), and the interruption of the main thread, by
-    Ctrl-C, pass as they are.
+    Such are SystemExit and KeyboardInterrupt, which would end the event loop or the actor around it; a CancelledError, which
+    would make its caller look cancelled; and exceptions that are meant to pass every `except Exception`, ours too, such as
+    time limits of graders.
+
+    A cancellation of the task that the block runs in, a GeneratorExit, and an interruption of the main thread by Ctrl-C pass
+    unchanged.
     """
 
     def __enter__(self) -> None:
@@ -472,7 +476,7 @@ def _is_being_cancelled() -> bool:
 
 @contextlib.contextmanager
 def calling_user_code(flag: str, path: str, subject: str) -> Iterator[None]:
-    """Turn an exception that the block raises into the error of `user_function_error`.
+    """Turn an exception of the block into the error that `user_function_error` makes of it.
 
     Args:
         subject: what the function was called for, for example `rollout 3`.
@@ -485,13 +489,14 @@ def calling_user_code(flag: str, path: str, subject: str) -> Iterator[None]:
 
 
 def call_plug_in(flag: str, path: str | None, subject: str, *given: Any) -> Any:
-    """What the user's function at `path` returns, at a point where nobody awaits; None without a path.
+    """The result of the user's function at `path`, for callers that do not await it; None without a path.
 
     Args:
         subject: see `calling_user_code`.
 
     Raises:
-        UserError: it cannot be loaded, raised, or returned a coroutine; names flag, path and, if it was called, the subject.
+        UserError: the function cannot be loaded, raised, or returned a coroutine; the message names the flag, the path and, if
+            it was called, the subject.
     """
     if path is None:
         return None
@@ -499,14 +504,14 @@ def call_plug_in(flag: str, path: str | None, subject: str, *given: Any) -> Any:
     with calling_user_code(flag, path, subject):
         result = function(*given)
         if inspect.iscoroutine(result):
-            # What a plain function around an async one gives.
+            # A plain function that returns the call of an async one is noticed only here.
             result.close()
             raise UserError(nobody_awaits(f"{flag} {path}, called for {subject},"))
     return result
 
 
 def user_function_error(flag: str, path: str, subject: str, error: Exception) -> Exception:
-    """What a raising plug-in becomes: an error that names flag, path and subject and holds the original traceback.
+    """The error to raise for a plug-in that raised: it names flag, path and subject, and holds the original traceback.
 
     Errors that already carry a message for the user pass unchanged.
     """
@@ -518,7 +523,7 @@ def user_function_error(flag: str, path: str, subject: str, error: Exception) ->
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame that is not ours; the whole one when all are (a function of this package)."""
+    """The traceback from the first frame outside this package on; the whole one if all frames are inside."""
     part = trace
     while part is not None and part.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         part = part.tb_next

@@ -1,7 +1,7 @@
 """What the source of a plug-in tells about a plug-in path, before any process runs that source.
 
-The driver looks for misspelt modules and names this way: an import there would cost the seconds that torch takes, and run
-the user's code once more, in a process for which it was not written. What the source leaves open (`from x import *`, names
+This is how the driver finds misspelt modules and names. An import would cost it the seconds that torch takes to import, and
+run the user's code once more, in a process for which it was not written. What the source leaves open (`from x import *`, names
 made by code, compiled modules) is left to the process that loads the plug-in.
 """
 
@@ -29,16 +29,16 @@ _MAKES_NAMES = {"globals", "locals", "vars", "exec", "modules", "__getattr__"}
 
 @dataclass
 class _Names:
-    """Names that a module or class binds. `open`: it may bind more than is seen."""
+    """Names that a module or class binds. `open`: it may bind more names than its statements show."""
 
     nodes: dict[str, ast.AST] = field(default_factory=dict)
     open: bool = False
 
 
 def problem_of_path(path: str, flag: str | None = None, *, batched: bool = False) -> str | None:
-    """Why `path` cannot be loaded, as `load_function` would say it; None where nothing is wrong or it cannot be told.
+    """Why `path` cannot be loaded, in the words of `load_function`; None if nothing is wrong, or if the source does not tell.
 
-    A file or a top-level package that does not exist is no matter of this function. Arguments as for `load_function`.
+    This function does not report a file or a top-level package that does not exist. Arguments as for `load_function`.
     """
     subject = subject_of(flag, path)
     file, module, attribute = split_path(path.strip())
@@ -87,13 +87,13 @@ def _problem_of_convention(names: _Names, flag: str | None, batched: bool, subje
     ]
     found = next((name for name in tried if name in names.nodes), None)
     if own and found is not None and isinstance(names.nodes[found], ast.alias):
-        # Which one is meant nobody can tell, and the wrong one runs as well.
+        # Nobody can tell which one is meant, and the wrong one would run without an error.
         return (
             f"{subject}: the file imports {found}, a conventional name, and defines {', '.join(sorted(own))}; name the one "
             "that you mean after a colon (file.py:name)"
         )
     assigned = any(isinstance(node, ast.Name) for node in public.values())
-    # Which class is a reward shows only when it is loaded: the method may be inherited.
+    # Only loading shows which class is a reward, because the method may be inherited.
     classes = "compute_reward" in tried and any(isinstance(public[name], ast.ClassDef) for name in own)
     if names.open or assigned or classes or len(own) == 1 or found is not None:
         return None
@@ -101,7 +101,7 @@ def _problem_of_convention(names: _Names, flag: str | None, batched: bool, subje
 
 
 def _file_of_module(module: str) -> tuple[str | None, str | None]:
-    """The source of a dotted module, found without importing its packages; and why there is none, where that is sure."""
+    """(source file of a dotted module, why there is certainly none), either None; the packages are not imported."""
     top, *parts = module.split(".")
     spec = find_top(top)
     if spec is None:
@@ -111,7 +111,7 @@ def _file_of_module(module: str) -> tuple[str | None, str | None]:
         name = f"{outer}.{part}"
         known = sys.modules.get(name)
         if known is not None:
-            # Loaded under this name, wherever it lies: `os` is no package and has `os.path` all the same.
+            # A loaded module counts wherever it lies: `os` is not a package, and yet there is `os.path`.
             file, directories = getattr(known, "__file__", None), getattr(known, "__path__", None)
         elif directories is None:
             return None, f"{outer!r} is a module ({file}), no package with a {part!r} in it; write {outer}:{part}..."
@@ -131,7 +131,7 @@ def _file_of_module(module: str) -> tuple[str | None, str | None]:
 
 
 def _may_hold(directories: Iterable[str], part: str) -> bool:
-    """Whether something else than Python source may stand for the module `part`."""
+    """Whether something other than Python source may provide the module `part`."""
     for directory in directories:
         if not os.path.isdir(directory) or any(name.startswith(f"{part}.") for name in os.listdir(directory)):
             return True
@@ -139,9 +139,9 @@ def _may_hold(directories: Iterable[str], part: str) -> bool:
 
 
 def find_top(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Where the top-level module or package `name` is; nothing is imported to find out."""
+    """The spec of the top-level module or package `name`, found without importing anything; None if there is none."""
     try:
-        # Ray puts the directory where the command was typed on the search path of its workers.
+        # Ray puts the directory in which the command was typed on the search path of its workers.
         here = importlib.machinery.PathFinder.find_spec(name, [os.getcwd()])
         return here or importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -161,7 +161,7 @@ def _names_of(scope: ast.Module | ast.ClassDef) -> _Names:
 
 
 def _collect(nodes: Sequence[ast.AST], names: _Names) -> None:
-    """Names bound by statements of this scope; those inside of functions and classes are theirs."""
+    """Collect the names that statements of this scope bind; names inside its functions and classes belong to those."""
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.nodes[node.name] = node

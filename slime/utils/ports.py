@@ -39,7 +39,7 @@ class PortReservation:
         self._holder.close()
 
     def is_taken(self) -> bool:
-        """Whether a server listens on it, ours or another's: one that marks its socket as reusable may."""
+        """Whether a server listens on it, ours or another one; any server that marks its socket as reusable can."""
         with socket.socket(self._holder.family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -72,14 +72,14 @@ def reserve_port(host: str, start: int, attempts: int = 2000) -> PortReservation
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
             continue
-        # Only after the bind: set before, it would let two reservations share the port.
+        # Set only after the bind, because before it this would let two reservations share the port.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return PortReservation(host, port, holder)
     raise RunError(f"no free port on {host} from {start} to {min(start + attempts, 65536) - 1}")
 
 
 def reserve_row(count: int) -> list[PortReservation]:
-    """Reserve `count` ports in a row that are free on all addresses; raises as `reserve_port`."""
+    """Reserve `count` consecutive ports that are free on all addresses; raises as `reserve_port`."""
     row = [reserve_port("", random_port_start(17000))]
     while len(row) < count:
         following = reserve_port("", row[-1].port + 1)
@@ -99,15 +99,15 @@ def random_port_start(base: int, spread: int = 1000) -> int:
 def service_host(clients: Iterable[str] = ()) -> str:
     """The address that a server of this node binds and announces.
 
-    `SLIME_HOST_IP` if set; the node's Ray address when the Ray cluster has several nodes; else the one that this node has on
-    the way to a client outside of it; loopback otherwise. Never all interfaces. With `SLIME_PREFER_IPV6=1` no address of IPv4
-    is taken from these: in the place of one stands `ipv6_of_this_node`, or the loopback of IPv6.
+    It is `SLIME_HOST_IP` if set; else the node's Ray address if the Ray cluster has several nodes; else the address from which
+    this node connects to a client that is not on it; else loopback. It is never all interfaces. With `SLIME_PREFER_IPV6=1`
+    an IPv4 address found in this way is replaced by `ipv6_of_this_node`, or by the loopback of IPv6.
 
     Args:
         clients: URLs of servers outside of Ray that will connect.
 
     Raises:
-        RunError: `SLIME_HOST_IP` is no address of this machine, or it has none of IPv6.
+        RunError: `SLIME_HOST_IP` is no address of this machine, or an address of IPv6 is preferred and there is none.
     """
     override = env.host_ip_override()
     if override:
@@ -129,10 +129,10 @@ def service_host(clients: Iterable[str] = ()) -> str:
 
 
 def ipv6_of_this_node() -> str:
-    """The first address of IPv6 of this machine by which others reach it.
+    """The first IPv6 address of this machine at which other machines reach it.
 
     Raises:
-        RunError: it has none.
+        RunError: it has no such address.
     """
     for entries in psutil.net_if_addrs().values():
         for entry in entries:
@@ -147,10 +147,10 @@ def ipv6_of_this_node() -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface of this machine that has `address`, as 127.0.0.2 lies on that of 127.0.0.1.
+    """The name of the network interface of this machine that has `address`. All loopback addresses of a family count as one's.
 
     Raises:
-        RunError: none has it.
+        RunError: no interface has it.
     """
     found: dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -158,7 +158,7 @@ def interface_of(address: str) -> str:
             if entry.family in (socket.AF_INET, socket.AF_INET6):
                 # Link-local addresses name their interface behind a percent sign.
                 found[ipaddress.ip_address(entry.address.partition("%")[0])] = name
-    # A node may have been given a name in place of an address.
+    # A node may have been given a host name instead of an address.
     with contextlib.suppress(OSError):
         wanted = ipaddress.ip_address(socket.getaddrinfo(address, None)[0][4][0].partition("%")[0])
         for own, name in found.items():
@@ -172,15 +172,15 @@ def interface_of(address: str) -> str:
 
 
 def group_environment(host: str) -> dict[str, str]:
-    """Variables with which process groups of Gloo are met on the interface of `host`; none where the user has named one.
+    """Environment variables that make Gloo use the interface of `host`; empty if the user has named an interface.
 
-    Gloo itself listens where the name of the machine leads, which is often loopback: other nodes would wait for it in vain.
+    By itself Gloo listens on the address of the machine's host name, which is often loopback, where no other node reaches it.
     """
     return {} if env.gloo_interface() else {"GLOO_SOCKET_IFNAME": interface_of(host)}
 
 
 def _address_towards(url: str) -> str:
-    """The address of this machine that connections to `url` come from; nothing is sent."""
+    """The local address from which this machine connects to `url`; nothing is sent to find out."""
     parts = urlsplit(url)
     family, kind, _, _, address = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -189,10 +189,10 @@ def _address_towards(url: str) -> str:
 
 
 def normalize_external_engine_addr(address: str) -> str:
-    """The base URL of an engine at `host:port`, or at its base URL with plain HTTP, without a trailing slash.
+    """The base URL, without a trailing slash, of an engine given as `host:port` or as a base URL with plain HTTP.
 
     Raises:
-        ValueError: another scheme, no port, or more than an address.
+        ValueError: it has another scheme, no port, or more than an address.
     """
     url = address if "://" in address else f"http://{address}"
     try:
@@ -211,15 +211,15 @@ def host_for_url(host: str) -> str:
 
 
 def engine_url(listed: str) -> str:
-    """The engine that a router lists under this URL: where it chooses among the groups of engines, each is `url@number`."""
+    """The engine's URL in a router's list. A router that chooses among an engine's data-parallel ranks lists `url@number`."""
     return re.sub(r"@\d+$", "", listed)
 
 
 def engine_urls(workers: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The engines in a router's list, each once.
+    """The URLs of the engines in a router's list, each once.
 
     Raises:
-        KeyError, TypeError: it is no such list.
+        KeyError, TypeError: `workers` is not a list as routers give it.
     """
     return list(dict.fromkeys(engine_url(worker["url"]) for worker in workers))
 
@@ -236,7 +236,7 @@ def is_port_available(port: int) -> bool:
 
 
 def find_available_port(base: int) -> int:
-    """The first free port from `base` upwards. It is not reserved: whoever needs it for certain binds it at once.
+    """The first free port from `base` upwards. It is not reserved, so a caller that needs it has to bind it at once.
 
     Raises:
         RunError: every port up to 65535 is taken.

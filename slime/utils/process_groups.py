@@ -1,5 +1,5 @@
-"""Where process groups are made: the default one, that of its ranks on the host, and those with peers that are not in our
-world (the engines). Only Megatron lays out its parallel groups by itself, inside the default one."""
+"""The making of process groups: the default one, the one of the same ranks for tensors on the host, and those with peers
+outside our world (the engines). Only Megatron makes its parallel groups by itself, inside the default one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-# The default group, and its ranks on the host. A default group that was left and joined again is another one. Held weakly:
-# torch holds them until they are left, and a group of Gloo that lives until the interpreter ends aborts the process.
+# (the default group, the group of its ranks on the host). If the default group was left and joined again it is another one.
+# The references are weak: torch holds the groups until they are left, and a Gloo group that still lives when the interpreter
+# ends aborts the process.
 _on_host: tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]] | None = None
 
 
 def join_world(backend: str, timeout: timedelta) -> None:
-    """Join the default group that the environment names, unless this process is in one, and that of its ranks on the host.
+    """Join the default group that the environment names, unless this process is in one, and the group of its ranks on the host.
 
     Collective. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as torch.distributed expects.
     """
@@ -36,7 +37,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
 def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """The Gloo group of all ranks of the default group, for collectives on tensors of the host and on objects.
 
-    Collective; later calls return the same group. A default group with the backend of groups on the host is that group itself.
+    Collective; later calls return the same group. If the default group already has the host's backend it is returned itself.
     """
     import torch.distributed as dist
 
@@ -52,10 +53,10 @@ def init_gloo_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 
 def get_gloo_group() -> dist.ProcessGroup:
-    """What `init_gloo_group` made; every training rank has it.
+    """The group that `init_gloo_group` made; every training rank has one.
 
     Raises:
-        RuntimeError: it was not called since the default group was joined.
+        RuntimeError: `init_gloo_group` was not called since the default group was joined.
     """
     import torch.distributed as dist
 
@@ -66,16 +67,17 @@ def get_gloo_group() -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def patient_groups(seconds: float) -> Iterator[None]:
-    """In the block a collective of any group of this process waits `seconds` for the other ranks, where its limit is shorter.
+    """In the block, collectives of every group of this process wait at least `seconds` for the other ranks.
 
-    For work whose time depends on bytes, and which some ranks do while the others wait: nobody hangs, somebody writes.
+    It is for work whose time depends on how many bytes there are, and which some ranks do while the others wait: a rank that
+    writes for a long time does not hang.
     """
     from torch.distributed import distributed_c10d
 
     backends = [
         group._get_backend(device) for group in distributed_c10d._world.pg_map for device in group._device_types
     ]
-    # Groups that stand for others, of ranks that are not there, wait for nobody.
+    # Stand-in groups, for ranks that are not there, wait for nobody and have no limit to set.
     limits = [(backend, backend.options._timeout) for backend in backends if hasattr(backend, "_set_default_timeout")]
     for backend, limit in limits:
         backend._set_default_timeout(max(limit, timedelta(seconds=seconds)))
@@ -87,7 +89,7 @@ def patient_groups(seconds: float) -> Iterator[None]:
 
 
 def create_store(host: str, timeout: timedelta) -> dist.TCPStore:
-    """The rendezvous of a group whose rank 0 we are: listens on a free port (`.port`) of `host`, and of `host` only."""
+    """The rendezvous of a group in which we are rank 0; it listens on a free port (`.port`) of `host` only."""
     from torch.distributed import TCPStore
 
     # Left to itself, the store listens on all interfaces.

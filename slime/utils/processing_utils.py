@@ -50,11 +50,11 @@ _COMPILER = "torch._dynamo"
 
 @contextlib.contextmanager
 def _compiler_left_out() -> Iterator[None]:
-    """Import transformers' tokenizers in the block without torch's compiler, a third of what they take.
+    """In the block, an import of transformers' tokenizers does not import torch's compiler, which takes a third of its time.
 
-    transformers 5.12.1 imports what makes attention masks along with them, and that one class of torch 2.13.0's compiler, from
-    a module which needs nothing of it. Here that module is imported alone; whoever asks for the compiler gets it as ever. Where
-    torch is left out, as in processes that only prepare rows, tokenizers do without.
+    With the tokenizers, transformers 5.12.1 imports the code for attention masks, which imports one class of torch 2.13.0's
+    compiler, from a module that needs nothing else of the compiler. Here that module is imported alone; a later import of the
+    compiler finds all of it. Without torch, as in processes that only prepare rows, tokenizers need none of this.
     """
     if _COMPILER not in sys.modules and importlib.util.find_spec("torch") is not None:
         import torch
@@ -82,34 +82,35 @@ def no_chat_template(reason: str, name: str) -> str:
 
 
 def lacks_chat_template(directory: str) -> bool:
-    """Whether the tokenizer in a Hugging Face directory has no chat template for sure, from its files alone.
+    """Whether the files of a Hugging Face directory show that its tokenizer certainly has no chat template.
 
-    Loading the tokenizer takes seconds. Code of its own, or a file of another format, may bring a template along.
+    The tokenizer is not loaded, which takes seconds. The answer is False if its own code, or a file of another format, may
+    bring a template along.
     """
     try:
         with open(os.path.join(directory, "tokenizer_config.json"), encoding="utf-8") as file:
             config = json.load(file)
     except (OSError, ValueError):
-        return False  # whoever loads the tokenizer says what is wrong with it
+        return False  # loading the tokenizer will tell what is wrong with it
     named = ("chat_template.jinja", "chat_template.json", "additional_chat_templates", "tekken.json")
     elsewhere = any(os.path.exists(os.path.join(directory, name)) for name in named)
     return not elsewhere and not config.get("chat_template") and "auto_map" not in config
 
 
-# Files that hold the vocabulary of a tokenizer, by the kinds that there are.
+# Names of the files that hold a tokenizer's vocabulary, for all kinds of tokenizers.
 _VOCABULARIES = (
     "tokenizer.json", "*.tok.json", "*vocab*", "*.model", "*.tiktoken", "tekken.json", "encoder.json", "*.spm", "*.bpe",
     "*.codes",
 )  # fmt: skip
-# Tokenizers of bytes or characters, which have none.
+# Tokenizers of bytes or characters, which have no vocabulary.
 _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 
 
 def lacks_tokenizer(directory: str) -> bool:
-    """Whether there is no tokenizer in a Hugging Face directory for sure, from its files alone.
+    """Whether the files of a Hugging Face directory show that it certainly has no tokenizer.
 
-    Loading one takes seconds, and does not always tell: transformers 5.12.1 makes a Qwen2Tokenizer without a vocabulary, to
-    which every text has no tokens. Code of its own may do without one.
+    Loading one takes seconds, and does not always tell: transformers 5.12.1 makes a Qwen2Tokenizer without a vocabulary, for
+    which no text has any token. A tokenizer with its own code may need no vocabulary.
     """
     if any(any(Path(directory).glob(pattern)) for pattern in _VOCABULARIES):
         return False
@@ -119,7 +120,7 @@ def lacks_tokenizer(directory: str) -> bool:
         except (OSError, ValueError):
             continue
         code = config.get("auto_map") or ()
-        # It is a list in old directories.
+        # `auto_map` is a list in old directories.
         if "AutoTokenizer" in code or isinstance(code, list) or config.get("tokenizer_class") in _WITHOUT_VOCABULARY:
             return False
     return True
@@ -144,10 +145,10 @@ def render_chat(
 
 
 def load_processor(path: str, trust_remote_code: bool = False, **kwargs: Any) -> Any | None:
-    """The processor of a model with images in the directory `path`; None where the model has none. Never asks the network.
+    """The processor of a model with images in the directory `path`; None if it has none. Never asks the network.
 
     Raises:
-        UserError: no such directory, or the processor that it names cannot be loaded, for want of torchvision for example.
+        UserError: there is no such directory, or its processor cannot be loaded, for example because torchvision is missing.
     """
     if not os.path.isdir(path):
         raise UserError(f"--hf-checkpoint {path}: there is no such directory; give a local Hugging Face checkpoint")
@@ -180,12 +181,12 @@ def no_processor(checkpoint: str, keys: str) -> str:
     )
 
 
-# Of a prompt alone it is not known which of them names its images.
+# For messages about a prompt of which it is not known which of the two names its images.
 ANY_KEYS = "--multimodal-keys (of an evaluation set: multimodal_keys in --eval-config)"
 
 
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a processor is called with beside the text: the media that are there, and tensors of torch as its result."""
+    """A processor's arguments beside the text: the media that are there, and the wish for tensors of torch as result."""
     media = {name: values for name, values in (multimodal_inputs or {}).items() if values}
     return {**media, "return_tensors": "pt"}
 
@@ -193,8 +194,8 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> d
 def process_vision_info(prompt: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
     """`{"images": [PIL images in RGB], "videos": None}`: the media in the messages, in their order.
 
-    An image is an entry `{"type": "image", "image": …}` of a message's content, read from what `source_of` finds in it.
-    `processor` is there for the sake of those that take other media.
+    An image is an entry `{"type": "image", "image": …}` of a message's content, read from the source that `source_of` finds in
+    it. `processor` is not used; it is a parameter because functions for other media need it.
 
     Raises:
         UserError: an image cannot be read, or the messages have a video or an audio.
@@ -211,12 +212,13 @@ def process_vision_info(prompt: list[dict[str, Any]], processor: Any) -> dict[st
     return {"images": images or None, "videos": None}
 
 
-# Where a part of a message, or an entry of a field, holds its image: in this order.
+# The keys under which a part of a message, or an entry of a field, may hold its image; the first one that is set counts.
 SOURCES = ("bytes", "path", "image", "image_url", "url", "base64")
 
 
 def source_of(value: Any) -> Any:
-    """What an image is read from: `value`, or what an object holds under one of `SOURCES`. An object with none stays itself."""
+    """What an image is read from: `value` itself, or, if it is an object, its value under one of `SOURCES`. An object that has
+    none of them is returned itself."""
     while isinstance(value, Mapping):
         held = next((value[name] for name in SOURCES if value.get(name) is not None), None)
         if held is None:
@@ -226,12 +228,12 @@ def source_of(value: Any) -> Any:
 
 
 def no_source(value: Mapping[Any, Any]) -> str:
-    """What is wrong with an object in which `source_of` finds nothing."""
+    """The message about an object in which `source_of` finds no source."""
     return f"is an object with {', '.join(map(str, value)) or 'nothing'}, and none of {', '.join(SOURCES)}"
 
 
 def image_entries(value: Any) -> list[Any]:
-    """The images in a field that holds none (None), one or an iterable of them."""
+    """A list of the images in a field, which holds None, one image or an iterable of images."""
     if value is None:
         return []
     several = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) and not is_image(value)
@@ -239,7 +241,7 @@ def image_entries(value: Any) -> list[Any]:
 
 
 def images_of(sample: Sample) -> list[Any]:
-    """What the images of a prompt are read from, in their order: those in its messages, else those of `multimodal_inputs`.
+    """The sources of a prompt's images, in their order: those in its messages, else those in `multimodal_inputs`.
 
     Each is the path of a file, a data URI, base64, bytes or a PIL image.
     """
@@ -253,18 +255,18 @@ def images_of(sample: Sample) -> list[Any]:
     return found or [source_of(entry) for entry in image_entries((sample.multimodal_inputs or {}).get("images"))]
 
 
-# In the metadata of a sample: the replies of its dialogue that have images, in their order, each `{"at": …, "text": …,
-# "images": […]}`: the place of its first token in the response, what the chat template wrote, and the images, as data URIs.
+# A key of a sample's metadata: the replies of its dialogue that have images, in their order. Each is `{"at": …, "text": …,
+# "images": […]}`: the position of its first token in the response, its text in the chat template, and its images as data URIs.
 REPLIES_WITH_IMAGES = "replies_with_images"
 
 
 def sees_images(sample: Sample) -> bool:
-    """Whether the prompt of a sample has images, or a reply in its response."""
+    """Whether a sample's prompt, or a reply in its response, has images."""
     return bool(images_of(sample) or sample.metadata.get(REPLIES_WITH_IMAGES))
 
 
 def as_data_uri(source: Any) -> str:
-    """The image that is read from `source`, as it is now: files are written anew, and images are drawn on.
+    """The image at `source` as a data URI, which stays as it is now when the file is overwritten or the PIL image drawn on.
 
     Raises:
         UserError: it is not there, or is no image.
@@ -282,7 +284,7 @@ def as_data_uri(source: Any) -> str:
 
 @contextlib.contextmanager
 def at_row(sample: Sample) -> Iterator[None]:
-    """Errors about the prompt and images of `sample` name its row, where it was read from a file."""
+    """In the block, errors about the prompt and images of `sample` name its row, if it was read from a file."""
     try:
         yield
     except UserError as error:
@@ -293,9 +295,9 @@ def at_row(sample: Sample) -> Iterator[None]:
 def encode_with_images(
     processor: Any, text: str, sources: list[Any], *, add_special_tokens: bool
 ) -> tuple[list[int], dict[str, Any], list[Image.Image]]:
-    """(token ids, what the processor gives beside them, the images in RGB).
+    """(token ids, the processor's other results, the images in RGB).
 
-    Each placeholder of `text` is as many tokens as its image has. The processor's tensors, pixel values for example, are those
+    Each placeholder of `text` becomes as many tokens as its image has. The other results, for example pixel values, are tensors
     of torch; `attention_mask` is left out.
 
     Raises:
@@ -320,7 +322,7 @@ def is_image(value: Any) -> bool:
     return any(kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in type(value).__mro__)
 
 
-# What is decoded. Of the other formats that Pillow knows, some have a program run on the file (Ghostscript on EPS).
+# The formats that are decoded. For some others Pillow would run a program on the file (Ghostscript on EPS).
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 
 
@@ -334,7 +336,7 @@ def open_image(source: Any) -> Image.Image:
 
     with _telling(f"an image could not be read from {_shown(source)}"):
         image = Image.open(_file_of(source), formats=_FORMATS)
-        # Pillow itself only warns, up to twice as many. A small file may have far more pixels than there is memory for.
+        # Up to twice the limit Pillow itself only warns. A small file may have far more pixels than there is memory for.
         if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
             raise ValueError(
                 f"it has {image.width} x {image.height} pixels, and at most {Image.MAX_IMAGE_PIXELS} are decoded; scale it down"
@@ -355,7 +357,7 @@ def _image(source: Any) -> Image.Image:
 
 @contextlib.contextmanager
 def _telling(what: str) -> Iterator[None]:
-    """Errors in the block say `what` happened. Each plug-in of Pillow raises others."""
+    """Errors in the block become a UserError that says `what` happened; each plug-in of Pillow raises other errors."""
     from PIL import UnidentifiedImageError
 
     try:
@@ -365,13 +367,13 @@ def _telling(what: str) -> Iterator[None]:
     except UnidentifiedImageError as error:
         raise UserError(f"{what}: cannot identify it as one of {', '.join(_FORMATS)}") from error
     except Exception as error:
-        # That of a system call repeats the name, which may be long.
+        # The error of a system call would repeat the name, which may be long.
         cause = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(f"{what}: {cause}") from error
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
-    """What a viewer shows of `image`, in RGB: upright, and white where it is transparent. Pixels alone, without metadata."""
+    """`image` in RGB as a viewer shows it, upright and white where it is transparent; pixels alone, without metadata."""
     from PIL import Image, ImageOps
 
     image.load()
@@ -379,7 +381,7 @@ def _in_rgb(image: Image.Image) -> Image.Image:
         return image
     shown = ImageOps.exif_transpose(image)
     if shown.mode.startswith("I;16"):
-        # Pillow would cut all above 255 off. A transparent colour would mean another one among 256.
+        # Pillow itself would clip values above 255. `info` may name a transparent colour, which is another one among 256.
         shown.info.clear()
         shown = shown.convert("I").point(lambda value: value * (1 / 256)).convert("L")
     elif shown.has_transparency_data:
@@ -391,7 +393,7 @@ def _in_rgb(image: Image.Image) -> Image.Image:
 
 
 def _file_of(source: Any) -> Any:
-    """The path or the stream that `source` stands for; ValueError: it stands for none."""
+    """The path or the stream that `source` stands for. Raises ValueError if it stands for none."""
     if isinstance(source, Mapping):
         raise ValueError(f"it {no_source(source)}")
     if isinstance(source, bytes):
@@ -403,7 +405,7 @@ def _file_of(source: Any) -> Any:
     path = path_of(source)
     if "://" in path:
         raise ValueError("nothing is fetched from a network; store it beside the data")
-    # A pipe would never end.
+    # A read of a pipe might never end.
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError("it is no regular file")
     content = None if os.path.exists(path) else decoded_base64(source)
@@ -411,14 +413,14 @@ def _file_of(source: Any) -> Any:
 
 
 def path_of(source: str) -> str:
-    """The path that `source` is, or names as `file://` URI."""
+    """The path that `source` is, or that it names as a `file://` URI."""
     return unquote(source.removeprefix("file://")) if source.startswith("file://") else source
 
 
 def decoded_base64(text: str) -> bytes | None:
-    """The bytes of base64, also of several lines; None where `text` is none."""
+    """The bytes that `text`, one or several lines, is the base64 of; None if it is not base64."""
     try:
-        # Hardly any image has less, and few names of files have more.
+        # Hardly any image has fewer characters, and few file names have more.
         return _base64_bytes(text) if len(text) > 64 else None
     except ValueError:
         return None

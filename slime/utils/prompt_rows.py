@@ -1,7 +1,7 @@
 """One row of a data set: which fields it has, how it becomes a sample, how many tokens its prompt has.
 
-A row becomes a sample by the rules of one place, `RowReader`: which field is the prompt, whether it is rendered in the chat
-template, what is label, tools and metadata. A row that breaks a rule is a `BadRow`.
+`RowReader` alone knows the rules by which a row becomes a sample: which field is the prompt, whether it is rendered in the chat
+template, and which fields are label, tools and metadata. A row that breaks a rule is a `BadRow`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from slime.utils.types import Sample
 
 @dataclass(frozen=True)
 class RowKeys:
-    """The fields of a row; None: `Dataset` says what is taken.
+    """The names of a row's fields. `Dataset` says which field is taken for a name that is None.
 
     Attributes:
-        flags: where the names of the prompt's and the label's field come from, for messages.
+        flags: the flags that name the prompt's and the label's field, for messages.
         images: the field of the images; None: prompts are text.
-        folder: of the file, against which paths of images are read; `resolve` fills it in.
+        folder: the directory of the file, to which paths of images are relative; `resolve` fills it in.
     """
 
     prompt: str | None
@@ -39,7 +39,7 @@ class RowKeys:
     folder: str = ""
 
     def resolve(self, row: dict[str, Any], place: str) -> RowKeys:
-        """The names for a file whose first row is `row`."""
+        """These names, completed for a file whose first row is `row`. Raises UserError if the row lacks a named field."""
         prompt = self.prompt or next((name for name in ("prompt", "input") if name in row), None)
         has = ", ".join(map(str, row))
         if prompt is None:
@@ -53,7 +53,7 @@ class RowKeys:
 
 
 class PromptRow(NamedTuple):
-    """A row of a file: the names of its fields, its place (`file:line`) and what it holds; None: it could not be read."""
+    """A row of a file: the names of its fields, its place (`file:line`) and its content; None: it could not be read."""
 
     keys: RowKeys
     place: str
@@ -61,7 +61,7 @@ class PromptRow(NamedTuple):
 
 
 class PreparedRow(NamedTuple):
-    """A row and, where another process has got so far with it, its sample and the number of tokens of its prompt."""
+    """A row and, as far as another process has prepared it, its sample and the number of tokens of its prompt."""
 
     row: PromptRow
     sample: Sample | None = None
@@ -76,7 +76,7 @@ class RowReader:
         self._template_kwargs = template_kwargs
 
     def read(self, of: PromptRow) -> Sample:
-        """The sample of a row; raises `BadRow`."""
+        """The sample of a row. Raises `BadRow` if the row breaks a rule."""
         keys, place, row = of
         metadata = self._metadata(row, keys)
         prompt, images = self._prompt(row, keys), []
@@ -91,7 +91,7 @@ class RowReader:
         )
         if images:
             sample.multimodal_inputs = {"images": images}
-            # Whether an image is whole is found when it is decoded, long after the row was read.
+            # A damaged image is found only when it is decoded, long after the row was read; the message then names the row.
             sample.data_place = place
         return sample
 
@@ -148,8 +148,8 @@ def _parse_tools(tools: Any, key: str) -> list[Any]:
 def prompt_lengths(
     samples: list[Sample], tokenizer: Any, processor: Any, add_special_tokens: bool
 ) -> list[int | BadRow]:
-    """Tokens of each prompt, measured as `slime.utils.dataset.filter_long_prompt` says; what is wrong with it instead where the
-    chat template refuses it.
+    """The number of tokens of each prompt, measured as `slime.utils.dataset.filter_long_prompt` says; a `BadRow` in the place
+    of each prompt that the chat template refuses.
 
     Raises:
         UserError: a prompt has images and there is no processor, or an image cannot be read.

@@ -1,9 +1,9 @@
-"""Names of the built-in rewards: one list for the check of `--rm-type` and for the graders themselves."""
+"""The names of the built-in rewards, in one list for the check of `--rm-type` and for the graders themselves."""
 
 from importlib.util import find_spec
 
 BOXED = "boxed_"
-# Graded by a service, at --rm-url.
+# A service at --rm-url grades it.
 REMOTE = "remote_rm"
 REWARD_TYPES = (
     "dapo",
@@ -15,9 +15,9 @@ REWARD_TYPES = (
     "random",
     REMOTE,
 )
-# Compare with the label of a row; others may find what they need in its metadata.
+# These compare with the label of a row. The others may find what they need in its metadata.
 _WITH_LABEL = ("dapo", "deepscaler", "f1", "math")
-# Modules that bring checks of instructions along, each row by itself: IFBench, and IFEval with what its checks import.
+# Modules with checks of instructions; each row suffices by itself. They are IFBench's, and IFEval's with its imports.
 _CHECKS = (("instructions_registry",), ("lm_eval", "langdetect", "nltk", "immutabledict"))
 
 
@@ -37,10 +37,10 @@ def needs_label(name: str) -> bool:
 
 
 def known_reward_types() -> str:
-    """The names as a message tells them."""
+    """The names as messages list them."""
     return f"{', '.join(REWARD_TYPES)} (each also with the prefix {BOXED})"
 
 
 def lacks_checks(name: str) -> bool:
-    """Whether `name` grades with checks of other packages, and none of them are installed here."""
+    """Whether `name` grades with checks of other packages, and none of these packages are installed."""
     return bare_reward_type(name) == "ifbench" and not any(all(map(find_spec, modules)) for modules in _CHECKS)

@@ -1,8 +1,8 @@
 """Where the rows of a data file lie, so that each can be read when it is asked for, in any order.
 
-A line of a `.jsonl` file costs eight bytes; of a `.parquet` file its row groups are known, and the few that were read last are
-kept. Rows are numbered as `slime.utils.data_files` counts them: blank lines are none, broken ones are, and a slice has Python's
-semantics. The file has to stay as it was when it was indexed.
+The index of a `.jsonl` file takes eight bytes per line. That of a `.parquet` file holds its row groups, and keeps the few
+decoded ones that were read last. Rows are numbered as `slime.utils.data_files` counts them: blank lines do not count, broken
+ones do, and a slice has Python's semantics. The file must not change after it was indexed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime.utils.errors import UserError
 
 _CHUNK_BYTES = 16 * 2**20
 _BEGINS_BLANK = np.frombuffer(b" \t\n\r\x0b\x0c" + codecs.BOM_UTF8[:1], np.uint8)
-# Decoded row groups: shuffled rows come from all over a file.
+# How much of decoded row groups is kept; several are useful because shuffled rows come from all over a file.
 _KEPT_GROUP_BYTES = 256 * 2**20
 
 
@@ -51,14 +51,14 @@ def index_rows(path: str, flag: str = "--prompt-data") -> RowIndex:
     """The index of a file, with an optional slice `@[a:b]`.
 
     Raises:
-        UserError: malformed slice, unknown ending, no such file, or one that cannot be read.
+        UserError: the slice is malformed, the ending is unknown, or the file is missing or cannot be read.
     """
     file = parse_data_path(path, flag)
     return _Lines(file) if file.path.endswith(".jsonl") else _RowGroups(file)
 
 
 class _OpenFile:
-    """A file that is read here and there, and has to stay as it is."""
+    """A file that is read at any offset, and must not change meanwhile."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -71,7 +71,7 @@ class _OpenFile:
         return status.st_size, status.st_mtime_ns
 
     def check(self) -> None:
-        """Raise UserError when the file was changed since it was opened. One that took its name is another file."""
+        """Raise UserError if the file was changed since it was opened. Another file that took its name does no harm."""
         if self._now() != self._was:
             raise UserError(
                 f"{self.path} was changed while the run reads it (--streaming-data); write another file instead, and start "
@@ -79,7 +79,7 @@ class _OpenFile:
             )
 
     def bytes_at(self, offset: int, count: int) -> bytes:
-        """`count` bytes, or as many as there are."""
+        """`count` bytes from `offset` on, or as many as there are."""
         pieces = []
         while count and (piece := os.pread(self._descriptor, count, offset)):
             pieces.append(piece)
@@ -87,7 +87,7 @@ class _OpenFile:
         return b"".join(pieces)
 
     def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """The whole of it as pairs of offset and bytes, uint8."""
+        """The whole file as pairs of offset and bytes, uint8."""
         offset = 0
         while chunk := os.pread(self._descriptor, _CHUNK_BYTES, offset):
             yield offset, np.frombuffer(chunk, np.uint8)
@@ -95,7 +95,7 @@ class _OpenFile:
 
 
 class _Lines:
-    """Of a `.jsonl` file: row i lies between its offset and the next one, where blank lines may follow it."""
+    """The rows of a `.jsonl` file: row i lies between its offset and the next one, possibly with blank lines behind it."""
 
     def __init__(self, file: DataFile) -> None:
         self._file = _OpenFile(file.path)
@@ -104,11 +104,11 @@ class _Lines:
         blank = [i for i in np.flatnonzero(begins_blank) if not self._line(starts[i], ends[i]).strip()]
         selected = range(len(starts) - len(blank))[file.start : file.stop]
         stop = max(selected.start, selected.stop)
-        # Files without blank lines are the rule: their rows are numbered like their lines.
+        # Most files have no blank lines, so their rows are numbered like their lines and need no array of numbers.
         self._lines = np.delete(np.arange(len(starts)), blank)[selected.start : stop] if blank else None
         self._first = selected.start
         rows = np.delete(starts, blank) if blank else starts
-        # A copy, so that a slice of a large file is as small as it looks.
+        # A copy, so that a small slice does not keep the offsets of a large file in memory.
         self._offsets = np.append(rows, size)[selected.start : stop + 1].copy()
 
     def __len__(self) -> int:
@@ -143,7 +143,7 @@ def _line_starts(file: _OpenFile) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 class _RowGroups:
-    """Of a `.parquet` file."""
+    """The rows of a `.parquet` file, of which whole row groups are decoded."""
 
     def __init__(self, file: DataFile) -> None:
         from pyarrow import parquet

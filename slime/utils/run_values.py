@@ -1,10 +1,10 @@
-"""What a run finds out after its arguments were parsed, where functions of a user's own look for it: in their `args`.
+"""Values that a run finds out after its arguments were parsed, and that users' functions look for in their `args`.
 
-Parsed arguments are never written to, and inside the framework such values are returned by who finds them and handed to who
-needs them. A plug-in has `args` and little else of a run, so what it is given is a copy with the values of `RunValues`, made
-here and nowhere else, before the process or the call that gets it has begun. The rollout manager's functions and its data
-source share one copy: what the length of the data decides is put into it when the source is there. None of them may change it
-for the others.
+Parsed arguments are never written to. Inside the framework such a value is returned by the code that finds it, and handed to
+the code that needs it. A plug-in has `args` and little else of a run, so it is given a copy with the values of `RunValues`.
+Copies are made here and nowhere else, before the process or the call that gets one has begun. The rollout manager's functions
+and its data source share one copy; the values that depend on the length of the data are added when the source is there. None
+of the functions may change the copy for the others.
 """
 
 import argparse
@@ -16,38 +16,38 @@ Arguments = TypeVar("Arguments")
 
 
 class RunValues(TypedDict, total=False):
-    """Each value by who finds it and who gets it."""
+    """The values. A comment before each group says who finds them and, after the colon, who gets them."""
 
-    # The session, before anything starts: all processes. The run's directory, and that of its logs.
+    # The session, before anything starts: all processes. These are the run's directory, that of its logs, and wandb's run.
     run_dir: str
     log_dir: str
     wandb_run_id: str | None
-    # Who asked the engines that the run did not start: all processes.
+    # The check of engines that the run did not start: all processes.
     rollout_external_engine_infos: tuple[Any, ...]
     rollout_num_engines: int
     rollout_num_gpus: int
-    # The owner of the engines: their processes and the router. The rollout manager: its functions of the user's.
+    # The owner of the engines: their processes and the router. Also the rollout manager: the user's functions in it.
     router_api_key: str
-    # The rollout manager, when the router has an address: its functions of the user's. Served model → (host, port).
+    # The rollout manager, when the router has an address: the user's functions in it. Routers: served model → (host, port).
     sglang_router_ip: str
     sglang_router_port: int
     sglang_model_routers: dict[str, tuple[str, int]]
-    # The rollout manager, when the data are there: its functions of the user's, and training ranks that had to wait for it.
+    # The rollout manager, when the data are there: the user's functions in it, and training ranks that had to wait for it.
     num_rollout: int
     rollouts_per_epoch: int | None
-    # An evaluation, for its own time: all that generates in it.
+    # An evaluation, while it runs: everything that generates in it.
     rollout_max_context_len: int | None
-    # Who makes a training rank: its functions of the user's.
+    # The code that makes a training rank: the user's functions in it.
     rank: int
 
 
 def add_run_values(copied: argparse.Namespace, **values: Unpack[RunValues]) -> None:
-    """Put `values` into a copy that `with_run_values` made, and that something of the user's has been given before."""
+    """Add `values` to a copy that `with_run_values` made, even if the user's code has been given that copy already."""
     vars(copied).update(values)
 
 
 def with_run_values(args: Arguments, **values: Unpack[RunValues]) -> Arguments:
-    """A copy of `args`, a namespace, with `values`; one that cannot be changed where `args` cannot."""
+    """A copy of the namespace `args` with `values`. It refuses changes if `args` does."""
     copied = copy.copy(args)
     vars(copied).update(values)
     return SharedArguments(copied, args.of_run() | values.keys()) if isinstance(args, SharedArguments) else copied
@@ -59,14 +59,14 @@ _CHANGE_A_COPY = (
 
 
 class SharedArguments(argparse.Namespace):
-    """Arguments that many functions have at a time. What is there stays; they may put further attributes beside it.
+    """Arguments that many functions share. They cannot change the attributes that are there, but may add others.
 
-    So do lists and dicts of flags, but for what lies deeper in those; others, of `custom:` in a file say, are for functions to
-    fill. A copy (`copy.copy`, `copy.deepcopy`, pickle) is a namespace like any other, and its owner's, and so are its lists and
-    dicts.
+    Nor can they change lists and dicts of flags in place, except for values nested in these. Other lists and dicts, such as
+    those of `custom:` in a file, are for functions to fill. A copy (`copy.copy`, `copy.deepcopy`, pickle) is an ordinary
+    namespace with ordinary lists and dicts, which its owner may change.
 
     Args:
-        of_run: the names that stay; by default all that are there.
+        of_run: the names that cannot be changed; by default all that are there.
     """
 
     __slots__ = ("_of_run",)
@@ -74,13 +74,13 @@ class SharedArguments(argparse.Namespace):
     def __init__(self, args: Any, of_run: Iterable[str] | None = None) -> None:
         values = vars(args)
         kept = frozenset(values if of_run is None else of_run)
-        # In a namespace that no parser made all are taken for flags.
+        # In a namespace that no parser made every attribute counts as a flag.
         flags = kept & values.get("origins", values).keys() - (values.get("custom_config") or {}).keys()
         vars(self).update({name: _kept(name, value) if name in flags else value for name, value in values.items()})
         object.__setattr__(self, "_of_run", kept)
 
     def of_run(self) -> frozenset[str]:
-        """The names that stay as they are."""
+        """The names that cannot be changed."""
         return self._of_run
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -104,7 +104,7 @@ def _plain_namespace(values: dict[str, Any]) -> argparse.Namespace:
 
 
 class Kept:
-    """Refuses to be changed in place. What `copy` returns, `copy.copy`, `copy.deepcopy` and pickle, is of the plain type."""
+    """A list or dict that refuses changes in place. Its copies (`copy`, `copy.deepcopy`, pickle) are of the plain type."""
 
     attribute: str
 

@@ -1,13 +1,13 @@
 """The per-token fields of a sample, and what an engine's `meta_info` does to a sample.
 
-Per-token fields are read-only arrays where they come from an engine, Python lists for whoever reads them. An array takes a
-fraction of a list's memory and is shared, not copied. The first reader of a field gets a list, which takes the array's place
-from then on, because the reader may change it. Whoever only needs numbers or lengths asks `held` or `token_array` instead and
-leaves the array where it is.
+A per-token field that comes from an engine is held as a read-only array, but reads as a Python list. An array takes a fraction
+of a list's memory and is shared, not copied. The first read of the field gives a list, which replaces the array from then on,
+because the reader may change it. Code that only needs numbers or lengths calls `held` or `token_array`, which leave the array
+in place.
 
-`meta_info` brings weight versions and their spans, counters, routed experts, kept sets, the final status.
-`Sample.append_response_tokens` alone takes it; it checks first and applies afterwards, so a refused `meta_info` leaves the
-sample as it was.
+`meta_info` brings weight versions and their spans, counters, routed experts, kept sets and the final status. Only
+`Sample.append_response_tokens` takes it. It checks first and applies afterwards, so a refused `meta_info` leaves the sample
+unchanged.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from slime.utils.types import Sample
 from slime.utils.misc import decode_int32_meta_array
 
-# The dtypes of the train batch; a field whose values they do not hold exactly keeps a wider one.
+# The dtypes of the train batch. A field with values that its dtype cannot hold exactly keeps a wider dtype.
 TOKEN_FIELDS = {
     "tokens": np.int64,
     "loss_mask": np.int32,
     "rollout_log_probs": np.float32,
     "teacher_log_probs": np.float32,
 }
-# Readers in two threads must get the same list: each may change it.
+# Readers in two threads must get the same list, because each may change it.
 _becoming_list = threading.Lock()
 
 
 class TokenField:
     """Descriptor of a field that holds a list, an array that is read as a list, or None; `tokens` takes None as [].
 
-    An array that is assigned is held as it is if it is read-only, else copied; so is a part of another, which it would
-    keep in memory. Numbers of numpy in a list that is assigned become Python's, and so do those that `+=` puts at its end.
+    An assigned array is held itself if it is read-only and owns its data. Else it is copied: a view would keep the whole of
+    another array in memory. In an assigned list numpy's numbers become Python's, and so do those that `+=` adds at its end.
     A deleted field has its default.
     """
 
@@ -63,7 +63,7 @@ class TokenField:
         elif isinstance(value, list):
             _make_numbers_plain(value, grown=value is sample.__dict__.get(self._name))
         elif value is None and self._name == "tokens":
-            # Elsewhere None says that all are trained, or that nothing is known.
+            # In the other fields None has a meaning: all tokens are trained, or nothing is known.
             value = []
         sample.__dict__[self._name] = value
 
@@ -72,19 +72,19 @@ class TokenField:
 
 
 def held(sample: Sample, name: str) -> Any:
-    """The field as it is held: an array, what was assigned, or None. Nothing is converted; do not change it."""
+    """The field as it is held: an array, the assigned value, or None. Nothing is converted; do not change it."""
     if name == "tokens" and name not in sample.__dict__:
         sample.__dict__.setdefault(name, [])
     return sample.__dict__.get(name)
 
 
 def without_numpy(values: Iterable[Any]) -> list[Any]:
-    """A list of `values` in which numbers of numpy are Python's: JSON knows no others."""
+    """A list of `values` with Python's numbers in place of numpy's, which JSON cannot hold."""
     return [value.item() if isinstance(value, np.generic) else value for value in values]
 
 
 def _make_numbers_plain(values: list[Any], *, grown: bool) -> None:
-    """Put Python's numbers in the place of numpy's; in a list that has `grown`, of those at its end."""
+    """Replace numpy's numbers by Python's, in a list that has `grown` only those at its end."""
     if not grown:
         if any(issubclass(kind, np.generic) for kind in set(map(type, values))):
             values[:] = without_numpy(values)
@@ -120,7 +120,7 @@ def join(sample: Sample, name: str, present: Any, added: Any) -> np.ndarray:
         ValueError: one of them is something else than a flat sequence of numbers.
     """
     if not len(present):
-        # The first tokens of a response, which is most often all of them: what may be shared is.
+        # These are the first tokens of a response, and most often all of them, so the array is shared if it can be.
         array = _require_array(sample, name, added)
         own = array.flags.writeable or not array.flags.owndata
         return read_only(array.copy()) if own else array
@@ -129,7 +129,7 @@ def join(sample: Sample, name: str, present: Any, added: Any) -> np.ndarray:
 
 
 def hold_arrays(sample: Sample) -> None:
-    """Let the sample hold arrays in place of lists, where these are flat and have only numbers."""
+    """Let the sample hold arrays in place of those lists that are flat and have only numbers."""
     values = sample.__dict__
     for name in TOKEN_FIELDS:
         value = values.get(name)
@@ -140,7 +140,7 @@ def hold_arrays(sample: Sample) -> None:
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """`array` itself, which cannot be written to afterwards."""
+    """`array` itself, made read-only."""
     array.flags.writeable = False
     return array
 
@@ -180,7 +180,7 @@ def _exact_array(name: str, values: Any) -> np.ndarray | None:
 _KEPT_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
 _STATUS_OF_FINISH_REASON = {"length": "TRUNCATED", "abort": "ABORTED", "stop": "COMPLETED"}
 
-# Our counter → names that engines use for it.
+# Our name of a counter → the names that engines use for it.
 _SPECULATIVE_KEYS = {
     "spec_accept_token_num": ("spec_accept_token_num", "spec_num_correct_drafts"),
     "spec_draft_token_num": ("spec_draft_token_num", "spec_num_proposed_drafts"),
@@ -192,13 +192,13 @@ _SPECULATIVE_KEYS = {
 def kept_sets(
     sample: Sample, meta_info: dict[str, Any], count: int, trainable: bool
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """The tokens that sampling kept at each response token, those of `count` further ones included; None if nothing tells them.
+    """The tokens that sampling kept at each response token, including `count` new ones; None if nothing tells them.
 
     Token i was sampled among ids[offsets[i] : offsets[i + 1]]: ids int32 [K], offsets int32 [response tokens + 1]. Tokens that
     are not trained have empty sets.
 
     Raises:
-        ValueError: not one set per token, or trained tokens with sets beside trained ones without.
+        ValueError: there is not one set per token, or only some of the trained tokens have sets.
     """
     new, earlier = _kept_sets_of(meta_info), sample.rollout_top_p_token_offsets
     if new is None and earlier is None:
@@ -224,8 +224,8 @@ def kept_sets(
 
 
 def check_log_probs_among_kept(sample: Sample, meta_info: dict[str, Any], log_probs: Sequence[float]) -> None:
-    """Raise ValueError where an engine tells the log-probs that tokens were sampled with, among those that it kept, and
-    `log_probs`, which go beside the kept sets, are others: those of the whole vocabulary, which no trainer will find again."""
+    """Raise ValueError if `log_probs`, which go beside the kept sets, differ from the log-probs among the kept tokens that the
+    engine reports. They are then those of the whole vocabulary, which a trainer would not compute again."""
     told = meta_info.get("output_token_sampling_logprobs")
     if told is not None and len(told) == len(log_probs) and not np.allclose(told, log_probs, rtol=1e-4, atol=1e-5):
         raise ValueError(
@@ -235,7 +235,7 @@ def check_log_probs_among_kept(sample: Sample, meta_info: dict[str, Any], log_pr
 
 
 def _kept_sets_of(meta_info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """(ids, offsets) of an answer, in whichever form its engine has."""
+    """(ids, offsets) of an answer, in whichever form its engine sends them; None if it sends none."""
     lists = meta_info.get("output_token_sampling_mask")
     if lists is not None:
         offsets = np.zeros(len(lists) + 1, np.int32)
@@ -253,11 +253,10 @@ def _kept_sets_of(meta_info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | 
 def routed_experts(sample: Sample, meta_info: dict[str, Any], count: int, args: Any) -> np.ndarray | None:
     """The sample's rows with those of the answer, int32 [total length − 1, layers, k]; None if the engine sent none.
 
-    The answer's rows begin at `routed_experts_start_len`; what the sample has before is kept, what it has from there on is
-    replaced.
+    The answer's rows begin at `routed_experts_start_len`. The sample's rows before it are kept, those from there on replaced.
 
     Args:
-        count: tokens of the answer, which the sample does not have yet.
+        count: number of tokens in the answer, which the sample does not have yet.
 
     Raises:
         ValueError: the answer does not have one row per remaining position, or the sample has too few before it.
@@ -285,7 +284,7 @@ def routed_experts(sample: Sample, meta_info: dict[str, Any], count: int, args: 
 
 
 def check_version_spans(meta_info: dict[str, Any], response_length: int) -> None:
-    """Raise ValueError when the engine's version spans are longer than the whole response."""
+    """Raise ValueError if the engine's version spans reach beyond the end of the response."""
     spans = meta_info.get("weight_versions")
     if spans and spans[-1]["end"] > response_length:
         raise ValueError(f"weight_versions end at token {spans[-1]['end']} of a response of {response_length} tokens")
@@ -313,7 +312,7 @@ def _add_weight_version(sample: Sample, meta_info: dict[str, Any]) -> None:
     sample.weight_versions.append(str(version))
     engine_spans = meta_info.get("weight_versions")
     if engine_spans:
-        # The engine counts from the first token of its call, which ends where the response ends now.
+        # The engine counts from the first token of its call, whose last token is the response's last one now.
         offset = sample.response_length - engine_spans[-1]["end"]
         spans = [(str(span["version"]), offset + span["start"], offset + span["end"]) for span in engine_spans]
     else:
@@ -322,9 +321,9 @@ def _add_weight_version(sample: Sample, meta_info: dict[str, Any]) -> None:
 
 
 def _start_of_unversioned_tokens(sample: Sample) -> int:
-    """Start of the run of generated tokens at the end of the response that no span covers yet.
+    """The start of the generated tokens at the end of the response that no span covers yet.
 
-    A stream appends the tokens of one call in many chunks and names the version only at the end.
+    A stream appends the tokens of one call in many chunks, and names the version only at the end.
     """
     covered = sample.weight_version_spans[-1][2] if sample.weight_version_spans else 0
     mask = held(sample, "loss_mask")

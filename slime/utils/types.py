@@ -4,10 +4,10 @@ Invariants, checked by `Sample.validate_lengths` after every mutation helper:
 
 * `tokens` = prompt ids + response ids; the response region is the last `response_length` of them.
 * `loss_mask`, `rollout_log_probs` and `teacher_log_probs`, where present, have exactly `response_length` entries.
-* top-p offsets have `response_length + 1` entries; routed experts at most `len(tokens) - 1` rows. They have fewer while
+* top-p offsets have `response_length + 1` entries; routed experts at most `len(tokens) - 1` rows. These are fewer while
   tokens of a tool wait for the engine's next answer, which brings the rows of both.
 
-The per-token fields read as Python lists. Until somebody reads them they may be held as arrays (`slime.utils.sample_fields`).
+The per-token fields read as Python lists. Until they are read they may be held as arrays (`slime.utils.sample_fields`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from slime.utils.sample_fields import TOKEN_FIELDS, TokenField, first_not_finite
 # One list (or tensor) entry per sample under each key.
 RolloutBatch = dict[str, Any]
 
-# Fields that follow the response → how many more entries they have than it has tokens.
+# (field with entries for the response's tokens, how many more entries it has than there are tokens).
 _ENTRIES_BESIDE_RESPONSE = (
     ("loss_mask", 0), ("rollout_log_probs", 0), ("teacher_log_probs", 0), ("rollout_top_p_token_offsets", 1),
 )  # fmt: skip
-# What generation writes into `metadata`; a retry must not see the values of the attempt before.
+# Keys that generation writes into `metadata`; a retry must not see their values from the attempt before.
 _GENERATED_METADATA_KEYS = (
     "raw_reward", "round_number", "turn_start", "start_rollout_id", "fail_reason", "replies_with_images",
 )  # fmt: skip
@@ -134,16 +134,16 @@ class Sample:
         return f"{type(self).__name__}({fields})"
 
     def _fields(self) -> dict[str, Any]:
-        """Values by field. Whoever compares or prints samples (asyncio does, of results) leaves arrays where they are.
+        """Values by field, read so that arrays stay arrays when samples are compared or printed (asyncio prints results).
 
-        What a processor made of the prompt is left out: it follows from the prompt, and tensors do not compare as values do.
+        What a processor made of the prompt is left out, because it follows from the prompt, and `==` of tensors gives tensors.
         """
         names = [spec.name for spec in dataclasses.fields(self) if spec.name != "multimodal_train_inputs"]
         values = {name: self.__dict__.get(name) for name in names}
         return values | {name: _as_list(held(self, name)) for name in TOKEN_FIELDS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """From a pickle or a copy: fields that it lacks take their defaults, arrays are read-only as before."""
+        """Take the state of a pickle or a copy. Fields that it lacks take their defaults, and arrays are read-only again."""
         self.__dict__.update(state)
         missing = [spec.name for spec in dataclasses.fields(self) if spec.name not in state]
         if missing:
@@ -154,15 +154,15 @@ class Sample:
                 read_only(held(self, name))
 
     def to_dict(self, *, token_arrays: bool = False) -> dict[str, Any]:
-        """Plain dict of all fields and of attributes added by users; containers are copies, `status` is its value.
+        """A plain dict of all fields and of attributes that users added; containers are copies, `status` is its value.
 
         Args:
-            token_arrays: leave per-token fields that are held as arrays so, read-only and shared with the sample.
+            token_arrays: per-token fields that are held as arrays stay arrays, read-only and shared with the sample.
         """
         values = {name: _copy_containers(value) for name, value in self.__dict__.items()}
         if not token_arrays:
             values |= {name: _as_list(values.get(name)) for name in TOKEN_FIELDS}
-        # Whoever reports what a user's function left meets statuses that are none.
+        # A user's function may have left something else than a Status, which an error report has to show.
         values["status"] = getattr(self.status, "value", self.status)
         values["spec_info"] = dataclasses.asdict(self.spec_info)
         values["prefix_cache_info"] = dataclasses.asdict(self.prefix_cache_info)
@@ -228,7 +228,7 @@ class Sample:
         Tokens and log-probs that are arrays are held as arrays. The sample is unchanged when an error is raised. Untrained
         tokens get log-prob 0.0 and mask 0; a response that had no mask so far counts as trained. Without
         `meta_info["finish_reason"]`, or with `update_terminal_info=False` (a chunk of a stream), versions, counters and
-        status stay as they are. Of a `meta_info` without tokens the text is left out: it belongs to none.
+        status stay as they are. If there is a `meta_info` but no token, `text` is ignored, since it belongs to no token.
 
         Raises:
             ValueError: log-probs missing, superfluous, not finite, of another length than `tokens`, or following response
@@ -261,9 +261,9 @@ class Sample:
         self.validate_lengths()
 
     def reset_for_retry(self) -> None:
-        """Back to the bare prompt: everything that generation or grading wrote is cleared, the user's data stays.
+        """Go back to the bare prompt: everything that generation or grading wrote is cleared, the user's data stays.
 
-        The ids of the prompt stay too: a user may have given them instead of a text.
+        The ids of the prompt stay too, because a user may have given them instead of a text.
         """
         tokens = held(self, "tokens")
         prompt_ids = tokens[: max(0, len(tokens) - self.response_length)]
@@ -289,7 +289,7 @@ class Sample:
         self.validate_lengths()
 
     def validate_lengths(self) -> None:
-        """Raise ValueError, naming the field and both numbers, when the per-token fields do not fit together."""
+        """Raise ValueError, which names the field and both numbers, if the per-token fields do not fit together."""
         values, total, response = self.__dict__, len(held(self, "tokens")), self.response_length
         if not 0 <= response <= total:
             raise ValueError(f"sample {self.index}: response_length {response} does not fit {total} tokens")
@@ -350,7 +350,7 @@ class Sample:
             present["rollout_log_probs"] = held(self, "rollout_log_probs")
         if present["rollout_log_probs"] is None:
             del present["rollout_log_probs"]
-        # Lists stay lists as long as lists are added: a stream that grows token by token copies nothing.
+        # Lists stay lists as long as lists are added, so that a stream which grows token by token copies nothing.
         growing = [name for name in present if type(added[name]) is list and isinstance(present[name], list)]
         joined = {name: join(self, name, present[name], added[name]) for name in present if name not in growing}
         for name in growing:
@@ -364,18 +364,19 @@ for _name in TOKEN_FIELDS:
 
 
 def failed_and_masked(sample: Sample) -> bool:
-    """Whether `sample` trains nothing, an evaluation leaves it out, and a step or a set with mostly such ones stops.
+    """Whether `sample` failed and is masked: it trains nothing, an evaluation leaves it out, and a step or an evaluation set
+    that mostly has such samples stops.
 
-    No property of `Sample`, on which any other name is an attribute of the user's.
+    It is not a property of `Sample`, because any other name on a sample is the user's.
     """
     return sample.status is Sample.Status.FAILED and bool(sample.remove_sample)
 
 
 def turns_of(sample: Sample) -> int:
-    """Turns of the model in the response: `metadata["round_number"]`, which generate functions set; 1 where none did.
+    """Turns of the model in the response: `metadata["round_number"]`, which generate functions may set; else 1.
 
     Raises:
-        UserError: it is no whole number.
+        UserError: it is not a whole number.
     """
     turns = sample.metadata.get("round_number", 1)
     number = finite_number(turns)
@@ -397,7 +398,7 @@ def _copy_containers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy_containers(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        # Per-token lists are long and flat: their first entry decides, so that they are copied at memcpy speed.
+        # Per-token lists are long and flat, so the first entry decides; then the list is copied at the speed of memory.
         if not value or isinstance(value[0], int | float):
             return list(value)
         return [_copy_containers(entry) for entry in value]

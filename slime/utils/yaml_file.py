@@ -1,8 +1,8 @@
 """YAML and JSON files of the user as mappings in which every key knows its line.
 
-Scalars read as people mean them: `1e-5` is a number, `12:30` and `2024-01-01` are text, `on` and `no` are booleans.
-Beside its value a scalar keeps the text that stands in the file, so that a flag can convert that by its own type
-(`run_id: 0012` for a string flag is "0012"). A key that stands twice is an error: only one of its values could win.
+Scalars are read as people mean them: `1e-5` is a number, `12:30` and `2024-01-01` are text, `on` and `no` are booleans.
+Beside its value a scalar keeps its text in the file, so that a flag can convert the text by its own type (`run_id: 0012` for a
+string flag is "0012"). A key that stands twice is an error, because only one of its values could count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class YamlMapping(dict[str, Any]):
         self._texts: dict[str, Text] = {}
 
     def put(self, key: str, value: Any, line: int, text: Text) -> None:
-        """Add an entry; `text` is what the file has for it (a list of texts for a list of scalars, else None)."""
+        """Add an entry. `text` is the value's text in the file: a list of texts for a list of scalars, None for others."""
         self[key] = value
         self._lines[key] = line
         self._texts[key] = text
@@ -44,7 +44,7 @@ class YamlMapping(dict[str, Any]):
         return f"{self.path}:{self.line if key is None else self._lines[key]}"
 
     def text(self, key: str) -> Text:
-        """The value's own text: of a scalar, or of every item of a list of scalars; None for everything else."""
+        """The value's text in the file: of a scalar, or of every item of a list of scalars; None for other values."""
         return self._texts[key]
 
 
@@ -64,7 +64,7 @@ def load_yaml(path: str | Path, flag: str) -> YamlMapping:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise UserError(f"{flag} {name}: the file cannot be read: {reason}") from error
     if name.endswith(".json"):
-        # YAML knows no tabs as indentation, and JSON has none inside of strings.
+        # YAML does not allow tabs as indentation, and JSON has none inside strings.
         text = text.replace("\t", " ")
     try:
         value = _parse(text, name, flag)
@@ -112,7 +112,7 @@ class _Loader(yaml.SafeLoader):
             result.put(key, value, key_node.start_mark.line + 1, _text_of(value_node))
 
     def _refuse_repeated(self, node: yaml.MappingNode) -> None:
-        # Before `<<` is replaced by what it merges: that may repeat keys, and loses to the mapping's own.
+        # Checked before `<<` is replaced by the mappings that it merges: these may repeat keys, and the mapping's own win.
         first: dict[str, int] = {}
         for key_node, _ in node.value:
             key, line = self._key(key_node), key_node.start_mark.line + 1
@@ -143,7 +143,7 @@ def _float(loader: _Loader, node: yaml.ScalarNode) -> float:
     return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
 
-# The words of YAML 1.1 for booleans, and the numbers of YAML 1.2: 1.1 reads `1e-5` as text, 12:30 as 750 and 010 as 8.
+# Booleans are those of YAML 1.1, and numbers those of YAML 1.2, since 1.1 reads `1e-5` as text, 12:30 as 750 and 010 as 8.
 _REPLACED = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
