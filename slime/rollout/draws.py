@@ -115,8 +115,7 @@ class Draws:
     def _observe(self) -> None:
         """Observe from now on what `get_samples` and `add_samples` of the source give and take, by changing its class.
 
-        It is called only if something is to be noted or drawn again, so the source of a loop with one rollout at a time keeps
-        its class.
+        Called only if something is to be noted or drawn again: the source of a loop with one rollout at a time keeps its class.
         """
         if self._observing:
             return
@@ -273,11 +272,8 @@ class Draws:
         return entries
 
     def _taken_by(self, add_samples: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """Call `add_samples`, and forget the groups that went back.
-
-        A copy that shares no sample with what was drawn counts as another group, since it is better to draw a group twice than
-        never.
-        """
+        """Call `add_samples`, and forget the groups that went back. A copy that shares no sample with what was drawn counts as
+        another group, since it is better to draw a group twice than never."""
         result = add_samples(*args, **keywords)
         back = {id(sample) for sample in leaves(_origins.get() or [*args, *keywords.values()])}
         with self.lock:
@@ -349,8 +345,7 @@ def draw_groups(args: Any, source: Any, num_samples: int, rollout_id: int, drawn
 
     Attempts that an earlier start sampled under other flags become prompts again.
 
-    Args:
-        drawn: how many entries were drawn for this rollout before; the numbers of groups that are made here follow from it.
+    `drawn`: how many entries were drawn for this rollout before; the numbers of groups that are made here follow from it.
 
     Raises:
         UserError: the source raised, or did not return a list of groups or prompts.
@@ -549,8 +544,8 @@ class DataSourceSnapshots:
         self._draws.resume_after(rollout_id, ahead)
 
     def _drawn_ahead(self, rollout_id: int, restored: bool) -> DrawnAhead:
-        """What is to be drawn again. If the source was not `restored` it is nothing: a fresh source gives the prompts anyway, or
-        does not have them."""
+        """What is to be drawn again; nothing if the source was not `restored`, since a fresh one gives the prompts anyway, or
+        never had them."""
         ahead, fresh = read_drawn_ahead(state_directory(self._args.load, rollout_id)), self._args.fresh_data_state
         if ahead.entries and not restored:
             logger.warning(
@@ -589,7 +584,7 @@ class DataSourceSnapshots:
         return True
 
     def _load_by_source(self, rollout_id: int) -> bool:
-        """Have the source load its state. Returns False if it cannot, or said that it has none, and the data start from zero."""
+        """Have the source load its state. Returns False if it cannot, or has none, so that the data start from zero."""
         if not has_method(self._source, "load"):
             if self._args.fresh_data_state:
                 logger.warning("the data source cannot be restored: the data starts from zero")

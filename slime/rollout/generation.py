@@ -143,7 +143,7 @@ class _Stream:
             self._sample.response = self._text_before + (output.get("text") or "")
 
     def close(self) -> None:
-        """End the stream. If the engine did not finish, the sample is aborted with the weight version and counters told last."""
+        """End the stream. If the engine did not finish, the sample is ABORTED, with the version and counters told last."""
         if self._unfinished is not None:
             told = {name: value for name, value in self._unfinished.items() if name not in self._PER_TOKEN}
             self._sample.append_response_tokens(self._args, meta_info={**told, "finish_reason": {"type": "abort"}})

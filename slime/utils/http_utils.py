@@ -322,7 +322,7 @@ def noting_request_ids(ids: set[str]) -> Iterator[None]:
 
 
 def noted_request_ids() -> set[str] | None:
-    """The set that `noting_request_ids` fills here, for requests made elsewhere on behalf of this code; None if there is no such
+    """The set that `noting_request_ids` fills here, for requests made elsewhere on behalf of this code; None outside such a
     block."""
     return _noted_ids.get()
 

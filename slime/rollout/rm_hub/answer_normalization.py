@@ -29,7 +29,7 @@ _TRAILING_UNIT = re.compile(
     rf"|(?<=[\d}})])\s*(?:(?:{_PLAIN_UNITS})s?\b\.?{_EXPONENT}\s*)+)$",
     re.IGNORECASE,
 )
-# What stands in an upright or bold face at the end of a formula without being a unit.
+# Letters that may stand in an upright or bold face at the end of a formula without being a unit.
 _UPRIGHT_LETTERS = ("i", "j", "k", "e", "d", "T")
 _SYMBOLS = str.maketrans({
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ",
@@ -93,7 +93,7 @@ def _exact_decimal(match: re.Match[str]) -> str:
 
 def _tidy(answer: str) -> str:
     text = answer.strip()[:_MAX_CHARACTERS].replace("\n", " ").rstrip(".").strip().translate(_SYMBOLS)
-    # A doubled backslash separates the rows of a matrix; elsewhere it is one that was escaped.
+    # A doubled backslash separates the rows of a matrix; elsewhere it is an escaped single one.
     if r"\begin" not in text or r"\\begin" in text:
         text = text.replace("\\\\", "\\")
     text = re.sub(r"\\!\\,|\\,\\!|\\!", "", text).replace("<=", "\\le ").replace(">=", "\\ge ")
@@ -168,7 +168,7 @@ def _brace_arguments(text: str) -> str:
 
 
 def _without_spaces(text: str) -> str:
-    r"""Spaces that separate nothing go; `5 5` is not `55`, and `\pi r` is not `\pir`."""
+    r"""The text without spaces that separate nothing; `5 5` does not become `55`, nor `\pi r` `\pir`."""
     return re.sub(r"(\\[a-zA-Z]+) (?=[a-zA-Z])|(\d) (?=\d)| ", lambda m: m[0] if m[1] or m[2] else "", text)
 
 

@@ -1,8 +1,9 @@
 """Multiple choice, as in GPQA (arXiv 2311.12022): which letter a response settles on, against the right one.
 
-A statement ("the answer is C", "option C", "C is correct", a box) counts more than a letter that stands alone, and of each kind
-the last one with a valid letter decides. Letters are whole words in upper case; marked ones, `(c)`, `**c**`, `\\boxed{c}`, may
-be lower case. What is negated or called wrong is neither. A response without any letter may name a choice by its text.
+A statement ("the answer is C", "option C", "C is correct", a box) counts more than a letter that stands alone; among several of
+a kind the last one with a valid letter decides. Letters are whole words in upper case; marked ones, `(c)`, `**c**`,
+`\\boxed{c}`, may be lower case. A letter that is negated or called wrong does not count. A response without any letter may name
+a choice by its text.
 """
 
 import re
@@ -12,7 +13,7 @@ from typing import Any
 
 from slime.utils.errors import UserError
 
-# Of the response: an answer stands at its end, and the patterns below look at every letter.
+# Only so much of a response's end is read, since the answer stands there and the patterns below look at every letter.
 _TAIL_CHARACTERS = 20_000
 _DEFAULT_LETTERS = string.ascii_uppercase[:10]
 
@@ -22,14 +23,14 @@ _MARKED = (
     r"|(?<!\w)[(\[{](?P<bracketed>[A-Za-z])[)\]}]"
 )
 _LETTER = re.compile(_MARKED + r"|(?<![\w'’\\])(?P<plain>[A-Z])(?!['’]?\w)")
-# What leads to a letter, at the end of the text before it. Fillers stand between: "is definitely", "must therefore be".
+# What leads to a letter, at the end of the text before it. Fillers may stand between: "is definitely", "must therefore be".
 _LEAD = re.compile(r"\b(?:answer|option|choice)s?\b(?P<between>[^.!?\n]{0,60})$", re.IGNORECASE)
 _FILLERS = 4
 _VERDICT = re.compile(
     r"\s+(?:is|seems|looks|must be|would be|should be)\s+(?:[a-z]+\s+){0,2}?(?:the\s+)?(?:correct|right|true|best)\b"
 )
-# Of a letter that is the subject of its sentence, or has a verdict for a heading: "C: wrong."; what stands behind "and" or a
-# comma is said of something else, and "C: false vacuum" is a choice with its text.
+# The rejection of a letter that is the subject of its sentence, or the heading of a verdict: "C: wrong."; words behind "and" or
+# a comma are about something else, and "C: false vacuum" is a choice with its text.
 _REJECTION = re.compile(
     r"\s+(?:(?:\w+ly|also|therefore|thus)\s+)?(?:(?:\w+n['’]t|cannot)\b"
     r"|(?:is|are|was|were|seems|looks|appears|can|could|would|should|must|may|does|did|will)\s+"
@@ -40,7 +41,7 @@ _REJECTION = re.compile(
     re.IGNORECASE,
 )
 _NEGATION = re.compile(r"not|no|never|neither|nor|cannot|without|\w+n['’]t", re.IGNORECASE)
-# Before it a sentence says what the answer is not, or something else altogether.
+# A turn of the sentence: the words before it say what the answer is not, or something else altogether.
 _TURN = re.compile(
     r"[;:]|\b(?:but|so|rather(?!\s+than)|instead(?!\s+of)|it['’]s|it\s+(?:is|must\s+be))\b", re.IGNORECASE
 )
@@ -49,7 +50,7 @@ _NO_NEGATION = re.compile(
 )
 _INSTEAD_OF = re.compile(r"\b(?:rather\s+than|instead\s+of)\b", re.IGNORECASE)
 _WORD = re.compile(r"[\w'’]+")
-# Behind an A or I that is a letter and no English word.
+# What follows an A or I that is a letter and not an English word.
 _AFTER_A_LETTER = re.compile(
     r"\s+(?:is|was|because|since|as|for|and|or|but|so|which|with|from|by|due|if|would|must|seems|looks|then|here|also|not)\b"
 )

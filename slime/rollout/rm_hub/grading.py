@@ -1,15 +1,16 @@
 """Rewards of samples: which function grades a sample, ours or the user's, under which limits, and what it may return.
 
-Precedence: `sample.custom_rm_path`, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`. At most `--rm-concurrency`
-calls run, of types that are graded in worker processes no more than there are of these, each for at most `--rm-timeout`
-seconds, waiting not counted. One that gave no reward in that time is made once more; grading never runs on the event loop.
+The first that is set decides: `sample.custom_rm_path`, `--custom-rm-path`, `metadata["rm_type"]`, `--rm-type`. At most
+`--rm-concurrency` calls run at a time; for types that are graded in worker processes, no more than there are of these. A call
+may take `--rm-timeout` seconds, not counting its wait for a slot. A call that gave no reward in that time is made once more.
+Grading never runs on the event loop.
 
-`boxed_` before a type of ours grades the content of the last box instead of the response.
+With the prefix `boxed_`, a built-in type grades the content of the last box instead of the response.
 
-Forms of a function by path: single `fn(args, sample, **kw)`; batch `fn(args, samples, **kw)`, told by the name of the second
-parameter (with `--group-rm` also when that name is neither `sample` nor `samples`); class with
+A function by path has one of three forms: single, `fn(args, sample, **kw)`; batch, `fn(args, samples, **kw)`, which is known by
+the name of the second parameter (with `--group-rm` any name but `sample` will do); or a class with
 `compute_reward(prompts, responses[, labels, samples])`. Every call gets copies of the samples. A plain function that is called
-once more may run twice at once.
+once more may run twice at the same time.
 """
 
 from __future__ import annotations
@@ -62,17 +63,17 @@ logger = logging.getLogger(__name__)
 
 
 async def async_rm(args: Any, sample: Sample, *, evaluation: bool = False, **kwargs: Any) -> float | dict[str, Any]:
-    """The reward of one sample; it is not stored. `kwargs` reach a custom function as far as it accepts them.
+    """The reward of one sample; it is not stored. A custom function gets those of `kwargs` that it accepts.
 
     Raises:
-        SampleFailed: twice no reward within `--rm-timeout`.
-        UserError: unknown type, raising function, or a result that is no reward.
+        SampleFailed: there was no reward within `--rm-timeout`, twice.
+        UserError: the type is unknown, the function raised, or its result is no reward.
     """
     custom = _custom_reward(args, sample)
     if custom is None:
         at_a_time = args.rm_concurrency
         if needs_worker(args, sample):
-            # More would wait for a worker within their time limit.
+            # Further calls would spend their time limit waiting for a worker.
             at_a_time = min(at_a_time, pool_size())
         reward = await _limited(
             args, [sample], at_a_time, lambda graded, limit: _grade_by_type(args, *graded, at_a_time, limit)
@@ -129,7 +130,7 @@ async def _grade_batch(args: Any, samples: list[Sample], evaluation: bool, kwarg
 async def _grade_by_type(args: Any, sample: Sample, at_a_time: int, limit: float | None) -> Any:
     options = {"source": "--rm-type", "at_a_time": at_a_time, "timeout": limit}
     if _type_of(args, sample) == REMOTE:
-        # Nothing is looked at here: what comes back asks the service.
+        # This call does not block: it returns the coroutine function that asks the service.
         reward = compute_builtin_reward(args, sample)
     else:
         reward = await call_user_function(compute_builtin_reward, args, sample, **options)
@@ -144,16 +145,16 @@ def _custom_reward(args: Any, sample: Sample) -> CustomReward | None:
 async def _limited(
     args: Any, samples: list[Sample], at_a_time: int, call: Callable[[list[Sample], float | None], Awaitable[Any]]
 ) -> Any:
-    """The result of `call(samples, time limit)`, at the second attempt if need be: nothing is generated again.
+    """The result of `call(samples, time limit)`, at the second attempt if need be, so that nothing is generated again.
 
-    A plain function may still be at the first attempt then. Every attempt gets copies of the samples, and what the one that
-    answered did to its own is taken over.
+    A plain function may still be busy with the first attempt then. Every attempt gets copies of the samples, and the changes
+    that the successful one made to its copies are taken over.
     """
     for last_attempt in (False, True):
         async with call_slots(CallKind.REWARD, at_a_time):
             graded = [own_copy(sample) for sample in samples]
             try:
-                # The list is the function's own: it may sort it.
+                # The function gets a list of its own, which it may sort.
                 result = await call(list(graded), args.rm_timeout)
             except CallTimedOut as error:
                 reason = f"no reward for {describe_samples(samples)} within --rm-timeout {args.rm_timeout:g} s"
@@ -170,10 +171,10 @@ async def _limited(
 def compute_builtin_reward(args: Any, sample: Sample) -> Any:
     """The reward of `sample` by its `metadata["rm_type"]`, else `--rm-type`. May block; run it off the event loop.
 
-    Where a service grades, what comes back is the call that asks it, for the event loop.
+    If a service grades, the result is a function for the event loop that asks the service.
 
     Raises:
-        UserError: no or an unknown type, or a label that the type needs is missing.
+        UserError: the type is missing or unknown, or a label that the type needs is missing.
     """
     rm_type = _type_of(args, sample)
     name = bare_reward_type(rm_type)
@@ -191,8 +192,8 @@ def compute_builtin_reward(args: Any, sample: Sample) -> Any:
 
 
 def warn_of_missing_solutions(args: Any, samples: Sequence[Sample]) -> None:
-    """Say, once in a process, that `deepscaler` found nothing to judge in any answer of a rollout: all rewards are 0, whatever
-    the answers are. Samples that failed and are masked count as none."""
+    """Warn, once per process, if `deepscaler` found nothing to judge in any answer of a rollout, so that all rewards are 0
+    whatever the answers are. Samples that failed and are masked do not count."""
     graded = [sample for sample in samples if not failed_and_masked(sample)]
     if graded and all(sample.metadata.get("fail_reason") == _NO_SOLUTION for sample in graded):
         _tell_of_missing_solutions(args.rm_type)
@@ -277,7 +278,7 @@ def _naming(sample: Sample) -> Iterator[None]:
 
 
 def _random(args: Any, sample: Sample, response: str) -> int:
-    """A coin that falls the same way when a seeded run is repeated."""
+    """A coin toss, with the same result when a seeded run is repeated."""
     if sample.index is None:
         return random.SystemRandom().randint(0, 1)
     return random.Random(f"{args.rollout_seed}-{sample.index}").randint(0, 1)
@@ -299,7 +300,7 @@ _IN_WORKERS = frozenset({"deepscaler", "ifbench", "math"})
 FLAG = "--custom-rm-path"
 
 _instances: dict[type, Any] = {}
-# Of those that are constructed in threads: concurrent first calls wait for one constructor, or for its failure.
+# Classes are constructed in threads; concurrent first calls wait for one constructor, or for its failure.
 _first_calls: defaultdict[type, SingleFlight] = defaultdict(SingleFlight)
 
 
@@ -401,10 +402,10 @@ class CustomReward:
 def checked_reward(args: Any, sample: Sample, reward: Any, source: str, evaluation: bool) -> Any:
     """`reward` as a float, or as a dict whose reward entry is one.
 
-    With `--custom-reward-post-process-path` any value passes: only that function knows what to make of it.
+    With `--custom-reward-post-process-path` any value passes, because only that function knows what to make of it.
 
     Raises:
-        UserError: no number, not finite, or a dict without the entry of `--reward-key` / `--eval-reward-key`.
+        UserError: it is not a finite number, or a dict without the entry of `--reward-key` / `--eval-reward-key`.
     """
     if args.custom_reward_post_process_path and not evaluation:
         return reward

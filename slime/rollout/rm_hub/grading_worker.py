@@ -1,14 +1,14 @@
-"""The worker process that grades with libraries. Run as a file, by `worker_pool`, with its kind: formulas or instructions.
+"""The worker process that grades with libraries. `worker_pool` runs it as a file, with its kind: formulas or instructions.
 
-One JSON line in, `[seconds, question]`; one JSON line out, the answer: of `[given, truth]` true or false, of
-`[response, prompt, [[id, keywords], …]]` a list of verdicts, or a text that says what is missing. It ends when its input ends,
-so it does not outlive its parent. Memory is limited here, and so is time, by timers whose default action ends the process,
-whatever it computes: one on the processor's time for the question, an alarm for a parent that was killed meanwhile. The time
-limits of math-verify are off: they are alarms too, and would disarm ours.
+It reads a JSON line `[seconds, question]` and writes a JSON line with the answer. For a question `[given, truth]` that is true
+or false; for `[response, prompt, [[id, keywords], …]]` it is a list of verdicts, or a text that says what is missing. It ends
+when its input ends, so it does not outlive its parent. Memory is limited here, and so is time, by timers whose default action
+ends the process whatever it computes: one on processor time for the question, and an alarm in case the parent was killed
+meanwhile. The time limits of math-verify are off, because they are alarms too and would disarm ours.
 
 Nothing here evaluates Python: `latex2sympy` builds sympy objects from a parsed tree. The library's `parse` is not used,
-because it hands plain arithmetic to sympy's `parse_expr`, which does. No check may use the network: a library that looks for
-its data there fails at once.
+because it hands plain arithmetic to sympy's `parse_expr`, which does evaluate it. No check may use the network; a library that
+looks for its data there fails at once.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ import sys
 import types
 from pathlib import Path
 
-# Longer than the parent waits.
+# It must be longer than the parent waits.
 ALARM_S = 60
-# Beside what the libraries take.
+# In addition to the memory of the libraries.
 MEMORY_LIMIT_BYTES = 1 << 30
-# Decimal digits to which two values must agree where no exact comparison decides.
+# Decimal digits to which two values must agree if no exact comparison decides.
 NUMERIC_DIGITS = 50
 
-# The letter i as a factor or alone: not in a word, in the name of a command, or as an index.
+# The letter i as a factor or alone, but not in a word, in the name of a command, or as an index.
 _IMAGINARY_UNIT = re.compile(r"(?<![a-zA-Z\\_])i(?![a-zA-Z])")
 _ODD_ROOT = re.compile(r"\\sqrt\[\s*(\d*[13579])\s*\]\s*\{\s*-")
 
@@ -50,10 +50,10 @@ def parse(text: str, is_real: bool | None) -> object:
 
 
 def are_equal(given: str, truth: str) -> bool:
-    """Whether `given` is a right answer where `truth` is the label."""
+    """Whether `given` is a right answer to a problem with the label `truth`."""
     from math_verify import verify
 
-    # The library knows the imaginary unit as I, and loses an exponent directly behind it. Beside it, unknowns are not real.
+    # The library calls the imaginary unit I, and loses an exponent directly behind it. Unknowns beside it need not be real.
     is_real = None if any(_IMAGINARY_UNIT.search(text) for text in (given, truth)) else True
     given, truth = (_IMAGINARY_UNIT.sub("(I)", text) for text in (given, truth))
     return verify(
@@ -66,7 +66,7 @@ def are_equal(given: str, truth: str) -> bool:
 
 
 def _united(tree: object) -> object:
-    """`x < -1 or x > 1` is the union of what each inequality allows."""
+    """A set of inequalities such as `x < -1 or x > 1` as the union of the numbers that each allows; other trees unchanged."""
     import sympy
     from sympy.core.relational import Relational
 
@@ -76,15 +76,15 @@ def _united(tree: object) -> object:
     return tree
 
 
-# Of IFBench (its own directory, on PYTHONPATH), and of IFEval. Both have INSTRUCTION_DICT: id -> class of checks.
+# The modules of IFBench (its own directory, on PYTHONPATH) and of IFEval. Both have INSTRUCTION_DICT: id -> class of checks.
 REGISTRIES = ("instructions_registry", "lm_eval.tasks.ifeval.instructions_registry")
 
 
 @functools.cache
 def checks_by_id() -> tuple[dict[str, type], str]:
-    """The class of checks of every instruction that an installed library knows, and why one cannot be imported.
+    """(class of checks by instruction, why registries cannot be imported), for all instructions that installed libraries know.
 
-    The first of REGISTRIES wins.
+    If several know an instruction, the first of REGISTRIES counts.
     """
     found: dict[str, type] = {}
     failures = []
@@ -98,7 +98,7 @@ def checks_by_id() -> tuple[dict[str, type], str]:
 
 
 def _name_packages(module: str) -> None:
-    """Make the packages around `module` known without running them: lm_eval's import whole frameworks, which takes long."""
+    """Make the packages around `module` known without running them, because lm_eval's import whole frameworks, slowly."""
     packages = module.split(".")[:-1]
     top = importlib.util.find_spec(packages[0]) if packages else None
     for depth in range(1, len(packages) + 1) if top is not None and top.submodule_search_locations else ():
@@ -108,7 +108,7 @@ def _name_packages(module: str) -> None:
 
 
 def follow(response: str, prompt: str, instructions: list[list]) -> list[bool] | str:
-    """Whether `response` follows each of the instructions, strictly; a text where a check is missing or refuses keywords."""
+    """Whether `response` strictly follows each instruction; a text if a check is missing or refuses its keywords."""
     checks, failures = checks_by_id()
     verdicts = []
     for name, keywords in instructions:
@@ -118,7 +118,7 @@ def follow(response: str, prompt: str, instructions: list[list]) -> list[bool] |
                 "'lm-eval[ifeval]'), those of IFBench with a copy of its repository on PYTHONPATH"
                 f"{f' ({failures})' if failures else ''}"
             )
-        # What a check is not told it draws.
+        # A check draws the keywords that it is not given.
         random.seed(0)
         try:
             check = checks[name](name)
@@ -130,7 +130,7 @@ def follow(response: str, prompt: str, instructions: list[list]) -> list[bool] |
         try:
             verdicts.append(bool(response.strip() and check.check_following(response)))
         except LookupError as error:
-            # NLTK's way of saying that its data are not there.
+            # This is how NLTK says that its data are missing.
             if "nltk" in str(error).lower():
                 reason = " ".join(str(error).replace("*", "").split())[:60]
                 return (
@@ -154,11 +154,11 @@ def _load_instructions() -> None:
     socket.socket.connect = socket.socket.connect_ex = refused
     if checks_by_id()[0]:
         with contextlib.suppress(ImportError):
-            # The same text has the same language each time.
+            # Seeded, so that the same text has the same language each time.
             importlib.import_module("langdetect").DetectorFactory.seed = 0
 
 
-# (what comes before the first question, the answer to one, the answer where the library fails)
+# Kind → (preparation before the first question, function that answers a question, answer if the library fails).
 _KINDS = {
     "formulas": (_load_formulas, lambda question: bool(are_equal(*question)), False),
     "instructions": (_load_instructions, lambda question: follow(*question), "grading failed"),
@@ -167,7 +167,7 @@ _KINDS = {
 
 def main(kind: str, alarm_s: int = ALARM_S) -> None:
     load, answer, failure = _KINDS[kind]
-    # Libraries print what is none of the parent's business.
+    # Whatever libraries print goes to the standard error, so that the parent reads nothing but answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     load()
@@ -181,7 +181,7 @@ def main(kind: str, alarm_s: int = ALARM_S) -> None:
         try:
             verdict = answer(question)
         except Exception:
-            # What the library cannot read or compare is not shown to be equal.
+            # An answer that the library cannot read or compare is not shown to be equal.
             verdict = failure
         signal.alarm(0)
         signal.setitimer(signal.ITIMER_PROF, 0)

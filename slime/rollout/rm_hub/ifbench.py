@@ -1,7 +1,7 @@
-"""Strict instruction following (IFEval, arXiv 2311.07911; IFBench, arXiv 2507.02833): all instructions of a row are followed.
+"""Strict instruction following (IFEval, arXiv 2311.07911; IFBench, arXiv 2507.02833): a response must follow all instructions.
 
 A row's metadata has `instruction_id_list`, the ids of its instructions, and `kwargs`, one dict for each. The checks are those
-of the benchmarks' own libraries, found where they are installed; nothing is fetched when a run needs them.
+of the benchmarks' own libraries, which must be installed; a run fetches nothing.
 """
 
 import json
@@ -10,18 +10,18 @@ from typing import Any
 from slime.rollout.rm_hub import worker_pool
 from slime.utils.errors import UserError
 
-# Checks are linear in the text, and more than this answers no prompt.
+# Checks take time in proportion to the text, and no prompt asks for more than this.
 _MAX_CHARACTERS = 200_000
 
 
 def compute_ifbench_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
-    """1.0 when the response (what follows its last `</think>`) follows all instructions of the metadata, else 0.0. Blocks.
+    """1.0 if the response (the text after its last `</think>`) follows all instructions of the metadata, else 0.0. Blocks.
 
-    The checks that repeat the prompt find it in `metadata["prompt"]`. There is no label. What takes more than 5 s of the
-    processor is not followed.
+    Checks that look for the prompt find it in `metadata["prompt"]`. There is no label. Instructions whose check takes more than
+    5 s of processor time count as not followed.
 
     Raises:
-        UserError: metadata without instructions, with unsuitable keywords, or with an id that no installed library knows.
+        UserError: the metadata have no instructions, unsuitable keywords, or an id that no installed library knows.
     """
     metadata = metadata or {}
     names, keywords = metadata.get("instruction_id_list"), metadata.get("kwargs")

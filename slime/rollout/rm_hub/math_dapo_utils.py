@@ -1,4 +1,4 @@
-"""The DAPO reward (arXiv 2503.14476): the line `Answer: …` near the end of a response against the label."""
+"""The DAPO reward (arXiv 2503.14476), which compares the line `Answer: …` near the end of a response with the label."""
 
 import re
 from typing import Any
@@ -23,7 +23,7 @@ def remove_boxed(text: str) -> str:
 
 
 def normalize_final_answer(answer: str) -> str:
-    """Normal form of a final answer: what follows the last equals sign, without box, markup, units and commas."""
+    """The normal form of a final answer: the text after the last equals sign, without box, markup, units and commas."""
     boxed = last_boxed_only_string(answer)
     if boxed is not None and boxed.startswith("\\boxed{"):
         answer = remove_boxed(boxed)

@@ -1,8 +1,8 @@
-"""Grading of mathematical answers: take the boxed answer out of a response, and compare it with the label.
+"""Grades mathematical answers: takes the boxed answer out of a response, and compares it with the label.
 
-Most answers are decided by their text or as plain numbers. What is left is compared by math-verify in a worker process,
-under limits of ours. Where the library is more lenient than a reward may be, rules of ours come first: units must agree,
-fractions must be reduced, brackets must match, and sizes are bounded.
+Most answers are decided by their text or as plain numbers. The others are compared by math-verify in a worker process, under
+our limits. The library is more lenient than a reward may be, so our own rules come first: units must agree, fractions must be
+reduced, brackets must match, and sizes are bounded.
 """
 
 import itertools
@@ -16,18 +16,18 @@ from slime.rollout.rm_hub.answer_normalization import exact_latex, normalize_ans
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox) ([^\s$]+)")
 _OPENED_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"[{}]")
-# Every one that is never closed costs a look at the rest of the text.
+# How many boxes are tried: each one that is never closed costs a look at the rest of the text.
 _MAX_BOXES = 50
-# Of what the library reads: characters, and brackets within brackets.
+# The most that the library is given to read: characters, and depth of brackets within brackets.
 _MAX_CHARACTERS = 300
 _MAX_DEPTH = 12
-# Exponents, factorials and numbers that take long to work out, or to read.
+# Exponents, factorials and numbers that take too long to compute, or to read.
 _TOO_LARGE = re.compile(r"\^\s*\{?\s*[-+]?\d{5}|\d{4}\s*!|[!)}]\s*!|\d{61}")
 _FRACTION = re.compile(r"\\frac\s*\{\s*-?(\d+)\s*\}\s*\{\s*-?(\d+)\s*\}|(?<![\w.})^!])(\d+)\s*/\s*(\d+)(?![\d.!^])")
 _RATIO = re.compile(r"(?<![\w.})^!])(\d+)\s*:\s*(\d+)(?![\d.!^])")
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
 _WORD = re.compile(r"[^\W\d_]{4}|\b(?:no|yes|and)\b|\d_", re.IGNORECASE)
-# Left side of an equation that gives a value a name: x, x_1, f(x), P(A), (x, y).
+# The left side of an equation that only names a value: x, x_1, f(x), P(A), (x, y).
 _NAME = re.compile(r"\s*(?:(?:\\angle )?\\?[a-zA-Z]+(?:_\{?\w\}?)?'*\s*(?:\([a-zA-Z, ]*\))?|\([a-zA-Z, ]+\))\s*")
 
 

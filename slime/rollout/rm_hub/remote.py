@@ -1,11 +1,11 @@
 """Rewards from a service: `--rm-type remote_rm --rm-url http://…`; `examples/reward_server/` is such a service.
 
-A sample is one POST of `{prompt, response, label}`; the answer, JSON, is the reward: a number, or a dict with `--reward-key`.
-A prompt with images is sent with what its rows hold of them, paths or data URIs.
-Many requests are under way at a time (`--rm-concurrency`), so that a service may gather them into batches.
+Each sample is one POST of `{prompt, response, label}`. The answer, in JSON, is the reward: a number, or a dict with
+`--reward-key`. The images of a prompt are sent as its row names them, as paths or data URIs. Many requests are under way at a
+time (`--rm-concurrency`), so that a service may gather them into batches.
 
 The token that the service may ask for is read from `SLIME_RM_API_KEY`, or from the file that `SLIME_RM_API_KEY_FILE` names, and
-stands in no message.
+never appears in a message.
 """
 
 import asyncio
@@ -28,14 +28,15 @@ _RETRIED_REFUSALS = (408, 425, 429)
 
 
 async def remote_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
-    """What the service at `args.rm_url` answers for `sample`.
+    """The answer of the service at `args.rm_url` for `sample`.
 
-    What may pass (no connection, 429, 5xx) is tried again, 10 times at most, after 1, 2, 4, … 30 s and up to half a second
-    more, all within 120 s. Another refusal (4xx) is not: the same request would be refused again.
+    After a failure that may pass (no connection, 429, 5xx) the request is made again, up to 10 times in all, after 1, 2, 4, …
+    30 s and up to half a second more, within 120 s in all. Other refusals (4xx) are final, since the same request would be
+    refused again.
 
     Raises:
-        UserError: no address.
-        HttpError: a refusal, or no answer within the attempts and the time.
+        UserError: there is no address.
+        HttpError: the service refused, or did not answer within the attempts and the time.
     """
     if not args.rm_url:
         raise UserError("--rm-type remote_rm needs --rm-url, the address of the reward service")

@@ -1,8 +1,8 @@
 """Grading by libraries, in persistent worker processes: comparison of formulas, and checks of instructions.
 
-What a model wrote is untrusted text. Each question has a time limit, which counts the time of the processor, so that a busy
-machine changes no verdict; waiting is bounded much later. A worker that exceeds its limit ends and is replaced, and there is
-no answer. A worker starts when a question finds none idle: most answers are decided by their text or as plain numbers.
+What a model wrote is untrusted text. Each question has a limit of processor time, so that a busy machine changes no verdict;
+the wait for it is bounded more generously. A worker that exceeds its limit ends and is replaced, and the question has no
+answer. Workers start only when a question finds none idle, because most answers are decided by their text or as plain numbers.
 """
 
 import json
@@ -22,14 +22,14 @@ from slime.utils.errors import RunError
 logger = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 5.0
-# A worker that gets a tenth of a core still has its time.
+# How many seconds to wait per second of processor time: a worker that gets a tenth of a core still has its time.
 WAIT_PER_SECOND = 10
 START_LIMIT_S = 120.0
-# The engines and the trainer use the same cores.
+# Bounded, because the engines and the trainer use the same cores.
 MAX_WORKERS = 32
 _WORKER_FILE = Path(__file__).with_name("grading_worker.py")
-# What the interpreter is told. -I: neither the environment nor the current directory decides what a worker imports. -P: of the
-# environment PYTHONPATH may, where the checks of IFBench lie.
+# Options of the interpreter. With -I neither the environment nor the current directory decides what a worker imports. With -P
+# PYTHONPATH still does, because the checks of IFBench lie there.
 FORMULAS, INSTRUCTIONS = "formulas", "instructions"
 _INTERPRETER = {FORMULAS: "-I", INSTRUCTIONS: "-P"}
 
@@ -39,7 +39,7 @@ class GradingWorkerError(RunError):
 
 
 class _Worker:
-    """One process, asked one question at a time."""
+    """One worker process, which is asked one question at a time."""
 
     def __init__(self, kind: str) -> None:
         self._process = subprocess.Popen(
@@ -48,7 +48,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        # A write to a worker that does not read ends when the pipe is full.
+        # A write must not block when the pipe of a worker that does not read is full.
         os.set_blocking(self._process.stdin.fileno(), False)
         self._questions, self._answers = selectors.DefaultSelector(), selectors.DefaultSelector()
         self._questions.register(self._process.stdin, selectors.EVENT_WRITE)
@@ -63,7 +63,7 @@ class _Worker:
             raise GradingWorkerError(f"the worker for grading{library}")
 
     def ask(self, question: list[Any], timeout: float) -> Any:
-        """The answer, or None when it took more than `timeout` seconds of the processor or the worker died."""
+        """The answer; None if it took more than `timeout` seconds of processor time, or the worker died."""
         deadline = time.monotonic() + timeout * WAIT_PER_SECOND
         unwritten = memoryview(json.dumps([timeout, question]).encode() + b"\n")
         while unwritten:
@@ -77,7 +77,7 @@ class _Worker:
         return None if line is None else json.loads(line)
 
     def _read_line(self, timeout: float) -> bytes | None:
-        # A worker writes whole short lines, so a readable pipe holds all of one.
+        # A worker writes short lines, each at once, so a readable pipe holds a whole one.
         if not self._answers.select(timeout):
             return None
         return self._process.stdout.readline() or None
@@ -105,7 +105,7 @@ class WorkerPool:
         self._slots = threading.Semaphore(self.size)
 
     def ask(self, question: list[Any], timeout: float = TIME_LIMIT_S) -> Any:
-        """A worker's answer to `question`; None when `timeout` seconds of the processor do not give one. Thread-safe."""
+        """A worker's answer to `question`; None if `timeout` seconds of processor time do not give one. Thread-safe."""
         with self._slots:
             worker = self._take()
             started = time.monotonic()
@@ -137,17 +137,17 @@ _pools = {kind: WorkerPool(kind) for kind in _INTERPRETER}
 
 
 def pool_size() -> int:
-    """Questions of a kind that the process-wide pools answer at a time."""
+    """How many questions of a kind the process-wide pools answer at a time."""
     return _pools[FORMULAS].size
 
 
 def are_equal(given: str, truth: str, timeout: float = TIME_LIMIT_S) -> bool:
-    """Whether two answers in LaTeX are equal; False when `timeout` seconds of the processor do not show it."""
+    """Whether two answers in LaTeX are equal; False if `timeout` seconds of processor time do not show it."""
     return bool(_pools[FORMULAS].ask([given, truth], timeout))
 
 
 def followed_instructions(response: str, prompt: str, instructions: list[tuple[str, dict[str, Any]]]) -> Any:
-    """For each (id, keywords) whether `response` follows it; None without a verdict in time, a text where it cannot be told."""
+    """For each (id, keywords) whether `response` follows it; None without a verdict in time; a text if no check can tell."""
     return _pools[INSTRUCTIONS].ask([response, prompt, instructions])
 
 
