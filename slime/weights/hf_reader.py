@@ -1,4 +1,4 @@
-"""Reading a Hugging Face model directory tensor by tensor, and of a tensor the rows and columns that are asked for."""
+"""Reads a Hugging Face model directory tensor by tensor, and of each tensor only the rows and columns that are asked for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the bytes of a tensor lie in a safetensors file. `dtype` as the file names it, such as BF16."""
+    """Where the bytes of a tensor lie in a safetensors file. `dtype` is the file's name for it, such as BF16."""
 
     path: Path
     start: int
@@ -33,7 +33,7 @@ def places_of_tensors(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
     """The place of every tensor of a safetensors file, by name, and the file's metadata.
 
     Raises:
-        UserError: the file is none, or shorter than its header says.
+        UserError: it is not a safetensors file, or shorter than its header says.
     """
     try:
         with open(path, "rb") as file:
@@ -52,10 +52,10 @@ def places_of_tensors(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
 
 
 def read_bytes(place: Place) -> np.ndarray:
-    """The bytes of a tensor (uint8), in memory of their own.
+    """A copy of the bytes of a tensor (uint8).
 
     Raises:
-        UserError: the file ends before them.
+        UserError: the file ends too early.
     """
     import numpy as np
 
@@ -66,17 +66,17 @@ def read_bytes(place: Place) -> np.ndarray:
 
 
 def safetensors_dtype(dtype: torch.dtype) -> str:
-    """How safetensors files name a dtype, such as BF16."""
+    """The name of a dtype in safetensors files, such as BF16."""
     from safetensors.torch import _TYPES
 
     return next(name for name, known in _TYPES.items() if known is dtype)
 
 
 def places_of_checkpoint(directory: Path) -> dict[str, Place]:
-    """`places_of_tensors` of a checkpoint directory: of the files that its index names, where it has one.
+    """`places_of_tensors` for a checkpoint directory: for the files in its index, or for all if there is no index.
 
     Raises:
-        UserError: the index is broken, or names a tensor that its file has not.
+        UserError: the index is broken, or names a tensor that the file does not have.
     """
     index = directory / INDEX_FILE
     if index.is_file():
@@ -103,9 +103,9 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 class StoredTensor:
-    """A tensor of a safetensors file, of which is read what is indexed; `shape` is known before.
+    """A tensor of a safetensors file, of which only the indexed part is read; `shape` is known before.
 
-    Indexed with slices, `[:]` for all of it, it gives a tensor on the CPU, in the dtype that it is stored in.
+    Indexed with slices, `[:]` for all of it, it gives a tensor on the CPU, in the dtype of the file.
     """
 
     def __init__(self, file: Any, path: Path, name: str) -> None:
@@ -128,7 +128,7 @@ class StoredTensor:
 
 
 class _OfExpert(StoredTensor):
-    """Some of one expert's rows, of a tensor of all experts [experts, rows, columns], or [experts, columns, rows]."""
+    """Some of one expert's rows in a tensor of all experts [experts, rows, columns], or [experts, columns, rows]."""
 
     def __init__(self, fused: StoredTensor, expert: int, rows: range, is_exchanged: bool) -> None:
         self._fused, self._expert, self._rows, self._is_exchanged = fused, expert, rows, is_exchanged
@@ -147,7 +147,7 @@ class _OfExpert(StoredTensor):
         return self._fused[(of_expert, *place)][0]
 
 
-# What one tensor of all experts holds of each, rows one after the other.
+# The ending of a tensor of all experts → the matrices of each expert in it, whose rows follow each other.
 FUSED_EXPERTS = {
     ".experts.gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
     ".experts.down_proj": ("down_proj.weight",),
@@ -158,9 +158,9 @@ def is_exchanged(name: str, shape: Sequence[int], hidden_size: int | None) -> bo
     """Whether a tensor of all experts of a layer has their columns before their rows.
 
     Raises:
-        UserError: it has the model's hidden size on both sides, or on none.
+        UserError: both of an expert's sides, or neither, have the model's hidden size.
     """
-    # Up from the hidden size, or down to it.
+    # Matrices with two parts lead up from the hidden size, the one with a single part down to it.
     rows, columns = (size == hidden_size for size in shape[1:])
     if rows == columns:
         raise UserError(
@@ -171,12 +171,12 @@ def is_exchanged(name: str, shape: Sequence[int], hidden_size: int | None) -> bo
 
 
 def fused_ending(name: str) -> str | None:
-    """The key of `FUSED_EXPERTS` with which the name of a tensor ends; None: it is not of all experts of a layer."""
+    """The key of `FUSED_EXPERTS` with which the name of a tensor ends; None: it is not a tensor of all experts of a layer."""
     return next((ending for ending in FUSED_EXPERTS if name.endswith(ending)), None)
 
 
 def config_of_stacks(directory: Path) -> dict[str, Any] | None:
-    """The config of the language model of a checkpoint whose family stacks experts; None: it does not, or is not known."""
+    """The config of a checkpoint's language model if its family stacks experts; None if not, or if the family is unknown."""
     try:
         config = text_config_of(json.loads((directory / "config.json").read_text()))
     except (OSError, ValueError, AttributeError):
@@ -188,19 +188,19 @@ def config_of_stacks(directory: Path) -> dict[str, Any] | None:
 class SafetensorsDirectory:
     """The tensors of all safetensors files of a directory, by name. Files are mapped.
 
-    Where a directory has one tensor of all experts of a layer (`mlp.experts.gate_up_proj`), each expert's matrices are given in
-    its place, under the names that they have elsewhere (`mlp.experts.7.gate_proj.weight`), rows before columns.
+    In the place of one tensor of all experts of a layer (`mlp.experts.gate_up_proj`) there are each expert's matrices, rows
+    before columns, under the names that they have in other checkpoints (`mlp.experts.7.gate_proj.weight`).
 
     Raises:
-        UserError: the directory has no safetensors file, or the index names a file or tensor that is not there; of experts that
-            a family stacks rows cannot be told from columns.
+        UserError: the directory has no safetensors file, or the index names a file or tensor that is not there, or the rows of
+            stacked experts cannot be told from their columns.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
         self._files: dict[str, Any] = {}
         self._file_of = self._read_index()
-        # Name -> the tensor of all experts, the expert, and its place among the parts.
+        # Name → (the tensor of all experts, the number of the expert, the position of this part among the expert's).
         self._fused: dict[str, tuple[str, int, int]] = {}
         self._exchanged: set[str] = set()
         config = config_of_stacks(self._directory)
@@ -221,7 +221,7 @@ class SafetensorsDirectory:
         """The tensor `name`, of which nothing is read yet.
 
         Raises:
-            UserError: the file cannot be read, or does not have it.
+            UserError: the file cannot be read, or lacks the tensor.
         """
         if name not in self._fused:
             return self._stored(name)
@@ -242,7 +242,7 @@ class SafetensorsDirectory:
             raise UserError(f"{path}: tensor {name} cannot be read: {error}") from error
 
     def parts(self, name: str) -> dict[str, StoredTensor]:
-        """What is stored for the tensor `name`, as it is, by its own names: of a quantised one several."""
+        """The stored tensors of `name`, unchanged, by their own names; a quantised weight has several."""
         return {name: self.tensor(name)}
 
     def _read_index(self) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""HF checkpoint directories: safetensors shards, index, and the files that are not weights.
+"""Writes HF checkpoint directories: safetensors shards, their index, and the files that are not weights.
 
-Several ranks write one, each its own shards; the first one makes the index of all and shows the directory. It appears whole or
-not at all: until then it has a hidden name, and the next attempt removes what one that was killed has left there. Shards are
-written as the tensors come, so a rank holds at most one of them in memory; where several ranks write, theirs are smaller. The
-source checkpoint is never written to.
+Several ranks write one directory, each its own shards; rank 0 makes the index of all, and publishes the directory. It appears
+whole or not at all: until then it has a hidden name, and the next attempt removes what a killed one has left there. Shards are
+written as the tensors come, so a rank holds at most one shard in memory; if several ranks write, shards are smaller. The source
+checkpoint is never written to.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LEAST_SHARD_BYTES = 512 * 1024**2
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
 # The note that `tools/inspect_checkpoint.py` makes of a directory's files.
 CHECKSUMS = "checksums.json"
-# What says something of the weights of its directory, and of others would be wrong.
+# Files about the weights of their own directory, which would be wrong beside others.
 _OF_THESE_WEIGHTS = (CHECKSUMS, METADATA, WEIGHT_VERSION)
 _OF_EXPERT = re.compile(r"^(?P<layer>.+)\.experts\.(?P<expert>\d+)\.(?P<part>(?:gate|up|down)_proj\.weight)$")
 _ON_ONE_DISK = "the directory has to be on a disk that all nodes share"
@@ -54,10 +54,11 @@ _ON_ONE_DISK = "the directory has to be on a disk that all nodes share"
 
 @dataclasses.dataclass(frozen=True)
 class Stacks:
-    """How a checkpoint has all experts of a layer in one tensor.
+    """How a checkpoint stacks all experts of a layer in one tensor.
 
-    count: how many experts.
-    is_exchanged: their columns stand before their rows.
+    Attributes:
+        count: how many experts there are.
+        is_exchanged: whether their columns stand before their rows.
     """
 
     count: int
@@ -65,8 +66,8 @@ class Stacks:
 
 
 def stacks_of(directory: Path) -> Stacks | None:
-    """How exports with the config of a checkpoint stack experts, where its family does: as it does, or as they are published,
-    where it has no weights. None: they do not.
+    """How exports with a checkpoint's config stack experts: as the checkpoint does or, if it has no weights, as published
+    checkpoints of its family do. None: they do not stack them.
 
     Raises:
         UserError: a weight file is broken; rows cannot be told from columns.
@@ -87,10 +88,10 @@ def stacks_of(directory: Path) -> Stacks | None:
 def stacked(
     named_tensors: Iterable[tuple[str, torch.Tensor]], stacks: Stacks | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint, those of each expert in one of all of a layer, which waits on the host for its last expert.
+    """The tensors of a checkpoint, with those of experts stacked; a stack waits on the host for its last expert.
 
     Raises:
-        RunError: when all others are given: an expert is missing.
+        RunError: an expert is missing; raised after all other tensors were given.
     """
     import torch
 
@@ -131,25 +132,25 @@ def write_hf_checkpoint(
     writes: bool = True,
     exchange: Callable[[Any], list[Any]] = _alone,
 ) -> None:
-    """Write the tensors of all ranks as the HF checkpoint `directory`. Of a directory that is there, weight files are replaced.
+    """Write the tensors of all ranks as the HF checkpoint `directory`. If it exists, its weight files are replaced.
 
-    Collective over the ranks of `exchange`, which have `directory` on one disk; on all of them it ends alike. In the memory of
-    a node the shards that wait take at most `max_shard_bytes`, or 512 MiB for each of its ranks that write, if that is more.
+    Collective over the ranks of `exchange`, which see `directory` on one disk; it succeeds or fails on all of them. On a node,
+    shards that wait take at most `max_shard_bytes` of memory, or 512 MiB for each of its ranks that write, if that is more.
 
     Args:
         named_tensors: (HF name, tensor) on any device; read once, in order, and to the end, because other ranks may help to
             make them.
-        source_hf_dir: where configuration, tokenizer and generation settings are copied from; experts are stacked as there.
-        max_shard_bytes: upper size of a shard; a larger tensor gets a shard of its own. The ranks that write share it, down to
-            512 MiB for each.
-        writes: whether this rank writes its tensors; the others only help.
-        exchange: gives what all ranks have called it with, in their order.
+        source_hf_dir: the source of configuration, tokenizer and generation settings, and of the form of stacked experts.
+        max_shard_bytes: upper size of a shard; a larger tensor gets a shard of its own. The ranks that write share this size,
+            down to 512 MiB each.
+        writes: whether this rank writes its tensors; other ranks only help to make them.
+        exchange: collective; gives the values of all ranks, in their order.
 
     Raises:
-        UserError: `directory` is the source, lies inside it or holds it; see `stacks_of`.
-        RunError: a rank could not write (the disk is full), or was lost; a name occurs twice, or there is no tensor. What
-            `directory` was it is still, unless the message says that the new one is in place, or may be: a rank was lost while
-            it was shown.
+        UserError: `directory` is the source, lies inside it or contains it; see `stacks_of`.
+        RunError: a rank could not write (the disk is full), or was lost; a name occurs twice, or there is no tensor.
+            `directory` is unchanged, unless the message says that the new one is in place, or may be because a rank was lost
+            during the publication.
     """
     directory, source = Path(directory), Path(source_hf_dir)
     _refuse_source(directory, source)
@@ -157,7 +158,7 @@ def write_hf_checkpoint(
     draft = directory.with_name(f".{directory.name}.writing")
 
     def agree(outcome: tuple[dict[str, list[str]], str | None]) -> dict[str, list[str]]:
-        """The shards that all ranks have written, with the names of their tensors; raises the first error of any."""
+        """The shards that all ranks have written, with the names of their tensors; raises the first error of any rank."""
         outcomes = exchange(outcome)
         for index, (_, error) in enumerate(outcomes):
             if error is not None:
@@ -177,14 +178,14 @@ def write_hf_checkpoint(
             what_is_there = "But the new one is in place, whole"
         agree(({}, error))
     except Exception as error:
-        # Also a rank that was killed, which breaks the exchange.
+        # This includes the error of an exchange that broke because a rank was killed.
         if rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
         raise RunError(f"checkpoint {directory} could not be written: {error}. {what_is_there}") from error
 
 
 def _error_of(action: Callable[[], None]) -> str | None:
-    """Run `action`; what went wrong, if something did, in words: a rank that fails tells the others."""
+    """Run `action`; the text of its error, or None. The text is for the other ranks."""
     try:
         action()
     except Exception as error:
@@ -203,7 +204,7 @@ def _make_draft(draft: Path, directory: Path, source: Path) -> None:
 
 
 def _complete(draft: Path, shards: dict[str, list[str]]) -> None:
-    """Make the shards of all ranks a checkpoint on the disk, if no tensor is in them twice."""
+    """Make a synced checkpoint of the shards of all ranks. Raises RunError if a tensor is in them twice, or there is none."""
     names = collections.Counter(name for names in shards.values() for name in names)
     if not names:
         raise RunError("there are no tensors to write")
@@ -218,7 +219,7 @@ def _complete(draft: Path, shards: dict[str, list[str]]) -> None:
 
 
 def copy_auxiliary_files(source_hf_dir: str | Path, target: str | Path) -> None:
-    """Copy every top-level file that is not a weight file, its index, or a note about the weights: configuration, tokenizer."""
+    """Copy all top-level files, such as configuration and tokenizer, except weight files, their index, and notes about them."""
     for path in sorted(Path(source_hf_dir).iterdir()):
         is_weight_file = any(path.match(pattern) for pattern in _WEIGHT_FILES)
         is_wanted = not path.name.startswith(".") and path.name not in _OF_THESE_WEIGHTS
@@ -236,7 +237,7 @@ def _refuse_source(directory: Path, source: Path) -> None:
 
 
 def _only_made(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Makes all tensors, and gives none."""
+    """Go through all tensors, so that they are made, and give none."""
     collections.deque(named_tensors, maxlen=0)
     yield from ()
 
@@ -244,14 +245,14 @@ def _only_made(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tu
 def _write_shards(
     draft: Path, rank: int, named_tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
 ) -> tuple[dict[str, list[str]], str | None]:
-    """Write the tensors to the disk. Returns the shards with the names in them, and what went wrong, if something did."""
+    """Write the tensors to the disk. Returns (the names in each shard, the text of the error or None)."""
     shards: dict[str, list[str]] = {}
     error = None
-    # What waits for the rest of its shard waits in memory of the host.
+    # A tensor waits for the rest of its shard in the host's memory.
     on_host = ((name, own_storage(tensor)) for name, tensor in named_tensors)
     try:
         for index, bucket in enumerate(split_into_buckets(on_host, max_shard_bytes)):
-            # After an error the walk goes on: other ranks are in the gather of the next tensor.
+            # After an error the walk goes on, because other ranks are in the gather of the next tensor.
             if error is None:
                 shard = draft / f"shard-{rank:05d}-{index:05d}"
                 error = _error_of(functools.partial(_write_to_disk, shard, bucket))
@@ -272,8 +273,8 @@ def _write_to_disk(path: Path, bucket: NamedTensors) -> None:
 
 
 def write_shard(path: Path, bucket: NamedTensors, metadata: Mapping[str, str] | None = None) -> Callable[[], Path]:
-    """A function that writes the tensors to `path`, with `metadata`, and returns it; what it writes lies on the CPU when the
-    function is made."""
+    """A function that writes the tensors to `path`, with `metadata`, and returns `path`. The tensors are copied to the CPU now,
+    not when it is called."""
     from safetensors.torch import save_file
 
     shard = {name: own_storage(tensor) for name, tensor in bucket}
@@ -286,12 +287,12 @@ def write_shard(path: Path, bucket: NamedTensors, metadata: Mapping[str, str] | 
 
 
 def number_shards(directory: Path, shards: Sequence[str], metadata: Mapping[str, Any] | None = None) -> None:
-    """Give the files `shards` of `directory` the names that a checkpoint has, in their order, and write their index.
+    """Give the files `shards` of `directory` the names of a checkpoint's files, in their order, and write their index.
 
-    They are asked for by name: a listing of a network disk may lack what another node has just written.
+    The files are opened by name, because the listing of a network disk may lack what another node has just written.
 
     Args:
-        metadata: what the index says beside the size.
+        metadata: further entries of the index's metadata, beside the size.
     """
     weight_map: dict[str, str] = {}
     total_size = 0
@@ -309,6 +310,6 @@ def number_shards(directory: Path, shards: Sequence[str], metadata: Mapping[str,
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` on the CPU, contiguous and alone in its storage: safetensors refuses tensors that share one."""
+    """`tensor` on the CPU, contiguous and alone in its storage, since safetensors refuses tensors that share one."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

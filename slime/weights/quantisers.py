@@ -1,12 +1,13 @@
-"""Quantised checkpoints: FP8 by blocks or by tensors, INT4 in groups. How a trained model becomes one.
+"""How a trained model is quantised in the form of a checkpoint: FP8 by blocks or by tensors, or INT4 in groups.
 
-The checkpoint decides: `quantization_config` in its `config.json` how, and its tensors which. A weight is quantised where the
-checkpoint has its scale, so norms, embeddings, routers and whatever else its maker left alone stay as they are. What comes out
-must have the names, dtypes and shapes that the checkpoint has. Where there are settings and no checkpoint, names decide.
+The checkpoint decides: the `quantization_config` in its `config.json` tells how weights are quantised, and its tensors tell
+which. A weight is quantised if the checkpoint has a scale for it, so norms, embeddings, routers and whatever else its maker
+left alone stay plain. The result must have the checkpoint's names, dtypes and shapes. If there are settings but no checkpoint,
+names decide which weights are quantised.
 
-Scales of FP8 are the largest magnitude over 448, the largest number of `float8_e4m3fn`; where the checkpoint has powers of two
-(`scale_fmt` ue8m0), the next one. Those of INT4, the rounding and the packing are those of the `compressed-tensors` package,
-with which engines read it.
+A scale of FP8 is the largest magnitude over 448, the largest number of `float8_e4m3fn`; if the checkpoint's scales are powers
+of two (`scale_fmt` ue8m0) it is the next power of two. For INT4 the scales, the rounding and the packing are those of the
+`compressed-tensors` package, with which engines read it.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ if TYPE_CHECKING:
     from slime.weights.buckets import NamedTensors
 
 _FP8_LARGEST = 448.0
-# Of a tensor of zeros: the scale is not zero.
+# The least largest magnitude, so that a tensor of zeros does not get the scale zero.
 _LEAST_AMAX = 1e-12
-# Engines that compute with powers of two take no smaller one.
+# The same for scales that are powers of two; engines that compute with these take no smaller one.
 _LEAST_AMAX_OF_POWERS = 1e-4
 PACKED = "weight_packed"
-# Enough numbers that calls cost little beside them, and few enough for a cache in float32.
+# How many numbers are converted at a time: enough that calls cost little, and few enough for a cache in float32.
 STRIP_NUMBERS = 2**19
 # So many integers of any number of bits fill whole words.
 INTEGERS_OF_WHOLE_WORDS = 32
 
-# What the matrices of attention (also latent, linear, and that of an indexer) and of dense and expert layers are called.
+# The names of the matrices of attention (also latent, linear, and that of an indexer) and of dense and expert layers.
 LINEAR_WEIGHTS = re.compile(
     r"(?:\.(?:[qkvo]_proj|qkv_proj|gate_proj|up_proj|down_proj|gate_up_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|wq_b|wk"
     r"|in_proj_qkv|in_proj_qkvz|in_proj_z|out_proj)|\.experts\.\d+\.w[123])\.weight$"
@@ -63,7 +64,7 @@ def quantise_fp8_blocks(
 def _fp8_strip(
     weight: torch.Tensor, into: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat
 ) -> torch.Tensor:
-    """The scales of a strip, whose numbers come to lie in `into`."""
+    """The scales of a strip; its quantised numbers are written to `into`."""
     import torch
 
     (rows, columns), (height, width) = weight.shape, block
@@ -71,13 +72,13 @@ def _fp8_strip(
     if rows % height or columns % width:
         numbers = torch.nn.functional.pad(numbers, (0, -columns % width, 0, -rows % height))
     blocks = numbers.view(numbers.shape[0] // height, height, numbers.shape[1] // width, width)
-    # Down the columns first: of rows that lie side by side the larger numbers are found many at a time.
+    # Columns first, because the extremes of rows that lie side by side are found for many columns at a time.
     largest = torch.maximum(blocks.amax(dim=1, keepdim=True), -blocks.amin(dim=1, keepdim=True))
     amax = largest.amax(dim=3, keepdim=True)
     scale = _of_largest(amax)
     if scale_format == "ue8m0":
         mantissa, exponent = torch.frexp(_of_largest(amax.clamp(min=_LEAST_AMAX_OF_POWERS)))
-        # A power of two has the mantissa 1/2 and stays what it is.
+        # A power of two has the mantissa 1/2 and is not rounded up.
         scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
     scale = torch.where(amax == 0, 1.0, scale)
     blocks.div_(scale).clamp_(-_FP8_LARGEST, _FP8_LARGEST)
@@ -86,7 +87,8 @@ def _fp8_strip(
 
 
 def _of_largest(amax: torch.Tensor) -> torch.Tensor:
-    """The same bits on every device: by a number CUDA would divide in two roundings, as a product with its inverse."""
+    """The scale for the largest magnitude `amax`, with the same bits on every device. The divisor is a tensor because CUDA
+    divides by a number with two roundings, as a product with its inverse."""
     import torch
 
     return amax / torch.full_like(amax, _FP8_LARGEST)
@@ -107,7 +109,8 @@ def quantise_fp8_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _strips(weight: torch.Tensor, height: int = 1) -> Sequence[torch.Tensor]:
-    """Whole multiples of `height` rows, about as many as a cache holds in float32. Other devices take all at once."""
+    """Strips of a multiple of `height` rows, each as large as a cache holds in float32. On other devices than a CPU there is
+    one strip."""
     if weight.device.type != "cpu":
         return [weight]
     return weight.split(height * max(STRIP_NUMBERS // (height * max(weight.shape[1], 1)), 1))
@@ -132,10 +135,10 @@ def quantise_int4(weight: torch.Tensor, scheme: Any) -> dict[str, torch.Tensor]:
 def quantise_integers(
     weight: torch.Tensor, bits: int, group_size: int | None, symmetric: bool
 ) -> dict[str, torch.Tensor]:
-    """`quantise_int4`, without the package, whose numbers these are, bit for bit.
+    """`quantise_int4` without the compressed-tensors package, with the same numbers bit for bit.
 
     Args:
-        group_size: columns that share a scale; None for all.
+        group_size: how many columns share a scale; None: all.
     """
     import torch
 
@@ -150,12 +153,12 @@ def quantise_integers(
 def _integers_of_strip(
     weight: torch.Tensor, bits: int, group_size: int | None, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Packed integers, scales and zero points."""
+    """(packed integers, scales, zero points) of some rows."""
     import torch
 
     rows, columns = weight.shape
     groups = weight.view(rows, -1, group_size or columns)
-    # Extremes of few numbers each are found faster in float32. Of a symmetric group the magnitude is enough.
+    # The extremes of many small groups are found faster in float32. A symmetric group needs only the largest magnitude.
     wide = (groups.abs() if symmetric else groups).float()
     largest = wide.amax(-1).to(weight.dtype)
     least = torch.zeros_like(largest) if symmetric else wide.amin(-1).to(weight.dtype)
@@ -164,7 +167,7 @@ def _integers_of_strip(
     if not symmetric:
         scaled += zero[..., None].to(weight.dtype)
     least = -(1 << (bits - 1))
-    # What 16 bits hold is rounded and cut off faster in float32, and stays the same.
+    # 16-bit numbers are rounded and clamped faster in float32, with the same result.
     integers = scaled.float().clamp_(least, -least - 1).round_().to(torch.int8)
     return pack_integers(integers.view(rows, columns), bits), scale, zero
 
@@ -172,7 +175,7 @@ def _integers_of_strip(
 def scale_and_zero(
     least: torch.Tensor, largest: torch.Tensor, bits: int, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point (int8) of groups with these extremes, in their dtype, as compressed-tensors has them."""
+    """(scale, zero point as int8) of groups with these extremes, in their dtype, as compressed-tensors computes them."""
     import torch
 
     steps, lowest = float((1 << bits) - 1), -(1 << (bits - 1))
@@ -187,7 +190,8 @@ def scale_and_zero(
 
 
 def pack_integers(integers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Signed integers (int8) [rows, columns] in words (int32) [rows, columns * bits / 32, rounded up], the first one lowest."""
+    """Signed integers (int8) [rows, columns], packed into int32 [rows, columns * bits / 32, rounded up]; the first integer of a
+    word is in its lowest bits."""
     import torch
 
     if bits not in (4, 8):
@@ -195,7 +199,7 @@ def pack_integers(integers: torch.Tensor, bits: int) -> torch.Tensor:
 
         return pack_to_int32(integers, bits).contiguous()
     stored = integers.view(torch.uint8) + (1 << (bits - 1))
-    # Flat: one row or column counts as contiguous with strides that no view of wider numbers takes.
+    # Flat, because a single row or column counts as contiguous with strides with which a view of wider numbers is refused.
     missing = -integers.shape[1] % (32 // bits)
     stored = (torch.nn.functional.pad(stored, (0, missing)) if missing else stored).reshape(-1)
     if bits == 4:
@@ -205,7 +209,7 @@ def pack_integers(integers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_integers(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """What `pack_integers` has packed."""
+    """The integers (int8) [rows, `columns`] that `pack_integers` has packed."""
     import torch
 
     if bits not in (4, 8):
@@ -235,10 +239,12 @@ def _scale_and_zero(weight: torch.Tensor, scheme: Any) -> tuple[torch.Tensor, to
 
 @dataclasses.dataclass(frozen=True)
 class Quantiser:
-    """Quantises what the checkpoint at `directory` has quantised.
+    """Quantises the weights that the checkpoint at `directory` has quantised.
 
-    `suffix` is what the name of a quantised weight has added, or in the place of `weight`, for its scale; `quantise` gives the
-    tensors of a module, by what stands in the place of `weight`.
+    Attributes:
+        suffix: the name, in the place of `weight`, of the tensor by which a quantised weight is known, such as its scale.
+        quantise: gives the tensors for a weight, by the name that each has in the place of `weight`.
+        places: the checkpoint's tensors.
     """
 
     directory: Path
@@ -247,7 +253,7 @@ class Quantiser:
     places: Mapping[str, Place]
 
     def __call__(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the checkpoint; those that were one follow each other.
+        """The tensors in the checkpoint's form; those that come from one weight follow each other.
 
         Raises:
             RunError: a tensor would have another dtype or shape than the checkpoint's.
@@ -278,7 +284,7 @@ class Quantiser:
 
 
 def quantisation_settings(directory: Path) -> Mapping[str, Any] | None:
-    """`quantization_config` of a checkpoint; None where it has none.
+    """The `quantization_config` of a checkpoint; None if it has none.
 
     Raises:
         UserError: its config.json is broken.
@@ -292,10 +298,10 @@ def quantisation_settings(directory: Path) -> Mapping[str, Any] | None:
 
 
 def quantiser_of(directory: str | Path) -> Quantiser | None:
-    """The quantiser for a checkpoint; None where it is not quantised.
+    """The quantiser for a checkpoint; None if it is not quantised.
 
     Raises:
-        UserError: it is quantised in a way that is not known here.
+        UserError: it is quantised in an unknown way.
     """
     directory = Path(directory)
     settings = quantisation_settings(directory)
@@ -303,7 +309,7 @@ def quantiser_of(directory: str | Path) -> Quantiser | None:
         return None
     places = places_of_checkpoint(directory)
     if not places:
-        # A configuration alone, with which a run is rehearsed.
+        # There is only a configuration, with which a run is rehearsed.
         return None
     return Quantiser(directory, *_method(directory, settings), places)
 
@@ -311,16 +317,16 @@ def quantiser_of(directory: str | Path) -> Quantiser | None:
 def quantise_by_names(
     named_tensors: Iterable[tuple[str, torch.Tensor]], settings: Mapping[str, Any], where: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a checkpoint with the `quantization_config` `settings` has, where there is none to say which.
+    """The tensors of a checkpoint with the `quantization_config` `settings`, if there is no checkpoint that tells which.
 
-    Quantised are the matrices whose names `LINEAR_WEIGHTS` knows, but for the modules that `settings` leave alone, and for
-    matrices whose columns are no whole groups. Scales of INT4 have the dtype of their weight.
+    The matrices whose names `LINEAR_WEIGHTS` knows are quantised, except those of modules that `settings` leave alone, and
+    those whose columns do not divide into groups. Scales of INT4 have the dtype of their weight.
 
     Args:
-        where: who has given the settings, for errors.
+        where: the source of the settings, for errors.
 
     Raises:
-        UserError: the weights are to be quantised in a way that is not known here.
+        UserError: the weights are to be quantised in an unknown way.
     """
     _, quantise = _method(where, settings)
     groups = list(settings.get("config_groups", {}).values())
@@ -338,13 +344,13 @@ def quantise_by_names(
 
 
 def modules_by_name(rules: Sequence[str], where: str) -> Callable[[str], bool]:
-    """Whether a module is one of those that `rules` name: by its name, its end after a dot, or a pattern after `re:`.
+    """A function that tells whether `rules` name a module: by its name, its end after a dot, or a pattern after `re:`.
 
     Args:
-        where: who has given the rules, for the error.
+        where: the source of the rules, for the error.
 
     Raises:
-        UserError: a pattern is none.
+        UserError: a pattern is not a regular expression.
     """
     try:
         patterns = [re.compile(rule.removeprefix("re:")) for rule in rules if rule.startswith("re:")]
@@ -360,8 +366,8 @@ def modules_by_name(rules: Sequence[str], where: str) -> Callable[[str], bool]:
 
 
 def _left_alone(settings: Mapping[str, Any], where: str) -> Callable[[str], bool]:
-    """Whether settings leave a module alone. Those of packed weights name it as `modules_by_name` knows. Those of FP8 mean what
-    lies inside a named module too, and a leading `model.` may be missing there."""
+    """A function that tells whether settings leave a module alone. Settings of packed weights name modules as `modules_by_name`
+    does. In those of FP8 a name stands for everything inside the module too, and a leading `model.` may be missing."""
     if "config_groups" in settings:
         return modules_by_name(settings.get("ignore") or (), where)
     names = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or ()
@@ -370,7 +376,7 @@ def _left_alone(settings: Mapping[str, Any], where: str) -> Callable[[str], bool
 
 
 def _method(where: str | Path, settings: Mapping[str, Any]) -> tuple[str, Callable[[Any], Mapping[str, Any]]]:
-    """`suffix` and `quantise` of a `Quantiser`; `where` the settings are, for errors."""
+    """(`suffix`, `quantise`) of a `Quantiser`. `where`: the source of the settings, for errors."""
     method = settings.get("quant_method")
     if method == "fp8":
         return _fp8(where, settings)
@@ -402,7 +408,7 @@ def int4_scheme(where: str | Path, settings: Mapping[str, Any]) -> Any:
     """The `QuantizationScheme` of a `pack-quantized` checkpoint.
 
     Raises:
-        UserError: it has several, or one that is not known here.
+        UserError: it has several, or an unknown one.
     """
     from compressed_tensors.quantization import QuantizationScheme
 
@@ -414,10 +420,10 @@ def int4_scheme(where: str | Path, settings: Mapping[str, Any]) -> Any:
 
 
 def moves_when_read(directory: str | Path) -> bool:
-    """Whether weights that are read from this checkpoint and quantised again become other numbers, as packed integers do.
+    """Whether weights change when they are read from this checkpoint and quantised again, as packed integers do.
 
     The scale of a group follows from its extremes, and these have been rounded: a symmetric group with the scale 1 and the
-    extreme 7 gets the scale 7 / 7.5. FP8 keeps the largest number of a block as it is, so that nothing moves.
+    extreme 7 gets the scale 7 / 7.5. FP8 keeps the largest number of a block exactly, so nothing changes.
     """
     return (quantisation_settings(Path(directory)) or {}).get("format") == "pack-quantized"
 
