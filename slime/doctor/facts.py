@@ -327,7 +327,7 @@ class Cluster:
 
 
 def read_cluster(variables: Mapping[str, str], time_limit: float) -> Cluster | None:
-    """None where no cluster is named."""
+    """The cluster that variables or Ray's file name; None if they name none."""
     file = _directory_of_ray(variables) / "ray_current_cluster"
     source, address = "RAY_ADDRESS", variables.get("RAY_ADDRESS", "")
     if address in ("", "auto") and file.is_file():
@@ -336,7 +336,7 @@ def read_cluster(variables: Mapping[str, str], time_limit: float) -> Cluster | N
         return None
     from slime.observability.run_record import redacted_text
 
-    # As it may be shown.
+    # `shown` is the address without secrets.
     shown, (scheme, _, place) = redacted_text(address), address.rpartition("://")
     host, _, port = place.partition("/")[0].rpartition("@")[2].rpartition(":")
     if not host or not port.isdigit():

@@ -1,6 +1,6 @@
-"""What of the facts is wrong, and what to do about it: functions of facts alone.
+"""What is wrong with the facts, and what to do about it. These functions depend on the facts alone.
 
-`WRONG` keeps runs of this kind from working, `WARNING` some of them, or slows them down.
+`WRONG` keeps runs of this kind from working; `WARNING` keeps some of them from working, or slows them down.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GIB, MIB = 2**30, 2**20
 
 @dataclass(frozen=True)
 class Finding:
-    """One line for a person, and what to do about it where something is to be done."""
+    """One line for a person and, if something is to be done, what."""
 
     level: str
     text: str
@@ -28,7 +28,7 @@ class Finding:
 ok, warning, wrong = (functools.partial(Finding, level) for level in (OK, WARNING, WRONG))
 
 
-# Adapters and protocols were written for these versions; of the others any that works will do.
+# Adapters and protocols were written for the pinned versions of these packages; for others any version that works will do.
 WRITTEN_FOR = ("torch", "sglang", "sglang-router", "megatron-core", "ray", "transformers")
 OLDEST_PYTHON, _PYTHON_OF_PINS = (3, 11), (3, 11)
 _SHOWN = 6
@@ -150,11 +150,11 @@ def _about_no_device(found: Devices, variables: Mapping[str, str], build: str) -
     return wrong(f"{text}{cause}", remedy)
 
 
-# Ray's own advice; with half as many it warns of lost connections. It raises the soft limit to the hard one by itself.
+# The number that Ray advises; with half as many it warns of lost connections. Ray itself raises the soft limit to the hard one.
 _FEW_FILES = 8192
 # Each rank, engine and actor of Ray has dozens of threads.
 _FEW_PROCESSES = 4096
-# Two buckets of weights, which are handed over in shared memory where there is no GPU; Ray's smallest object store.
+# Two buckets of weights, which are handed over in shared memory if there is no GPU; and Ray's smallest object store.
 _BUCKETS, _OBJECT_STORE = 128 * MIB, 512 * MIB
 # The quick start, Ray, a trainer and two engines of a toy model, takes 2.6 GiB.
 _LITTLE_MEMORY = 4 * GIB
@@ -195,7 +195,7 @@ def _about_shared_memory(shared: tuple[int, int] | None) -> Finding:
     text = f"/dev/shm: {free / GIB:.2f} of {total / GIB:.2f} GiB free"
     if free < _BUCKETS:
         return wrong(f"{text}; weights handed over in shared memory need {_BUCKETS // MIB} MiB", remedy)
-    # Ray refuses a store as large as what is free.
+    # Ray refuses a store that takes all that is free.
     if 0.95 * free < _OBJECT_STORE:
         return warning(f"{text}; Ray's object store, {_OBJECT_STORE // MIB} MiB or more, goes to the disk", remedy)
     return ok(text)
@@ -211,7 +211,7 @@ def about_disks(disks: Sequence[Disk]) -> Iterator[Finding]:
         uses = ", ".join(f"{use} ({place})" for use, place in disk.uses.items())
         text = f"{disk.free / GIB:.1f} of {disk.total / GIB:.1f} GiB free for {uses}"
         for place, problem in disk.unwritable.items():
-            # Models that are there can be read all the same.
+            # Models can still be read from a place that cannot be written.
             level = WARNING if [use for use, used in disk.uses.items() if used == place] == [MODELS] else WRONG
             remedy = "give this user a directory there, or name another (TMPDIR, RAY_TMPDIR, HF_HOME)"
             yield Finding(level, f"{place} {problem}", remedy)
@@ -226,19 +226,19 @@ def about_disks(disks: Sequence[Disk]) -> Iterator[Finding]:
             yield ok(text)
 
 
-# Of heads of clusters; what says otherwise.
+# The variable with a port of a cluster's head → (its default, its use).
 _PORTS_OF_HEAD = {"RAY_PORT": (6379, "Ray heads"), "DASHBOARD_PORT": (8265, "the dashboard and job submissions of Ray")}
-# The first ones that are tried, by the router with its metrics, and by engines with theirs.
+# Where routers and engines, each with their metrics, begin to look for free ports.
 _PORTS_OF_RUNS = {range(3000, 4000): "routers and their metrics", range(15000, 16000): "engines"}
 
 
 def about_ports(
     listeners: Mapping[int, str], variables: Mapping[str, str], cluster: Cluster | None
 ) -> Iterator[Finding]:
-    """Ports of Ray that somebody has, and how many are left of those among which a run looks for free ones.
+    """Ports of Ray that are taken, and how many are taken among those where a run looks for free ones.
 
     Args:
-        listeners: by port, who listens; "": this user may not know.
+        listeners: by port, who listens; "": this user may not know who.
     """
     runs = cluster is not None and cluster.listens is True
     for name, (default, use) in _PORTS_OF_HEAD.items():
@@ -297,7 +297,7 @@ class Extra:
 _TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9.0a0,<2.12.0'"
 _FLASH_ATTN_3 = "build hopper/ of the sources of flash-attention"
 _FOR_TRANSFORMER_ENGINE = "copy flash_attn_interface.py into the directory flash_attn_3 beside it"
-# Not as `slime[wandb]`: pip would look for what the other packages ask for too, which the pins leave out on purpose.
+# The commands do not install `slime[wandb]`, because pip would also install dependencies that the pins leave out on purpose.
 EXTRAS = (
     Extra("wandb", "--use-wandb", "pip install wandb"),
     Extra("e2b", "sandboxes of a service, E2BSandbox", "pip install e2b"),
@@ -339,13 +339,13 @@ def about_extras(installed: Callable[[str], bool], on_gpus: bool) -> Iterator[Fi
     yield ok(f"here: {', '.join(there) or 'none'}")
     for extra in asked:
         if extra.module not in there:
-            # Either of the two is taken.
+            # Either of the two packages will do.
             replaced = extra.module == "flash_attn" and "flash_attn_interface" in there
             level = WARNING if on_gpus and extra.module in _EXPECTED_ON_GPUS and not replaced else OK
             yield Finding(level, f"{extra.module} is not here; it is for {extra.use}", extra.way)
 
 
-# What is shown of the environment; secrets only by whether they are there.
+# The variables that are shown; of secrets, only whether they are set is shown.
 SHOWN_VARIABLES = (
     "SLIME_ACCELERATOR", "SLIME_DEBUG", "SLIME_ENABLE_EXPANDABLE_SEGMENTS", "SLIME_HOST_IP", "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES", "RAY_ADDRESS", "RAY_TMPDIR", "RAY_AUTH_MODE", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME",
@@ -356,7 +356,7 @@ SECRET_VARIABLES = (
     "WANDB_API_KEY", "HF_TOKEN", "E2B_API_KEY", "RAY_AUTH_TOKEN", "SLIME_RM_API_KEY", "SLIME_BUFFER_API_KEY",
     "SLIME_ENGINE_API_KEY",
 )  # fmt: skip
-# A letter or two of a long name.
+# How alike names must be: a letter or two of a long name may differ.
 _NEAR = 0.93
 
 
@@ -364,8 +364,8 @@ def about_variables(variables: Mapping[str, str], unread: Sequence[str], refused
     """Variables that matter, names that are nearly theirs, and values that a run would refuse.
 
     Args:
-        unread: what a run says of names that begin like ours.
-        refused: what it says of values.
+        unread: a run's messages about names that begin like ours.
+        refused: a run's messages about values.
     """
     from slime.observability.run_record import redacted_text
 

@@ -1,6 +1,6 @@
-"""What a rehearsed rank is asked and what it answers; and the answers as text, plain ASCII, at most 120 wide where words allow.
+"""The task of a rehearsed rank, its answer, and the report: plain ASCII text, at most 120 characters wide if words allow.
 
-Free of torch, which the process of a rank imports late.
+It does not import torch, which the process of a rank imports late.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from slime.estimates.layout import RankPlace
 
-# Rehearsal and plan that are further apart are marked, unless it is less than this much.
+# If rehearsal and plan differ by more than this share, the line is marked.
 _APART = 0.10
 _KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "data", "push")
-# Those of the loop, in which the host should not wait and ranks talk.
+# The phases of the training loop, in which ranks communicate and the host should not wait for the device.
 _PHASES = ("log-probs", "values", "step", "metrics", "push")
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -27,8 +27,8 @@ class Task:
     Attributes:
         args: checked arguments of the actor.
         library: the stand-in for CUDA; None: fake CPU tensors.
-        micro_batches: of each its samples, as tokens of the sample and of its response; in a pipeline all are of one size.
-        answer: where the result goes.
+        micro_batches: the samples of each, as (tokens of the sample, tokens of its response); in a pipeline all have one size.
+        answer: the file for the result.
     """
 
     args: argparse.Namespace
@@ -40,7 +40,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rehearsal stopped in `phase`; `place`: the innermost line that is neither torch's nor the rehearsal's."""
+    """Why a rehearsal stopped in `phase`. `place`: the innermost line that belongs neither to torch nor to the rehearsal."""
 
     phase: str
     error: str
@@ -50,7 +50,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Pushed:
-    """A weight push of one stage. `expected`: names that the pushes of all stages have together; None: nothing tells."""
+    """A weight push of one stage. `expected`: the names that the pushes of all stages should have together; None: unknown."""
 
     names: list[str]
     buckets: int
@@ -59,11 +59,12 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint gets of a rank. By kind, which is "weights", "optimizer" or "weights of STATE":
+    """A rank's part of a checkpoint. Dicts are by kind, which is "weights", "optimizer" or "weights of STATE".
 
-    tensors, sizes: how many, and their bytes; those that replicas of the rank hold too among them.
-    written: bytes that this rank writes; replicas that share the writing write the same number each.
-    host: most bytes of host memory at once that it takes; None: host memory is the device's.
+    Attributes:
+        tensors, sizes: the number of tensors and their bytes, including those that replicas of the rank hold too.
+        written: bytes that this rank writes; replicas that share the writing write the same number each.
+        host: the most bytes of host memory that it takes at once; None: the device's memory is that of the host.
     """
 
     tensors: dict[str, int]
@@ -74,16 +75,16 @@ class Saved:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a rank did; plain values, by phase: "model", "load", "data", "log-probs" (of a critic "values"), "first step",
-    "step", "metrics" (of the rollout), "push" and "save".
+    """The result of a rank's rehearsal, in plain values. Dicts are by phase: "model", "load", "data", "log-probs" (for a critic
+    "values"), "first step", "step", "metrics" (of the rollout), "push" and "save".
 
     Attributes:
-        seconds: that the rehearsal took.
+        seconds: the seconds that the rehearsal of the phase took.
         peaks: live bytes by kind at the phase's peak.
-        operations: launched on the device.
-        waits: of the host for the device, by what and where.
+        operations: how many operations were launched on the device.
+        waits: how often the host waited for the device, by cause and place.
         collectives: (group, collective, how many, bytes).
-        data_dependent: places whose shapes depend on values.
+        data_dependent: places where shapes depend on values, and how often.
         pushed: its push; None: it made none.
         not_rehearsed: what was left out, in words.
         saved: its part of a checkpoint; None: none was saved.
@@ -104,8 +105,8 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class Planned:
-    """Bytes that the plan has for a rank: in a step by kind, at the moment `moment`; in a push for its buckets; and on the host
-    while it saves a checkpoint."""
+    """Bytes that are planned for a rank: `step` by kind, at the moment `moment` of a step; `push` for the buckets of a push;
+    and `save` on the host while it saves a checkpoint."""
 
     step: dict[str, int]
     push: int
@@ -115,7 +116,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class RankReport:
-    """`role`: actor or critic; `batches`: the micro-batches that it rehearsed."""
+    """A rehearsed rank for the report. `role`: actor or critic; `batches`: the micro-batches that it rehearsed."""
 
     role: str
     place: RankPlace
@@ -125,7 +126,7 @@ class RankReport:
 
     @property
     def name(self) -> str:
-        """As it is named among the ranks of both roles."""
+        """The rank's name among the ranks of both roles."""
         return f"{'critic ' if self.role == 'critic' else ''}rank {self.result.rank}"
 
 
@@ -133,8 +134,8 @@ def render(reports: Sequence[RankReport], push: str, left_out: tuple[str, ...]) 
     """The whole text, without a newline at its end.
 
     Args:
-        push: what there is to say about the weight pushes of all stages together; empty: nothing.
-        left_out: what none of them rehearsed.
+        push: a text about the weight pushes of all stages together; it may be empty.
+        left_out: what no rank rehearsed.
     """
     lines = ["REHEARSAL"]
     for role in dict.fromkeys(report.role for report in reports):
@@ -152,7 +153,7 @@ def render(reports: Sequence[RankReport], push: str, left_out: tuple[str, ...]) 
 
 
 def apart(rehearsed: int, planned: int) -> float:
-    """By which share of the plan the two differ; infinite where nothing is planned."""
+    """The difference of the two as a share of the plan; infinite if nothing is planned."""
     if rehearsed == planned:
         return 0.0
     return abs(rehearsed - planned) / planned if planned else float("inf")
@@ -173,7 +174,7 @@ def _rank(report: RankReport) -> Iterator[str]:
         yield f"  weight push: {_many(len(result.pushed.names), 'tensor')} in {_many(result.pushed.buckets, 'bucket')}"
         yield from _memory({"push": result.peaks["push"].get("push", 0)}, {"push": report.planned.push})
     if result.saved is not None:
-        # On the device nothing is taken where nothing is gathered.
+        # Without a gather the save takes nothing on the device, so there may be no peak.
         yield from _saved(result.saved, result.peaks.get("save", {}).get("save", 0), report.planned.save)
     yield "  operations launched"
     yield from (f"    {count:>9,}  {phase}" for phase, count in result.operations.items())

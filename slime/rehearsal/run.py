@@ -1,4 +1,4 @@
-"""The driver's side of `--rehearse`: which ranks, with which samples, each in a process of its own; and the report."""
+"""The driver's side of `--rehearse`: it chooses ranks and samples, rehearses each rank in a process of its own, and reports."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from slime.utils.errors import RunError, UserError
 from slime.weights.verification import NamesDiffer, PushedNames
 
 _RANK_SECONDS = 1800.0
-# What has no other way than Transformer Engine's; the rehearsal says where it goes without.
+# Flags that only Transformer Engine can serve; the rehearsal switches them off, and says so.
 _NEED_KERNELS = dict.fromkeys(("fp8", "megatron_deepgemm_forward_layers", "megatron_deepgemm_moe_forward_layers"))
-# What Megatron-Core refuses without these.
+# Flags that Megatron-Core refuses without those.
 _OF_KERNELS = dict.fromkeys(
     ("fp8_param_gather", "moe_router_padding_for_fp8", "moe_router_padding_for_quantization"), False
 )
@@ -45,8 +45,8 @@ def show_rehearsal(args: argparse.Namespace) -> None:
     """Rehearse the chosen ranks of a checked run, and print what they take beside what is planned for them.
 
     Raises:
-        UserError: the run has nothing that can be rehearsed, or `--rehearse-ranks` names a rank that it has not.
-        RunError: a rank could not be rehearsed to its end; what was found until then is printed.
+        UserError: the run has nothing that can be rehearsed, or `--rehearse-ranks` names a rank that it does not have.
+        RunError: a rank could not be rehearsed to its end; the results until then are printed.
     """
     _require_rehearsable(args)
     stand_in = find_or_build()
@@ -86,7 +86,7 @@ def show_rehearsal(args: argparse.Namespace) -> None:
 
 
 def _roles(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    """The arguments of the actor, and of the critic where there is one.
+    """The arguments of the actor and, if there is one, of the critic.
 
     Raises:
         UserError: one of them cannot be rehearsed.
@@ -106,7 +106,7 @@ def _without_kernels(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _recomputed_by_kernels(args: argparse.Namespace) -> list[str]:
-    """What the run recomputes with Transformer Engine."""
+    """The modules that the run recomputes with Transformer Engine."""
     modules = args.recompute_modules or () if args.recompute_granularity == "selective" else ()
     return [module for module in modules if module in RECOMPUTED_BY_ENGINE]
 
@@ -118,15 +118,15 @@ def rehearse_rank(
     stand_in: StandIn,
     module: str = "slime.rehearsal.rank",
 ) -> Rehearsed:
-    """What one rank does in a process of its own.
+    """Rehearse one rank in a process of its own.
 
     Args:
-        args: of its role.
-        batches: of each micro-batch its samples, as tokens of the sample and of its response.
-        module: what the process runs.
+        args: the arguments of its role.
+        batches: the samples of each micro-batch, as (tokens of the sample, tokens of its response).
+        module: the module that the process runs.
 
     Raises:
-        RunError: the process ended without an answer, or not in time.
+        RunError: the process ended without an answer, or did not end in time.
     """
     with tempfile.TemporaryDirectory(prefix="slime-rehearsal-") as directory:
         task = Task(args, rank, stand_in.library, batches, Path(directory) / "answer.json")
@@ -136,7 +136,7 @@ def rehearse_rank(
             f"the rehearsal of rank {rank}",
             [sys.executable, "-W", "ignore", "-m", module, str(file)],
             Path(directory) / "log",
-            # A torch with CUDA must not find the GPUs that there may be: fake tensors are on none of them.
+            # A torch with CUDA must not find any GPU of the machine, because fake tensors are on none.
             {**environment_for_python(), "CUDA_VISIBLE_DEVICES": ""},
         )
         child.start()
@@ -156,7 +156,7 @@ def rehearse_rank(
 
 
 def _ranks(args: argparse.Namespace, layout: ParallelLayout) -> list[int]:
-    """Those that are asked for; else the first of every pipeline stage."""
+    """The ranks to rehearse: those of `--rehearse-ranks`, else the first of every pipeline stage."""
     if args.rehearse_ranks is None:
         return layout.first_of_stages
     absent = [rank for rank in args.rehearse_ranks if rank >= layout.world_size]
@@ -168,7 +168,7 @@ def _ranks(args: argparse.Namespace, layout: ParallelLayout) -> list[int]:
 
 
 def _require_rehearsable(args: argparse.Namespace) -> None:
-    """Raises UserError for what cannot be rehearsed at all."""
+    """Raise UserError for a run that cannot be rehearsed at all."""
     if args.dry_run_json is not None:
         raise UserError("--rehearse makes no plan: leave --dry-run-json out, or --rehearse")
     if not args.has_trainer:
@@ -182,7 +182,7 @@ def _require_rehearsable(args: argparse.Namespace) -> None:
 
 
 def _require_layout(args: argparse.Namespace) -> None:
-    """Raises UserError for what one role cannot rehearse."""
+    """Raise UserError if the flags of one role cannot be rehearsed."""
     not_yet = {
         f"--train-backend {args.train_backend}": args.train_backend != "megatron",
         "--moe-expert-capacity-factor": bool(args.num_experts) and args.moe_expert_capacity_factor is not None,
@@ -193,12 +193,12 @@ def _require_layout(args: argparse.Namespace) -> None:
 
 
 def planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tuple[Planned, ...]:
-    """What the plan says of a rank of every pipeline stage that has `count` micro-batches: its step, and its push."""
+    """The plan for a rank of each pipeline stage with `count` micro-batches: its step, its push and its save."""
     if args.role == CRITIC:
         args = planned_critic(args)
     shape = shape_of(args)
     setup = training_setup(args, layout, tokens_of_stream(args, layout), count)
-    # Nothing of the driver is a tensor, and the rehearsal's data are those of its own micro-batches.
+    # The rehearsal's data are only those of its own micro-batches, and the driver's are not tensors.
     memories = step_memory(args, layout, setup.stream_tokens, count)
     return tuple(
         _parts(memory, push_buffers(shape, setup, stage)) for memory, stage in zip(memories, setup.stages, strict=True)
@@ -206,7 +206,8 @@ def planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tup
 
 
 def _pushed_together(reports: list[RankReport], stages: int) -> tuple[str, bool]:
-    """How the pushes of all stages fit together, in words, empty where one of them is not known; and whether they do not."""
+    """(how the pushes of all stages fit together, in words; whether their names differ from those expected). The text is empty
+    if a push is not known."""
     pushes = [report.result.pushed for report in reports if report.result.pushed is not None]
     # One rank of each stage pushes.
     if len(pushes) < stages:
@@ -237,7 +238,7 @@ def _parts(memory: RankMemory, push: int) -> Planned:
 def _left_out(
     args: argparse.Namespace, layout: ParallelLayout, batches: list[list[tuple[int, int]]], stand_in: StandIn
 ) -> Iterator[str]:
-    """What no rank rehearses, in words."""
+    """The things that no rank rehearses, in words."""
     if stand_in.library is None:
         yield f"branches for CUDA, and waits of the host: the tensors are fake CPU tensors, because {stand_in.why_none}"
     in_step = plan_batch(args, layout).micro_batches

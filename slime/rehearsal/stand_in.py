@@ -1,7 +1,8 @@
-"""The library that lets a CPU build of torch compute with tensors on a fake CUDA device: built once, loaded before torch.
+"""The library that lets a CPU build of torch compute with tensors on a fake CUDA device. It is built once, and loaded before
+torch.
 
-It lies in the user's cache directory, under a name that changes with torch and its place, with the interpreter and with the
-source. Without a compiler there is none, and fake CPU tensors take the place of fake CUDA tensors.
+It lies in the user's cache directory, under a name that changes with torch's version and place, with the interpreter and with
+the source. Without a compiler there is no library, and the rehearsal uses fake CPU tensors in place of fake CUDA tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SOURCE = Path(__file__).with_name("stand_in.cpp")
 
 @dataclass(frozen=True)
 class StandIn:
-    """`library`: where it is; None: there is none, and `why_none` says why."""
+    """The library's place, `library`; None: there is none, and `why_none` says why."""
 
     library: Path | None
     why_none: str | None = None
@@ -41,7 +42,7 @@ def find_or_build() -> StandIn:
     cache = env.cache_home()
     if cache is None:
         return StandIn(None, "the user has no home directory to build a small library in; set XDG_CACHE_HOME")
-    # The place of torch's libraries is part of what is built: another environment's library would not find its own.
+    # The place of torch's libraries is built in, so a library of another environment would not find those of this one.
     place = metadata.distribution("torch").locate_file("torch")
     key = hashlib.blake2b(f"{version} {place} {sys.version} {_SOURCE.read_text()}".encode(), digest_size=6).hexdigest()
     library = cache / "slime" / f"cuda_stand_in_{key}.so"
@@ -75,10 +76,10 @@ def _build(library: Path) -> StandIn:
         )
     logger.info("building a stand-in for CUDA, once, into %s", library)
     library.parent.mkdir(parents=True, exist_ok=True)
-    # Two rehearsals may build at once: each puts a whole file in place.
+    # Two rehearsals may build at once, so each moves a whole file into place.
     draft = library.with_suffix(f".{os.getpid()}")
     libraries = cpp_extension.library_paths()
-    # Not by `cpp_extension.load`, which would load it into this process too.
+    # `cpp_extension.load` is not used, because it would load the library into this process, too.
     command = [
         compiler, "-std=c++20", "-O1", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-I{directory}" for directory in cpp_extension.include_paths()), str(_SOURCE), "-o", str(draft),
