@@ -4,7 +4,7 @@
     python train.py … --rollout-function-path slime_plugins.rollout_buffer.rollout.generate_rollout \\
         --rollout-buffer-url http://127.0.0.1:8889 --rollout-task-type my_task
 
-Items come in one by one and leave in whole groups: `items` says what an item is, `store` keeps them, `service` is the server,
-`generators` finds the modules that make them, `generator_process` runs one, `base_generator` is a start for one's own,
-`math_generator` a whole one, `rollout` is the side of the run. Nothing in `slime` imports this package.
+Items come in one by one and leave in whole groups. `items` says what an item is, `store` keeps items, `service` is the server,
+`generators` finds the modules that make items, `generator_process` runs one of them, `base_generator` is a base for one's own,
+`math_generator` is a complete one, and `rollout` is the run's side. Nothing in `slime` imports this package.
 """

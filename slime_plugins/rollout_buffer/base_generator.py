@@ -1,4 +1,4 @@
-"""A start for generators of one's own: it goes through the prompts, asks the engines, and sends what comes of it.
+"""A base for one's own generators: it goes through the prompts, asks the engines, and sends the trajectories.
 
 TASK_TYPE = "echo"
 
@@ -34,11 +34,11 @@ from slime.utils.processing_utils import load_tokenizer, render_chat
 
 logger = logging.getLogger("generator")
 
-# What the service says when enough groups wait, and engines when enough requests do.
+# The status of the service when enough groups wait, and of engines when enough requests do.
 _TRY_LATER = 429
-# So many trajectories in a row, of more than one prompt, that come to nothing have one cause, and it does not go away.
+# If so many trajectories in a row, of more than one prompt, fail, they have one cause, which does not go away.
 _MOST_FAILURES = 32
-# As often an answer may be cut off by a push of weights before it is taken for a fault.
+# So often an answer may be cut off by a push of weights before that counts as a fault.
 _MOST_INTERRUPTIONS = 50
 _WAIT_S = 0.5
 _DEFAULT_CONCURRENCY = 64
@@ -46,16 +46,16 @@ _DEFAULT_CONCURRENCY = 64
 
 @dataclass(frozen=True)
 class Turn:
-    """What the engine answered.
+    """An answer of the engine.
 
     Attributes:
         messages: the chat with the answer at its end.
         text: the answer.
-        prompt_ids: tokens of the chat before it.
-        output_ids: its own tokens, as the engine sampled them.
-        log_probs: of each of them.
-        truncated: a length limit cut it off.
-        weight_version: of the weights that made it; None where the engine does not tell.
+        prompt_ids: the tokens of the chat before the answer.
+        output_ids: the answer's tokens, as the engine sampled them.
+        log_probs: the log-probs of `output_ids`.
+        truncated: whether a length limit cut the answer off.
+        weight_version: the version of the weights that made it; None if the engine does not tell.
     """
 
     messages: list[dict[str, Any]]
@@ -78,7 +78,7 @@ class BaseGenerator(abc.ABC):
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
-        # Of the trajectories that failed since one came to its end.
+        # The instances of the trajectories that failed since the last one that succeeded.
         self._failed_instances: list[str] = []
         self.tokenizer = load_tokenizer(data["tokenizer_path"], trust_remote_code=bool(data.get("trust_remote_code")))
 
@@ -86,12 +86,13 @@ class BaseGenerator(abc.ABC):
     async def trajectory(self, row: dict[str, Any]) -> dict[str, Any]:
         """The fields of an item, without ids, for `row`, which has `prompt`, `label` and the other fields of its line.
 
-        Best made by `item`. What it raises is told, and the trajectory is sent without a reward: its group is dropped. So is
-        one that takes longer than `--trajectory-timeout` of the service. Only engines that stay away end the generator.
+        They are best made by `item`. If it raises, or takes longer than the service's `--trajectory-timeout`, the error is
+        logged and the trajectory is sent without a reward, so that its group is dropped. The generator itself ends only if
+        engines stay away.
         """
 
     def run(self) -> None:
-        """Work until it is ended; called by `run_rollout(data)`.
+        """Make trajectories until the process is ended. A module's `run_rollout(data)` calls it.
 
         Raises:
             UserError, RunError: the rows are of no use, or engines or buffer are gone.
@@ -99,17 +100,17 @@ class BaseGenerator(abc.ABC):
         try:
             run(self._work())
         except BaseExceptionGroup as failed:
-            # Of many tasks that fail of one cause.
+            # Many tasks may fail of one cause, so the first error is enough.
             first: BaseException = failed
             while isinstance(first, BaseExceptionGroup):
                 first = first.exceptions[0]
             raise first from None
 
     async def chat(self, prompt: str | list[dict[str, Any]], **sampling_params: Any) -> Turn:
-        """What the engine answers to a chat, or to one message of the user's; sampled as the run samples.
+        """The engine's answer to a chat, or to one message of a user, sampled as the run samples.
 
-        An answer that a push of weights interrupts is begun anew. With `--use-fault-tolerance`, engines that are away are
-        waited for, up to `--http-request-timeout`. The answer has no more tokens than the context leaves to it.
+        If a push of weights interrupts the answer it is begun anew. With `--use-fault-tolerance` it waits for engines that are
+        away, up to `--http-request-timeout`. The answer has no more tokens than the context leaves room for.
 
         Raises:
             UserError: the chat fills the context, so that no token is left for an answer.
@@ -146,7 +147,7 @@ class BaseGenerator(abc.ABC):
         )
 
     def _limit_to_context(self, params: dict[str, Any], length: int) -> None:
-        """Let `max_new_tokens` be what a chat of `length` tokens leaves of the context: engines refuse more."""
+        """Limit `max_new_tokens` to what a chat of `length` tokens leaves of the context, since engines refuse more."""
         limit = self.data.get("context_length")
         if limit is None:
             return
@@ -159,7 +160,7 @@ class BaseGenerator(abc.ABC):
         params["max_new_tokens"] = limit - length if wanted is None else min(wanted, limit - length)
 
     async def _answered(self, url: str, payload: dict[str, Any], headers: dict[str, str] | None) -> Any:
-        """As `post`, again and again while no engine serves: one that died may take longer to come back than `post` tries."""
+        """As `post`, repeated while no engine serves, because a dead engine may take longer to come back than `post` tries."""
         limit = float(self.data.get("engine_wait_s") or 0.0)
         deadline = time.monotonic() + limit
         while True:
@@ -190,7 +191,7 @@ class BaseGenerator(abc.ABC):
         if not rows:
             raise UserError(f"{', '.join(self.data['input_files'])}: there is no row")
         instances = self._instances(rows)
-        # Each takes whole groups, so that groups become full in about the order in which they began.
+        # Each worker makes whole groups, so that groups become full in about the order in which they began.
         size = int(self.data["num_repeat_per_sample"])
         workers = max(1, int(self.data.get("num_process") or _DEFAULT_CONCURRENCY) // size)
         async with asyncio.TaskGroup() as group:
@@ -198,7 +199,7 @@ class BaseGenerator(abc.ABC):
                 group.create_task(self._make_groups(instances, size))
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        """Prompts with `prompt` and `label` under these names."""
+        """The rows of all files, with the prompt under `prompt` and the label under `label`."""
         for row in (row for file in self.data["input_files"] for row in read_file(file)):
             key = self.data.get("input_key") or ("prompt" if "prompt" in row else "input")
             if key not in row:
@@ -207,7 +208,7 @@ class BaseGenerator(abc.ABC):
 
     def _instances(self, rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
         skipped = set(self.data.get("skip_instance_ids") or ())
-        # Without end, for groups that are dropped are made up for; the run says when it has enough.
+        # Endless, to make up for groups that are dropped; the run ends it when it has enough.
         for epoch in itertools.count():
             order = list(range(len(rows)))
             if self.data.get("shuffle"):
@@ -242,24 +243,24 @@ class BaseGenerator(abc.ABC):
         await self.send({"uid": uuid.uuid4().hex, "instance_id": instance_id, **fields})
 
     def _is_without_engines(self, error: Exception) -> bool:
-        """Whether `error` says that the run's engines stay away: without one there is nothing to make."""
+        """Whether `error` says that the run's engines stay away, without which nothing can be made."""
         engines = self.data.get("remote_engine_url")
         if engines is None or not isinstance(error, HttpError):
             return False
-        # Other services, of a reward for example, fail the trajectories that ask them.
+        # An error of another service, such as one for rewards, only fails the trajectory that asked it.
         return error.url.startswith(f"{engines}/") and _is_away(error)
 
     def _stop_when_all_fail(self, instance_id: str, told: str) -> None:
         self._failed_instances.append(instance_id)
-        # All of one group may fail of its prompt.
+        # All trajectories of one group may fail because of their prompt.
         if len(self._failed_instances) >= _MOST_FAILURES and len(set(self._failed_instances)) > 1:
             raise RunError(f"{len(self._failed_instances)} trajectories in a row failed, the last with {told}")
 
     async def send(self, item: dict[str, Any]) -> None:
-        """Send an item of this run to the buffer; waits while enough groups wait there.
+        """Send an item of this run to the buffer, after a wait if enough groups wait there.
 
         Raises:
-            HttpError: the buffer refuses it, or is gone.
+            HttpError: the buffer refuses the item, or is gone.
         """
         url = f"{self.data['remote_buffer_url']}/buffer/write"
         if self.data.get("run_id") is not None:
@@ -271,7 +272,7 @@ class BaseGenerator(abc.ABC):
 
 
 class _Later(Exception):
-    """The buffer has enough."""
+    """The buffer has enough groups for now."""
 
 
 async def _post_item(url: str, item: dict[str, Any]) -> None:
@@ -284,7 +285,7 @@ async def _post_item(url: str, item: dict[str, Any]) -> None:
 
 
 def _is_away(error: HttpError) -> bool:
-    """Whether nobody served the request, who may do so later."""
+    """Whether the request was not served, but may be served later."""
     return error.status is None or error.status == _TRY_LATER or error.status >= 500
 
 

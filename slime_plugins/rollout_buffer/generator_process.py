@@ -16,13 +16,14 @@ from pathlib import Path
 from slime.utils.child_process import exit_when_parent_dies
 from slime.utils.errors import RunError, UserError
 
-# Not in the file, which lies on a disk.
+# The variable with the engines' key, which must not be in FILE, because that lies on a disk.
 ENGINE_KEY = "SLIME_ENGINE_API_KEY"
 
 
 def main() -> int:
     exit_when_parent_dies()
-    # Past the start: importing a user's module may take long, and nobody may be left behind meanwhile.
+    # Imported only after `exit_when_parent_dies`: a user's module may take long to import, and the process must not outlive the
+    # service meanwhile.
     from slime_plugins.rollout_buffer.generators import load_generator
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -1,15 +1,15 @@
 """The modules that make trajectories: how they are found, and what they may say about groups.
 
 A generator is a module with `TASK_TYPE`, the name by which runs ask for it (`--rollout-task-type`), and `run_rollout(data)`,
-which is called in a process of its own with what the run has sent. It may have
+which is called in a process of its own with the data that the run has sent. It may have
 
 * `is_valid_group(group, min_valid_group_size, task_type)` → bool: whether a full group is handed on, else it is dropped and
   counted. Without it every item needs a reward and an answer of the assistant;
 * `transform_group(group, task_type)` → group: the group as it is handed on, with as many items;
 * `get_group_data_meta_info(groups)` → dict: numbers about the groups of an answer, of which the run logs the means;
 
-where a group is `(instance_id, items)` and `groups` is `{instance_id: items}`. They are called in the process of the service,
-between two requests, with as many of these arguments as they take, and should be quick.
+where a group is `(instance_id, items)` and `groups` is `{instance_id: items}`. The service's process calls them between two
+requests, with as many of these arguments as they take, so they should be quick.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from slime_plugins.rollout_buffer.items import Item, ItemError, checked_item, ha
 from slime_plugins.rollout_buffer.store import Group
 
 FLAG = "--generator"
-# Those that come with the service; one of a user's with the same task takes their place.
+# Generators that come with the service; a user's generator with the same task replaces one.
 SHIPPED = ("slime_plugins.rollout_buffer.math_generator",)
 _PATTERN = "*_generator.py"
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A module that makes trajectories, from `source`: its name, or its file."""
+    """A module that makes trajectories. `source`: its name, or its file."""
 
     task_type: str
     source: str
     module: ModuleType
 
     def settle(self, instance_id: str, items: list[Item]) -> list[Item] | None:
-        """What a full group is handed on as; None: it is dropped.
+        """The items as which a full group is handed on; None: it is dropped.
 
         Raises:
-            UserError: a function of the module raised, or returned something else.
+            UserError: a function of the module raised, or returned something unusable.
         """
         is_valid = self._function("is_valid_group")
         if is_valid is None:
@@ -69,7 +69,7 @@ class Generator:
             raise UserError(f"{FLAG} {self.source}: transform_group for instance {instance_id}: {error}") from error
 
     def meta_info(self, groups: Iterable[Group]) -> dict[str, Any]:
-        """What the module says about `groups`; nothing where it has no such function.
+        """The module's numbers about `groups`; empty if it has no such function.
 
         Raises:
             UserError: as `settle`.
@@ -101,8 +101,8 @@ class Generator:
 
 
 def find_generators(sources: Sequence[str]) -> dict[str, Generator]:
-    """Generators by their task: the shipped ones, and those of `sources`, which are names of modules, files, or directories, of
-    which every `*_generator.py` is one.
+    """Generators by their task: the shipped ones, and those of `sources`, which are names of modules, files, or directories; in
+    a directory every `*_generator.py` is a generator.
 
     Raises:
         UserError: a source cannot be imported or is no generator; or two of `sources` have one task.
@@ -119,10 +119,10 @@ def find_generators(sources: Sequence[str]) -> dict[str, Generator]:
 
 
 def load_generator(source: str) -> Generator:
-    """The generator that the module or file `source` is.
+    """The generator in the module or file `source`.
 
     Raises:
-        UserError: it cannot be imported, or lacks something.
+        UserError: it cannot be imported, or lacks something that a generator needs.
     """
     module = load_module(source, flag=FLAG)
     task_type = getattr(module, "TASK_TYPE", None)

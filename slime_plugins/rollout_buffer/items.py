@@ -1,4 +1,4 @@
-"""What generators send: one trajectory, an item; and what hands it on: a group of them."""
+"""Items: the trajectories that generators send, and that the service hands on in groups."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _FIELDS = "uid, instance_id, messages, reward, extra_info"
 
 
 class ItemError(ValueError):
-    """An item, or a group of them, is not as it should be; the message says what is expected."""
+    """An item, or a group of items, is wrong; the message says what is expected."""
 
 
 def checked_item(value: Any) -> Item:
-    """`value` as an item: ids as text, `extra_info` at least an empty object.
+    """`value` as an item, with ids as text and at least an empty object as `extra_info`.
 
     Args:
         value: `uid` names the trajectory and is never used again, so that an item that is sent twice is kept once;
-            `instance_id` is that of its prompt; `messages` is the chat; `reward` a finite number, an object with finite
-            numbers, or null for a trajectory that came to nothing.
+            `instance_id` is that of its prompt; `messages` is the chat; `reward` is a finite number, an object with finite
+            numbers, or null for a trajectory that failed.
 
     Raises:
         ItemError: a field is missing or of another kind.
@@ -59,7 +59,7 @@ def has_answer(item: Item) -> bool:
 
 def _is_reward(value: Any) -> bool:
     if isinstance(value, dict):
-        # Grades may stand beside texts that say how they came about.
+        # Numbers may stand beside texts that explain them.
         numbers = [entry for entry in value.values() if isinstance(entry, int | float)]
         return bool(numbers) and all(map(math.isfinite, numbers))
     return value is None or (isinstance(value, int | float) and math.isfinite(value))

@@ -12,7 +12,7 @@ TASK_TYPE = "math"
 
 
 class MathGenerator(BaseGenerator):
-    """Asks once, and gives 1.0 where the last box of the answer is the label of the row, else 0.0."""
+    """Asks once; the reward is 1.0 if the last box of the answer equals the row's label, else 0.0."""
 
     async def trajectory(self, row: dict[str, Any]) -> dict[str, Any]:
         turn = await self.chat(row["prompt"])
@@ -21,7 +21,7 @@ class MathGenerator(BaseGenerator):
 
 
 def run_rollout(data: dict[str, Any]) -> None:
-    """Work until it is ended."""
+    """Make trajectories until the process is ended."""
     MathGenerator(data).run()
 
 

@@ -1,8 +1,9 @@
-"""The side of the run: `--rollout-function-path slime_plugins.rollout_buffer.rollout.generate_rollout`.
+"""The run's side: `--rollout-function-path slime_plugins.rollout_buffer.rollout.generate_rollout`.
 
-The first rollout has the service start the generator of `--rollout-task-type`; each takes whole groups from it, oldest first,
-and makes samples of them. What was trained on is remembered with the data source, rollout by rollout. So a run that resumes has
-only those prompts left out which its checkpoint has been trained on, and gets trajectories of the weights that it has.
+The first rollout has the service start the generator of `--rollout-task-type`. Each rollout takes whole groups from the
+service, oldest first, and makes samples of them. The prompts that were trained on are remembered with the data source, rollout
+by rollout. So a run that resumes leaves out just the prompts that its checkpoint was trained on, and gets trajectories of the
+weights that it has.
 """
 
 from __future__ import annotations
@@ -41,26 +42,27 @@ logger = logging.getLogger(__name__)
 
 _URL_FLAG = "--rollout-buffer-url"
 _FILTER_FLAG = "--dynamic-sampling-filter-path"
-# The service itself waits so long for groups before it says that there are too few.
+# For so many seconds the service itself waits for groups before it answers that there are too few.
 _POLL_S = 5.0
-# Groups of one answer: it is a whole text in the memory of both sides, and is made while the service answers nobody else.
+# The most groups in one answer. It is a single text in the memory of both sides, and while it is made the service answers
+# nobody else.
 _MOST_GROUPS = 16
-# How often a run that waits says what for.
+# How often, in seconds, a waiting run says what it waits for.
 _TELL_S = 30.0
-# Where the data source keeps what was trained on, among the values of its user.
+# The key under which the data source keeps what was trained on, among its user's values.
 METADATA_KEY = "rollout_buffer"
-# Statuses that say that the request itself is of no use.
+# Statuses with which the service refuses the request itself.
 _REFUSED = (400, 401, 409, 413, 422)
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
     """`rollout_batch_size` whole groups from the service at `--rollout-buffer-url`.
 
-    Metrics: `buffer/waiting_groups` and `buffer/dropped_groups` of the service, `buffer/{name}` of what the generator says
-    about the groups, and those of the dynamic filter.
+    The metrics are `buffer/waiting_groups` and `buffer/dropped_groups` of the service, `buffer/{name}` for each number that the
+    generator gives about the groups, and those of the dynamic filter.
 
     Raises:
-        UserError: it was asked to evaluate; the service refuses; or the generator failed, or ended too early.
+        UserError: the call is for an evaluation; the service refuses; or the generator failed, or ended too early.
         RunError: the service does not answer, or there were too few groups after `--fetch-trajectory-retry-times` polls.
     """
     if evaluation:
@@ -90,7 +92,7 @@ class BufferClient(metaclass=SingletonMeta):
         self._received: list[str] = []
         self._under_way: set[int] = set()
         self._is_last_taken = False
-        # Groups that the service had dropped when it was asked last.
+        # How many groups the service had dropped when it was asked last.
         self._dropped = 0
         path = args.dynamic_sampling_filter_path
         self._filter = load_function(path, flag=_FILTER_FLAG) if path else None
@@ -102,7 +104,7 @@ class BufferClient(metaclass=SingletonMeta):
             )
 
     async def rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """The groups of a rollout; rollouts may be under way side by side."""
+        """The groups of a rollout. Several rollouts may be under way at a time."""
         args = self.args
         self._under_way.add(rollout_id)
         try:
@@ -132,7 +134,7 @@ class BufferClient(metaclass=SingletonMeta):
         )
 
     async def _collect(self, rollout_id: int) -> tuple[list[Group], MetricGatherer, dict[str, float]]:
-        """Whole groups that the dynamic filter keeps, as many as a rollout has."""
+        """(as many whole groups as a rollout has, all kept by the dynamic filter; the filter's metrics; other metrics)."""
         target, size = self.args.rollout_batch_size, self.args.n_samples_per_prompt
         kept: list[Group] = []
         gatherer, told, counts = MetricGatherer(), _Means(), Counter[str]()
@@ -148,7 +150,7 @@ class BufferClient(metaclass=SingletonMeta):
                         continue
                     kept.append(group)
                     progress.advance(size)
-                # At once: a service that is started again without its groups is told what need not be made again.
+                # Remembered at once, for a service that is started again without its groups: it must not make these again.
                 self._remember(rollout_id, [group.instance_id for group in groups])
                 told.add(answer["meta_info"], len(groups))
         groups_of_service = answer["status"]["groups"]
@@ -168,7 +170,7 @@ class BufferClient(metaclass=SingletonMeta):
         path = self.args.dynamic_sampling_filter_path
         with calling_user_code(_FILTER_FLAG, path, f"the group of sample {samples[0].metadata['instance_id']}"):
             verdict = await asyncio.to_thread(call_dynamic_filter, self._filter, self.args, leaves(samples))
-        # More groups are always to be had.
+        # As if more were always needed than there are: further groups can always be had, so the filter may drop any.
         drop = should_drop_dynamic_filter_output(verdict, remaining_batch_size=target + 1, target_data_size=target)
         if drop:
             gatherer.on_dynamic_filter_drop(verdict.reason)
@@ -258,21 +260,21 @@ class BufferClient(metaclass=SingletonMeta):
         self._store({**before, str(rollout_id): [*before.get(str(rollout_id), []), *instances]})
 
     def _forget_from(self, rollout_id: int) -> None:
-        """Leave out what rollouts from `rollout_id` on had: a state may have been taken when they were over."""
+        """Forget the prompts of rollouts from `rollout_id` on, which may be in a state that was taken after they were over."""
         self._store({name: instances for name, instances in self._metadata().items() if int(name) < rollout_id})
 
     def _store(self, metadata: dict[str, list[str]]) -> None:
         if not hasattr(self.data_source, "update_metadata"):
             return
-        # States are taken in other threads.
+        # Locked, because states are taken in other threads.
         with source_turn:
             self.data_source.update_metadata({METADATA_KEY: metadata})
 
 
 def start_request(args: Any, run_id: str, skip_instance_ids: list[str]) -> dict[str, Any]:
-    """What `run_rollout(data)` of a generator is given.
+    """The argument of a generator's `run_rollout(data)`.
 
-    `remote_engine_url` is the router's, None in a run without engines.
+    `remote_engine_url` is the router's; None in a run without engines.
     """
     address = args.sglang_router_ip
     prompts = [args.prompt_data] if isinstance(args.prompt_data, str) else list(args.prompt_data or [])
@@ -297,7 +299,7 @@ def start_request(args: Any, run_id: str, skip_instance_ids: list[str]) -> dict[
         "apply_chat_template_kwargs": args.apply_chat_template_kwargs,
         "max_tokens": args.rollout_max_response_len,
         "context_length": GenerateState(args).context_length(args),
-        # Without fault tolerance nobody brings engines back.
+        # Without fault tolerance dead engines do not come back.
         "engine_wait_s": args.http_request_timeout if args.use_fault_tolerance else 0.0,
         "sampling_params": rollout_sampling_params(args),
         "skip_instance_ids": skip_instance_ids,
@@ -305,21 +307,21 @@ def start_request(args: Any, run_id: str, skip_instance_ids: list[str]) -> dict[
 
 
 class _Means:
-    """Numbers that the generator tells of answers, as means over all groups of a rollout."""
+    """The means, over all groups of a rollout, of the numbers that the generator gives for each answer."""
 
     def __init__(self) -> None:
         self._sums: Counter[str] = Counter()
         self._groups: Counter[str] = Counter()
 
     def add(self, meta_info: dict[str, Any], groups: int) -> None:
-        """Take in what was told of an answer with so many groups."""
+        """Add the numbers of an answer with so many groups."""
         for name, value in meta_info.items():
             if isinstance(value, int | float | np.number) and not isinstance(value, bool):
                 self._sums[f"buffer/{name}"] += float(value) * groups
                 self._groups[f"buffer/{name}"] += groups
 
     def means(self) -> dict[str, float]:
-        """By their names in the metrics."""
+        """The means, by their names in the metrics."""
         return {name: total / self._groups[name] for name, total in self._sums.items()}
 
 

@@ -1,4 +1,4 @@
-"""Groups of the service as groups of samples."""
+"""Turns the service's groups of items into groups of samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.utils.errors import UserError
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer.items import Item, ItemError, checked_item
 
-# Of an item that brings the engine's own tokens: as in `Sample`.
+# The field of an item that brings the engine's own tokens, as in `Sample`.
 _OWN_TOKENS = "tokens"
 
 
@@ -26,18 +26,18 @@ class Group:
 
 
 def samples_of(args: Any, groups: list[dict[str, Any]], counts: Counter[str]) -> list[Group]:
-    """`groups` as the service answers them, in their order.
+    """The samples of `groups`, which are as the service answers them, in their order.
 
-    An item with `tokens` (prompt and response) has the response of `loss_mask`, and `rollout_log_probs` of the same length if
-    it has any. Of others the messages are tokenised (`--loss-mask-type`): what the assistant said is trained, from the first
-    such token to the end is the response. What is longer than `--rollout-max-context-len` is cut. `extra_info` may have `tools`
-    of the chat, `label`, `truncated`, `weight_versions` (or `weight_version`), and `failed`, the reason why the trajectory is
-    not to be trained on; it becomes the metadata.
+    If an item has `tokens` (prompt and response), its response is the part that `loss_mask` covers, and `rollout_log_probs`, if
+    there are any, have the same length. Otherwise its messages are tokenised (`--loss-mask-type`): what the assistant said is
+    trained, and the response begins at the first such token. Samples longer than `--rollout-max-context-len` are cut.
+    `extra_info` may have `tools` of the chat, `label`, `truncated`, `weight_versions` (or `weight_version`), and `failed`, the
+    reason why the trajectory is not to be trained on; it becomes the metadata.
 
-    `counts` grows by `buffer/cut_samples` and `buffer/untrained_samples`.
+    `buffer/cut_samples` and `buffer/untrained_samples` are added to `counts`.
 
     Raises:
-        UserError: an item is not as it should be, or lacks log-probs that the run needs.
+        UserError: an item is wrong, or lacks log-probs that the run needs.
     """
     items = [checked(item, group["instance_id"]) for group in groups for item in group["items"]]
     chats = [item for item in items if _OWN_TOKENS not in item]
@@ -69,7 +69,7 @@ def checked(item: Any, instance_id: str) -> Item:
     """An item of an answer.
 
     Raises:
-        UserError: it is none.
+        UserError: it is not a valid item.
     """
     try:
         return checked_item(item)
@@ -112,7 +112,7 @@ def _take_tokens(sample: Sample, item: Item) -> None:
 
 
 def _cut_tokens(sample: Sample, max_length: int, counts: dict[str, int]) -> None:
-    """As `fill_sample` cuts a chat: what is behind `max_length` tokens goes, and a response of which nothing is left becomes
+    """Cut a sample as `fill_sample` cuts a chat: tokens beyond `max_length` go, and a response of which nothing is left becomes
     one masked token."""
     excess = len(sample.tokens) - max_length
     if excess <= 0:
@@ -142,6 +142,6 @@ def _take_extra_info(args: Any, sample: Sample, extra_info: dict[str, Any]) -> N
 
 
 def _prompt(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The chat before its first answer."""
+    """The messages of the chat before its first answer."""
     first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     return messages[:first]

@@ -1,4 +1,4 @@
-"""The HTTP service: items in, whole groups out.
+"""The HTTP service, which takes items and gives whole groups.
 
 | Request | Body → answer |
 |---|---|
@@ -8,13 +8,13 @@
 | `POST /stop_rollout` | `{[run_id]}` → `{status}`: the generator is ended, what there is stays |
 | `GET /status` | → `{run_id, task_type, generator, groups, failure, refused}` |
 
-Bodies are JSON, and say so: no page that a browser shows may send that to a service which it was not told of.
+Bodies are JSON and must be declared as JSON, because a browser does not let a web page send that to a foreign service.
 
-Errors are `{"error": text}`: 400 what was sent is wrong, 401 no key, 408 too slow, 409 another run has the buffer, 413 too
-long, 415 no JSON, 422 a function of the generator failed, 500 the service itself did.
+Errors are `{"error": text}`: 400 the body is wrong, 401 no key, 408 too slow, 409 another run has the buffer, 413 too long,
+415 no JSON, 422 a function of the generator failed, 500 the service itself failed.
 
-A request for groups is answered with all of them or with none, and when it is made again with the same groups. They are
-forgotten when a later request of the run names it in `received`.
+A request for groups is answered with all of them or with none. If it is made again it gets the same groups, until a later
+request of the run names it in `received`; then they are forgotten.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _JSON = "application/json"
 
 
 class Busy(Exception):
-    """Enough groups wait; the item is welcome later."""
+    """Enough groups wait, so the item has to come later."""
 
 
 class WrongRun(Exception):
@@ -63,13 +63,13 @@ class FunctionFailed(Exception):
 
 
 class RolloutBuffer:
-    """What the service does, without HTTP. For one event loop.
+    """The service without HTTP, for one event loop.
 
     Args:
-        store: what there is; of an earlier service perhaps, with whose run this one goes on.
-        generators: by task.
-        directory: for what generators are given and what they print.
-        trust_remote_code: whether generators may run code of a checkpoint. Whoever may POST decides no such thing.
+        store: the groups and the run, perhaps of an earlier service, with whose run this one goes on.
+        generators: the generators by task.
+        directory: the place for generators' inputs and logs.
+        trust_remote_code: whether generators may run code of a checkpoint; a request alone cannot allow it.
         trajectory_timeout: seconds for a trajectory of `BaseGenerator`; None: as long as it takes.
     """
 
@@ -90,17 +90,17 @@ class RolloutBuffer:
         self._process: ChildProcess | None = None
         self._ended: str | None = None
         self._failure: str | None = None
-        # Why an item, or a group, was not taken, the last time.
+        # Why the last item or group that was refused was refused.
         self._refused: str | None = None
         self._most_asked_for = 0
         self._starting = asyncio.Lock()
         self._changed = asyncio.Condition()
 
     async def start(self, data: dict[str, Any], url: str) -> dict[str, Any]:
-        """Begin the run that `data` tells of, with its generator; go on with it where it is the one that there is.
+        """Begin the run that `data` describes, with its generator; or go on with it if the buffer already has it.
 
         Raises:
-            UserError: no such task, or a field is wrong.
+            UserError: there is no such task, or a field is wrong.
         """
         data = {**data, "run_id": str(data.get("run_id") or uuid.uuid4().hex)}
         data.setdefault("remote_buffer_url", url)
@@ -129,7 +129,7 @@ class RolloutBuffer:
                 return {"run_id": data["run_id"], "started": False, "status": self.status()}
             await self._end_process()
             if again:
-                # Its generator went with an earlier service, and what it had begun with it.
+                # Its generator ended with an earlier service, and so did the groups that it had begun.
                 self.store.forget_open()
                 done = self.store.finished_instances()
                 data["skip_instance_ids"] = [*data["skip_instance_ids"], *done]
@@ -159,14 +159,14 @@ class RolloutBuffer:
         return process
 
     async def write(self, items: list[Any], run_id: str | None = None) -> dict[str, int]:
-        """Keep items, of the run `run_id` where it is told; those that are there already change nothing.
+        """Keep items of the run `run_id` (None: whichever run there is). Items that are known already change nothing.
 
         Raises:
             WrongRun: they are of another run.
-            ItemError: one is not as it should be; none is kept then.
-            Busy: one would begin a group while enough wait; those before it are kept.
+            ItemError: an item is wrong; none is kept then.
+            Busy: an item would begin a group while enough groups wait; those before it are kept.
             UserError: there is no run.
-            FunctionFailed: so did a function of the generator.
+            FunctionFailed: a function of the generator failed.
         """
         run = self._run(run_id)
         try:
@@ -186,7 +186,7 @@ class RolloutBuffer:
             self._failure = str(error)
             raise FunctionFailed(str(error)) from error
         finally:
-            # Also of what came before an item that was not taken.
+            # Waiting requests hear of items that were taken before one that was not, too.
             if self._failure is not None or self.store.waiting() != before:
                 await self._tell()
         return {"written": written, "known": len(checked) - written}
@@ -200,15 +200,15 @@ class RolloutBuffer:
         return settled
 
     async def take(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Groups for a request, as soon as there are as many as it asks for, or none when its time is over.
+        """Groups for a request, as soon as there are as many as it asks for; none when its time is over.
 
         Raises:
             UserError: a field is wrong.
-            WrongRun: the run that asks has the buffer no more.
-            FunctionFailed: so did a function of the generator; the request may be made again.
+            WrongRun: the run that asks does not have the buffer any more.
+            FunctionFailed: a function of the generator failed; the request may be made again.
         """
         if self.store.run is None:
-            # Whoever asks has started one, on a service that kept it in memory and is gone.
+            # The caller has started a run on an earlier service, which kept it in memory and is gone.
             return {"groups": [], "meta_info": {}, "status": self.status()}
         run = self._run(body.get("run_id"))
         number, request_id, received = _positive(body, "num_groups"), body.get("request_id"), body.get("received", [])
@@ -238,7 +238,7 @@ class RolloutBuffer:
         """End the generator of a run.
 
         Raises:
-            WrongRun: it is not its run's turn.
+            WrongRun: another run has the buffer.
         """
         async with self._starting:
             # Another run may have started meanwhile.
@@ -268,14 +268,14 @@ class RolloutBuffer:
         }
 
     async def watch(self) -> None:
-        """Notice the end of generators, until cancelled; then end the one that is there."""
+        """Watch for the end of generators until cancelled, and then end the one that runs."""
         try:
             while True:
                 await asyncio.sleep(_WATCH_S)
                 try:
                     await self._look_after_process()
                 except Exception as error:
-                    # Told to the run, which would wait for ever otherwise.
+                    # The run is told, since it would wait for ever otherwise.
                     told = f"the generator cannot be watched: {type(error).__name__}: {error}"
                     if told != self._failure:
                         logger.exception("%s", told)
@@ -328,7 +328,7 @@ class RolloutBuffer:
 def make_app(
     buffer: RolloutBuffer, *, api_key: str | None = None, max_bytes: int = 2**26, timeout: float = 60.0
 ) -> web.Application:
-    """The service over `buffer`. `max_bytes`: of a body. `timeout`: seconds for what does not wait for groups."""
+    """The service over `buffer`. `max_bytes`: limit of a body. `timeout`: seconds of a request, but for its wait for groups."""
 
     async def started(body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         return await buffer.start(body, str(request.url.origin()))
@@ -371,7 +371,7 @@ def make_app(
 
     @web.middleware
     async def guarded(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
-        # Whoever asks may send any bytes.
+        # A client may send any bytes.
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if api_key is not None and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
             return _refusal(401, "a bearer token is needed, and this is not it (SLIME_BUFFER_API_KEY)")
@@ -417,9 +417,9 @@ def make_app(
 def serving(
     sources: Sequence[str], directory: str | Path, *, trust_remote_code: bool = False
 ) -> Iterator[tuple[str, dict[str, Generator]]]:
-    """A service in a thread of this process, on a free port of loopback: its URL, and its generators by task.
+    """A service in a thread of this process, on a free port of loopback; gives (its URL, its generators by task).
 
-    `trust_remote_code` is as that of `RolloutBuffer`.
+    `trust_remote_code`: see `RolloutBuffer`.
 
     Raises:
         UserError: a source is no generator.
@@ -456,7 +456,7 @@ def _refusal(status: int, reason: str) -> web.Response:
 
 
 def _positive(values: dict[str, Any], name: str, default: int | None = None) -> int:
-    """The entry `name`, a whole number above 0, which may be written as text."""
+    """The entry `name`, a whole number above 0 that may be given as text."""
     value = values.get(name, default)
     if isinstance(value, str) and value.isdecimal():
         value = int(value)

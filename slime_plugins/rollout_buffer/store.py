@@ -1,9 +1,9 @@
-"""What the service holds, in one SQLite file: the run, its groups and their items.
+"""The service's contents in one SQLite file: the run, its groups and their items.
 
 Invariants:
-- An item is known by its uid for as long as the run lasts: sent again, it changes nothing, whatever became of its group.
-- A group is open, waiting, handed out, received or dropped, and only ever goes on in this order. One that was handed out stays
-  the answer to that request until its receipt is told, so a request that is made again gets the same groups.
+- An item is known by its uid as long as the run lasts. If it is sent again nothing changes, whatever became of its group.
+- A group is open, waiting, handed out, received or dropped, and only ever moves on in this order. A group that was handed out
+  stays the answer to that request until its receipt is told, so a request that is made again gets the same groups.
 - Every change is written before it is answered, so that a service that is killed and started again goes on with it. (Only the
   last moments before a power cut may be lost.)
 """
@@ -20,7 +20,7 @@ from typing import Any
 from slime.utils.errors import RunError, UserError
 from slime_plugins.rollout_buffer.items import Item
 
-# What becomes of a full group: its items as they are handed out, or None: it is dropped.
+# Decides about a full group: returns its items as they are handed out, or None to drop it.
 Settle = Callable[[str, list[Item]], list[Item] | None]
 
 _FORMAT = 1
@@ -49,15 +49,15 @@ class Group:
     items: list[Item]
 
     def to_json(self) -> dict[str, Any]:
-        """The group as it is answered."""
+        """The group as the service answers it."""
         return {"instance_id": self.instance_id, "items": self.items}
 
 
 class Store:
-    """The contents of one buffer. For one thread.
+    """The contents of one buffer, for one thread.
 
     Args:
-        path: the file, made where there is none; None: in memory alone.
+        path: the file, which is made if there is none; None: in memory alone.
 
     Raises:
         UserError: the file is no buffer, or another service has it.
@@ -72,7 +72,7 @@ class Store:
             self._database = sqlite3.connect(
                 ":memory:" if path is None else str(path), timeout=2.0, isolation_level=None
             )
-            # Held as long as the service lives: two of them would each hand out the other's groups.
+            # The file is locked as long as the service lives, because two services would hand out each other's groups.
             self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")
@@ -93,12 +93,12 @@ class Store:
 
     @property
     def run(self) -> dict[str, Any] | None:
-        """What the run was started with; None before the first."""
+        """The data with which the run was started; None before the first run."""
         return self._fact("run")
 
     @property
     def group_size(self) -> int:
-        """Items of a group of the run."""
+        """How many items a group of the run has."""
         return int(self.run["num_repeat_per_sample"])
 
     def begin(self, run: dict[str, Any]) -> None:
@@ -109,7 +109,8 @@ class Store:
             self._database.execute("INSERT OR REPLACE INTO facts VALUES ('run', ?)", (json.dumps(run),))
 
     def forget_open(self) -> int:
-        """Forget the groups that are not full, with their items: a generator that starts again makes them again."""
+        """Forget the groups that are not full, with their items, because a generator that starts again makes them again.
+        Returns how many there were."""
         with _Transaction(self._database):
             self._database.execute(
                 "DELETE FROM items WHERE group_number IN (SELECT number FROM groups WHERE state = 'open')"
@@ -117,9 +118,9 @@ class Store:
             return self._database.execute("DELETE FROM groups WHERE state = 'open'").rowcount
 
     def add(self, item: Item, settle: Settle) -> bool:
-        """Put `item` into the open group of its instance, which begins with it where there is none; False: it is known.
+        """Put `item` into the open group of its instance, which is made if there is none. Returns False if the item is known.
 
-        A group that is full now is settled at once; when `settle` raises, the item is not kept.
+        A group that is full now is settled at once; if `settle` raises, the item is not kept.
         """
         instance, size = item["instance_id"], self.group_size
         with _Transaction(self._database):
@@ -147,10 +148,10 @@ class Store:
         return True
 
     def hand_out(self, request_id: str, num_groups: int) -> list[Group]:
-        """The `num_groups` groups that wait longest, or none while there are fewer; the same ones again for this request.
+        """The `num_groups` groups that have waited longest, or none if fewer wait. The same request gets the same ones again.
 
         Raises:
-            UserError: this request was answered with another number of groups, or told as received.
+            UserError: this request was answered with another number of groups, or reported as received.
         """
         with _Transaction(self._database):
             given = self._one("SELECT COUNT(*) FROM groups WHERE request_id = ?", request_id)
@@ -172,7 +173,7 @@ class Store:
         return [Group(instance, json.loads(items)) for instance, items in rows]
 
     def received(self, request_ids: Sequence[str]) -> None:
-        """The groups of these requests have arrived: they need not be handed out again."""
+        """Note that the groups of these requests have arrived, so that they need not be handed out again."""
         with _Transaction(self._database):
             self._database.executemany(
                 "UPDATE groups SET state = 'received', items = NULL WHERE request_id = ? AND state = 'handed'",
@@ -180,7 +181,7 @@ class Store:
             )
 
     def waiting(self) -> int:
-        """Number of groups that wait to be handed out. It takes no longer when many were, as `counts` does."""
+        """How many groups wait to be handed out. Unlike `counts` it does not take longer when many groups were handed out."""
         return int(self._one("SELECT COUNT(*) FROM groups WHERE state = 'waiting'"))
 
     def counts(self) -> dict[str, int]:
@@ -214,7 +215,7 @@ class Store:
 
 
 class _Transaction:
-    """All of the block, or nothing. A full disk is told as such."""
+    """Applies all changes of the block or none. A database that cannot be written, as on a full disk, is a RunError."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
