@@ -1,8 +1,8 @@
-"""Core attention by a flash kernel: on CUDA, in 16 bits, that of flash-attn where it is installed, else PyTorch's.
+"""Core attention by a flash kernel: on CUDA in 16 bits it is that of flash-attn if it is installed, else PyTorch's.
 
-All else is `PackedAttention`: sequences of a packed stream do not see each other, tensor-parallel ranks have their own heads,
-context-parallel ranks gather keys and values. On CPU, and in float32, for which there are no kernels, PyTorch attends to one
-sequence after the other.
+Everything else is as in `PackedAttention`: sequences of a packed stream do not see each other, tensor-parallel ranks have their
+own heads, and context-parallel ranks gather keys and values. On CPU, and in float32, for which there are no kernels, PyTorch
+attends to one sequence after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class FlashDotProductAttention(PackedAttention):
-    """`PackedAttention` with the kernel of flash-attn, from version 2.1 on: before, masks were aligned at the first key."""
+    """`PackedAttention` with the kernel of flash-attn from version 2.1 on; earlier ones aligned masks at the first key."""
 
     def kernel(self) -> Kernel:
         attend = _flash_attention()
@@ -41,7 +41,7 @@ class FlashDotProductAttention(PackedAttention):
 
 @functools.cache
 def _flash_attention() -> Any:
-    """The function of flash-attn for streams; None, and a line in the log, where it does not import."""
+    """The function of flash-attn for streams; None, with a line in the log, if it cannot be imported."""
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError as error:
@@ -54,7 +54,7 @@ def _flash_attention() -> Any:
 
 
 def prediction_layer_spec(layer: ModuleSpec) -> ModuleSpec:
-    """What the backend looks up for layers of multi-token prediction."""
+    """The spec of a layer of multi-token prediction. The backend finds this function by its name."""
     return with_core_attention(layer, FlashDotProductAttention)
 
 

@@ -1,4 +1,4 @@
-"""The layers of GLM-4: what attention and MLP give is normalised before it is added to the hidden states."""
+"""The layers of GLM-4, in which the outputs of attention and MLP are normalised before they are added to the hidden states."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class NormedOutputsLayer(TransformerLayer):
     def _add_normed(
         self, norm: str, bias_dropout_add: Callable[[bool, bool], Callable], training: bool, fused: bool
     ) -> Callable[[Output, torch.Tensor, float], torch.Tensor]:
-        """What Megatron asks for how to add: a function of (output, bias), residual and dropout probability."""
+        """In the place of Megatron's bias-dropout-add: a function of (output, bias), residual and dropout probability."""
         add = bias_dropout_add(training, fused)
 
         def add_normed(output_with_bias: Output, residual: torch.Tensor, dropout: float) -> torch.Tensor:

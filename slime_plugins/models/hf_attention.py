@@ -1,12 +1,12 @@
-"""The attention of transformers inside Megatron's layers: a module runs as it is, with its own names and weights.
+"""The attention of transformers inside Megatron's layers; the module is used unchanged, with its own names and weights.
 
-The module knows whole sequences, one at a time, and no other rank. So every rank gathers the rows of all tensor-parallel and
-context-parallel ranks, runs the module on one sequence of the stream after the other, and keeps its own rows of the output.
-What stands around attention (norms, MLP, experts) is the family's own, in all layouts.
+The module takes whole sequences, one at a time, and knows of no other rank. So every rank gathers the rows of all
+tensor-parallel and context-parallel ranks, runs the module on one sequence of the stream after the other, and keeps its own
+rows of the output. Everything around attention (norms, MLP, experts) is the family's own, in all layouts.
 
-Tensor-parallel ranks do the same work on the same rows, forward and backward: each has the whole gradient of every weight, and
-Megatron takes the mean over these ranks. A context-parallel rank goes backward from its own rows alone: weights get a part of
-their gradient, which is summed over these ranks as that of all weights is, and hidden states get the sum over all ranks.
+Tensor-parallel ranks do the same work on the same rows, forward and backward, so each has the whole gradient of every weight,
+and Megatron takes the mean over these ranks. A context-parallel rank goes backward from its own rows alone. So weights get a
+part of their gradient, which is summed over these ranks like that of all weights, and hidden states get the sum over all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slime.utils.plugin_loader import accepted_keywords
 def get_hf_attention_spec(
     args: Any, config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The spec of the family's decoder layers, each with the attention that its like in transformers has, for `--spec`."""
+    """The spec, for `--spec`, of the family's decoder layers, each with the attention of the same layer in transformers."""
     block = as_block(get_family_spec(args, config, vp_stage), config, vp_stage)
     attention = hf_attention(args)
     block.layer_specs = [with_attention(layer, config, attention) for layer in block.layer_specs]
@@ -41,7 +41,7 @@ def get_hf_attention_spec(
 
 
 def hf_attention(args: Any) -> ModuleSpec:
-    """The spec of attention as transformers has it in the model of `--hf-checkpoint`, for `with_attention` of a layer's spec.
+    """The spec of transformers' attention for the model of `--hf-checkpoint`, for `with_attention` of a layer's spec.
 
     Raises:
         UserError: transformers has no class for the model.
@@ -50,12 +50,12 @@ def hf_attention(args: Any) -> ModuleSpec:
 
 
 def _decoder(hf_checkpoint: str) -> torch.nn.Module:
-    """The decoder in transformers, on the meta device: it says which classes layers have, and has no memory."""
+    """The decoder in transformers, on the meta device, where it takes no memory; it tells which classes layers have."""
     from transformers import AutoConfig, AutoModel
 
     try:
         config = AutoConfig.from_pretrained(hf_checkpoint).get_text_config()
-        # Log-probs must not depend on chance.
+        # No dropout, because log-probs must not depend on chance.
         config.attention_dropout = 0.0
         with torch.device("meta"):
             return AutoModel.from_config(config)
@@ -67,15 +67,15 @@ def _decoder(hf_checkpoint: str) -> torch.nn.Module:
 
 
 class HfAttention(MegatronModule):
-    """Attention of a layer of `decoder`, a model in transformers without its head.
+    """The attention of a layer of `decoder`, a model of transformers without its head.
 
-    Every rank has all of its weights, as `self_attn.…` or `linear_attn.…`, and under these names they are exported.
+    Every rank has all of its weights, as `self_attn.…` or `linear_attn.…`; they are exported under these names.
 
     Raises:
         UserError: the layer has attention of another name.
     """
 
-    # Positions reach the module as cosines and sines of its own.
+    # Megatron need not rotate, because the module gets its own cosines and sines.
     rotates = False
 
     def __init__(
@@ -102,7 +102,7 @@ class HfAttention(MegatronModule):
             parameter.average_gradients_across_tp_domain = True
         setattr(self, self.name, attention.to(config.params_dtype))
         self._mask = _mask_function(decoder.config, number)
-        # No module of this one: its frequencies are not rounded with the weights.
+        # In a list, so that it is not a submodule: its frequencies must not be rounded with the weights.
         self._rotary = [type(decoder.rotary_emb)(decoder.config)] if hasattr(decoder, "rotary_emb") else []
         self._decoder_config = decoder.config
 
@@ -125,7 +125,7 @@ class HfAttention(MegatronModule):
         """
         sequence_parallel = self.config.sequence_parallel
         if sequence_parallel:
-            # All ranks go backward through all rows: each has the whole gradient, and keeps that of its own rows.
+            # All ranks go backward through all rows, so each has the whole gradient, and keeps that of its own rows.
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False
             )
@@ -142,14 +142,14 @@ class HfAttention(MegatronModule):
         stream = packed.stream if isinstance(packed, StreamParams) else None
         if is_context_parallel(packed):
             hidden = gather_rows(hidden, stream.cp, stream.gather_order)
-        # In a description of somebody else's only the device knows the lengths.
+        # If the description is not the trainer's, only the device knows the lengths.
         lengths = packed.cu_seqlens_q.diff().tolist() if stream is None else stream.sequence_lengths
         sequences = hidden.squeeze(1).split([length for length in lengths if length])
         output = torch.cat([self._attend(sequence[None])[0] for sequence in sequences])[:, None]
         return stream.rows_of_rank(output) if is_context_parallel(packed) else output
 
     def _attend(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [sequences, length, hidden], all from their first token on; the same shape out."""
+        """hidden: [sequences, length, hidden], whole sequences; returns the same shape."""
         attention = getattr(self, self.name)
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
         options: dict[str, Any] = {"attention_mask": None, "position_ids": positions}
@@ -162,7 +162,7 @@ class HfAttention(MegatronModule):
 
 
 def _mask_function(config: Any, layer: int) -> Any:
-    """What makes the mask of a layer; None: a layer of linear attention needs none."""
+    """The function that makes the mask of a layer; None: a layer of linear attention needs no mask."""
     from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_causal_mask
 
     kinds = getattr(config, "layer_types", None)

@@ -1,14 +1,13 @@
-"""Core attention with learnable sinks: every head has a logit s that takes part in the softmax, and no value (gpt-oss,
+"""Core attention with learnable sinks: every head has a logit s that takes part in the softmax but has no value (gpt-oss,
 arXiv 2508.10925).
 
     o_i = Σ_j exp(q_i·k_j · scale) v_j / (exp(s) + Σ_j exp(q_i·k_j · scale)),        j ≤ i in the sequence of i
 
-A sink is one more key before those of every sequence, with a value of 0. Heads and keys get some further channels, in which all
-keys but that one have zeros: there a head's queries have s / scale, and the key has 1. So whatever attends to keys attends to
-sinks, with gradients for them, and the kernel that does it need not know of them.
+A sink is computed as one more key before those of every sequence, with a value of 0. Queries and keys get some further
+channels: a head's queries have s / scale there, the sink's key has 1, and all other keys have zeros. So any kernel that attends
+to keys attends to sinks too, and gives gradients for them, without knowing of them.
 
-The parameter is called as Megatron calls it, `softmax_offset` in the core attention, and `self_attn.sinks` in Hugging Face
-checkpoints.
+The parameter has Megatron's name, `softmax_offset` in the core attention, and is `self_attn.sinks` in Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from slime.backends.megatron_utils.model_provider import get_family_spec
 from slime.training.stream_attention import attend_over_context
 from slime.utils.errors import UserError
 
-# Kernels want widths that are multiples of it.
+# How many channels are added; kernels want widths that are multiples of this.
 _CHANNELS = 8
-# 16 bits have few digits; a second channel has what the first one lacks.
+# How many of them hold a sink: 16 bits have few digits, so a second channel holds the rounding error of the first.
 _DIGITS = 2
 
 
 class LearnableSoftmaxAttention(PackedAttention):
-    """`PackedAttention` with a sink for each head, cut over tensor-parallel ranks as heads are. New sinks are 0.
+    """`PackedAttention` with a sink for each head. Sinks are divided over tensor-parallel ranks as heads are, and begin at 0.
 
     Raises:
-        UserError: in forward, the stream is no packed one of the trainer's, or rows choose their keys.
+        UserError: in forward, the stream is not a packed one of the trainer, or rows choose their keys.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **options: Any) -> None:
@@ -71,7 +70,7 @@ class LearnableSoftmaxAttention(PackedAttention):
         )
 
     def _channels(self, dtype: torch.dtype) -> torch.Tensor:
-        """What queries have in the further channels, [heads of this rank, channels]."""
+        """The queries' values in the further channels, [heads of this rank, channels]."""
         logits = self.softmax_offset.float() / self.softmax_scale
         rounded = logits.to(dtype)
         lost = (logits - rounded.float()).detach().to(dtype)
@@ -93,7 +92,7 @@ class LearnableSoftmaxAttention(PackedAttention):
 
 
 def prediction_layer_spec(layer: ModuleSpec) -> ModuleSpec:
-    """What the backend looks up for layers of multi-token prediction."""
+    """The spec of a layer of multi-token prediction. The backend finds this function by its name."""
     return with_core_attention(layer, LearnableSoftmaxAttention)
 
 

@@ -20,7 +20,7 @@ from slime.backends.megatron_utils.layer_spec import get_decoder_spec
 def get_minimax_m2_layer_spec(
     args: Any, config: TransformerConfig, vp_stage: int | None = None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """The decoder's spec, with such norms where `--qk-layernorm` asks for norms."""
+    """The decoder's spec, with `NormOverHeads` for queries and keys if `--qk-layernorm` is given."""
     spec = get_decoder_spec(config, vp_stage)
     if config.qk_layernorm:
         for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
@@ -33,8 +33,8 @@ def get_minimax_m2_layer_spec(
 class NormOverHeads(torch.nn.Module):
     """y = x / sqrt(mean(x²) + eps) · weight, the mean over the channels of all heads, whichever tensor-parallel rank has them.
 
-    Every rank holds the weight of all heads, and takes those of its own: its gradient has zeros for others', and Megatron
-    sums the gradients of norms of queries and keys over the ranks.
+    Every rank holds the weight of all heads, and uses the part of its own heads. So its gradient has zeros for the other heads,
+    and Megatron sums the gradients of norms of queries and keys over the ranks.
 
     The constructor takes what Megatron's layer specs pass to a norm: `config`, `hidden_size` (of one head), `eps`; and
     `heads`, the number of heads of the whole model.
@@ -51,11 +51,12 @@ class NormOverHeads(torch.nn.Module):
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         mean_square = hidden.float().square().mean(dim=(-2, -1), keepdim=True)
         if ranks > 1:
-            # Each rank has equally many heads. Each uses the mean, so its gradient is the sum of theirs.
+            # Each rank has equally many heads, so the mean of their means is the mean of all. Every rank uses it, so its
+            # gradient is the sum over the ranks.
             mean_square = reduce_from_tensor_model_parallel_region(mean_square) / ranks
             mean_square = copy_to_tensor_model_parallel_region(mean_square)
         own = hidden.shape[-2]
-        # Of fewer heads than ranks some ranks have the same.
+        # If there are fewer heads than ranks, several ranks have the same head.
         first = parallel_state.get_tensor_model_parallel_rank() * self.heads // ranks
         weight = self.weight.unflatten(0, (self.heads, -1))[first : first + own]
         return (hidden.float() * torch.rsqrt(mean_square + self.eps)).to(hidden.dtype) * weight

@@ -1,10 +1,10 @@
 """The layers of Qwen3-Next: most have linear attention by the gated delta rule, the others softmax attention with a gate.
 
-Which layers are which is said by `--linear-attention-freq`. The rows of the input projection stand together per key head as
-[query, key, its values, their output gates, their rates, their decays], so that tensor-parallel ranks hold whole key heads.
+`--linear-attention-freq` tells which layers are which. The rows of the input projection are grouped by key head, as [query,
+key, its values, their output gates, their rates, their decays], so that tensor-parallel ranks hold whole key heads.
 
-A context-parallel rank has a part of the stream, and a state depends on all before it: what enters the rule is gathered, every
-rank computes the whole stream, and keeps its own rows.
+A context-parallel rank has a part of the stream, but a state depends on all rows before it. So the inputs of the rule are
+gathered, every rank computes the whole stream, and each keeps its own rows.
 """
 
 from __future__ import annotations
@@ -185,9 +185,11 @@ class GatedDeltaNet(MegatronModule):
         return self.out_proj(output.flatten(1).unflatten(0, (batch, length)).transpose(0, 1))
 
     def _attend(self, mixed: torch.Tensor, rates: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-        """[T, value heads, width] of queries, keys and values before their convolution, and what rates and decays come from.
+        """The output of the rule, [T, value heads, width].
 
-        Args: both [T, key heads, …].
+        Args:
+            mixed: queries, keys and values before their convolution, [T, key heads, …].
+            rates: the values of which rates and decays are made, [T, key heads, …].
         """
         mixed = F.silu(causal_convolution(mixed.flatten(1), self.conv1d.weight, sequences))
         query, key, value = mixed.unflatten(-1, (self.key_heads, -1)).split(
@@ -200,8 +202,8 @@ class GatedDeltaNet(MegatronModule):
         )
 
     def _gated_norm(self, output: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """norm(output) · weight · silu(gate) per head. The weight is around one, whatever other norms of the model are."""
-        # All heads share it, and each rank has some of them: so its gradient is summed.
+        """norm(output) · weight · silu(gate) per head. The weight is around one, even if other norms of the model add one."""
+        # All heads share the weight and each rank has some of the heads, so its gradient is summed over the ranks.
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.norm.weight)
         normed = F.rms_norm(output.float(), weight.shape, eps=self.config.layernorm_epsilon).to(output.dtype)
         return (weight * normed * F.silu(gate.float())).to(output.dtype)
@@ -238,5 +240,5 @@ def _sequences(packed: PackedSeqParams | None, length: int, batch: int, device: 
     stream = getattr(packed, "stream", None)
     if stream is not None:
         return sequences_of_stream(stream)
-    # In a description of somebody else's only the device knows the lengths.
+    # If the description is not the trainer's, only the device knows the lengths.
     return Sequences(tuple(packed.cu_seqlens_q.diff().tolist()), device)

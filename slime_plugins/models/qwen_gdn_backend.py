@@ -4,14 +4,14 @@ Every head of a sequence has a state S, a matrix of keys by values that starts a
 
     S_t = exp(g_t) S_(t-1) + k_t β_t (v_t − exp(g_t) S_(t-1)ᵀ k_t)ᵀ,        o_t = S_tᵀ q_t / sqrt(width of a key)
 
-where queries and keys have length 1. Here it is computed in PyTorch by chunks (section 3.3 there): within a chunk of C tokens
-with G the running sum of g, the values that are really written solve a triangular system,
+where queries and keys have length 1. Here it is computed in PyTorch by chunks (section 3.3 of the paper). Within a chunk of C
+tokens, with G the running sum of g, the values that are really written solve a triangular system,
 
     (I + β ⊙ [e^(G_i − G_j) k_i·k_j, j < i]) (U, W) = β ⊙ (V, e^G K),        written = U − W S,
     O = (e^G Q) S + [e^(G_i − G_j) q_i·k_j, j ≤ i] written,        S' = e^(G_C) S + (e^(G_C − G) K)ᵀ written.
 
-Chunks of all sequences are computed at once; only the states go from chunk to chunk, those of all sequences side by side. A
-chunk has tokens of one sequence, and a row of zeros, without decay, changes no state. So sequences never mix.
+The chunks of all sequences are computed at once; only the states go from chunk to chunk, those of all sequences side by side. A
+chunk has tokens of one sequence only, and its padding, rows of zeros without decay, changes no state. So sequences never mix.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 
 CHUNK = 64
-# As the kernels have it.
+# The same as in the kernels.
 _NORM_EPSILON = 1e-6
 logger = logging.getLogger(__name__)
 # [T, key heads, width], the same, [T, value heads, width], [T, value heads], the same -> [T, value heads, width]
@@ -43,7 +43,7 @@ Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Where the sequences of a stream of T rows lie: one after the other, `lengths` (none 0) in sum T."""
+    """Where the sequences of a stream of T rows lie: one after the other, with `lengths` that are above 0 and sum up to T."""
 
     lengths: tuple[int, ...]
     device: torch.device
@@ -54,7 +54,7 @@ class Sequences:
         return self._on_device(torch.tensor([0, *itertools.accumulate(self.lengths)]))
 
     def spread(self, gap: int) -> torch.Tensor:
-        """Where the rows lie when `gap` more precede every sequence, int64 [T]."""
+        """The places of the rows if `gap` rows are put before every sequence, int64 [T]."""
         return torch.arange(sum(self.lengths), device=self.device) + gap * self._number
 
     @cached_property
@@ -72,9 +72,9 @@ class Sequences:
 
     @cached_property
     def chunk_rows(self) -> torch.Tensor:
-        """The row of each place of each chunk, int64 [chunks · CHUNK], T for none: all first chunks, all second ones, …
+        """The row at each place of each chunk, T if there is none, int64 [chunks · CHUNK]: all first chunks, all second ones, …
 
-        Sequences stand in the order of their lengths, the longest first, so that those with a further chunk are the first.
+        Sequences are in the order of their lengths, the longest first, so that those with a further chunk come first.
         """
         lengths = torch.tensor(self.lengths)
         starts = lengths.cumsum(0) - lengths
@@ -88,7 +88,7 @@ class Sequences:
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """The inverse: of each row its place in `chunk_rows`, int64 [T]."""
+        """The inverse of `chunk_rows`: the place of each row in it, int64 [T]."""
         rows = sum(self.lengths)
         inverse = self.chunk_rows.new_empty(rows + 1)
         inverse[self.chunk_rows] = torch.arange(len(self.chunk_rows), device=self.device)
@@ -98,7 +98,7 @@ class Sequences:
         return rows.to(self.device, non_blocking=True)
 
 
-# Shared by the layers of a model, and gone with the stream.
+# The layers of a model share them, and they are freed with the stream.
 _OF_STREAM: weakref.WeakKeyDictionary[PackedStream, Sequences] = weakref.WeakKeyDictionary()
 
 
@@ -136,11 +136,11 @@ def gated_delta_rule(
     rate: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """The rule of this module's docstring in PyTorch, computed in float32, in float64 for such input.
+    """The rule of this module's docstring in PyTorch, computed in float32, or in float64 if the input is.
 
     Args:
-        query, key: [T, key heads, width], of any length: they are brought to length 1.
-        value: [T, value heads, width]; the value heads of a key head stand next to each other.
+        query, key: [T, key heads, width], of any length, since they are scaled to length 1.
+        value: [T, value heads, width]; the value heads of a key head are next to each other.
         decay, rate: g ≤ 0 and β, [T, value heads].
 
     Returns:
@@ -190,17 +190,17 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(rows: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """[T, …] -> [chunks, CHUNK, …]; places that no row has are 0."""
+    """[T, …] -> [chunks, CHUNK, …]; places without a row are 0."""
     padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
     return padded.index_select(0, sequences.chunk_rows).unflatten(0, (-1, CHUNK))
 
 
 def rule_of(args: Any) -> Rule:
-    """What computes the rule: on a GPU the kernels of `--qwen-gdn-backend`, PyTorch otherwise, and, with a warning, where the
-    flag was not typed and its package is not there.
+    """The function that computes the rule: on a GPU the kernel of `--qwen-gdn-backend`, otherwise PyTorch's operations. These
+    also do, with a warning, if the flag was not typed and its package is missing.
 
     Raises:
-        UserError: the flag was typed, and its package is not installed, or lacks the function.
+        UserError: the flag was typed, but its package is not installed or lacks the function.
     """
     if get_accelerator().name == "cpu":
         return gated_delta_rule
@@ -224,7 +224,7 @@ def rule_of(args: Any) -> Rule:
         if value.dtype == torch.float32:
             # The kernels are for 16-bit types.
             return gated_delta_rule(query, key, value, decay, rate, sequences)
-        # Not every version of the kernels knows heads of keys that several heads of values share, and none checks it.
+        # Some versions of the kernels cannot share a key head among several value heads, and none checks it, so heads repeat.
         query, key = (rows.repeat_interleave(value.shape[1] // key.shape[1], dim=1) for rows in (query, key))
         stream = (tensor[None].contiguous() for tensor in (query, key, value))
         output, _ = kernel(
@@ -241,5 +241,5 @@ def rule_of(args: Any) -> Rule:
 
 @cache
 def _warn_once(message: str) -> None:
-    """Models are built in several chunks."""
+    """Log a warning once, although a model is built in several chunks."""
     logger.warning(message)

@@ -1,18 +1,19 @@
-"""Models of Qwen with their vision tower: the language model is trained on texts and images, and the tower stays as it is.
+"""Models of Qwen with their vision tower: the language model is trained on texts and images, and the tower is not trained.
 
-The tower is that of transformers, with the weights `model.visual.*` of `--hf-checkpoint`. They are no parameters of the model
-that is trained: no gradient reaches them, the trainer's checkpoints have none of them, pushes and exports send them as they are
-stored. The tower is read when the first images come, so a run on texts has none of it.
+The tower is that of transformers, with the weights `model.visual.*` of `--hf-checkpoint`. They are not parameters of the
+trained model: no gradient reaches them, the trainer's checkpoints do not have them, and pushes and exports send them as they
+are stored. The tower is read when the first images come, so a run on texts never has it.
 
-An image stands in a sample's tokens as one placeholder token per feature that the tower makes of it. On the first pipeline
-stage features take the place of these tokens' embeddings. Some towers make more features of an image, one for each of the first
-decoder layers, which are added to what these layers give for its tokens (DeepStack, arXiv 2406.04334), on whichever stage they
-are. On every stage a row has three positions, of time, height and width,
-from 0 on in each sample. Those of a text are equal. An image whose first token has the position p has (p + t, p + h, p + w) for
-the feature at (t, h, w) of its grid, and a text goes on behind its largest height or width. The channels of a head take turns
-with the three (interleaved multimodal rotary embedding, Qwen3-VL, arXiv 2511.21631).
+In a sample's tokens an image is one placeholder token per feature that the tower makes of it. On the first pipeline stage the
+features replace the embeddings of these tokens. Some towers make further sets of features, one for each of the first decoder
+layers, which are added to these layers' outputs for the image's tokens (DeepStack, arXiv 2406.04334), on whichever stage the
+layers are. On every stage a row has three positions, of time, height and width, from 0 on in each sample. For a text the three
+are equal. If an image's first token has the position p, the feature at (t, h, w) of its grid has (p + t, p + h, p + w), and
+the text behind it goes on after the largest height or width. The channels of a head use the three in turn (interleaved
+multimodal rotary embedding, Qwen3-VL, arXiv 2511.21631).
 
-Of a tensor-parallel or context-parallel group every rank that has rows of images looks at all images of its micro-batch.
+In a tensor-parallel or context-parallel group every rank that has rows of images runs the tower on all images of its
+micro-batch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def seeing_model(
     """The model of the checkpoint, which takes images.
 
     Args:
-        sections: how many pairs of channels are rotated by time, height and width, where a config does not say it.
+        sections: how many pairs of channels are rotated by time, height and width, if the config does not say it.
     """
     model = get_model_provider_func(args)(pre_process, post_process, vp_stage)
     model.sight = Sight(args, model, sections)
@@ -56,10 +57,10 @@ def seeing_model(
 
 
 class Sight:
-    """What makes a model chunk take images: no module, so nothing of it is trained, saved or drawn at random.
+    """Lets a model chunk take images, by hooks. It is not a module, so nothing of it is trained, saved or drawn at random.
 
     Raises:
-        UserError: images come, or --multimodal-keys say that they will, and flags, model or tokens do not go with them.
+        UserError: images come, or --multimodal-keys say that they will, and flags, model or tokens do not fit them.
     """
 
     def __init__(self, args: Any, model: GPTModel, sections: Sequence[int]) -> None:
@@ -69,7 +70,7 @@ class Sight:
             self._rotary = model.rotary_pos_emb = _RotaryOfImages(model.rotary_pos_emb)
         if args.multimodal_keys:
             self._require_own_parts()
-        # Of the pass that is under way: the rows of this rank's stream that are features, and these.
+        # (rows of this rank's stream that are image tokens, their features) of the pass that is under way.
         self._features: tuple[torch.Tensor, torch.Tensor] | None = None
         model.register_forward_pre_hook(self._look, with_kwargs=True)
         if model.pre_process:
@@ -79,7 +80,7 @@ class Sight:
 
     @cached_property
     def config(self) -> Any:
-        """The config of the whole model, with what transformers puts where it says nothing."""
+        """The config of the whole model, with transformers' defaults for what it leaves out."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self._args.hf_checkpoint)
@@ -97,7 +98,7 @@ class Sight:
 
         stored = SafetensorsDirectory(self._args.hf_checkpoint)
         names = [name for name in stored.names() if name.startswith(_TOWER)]
-        # What is drawn is written over, and no other draw may depend on it.
+        # The random weights are overwritten, and other random numbers must not depend on them.
         with torch.random.fork_rng(devices=[]):
             tower = AutoModel.from_config(self.config.vision_config, dtype=params_dtype(self._args))
         wanted = tower.state_dict().keys()
@@ -111,13 +112,13 @@ class Sight:
         return tower.to(get_accelerator().current_device()).requires_grad_(False).eval()
 
     def constants(self) -> Iterator[torch.Tensor]:
-        """What the chunk has on the device beside its parameters and buffers."""
+        """The tensors that the chunk has on the device beside its parameters and buffers."""
         if "tower" in vars(self):
             yield from self.tower.parameters()
             yield from self.tower.buffers()
 
     def _look(self, model: GPTModel, args: tuple, inputs: dict[str, Any]) -> None:
-        """Before the chunk runs: its rows' positions and features, of a batch with images."""
+        """Before the chunk runs: set the positions and features of its rows, if the batch has images."""
         packed = inputs.get("packed_seq_params")
         batch = getattr(packed, "batch", None)
         self._features = None
@@ -140,7 +141,7 @@ class Sight:
         rows, (of_embedding, *of_layers) = found
         if model.pre_process:
             self._features = rows, of_embedding
-        # Layers that are recomputed need them again, when later passes have begun.
+        # They are put beside the batch, because layers that are recomputed need them again after later passes have begun.
         packed.added = {number: (rows, added) for number, added in enumerate(of_layers, 1) if number in taking}
 
     def _require_own_parts(self) -> None:
@@ -156,7 +157,7 @@ class Sight:
             )
 
     def _axes(self) -> torch.Tensor:
-        """Which of the three positions a channel is rotated by, int64 [rotated channels of a head]."""
+        """Which of the three positions (0, 1, 2) rotates each channel, int64 [rotated channels of a head]."""
         rope = getattr(self.config, "text_config", self.config).rope_parameters
         pairs = len(self._rotary.rotary.rotary.inv_freq)
         sections = rope.get("mrope_section", self._sections)
@@ -168,9 +169,9 @@ class Sight:
     def _features_of(
         self, model: GPTModel, stream: PackedStream, batch: MicroBatch, images: Sequence[_Images | None]
     ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """Rows of this rank's hidden states, and their features [rows, hidden]: those in place of embeddings, then those of the
-        first layer, of the second, …; None where it has no row of an image."""
-        # Samples of one prompt share what its processor made.
+        """(rows of this rank's hidden states, their sets of features, each [rows, hidden]). The first set replaces embeddings,
+        the next ones are for the first layer, the second, …. None if this rank has no row of an image."""
+        # Samples of one prompt share its images, which are computed once.
         distinct = {id(one.pixels): one for one in images if one is not None}
         starts, count = {}, 0
         for key, one in distinct.items():
@@ -203,7 +204,7 @@ class Sight:
         return [seen.pooler_output, *(seen.get("deepstack_features") or ())]
 
     def _replace(self, embedding: torch.nn.Module, args: tuple, embedded: torch.Tensor) -> torch.Tensor:
-        """After the embedding of tokens, [T (with sequence parallelism: this rank's part of T), 1, hidden]."""
+        """After the embedding, [T (with sequence parallelism: this rank's part of T), 1, hidden]: replace the images' rows."""
         if self._features is None:
             return embedded
         (rows, features), self._features = self._features, None
@@ -212,7 +213,7 @@ class Sight:
     def _add(
         self, layer: torch.nn.Module, args: tuple, inputs: dict[str, Any], output: tuple[torch.Tensor, Any]
     ) -> tuple[torch.Tensor, Any]:
-        """After a decoder layer, whose hidden states are of the rows that embeddings are of."""
+        """After a decoder layer: add features to its hidden states, which have the same rows as embeddings."""
         added = getattr(inputs.get("packed_seq_params"), "added", {})
         if layer.layer_number not in added:
             return output
@@ -222,10 +223,11 @@ class Sight:
 
 
 class _RotaryOfImages(RotaryByPosition):
-    """The model's rotary embedding by one position per row, in place of which a pass may have three.
+    """Wraps the model's rotary embedding, which has one position per row, for passes with three.
 
-    positions: int64 [3, T]; None: the wrapped embedding does.
-    axes: see `Sight._axes`.
+    Attributes:
+        positions: int64 [3, T]; None: the pass has one position per row, and the wrapped embedding is used.
+        axes: see `Sight._axes`.
     """
 
     def __init__(self, rotary: RotaryByPosition) -> None:
@@ -237,7 +239,7 @@ class _RotaryOfImages(RotaryByPosition):
         """Frequencies [T, 1, 1, rotated channels]."""
         if self.positions is None:
             return self.rotary(max_seq_len, **layout)
-        # An image has at least as many tokens as positions, so none lies behind the end of the table.
+        # An image has at least as many tokens as positions, so no position lies beyond the end of the table.
         of_positions = self.rotary.rotary.get_emb(max_seq_len)
         frequencies, *others = (of_positions.index_select(0, rows) for rows in self.positions)
         for axis, rows in enumerate(others, 1):
@@ -249,9 +251,9 @@ class _Images:
     """The images of a sample and where they stand in it, on the host.
 
     Attributes:
-        pixels, grids: what the processor made, [patches, values of a patch] and int64 [images, 3] in patches.
-        places: of the placeholder tokens, int64 [features].
-        positions: int64 [3, tokens].
+        pixels, grids: the processor's results, [patches, values of a patch] and int64 [images, 3] in patches.
+        places: positions of the placeholder tokens in the sample, int64 [features].
+        positions: of time, height and width, int64 [3, tokens].
     """
 
     def __init__(self, inputs: Mapping[str, Any], tokens: torch.Tensor, is_trained: torch.Tensor, config: Any) -> None:
@@ -268,7 +270,7 @@ class _Images:
         patches = int(self.grids.prod(-1).sum())
         if len(self.pixels) != patches:
             raise UserError(f"its pixel_values are of {len(self.pixels)} patches, and its image_grid_thw has {patches}")
-        # A model may generate the token, which then is a text's.
+        # A placeholder that the model has generated is text.
         self.places = ((tokens == config.image_token_id) & ~is_trained).nonzero().flatten()
         shapes = [(t, h // merged, w // merged) for t, h, w in self.grids.tolist()]
         self.count = sum(map(math.prod, shapes))
@@ -282,7 +284,7 @@ class _Images:
 
 
 def _images_of(batch: MicroBatch, config: Any) -> list[_Images | None]:
-    """The images of each sample; None: it is a text. One wait for the device."""
+    """The images of each sample; None for a text. It waits once for the device."""
     seeing = [sample for sample, inputs in enumerate(batch[IMAGES]) if inputs]
     tokens, masks = ([batch[name][sample] for sample in seeing] for name in ("tokens", "loss_masks"))
     # Masks are ones and zeros, of whatever dtype.
@@ -303,11 +305,11 @@ def image_positions(length: int, places: Sequence[int], shapes: Sequence[tuple[i
     """Positions of time, height and width of the tokens of a sample, int64 [3, length].
 
     Args:
-        places: of the placeholder tokens, those of one image after those of the other, ascending.
-        shapes: (time, height, width) of each image in features, of which there are as many as places.
+        places: the positions of the placeholder tokens, ascending, image after image.
+        shapes: (time, height, width) of each image in features; in all there are as many features as places.
 
     Raises:
-        UserError: the tokens of an image do not stand together.
+        UserError: the tokens of an image are not contiguous.
     """
     parts, place, position, first = [torch.empty(3, 0, dtype=torch.int64)], 0, 0, 0
     for number, shape in enumerate(shapes):
@@ -327,13 +329,13 @@ def image_positions(length: int, places: Sequence[int], shapes: Sequence[tuple[i
 def rows_of_positions(
     stream: PackedStream, positions: Sequence[torch.Tensor | None], batch: MicroBatch
 ) -> torch.Tensor:
-    """Of each of this rank's rows its three positions, int64 [3, T] on the device of the stream.
+    """The three positions of each of this rank's rows, int64 [3, T] on the device of the stream.
 
     Args:
-        positions: [3, length] of each sample on the host; None: those of a text.
+        positions: [3, length] of each sample on the host; None for a text.
     """
     lengths = [len(tokens) for tokens in batch["tokens"]]
-    # Padding has, as ever, the positions that the stream gives it.
+    # Only shifts are added, so padding keeps the positions that the stream gives it.
     shifts = [
         torch.zeros(3, length, dtype=torch.int64) if of_sample is None else of_sample - torch.arange(length)
         for of_sample, length in zip(positions, lengths, strict=True)

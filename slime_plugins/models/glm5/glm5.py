@@ -1,11 +1,11 @@
 """The layers of GLM-5 and DeepSeek V3.2: latent attention to the keys that an indexer chooses.
 
-An indexer scores all keys that a row may see, with few narrow heads, and the row attends to the best of them only
+An indexer scores all keys that a row may see, with few narrow heads, and the row attends only to the best of them
 (DeepSeek-V3.2, arXiv 2512.02556, section 2.1). A layer without an indexer takes the choice of the last layer before it that has
-one. Nothing trains the indexer: the choice passes no gradient, so its weights stand still.
+one. The indexer is not trained: the choice passes no gradient, so its weights do not change.
 
-The choice belongs to one stream and travels with it (`StreamParams`), so that micro-batches which are under way at the same
-time, and layers that are recomputed, never meet each other's.
+The choice belongs to one stream and travels with it (`StreamParams`), so that micro-batches that are under way at the same
+time, and layers that are recomputed, never see the choice of another stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slime.training.context_parallel import gather_rows
 from slime.training.packed_stream import PackedStream
 from slime.utils.errors import UserError
 
-# Elements of a matrix of scores in float32: 256 MiB. Two exist at a time, those of one head and the sum over heads.
+# Elements of a matrix of scores in float32, which makes 256 MiB. Two exist at a time: those of one head, and the sum of all.
 _SCORES = 2**26
 
 
@@ -39,7 +39,7 @@ def get_glm5_spec(args: Any, config: TransformerConfig, vp_stage: int | None = N
 
     Raises:
         UserError: the first layer of a pipeline stage takes the choice of a layer on another stage; layers for multi-token
-            prediction are asked for; the sizes of the indexer are not known, or not which layers have one.
+            prediction are asked for; or it is not known what sizes the indexer has, or which layers have one.
     """
     sizes = (config.dsa_indexer_n_heads, config.dsa_indexer_head_dim, config.dsa_indexer_topk, config.q_lora_rank)
     if None in sizes:
@@ -79,10 +79,10 @@ def get_glm5_spec(args: Any, config: TransformerConfig, vp_stage: int | None = N
 class SparseLatentAttention(LatentAttention):
     """Latent attention of packed streams to the keys of `StreamParams.chosen`.
 
-    Streams of which no sequence has more keys than a row may choose need no choice, and make none.
+    If no sequence of a stream has more keys than a row may choose, no choice is made.
 
     Args:
-        owners: for each layer of the model whether it has an indexer.
+        owners: for each layer of the model, whether it has an indexer.
         rotates_pairs: see `Indexer`.
     """
 
@@ -108,7 +108,7 @@ class SparseLatentAttention(LatentAttention):
         packed_seq_params: StreamParams | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `LatentAttention` does it; what the rows may see is put into `packed_seq_params.chosen`."""
+        """As in `LatentAttention`; the keys that the rows may see are also put into `packed_seq_params.chosen`."""
         made = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, packed_seq_params=packed_seq_params
         )
@@ -124,13 +124,13 @@ class SparseLatentAttention(LatentAttention):
         chosen = self.indexer(hidden.squeeze(1), query_latent.squeeze(1), *rotation, packed.stream)
         if self.is_shared:
             if not self.training:
-                # Nothing is recomputed, so the layers that share the choices before this one are through with them.
+                # Nothing will be recomputed, so the layers that shared earlier choices do not need them any more.
                 packed.choices.clear()
             packed.choices[self.owner] = chosen
         return chosen
 
     def _checkpointed_attention_forward(self, *tensors: Any, packed_seq_params: StreamParams, **options: Any) -> Any:
-        # Attention that is recomputed alone finds the choice that its layer made, whatever later layers have put there.
+        # A copy, so that attention that is recomputed alone finds the choice of its own layer, and not that of later ones.
         own = dataclasses.replace(packed_seq_params)
         return super()._checkpointed_attention_forward(*tensors, packed_seq_params=own, **options)
 
@@ -138,11 +138,11 @@ class SparseLatentAttention(LatentAttention):
 class Indexer(MegatronModule):
     """Scores keys for rows: sum over heads h of w_h · relu(q_h · k), arXiv 2512.02556, equation 1.
 
-    Queries are made of the latent vectors of the queries, keys and the weights w of the hidden states. Every tensor-parallel
+    Queries are made of the queries' latent vectors; keys and the weights w are made of the hidden states. Every tensor-parallel
     rank has all weights; with sequence parallelism each chooses for its own rows.
 
     Args:
-        rotates_pairs: neighbouring channels are rotated together, and not those of two halves.
+        rotates_pairs: whether neighbouring channels are rotated together, rather than those of the two halves.
     """
 
     def __init__(self, config: TransformerConfig, rotates_pairs: bool) -> None:
@@ -172,7 +172,7 @@ class Indexer(MegatronModule):
             concentration: factor on cosine and sine.
 
         Returns:
-            int32 [T, k]: places of keys in the row's own sequence, in no order; −1 where the row sees fewer than k.
+            int32 [T, k]: places of keys in the row's own sequence, in any order, padded with −1 if the row sees fewer than k.
         """
         first = 0
         if self.config.sequence_parallel:
@@ -180,7 +180,7 @@ class Indexer(MegatronModule):
             frequencies = frequencies.narrow(0, first, len(hidden))
 
         def rotated(vectors: torch.Tensor) -> torch.Tensor:
-            """[rows, heads, channels], of which the last ones are rotated."""
+            """`vectors`, [rows, heads, channels], with their last channels rotated."""
             plain, turned = vectors.split([self.head_dim - frequencies.shape[-1], frequencies.shape[-1]], dim=-1)
             turned = _apply_rotary_pos_emb_bshd(
                 turned, frequencies.squeeze(1), multi_latent_attention=self.rotates_pairs, mscale=concentration
@@ -199,8 +199,8 @@ class Indexer(MegatronModule):
     def _choose(
         self, query: torch.Tensor, weight: torch.Tensor, key: torch.Tensor, stream: PackedStream, first: int
     ) -> torch.Tensor:
-        """Of the rows of `query`, [n, heads, channels], which stand in the stream from row `first` on; `weight` [n, heads],
-        `key` [rows of all ranks, channels] of the whole stream."""
+        """The choice for the rows of `query`, [n, heads, channels], which are those of the stream from row `first` on. `weight`
+        is [n, heads]; `key`, [rows of all ranks, channels], is of the whole stream."""
         count = self.config.dsa_indexer_topk
         chosen, start = [], 0
         for segment in stream.segments:
@@ -209,7 +209,7 @@ class Indexer(MegatronModule):
             at_once = max(_SCORES // segment.keys, 1)
             for row in range(begin, end, at_once):
                 rows = slice(row - first, min(row + at_once, end) - first)
-                # Keys that the first of these rows sees.
+                # How many keys the first of these rows sees.
                 seen = segment.keys - segment.queries + row - start + 1
                 chosen.append(_best(query[rows], weight[rows], keys[: seen + rows.stop - rows.start - 1], seen, count))
             start += segment.queries
@@ -217,8 +217,8 @@ class Indexer(MegatronModule):
 
 
 def _best(query: torch.Tensor, weight: torch.Tensor, key: torch.Tensor, seen: int, count: int) -> torch.Tensor:
-    """The `count` best keys of each row, of which the first sees `seen`, and every further one a key more; int32, padded
-    with −1."""
+    """The `count` best keys of each row, int32, padded with −1. The first row sees `seen` keys, and every further row one
+    more."""
     scores = query.new_zeros(len(query), len(key), dtype=torch.float32)
     key = key.float().t()
     for head, head_weight in zip(query.float().unbind(1), weight.split(1, dim=1), strict=True):
