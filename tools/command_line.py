@@ -1,4 +1,4 @@
-"""How a tool ends: with the status of what it found, or with one message in place of a traceback."""
+"""How a tool ends: with the status that it returns, or with one message in place of a traceback; and checks of its paths."""
 
 import gc
 import sys
@@ -12,9 +12,10 @@ from slime.utils.errors import RunError, UserError
 
 
 def run_tool(main: Callable[..., int | None], **options: Any) -> NoReturn:
-    """End the process with what `main` returns; by an error of its own 2 where the input was bad, else 1; by Ctrl-C 130.
+    """End the process with the status that `main` returns. After an error it is 2 if the input was bad, else 1; after Ctrl-C
+    it is 130.
 
-    With `SLIME_DEBUG=1` the traceback stays.
+    With `SLIME_DEBUG=1` the traceback is shown.
     """
     try:
         status = main(**options)
@@ -29,28 +30,28 @@ def run_tool(main: Callable[..., int | None], **options: Any) -> NoReturn:
             raise
         print("stopped by Ctrl-C", file=sys.stderr)
         status = 130
-    # All of it goes: Python would look through it for cycles first, which takes half a second of many modules.
+    # Everything goes away now. Otherwise Python would search it for cycles first, which takes half a second with many modules.
     gc.freeze()
     sys.exit(status)
 
 
 def model_alone(parser: ArgumentParser) -> ArgumentParser:
-    """As `add_custom_arguments` of `parse_args`: a run that builds its model and no optimizer.
+    """An `add_custom_arguments` of `parse_args` for a run that builds its model and no optimizer.
 
-    It is one with `--num-rollout 0`, of which whoever types it is warned.
+    The default is `--num-rollout 0`; it is not typed, because a typed one draws a warning.
     """
     parser.set_defaults(num_rollout=0)
     return parser
 
 
 def require_directory(option: str, path: Path) -> None:
-    """Raise UserError, naming the option, where `path` is no directory."""
+    """Raise UserError, which names the option, if `path` is not a directory."""
     if not path.is_dir():
         raise UserError(f"{option} {path} is no directory; give that of a checkpoint")
 
 
 def require_checkpoint(option: str, path: Path) -> None:
-    """Raise UserError, naming the option, where `path` is no directory of a Hugging Face checkpoint."""
+    """Raise UserError, which names the option, if `path` is not the directory of a Hugging Face checkpoint."""
     require_directory(option, path)
     if not (path / "config.json").is_file():
         raise UserError(f"{option} {path} has no config.json; give the directory of a Hugging Face checkpoint")

@@ -1,8 +1,8 @@
-"""INT4 and INT8 checkpoints by GPTQ (Frantar et al. 2022, arXiv 2210.17323): rounding that spares what a model does on samples.
+"""INT4 and INT8 checkpoints by GPTQ (Frantar et al. 2022, arXiv 2210.17323): rounding that changes outputs on samples little.
 
-Layer by layer: the inputs of each matrix are seen on the samples, its columns are rounded one after the other, and what a
-column loses is made up for by those that follow. The next layer gets what the rounded one gives. In memory are one decoder
-layer, the hidden states of all samples, and second moments of inputs up to a bound; transformers computes the layers.
+It goes layer by layer: the inputs of each matrix are observed on the samples, its columns are rounded one after the other, and
+later columns make up for the loss of each. The next layer gets the outputs of the rounded one. Memory holds one decoder layer,
+the hidden states of all samples, and second moments of inputs up to a bound; transformers computes the layers.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from tools.conversion.units import Conversion, Unit, write_streamed_shard
 
 logger = logging.getLogger(__name__)
 
-# Columns whose losses reach the rest of the matrix at once.
+# After so many columns their losses are spread over the rest of the matrix at once.
 _BLOCK = 128
-# Fewer tokens say too little about a matrix.
+# With inputs from fewer tokens too little is known about a matrix.
 LEAST_TOKENS = 64
-# Of the second moments that are gathered in one pass over the samples.
+# The most bytes of second moments that one pass over the samples gathers.
 _MOMENT_BYTES = 4 * 1024**3
 
 
@@ -59,17 +59,17 @@ def round_columns(
     Args:
         moment: float32 [columns, columns], the sum of x xᵀ over inputs x, up to a factor: half the Hessian of the output's
             squared error, equation 2.
-        dampening: what is added to its diagonal, as a share of the mean there.
+        dampening: the share of the diagonal's mean that is added to the diagonal.
 
     Raises:
-        torch.linalg.LinAlgError: the moment is no positive matrix, such as one of inputs that are not finite.
+        torch.linalg.LinAlgError: the moment is not a positive matrix, for example because inputs are not finite.
     """
     columns, least = weight.shape[1], -(1 << (bits - 1))
     hessian, diagonal = moment.clone(), moment.diagonal().clone()
-    # An input that is always zero: nothing makes up for its column, or is made up for there.
+    # For an input that is always zero: its column makes up for no other, and no other for it.
     diagonal[diagonal == 0] = 1
     hessian.diagonal().copy_(diagonal + dampening * diagonal.mean())
-    # Row i has what the columns from i on take over of column i, once those before are fixed (section 3.3, step 3).
+    # Row i has the shares of column i's loss for the columns from i on, after those before are fixed (section 3.3, step 3).
     shares = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
     left = weight.to(torch.float32, copy=True)
     integers, scales = torch.empty_like(weight, dtype=torch.int8), []
@@ -101,7 +101,7 @@ class Matrix:
 
 
 class Moments(TorchFunctionMode):
-    """Within it, inputs that are multiplied by given matrices are summed up: `sums` x xᵀ, `tokens` how many."""
+    """In its block the inputs x of the given matrices are summed up: `sums` holds x xᵀ, `tokens` how many inputs there were."""
 
     def __init__(self, matrices: Sequence[Matrix]) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Moments(TorchFunctionMode):
             matrix.names: matrix.weight.new_zeros((matrix.weight.shape[1],) * 2, dtype=torch.float32)
             for matrix in matrices
         }
-        # An expert's matrix is a part of one of all experts: it is known by its place.
+        # By address, because an expert's matrix is a part of a tensor of all experts.
         self._names = {(matrix.weight.data_ptr(), matrix.weight.shape): matrix.names for matrix in matrices}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,17 +124,17 @@ class Moments(TorchFunctionMode):
 
 
 class _Caught(Exception):
-    """What a layer was called with."""
+    """Carries the arguments of a layer's call out of the model."""
 
     def __init__(self, *call: Any) -> None:
         self.call = call
 
 
 class LayeredModel:
-    """A model of transformers whose decoder layers get their weights when it is their turn.
+    """A model of transformers whose decoder layers get their weights only when it is their turn.
 
     Raises:
-        UserError: transformers does not know the model, or calls its tensors otherwise than the checkpoint.
+        UserError: transformers does not know the model, or has other names for its tensors than the checkpoint.
     """
 
     def __init__(self, source: Path, trust_remote_code: bool, device: torch.device) -> None:
@@ -144,7 +144,7 @@ class LayeredModel:
         try:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
             with torch.device("meta"):
-                # Expert by expert, so that each one's inputs are seen.
+                # Eager experts are computed one by one, so that the inputs of each can be observed.
                 self._model = AutoModelForCausalLM.from_config(
                     config, trust_remote_code=trust_remote_code, experts_implementation="eager"
                 ).eval()
@@ -162,11 +162,11 @@ class LayeredModel:
             if any(True for _ in module.parameters()):
                 self._fill(module, f"{self._prefix.removesuffix('layers')}{name}")
             else:
-                # Tables of positions follow from the config, and no checkpoint has them.
+                # Tables of positions follow from the config; no checkpoint has them.
                 setattr(self._decoder, name, type(module)(config.get_text_config()).to(device))
 
     def prefix(self, index: int) -> str:
-        """What the names of a layer's tensors begin with."""
+        """The beginning of the names of a layer's tensors."""
         return f"{self._prefix}.{index}."
 
     def load(self, index: int) -> list[Matrix]:
@@ -187,11 +187,11 @@ class LayeredModel:
         self.layers[index].to("meta")
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the first layer gets for a sample of tokens [1, length]."""
+        """The first layer's input for a sample of tokens [1, length]."""
         return self._call(0, tokens)[0]
 
     def forward(self, index: int, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """What a layer makes of `hidden` [1, length, hidden size]."""
+        """A layer's output for `hidden` [1, length, hidden size]."""
         _, arguments, options = self._call(index, tokens)
         layer = self.layers[index]
         made = type(layer).forward(layer, hidden, *arguments, **options)
@@ -199,7 +199,7 @@ class LayeredModel:
         return made[0] if self._gives_tuples else made
 
     def _call(self, index: int, tokens: torch.Tensor) -> tuple[torch.Tensor, Any, Any]:
-        """(hidden states, further arguments, options) with which the decoder calls a layer; those before give what they get."""
+        """(hidden states, further arguments, options) with which the decoder calls a layer; those before pass their input on."""
         self._wanted = index
         try:
             self._decoder(input_ids=tokens.to(self._device), use_cache=False)
@@ -245,7 +245,7 @@ def calibrate_checkpoint(source: Path, target: Path, data: Path, options: argpar
         options: those of `tools/convert_hf_to_int4.py`.
 
     Raises:
-        UserError: it is quantised already; there are no samples; transformers does not know the model.
+        UserError: `source` is quantised already; there are no samples; or transformers does not know the model.
     """
     if quantisation_settings(source) is not None:
         raise UserError(f"{source} is quantised already: make a plain one of it first (tools/fp8_cast_bf16.py)")
@@ -268,7 +268,7 @@ def calibrate_checkpoint(source: Path, target: Path, data: Path, options: argpar
         lambda draft, results: finish_hf_checkpoint(source, config, draft, len(results)),
         reopen_hf_checkpoint,
     )
-    # Also of layers that an earlier attempt has written.
+    # This includes layers that an earlier attempt has written.
     rounded = [name for names in nearest for name in names]
     if rounded:
         logger.warning(
@@ -278,7 +278,7 @@ def calibrate_checkpoint(source: Path, target: Path, data: Path, options: argpar
 
 
 def read_samples(data: Path, source: Path, options: argparse.Namespace) -> list[torch.Tensor]:
-    """Tokens [1, length] of the first rows of the files in `data`, by name.
+    """The tokens [1, length] of the first rows of the files in `data`, in the order of the files' names.
 
     Raises:
         UserError: there are none, or a row has neither `text` nor `messages`.
@@ -293,7 +293,7 @@ def read_samples(data: Path, source: Path, options: argparse.Namespace) -> list[
                 return samples
             text, is_rendered = row.get("text"), False
             if text is None and "messages" in row:
-                # Its template writes the special tokens.
+                # The template writes the special tokens.
                 text, is_rendered = tokenizer.apply_chat_template(row["messages"], tokenize=False), True
             if not isinstance(text, str):
                 raise UserError(f"--data-dir: a row of {path} has neither `text` nor `messages`")
@@ -308,7 +308,7 @@ def read_samples(data: Path, source: Path, options: argparse.Namespace) -> list[
 
 
 class Calibration:
-    """Writes the units of a model, each layer with what came through those before it."""
+    """Writes the units of a model; each layer is rounded for the outputs of the rounded layers before it."""
 
     def __init__(
         self,
@@ -323,13 +323,13 @@ class Calibration:
         self._source, self._model, self._samples, self._chosen = source, model, samples, chosen
         self._bits, self._group_size, self._dampening = bits, group_size, dampening
         self._hidden: list[torch.Tensor] = []
-        # The layer that `_hidden` is the input of.
+        # The number of the layer whose input `_hidden` is.
         self._at = 0
 
     @torch.no_grad()
     def write(self, draft: Path, unit: Unit) -> tuple[Path, list[str]]:
-        """`Conversion.run` tells what it is; returns the file, and the weights whose inputs said too little. Layers that an
-        earlier process has written are gone through again."""
+        """Write a unit, for `Conversion.run`. Returns the file, and the weights about whose inputs too little was known. Layers
+        that an earlier process has written are only computed again."""
         file, made = draft / shard_name(unit.index), {}
         if unit.index < len(self._model.layers):
             if not self._hidden:
@@ -358,7 +358,7 @@ class Calibration:
             yield from ((name.removesuffix("weight") + part, tensor) for part, tensor in parts.items())
 
     def _rounded(self, matrices: Sequence[Matrix]) -> dict[str, dict[str, torch.Tensor]]:
-        """The parts of the weights of a layer, by name; without those whose inputs say too little."""
+        """The parts of the weights of a layer, by name, without weights about whose inputs too little is known."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         for group in _within_bound([matrix for matrix in matrices if set(matrix.names) <= self._chosen]):
             moments = Moments(group)
@@ -385,7 +385,7 @@ class Calibration:
         return found
 
     def _go_on(self, matrices: Sequence[Matrix], made: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Take the samples through the layer, as engines will compute it."""
+        """Take the samples through the layer with rounded weights, as engines will compute it."""
         for matrix in matrices:
             rows = matrix.weight.chunk(len(matrix.names))
             for name, weight in zip(matrix.names, rows, strict=True):
@@ -415,7 +415,7 @@ def _parts_of_file(path: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _within_bound(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
-    """Matrices whose moments are in memory together."""
+    """The matrices in groups whose moments fit into the bound of memory."""
     group: list[Matrix] = []
     nbytes = 0
     for matrix in matrices:

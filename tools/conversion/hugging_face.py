@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints made of others: quantised for engines, or back to plain numbers.
+"""Converts Hugging Face checkpoints into others: quantised ones for engines, or plain ones of quantised ones.
 
-Numbers, names and `quantization_config` are those with which engines read a checkpoint; `slime.weights.quantisers` makes
-them, as it does for pushes, so what a run sends to engines has the form of what is converted here.
+Numbers, names and `quantization_config` are as engines read them. `slime.weights.quantisers` makes them here as it does for
+pushes, so the weights that a run sends to engines have the form of a checkpoint that is converted here.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ _EMBEDDING = re.compile(r"embed")
 # Types of numbers that are not quantised.
 _PLAIN_TYPES = ("BF16", "F16", "F32")
 DEFAULT_SHARD_BYTES = 5 * 1024**3
-# What nearly all blocks of FP8 have: strips that end where blocks do need each scale once.
+# The rows of nearly all blocks of FP8; strips that end where blocks end need each scale once.
 _ROWS_OF_BLOCKS = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How matrices become quantised ones.
+    """How matrices are quantised.
 
-    settings: `quantization_config`, but for what is left alone; `ignored` is the entry that names it.
-    parts: what stands in the place of `weight`.
+    Attributes:
+        settings: the `quantization_config`, without the modules that are left alone.
+        ignored: the entry of `quantization_config` that names those modules.
+        parts: gives the tensors of a weight, by the name that each has in the place of `weight`.
     """
 
     settings: dict[str, Any]
@@ -60,14 +62,14 @@ class Recipe:
 def quantised_matrices(
     places: Mapping[str, Place], rules: Sequence[str], columns: int = 1
 ) -> tuple[list[str], list[str]]:
-    """(weights that are to be quantised, modules that are left alone), of a checkpoint's tensors.
+    """(weights to be quantised, modules that are left alone) among a checkpoint's tensors.
 
     Args:
         rules: modules to leave alone: a name, its end after a dot, or a pattern after `re:`.
-        columns: what the columns have to be a multiple of.
+        columns: the number of columns has to be a multiple of this.
 
     Raises:
-        UserError: a pattern is none; no weight is left; experts are stored several in one tensor.
+        UserError: a pattern is not a regular expression; no weight is left; several experts are stored in one tensor.
     """
     is_ignored = modules_by_name(rules, "--ignore-rules")
     chosen, left = [], []
@@ -92,7 +94,7 @@ def quantised_matrices(
 
 
 def fp8_recipe(strategy: str, block: Sequence[int], scale_format: str) -> Recipe:
-    """`strategy`: block, channel or tensor."""
+    """The recipe for FP8. `strategy`: block, channel or tensor."""
     if strategy == "channel":
         weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
         inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -123,7 +125,7 @@ def _fp8_channels(weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
 
 
 def integer_recipe(bits: int, group_size: int, is_symmetric: bool) -> Recipe:
-    """Round to nearest, in groups of columns."""
+    """The recipe that rounds to nearest, in groups of columns."""
     weights = {
         "num_bits": bits, "type": "int", "symmetric": is_symmetric, "strategy": "group", "group_size": group_size,
         "dynamic": False,
@@ -143,11 +145,11 @@ def quantise_checkpoint(
     """Write `source` with its matrices quantised by `recipe` as `target`; see `Conversion` for errors.
 
     Args:
-        rules, columns: as of `quantised_matrices`.
-        options: what `add_options` has added.
+        rules, columns: see `quantised_matrices`.
+        options: those of `add_options`.
 
     Raises:
-        UserError: it is quantised already.
+        UserError: `source` is quantised already.
     """
     if quantisation_settings(source) is not None:
         raise UserError(f"{source} is quantised already: make a plain one of it first (tools/fp8_cast_bf16.py)")
@@ -170,11 +172,11 @@ def dequantise_checkpoint(
     """Write the quantised checkpoint `source` with plain numbers, in the 16-bit type of its config, as `target`.
 
     Args:
-        files: names of weight files, where the weights of these alone are wanted.
+        files: names of weight files, if only the weights of these are wanted.
         config_file: the config of the new checkpoint, in place of that of `source`.
 
     Raises:
-        UserError: it is not quantised, or has no such file; experts are quantised several in one tensor.
+        UserError: `source` is not quantised, or has no such file; or several experts are quantised in one tensor.
     """
     if quantisation_settings(source) is None:
         raise UserError(f"{source} is not quantised: its config.json has no quantization_config")
@@ -192,11 +194,11 @@ def dequantise_checkpoint(
 
 
 def _places_of_weights(source: Path, places: Mapping[str, Place]) -> dict[str, Place]:
-    """Where the weights of a quantised checkpoint lie, by name: a packed one where its integers are."""
+    """Where the weights of a quantised checkpoint lie, by name; for a packed weight it is the place of its integers."""
     opened = open_checkpoint(source)
     names = opened.names()
     found = {name: place for name in names if (place := places.get(name) or places.get(f"{name}_packed"))}
-    # Experts of one tensor have names that nothing is stored under, and the tensor is part of no weight: it stays as it is.
+    # Nothing is stored under the names of experts in one tensor, and that tensor is no part of a weight, so it is copied.
     for name in places.keys() - {part for weight in names for part in opened.parts(weight)}:
         if places[name].dtype not in _PLAIN_TYPES:
             raise UserError(
@@ -222,7 +224,7 @@ def write_hf_shard(
     draft: Path,
     unit: Unit,
 ) -> tuple[Path, None]:
-    """Write what `named` makes of the unit's names as one weight file."""
+    """Write the tensors that `named` gives for the unit's names as one weight file."""
     file = draft / shard_name(unit.index)
     # A weight becomes four tensors at most.
     write_streamed_shard(file, named(unit.names), 4 * len(unit.names))
@@ -234,7 +236,7 @@ def shard_name(index: int) -> str:
 
 
 def finish_hf_checkpoint(source: Path, config: Mapping[str, Any], draft: Path, count: int) -> None:
-    """Make `count` shards in `draft` a checkpoint with the tokenizer of `source`."""
+    """Make a checkpoint of `count` shards in `draft`, with the tokenizer of `source`."""
     number_shards(draft, [shard_name(index) for index in range(count)])
     copy_auxiliary_files(source, draft)
     write_json_atomically(draft / "config.json", dict(config))
@@ -258,7 +260,7 @@ def _convert(
     places: Mapping[str, Place],
     options: argparse.Namespace,
 ) -> None:
-    # In the order of the files, so that what lies together stays together.
+    # In the order of the files, so that neighbours stay together.
     ordered = sorted(places.items(), key=lambda item: (item[1].path.name, item[1].start))
     sizes = [(name, place.stop - place.start) for name, place in ordered]
     conversion = Conversion(
@@ -296,7 +298,7 @@ def _plain(
     opened, plain = open_checkpoint(source), getattr(torch, dtype)
     for name in names:
         stored = opened.tensor(name)
-        # What was never quantised stays as it is.
+        # A tensor that was never quantised is copied.
         if isinstance(stored, StoredTensor):
             yield name, stored[...]
             continue
@@ -309,7 +311,7 @@ def places_of(source: Path) -> dict[str, Place]:
     """Where the tensors of a Hugging Face checkpoint lie, by name.
 
     Raises:
-        UserError: it is no directory, has no weights, or lacks a file of them.
+        UserError: `source` is no directory, has no weights, or lacks one of their files.
     """
     if not source.is_dir():
         raise UserError(f"{source} is no directory; give a Hugging Face checkpoint")
@@ -323,7 +325,7 @@ def places_of(source: Path) -> dict[str, Place]:
 
 
 def read_config(hf_dir: Path) -> dict[str, Any]:
-    """The `config.json` of a Hugging Face directory, as it is.
+    """The unchanged `config.json` of a Hugging Face directory.
 
     Raises:
         UserError: there is none, or it is broken.
@@ -345,7 +347,7 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def differences(checkpoint: Path, other: Path, ignored: Callable[[str], bool] = lambda name: False) -> Iterator[str]:
-    """What two Hugging Face checkpoints have not in common, in words: tensors are compared bit by bit, as they are stored.
+    """The differences of two Hugging Face checkpoints, in words. Stored tensors are compared bit by bit.
 
     Args:
         ignored: whether a tensor may be missing in `checkpoint`.

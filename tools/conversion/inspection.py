@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds, as lines to read; checksums of its files, on demand."""
+"""Describes a checkpoint directory in lines to read, and makes and compares checksums of its files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def describe(directory: Path) -> Iterator[str]:
     """Lines about a Hugging Face directory, a Megatron checkpoint, or one of its iterations.
 
     Raises:
-        UserError: it is neither, or a file of it is missing or cut off.
+        UserError: it is none of these, or a file of it is missing or cut off.
     """
     if is_megatron_checkpoint(directory):
         newest = latest_iteration(directory)
@@ -58,7 +58,7 @@ def _describe_torch_dist(directory: Path) -> Iterator[str]:
 
 
 def _whole(directory: Path) -> tuple[TorchDistDirectory, dict[str, Any]]:
-    """A torch_dist directory, none of whose files is missing or cut off, and what it says beside its tensors."""
+    """(a torch_dist directory, its common part). Raises UserError if a file is missing or cut off."""
     stored = TorchDistDirectory(directory)
     stored.require_files()
     require_format(directory)
@@ -93,7 +93,7 @@ def _sizes_line(count: int, numel: Mapping[str, int]) -> str:
 
 
 def misfits(directory: Path, hf_checkpoint: Path, words: Sequence[str]) -> list[str]:
-    """What does not fit between a checkpoint and the model of `hf_checkpoint` with the model flags `words`."""
+    """The differences between a checkpoint and the model of `hf_checkpoint` with the model flags `words`, in words."""
     if not is_megatron_checkpoint(directory) and not (directory / ".metadata").is_file():
         args = parse_model_flags(hf_checkpoint, words)
         missing, surplus = missing_and_surplus(directory, describe_model(args)[0], args.model_name)
@@ -116,7 +116,7 @@ def misfits(directory: Path, hf_checkpoint: Path, words: Sequence[str]) -> list[
     lines += [f"lacks {key}" for key in sorted(wanted.keys() - found.keys())]
     lines += [f"has {key}, which the model has not" for key in sorted(found.keys() - wanted.keys())]
     for key in sorted(wanted.keys() & found.keys()):
-        # Padding of the vocabulary depends on the layout.
+        # The vocabulary's padding depends on the layout, so its rows are not compared.
         is_vocabulary = key in VOCABULARY
         if wanted[key][is_vocabulary:] != found[key][is_vocabulary:]:
             lines.append(f"{key} is {list(found[key])}, and {list(wanted[key])} in the model")
@@ -131,7 +131,7 @@ def write_checksums(directory: Path) -> int:
 
 
 def check_checksums(directory: Path) -> list[str]:
-    """What differs from `checksums.json`, in words.
+    """The differences from `checksums.json`, in words.
 
     Raises:
         UserError: there is no such file, or it is broken.

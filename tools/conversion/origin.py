@@ -1,8 +1,8 @@
-"""Whether a Megatron checkpoint and the Hugging Face directory that it came from are of the same model.
+"""Checks that a Megatron checkpoint and the Hugging Face directory that it came from are of the same model.
 
-Rows of fused layers are told apart by numbers of heads, so that a checkpoint read with another model's numbers becomes wrong
-weights of the right shapes. What is compared is everything that either side knows: the sizes that the checkpoint notes of its
-model, the shapes that `config.json` implies, and, where the directory has weights, their names and shapes.
+Rows of fused layers are told apart by numbers of heads, so a checkpoint that is read with another model's numbers would become
+wrong weights of the right shapes. Everything that both sides know is compared: the sizes that the checkpoint notes of its
+model, the shapes that `config.json` implies and, if the directory has weights, their names and shapes.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def require_same_model(
     """Compare the sizes of a checkpoint with those of the config of `origin`.
 
     Args:
-        noted: sizes of the model that the checkpoint has noted, by flag; that of the vocabulary in any case.
-        sizes: numbers of heads as `origin` has them, and the rows that the vocabulary is to have.
-        flags: what the config of `origin` says about the model.
+        noted: sizes of the model that the checkpoint has noted, by flag; that of the vocabulary is always there.
+        sizes: numbers of heads of `origin`, and the rows that the vocabulary is to have.
+        flags: the model's flags by the config of `origin`.
 
     Raises:
-        UserError: they are of different models, or the vocabulary has fewer rows than asked for.
+        UserError: they are of different models, or the vocabulary has fewer rows than are asked for.
     """
     rows = shapes[_EMBEDDING][0] if _EMBEDDING in shapes else sizes.vocab_size
     if sizes.vocab_size > rows:
@@ -67,7 +67,7 @@ def require_same_model(
 def _comparisons(
     shapes: Shapes, noted: Mapping[str, int], family: Family, sizes: TensorSizes, flags: Mapping[str, Any]
 ) -> Iterator[tuple[str, int, int]]:
-    """(what, size in the checkpoint, size by the config)."""
+    """(what is compared, size in the checkpoint, size by the config)."""
     layers = {int(match[1]) for name in shapes if (match := _LAYER.match(name))}
     yield "number of layers", max(layers, default=-1) + 1, flags["num_layers"]
     yield "vocab_size", noted["vocab_size"], flags["vocab_size"]
@@ -98,10 +98,10 @@ def require_same_tensors(
     """Compare the Hugging Face tensors that a checkpoint makes with those of `origin`; returns their names.
 
     Args:
-        ignores_rows: rows of embedding and head are those that the caller asks for.
+        ignores_rows: numbers of rows of embedding and head may differ, because the caller asks for its own.
 
     Raises:
-        UserError: the checkpoint has a tensor that `origin`, if it has weights, has not, or has in another shape.
+        UserError: `origin` has weights, and lacks a tensor of the checkpoint, or has it in another shape.
     """
     made: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():

@@ -1,8 +1,8 @@
-"""Megatron checkpoints (torch_dist) made of Hugging Face directories, and these of those.
+"""Converts Hugging Face directories to Megatron checkpoints (torch_dist), and back.
 
-Towards Megatron the model is built on the meta device, where it has no memory, and asked how it describes its parameters to
-torch_dist. Each is then made out of its Hugging Face tensors and written, one after the other. Towards Hugging Face no model
-is built: names and places in the checkpoint's metadata say which parameter of which layer lies where. Either way the rules of
+Towards Megatron the model is built on the meta device, where it takes no memory, and asked how it describes its parameters to
+torch_dist. Each parameter is then made of its Hugging Face tensors and written, one after the other. Towards Hugging Face no
+model is built: the names and places in the checkpoint's metadata say where each layer's parameters lie. Either way the rules of
 the family (`slime.models`) and the layouts are those of training.
 """
 
@@ -48,7 +48,7 @@ from tools.conversion.torch_dist_files import (
 )
 from tools.conversion.units import Conversion, Unit, split_into_units, write_streamed_shard
 
-# A run that builds a model and nothing else; --load-debug-rollout-data names a file that it never reads.
+# The flags of a run that only builds a model; --load-debug-rollout-data will name a file that it never reads.
 _RUN = (
     "--model-args-from-hf", "--debug-train-only", "--rollout-batch-size", "1",
     "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--disable-rewards-normalization",
@@ -56,17 +56,17 @@ _RUN = (
 _LAYERS = re.compile(r"(?<=\blayers)\.(?!\d)")
 _EXPERTS = ".experts.experts."
 _EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
-# In front of the names of tensors that are copied.
+# The prefix, in units, of the names of tensors that are copied from the origin.
 _ORIGIN = "origin:"
 _ALIGNMENT = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of a parameter as torch_dist has it: under `key`, at `offset` of a tensor of `shape`.
+    """A part of a parameter in torch_dist's form: it lies at `offset` of the tensor `key`, which has `shape`.
 
-    `stride` and `start` say which entries of the parameter it is; `sizes` are its own, with a one for each axis (of layers, of
-    experts) that torch_dist puts in front.
+    `stride` and `start` say which entries of the parameter it has. `sizes` are its own sizes, with a one for each of the `axes`
+    axes (of layers, of experts) that torch_dist puts in front.
     """
 
     key: str
@@ -80,14 +80,14 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter of the model with the pieces that torch_dist has of it."""
+    """A parameter of the model with its pieces in torch_dist."""
 
     name: str
     pieces: tuple[Piece, ...]
     numel: int
 
 
-# How runs divide the model over their ranks.
+# The flags with which runs divide the model over their ranks.
 _LAYOUT = (
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size", "--expert-model-parallel-size",
     "--expert-tensor-parallel-size", "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
@@ -104,7 +104,7 @@ _LAYOUT_SWITCHES = (
 def parse_model_flags(hf_checkpoint: Path, words: Sequence[str]) -> argparse.Namespace:
     """The arguments of a run whose model is that of `hf_checkpoint`, with the flags `words`.
 
-    Those of a layout are left out, which is told: here one process has the model, and any layout loads what it writes.
+    Flags of a layout are left out, with a notice: here one process has the whole model, and any layout loads its result.
     """
     from slime.arguments import parse_args
 
@@ -116,17 +116,17 @@ def parse_model_flags(hf_checkpoint: Path, words: Sequence[str]) -> argparse.Nam
         print(f"no effect here, on a model that is in one piece: {', '.join(vars(left_out))}", file=sys.stderr)
     given = ["--hf-checkpoint", str(hf_checkpoint), *_RUN]
     given += ["--load-debug-rollout-data", str(hf_checkpoint / "config.json")]
-    # On disk names are the same for all layer specs, and this one needs no kernels.
+    # Names on disk are the same for all layer specs, and this one needs no kernels.
     return parse_args(model_alone, argv=[*given, *words, "--transformer-impl", "local"])
 
 
 def describe_model(
     args: argparse.Namespace, shapes: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[list[Parameter], list[str]]:
-    """(parameters, keys of objects) of the whole model that `args` describe, as torch_dist has them. No weights are made.
+    """(parameters, keys of objects) of the whole model that `args` describe, in torch_dist's form. No weights are made.
 
     Args:
-        shapes: of the tensors of a checkpoint, under whose names the parameters are to be, as far as it has them.
+        shapes: shapes of a checkpoint's tensors; parameters that it has get its names.
     """
     import torch.distributed as dist
 
@@ -136,7 +136,7 @@ def describe_model(
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        # torchrun may have said otherwise.
+        # torchrun may have set others.
         os.environ.update(RANK="0", WORLD_SIZE="1")
         initialize.init(args)
         from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -159,7 +159,7 @@ def describe_model(
                 continue
             found = [entry] if isinstance(entry, ShardedTensor) else _flat(entry.build())
             pieces = tuple(_piece(sharded) for sharded in found)
-            # One rank has the numbers of the whole model.
+            # This one rank has the whole of every parameter.
             parameters.append(Parameter(name, pieces, sum(sharded.data.numel() for sharded in found)))
         return parameters, objects
     finally:
@@ -195,12 +195,12 @@ def convert_hf_to_torch_dist(
     errors.
 
     Args:
-        words: model flags, where config.json does not say all.
+        words: model flags, for what config.json does not say.
 
     Raises:
         UserError: tensors are missing or surplus, or the flags contradict the checkpoint.
     """
-    # Megatron is imported here.
+    # These calls import Megatron.
     with no_garbage_collection():
         args = parse_model_flags(source, words)
         family = _family(source, args.model_name)
@@ -241,7 +241,7 @@ def _family(hf_dir: Path, model_name: str | None) -> Family:
 def missing_and_surplus(
     hf_dir: Path, parameters: Sequence[Parameter], model_name: str | None
 ) -> tuple[list[str], list[str]]:
-    """Tensors that a Hugging Face directory lacks for the model's parameters, and those that it has for none."""
+    """(tensors that a Hugging Face directory lacks for the model's parameters, tensors that it has for no parameter)."""
     family = _family(hf_dir, model_name)
     needed = {
         hf_name
@@ -259,8 +259,8 @@ def _is_not_trained(family: Family, hf_name: str) -> bool:
 
 
 def is_left_out(hf_dir: Path, hf_name: str) -> bool:
-    """Whether no export has a tensor of a directory: one that follows from others, or is another under a second name. Parts
-    that are not trained are exported, and layers behind the model's last one."""
+    """Whether exports leave out a tensor of a directory, because it follows from others or is another one under a second name.
+    Parts that are not trained are exported, and so are layers behind the model's last one."""
     family, num_layers = _family(hf_dir, None), _num_layers(hf_dir)
     if family.is_exported_as_stored(hf_name, num_layers):
         return False
@@ -272,7 +272,7 @@ def _num_layers(hf_dir: Path) -> int:
 
 
 def _of_the_model(hf_dir: Path, names: set[str], family: Family) -> set[str]:
-    """Those of `names` that carry weights of their own."""
+    """Those of `names` that have weights of their own."""
     tied = read_config(hf_dir).get("tie_word_embeddings", False)
     return {name for name in names if not family.ignored.search(name) and not (tied and name == "lm_head.weight")}
 
@@ -280,8 +280,8 @@ def _of_the_model(hf_dir: Path, names: set[str], family: Family) -> set[str]:
 def _write_distcp(
     source: Path, family: Family, sizes: TensorSizes, parameters: dict[str, Parameter], draft: Path, unit: Unit
 ) -> tuple[Path, list[Any]]:
-    """Write the pieces of the unit's parameters as one file; returns it, and where each lies."""
-    # As of torch's own writers for large tensors: the file system has its own, and nobody reads them.
+    """Write the pieces of the unit's parameters as one file; returns the file and where each piece lies in it."""
+    # Without checksums: the file system has its own, and nobody reads these.
     torch.serialization.set_crc32_options(False)
     opened, written = open_checkpoint(source), []
     path = _iteration(draft) / f"__{unit.index}_0.distcp"
@@ -292,7 +292,7 @@ def _write_distcp(
             tensors = [opened.tensor(hf_name) for hf_name in hf_names]
             parts = rule.layout.parts(tensors, sizes)
             if not all(isinstance(tensor, StoredTensor) for tensor in tensors):
-                # Quantised weights are numbers of 16 bits when they are trained.
+                # Training turns quantised weights into 16-bit numbers.
                 parts = [part.bfloat16() for part in parts]
             elif len({part.dtype for part in parts}) > 1:
                 parts = [joined(parts)]
@@ -307,13 +307,13 @@ def _write_distcp(
                 save_in_parts(file, piece.sizes, _of_piece(parts, piece))
                 place = [str(parts[0].dtype).removeprefix("torch."), start, file.tell() - start]
                 written.append([dataclasses.asdict(piece), path.name, *place])
-                # Where numbers start at a multiple of their size they can be mapped.
+                # Numbers can be mapped if they start at a multiple of their size.
                 file.seek(-file.tell() % _ALIGNMENT, os.SEEK_CUR)
     return path, written
 
 
 def _of_piece(parts: Sequence[torch.Tensor], piece: Piece) -> list[torch.Tensor]:
-    """The entries of a piece, in their order, where `parts` are those of the parameter."""
+    """The entries of a piece in their order, as flat parts. `parts`: those of its parameter."""
     shape = torch.empty(piece.sizes[piece.axes :], device="meta")
     if shape.stride() != tuple(piece.stride):
         whole = torch.cat([part.flatten() for part in parts])
@@ -332,7 +332,7 @@ def _iteration(draft: Path) -> Path:
 
 
 def _finish_torch_dist(objects: Sequence[str], sizes: dict[str, Any], draft: Path, results: list[Any]) -> None:
-    """Metadata, the common part and the pointer: as Megatron-Core 0.16 and torch write them."""
+    """Write metadata, the common part and the pointer as Megatron-Core 0.16 and torch do."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from torch.distributed.checkpoint.filesystem import FileSystemWriter, WriteResult, _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -355,7 +355,7 @@ def _finish_torch_dist(objects: Sequence[str], sizes: dict[str, Any], draft: Pat
         entry.chunks.append(ChunkStorageMetadata(offset, torch.Size(piece["sizes"])))
         info = _StorageInfo(file_name, start, length)
         places.append(WriteResult(MetadataIndex(key, offset), length, info))
-    # What Transformer Engine would keep of a layer beside its weights; there is nothing of it.
+    # The extra states of Transformer Engine's layers, all of which are empty.
     file_name = f"__{len(results)}_0.distcp"
     with open(directory / file_name, "wb") as file:
         for key in objects:
@@ -374,7 +374,7 @@ def _finish_torch_dist(objects: Sequence[str], sizes: dict[str, Any], draft: Pat
 
 
 def megatron_names(key: str, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(global name of a parameter, where it stands in the first axes) of all that are stacked in the tensor `key`."""
+    """(global name, index in the first axes) of each parameter that is stacked in the tensor `key`."""
     labels = []
     if _LAYERS.search(key):
         labels.append("layer")
@@ -401,8 +401,8 @@ def convert_torch_dist_to_hf(
     """Write the Megatron checkpoint `source` (or one of its iterations) as the Hugging Face directory `target`.
 
     Args:
-        origin: a Hugging Face directory of the same model: configuration, tokenizer, and the quantisation of the target.
-        adds_missing: what `origin` has and the checkpoint has not is copied from there.
+        origin: a Hugging Face directory of the same model, with configuration, tokenizer and quantisation for the target.
+        adds_missing: copy the tensors that `origin` has and the checkpoint lacks.
 
     Raises:
         UserError: tensors are missing or surplus; the checkpoint is of another model than `origin`; the vocabulary has fewer
@@ -433,7 +433,7 @@ def convert_torch_dist_to_hf(
     require_same_model(directory, origin, shapes, noted, family, sizes, flags)
     made = require_same_tensors(directory, origin, shapes, family, sizes, ignores_rows=vocab_size is not None)
     lacking = _lacking(origin, made, family)
-    # No Megatron checkpoint has parts that are not trained: they are copied in any case.
+    # Parts that are not trained are in no Megatron checkpoint, so they are copied in any case.
     refused = sorted(name for name in lacking if not _is_not_trained(family, name))
     if refused and not adds_missing:
         raise UserError(
@@ -444,7 +444,7 @@ def convert_torch_dist_to_hf(
     parts = [name for name in lacking if stacks is not None and ".experts." in name]
     if parts:
         raise UserError(f"{directory} lacks {min(parts)}, which is a part of a tensor of {origin}; convert it whole")
-    # Experts that make one tensor go together, under the name of the first.
+    # Experts that become one tensor stay together, under the name of the first.
     bytes_of: dict[str, int] = {}
     for name in sorted(places, key=_by_number):
         first = name if stacks is None else _EXPERT_NUMBER.sub("0", name)
@@ -469,7 +469,7 @@ def convert_torch_dist_to_hf(
 
 
 def _with_vocab_size(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """`config` with another `vocab_size`, where the config of a model of text and images has it as well."""
+    """`config` with another `vocab_size`, for a model of text and images in both places where its config has it."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         return {**config, "vocab_size": vocab_size}
@@ -478,7 +478,7 @@ def _with_vocab_size(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 
 
 def _lacking(origin: Path, made: set[str], family: Family) -> dict[str, int]:
-    """Tensors of `origin`, if it has any, that are not in `made`, with the bytes that are stored for each."""
+    """The tensors of `origin`, if it has any, that are not in `made` → their stored bytes."""
     if not any(origin.glob("*.safetensors")):
         return {}
     opened = open_checkpoint(origin)
@@ -517,7 +517,7 @@ def _write_hf(
     def of_origin() -> Iterator[tuple[str, torch.Tensor]]:
         opened = open_checkpoint(origin) if copied else None
         for name in copied:
-            # As it is stored: it is quantised already.
+            # Copied unchanged, since it is quantised already.
             yield from ((part, tensor[...]) for part, tensor in opened.parts(name).items())
 
     tensors = named()

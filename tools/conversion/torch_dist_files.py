@@ -1,7 +1,8 @@
-"""Tensors in the files of a torch_dist checkpoint: mapped when they are read, written without being in one piece.
+"""Tensors in the files of a torch_dist checkpoint: they are mapped when read, and need not be in one piece when written.
 
-Each is saved by `torch.save` into a part of a file. That form has a place for the numbers, as they are in memory, which torch
-can leave out on both ways: so what is read lies in the file still, and what is written comes from wherever its rows lie.
+Each tensor is saved by `torch.save` into a part of a file. That format has a place for the numbers, as they are in memory, and
+torch can skip it in reading and writing. So a tensor that is read stays in the file, and one that is written comes from
+wherever its rows lie.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ FORMAT = "metadata.json"
 
 
 class TorchDistDirectory:
-    """The tensors of a torch_dist checkpoint by key, optimizer state apart; whole tensors or, of stacked ones, one entry.
+    """The tensors of a torch_dist checkpoint by key, without optimizer state. Stacked tensors can be read entry by entry.
 
     Raises:
-        UserError: the directory is none, or its metadata cannot be read.
+        UserError: it is no such directory, or its metadata cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -45,7 +46,7 @@ class TorchDistDirectory:
             raise UserError(f"{directory / '.metadata'} cannot be read: {str(error) or 'it is cut off'}") from error
         self._directory, self._storage = directory, {}
         self._files: dict[Path, mmap.mmap] = {}
-        # By tensor and number of first axes: see `_by_prefix`.
+        # By (tensor, number of first axes): see `_by_prefix`.
         self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[Any]]] = {}
         for index, place in places.items():
             self._storage[index.fqn, tuple(vars(index).get("offset") or ())] = place
@@ -56,7 +57,7 @@ class TorchDistDirectory:
         }
 
     def require_files(self) -> None:
-        """Raise UserError where a file is missing, or ends before what the metadata says is in it."""
+        """Raise UserError if a file is missing, or shorter than the metadata say."""
         ends: dict[str, int] = {}
         for place in self._storage.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -68,11 +69,11 @@ class TorchDistDirectory:
                 raise UserError(f"{path} is cut off: it has {path.stat().st_size} bytes, and should have {end}")
 
     def read(self, key: str, prefix: tuple[int, ...]) -> list[torch.Tensor]:
-        """Of the tensor `key` what stands at `prefix` of its first axes, cut along its rows; the parts are in their order. What
-        files have in whole rows is mapped, not copied.
+        """The entry at `prefix` of the first axes of the tensor `key`, as parts with consecutive rows. Whole rows in a file are
+        mapped, not copied.
 
         Raises:
-            UserError: a file is missing or too short, or the pieces are not the whole.
+            UserError: a file is missing or too short, or the pieces do not make the whole.
         """
         entry, depth = self.tensors[key], len(prefix)
         if (key, depth) not in self._chunks:
@@ -98,7 +99,7 @@ class TorchDistDirectory:
         return [whole]
 
     def _load(self, key: str, offset: tuple[int, ...]) -> torch.Tensor:
-        """What is saved at `offset` of a tensor."""
+        """The piece that is saved for `offset` of a tensor."""
         place = self._storage[key, offset]
         path = self._directory / place.relative_path
         try:
@@ -109,7 +110,7 @@ class TorchDistDirectory:
             described = torch.load(window, map_location="meta", weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
             raise UserError(f"{path} cannot be read: {str(error) or 'it is cut off'}") from error
-        # Of a tensor that is loaded without its numbers torch notes where they start, and it never compresses them.
+        # If a tensor is loaded without its numbers torch notes where these start; they are never compressed.
         stored = described.untyped_storage()
         start = place.offset + stored._checkpoint_offset
         if not stored.nbytes():
@@ -121,12 +122,12 @@ class TorchDistDirectory:
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor of the rows of `parts`, which are not copied where one has all."""
+    """A tensor of the rows of `parts`; a single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 def split_parts(layout: Layout, parts: Sequence[torch.Tensor], sizes: TensorSizes) -> list[list[torch.Tensor]]:
-    """`layout.split` of a parameter that is cut along its rows into `parts`. What it gives is cut too; rows are not copied."""
+    """`layout.split` for a parameter in `parts` with consecutive rows. Its results are in parts too; rows are not copied."""
     if layout.moves_columns or not parts[0].ndim:
         return [[part] for part in layout.split(joined(parts), sizes)]
     found, starts = [], [0, *itertools.accumulate(map(len, parts))]
@@ -136,16 +137,16 @@ def split_parts(layout: Layout, parts: Sequence[torch.Tensor], sizes: TensorSize
             for first, last in runs
             for part, start in zip(parts, starts, strict=False)
         ]
-        # One without rows has at least its other sizes.
+        # A tensor without rows keeps its other sizes.
         found.append([cut for cut in cuts if len(cut)] or [parts[0][:0]])
     return found
 
 
 @functools.cache
 def _runs_of_rows(layout: Layout, rows: int, sizes: TensorSizes) -> list[list[tuple[int, int]]]:
-    """Which rows of a parameter a layout makes each Hugging Face tensor of: (first, behind the last) of what lies together."""
+    """For each Hugging Face tensor, the runs of a parameter's rows of which the layout makes it, as (first, last + 1)."""
     found = []
-    # Numbered rows say where they have come from.
+    # Numbers in the place of rows tell where each row comes from.
     for numbers in layout.split(torch.arange(rows), sizes):
         ends = [0, *((numbers[1:] - numbers[:-1]) != 1).nonzero().add(1).flatten().tolist(), len(numbers)]
         found.append(
@@ -155,13 +156,13 @@ def _runs_of_rows(layout: Layout, rows: int, sizes: TensorSizes) -> list[list[tu
 
 
 def dtype_of(entry: Any) -> torch.dtype:
-    """The dtype of a tensor of the metadata."""
-    # The first of the properties, which are saved as a tuple.
+    """The dtype of a tensor in the metadata."""
+    # It is the first of the properties, which are saved as a tuple.
     return entry.properties.saved[0]
 
 
 class _Record:
-    """What an object of the metadata has been saved with: as attributes, or, where it was no dict, as `saved`."""
+    """Stands for an object of the metadata. Its saved state is its attributes or, if that was not a dict, in `saved`."""
 
     saved: Any = ()
 
@@ -176,8 +177,8 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads metadata without the modules of its classes: importing them takes longer than many a conversion, and a pickle could
-    name others. Whatever class it names becomes a record."""
+    """Reads metadata without importing the modules of its classes, which would take longer than many conversions, and a pickle
+    could name any module. Every class that it names becomes a record."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = getattr(torch, name, None) if module == "torch" else None
@@ -189,7 +190,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _by_prefix(chunks: Sequence[Any], depth: int) -> dict[tuple[int, ...], list[Any]]:
-    """The chunks of a tensor by each place of its first `depth` axes that they have something of."""
+    """By each index of the first `depth` axes, the chunks of a tensor that have a part of that entry."""
     found: dict[tuple[int, ...], list[Any]] = {}
     for chunk in chunks:
         ranges = (
@@ -232,7 +233,7 @@ class _Window(io.RawIOBase):
 
 
 def read_common(directory: Path) -> dict[str, Any]:
-    """What a torch_dist checkpoint says beside its tensors.
+    """The common part of a torch_dist checkpoint, which is everything but its tensors.
 
     Raises:
         UserError: its `common.pt` is missing or broken.
@@ -245,7 +246,7 @@ def read_common(directory: Path) -> dict[str, Any]:
 
 
 def require_format(directory: Path) -> None:
-    """Raise UserError where nothing says that a directory is of the format torch_dist: no run would load it."""
+    """Raise UserError if a directory does not say that its format is torch_dist, without which no run would load it."""
     path = directory / FORMAT
     try:
         settings = json.loads(path.read_text())
@@ -258,25 +259,25 @@ def require_format(directory: Path) -> None:
 
 
 def save_in_parts(file: BinaryIO, shape: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
-    """`torch.save` of a contiguous tensor whose entries are those of `parts`, which is nowhere in one piece.
+    """`torch.save` for a contiguous tensor whose entries are those of `parts`, without putting it together in memory.
 
     Args:
         parts: flat tensors of one dtype, on the CPU.
     """
     with torch.serialization.skip_data():
-        # The memory of what is saved is never touched, so it takes none.
+        # The memory of this tensor is never touched, so it takes none.
         torch.save(torch.empty(tuple(shape), dtype=parts[0].dtype), _Filling(file, parts))
 
 
 class _Filling:
-    """What `torch.save` writes to: where it goes over the numbers of a tensor, those of `parts` are written."""
+    """The file to which `torch.save` writes; where it skips the numbers of the tensor, those of `parts` are written."""
 
     def __init__(self, file: BinaryIO, parts: Sequence[torch.Tensor]) -> None:
         self.write, self.flush = file.write, file.flush
         self._parts = parts
 
     def seek(self, offset: int, whence: int) -> None:
-        # One entry counts as contiguous with any stride, and as bytes it does not.
+        # With stride 1, because a single entry counts as contiguous with any stride, but its bytes do not.
         flat = (part.as_strided((part.numel(),), (1,)).view(torch.uint8) for part in self._parts)
         written = sum(self.write(memoryview(part.numpy())) for part in flat)
         if (written, whence) != (offset, os.SEEK_CUR):

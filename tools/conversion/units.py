@@ -1,11 +1,11 @@
-"""A conversion in units: several processes write them, what is finished is not done twice, and what comes out appears whole.
+"""A conversion in units: several processes write them, finished units are not done twice, and the result appears whole.
 
-A conversion writes into a hidden directory beside its target. Each unit, a share of the tensors, becomes a file there; when
-that is on the disk, a note of it is. A conversion that was killed, or met a full disk, goes on from these notes when the same
-command comes again; a unit whose file is not as noted is done again, and another source, or other options, start from
-nothing. At the end the directory gets the name of the target.
+A conversion writes into a hidden directory beside its target. Each unit, a share of the tensors, becomes a file there; when the
+file is on the disk a note of it is written. If a conversion was killed, or met a full disk, the same command goes on from these
+notes. A unit whose file is not as noted is done again, and another source or other options start from nothing. At the end the
+directory gets the name of the target.
 
-A process holds one tensor at a time, so memory does not depend on the size of a model.
+A process holds one tensor at a time, so memory does not depend on the size of the model.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from slime.weights.hf_reader import safetensors_dtype
 if TYPE_CHECKING:
     import torch
 
-# Hidden: nobody takes them for a part of the checkpoint.
+# Hidden, so that nobody takes them for a part of the checkpoint.
 _PLAN, _NOTES, _LOCK = ".plan.json", ".finished", ".lock"
-# What a note of a unit has: notes of another form are not read.
+# The keys of a unit's note; notes of another form are not read.
 _NOTED = ("file", "bytes", "result")
 # Fewer bytes are not worth a unit of their own.
 LEAST_UNIT_BYTES = 256 * 1024**2
-# Of a safetensors file: what its header has for itself, and for each tensor beside its name.
+# Room in the header of a safetensors file: for itself, and for each tensor beside its name.
 _HEADER_BYTES, _ENTRY_BYTES = 4096, 256
 ALIGNMENT = 8
-# Where its first tensor starts: what is copied a few bytes ahead of its own place in a page goes at half the speed.
+# The first tensor starts at a multiple of this, because copies to another offset within a page go at half the speed.
 _PAGE = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What one process converts in one go: `names` of tensors, of about `nbytes` together."""
+    """The tensors that one process converts in one go: their `names`, and about how many bytes they have together."""
 
     index: int
     names: tuple[str, ...]
@@ -64,7 +64,7 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """From `source` to `target`; `options` are what else decides about the bytes, and so are the files of the directories
+    """A conversion of `source` to `target`. The result also depends on `options` and on the files of the directories
     `also_read`. `force`: an existing target is replaced."""
 
     source: Path
@@ -85,18 +85,18 @@ class Conversion:
         finish: Callable[[Path, list[Any]], None],
         reopen: Callable[[Path], None] = lambda draft: None,
     ) -> list[Any]:
-        """Write all units, then `finish`, and show the target. Returns what `write` has returned of the units, in their order.
+        """Write all units, call `finish`, and publish the target. Returns the results of `write` for the units, in their order.
 
         Args:
-            units: who goes on with what another number of workers has left goes on with their units.
+            units: the units; an attempt that resumes an earlier one uses the units of that, whatever its number of workers.
             write: writes a unit as a file of the directory, in a process that has nothing but this function and its arguments.
-                Returns the file, which is brought to the disk here, and what `finish` needs of it, as JSON has it.
-            finish: makes the units a checkpoint; called again if it was interrupted.
-            reopen: gives the files of units, where an interrupted `finish` has moved them, the names that `write` gave them.
+                Returns the file, which is synced here, and what `finish` needs to know of it, in JSON's types.
+            finish: makes a checkpoint of the units; called again if it was interrupted.
+            reopen: gives files of units that an interrupted `finish` has renamed the names that `write` gave them.
 
         Raises:
-            UserError: the target is a directory that is read, lies inside it or holds it; it is there already, or cannot be
-                made; another process writes it.
+            UserError: the target is a directory that is read, lies inside it or contains it; it exists already, or cannot be
+                made; or another process writes it.
             RunError: something could not be written; the message says what is left for the next attempt.
         """
         self._refuse()
@@ -124,7 +124,7 @@ class Conversion:
             finish(draft, results)
             fsync_tree(draft)
             replace_directory(draft, self.target)
-            # The notes go last: whatever fails before, the next attempt goes on with them.
+            # The notes go last, so that the next attempt can go on with them whatever fails before.
             shutil.rmtree(self.target / _NOTES)
             for name in (_PLAN, _LOCK):
                 (self.target / name).unlink(missing_ok=True)
@@ -153,7 +153,8 @@ class Conversion:
             raise UserError(f"{self.target} exists already; give another directory, or --force to replace it")
 
     def _resumed(self, units: Sequence[Unit]) -> tuple[list[Unit], dict[int, Any]]:
-        """(units, what is finished of them) of an earlier attempt at the same; `units` and nothing, where it was at another."""
+        """(units, results by the number of each finished one) of an earlier attempt at the same conversion; if there is none,
+        `units` and no results."""
         plan = {
             "source": _files(self.source),
             "also_read": [[str(directory.resolve()), _files(directory)] for directory in self.also_read],
@@ -183,7 +184,7 @@ class Conversion:
             if file.is_file() and file.stat().st_size == nbytes:
                 finished[int(note.stem)] = result
             else:
-                # While its unit is done again, the file may have that size before it is whole.
+                # Removed now, because while the unit is done again its file may have the noted size before it is whole.
                 note.unlink()
         fsync_directory(self.draft / _NOTES)
         return units, finished
@@ -191,7 +192,7 @@ class Conversion:
     def _write(
         self, units: Sequence[Unit], write: Callable[[Path, Unit], tuple[Path, Any]]
     ) -> Iterator[tuple[Unit, Path, Any]]:
-        """(unit, file, result) as they are on the disk."""
+        """(unit, file, result) of each unit, as soon as its file is on the disk."""
         workers = min(self.workers, len(units))
         if workers <= 1:
             for unit in units:
@@ -219,18 +220,18 @@ class Conversion:
                     if future.exception() is None:
                         yield unit, *future.result()
                     elif failure is None:
-                        # What the others are at is not lost; nothing new begins.
+                        # Units that are being written are finished; no others begin.
                         failure = future.exception()
                         waiting = {other: its for other, its in waiting.items() if not other.cancel()}
             if failure is not None:
                 raise failure
         finally:
-            # Also by Ctrl-C.
+            # This also runs after Ctrl-C.
             threads.shutdown(wait=False, cancel_futures=True)
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _bring_to_disk(self, file: Path) -> None:
-        """Force `file` of the draft to disk, and its name: a power loss after the note of it must not take it away."""
+        """Sync `file` of the draft and its name, so that no power loss after the note of it can take it away."""
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())
         for directory in file.parents:
@@ -240,17 +241,18 @@ class Conversion:
 
 
 def start_server(workers: int, module: str) -> None:
-    """Start the process that workers are made of, if there will be several: it imports what they use while the caller plans.
+    """Start the process from which workers are forked, if there will be several. It imports what they use while the caller
+    plans.
 
     Args:
-        module: of `tools`, what the workers run.
+        module: the module of `tools` that the workers run.
     """
     if workers < 2:
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tools.conversion.worker_imports", module])
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # It looks for modules where any new process does, and not where the user is first: `tools` there may be others. Large
-    # pages save most of what new memory costs; torch asks at its first.
+    # It must not look for modules first in the user's directory, which may have another `tools`. Large pages save most of the
+    # cost of new memory; torch asks for them at its first allocation.
     given = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "THP_MEM_ALLOC_ENABLE": "1"}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
@@ -270,18 +272,18 @@ def _files(directory: Path) -> list[tuple[str, int, int]]:
     return [(str(path.relative_to(directory)), state.st_size, state.st_mtime_ns) for path, state in found]
 
 
-# Of a worker: what writes a unit, and where.
+# In a worker: (the function that writes a unit, the directory to which it writes).
 _work: list[Any] = []
 
 
 def _start_worker(write: Callable[[Path, Unit], tuple[Path, Any]], draft: Path) -> None:
     import torch
 
-    # Ctrl-C ends a worker too, which otherwise would hand on the interrupt, and take the next unit.
+    # Ctrl-C ends a worker too; otherwise it would hand on the interrupt and take the next unit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Each process has one thread: there are as many processes as work at once.
+    # One thread each, because the number of processes already is that of the work to be done at once.
     torch.set_num_threads(1)
-    # Given once: with a unit it would be sent again for each, and of a large model it is large.
+    # Given once, because it is large for a large model, and with each unit it would be sent again.
     _work[:] = write, draft
     parent = multiprocessing.parent_process()
 
@@ -299,11 +301,11 @@ def _write_unit(unit: Unit) -> tuple[Path, Any]:
 
 
 def split_into_units(sizes: Iterable[tuple[str, int]], workers: int, largest: int) -> list[Unit]:
-    """Consecutive tensors (name, bytes) in units of at most `largest` bytes, as many as keep `workers` busy; a tensor that is
-    larger is a unit of its own.
+    """Consecutive tensors (name, bytes) in units of at most `largest` bytes, and in enough units to keep `workers` busy. A
+    larger tensor is a unit of its own.
 
     Raises:
-        UserError: there are to be no workers, or files of no bytes.
+        UserError: `workers` or `largest` is below 1.
     """
     if workers < 1:
         raise UserError(f"--max-workers {workers}: at least one process has to convert")
@@ -328,13 +330,13 @@ def write_streamed_shard(
 ) -> None:
     """Write a safetensors file tensor by tensor.
 
-    The header, which comes first, is written last, into room that is kept for it. Tensors lie at multiples of 8 bytes, apart
-    from those whose size is none, which wait for the end.
+    The header, which comes first, is written last, into room that is kept for it. Tensors lie at multiples of 8 bytes, except
+    those whose size is not such a multiple, which are kept until the end.
 
     Args:
-        named_tensors: a tensor may be given as parts that hold its rows one after the other: as a list, or, where they fill
-            multiples of 8 bytes together, as an iterator, of which one part at a time is in memory.
-        count: how many names there are at most, none longer than 256 bytes.
+        named_tensors: a tensor may be given as parts with consecutive rows: as a list or, if together they fill a multiple of
+            8 bytes, as an iterator, of which one part at a time is in memory.
+        count: the largest number of names, none of them longer than 256 bytes.
     """
     import torch
 
@@ -348,7 +350,8 @@ def write_streamed_shard(
         start, rows = file.tell() - 8 - room, 0
         for part in parts:
             rows += len(part) if part.ndim else 0
-            # Numpy knows neither bfloat16 nor float8. One entry counts as contiguous with any stride, and as bytes it does not.
+            # Written as bytes, since numpy knows neither bfloat16 nor float8; with stride 1, because a single entry counts as
+            # contiguous with any stride, but its bytes do not.
             whole = part.detach().cpu().contiguous().as_strided((part.numel(),), (1,))
             file.write(memoryview(whole.view(torch.uint8).numpy()))
         offsets = [start, file.tell() - 8 - room]

@@ -1,4 +1,4 @@
-"""What the workers of a conversion are born with. The process that they are forked of imports it, and nobody else."""
+"""Modules that the workers of a conversion are born with. Only the process from which they are forked imports this module."""
 
 import gc
 
@@ -7,5 +7,5 @@ from slime.utils.misc import no_garbage_collection
 with no_garbage_collection():
     import safetensors.torch  # noqa: F401
 
-# Looking through all of it again, a worker would copy every page that it shares.
+# A garbage collection in a worker would write to these objects, and so copy every page that it shares.
 gc.freeze()
