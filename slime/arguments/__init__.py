@@ -5,9 +5,9 @@ Face config → derived values → rules → initial weights. Words that are no 
 concluded from them; unknown flags and all other violations are reported in one message. Whatever these steps have to say
 beside a refusal, warnings and remarks, is said once, when the flags are accepted.
 
-What the declarations of flags say of their values is asked here too: numbers within bounds, flags that lack another or change
-nothing. Bounds are asked for before anything is derived: nothing follows from a size of 0. A number out of its bounds is
-replaced by a harmless one, so that the other rules can be asked too; what they say about that flag is left out.
+What the declarations of flags say of values is checked here too: numbers within bounds, flags that lack another or change
+nothing. Bounds are checked before anything is derived, because nothing follows from a size of 0. A number out of its bounds is
+replaced by a harmless one, so that the other rules can be asked too; their violations about that flag are left out.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def validate_args(args: argparse.Namespace) -> None:
 
 
 def _settle(args: argparse.Namespace, violations: list[Violation], unknown: list[Violation]) -> None:
-    """`unknown`: flags that nobody knows, of which other violations may be the consequence."""
+    """Derive and check. `unknown`: violations about unknown flags, of which other violations may be the consequence."""
     with recording(args, Origin.DERIVED):
         violations += _derive_and_check(args)
     meant = {flag for violation in unknown for flag in violation.flags} - set(map(flag_of, args.typed_flags))
@@ -112,13 +112,13 @@ def _settle(args: argparse.Namespace, violations: list[Violation], unknown: list
 
 
 def _derive_and_check(args: argparse.Namespace) -> list[Violation]:
-    """What a plan only takes note of goes to `args.plan_notes` where one is asked for."""
+    """The violations, after values were derived; if a plan is asked for, those that it only notes go to `args.plan_notes`."""
     violations, critic = _derived_and_asked(args, derive, RULES), begin_critic(args)
     if args.use_critic:
         with recording(critic, Origin.DERIVED):
             found = _derived_and_asked(critic, derive_critic, CRITIC_RULES)
         violations += [*of_critic(args, found, violations)]
-    # A missing file may stand in the way of several rules, which then say the same.
+    # Several rules may report the same missing file in the same words.
     first: dict[str, Violation] = {}
     for violation in violations:
         first.setdefault(violation.message, violation)
@@ -132,7 +132,7 @@ def _derive_and_check(args: argparse.Namespace) -> list[Violation]:
         if args.use_critic:
             keep_critic(args, critic)
         keep_names_equal(args)
-        # A shorthand only: nobody may read it in place of what it stands for.
+        # It is only a shorthand, which nothing may read in place of the flags that it stands for.
         vars(args).pop("offload", None)
         args.origins.pop("offload", None)
     return violations
@@ -187,13 +187,13 @@ def replace_wrong_sizes(args: argparse.Namespace) -> dict[str, Violation]:
 
 
 def _numbers(args: argparse.Namespace, name: str) -> list[Any]:
-    """The numbers that a flag was given: some take several, of which each has the bounds."""
+    """The numbers that a flag was given; if it takes several, the bounds hold for each."""
     value = vars(args)[name]
     return [number for number in (value if isinstance(value, list) else [value]) if number is not None]
 
 
 def warn_of_unusual_values(args: argparse.Namespace) -> Iterator[Violation]:
-    """Warns of numbers that can be meant and rarely are; yields nothing."""
+    """Warn of numbers that are possible but rarely meant; yields nothing."""
     for name, bounds in BOUNDS.items():
         for number in _numbers(args, name) if bounds.unusual is not None and name in args.typed_flags else ():
             most, usual = bounds.unusual
@@ -216,7 +216,7 @@ def missing_needs(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def warn_of_idle_flags(args: argparse.Namespace) -> Iterator[Violation]:
-    """Warns of flags that are accepted and change nothing beside the others, once for each reason; yields nothing."""
+    """Warn of flags that are accepted but change nothing beside the others, once for each reason; yields nothing."""
     for name, flag in OWN_FLAGS.items():
         for idle in flag.idle if name in args.typed_flags else ():
             value = vars(args)[name]
@@ -227,14 +227,14 @@ def warn_of_idle_flags(args: argparse.Namespace) -> Iterator[Violation]:
     yield from ()
 
 
-# Own rules, then those of Megatron, then those of the engines.
+# Our own rules, then those of Megatron, then those of the engines.
 RULES: tuple[Rule, ...] = (
     *PLACEMENT_RULES, *BATCH_RULES, *ROLLOUT_RULES, *OBJECTIVE_RULES, routing_replay, *DATA_RULES, missing_needs,
     *CHECKPOINT_RULES, *WEIGHT_RULES, *MODEL_NAME_RULES, warn_of_idle_flags, warn_of_unusual_values, overruled_values,
     *TRACKER_RULES, *MEGATRON_RULES, *SERVING_RULES,
     *of_kind(Kind.MISSING, *FILE_RULES, *EXTENSION_RULES), *of_kind(Kind.NOT_BUILT, *NOT_BUILT_RULES),
 )  # fmt: skip
-# Those about flags that a critic may have for itself.
+# The rules about flags that a critic may have for itself.
 CRITIC_RULES: tuple[Rule, ...] = (
     *BATCH_RULES, missing_needs, *WEIGHT_RULES, *MODEL_NAME_RULES, *MEGATRON_RULES,
     *of_kind(Kind.MISSING, *FILE_RULES, *EXTENSION_RULES), *of_kind(Kind.NOT_BUILT, *NOT_BUILT_RULES),

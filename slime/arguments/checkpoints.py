@@ -4,8 +4,8 @@
 Hugging Face directory, `--initial-megatron-checkpoint`, `--ref-load`, random weights with `--random-init`, or
 `--hf-checkpoint`. A path that exists but is no checkpoint is an error, never a silent start from scratch.
 
-Here stand too the sets of weights that a training rank holds, by name, and which of them a run needs: one truth for the
-trainer, which loads them, and for the plan, which counts their memory.
+This module also names the sets of weights that a training rank holds, and says which of them a run needs, both for the trainer,
+which loads them, and for the plan, which counts their memory.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from slime.arguments.hf_config import is_hf_checkpoint
 from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, iteration_directory
 from slime.utils.errors import UserError
 
-# What a run that was ended before its first checkpoint leaves in its own directory, beside hidden temporary directories.
+# Files that a run which ended before its first checkpoint leaves in its directory, beside hidden temporary directories.
 _OWN_LEFTOVERS = ("rollout", "critic", "args.json", "tensorboard", "logs")
 
 
@@ -133,7 +133,7 @@ ACTOR = "actor"
 REFERENCE = "ref"
 TEACHER = "teacher"
 OLD_ACTOR = "old_actor"
-# The weights that the engines got last: what the old actor becomes at the next push.
+# The state with the weights that the engines got last; at the next push the old actor becomes these.
 ROLLOUT_ACTOR = "rollout_actor"
 
 
@@ -150,5 +150,5 @@ def other_model_states(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def lags_one_push(args: argparse.Namespace) -> bool:
-    """Whether the old actor is what the engines had before the last push, not what they got by it."""
+    """Whether the old actor has the weights that the engines had before the last push, not those that it brought."""
     return args.update_weights_interval == 1

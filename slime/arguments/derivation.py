@@ -1,6 +1,6 @@
-"""Values that follow from other flags: other names of one setting, sizes and modes, time limits, where the weights come from.
+"""Values that follow from other flags: other names of one setting, sizes and modes, time limits, the source of the weights.
 
-Each function fills what was left unset; none overrides what was typed.
+Each function fills values that were left unset; none overrides a typed one.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from slime.utils.ports import host_for_url
 
 logger = logging.getLogger(__name__)
 
-# Where the rollout functions live that return exactly the rollouts that were asked for.
+# The module of the rollout functions that return exactly as many rollouts as are asked for.
 _OWN_ROLLOUTS = "slime.rollout."
 FULLY_ASYNC = "slime.rollout.fully_async_rollout"
 ROLLOUT_BUFFER = "slime_plugins.rollout_buffer"
@@ -64,10 +64,10 @@ def derive(args: argparse.Namespace) -> list[Violation]:
 
 
 def derive_critic(critic: argparse.Namespace) -> list[Violation]:
-    """The same for the arguments of a critic: what follows from flags that it may have for itself. The rest is the run's."""
+    """The same for a critic: derive the values that follow from flags that it may have for itself. The rest is the run's."""
     violations: list[Violation] = []
     own = critic.role_overrides.get(CRITIC, {}).keys()
-    # What the run says of a layout that this model has not is nothing to refuse it for.
+    # If this model lacks a layout of the run's, that is no reason to refuse it.
     if critic.tensor_model_parallel_size == 1 and "sequence_parallel" not in own:
         critic.sequence_parallel = False
     if critic.pipeline_model_parallel_size == 1:
@@ -103,11 +103,11 @@ def _engines(args: argparse.Namespace, violations: list[Violation]) -> None:
     args.rollout_num_engines = (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
     args.served_models = None
     if args.sglang_config is not None and args.has_engines:
-        # Read once: the processes of the run may be where the file is not.
+        # Read once, because the processes of the run may be on machines without the file.
         args.served_models, found = load_serving_config(args)
         sizes = "--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--hf-checkpoint"
         violations += about(found, "--sglang-config", *sizes)
-        # Those that generate; other models are asked by functions of the user's.
+        # The engines that generate; other models are asked by the user's functions.
         args.rollout_num_engines = sum(group.num_engines for group in served_models(args)[0].groups)
 
 
@@ -129,7 +129,7 @@ def _batch_sizes(args: argparse.Namespace, violations: list[Violation]) -> None:
     steps, batch = args.num_steps_per_rollout, args.global_batch_size
     if steps is None and batch is None:
         steps = 1
-    # An own rollout function may return another number of rollouts; the schedule counts what came.
+    # A user's rollout function may return another number of rollouts; the schedule counts those that came.
     if args.rollout_function_path.startswith(_OWN_ROLLOUTS):
         violations += _identity_violations(args, per_rollout, steps, batch)
     args.num_steps_per_rollout = steps or max(1, per_rollout // batch)
@@ -165,7 +165,7 @@ def _unset_values(args: argparse.Namespace) -> None:
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
     if args.rollout_top_p != 1 and args.rollout_top_k == -1:
-        # An engine tells the sets of a limited top-k alone; among the tokens that it tells must be equal ones at the cut.
+        # An engine reports sets only of a limited top-k, and must have room to report tokens that tie at the cut.
         args.rollout_top_k = max(1, min(2048, (args.sglang_sampling_mask_max_tokens or TOLD_TOKENS) // 2))
         args.eval_top_k = -1 if args.eval_top_k is None else args.eval_top_k
     args.eval_reward_key = args.eval_reward_key or args.reward_key
@@ -233,13 +233,13 @@ def resolve_aliases(args: argparse.Namespace) -> list[Violation]:
 def _type(args: argparse.Namespace, name: str, value: Any) -> None:
     """Set `name` as if it had been given in place of its alias, so that nothing derived overrules it."""
     if name not in args.typed_flags:
-        # The alias is what was typed, so messages are about that.
+        # The alias was typed, so messages name it.
         args.origins[name] = Origin.DERIVED
     setattr(args, name, value)
     args.typed_flags.add(name)
 
 
-# GPUs of a usual node: how a run without training ranks counts its nodes.
+# GPUs of a usual node, by which a run without training ranks counts its nodes.
 _USUAL_NODE = 8
 
 
@@ -249,14 +249,14 @@ def derive_placement(args: argparse.Namespace) -> None:
     if args.debug_train_only:
         args.rollout_num_gpus = 0
     args.has_trainer, args.has_engines = not args.debug_rollout_only, not args.debug_train_only
-    # What these engines are is asked when the run starts: the command line must not wait for the network.
+    # These engines are asked for their sizes when the run starts, because the command line must not wait for the network.
     args.rollout_external = bool(args.rollout_external_engine_addrs) and args.has_engines
     args.rollout_external_engine_infos = None
     if args.colocate and "num_gpus_per_node" not in args.typed_flags:
         args.num_gpus_per_node = args.actor_num_gpus_per_node
-    # A shorthand, which is gone where these arguments have been checked before.
+    # It is a shorthand, which arguments that were checked before do not have any more.
     if vars(args).get("offload"):
-        # `--offload --no-offload-train` asks for one of them.
+        # `--offload --no-offload-train` asks for only one of the two.
         args.offload_train = args.offload_train is not False
         args.offload_rollout = args.offload_rollout is not False
     args.use_critic = estimator(args.advantage_estimator).needs_critic
@@ -298,7 +298,7 @@ _TRAINING_CHECKPOINT = 7
 
 @dataclass(frozen=True)
 class _Limit:
-    """seconds: for a model of no size. rate: bytes per second that even slow storage and a cold start reach."""
+    """A limit. seconds: for a model of no size. rate: bytes per second that even slow storage and a cold start reach."""
 
     seconds: float
     rate: float

@@ -1,4 +1,4 @@
-"""One declaration for each flag of our own: how it is typed, and everything that the rest of this package asks about it.
+"""One declaration for each of our own flags: how it is typed, and everything else that this package asks about it.
 
 The tables stand in `slime.arguments.groups`. Whoever adds a flag adds a row there: its bounds, where its path leads, who calls
 its plug-in and when it changes nothing are read from the row, and so is the flag reference.
@@ -35,7 +35,7 @@ class Bounds:
     unusual: tuple[float, str] | None = None
 
     def problem(self, value: float) -> str | None:
-        """What is wrong with a number; None where nothing is. NaN is within no bounds."""
+        """What is wrong with a number; None if nothing is. NaN is within no bounds."""
         if self.finite and not math.isfinite(value):
             return "it must be a finite number"
         low = f"{'above' if self.low_is_open else 'at least'} {self.low}"
@@ -56,29 +56,29 @@ SEED = Bounds(low=0, high=2**31 - 1, replacement=0)
 
 
 def below_one(usual: float) -> Bounds:
-    """From 0, below 1."""
+    """Bounds: from 0, below 1."""
     return Bounds(low=0, high=1, high_is_open=True, replacement=usual, usual=usual)
 
 
 def share(usual: float) -> Bounds:
-    """From 0 to 1."""
+    """Bounds: from 0 to 1."""
     return Bounds(low=0, high=1, replacement=usual, usual=usual)
 
 
 def weight(unusual: float | None = None, usual: str = "", *, low: float | None = 0) -> Bounds:
-    """A finite factor."""
+    """Bounds of a finite factor."""
     replacement = 1.0 if low is None else 0
     return Bounds(low=low, replacement=replacement, finite=True, unusual=None if unusual is None else (unusual, usual))
 
 
 class PathKind(Enum):
-    """What a flag's path leads to, and so how a relative one is made absolute. Files of prompts have a way of their own."""
+    """What a flag's path leads to, which decides how it is made absolute. Files of prompts are treated in their own way."""
 
-    # Read by the processes of the run.
+    # The processes of the run read it.
     READ = auto()
-    # Written during the run: it must be possible before.
+    # The run writes it, which is checked before.
     WRITTEN = auto()
-    # Read by the driver alone, which keeps it as it was typed for its messages.
+    # Only the driver reads it, and keeps it as it was typed for its messages.
     HERE = auto()
 
 
@@ -91,7 +91,7 @@ class Caller(Enum):
 
 @dataclass(frozen=True)
 class Idle:
-    """Where `when` holds a flag has no effect, for the `reason` that a warning ends with.
+    """If `when` holds a flag has no effect, for the `reason` with which a warning ends.
 
     Not an error: launch scripts switch one flag off and leave those that belong to it in place. `tells_default`: who types
     the default is told too.
@@ -137,7 +137,7 @@ class Flag:
         options = {"type": self.type, "choices": self.choices and list(self.choices), "nargs": self.nargs,
                    "metavar": self.metavar, "action": self.action}  # fmt: skip
         given = {name: value for name, value in options.items() if value is not None}
-        # Every parser has a default of its own, which a repeated flag appends to.
+        # Every parser gets a copy of the default, because a repeated flag appends to it.
         default = self.default.copy() if isinstance(self.default, list | dict) else self.default
         group.add_argument(*self.names, dest=self.dest, default=default, help=self.help.replace("%", "%%"), **given)
 
@@ -155,7 +155,7 @@ class NotYet:
 
 
 def features(feature: str, *names: str, **fine: Any) -> tuple[NotYet, ...]:
-    """Rows of one feature: of `names` without values that are fine, then of those that have one."""
+    """Rows of one feature: first for `names`, of which no value is fine, then for flags that have one."""
     return tuple(NotYet(name, feature) for name in names) + tuple(NotYet(name, feature, (fine[name],)) for name in fine)
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face config as source and as check of the model's flags. Reads `config.json`; needs no transformers.
+"""The Hugging Face config as source of the model's flags and as check on them. It reads `config.json` without transformers.
 
 `slime.models` knows what the config of each family says. Here the file is found and opened, `args` are filled and compared, and
 what cannot be trained yet is told.
@@ -78,7 +78,7 @@ def _differences(args: argparse.Namespace, derived: ModelArgs) -> list[Violation
 
 
 def _agree(args: argparse.Namespace, derived: ModelArgs, name: str) -> bool:
-    """Whether flag and config mean the same; an unset flag means what Megatron makes of it."""
+    """Whether flag and config mean the same; an unset flag means Megatron's default."""
     meaning = _MEANINGS.get(name)
     return vars(args)[name] == derived[name] or (meaning is not None and meaning(args, derived))
 
@@ -123,9 +123,9 @@ _MEANINGS: dict[str, Callable[[argparse.Namespace, ModelArgs], bool]] = {
         (args.moe_ffn_hidden_size or args.ffn_hidden_size) == derived["moe_ffn_hidden_size"]
     ),
     "add_qkv_bias": lambda args, derived: derived["multi_latent_attention"],
-    # Any that is typed; Megatron's default would move biases that the family keeps.
+    # Any typed value is accepted; Megatron's default would change biases that the family keeps.
     "moe_router_bias_update_rate": lambda args, derived: True,
-    # Whoever names a layer spec or a model provider answers for it.
+    # A user who names a layer spec or a model provider answers for it.
     "spec": lambda args, derived: "spec" in args.typed_flags or args.custom_model_provider_path is not None,
     # Unset means the neutral value.
     **{name: _equal_or(name, neutral) for name, neutral in _NEUTRAL.items()},
@@ -169,7 +169,7 @@ def training_limits(config: Config, derived: ModelArgs) -> Iterator[str]:
             )
     groups, of_groups = derived.get("moe_router_num_groups") or 1, derived.get("moe_router_group_topk") or 1
     if groups > 1 and derived["moe_router_topk"] // of_groups != 2:
-        # The engines take two, Megatron as many as each group that is chosen gives.
+        # The engines take two experts of each chosen group, Megatron as many as the group gives.
         yield (
             "config.json of --hf-checkpoint: groups of experts are chosen by their best two; num_experts_per_tok "
             f"{derived['moe_router_topk']} of topk_group {of_groups} groups cannot be trained"

@@ -1,4 +1,4 @@
-"""Where the value of every argument came from.
+"""Notes where the value of every argument came from.
 
 `args.origins` maps each attribute to the last phase that set it. A phase is a `with recording(args, origin)` block: what
 differs after it was set in it, so that code which derives values need not keep books.
@@ -28,7 +28,7 @@ _BOOKS = ("origins", "typed_flags")
 
 
 def start_origins(args: argparse.Namespace, typed: set[str]) -> None:
-    """Begin the books: `typed` came from the command line, everything else is a default."""
+    """Begin the notes: `typed` came from the command line, everything else is a default."""
     args.typed_flags = set(typed)
     args.origins = {
         name: Origin.COMMAND_LINE if name in typed else Origin.DEFAULT for name in vars(args) if name not in _BOOKS

@@ -1,9 +1,9 @@
 """The command-line parser of all families of flags: no abbreviations, and all slips of a command line in one message.
 
-An unknown flag is an error that names the nearest known ones; a retired one names its replacement. Where that is all, the
-rest of the words is parsed too, so that one message can tell its broken rules as well. A flag given again, by whichever of
-its names, wins over what stands before it, lists included, and one line says so; only flags that say so add up. One script
-serves runs that only train too: they take the flags of engines and router, also of those that are not installed.
+An unknown flag is an error that names the nearest known ones; a retired one names its replacement. If there are no other slips,
+the other words are parsed too, so that one message can also tell the rules that they break. If a flag is given again, by any of
+its names, its last value counts, lists included, and one line says so; only flags that say so add up. One script serves runs
+that only train, too: these accept the flags of engines and router, even if the packages of those are not installed.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-inf$", re.IGNOR
 
 
 class StoreAction(argparse._StoreAction):
-    """argparse's own, which tells the parser, so that a value that replaces another one does not do it in silence."""
+    """argparse's own action that also tells the parser, so that no value replaces another one silently."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if isinstance(parser, ArgumentParser):
@@ -54,7 +54,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._negative_number_matcher = _NEGATIVE_NUMBER
-        # Messages about values, while `parse` runs; outside of it the first one is raised.
+        # Messages about values while `parse` runs; outside of it the first one is raised.
         self._problems: list[str] | None = None
         self._without_value: argparse.Action | None = None
         # Attribute -> the spellings and values that the words give it, in their order.
@@ -102,7 +102,7 @@ class ArgumentParser(argparse.ArgumentParser):
         ]
 
     def _without_values_of_switches(self, words: list[str]) -> list[str]:
-        """`words` without those that give a value to a flag that takes none; each is a problem."""
+        """`words` without those that give a value to a flag that takes none; each of these becomes a problem."""
         kept = []
         for word in words:
             action = self._option_string_actions.get(_name(word))
@@ -118,7 +118,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return kept
 
     def _describe_stray(self, words: list[str]) -> list[str]:
-        """A message for the first word behind each flag that is more than the flag takes."""
+        """A message for the first superfluous word behind each flag."""
         stray: dict[int, str] = {}
         flag, place, room = "", -1, 0.0
         for position, word in enumerate(words):
@@ -134,7 +134,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return list(stray.values())
 
     def _describe_override(self, word: str, name: str) -> str:
-        """What to type in place of `trainer.nnodes=2`."""
+        """The words to type in place of `trainer.nnodes=2`."""
         shown_word = f"{name}={REDACTED}" if is_secret(name) else word
         answer = answer_to(name, self._option_string_actions)
         if answer is not None:
@@ -169,7 +169,7 @@ class ArgumentParser(argparse.ArgumentParser):
             return 0
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        # argparse leaves an action out whose value is SUPPRESS.
+        # argparse leaves out an action whose value is SUPPRESS.
         if self._without_value is action:
             self._without_value = None
             return argparse.SUPPRESS
@@ -259,7 +259,7 @@ def parse_known(
 
 
 def _without_ignored(parser: ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """`argv` of a run that only trains, without the flags of packages that are not installed; else `argv` as it is."""
+    """`argv`, for a run that only trains without the flags of packages that are not installed."""
     absent = tuple(prefix for prefix, package in _PREFIXES.items() if load_surface(package) is None)
     if not absent or _TRAIN_ONLY.isdisjoint(_name(word) for word in argv):
         return list(argv)
@@ -292,7 +292,7 @@ def _name(word: str) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values say the same: nan, which equals nothing, does."""
+    """Whether two values are the same; nan is the same as nan."""
     return one == other or repr(one) == repr(other)
 
 
@@ -313,7 +313,7 @@ def _replacement(dest: str, given: list[tuple[str, Any]]) -> str:
 
 
 def _most_values(action: argparse.Action) -> float:
-    """How many words the flag takes at most."""
+    """The most words that the flag takes."""
     if isinstance(action.nargs, int):
         return action.nargs
     return 1 if action.nargs in (None, argparse.OPTIONAL) else math.inf
@@ -326,7 +326,7 @@ def _unexpected(word: str, flag: str) -> str:
 
 
 def _with_searched_word(words: Sequence[str]) -> list[str]:
-    """`words` with `--help-grep` and its word joined: that one may be a flag."""
+    """`words` with `--help-grep` and its word joined, since that word may look like a flag."""
     joined = list(words)
     if "--help-grep" in joined[:-1]:
         at = joined.index("--help-grep")

@@ -2,7 +2,7 @@
 
 Paths are made absolute: Ray's workers do not run in the directory where the command was typed.
 
-Of plug-ins, files, modules and names are looked for in the source before anything starts: nothing is imported in the driver,
+The files, modules and names of plug-ins are looked for in the source before anything starts. The driver imports none of them,
 because plug-ins may import heavy packages and do things that only their own process should do. They are loaded when the process
 that calls them starts, not when they are first needed: one that fails ends a run in seconds, not after its first rollout.
 """
@@ -36,7 +36,7 @@ def make_paths_absolute(args: argparse.Namespace) -> dict[str, Violation]:
         if value == "" or (isinstance(value, list) and "" in value):
             template = "{0}: the path is empty; is a variable of the shell not set? Give a path"
             empty[name] = broken(args, template, flag_of(name))
-            # An empty list is what a repeatable flag has when it was not given.
+            # A repeatable flag that was not given has an empty list.
             setattr(args, name, [] if OWN_FLAGS[name].action == "append" else None)
             args.typed_flags.discard(name)
     _absolute(args)
@@ -51,11 +51,11 @@ def _absolute(args: argparse.Namespace) -> None:
         if vars(args)[name] is not None:
             setattr(args, name, os.path.expanduser(vars(args)[name]))
     if args.prompt_data is not None:
-        # Checked arguments have a lone path for a list of one.
+        # Checked arguments hold a list of one path as that path.
         files = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data
         args.prompt_data = [absolute(path) for path in files]
     words = args.eval_prompt_data or []
-    # Pairs `name path`; one lone word is a path. Of another odd number nobody knows, and a message shows them as typed.
+    # Pairs `name path`; one lone word is a path. Another odd number is wrong, and a message shows the words as typed.
     in_pairs = len(words) % 2 == 0
     args.eval_prompt_data = [
         absolute(word) if (in_pairs and position % 2) or len(words) == 1 else word
@@ -97,7 +97,7 @@ def load_plug_ins(args: argparse.Namespace, names: tuple[str, ...]) -> None:
 
 def missing_plug_ins(args: argparse.Namespace) -> Iterator[Violation]:
     """A violation for every plug-in path whose file, package, module or name does not exist, as far as the source tells."""
-    # A variable of the ranks may lead them to packages that this process does not see.
+    # A variable of the ranks, such as PYTHONPATH, may lead them to packages that this process does not see.
     elsewhere = "PYTHONPATH" in (args.train_env_vars or {})
     for name, path in _paths(args, MANAGER_PLUG_INS + RANK_PLUG_INS):
         if name not in args.typed_flags:
@@ -120,7 +120,7 @@ def missing_plug_ins(args: argparse.Namespace) -> Iterator[Violation]:
 def _is_importable(path: str) -> bool:
     """Whether the first part of a dotted path is there; nothing is imported to find out."""
     top = path.strip().partition(":")[0].partition(".")[0]
-    # What is no name has a message of its own.
+    # A word that cannot be a name has a message of its own.
     return not top.isidentifier() or top in sys.modules or find_top(top) is not None
 
 

@@ -1,7 +1,7 @@
-"""What a run says of the flags of its engines and router, wherever they are given: which it refuses, and what is no share.
+"""The flags of engines and router that a run refuses, wherever they are given, and other questions about these flags.
 
-In `NOT_YET` stand, beside layouts that are not built, the features that a server would accept and that would go wrong in
-silence: weights or cached keys and values that stay those of an older version, ranks that the weight groups do not reach.
+`NOT_YET` has layouts that are not built, and features that a server would accept and that would silently go wrong: weights or
+cached keys and values would stay those of an older version, or the weight groups would not reach all ranks.
 """
 
 import argparse
@@ -16,8 +16,8 @@ _ONE_KEY = "router and engines of a run share one key; give it as --router-api-k
 _ROLES = "it follows from --prefill-num-servers, or the worker types in --sglang-config; drop it"
 _HTTP_ONLY = "engines are controlled over HTTP; drop it"
 
-# Flags that every server accepts and that a run cannot leave to the user: attribute → reason and way out. Here, and not
-# missing from the command line, so that whoever types one reads why.
+# Flags that every server accepts but a run cannot leave to the user: attribute → reason and way out. They are on the command
+# line all the same, so that a user who types one reads why.
 REFUSED: dict[str, str] = {
     "sglang_host": f"an engine is not free to choose: {_OWN_ADDRESS}",
     "sglang_api_key": _ONE_KEY,
@@ -60,7 +60,7 @@ def is_share(share: float | None) -> bool:
     return share is None or 0 < share < 1
 
 
-# Server fields that are known by other names too: field → those, all without `sglang_`.
+# Server field → its other names, all without `sglang_`.
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "cuda_graph_bs_decode": ("cuda_graph_bs",), "cuda_graph_max_bs_decode": ("cuda_graph_max_bs",),
     "dp_size": ("dp", "data_parallel_size"), "ep_size": ("ep", "expert_parallel_size"),
@@ -78,18 +78,18 @@ def keep_names_equal(args: argparse.Namespace) -> None:
 
 
 def tensor_parallel_size(args: argparse.Namespace) -> int:
-    """Ranks that share each layer of an engine: its GPUs over its pipeline stages."""
+    """How many ranks share each layer of an engine: its GPUs divided by its pipeline stages."""
     return args.rollout_num_gpus_per_engine // (args.sglang_pp_size or 1)
 
 
 def attention_groups(args: argparse.Namespace) -> int:
-    """Groups of an engine's ranks that each attend to requests of their own (data-parallel attention); 1: all to all."""
+    """How many groups an engine's ranks form in data-parallel attention, each with requests of its own; 1: one for all."""
     return (args.sglang_dp_size or 1) if args.sglang_enable_dp_attention else 1
 
 
-# Tokens of a kept set that a server tells where --sglang-sampling-mask-max-tokens does not say how many.
+# How many tokens of a kept set a server reports unless --sglang-sampling-mask-max-tokens says otherwise.
 TOLD_TOKENS = 4096
-# Of those below, what a model may be given whose weights stay.
+# Those of the flags below that a model whose weights are never updated may be given.
 ONLY_AGAINST_PUSHES = ("sglang_cpu_offload_gb", "sglang_quantization")
 _WEIGHTS_ON_THE_HOST = "engine weights in host memory (pushed weights would not reach them)"
 

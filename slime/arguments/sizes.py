@@ -1,5 +1,5 @@
-"""Numbers that rules, plan and trainer ask of the flags: which GPUs train and which serve, how ranks are divided, how long a
-sample may be, how many optimizer steps there are.
+"""Numbers that rules, plan and trainer derive from the flags: which GPUs train and which serve, how ranks are divided, how long
+a sample may be, how many optimizer steps there are.
 
 GPUs are numbered as the run's bundles are sorted; training ranks take the first ones. Ranks are divided by tensor, pipeline and
 context parallelism; what is left is data parallelism.
@@ -37,7 +37,7 @@ def layout_of(args: argparse.Namespace) -> GpuRanges:
     if not args.has_engines:
         return GpuRanges(actor, actor, 0, 0)
     if args.rollout_external:
-        # The sizes of the training ranks stay reserved for runs that only generate, so that both kinds place alike.
+        # A run that only generates reserves the training ranks' sizes, too, so that it is placed like one that trains.
         return GpuRanges(args.world_size, actor, 0, actor)
     if not args.has_trainer:
         return GpuRanges(rollout, 0, rollout, 0)
@@ -60,7 +60,7 @@ def divides_the_ranks(args: argparse.Namespace) -> bool:
 
 
 def data_parallel_size(args: argparse.Namespace) -> int:
-    """The number of those groups; at least 1, also where the ranks cannot be divided."""
+    """The number of those groups; at least 1, even if the ranks cannot be divided."""
     return max(1, args.world_size // model_parallel_size(args))
 
 
@@ -82,8 +82,8 @@ def longest_sample(args: argparse.Namespace) -> int | None:
 
 
 def positions_of_model(args: argparse.Namespace) -> int | None:
-    """Positions that the model was made for; None where neither a flag nor the Hugging Face config tells."""
-    # Derived from --seq-length it says nothing about the model: RoPE has no table.
+    """How many positions the model was made for; None if neither a flag nor the Hugging Face config tells."""
+    # A value that was derived from --seq-length says nothing about the model, since RoPE has no table.
     derived = args.origins.get("max_position_embeddings") in (Origin.DEFAULT, Origin.DERIVED)
     return None if derived else args.max_position_embeddings
 
@@ -109,7 +109,7 @@ def plans_for_gpus(args: argparse.Namespace) -> bool:
 
 
 def expects_gpus(args: argparse.Namespace) -> bool | None:
-    """Whether the run, or the one that `--dry-run` is about, has GPUs; None where a cluster shows that when it is joined."""
+    """Whether the run, or the one that `--dry-run` is about, has GPUs; None if only the cluster will tell when it is joined."""
     if gpus_on_this_machine() > 0 or (args.dry_run and plans_for_gpus(args)):
         return True
     joins = not args.dry_run and env.ray_address() is not None and env.forced_accelerator() != "cpu"

@@ -1,4 +1,4 @@
-"""Answers to words that are no flags of ours: of other systems, earlier versions, Megatron-LM, servers where the run decides.
+"""Answers to words that are no flags here: those of other systems, earlier versions, Megatron-LM, and servers' own settings.
 
 The names of other systems are those of trainers in common use: flags (`--actor_learning_rate`), flags with dots (`--actor.lr`)
 and overrides (`actor_rollout_ref.actor.optim.lr=1e-6`). A row stands for one thing; capitals, `_` and `-` are alike, and of a
@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from slime.arguments.violations import Kind, Violation, broken
 
-# Names that nobody would give to a value of their own, so that they are answered in files too -> the flags that are meant.
+# Names that no user would give to a value of their own, so that files are answered too -> the flags that are meant.
 SAME: dict[str, tuple[str, ...]] = {
     "--learning-rate": ("--lr",),
     **dict.fromkeys(("--tp", "--tp-size", "--tensor-parallel-size"), ("--tensor-model-parallel-size",)),
@@ -164,7 +164,7 @@ _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*)=")
 
 
 def answer_to(name: str, known: Collection[str]) -> Violation | None:
-    """What to tell somebody who typed `name`, a flag or the name in an override; None for a name that nobody uses.
+    """The answer to `name`, a flag or the name in an override; None for a name that no known system uses.
 
     Args:
         known: all flags, such as `--lr`.
@@ -183,7 +183,7 @@ def answer_to(name: str, known: Collection[str]) -> Violation | None:
 
 
 def unknown(template: str, *flags: str) -> Violation:
-    """What is told about a name that nobody knows; `flags`, and those in the template, may be meant."""
+    """The message about an unknown name; `flags`, and those in the template, may be meant."""
     return broken(argparse.Namespace(), template, *flags, kind=Kind.UNKNOWN)
 
 
@@ -256,7 +256,7 @@ def why_unknown(flag: str) -> Violation | None:
 
 
 def looked_up(table: dict[str, str], name: str) -> str:
-    """The entry of `name`, or of a family that it belongs to; empty where there is none."""
+    """The entry of `name`, or of a family to which it belongs; empty if there is none."""
     families = (entry for entry in table if entry.endswith("*") and name.startswith(entry[:-1]))
     return table.get(name) or next((table[family] for family in families), "")
 

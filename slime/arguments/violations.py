@@ -1,4 +1,4 @@
-"""What a run is refused for. A rule yields violations, and each says which flags it is about, and of which kind it is.
+"""Violations, for which a run is refused. A rule yields them, and each says which flags it is about, and of which kind it is.
 
 Rules read values that others may have got wrong: a size out of its bounds is replaced before they are asked, a flag that nobody
 knows leaves the one that was meant at its default. What they say about such a flag is a consequence that nobody wants to read;
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class Kind(Enum):
-    """Of the last two a plan only takes note."""
+    """The kinds of violations. A plan only takes note of the last two."""
 
-    # Nobody knows the flag.
+    # The flag is unknown.
     UNKNOWN = auto()
     OUT_OF_BOUNDS = auto()
-    # Values that do not go together, or a word that means nothing.
+    # Values do not fit together, or a word has no meaning.
     WRONG = auto()
     # A file, a directory, a package or a plug-in is not there.
     MISSING = auto()
@@ -62,10 +62,10 @@ class Refusal(UserError):
         super().__init__("\n".join(violation.message for violation in self.violations))
 
 
-# Rules are asked all together, so that a user reads everything that is wrong at once.
+# All rules are asked, so that a user reads everything that is wrong at once.
 Rule = Callable[[argparse.Namespace], Iterator[Violation]]
 
-# Numbers that messages tell -> the flags that they follow from.
+# Derived numbers in messages -> the flags from which they follow.
 _FOLLOWS_FROM = {
     **dict.fromkeys(("world_size", "data_parallel_size"), frozenset({
         "--actor-num-nodes", "--actor-num-gpus-per-node", "--tensor-model-parallel-size", "--pipeline-model-parallel-size",
@@ -120,7 +120,7 @@ def without_consequences(violations: Iterable[Violation], flags: Collection[str]
 
 
 def refused(when: Condition, template: str) -> Rule:
-    """The rule that is broken where `when` holds; `template` as in `broken`."""
+    """A rule that is broken if `when` holds; `template` as in `broken`."""
 
     def rule(args: argparse.Namespace) -> Iterator[Violation]:
         if when(args):
@@ -130,7 +130,7 @@ def refused(when: Condition, template: str) -> Rule:
 
 
 def refused_each(names: Iterable[str], when: Callable[[argparse.Namespace, Any], Any], template: str) -> Rule:
-    """The rule that each attribute breaks for whose value `when` holds; in the template `{0}` is its flag, `{value}` that."""
+    """A rule that an attribute breaks if `when` holds for its value; in the template `{0}` is its flag, `{value}` the value."""
 
     def rule(args: argparse.Namespace) -> Iterator[Violation]:
         for name in names:
@@ -141,7 +141,7 @@ def refused_each(names: Iterable[str], when: Callable[[argparse.Namespace, Any],
 
 
 def warned(when: Condition, template: str) -> Rule:
-    """Warns where `when` holds, and refuses nothing; `template` as in `broken`."""
+    """A rule that warns if `when` holds, and refuses nothing; `template` as in `broken`."""
 
     def rule(args: argparse.Namespace) -> Iterator[Violation]:
         if when(args):
@@ -152,7 +152,7 @@ def warned(when: Condition, template: str) -> Rule:
 
 
 def where(condition: Condition, *rules: Rule) -> tuple[Rule, ...]:
-    """The rules, each asked only where `condition` holds."""
+    """The rules, each asked only if `condition` holds."""
 
     def asked(rule: Rule) -> Rule:
         return lambda args: rule(args) if condition(args) else iter(())
@@ -161,7 +161,7 @@ def where(condition: Condition, *rules: Rule) -> tuple[Rule, ...]:
 
 
 def of_kind(kind: Kind, *rules: Rule) -> tuple[Rule, ...]:
-    """The rules, of which every violation is of this kind."""
+    """The rules, with all their violations of this kind."""
 
     def asked(rule: Rule) -> Rule:
         return lambda args: (replace(violation, kind=kind) for violation in rule(args))
@@ -170,7 +170,7 @@ def of_kind(kind: Kind, *rules: Rule) -> tuple[Rule, ...]:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """All divisors, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
