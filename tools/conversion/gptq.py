@@ -199,7 +199,7 @@ class LayeredModel:
         return made[0] if self._gives_tuples else made
 
     def _call(self, index: int, tokens: torch.Tensor) -> tuple[torch.Tensor, Any, Any]:
-        """(hidden states, further arguments, options) with which the decoder calls a layer; those before pass their input on."""
+        """(hidden states, further arguments, options) of the decoder's call of a layer; those before it pass their input on."""
         self._wanted = index
         try:
             self._decoder(input_ids=tokens.to(self._device), use_cache=False)

@@ -19,7 +19,7 @@ from tools.simulation.engines import EngineSpeed, Fleet, FleetSeconds, Group
 
 @dataclass(frozen=True)
 class Speeds:
-    """Measured times, in seconds, and the sizes of what they were measured on.
+    """Measured times, in seconds, and the sizes of the trainer and the engines on which they were measured.
 
     decode_step_seconds, decode_request_seconds: of a decode step of one engine, and of each request that runs in it.
     prefill_token_seconds: of a prompt token, on one engine.
@@ -57,7 +57,7 @@ class Speeds:
         )
 
     def trainer_seconds(self, totals: Sequence[int], devices: int) -> tuple[float, float]:
-        """Of the passes before training, and of training, on samples of `totals` tokens.
+        """(seconds of the passes before training, seconds of training) for samples of `totals` tokens.
 
         Samples are dealt to the replicas evenly, but no sample is cut: the busiest replica has the mean or the longest sample.
         """
@@ -69,9 +69,9 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Work:
-    """What a run has to do; names as those of its flags.
+    """The work of a run; names are those of its flags.
 
-    draw: gives the lengths of the answers of some prompts, from a generator: integers [prompts, n_samples_per_prompt].
+    draw: gives, from a generator, the lengths of the answers of some prompts: integers [prompts, n_samples_per_prompt].
     """
 
     draw: Callable[[np.random.Generator, int], np.ndarray]
@@ -110,7 +110,7 @@ ARRANGEMENTS = (
 
 @dataclass(frozen=True)
 class Split:
-    """Devices of the trainer and number of engines; colocated ones overlap."""
+    """How many devices the trainer has, and how many engines there are; colocated ones overlap."""
 
     devices: int
     trainer_devices: int
@@ -141,7 +141,7 @@ class _Call:
 
 @dataclass
 class Replay:
-    """What came of a run. Counted are the rollouts after the first `warm_up`, over `seconds`.
+    """The results of a run, which count the rollouts after the first `warm_up`, over `seconds`.
 
     ends: of the steps, seconds. rollout_seconds: of the rollout calls. staleness: per trained sample, in weight versions.
     trained_tokens: of responses. wasted_tokens: written and thrown away. phases: seconds of the trainer, by phase.
@@ -166,7 +166,7 @@ class Replay:
 
     @property
     def step_seconds(self) -> float:
-        """Mean over the counted steps."""
+        """Mean seconds of the counted steps."""
         return self.seconds / (len(self.ends) - self.warm_up)
 
     @property
@@ -179,7 +179,7 @@ class Replay:
 
     @property
     def training_seconds(self) -> float:
-        """Of a step, the passes before training included."""
+        """Mean seconds in which a step trains, including the passes before training."""
         return (self.phases["log_probs"] + self.phases["train"]) / (len(self.ends) - self.warm_up)
 
     @property
@@ -199,7 +199,7 @@ class Replay:
 
     @property
     def lost(self) -> dict[str, float]:
-        """Where time goes in which a device neither trains nor fills an engine, as shares of the seconds of all devices.
+        """The time in which devices neither train nor fill an engine, by cause, as shares of the seconds of all devices.
 
         stragglers: engines that are idle, or emptier than at their fullest, while a rollout is generated. samples: the
         trainer waits for them. trainer: engines wait for it. push: pushes, and contexts that are read again after them.
@@ -261,7 +261,7 @@ class _Driver:
         for rollout_id in range(self.rollouts):
             if rollout_id == replay.warm_up:
                 start, before = self.fleet.now, self.fleet.seconds()
-            # Those after the last one are generated too: what is counted is a piece of a longer run.
+            # Rollouts after the last one are generated too, because the counted ones are a piece of a longer run.
             self.allowed = rollout_id + 1 + ahead
             call = self._take()
             self._train(call)
@@ -279,7 +279,7 @@ class _Driver:
             self._let_pass(math.inf)
         call = self.generated.popleft()
         if not self.replay.arrangement.ahead and self._counts:
-            # Elsewhere engines may work beside it, and it is part of what the trainer waits for.
+            # In other arrangements engines may work beside it, and it is part of the trainer's wait for samples.
             self.replay.phases["other"] += self.speeds.rollout_fixed_seconds
         return call
 
@@ -361,7 +361,7 @@ class _Driver:
         self.fleet.submit(groups)
 
     def _end_generation(self, call: _Call) -> None:
-        """Enough groups are finished: those that are first are kept, and the rest starts again or is resumed."""
+        """End a call for which enough groups are finished: the first are kept, and the others start again or are resumed."""
         wanted = self.work.rollout_batch_size
         call.kept, surplus = call.finished[:wanted], call.finished[wanted:]
         call.ready = call.kept[-1].ended + self.speeds.rollout_fixed_seconds
@@ -393,7 +393,7 @@ def replay(
 def splits(devices: int, arrangement: Arrangement, speeds: Speeds, trainer_devices: int | None = None) -> list[Split]:
     """The ways to share `devices` between trainer and engines that are worth a try: whole replicas, whole engines.
 
-    `trainer_devices`: what the trainer has, where that is decided. Empty where the devices are too few.
+    `trainer_devices`: how many devices the trainer has, if that is decided. The list is empty if there are too few devices.
     """
     if arrangement.colocated:
         replicas, engines = devices // speeds.replica_devices, devices // speeds.engine_devices
@@ -432,7 +432,7 @@ def best_replay(
         found = replay(arrangement, candidates[number], speeds, work, seed=seed, rollouts=short, warm_up=1)
         return found.steps_per_hour
 
-    # From the middle uphill: more devices for one side help until the other one is what all wait for.
+    # Climb from the middle: more devices for one side help until everything waits for the other one.
     best = len(candidates) // 2
     if len(candidates) > 1 and short > 1:
         while True:

@@ -1,4 +1,4 @@
-"""Engines as a model of time: they decode what runs on them step by step, and the more runs, the longer a step takes.
+"""Engines as a model of time: they decode their requests step by step, and a step takes longer the more requests run.
 
 A step of an engine with n running requests takes `step_seconds + request_seconds · n` and gives each of them a token. So the
 clock of an engine is its number of steps: a request that starts at step v with k tokens to go ends at step v + k, whatever
@@ -18,11 +18,11 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """Seconds of one engine.
+    """The speed of one engine.
 
-    step_seconds, request_seconds: of a decode step, and of each running request in it.
-    prefill_token_seconds: of a token that is read, not written.
-    max_running: requests that run at once; others wait at the engine, first come, first served.
+    step_seconds, request_seconds: seconds of a decode step, and of each running request in it.
+    prefill_token_seconds: seconds for a token that is read, not written.
+    max_running: how many requests run at once; others wait at the engine, first come, first served.
     """
 
     step_seconds: float
@@ -31,13 +31,13 @@ class EngineSpeed:
     max_running: int = 2**31
 
     def decode_seconds(self, running: float) -> float:
-        """Of a step."""
+        """Seconds of a step with `running` requests."""
         return self.step_seconds + self.request_seconds * running
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One answer: `tokens` long in the end, of which `done` are written. `version`: of the weights of its first token."""
+    """One answer, `tokens` long in the end, of which `done` are written. `version`: that of its first token's weights."""
 
     group: Group
     prompt_tokens: int
@@ -59,7 +59,7 @@ class Group:
 
     @classmethod
     def of(cls, prompt_tokens: int, lengths: Iterable[int]) -> Group:
-        """`lengths`: tokens of its answers, at least 1 each."""
+        """A group with answers of `lengths` tokens, at least 1 each."""
         group = cls()
         group.requests = [Request(group, prompt_tokens, tokens) for tokens in lengths]
         group.unfinished = len(group.requests)
@@ -67,16 +67,16 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest weights that wrote a token of it; only of a group that has tokens."""
+        """The version of the oldest weights that wrote a token of it. The group must have tokens."""
         return min(request.version for request in self.requests if request.version is not None)
 
     @property
     def written(self) -> int:
-        """Tokens of its answers so far."""
+        """How many tokens its answers have so far."""
         return sum(request.done for request in self.requests)
 
     def start_again(self) -> int:
-        """Forget what was written. Returns the number of tokens."""
+        """Forget the written tokens. Returns how many they were."""
         lost = self.written
         for request in self.requests:
             request.done, request.version, request.is_finished = 0, None, False
@@ -86,7 +86,7 @@ class Group:
 
 @dataclass
 class FleetSeconds:
-    """What the engines did, summed over engines, in seconds; `tokens`: written.
+    """The seconds of the engines by what they did, summed over engines; `tokens`: how many they wrote.
 
     busy: with at least one request. read: of these, for prompts and contexts; recomputed: of these, for contexts that are read
     again after a push. active: at least one request somewhere, times the number of engines. paused: of these, for pushes.
@@ -107,12 +107,12 @@ class _Engine:
     __slots__ = ("clock", "epoch", "running", "steps", "tokens", "waiting")
 
     def __init__(self) -> None:
-        # Up to `clock` (seconds) all is told; ahead of the fleet's time while prompts are read.
+        # Everything up to `clock` (seconds) is accounted for; it is ahead of the fleet's time while prompts are read.
         self.clock = 0.0
         self.steps = 0.0
         self.running: list[tuple[float, int, Request]] = []
         self.waiting: deque[Request] = deque()
-        # Of the one entry of this engine among the events that still holds.
+        # The number of the only entry of this engine among the events that is still valid.
         self.epoch = 0
         self.tokens = 0.0
 
@@ -145,7 +145,7 @@ class Fleet:
         self.curve: list[tuple[float, int]] = []
 
     def submit(self, groups: Iterable[Group]) -> None:
-        """Start what is left of the answers of `groups`, now."""
+        """Start the unfinished answers of `groups` now."""
         requests = [request for group in groups for request in group.requests if not request.is_finished]
         if not requests:
             return
@@ -180,7 +180,7 @@ class Fleet:
                 continue
             self.now = max(self.now, time)
             self._advance(engine, time)
-            # Rounding must not leave a request a hair before its end.
+            # Rounding must not leave a request just short of its end.
             end = engine.steps = engine.running[0][0]
             found = False
             while engine.running and engine.running[0][0] <= end:
@@ -194,7 +194,7 @@ class Fleet:
         return False
 
     def pause(self, seconds: float) -> None:
-        """Halt all engines for a push from now on; what runs is read again afterwards, as its cache is of the old weights."""
+        """Halt all engines for a push from now on. Running requests are read again after it, since their cache is outdated."""
         for number, engine in enumerate(self._engines):
             self._advance(engine, self.now)
             engine.clock += seconds
@@ -209,7 +209,7 @@ class Fleet:
             self._done.paused += seconds * len(self._engines)
 
     def abort(self) -> None:
-        """End all that runs or waits; requests keep the tokens that are whole."""
+        """End all running and waiting requests, which keep their finished tokens."""
         for engine in self._engines:
             self._advance(engine, self.now)
             for _, _, request in engine.running:
@@ -227,12 +227,12 @@ class Fleet:
         self.curve.append((self.now, self.running))
 
     def seconds(self) -> FleetSeconds:
-        """What was done up to now; not for a moment within a pause."""
+        """The seconds up to now, which must not be within a pause."""
         for engine in self._engines:
             self._advance(engine, self.now)
         done = FleetSeconds(**vars(self._done))
         done.tokens = sum(engine.tokens for engine in self._engines)
-        # What is read now counts as far as it is read.
+        # A prompt that is being read counts as far as it is read.
         unread = sum(engine.clock - self.now for engine in self._engines)
         done.busy -= unread
         done.read -= unread
@@ -241,7 +241,7 @@ class Fleet:
         return done
 
     def _finish(self, request: Request) -> bool:
-        """Whether its group is finished with it."""
+        """Finish a request. Returns whether its group is finished with it."""
         request.done, request.is_finished = request.tokens, True
         self.running -= 1
         self._leave(1)
@@ -272,7 +272,7 @@ class Fleet:
             self._done.busy += passed
 
     def _admit(self, number: int) -> None:
-        """Start what waits at the engine and has room, and tell when the engine finishes something next."""
+        """Start waiting requests of the engine as far as there is room, and note when it finishes the next one."""
         engine = self._engines[number]
         while engine.waiting and len(engine.running) < self.speed.max_running:
             request = engine.waiting.popleft()

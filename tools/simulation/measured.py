@@ -1,8 +1,8 @@
-"""What runs measured: the seconds of their phases as the times of the model, and the lengths of their answers.
+"""Measurements of runs: the seconds of their phases, as the times of the model, and the lengths of their answers.
 
-Phase times are sums of a few parts, such as a fixed part and one for each token, and the steps of one run hardly differ. So the
-parts are fitted with a pull: what the steps tell apart they decide, and what they do not is shared out as `Part.usual` says.
-Runs of other batch sizes tell more apart.
+A phase's time is a sum of a few parts, such as a fixed part and one for each token, and the steps of one run hardly differ. So
+the parts are fitted with a pull: where the steps tell parts apart they decide, and otherwise time is shared out as `Part.usual`
+says. Runs with other batch sizes tell more parts apart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOG_PROB_PHASES = ("log_probs", "ref_log_probs", "teacher_log_probs")
 
 @dataclass(frozen=True)
 class Part:
-    """`amounts`: how much of it each step has. `usual`: its share of the time where steps do not tell."""
+    """A part of a phase. `amounts`: how much of it each step has. `usual`: its share of the time if steps do not tell."""
 
     amounts: Sequence[float]
     usual: float
@@ -53,7 +53,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RunShape:
-    """What a run's arguments say about its sizes; names as in `Speeds` and `Work`."""
+    """The sizes of a run by its arguments; names are those of `Speeds` and `Work`."""
 
     rollout_batch_size: int
     n_samples_per_prompt: int
@@ -70,7 +70,7 @@ class RunShape:
 
 @dataclass(frozen=True)
 class Measured:
-    """What runs tell a model of time.
+    """The inputs of a model of time that runs give.
 
     error: mean distance of the fitted from the measured seconds of a step, as a share.
     """
@@ -83,12 +83,12 @@ class Measured:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of all answers of the runs, [prompts, n_samples_per_prompt of the last run]."""
+        """Lengths of all answers of the runs, [prompts, n_samples_per_prompt of the last run]."""
         return np.concatenate([step.lengths.reshape(-1, self.shape.n_samples_per_prompt) for step in self.steps])
 
 
 def fit(seconds: Sequence[float], parts: Sequence[Part]) -> list[float]:
-    """Seconds of one of each part, none negative: least squares of relative errors, with a pull to the usual shares."""
+    """Seconds of one unit of each part, none negative, by least squares of relative errors with a pull to usual shares."""
     mean = float(np.mean(seconds))
     means = [float(np.mean(part.amounts)) for part in parts]
     present = [number for number, amount in enumerate(means) if amount > 0]
@@ -127,7 +127,7 @@ def measured(
 
     Args:
         keep: the steps to read, by rollout id; the first one pays for imports and compilations of all others.
-        max_running_requests: of an engine, where the runs do not tell.
+        max_running_requests: that of an engine, if the runs do not tell.
 
     Raises:
         ValueError: a directory holds no run, or not what is needed of it.

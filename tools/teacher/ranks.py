@@ -1,7 +1,7 @@
-"""A rank of the teacher: it holds a part of the model, and does what rank 0 says, with all others together.
+"""A rank of the teacher: it holds a part of the model, and does what rank 0 says, together with all other ranks.
 
-Ranks wait for rank 0 as long as nothing fails, and rank 0 says something at least every `BEAT_SECONDS`: so a rank that is gone,
-or hangs, is found out by the time limit of collectives (`--distributed-timeout-minutes`), also where nobody asks anything.
+Ranks wait for rank 0 as long as nothing fails, and rank 0 says something at least every `BEAT_SECONDS`. So the time limit of
+collectives (`--distributed-timeout-minutes`) finds a rank that is gone or hangs, even while no client asks anything.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ BEAT_SECONDS = 10.0
 
 
 def fixed(source: WeightSource) -> WeightSource:
-    """`source` with the iteration that is the newest of its checkpoint now: a run that still trains may have another one when
-    the weights are read, or when the next rank looks."""
+    """`source` with the iteration that is the newest of its checkpoint now. A run that still trains may have saved another one
+    by the time that the weights are read, or the next rank looks."""
     is_newest = source.kind == "megatron" and source.step is None
     return dataclasses.replace(source, step=latest_iteration(source.path)) if is_newest else source
 
@@ -44,12 +44,12 @@ class TeacherRank:
     """One rank; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as torch.distributed expects.
 
     Args:
-        args: of a run whose model it is. No optimizer is ever built, whatever they say.
-        local_rank, local_world_size: the place among the ranks of this machine.
+        args: the arguments of a run with this model. No optimizer is ever built, whatever they say.
+        local_rank, local_world_size: this rank's number among the ranks of this machine, and how many they are.
         sample_rows, label_rows: see `score`.
 
     Attributes:
-        source: of the weights that it starts with. What rank 0 has here counts.
+        source: the source of the weights that it starts with; that of rank 0 counts for all.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
-"""What a model says of one sequence, from vocabulary-parallel logits: log-probs of its tokens, of given ids, and of drawn ones.
+"""Scores one sequence by vocabulary-parallel logits: log-probs of its tokens, of given ids, and of drawn ones.
 
 Names carry their dimensions as in `slime.training.log_probs`: T rows of the logits, R of them that predict a token of the
 sequence, C of the R in one chunk, V entries of this rank; K ids that are given for each row, N that are drawn.
 
 Invariants
-- No rank has a row of the whole vocabulary: ranks tell each other a sum for each row and a number for each id.
+- No rank has a row of the whole vocabulary: ranks exchange a sum for each row and a number for each id.
 - Beside the logits that the model made there are never more rows at a time than a chunk has.
-- Draws come from a generator that is made of the question's seed and the rank. Nothing global moves, and the same question
-  gives the same draws for as long as ranks and chunks are the same.
+- Draws come from a generator that is seeded by the question's seed and the rank. No global generator is used, and the same
+  question gives the same draws as long as ranks and chunks are the same.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import torch.distributed as dist
 from slime.training.log_probs import log_sums
 from slime.training.packed_stream import Rows
 
-# Where every device tells an exponential draw from 0, which would win whatever its probability.
+# The least exponential draw: every device tells it from 0, which would win whatever the token's probability.
 _LEAST_DRAW = 2.0**-25
 _NOBODYS_ID = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about a sequence.
+    """A question about a sequence.
 
     Attributes:
         tokens: ids, int64 [n], at least two.
         temperature: all log-probs are of softmax(logits / temperature), and draws from it.
         sample_n: ids to draw for each of the positions 1 … n − 1.
-        seed: of the draws, below 2⁶³.
+        seed: the seed of the draws, below 2⁶³.
         labels: int64 [n − 1, K], ids to tell the log-probs of at positions 1 … n − 1.
     """
 
@@ -58,9 +58,9 @@ def score(
     """The answer to `question`, on the device of the logits and the same on every rank of `group`.
 
     Args:
-        logits_TV: on the r-th rank of `group` the entries r·V … (r+1)·V − 1 of the vocabulary (None: all of it).
+        logits_TV: on the r-th rank of `group`, the entries r·V … (r+1)·V − 1 of the vocabulary; all entries without a group.
         rows: the n − 1 rows that predict the tokens 1 … n − 1.
-        sample_rows, label_rows: rows of a chunk of draws, and of log-probs.
+        sample_rows, label_rows: how many rows a chunk of draws has, and one of log-probs.
 
     Returns:
         `log_probs` float32 [n − 1]; with `sample_n` `sampled_token_ids` int64 and `sampled_log_probs` float32, [n − 1, N]; with
@@ -100,15 +100,15 @@ class _Part:
             values_CK = self.logits_TV[rows_C[:, None], columns_CK.masked_fill(~is_here_CK, 0)].to(self.work_dtype)
             values_CK = (values_CK / self.temperature).double().masked_fill_(~is_here_CK, -torch.inf)
             values_CK = self._of_all_ranks(values_CK, dist.ReduceOp.MAX)
-            # Rounding may have put a token above its sum.
+            # Rounding may make a token's logit larger than the sum of all.
             found.append((values_CK - sums_C[:, None]).clamp_(max=0).float())
         return torch.cat(found)
 
     def drawn(self, count: int, seed: int, chunk: int) -> torch.Tensor:
         """`count` ids for each row, drawn from the softmax, int64 [R, N].
 
-        An id is where logit / temperature plus noise of its own is largest (the Gumbel-max trick): −log of an exponential draw
-        has a Gumbel distribution. A rank knows the largest of its part, and ranks compare these.
+        The id is the one for which logit / temperature plus noise of its own is largest (the Gumbel-max trick); −log of an
+        exponential draw has a Gumbel distribution. Each rank finds the largest of its part, and ranks compare these.
         """
         device = self.logits_TV.device
         of_rank = np.random.SeedSequence([seed, self.rank]).generate_state(1, np.uint64)

@@ -1,14 +1,14 @@
-"""The teacher behind HTTP: who may ask what and when, and what an answer looks like.
+"""The teacher's HTTP server: what clients may ask and when, and what an answer looks like.
 
-The ranks do one thing at a time, in the order in which it was asked for, in one thread beside the event loop. States:
+The ranks do one thing at a time, in the order of the requests, in one thread beside the event loop. States:
 
     starting ──► serving ◄──► updating        any ──► ended
 
 Invariants
-- From the moment an update is accepted no further question is; it begins when those before it are answered. An update that
-  nobody waits for any more before it begins is dropped, and serving goes on.
-- A question whose client has gone is not asked, unless it is under way.
-- What fails on a rank, so that nobody knows what the others do, ends the server. A refusal leaves everything as it was.
+- From the moment an update is accepted no further question is accepted; the update begins when those before it are answered. If
+  nobody waits for it any more before it begins it is dropped, and serving goes on.
+- A question whose client has gone is dropped, unless it is under way.
+- A failure on a rank ends the server, because it is unknown what the other ranks do. A refusal changes nothing.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ logger = logging.getLogger(__name__)
 
 MOST_BYTES = 64 * 2**20
 MOST_WAITING = 1024
-# Numbers in an answer beside the log-probs of the tokens.
+# The most numbers in an answer beside the log-probs of the tokens.
 MOST_NUMBERS = 2**24
 _WITHOUT_TOKEN = ("/detect", "/healthz")
 _PATHS = ("model_path", "path", "load")
 _FIELDS = ("input_ids", "sample_n", "label_token_ids", "temperature", "seed")
-# What an engine is asked for the log-probs of a prompt; `input_token_logprobs` is then in the answer.
+# The fields with which an engine is asked for log-probs of a prompt; the answer then has `input_token_logprobs`.
 _FIELDS_OF_ENGINES = ("sampling_params", "return_logprob", "logprob_start_len", "return_text_in_logprobs")
 _SAMPLING_PARAMS = ("temperature", "max_new_tokens", "skip_special_tokens")
 
 
 class Refused(Exception):
-    """An answer with another status than 200, and why."""
+    """The request is answered with another status than 200, for a reason."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -61,7 +61,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """A body of /generate: the question, and whether it is answered as an engine would, with texts of tokens."""
+    """A body of /generate: the question, whether the answer has an engine's form, and whether that has tokens' texts."""
 
     question: Question
     as_engine: bool = False
@@ -69,7 +69,7 @@ class Asked:
 
 
 def read_question(body: bytes, vocab_size: int, max_length: int) -> Asked:
-    """What is asked for; `max_length`: most tokens, 0 for any number. Raises Refused."""
+    """The question in a body. `max_length`: the most tokens, 0 for any number. Raises Refused if the body is wrong."""
     asked = _read_object(body)
     unknown = sorted(asked.keys() - {*_FIELDS, *_FIELDS_OF_ENGINES})
     if unknown:
@@ -136,7 +136,7 @@ def _whole(asked: dict[str, Any], name: str, default: int) -> int:
 
 
 def write_answer(asked: Asked, found: dict[str, np.ndarray], texts: Sequence[str] | None) -> bytes:
-    """The body of an answer. Raises Refused where the model gives something that is no number."""
+    """The body of an answer. Raises Refused if the model gives a value that is not a finite number."""
     for name, values in found.items():
         if not np.isfinite(values).all():
             place = np.argwhere(~np.isfinite(values))[0].tolist()
@@ -150,13 +150,13 @@ def write_answer(asked: Asked, found: dict[str, np.ndarray], texts: Sequence[str
 
 
 def identity_of(source: WeightSource) -> tuple[str, int | None]:
-    """By what two sources that are `fixed` are one: the directory and, of a Megatron checkpoint, the iteration."""
+    """The identity of a `fixed` source: its directory and, for a Megatron checkpoint, its iteration."""
     path = str(Path(source.path).resolve()) if source.path is not None else ""
     return path, source.step
 
 
 def source_of_update(asked: dict[str, Any], hf_checkpoint: str) -> WeightSource:
-    """The checkpoint that an update is to load. Raises Refused where it is none, or that of another model."""
+    """The checkpoint that an update is to load. Raises Refused if it is no checkpoint, or one of another model."""
     given = [asked[name] for name in _PATHS if name in asked]
     if len(given) != 1 or not isinstance(given[0], str) or not given[0]:
         raise Refused(400, f"one of {', '.join(_PATHS)} must be the directory of a checkpoint")
@@ -188,17 +188,17 @@ class _Update:
 
 
 class TeacherServer:
-    """Who asks, and what the ranks do.
+    """Takes requests, and has the ranks do what they ask for.
 
     Args:
         lead: has all ranks do something, by its name; see `TeacherRank.lead`.
-        facts: what /info says of the model.
+        facts: the answer of /info about the model.
         loaded: the identity of the weights that it starts with.
-        decode: gives the texts of tokens, or None where there is no tokenizer.
-        update_seconds: for an update whose caller names no other time.
+        decode: gives the texts of tokens, or None if there is no tokenizer.
+        update_seconds: how long an update may take if its caller does not say.
 
     Attributes:
-        ended: the exit status, and why unless somebody asked for the end.
+        ended: the exit status and, unless a caller asked for the end, the reason.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class TeacherServer:
         return app
 
     def end(self, status: int, reason: str | None = None) -> None:
-        """Have the server end; the first time counts."""
+        """Have the server end. Only the first call counts."""
         if not self.ended.done():
             self.ended.set_result((status, reason))
 
@@ -258,7 +258,7 @@ class TeacherServer:
             self.end(getattr(error, "exit_status", 1), f"{error}" or type(error).__name__)
 
     async def leave(self, seconds: float) -> None:
-        """Have the ranks leave their groups, unless they still work after that time."""
+        """Have the ranks leave their groups, unless they still work after `seconds`."""
         await asyncio.wait_for(self._in_thread(self._lead, "leave"), seconds)
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
