@@ -99,8 +99,8 @@ def apply_role_config(args: argparse.Namespace, parser: argparse.ArgumentParser)
 def _values_of_critic(
     args: argparse.Namespace, parser: argparse.ArgumentParser, before: dict[str, Any], typed: set[str]
 ) -> dict[str, Any]:
-    """What a critic may have for itself, before anything is derived from it. It inherits what the run has, not how its actor
-    alone is trained.
+    """The values that a critic may have for itself, before anything is derived from them. It inherits those of the run, but not
+    those with which only the actor is trained.
 
     Args:
         before: the values that the overrides of the actor replaced; typed: what had been typed before them.
@@ -177,7 +177,7 @@ def role_args(args: argparse.Namespace, role: str) -> argparse.Namespace:
 
 
 def begin_critic(args: argparse.Namespace) -> argparse.Namespace:
-    """A copy of `args` with what the critic has for itself."""
+    """A copy of `args` with the critic's own values."""
     critic = copy.copy(args)
     vars(critic).update(args.critic_values)
     critic.typed_flags = set(critic.typed_flags)
@@ -186,7 +186,7 @@ def begin_critic(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def switch_off(critic: argparse.Namespace) -> None:
-    """Take from the critic's arguments, in place, what is the actor's affair."""
+    """Switch off, in the critic's arguments and in place, what concerns the actor alone."""
     vars(critic).update(_not_of_critic(critic))
 
 
@@ -307,9 +307,9 @@ def _overrides_of(entry: YamlMapping) -> YamlMapping:
     return overrides
 
 
-# Below the directory of the actor's checkpoints.
+# The critic's directory of checkpoints, below that of the actor.
 DIRECTORY = "critic"
-# What belongs to the actor alone. The critic has no other set of weights, its loss is its own, it is not exported, and it
+# Values that belong to the actor alone. The critic has no other set of weights, has a loss of its own, is not exported, and
 # learns in every rollout.
 _OF_THE_ACTOR = {
     "use_kl_loss": False, "keep_old_actor": False, "ref_update_interval": None, "opd_type": None, "save_hf": None,
@@ -345,12 +345,12 @@ def critic_weights(args: argparse.Namespace) -> WeightSource:
         return _started(args, load, overrides)
     if "hf_checkpoint" in overrides:
         return checkpoint_source(overrides["hf_checkpoint"], None, _key(args, "hf_checkpoint"))
-    # Its own resume is the actor's affair; here only the weights are meant.
+    # The actor decides whether the critic resumes; here only the weights are meant.
     return WeightSource(actor.kind, actor.path, actor.step)
 
 
 def _resumed(args: argparse.Namespace) -> WeightSource | None:
-    """Its own checkpoint of the iteration at which the actor resumes; None where it is to start anew without one."""
+    """The critic's checkpoint of the iteration at which the actor resumes; None if it has none and is to start anew."""
     overrides, actor = _overrides(args), args.initial_weights
     iteration = latest_iteration(actor.path) if actor.step is None else actor.step
     anew, save = bool(overrides.get("finetune")), overrides.get("save")
@@ -360,7 +360,7 @@ def _resumed(args: argparse.Namespace) -> WeightSource | None:
     told = () if anew else (overrides.get("load"), save, str(Path(actor.path) / DIRECTORY))
     places = [own if anew or goes_on else None, *told]
     places = [place for place in dict.fromkeys(places) if place]
-    # A run that ended while it published may have a newer critic than actor: the actor's pointer decides.
+    # The actor's pointer decides, because a run that ended while it published may have a newer critic than actor.
     for place in places:
         if (iteration_directory(place, iteration) / "metadata.json").is_file():
             if overrides.get("ckpt_step", iteration) != iteration:

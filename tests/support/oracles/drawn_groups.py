@@ -1,4 +1,4 @@
-"""Where every group of prompts is that a run has drawn: in what was trained, or in the state of the data behind it."""
+"""Finds every group of prompts that a run has drawn: among the trained ones, or in the state of the data after them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Samples = Sequence[dict[str, Any]]
 
 
 def group_numbers(rollouts: Sequence[Samples]) -> list[int]:
-    """Of rollouts of the tiny task, in their order."""
+    """The numbers of the groups in rollouts of the tiny task, in their order."""
     numbers = []
     for samples in rollouts:
         assert len(samples) == ROLLOUT_BATCH_SIZE * SAMPLES_PER_PROMPT

@@ -155,7 +155,7 @@ def assert_equal_weights(found: Mapping[str, Any], expected: Mapping[str, Any], 
 
 
 def _assert_close(name: str, found: Any, expected: Any, relative: float, absolute: float) -> None:
-    """As arrays of one shape; NaN is like nothing."""
+    """The values as arrays of one shape; NaN equals nothing."""
     found, expected = np.asarray(found), np.asarray(expected)
     assert found.shape == expected.shape and math.isfinite(absolute), name
     np.testing.assert_allclose(found, expected, rtol=relative, atol=absolute, equal_nan=False, err_msg=name)

@@ -66,7 +66,7 @@ class Rank:
         return {name: tensor.clone() for name, tensor in self.actor.backend.stage_tensors()()}
 
     def optimizer_tensors(self) -> list:
-        """Whatever the optimizer keeps, copied."""
+        """A copy of everything that the optimizer keeps."""
         return [tensor.clone() for tensor in self.actor.backend.residents().optimizer]
 
     def learning_rate(self) -> float:

@@ -24,18 +24,18 @@ def run_rollout(data):
 
 
 def item(uid: str, instance_id: str, **changes: Any) -> dict[str, Any]:
-    """What a generator sends."""
+    """An item as a generator sends it."""
     messages = [{"role": "user", "content": f"prompt {instance_id}"}, {"role": "assistant", "content": f"answer {uid}"}]
     return {"uid": uid, "instance_id": instance_id, "messages": messages, "reward": 1.0, "extra_info": {}, **changes}
 
 
 def group_of(instance_id: str, size: int = 2, **changes: Any) -> list[dict[str, Any]]:
-    """As many items of one instance."""
+    """The given number of items of one instance."""
     return [item(f"{instance_id}.{number}", instance_id, **changes) for number in range(size)]
 
 
 class Client:
-    """Asks one service."""
+    """A client of one service."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, buffer: RolloutBuffer) -> None:
         self.url, self._session, self.buffer = url, session, buffer
@@ -59,7 +59,7 @@ class Client:
         return await self.post("/get_rollout_data", body, status)
 
     async def status(self) -> dict[str, Any]:
-        """What the service says of itself."""
+        """The status of the service."""
         async with self._session.get(f"{self.url}/status") as response:
             return await response.json()
 

@@ -1,4 +1,4 @@
-"""A tiny trainer that saves and loads checkpoints, and says what came back."""
+"""A tiny trainer that saves and loads checkpoints, and reports the state that came back."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Trainer:
 
 
 def resume(args, source) -> tuple[int, dict, dict]:
-    """Load into a trainer that has other weights. Its iteration, its state, and that after one more step."""
+    """Load into a trainer with other weights. Returns (iteration, state, state after one more step)."""
     trainer = Trainer(args)
     with torch.no_grad():
         for parameter in trainer.model[0].parameters():

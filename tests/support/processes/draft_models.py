@@ -18,7 +18,7 @@ _LOOKED_UP = (
 
 
 def receive(directories: Mapping[str, str], max_bytes: int) -> dict[str, SimpleNamespace]:
-    """By name what came of pushes in buckets of `max_bytes` to the models of a directory.
+    """The results, by name, of pushes in buckets of `max_bytes` to the models of a directory.
 
     Returns:
         loaded: names of tensors by model ("target", "draft"). lost: those that a push of the whole checkpoint did not bring
@@ -75,7 +75,7 @@ def _receive(directory: Path, max_bytes: int) -> SimpleNamespace:
 
 
 def _names(directory: Path) -> tuple[list[str], set[str]]:
-    """Those of a push, and those among them of the layer."""
+    """(the tensors of a push, those among them of the layer)."""
     from slime.arguments.hf_config import read_hf_config
     from slime.models.families import FAMILIES
     from slime.weights.buckets import loading_order
@@ -119,7 +119,7 @@ def _load(directory: Path) -> tuple[Any, Any]:
 
 
 def _tensors(model: Any) -> dict[str, Any]:
-    """Copies of its parameters, and of what latent attention makes of them."""
+    """Copies of the model's parameters, and of the tensors that latent attention makes of them."""
     found = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     for name, module in model.named_modules():
         derived = ((part, getattr(module, part, None)) for part in _DERIVED)

@@ -171,7 +171,7 @@ def stored_tensors(directory: Path) -> dict[str, Any]:
 
 
 def of_trained_parts(names: Iterable[str]) -> list[str]:
-    """Those HF names that are not of a vision tower."""
+    """The HF names that are not of a vision tower."""
     return [name for name in names if not name.startswith("model.visual.")]
 
 

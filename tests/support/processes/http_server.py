@@ -1,4 +1,4 @@
-"""A local server for the HTTP client: what it answers, the client's arguments, and a client as in a new process."""
+"""A local server for tests of the HTTP client, with handlers, the client's arguments, and a client as in a new process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several tests do with a tiny Megatron model inside the child processes of `run_distributed`."""
+"""Steps that several tests do with a tiny Megatron model inside the child processes of `run_distributed`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _is_there(state: dict[str, Any] | None) -> bool:
 
 
 def _leave_layouts() -> None:
-    """Leave all groups but those of all ranks: each has threads that look at its connections."""
+    """Leave all groups but those of all ranks, because each group has threads that watch its connections."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 

@@ -108,7 +108,7 @@ class TrainProcess:
         os.killpg(self._process.pid, number)
 
     def has_ended(self) -> bool:
-        """Whether the driver has; others of the run may be there still."""
+        """Whether the driver has ended; other processes of the run may still be there."""
         return self._process.poll() is not None
 
     def wait(self, timeout: float) -> int:
@@ -182,7 +182,7 @@ class TrainProcess:
         }
 
     def assert_no_process_left(self, timeout: float = 60.0) -> None:
-        """Processes need a moment to end: all of the run have to be gone after `timeout` seconds."""
+        """See that all processes of the run, which need a moment to end, are gone after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while left := self.processes():
             assert time.monotonic() < deadline, f"left running: {left}"
@@ -230,7 +230,7 @@ class SavingRun:
 
 
 def _read(path: Path) -> bytes:
-    """The content; nothing for a process that has ended or is somebody else's."""
+    """The content of the file; empty for a process that has ended or is another user's."""
     try:
         return path.read_bytes()
     except OSError:

@@ -16,5 +16,5 @@ def written(directory: Path, text: str, name: str) -> Path:
 
 
 def parsed_with_file(parser: ArgumentParser, flag: str, path: Path, *words: str) -> argparse.Namespace:
-    """What `parser` makes of `flag` with the file, and further words; nothing of the file is read yet."""
+    """The arguments that `parser` makes of `flag` with the file and of further words; the file itself is not read yet."""
     return parse_known(parser, [flag, str(path), *words])

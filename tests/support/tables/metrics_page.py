@@ -24,7 +24,7 @@ def named_metrics() -> list[str]:
 
 
 def unnamed(tags: Iterable[str]) -> list[str]:
-    """Those of `tags` that are no metric of the page."""
+    """The `tags` that are not a metric of the page."""
     patterns = [re.compile(_pattern(name)) for name in named_metrics()]
     return sorted(tag for tag in tags if not any(pattern.fullmatch(tag) for pattern in patterns))
 

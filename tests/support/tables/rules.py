@@ -20,7 +20,7 @@ def violations(directory: Path, words: str | list[str], *, asynchronous: bool = 
 
 
 def refusal(directory: Path, words: str, *, asynchronous: bool = False) -> tuple[Violation, ...]:
-    """What a run with the flags `words` is refused for; `{tmp}` in them is `directory`, and stands for it in the messages."""
+    """The violations of a run with the flags `words`; `{tmp}` in them is `directory`, and replaces it in the messages."""
     with pytest.raises(Refusal) as error:
         given = words.format(tmp=directory).split()
         parse_args(argv=[*command_line(directory), *given], asynchronous=asynchronous)
