@@ -147,7 +147,7 @@ def ipv6_of_this_node() -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface of this machine that has `address`. All loopback addresses of a family count as one's.
+    """The name of the network interface of this machine that has `address`. Any loopback address belongs to that of loopback.
 
     Raises:
         RunError: no interface has it.
