@@ -336,11 +336,16 @@ class _Engines(metaclass=SingletonMeta):
 
 def router_urls(args: Any) -> dict[str, str]:
     """Served model → base URL of its router; the first router of the run has the name `default` if none is given."""
-    routers = dict(getattr(args, "sglang_model_routers", {}))
+    routers = _model_routers(args)
     first = (args.sglang_router_ip, args.sglang_router_port)
     if first not in [tuple(address) for address in routers.values()]:
         routers = {"default": first, **routers}
     return {name: _base_url(*address) for name, address in routers.items()}
+
+
+def _model_routers(args: Any) -> dict[str, tuple[str, int]]:
+    """Served model → IP and port of its router; `args` that a user's program made may name none."""
+    return getattr(args, "sglang_model_routers", {})
 
 
 @functools.lru_cache(maxsize=256)
@@ -353,8 +358,9 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
 
     The first router answers to `default` as well.
     """
-    routers = getattr(args, "sglang_model_routers", {})
+    routers = _model_routers(args)
     if model_name in routers:
+        # This is asked for each request, mostly about a model that is named.
         return _base_url(*routers[model_name]) + endpoint
     urls = router_urls(args)
     if model_name in urls:
