@@ -71,6 +71,7 @@ class TrainingSetup:
     sleeps: weights and optimizer state move to host memory while engines work.
     saves: checkpoints are written.
     loads_float32: weights of 16 bits come out of a checkpoint in float32, by way of the host.
+    fp8: layers multiply in FP8, with copies of their weights.
     trains: steps are taken; else the rank only pushes its weights, and `state` has no optimizer.
     saves_in_background: the rank trains, or sleeps, while its checkpoint is written.
     shares_saves: replicas each write a share of the weights that they all hold; else the first of them writes all.
@@ -99,6 +100,7 @@ class TrainingSetup:
     trains: bool = True
     saves: bool = False
     loads_float32: bool = False
+    fp8: bool = False
     saves_in_background: bool = False
     shares_saves: bool = True
     overhead: int = 0
@@ -255,8 +257,10 @@ def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSet
     # Experts have an optimizer of their own; the two step one after the other. State in host memory is updated there.
     update = round(max(_optimizer_shards(trained, setup)) * setup.state.step * (1 - setup.state.offloaded))
     borrowed = _borrowed_embedding(shape, counts, setup, stage)
+    # Forward passes multiply with a copy of one byte per number, backward passes with its transpose.
+    in_fp8 = 2 * (held.attention + held.dense_mlp + held.shared_experts + held.routed_experts) if setup.fp8 else 0
     moments = [
-        *_computing(shape, setup, stage, replace(base, buffers=borrowed)),
+        *_computing(shape, setup, stage, replace(base, buffers=borrowed + in_fp8)),
         replace(base, moment="optimizer step", buffers=update + borrowed),
         push,
     ]

@@ -225,6 +225,7 @@ def training_setup(
         sleeps=sleeping_sides(args).trainer and not args.release_train,
         saves=args.save is not None and trains(args),
         loads_float32=_loads_float32(args),
+        fp8=args.fp8 is not None,
         saves_in_background=args.async_save,
         shares_saves=args.ckpt_fully_parallel_save,
         overhead=CUDA_OVERHEAD_BYTES if on_gpus else 0,

@@ -128,6 +128,18 @@ def test_offloaded_state_goes_to_the_host():
     assert reference.host == 2 * reference.weights
 
 
+def test_layers_in_fp8_have_their_matrices_twice_more_while_they_compute():
+    moe = MoeShape(8, 2, 1024, 0, False, False, (True,) * 4)
+    shape = ModelShape(4, 512, 2048, 8, 8, 64, 1024, 1024, moe=moe)
+    layout = ParallelLayout(8, tensor=2, expert=4)
+    plain = training_memory(shape, setup(layout, 4))[0]
+    in_fp8 = training_memory(shape, setup(layout, 4, fp8=True))[0]
+    attention, expert = 4 * 512 * 512, 3 * 512 * 1024
+    # With one rank per expert-tensor group, each of four expert-parallel ranks has two whole experts of a layer.
+    assert in_fp8.buffers - plain.buffers == 2 * 4 * (attention // 2 + 2 * expert)
+    assert in_fp8.persistent == plain.persistent and in_fp8.moment == plain.moment
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_ranks_that_send_changes_keep_what_engines_have(tied):
     """Whole layers, once over all stages, on one rank of each."""

@@ -86,20 +86,8 @@ def test_parallel_sizes_divide_the_world_and_stages_hold_all_layers(name: str) -
         assert (layers - int(last)) % (stages - 1) == 0
 
 
-@pytest.fixture(scope="module")
-def refused_flags() -> dict[str, set[str]]:
-    """What the page says that a run of a script refuses today."""
-    page = (ROOT / "docs" / "en" / "get_started" / "launch_scripts.md").read_text()
-    section = page.partition("## What a run refuses today")[2].partition("\n## ")[0]
-    rows = [line.strip("| ").split("|") for line in section.splitlines() if line.startswith("| `")]
-    quoted = [[re.findall(r"`([^`]+)`", cell) for cell in row] for row in rows]
-    found = {script: set(flags) for scripts, _, flags in quoted for script in scripts}
-    assert found.keys() <= SCRIPTS.keys()
-    return found
-
-
 @EVERY_SCRIPT
-def test_dry_run_makes_a_plan(name: str, commands, refused_flags, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_makes_a_plan(name: str, commands, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process; `test_dry_run_as_a_process` goes the whole way."""
     monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
     words = commands[name]
@@ -107,8 +95,7 @@ def test_dry_run_makes_a_plan(name: str, commands, refused_flags, monkeypatch: p
     args = parse_args(argv=[*words, "--dry-run", "--dry-run-gpu-memory-gib", "80"])
     plan = make_plan(args)
     assert render(plan).strip()
-    not_built = {note.split()[0].rstrip(":") for note in args.plan_notes if "not built" in note}
-    assert not_built == refused_flags.get(name, set())
+    assert not [note for note in args.plan_notes if "not built" in note]
     # FSDP's trainer is not estimated: nothing is said of it.
     assert [phase.name for phase in plan.memory.phases if phase.fits is False] == TOO_LARGE_FOR_80_GIB.get(name, [])
 

@@ -164,9 +164,9 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--fp8-format}", _given("fp8"), (
         "fp8_recipe", "fp8_param_gather", "fp8_quantizer_factory", "fp8_margin", "fp8_amax_history_len",
         "fp8_amax_compute_algo", "fp8_wgrad", "fp8_dot_product_attention", "fp8_multi_head_attention", "tp_only_amax_red",
-        "reuse_grad_buf_for_mxfp8_param_ag", "keep_fp8_transpose_cache", "activation_func_fp8_input_store",
-        "disable_parameter_transpose_cache",
+        "activation_func_fp8_input_store", "disable_parameter_transpose_cache",
     )),
+    ActsWith("{--fp8-param-gather}", _given("fp8_param_gather"), ("reuse_grad_buf_for_mxfp8_param_ag",)),
     ActsWith("{--fp4-format}", _given("fp4"), ("fp4_recipe", "fp4_param_gather", "fp4_quantizer_factory")),
     ActsWith("{--fp8-format} or {--fp4-format}", lambda args: bool(args.fp8 or args.fp4), (
         "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
@@ -190,7 +190,7 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--use-megatron-fsdp}", _given("use_megatron_fsdp"), (
         "data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "suggested_communication_unit_size",
         "preserve_fp32_weights", "fsdp_double_buffer", "fsdp_manual_registration", "init_model_with_meta_device",
-        "gradient_reduce_div_fusion",
+        "gradient_reduce_div_fusion", "keep_fp8_transpose_cache",
     )),
     ActsWith("{--use-nccl-ub}", _given("nccl_ub"), ("disable_symmetric_registration",)),
     ActsWith("{--use-sharp}", _given("use_sharp"), ("sharp_enabled_group",)),
@@ -266,7 +266,9 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("overlap_moe_expert_parallel_comm", "computing one micro-batch while tokens of another travel to their experts"),
     *features("a model of layers that differ", "heterogeneous_block_specs", "is_hybrid_model"),
     # Precision
-    *features("training with Transformer Engine's low-precision and fused kernels", "fp8", "fp4", "use_kitchen",
+    *features("weights that the trainer keeps in FP8, or attention in it", "fp8_param_gather", "fp8_dot_product_attention",
+        "fp8_multi_head_attention"),
+    *features("training with these kernels of Transformer Engine", "fp4", "use_kitchen",
         "te_precision_config_file", "te_rng_tracker", "fused_single_qkv_rope", "memory_efficient_layer_norm",
         "defer_embedding_wgrad_compute", "delay_wgrad_compute", "tp_comm_overlap", "use_te_activation_func"),
     *features("autocast, or batch-invariant kernels, in training", "batch_invariant_mode", "enable_autocast"),

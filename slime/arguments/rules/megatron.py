@@ -156,6 +156,11 @@ MEMORY_AND_PRECISION_RULES: tuple[Rule, ...] = (
         "{--distribute-saved-activations} and {--sequence-parallel} exclude each other; drop the first"),
     refused(lambda args: args.bf16 and args.fp16, "{--bf16} and {--fp16} exclude each other; drop one"),
     refused(lambda args: args.fp8 and args.fp4, "{--fp8-format=} and {--fp4-format=} exclude each other; drop one"),
+    refused(lambda args: args.fp8 and args.transformer_impl != "transformer_engine",
+        "{--fp8-format=} needs {--transformer-impl} transformer_engine: the local layers would go without; drop one of them"),
+    refused(lambda args: args.fp8 and args.data_pad_size_multiplier % (32 if args.fp8_recipe == "mxfp8" else 16),
+        "{--data-pad-size-multiplier=} with {--fp8-format=}: FP8 products take rows in multiples of 16, and of 32 with "
+        "{--fp8-recipe} mxfp8; give 128"),
     refused(lambda args: args.grad_reduce_in_bf16 and "accumulate_allreduce_grads_in_fp32" in args.typed_flags,
         "{--grad-reduce-in-bf16} and {--accumulate-allreduce-grads-in-fp32} contradict each other; drop one"),
     refused(lambda args: args.ddp_num_buckets is not None and args.ddp_bucket_size is not None,
@@ -435,6 +440,8 @@ EXTENSION_RULES: tuple[Rule, ...] = where(lambda args: args.has_trainer,
             and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None,
         "{--gradient-accumulation-fusion} needs the module fused_weight_gradient_mlp_cuda of Apex, which is not installed "
         "here; install Apex with its CUDA extensions, or leave the flag out: it is on by itself where the module is"),
+    refused(lambda args: args.fp8 and (args.on_gpus is False or importlib.util.find_spec("transformer_engine") is None),
+        "{--fp8-format=} needs a GPU and Transformer Engine, one of which is missing here; install it, or leave the flag out"),
     refused(lambda args: args.recompute_granularity == "selective" and importlib.util.find_spec("transformer_engine") is None
             and not set(RECOMPUTED_BY_ENGINE).isdisjoint(args.recompute_modules or ()),
         "{--recompute-modules}: layernorm and moe_act need Transformer Engine, which is missing here; install it or drop them"),

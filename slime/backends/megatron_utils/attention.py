@@ -347,7 +347,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
             return self._heads(query_latent, latent, key_rotated, frequencies, concentration)
 
         if self.recompute_up_proj:
-            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
+            self.qkv_up_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=config.fp8)
             made = self.qkv_up_checkpoint.checkpoint(heads, query_latent, latent, key_rotated)
         else:
             made = heads(query_latent, latent, key_rotated)

@@ -55,11 +55,16 @@ def round_weights_to_int4(args: Any, chunks: Sequence[torch.nn.Module]) -> None:
 
     Raises:
         UserError: `--hf-checkpoint` is no INT4 checkpoint with groups of that size; a weight's columns on this rank are not
-            whole groups; a kernel would add gradients into the parameter itself.
+            whole groups; a kernel would add gradients into the parameter itself, or round it once more.
     """
     group_size = env.int4_training_group_size()
     if group_size is None or args.role == CRITIC:
         return
+    if args.fp8:
+        raise UserError(
+            f"OPEN_TRAINING_INT4_FAKE_QAT_FLAG with --fp8-format {args.fp8}: engines would not multiply such weights in FP8; "
+            "leave one of them out"
+        )
     directory = Path(args.hf_checkpoint)
     settings = quantisation_settings(directory) or {}
     scheme = int4_scheme(directory, settings) if settings.get("format") == "pack-quantized" else None

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fp8_utils import get_fp8_recipe
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -75,7 +76,8 @@ def build_transformer_config(args: Any) -> TransformerConfig:
     Every field that `args` has a value for is taken over, dropout apart from that 0: log-probs must not depend on chance.
 
     Raises:
-        UserError: a kernel of Transformer Engine is asked for and not installed (the local layer spec would ignore it).
+        UserError: a kernel of Transformer Engine is asked for and not installed (the local layer spec would ignore it), or not
+            known to the version that is.
     """
     config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     fields = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **fields_from_args(config_class, args)}
@@ -98,7 +100,19 @@ def build_transformer_config(args: Any) -> TransformerConfig:
         # The model itself has no such layers; `put_prediction_layers` adds them, and they run in the training step alone.
         mtp_num_layers=None,
     )
-    return config_class(**fields)
+    config = config_class(**fields)
+    if config.fp8:
+        _require_fp8_recipe(config)
+    return config
+
+
+def _require_fp8_recipe(config: TransformerConfig) -> None:
+    try:
+        get_fp8_recipe(config)
+    except (AssertionError, ValueError) as error:
+        raise UserError(
+            f"--fp8-recipe {config.fp8_recipe} is not known to the Transformer Engine that is installed here: {error}"
+        ) from error
 
 
 def _dispatcher(args: Any) -> str:

@@ -83,6 +83,12 @@ class PredictionLayer(MultiTokenPredictionLayer):
             return forward_func(hidden_states=hidden, decoder_input=embeddings, **options)
 
         spread = self.config.distribute_saved_activations
+        if self.config.fp8:
+            # Megatron's own function would scale with what later micro-batches have brought.
+            from megatron.core.extensions.transformer_engine import te_checkpoint
+
+            tracker, group = tensor_parallel.get_cuda_rng_tracker, parallel_state.get_tensor_model_parallel_group()
+            return te_checkpoint(forward, spread, tracker, group, hidden_states, decoder_input)
         return tensor_parallel.checkpoint(forward, spread, hidden_states, decoder_input)
 
 

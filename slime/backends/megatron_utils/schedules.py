@@ -156,7 +156,7 @@ def _run_schedule(
             output = _forward(chunk, batch)
         return output, make_logits_function(batch)
 
-    return get_forward_backward_func()(
+    outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
         # One iterator per virtual stage, because they reach a micro-batch at different times.
         data_iterator=[iter(batches) for _ in model],
@@ -169,6 +169,17 @@ def _run_schedule(
         collect_non_loss_data=forward_only,
         **_messages(model, batches.stream_rows, (0, 0) if forward_only else messages_with_states(args)),
     )
+    if args.fp8:
+        _forget_fp8_weights(model)
+    return outputs
+
+
+def _forget_fp8_weights(model: list[DistributedDataParallel]) -> None:
+    """Free what Transformer Engine's layers keep of their weights in FP8 from the first micro-batch of a pass to its last. The
+    next pass begins with other weights, and meanwhile others may have the device."""
+    for chunk in model:
+        for module in chunk.modules():
+            vars(module).get("_fp8_workspaces", {}).clear()
 
 
 @contextlib.contextmanager

@@ -198,7 +198,7 @@ def test_sizes_give_the_data_parallel_size(tmp_path):
 def test_messages_show_what_was_typed(tmp_path):
     (line,) = violations(tmp_path, "--moe-token-dispatcher-type allgather")
     assert line.startswith("--moe-token-dispatcher-type allgather has nothing to act on without --num-experts")
-    assert violations(tmp_path, "--fp8-format hybrid")[0].startswith("--fp8-format hybrid: ")
+    assert violations(tmp_path, "--fp4-format e2m1")[0].startswith("--fp4-format e2m1: ")
 
 
 TWO = "--num-layers 4 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2"

@@ -1,0 +1,116 @@
+"""What layers in FP8 keep of their weights, from micro-batch to micro-batch and from pass to pass; recipes that are not known.
+
+Transformer Engine is not there. Its linear layers are stood in for by what Megatron and the passes know of them:
+`is_first_microbatch`, which has them make a copy of their weight anew, and `_fp8_workspaces`, where the copy is.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slime.utils.errors import UserError
+from tests.support.models.tiny_model import tiny_args, write_tiny_model
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.layout_steps import LayoutRun, layout_args
+
+STREAMS = {"max_tokens_per_gpu": 40}
+PIPELINE = {"pipeline_model_parallel_size": 2, **STREAMS}
+INTERLEAVED = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}
+
+
+class KeptCopies:
+    """Copies of weights as layers in FP8 keep them; counts how often they are made, and how often used.
+
+    Attributes:
+        made, used: by number of uses.
+        stale: uses of a copy of other weights than the layer has.
+    """
+
+    def __init__(self, model):
+        self.made = self.used = self.stale = 0
+        self.modules = [module for chunk in model for module in chunk.modules() if hasattr(module, "linear_fc2")]
+        for module in self.modules:
+            layer = module.linear_fc2
+            layer.is_first_microbatch, layer._fp8_workspaces = True, {}
+            layer.register_forward_pre_hook(self._multiply)
+
+    def _multiply(self, layer, _):
+        if layer.is_first_microbatch or "weight" not in layer._fp8_workspaces:
+            layer._fp8_workspaces["weight"] = layer.weight.detach().clone()
+            self.made += 1
+        self.used += 1
+        self.stale += not torch.equal(layer._fp8_workspaces["weight"], layer.weight)
+        layer.is_first_microbatch = False
+
+    def of_pass(self):
+        """(made, used, stale) of the pass that is over, per layer, and how many copies are still there."""
+        found = tuple(count / len(self.modules) for count in (self.made, self.used, self.stale))
+        self.made = self.used = self.stale = 0
+        return *found, sum(len(module.linear_fc2._fp8_workspaces) for module in self.modules)
+
+
+def passes(cases):
+    return {name: passes_of_run(args) for name, args in cases.items()}
+
+
+def passes_of_run(args):
+    """What became of the copies in a pass for log-probs, in one with other weights, and in an optimizer step."""
+    run = LayoutRun(args)
+    for chunk in run.model:
+        for module in chunk.modules():
+            if hasattr(module, "config"):
+                module.config.fp8 = "hybrid"
+    args.fp8 = "hybrid"
+    copies, found = KeptCopies(run.model), []
+    run.prepare()
+    found.append(copies.of_pass())
+    with torch.no_grad():
+        for module in copies.modules:
+            module.linear_fc2.weight.mul_(2)
+    run.prepare()
+    found.append(copies.of_pass())
+    run.step()
+    found.append(copies.of_pass())
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, STREAMS), (2, PIPELINE), (2, INTERLEAVED)])
+def test_weights_are_made_anew_in_every_pass_once(tmp_path, ranks, layout):
+    """A copy from before would multiply with the weights of another state, or of the step before."""
+    write_tiny_model(tmp_path, layers=4)
+    for rank in run_distributed(passes, ranks, ({"run": layout_args(str(tmp_path), **layout)},)):
+        for made, used, stale, left in rank["run"]:
+            assert (made, stale, left) == (1, 0, 0)
+            assert used > 1, "one micro-batch alone would show nothing"
+
+
+def refusal_of_recipe(directory):
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from slime.backends.megatron_utils import model_provider
+
+    args = tiny_args(directory, bf16=True, fp8="e4m3", fp8_recipe="blockwise", transformer_impl="transformer_engine")
+    args.apply_rope_fusion = False
+    args.typed_flags = set()
+    model_provider.transformer_engine_available = lambda: True
+    model_provider.get_accelerator = lambda: SimpleNamespace(name="cuda")
+    known = model_provider.build_transformer_config(args)
+
+    def unknown(config):
+        raise ValueError("it needs version 2.3")
+
+    model_provider.get_fp8_recipe = unknown
+    try:
+        model_provider.build_transformer_config(args)
+    except UserError as error:
+        return (known.fp8, known.fp8_recipe), str(error)
+    return (known.fp8, known.fp8_recipe), None
+
+
+def test_a_recipe_that_the_engine_does_not_know_is_named_at_the_start(tmp_path):
+    write_tiny_model(tmp_path)
+    ((known, message),) = run_distributed(refusal_of_recipe, 1, (str(tmp_path),))
+    assert known == ("e4m3", "blockwise")
+    assert "--fp8-recipe blockwise" in message and "it needs version 2.3" in message
