@@ -3,9 +3,10 @@
     python tools/bench/bench_affinity.py                                   # 64 dialogues of 4 turns, a calculator's replies
     python tools/bench/bench_affinity.py --policies round_robin consistent_hashing --dialogues 32
 
-Dialogues are those of a run: `slime.rollout.dialogue`, whose requests carry the session of their sample. Each turn sends all
-that came before it, and an engine that has served the dialogue before computes only what is new. Both engines forget all
-prefixes between two policies; the router is a new one. Dialogues begin with the same words and go on with numbers of their own.
+The dialogues are those of `slime.rollout.dialogue`, as in a run: each request carries the session of its sample. Each turn
+sends everything that came before it, and an engine that has served the dialogue before computes only the new tokens. Between
+two policies both engines flush their prefix caches and a new router starts. All dialogues begin with the same words and go on
+with numbers of their own.
 """
 
 import argparse
@@ -36,16 +37,16 @@ from tools.bench.learning_curves import markdown
 from tools.serve_on_cpu import SERVE
 
 ROOT = Path(__file__).resolve().parents[2]
-# Not power_of_two, with which a router starts only where it is told of two engines at once.
+# power_of_two is missing: a router with this policy only starts if it is given two engines at once.
 POLICIES = ("random", "round_robin", "cache_aware", "consistent_hashing")
 ENGINES = 2
 
 
 @dataclass(frozen=True)
 class Hits:
-    """What came of all dialogues with one policy.
+    """The result of all dialogues with one policy.
 
-    hit_rate: prompt tokens that an engine had already, of all that were sent.
+    hit_rate: the share of the prompt tokens sent that were in an engine's cache.
     """
 
     hit_rate: float
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(policies: Sequence[str], dialogues: int, turns: int) -> dict[str, Hits]:
-    """Policy → what came of it, on two engines that this starts and ends."""
+    """Policy → its result, on two engines that this function starts and ends."""
     with tempfile.TemporaryDirectory(prefix="bench-affinity-") as directory, contextlib.ExitStack() as servers:
         task = Path(directory) / "task"
         make = [
@@ -87,7 +88,7 @@ def measure(policies: Sequence[str], dialogues: int, turns: int) -> dict[str, Hi
 
 
 def with_policy(policy: str, urls: Sequence[str], task: Path, dialogues: int, turns: int) -> Hits:
-    """All dialogues at once, behind a router of this policy."""
+    """Run all dialogues at once, behind a router with this policy."""
     for url in urls:
         requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
     args = parse_args(argv=[
@@ -116,7 +117,7 @@ def with_policy(policy: str, urls: Sequence[str], task: Path, dialogues: int, tu
 
 
 async def talk(args: argparse.Namespace, dialogues: int) -> list[Sample]:
-    """Dialogues in which a calculator answers each turn. The model is untrained: one token in 16, nearly, ends its turn."""
+    """Run dialogues in which a calculator answers each turn. The model is untrained: about one token in 16 ends its turn."""
 
     def reply(said: str) -> str:
         return f"\n{sum(map(ord, said)) % 10_000}\n"

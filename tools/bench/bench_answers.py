@@ -1,15 +1,15 @@
-"""What long answers cost the event loop and the memory: our client beside orjson on the loop, in one run.
+"""The cost of long answers for the event loop and the memory: our client beside orjson on the loop, in one run.
 
     python tools/bench/bench_answers.py [--answers 4096] [--plain-answers 256] [--tokens 32768] [--in-flight 64]
 
-Each client runs in a process of its own, asks a `null_engine` `--in-flight` times at once, and holds all samples until the
-end. `plain` parses with orjson on the loop and keeps lists; `ours` is what the default generate function does. Plain is asked
-for fewer answers: every pair that it parses is an object that the garbage collector walks over again and again, so at full
-size it would not end within the hour; what is printed is per answer and per token.
+Each client runs in a process of its own, keeps `--in-flight` requests to a `null_engine` open, and holds all samples until
+the end. `plain` parses with orjson on the loop and keeps lists; `ours` is the path of the default generate function. Plain gets
+fewer answers: the garbage collector walks over every pair that it parsed again and again, so at full size it would not end
+within the hour. The printed figures are per answer and per token.
 
-A stop is the time for which a heartbeat of one millisecond was late, less the time for which the machine gave the thread
-no processor (Linux tells). Bars: at most 40 bytes per token; loop CPU at most a quarter, and stops at most half, of plain; CPU
-of all threads at most 1.2 of `parsed`, which parses with orjson and keeps nothing.
+A stop is the time by which a heartbeat of one millisecond was late, less the time for which the kernel gave the thread no
+processor (schedstat). Bars: at most 40 bytes per token; loop CPU at most a quarter, and stops at most half, of plain; CPU of
+all threads at most 1.2 times that of `parsed`, which parses with orjson and keeps nothing.
 """
 
 import argparse
@@ -63,7 +63,7 @@ async def ours(session: aiohttp.ClientSession, url: str, sample: Sample) -> None
 
 
 class Heartbeat:
-    """Collects how late it was, in seconds: at worst, and in all."""
+    """Records by how many seconds it was late: the worst case and the sum."""
 
     def __init__(self) -> None:
         self.longest = self.total = 0.0
@@ -93,7 +93,7 @@ async def measure(client, url: str, answers: int, options: argparse.Namespace) -
     init_http_client(SimpleNamespace(**concurrency, **limits))
     samples = [Sample(index=i, tokens=[1, 2, 3]) for i in range(answers)]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=options.in_flight)) as session:
-        # Opens connections, loads what is loaded at the first use, and is not counted.
+        # These requests open connections and load what is loaded at the first use. They are not counted.
         await asyncio.gather(*[client(session, url, Sample(tokens=[1])) for _ in range(min(4, options.in_flight))])
         gc.collect()
         memory, cpu, started = psutil.Process().memory_info().rss, time.thread_time(), time.perf_counter()
@@ -110,7 +110,7 @@ async def measure(client, url: str, answers: int, options: argparse.Namespace) -
         await heartbeat.stop()
     await close_http_client()
     gc.collect()
-    # Those that are kept; `parsed` has none.
+    # Tokens that the client keeps; `parsed` keeps none.
     tokens = max(1, sum(sample.response_length for sample in samples))
     return {
         "longest stop, ms": heartbeat.longest * 1e3,
@@ -124,13 +124,13 @@ async def measure(client, url: str, answers: int, options: argparse.Namespace) -
 
 
 def held_bytes(sample: Sample) -> int:
-    """Bytes of the per-token fields and the text, counted object by object."""
+    """The bytes of the per-token fields and the text, counted object by object."""
     total = 0
     for name in ("tokens", "loss_mask", "rollout_log_probs", "response"):
         value = vars(sample)[name]
         total += value.nbytes if isinstance(value, np.ndarray) else sys.getsizeof(value)
         if isinstance(value, list):
-            # 0 and 1 exist once for all.
+            # CPython holds the integers 0 and 1 once for all lists.
             total += sum(sys.getsizeof(entry) for entry in value if entry not in (0, 1))
     return total
 
@@ -142,7 +142,7 @@ def run_client(connection, name: str, url: str, options: argparse.Namespace) -> 
         "ours": (ours, options.answers),
     }[name]
     if name == "parsed":
-        # Nothing stays, so there is nothing to look for.
+        # This client keeps no objects, so the collector would find nothing.
         gc.disable()
     else:
         collect_garbage_rarely()  # as the manager does
@@ -163,7 +163,7 @@ def main() -> None:
             receiver, sender = context.Pipe(duplex=False)
             client = context.Process(target=run_client, args=(sender, name, url, options), daemon=True)
             client.start()
-            # Else the end of a client that failed would not be seen.
+            # While this end is open in the parent, reading does not notice that a client has failed.
             sender.close()
             results[name] = receiver.recv()
             client.join(60)

@@ -2,11 +2,11 @@
 
     python tools/bench/bench_conversion.py --gigabytes 2
 
-A random model in the shape of Qwen3 is written, and read once, so that all find it in memory. Then its files are copied and
-brought to the disk, by one process, and each converter makes what it makes of them. Rounds take turns, and the least time of
-each is told; that of a converter has the start of its processes in it. Ratios are speeds: bytes read per second, over those
-of the copy. Beside them are the processor's seconds of all processes of the fastest round, which other load changes less.
-Where --only names a converter that reads what another one makes, that one runs first, and is not told.
+The bench writes a random model in the shape of Qwen3 and reads it once, so that it is in the page cache for all. One process
+copies the files and syncs them to the disk; then each converter runs on them. Rounds take turns, and the bench prints the
+shortest time of each, which for a converter includes the start of its processes. Ratios are speeds: bytes read per second,
+divided by those of the copy. Beside them stand the processor seconds of all processes in the fastest round, which other load
+changes less. If --only names a converter that reads the result of another one, that other one runs first, without figures.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from slime.utils.filesystem import fsync_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, HEADS, GROUPS, HEAD_DIM, FFN, VOCABULARY = 2048, 16, 8, 128, 6144, 32768
-# Of prctl: who is orphaned below this process becomes its child, and what it took is known when it has ended.
+# An option of prctl: orphaned descendants become children of this process, which therefore learns their processor seconds.
 _PR_SET_CHILD_SUBREAPER = 36
 TOOLS = {
     "convert_hf_to_torch_dist": "--hf-checkpoint {model} --save {target}",
@@ -39,7 +39,7 @@ TOOLS = {
     "convert_hf_to_int4_direct": "--model-dir {model} --save-dir {target}",
     "fp8_cast_bf16": "--input-fp8-hf-path {fp8} --output-bf16-hf-path {target}",
 }
-# Converters whose results others read, by the name of these.
+# Kind of files that a converter above reads → the converter that makes them.
 MADE_BY = {"torch_dist": "convert_hf_to_torch_dist", "fp8": "convert_hf_to_fp8"}
 
 
@@ -76,7 +76,7 @@ def tell(options: argparse.Namespace, directory: Path) -> None:
     count = len(list(model.glob("*.safetensors")))
     print(f"{size / 1e9:.2f} GB in {count} files, {platform.processor() or platform.machine()}")
     for name, (seconds, processor) in least.items():
-        # The peak is that of the largest process so far.
+        # The kernel only tells the peak of the largest process so far.
         memory = f", at most {peaks[name]:.2f} GB in a process" if name in peaks else ""
         ratio = least["copy"][0] / seconds
         print(
@@ -85,7 +85,7 @@ def tell(options: argparse.Namespace, directory: Path) -> None:
 
 
 def convert(tool: str, directory: Path, workers: int) -> tuple[float, float]:
-    """Run a converter on the files below `directory`. Seconds, and those of processors."""
+    """Run a converter on the files below `directory`. Returns (wall-clock seconds, processor seconds)."""
     made = {kind: directory / kind for kind in MADE_BY}
     target = next((made[kind] for kind, maker in MADE_BY.items() if maker == tool), directory / "made")
     shutil.rmtree(target, ignore_errors=True)
@@ -110,7 +110,7 @@ def processor_seconds(who: int) -> float:
 
 
 def copied(source: Path, target: Path) -> tuple[float, float]:
-    """Seconds, and those of processors."""
+    """Copy a directory and sync it to the disk. Returns (wall-clock seconds, processor seconds)."""
     shutil.rmtree(target, ignore_errors=True)
     start, processor = time.perf_counter(), processor_seconds(resource.RUSAGE_SELF)
     shutil.copytree(source, target)
@@ -119,7 +119,7 @@ def copied(source: Path, target: Path) -> tuple[float, float]:
 
 
 def write_model(directory: Path, nbytes: int) -> None:
-    """A checkpoint of at least `nbytes`, in files of eight layers."""
+    """Write a checkpoint of at least `nbytes`, in files of eight layers."""
     directory.mkdir()
     generator = torch.Generator().manual_seed(0)
 
@@ -137,7 +137,7 @@ def write_model(directory: Path, nbytes: int) -> None:
     ends = {"model.embed_tokens.weight": draw(VOCABULARY, HIDDEN), "model.norm.weight": draw(HIDDEN)}
     save_file(ends, directory / "model-ends.safetensors", metadata={"format": "pt"})
     written, layers, layer = sum(tensor.nbytes for tensor in ends.values()), {}, 0
-    # Random numbers of one layer do for all.
+    # All layers share the random numbers of one.
     drawn = {name: draw(*shape) for name, shape in shapes.items()}
     while written < nbytes or layers:
         layers |= {f"model.layers.{layer}.{name}.weight": tensor + layer / 8 for name, tensor in drawn.items()}

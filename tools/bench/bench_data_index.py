@@ -1,10 +1,10 @@
-"""What it costs to make the prompts of a large file available: an index of its rows, and all of them in memory, as ratios to
-reading its lines in the same run.
+"""The cost of making the prompts of a large file available, by an index of its rows and by holding all of them in memory, as
+ratios to reading its lines in the same run.
 
     python tools/bench/bench_data_index.py [--rows 1000000] [--characters 150] [--reads 20000]
 
-Each way runs in a process of its own; its memory is the peak of that process, less what the process had before. Then rows are
-read by the index in the order of a shuffled epoch. Bars: 1 M rows within 20 s and 1 GiB.
+Each way runs in a process of its own; its memory is the peak of that process, less what the process had before. Then the index
+reads rows in the order of a shuffled epoch. Bars: 1 M rows within 20 s and 1 GiB.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def streamed(path: str) -> StreamedDataset:
 
 
 def measure(way: Callable[[str], Any], path: str, reads: int) -> tuple[float, float, float]:
-    """(seconds, MiB, µs per row that is read in a shuffled order; 0 where there is none)."""
+    """Returns (seconds, MiB, µs per row read in a shuffled order; 0 for a way that reads none)."""
     before, started = _peak_mib(), time.perf_counter()
     dataset = way(path)
     seconds, mib = time.perf_counter() - started, _peak_mib() - before

@@ -1,11 +1,11 @@
-"""What `--use-distributed-post` costs and brings the process that generates: its own requests beside those of client actors.
+"""Costs and gains of `--use-distributed-post` for the process that generates: its own requests beside those of client actors.
 
     python tools/bench/bench_distributed_post.py [--actors 2] [--tokens 64 2048 16384] [--in-flight 256] [--repeats 3]
 
-A `null_engine` answers at once with so many tokens and their log-probs; `post_generate` asks it, in turns from here and through
-actors of a Ray of the bench's own, all on this machine. Per way the best repeat: answers per second, and milliseconds of the
-processor that one took this process, threads of Ray's among them. Where the engine and the actors have to share few processors
-with it, only the milliseconds tell something.
+A `null_engine` answers at once with `--tokens` tokens and their log-probs. `post_generate` asks it, in turns from this process
+and through actors of the bench's own Ray, all on this machine. The table shows the best repeat of each way: answers per second,
+and the CPU milliseconds that an answer costs this process, including Ray's threads. If the engine and the actors share few
+processors with this process, only the milliseconds mean something.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PAYLOAD = {"input_ids": list(range(1000, 1128)), "sampling_params": {"temperatur
 
 
 async def ask(url: str, answers: int, in_flight: int) -> tuple[float, float]:
-    """Seconds of the clock and of this process's processor time, per answer."""
+    """Returns (wall-clock seconds, CPU seconds of this process) per answer."""
     remaining = iter(range(answers))
 
     async def worker() -> None:
@@ -43,7 +43,7 @@ async def ask(url: str, answers: int, in_flight: int) -> tuple[float, float]:
 
 
 async def compare(url: str, carriers: Carriers, options: argparse.Namespace) -> list[list[float]]:
-    """Of requests from here and through `carriers`: the least seconds of the clock and of the processor, per answer."""
+    """The least (wall-clock seconds, CPU seconds) per answer: of requests from this process, then through `carriers`."""
     least = [[float("inf")] * 2, [float("inf")] * 2]
     for number in range(options.repeats + 1):
         for way, seconds in zip((None, carriers), least, strict=True):
@@ -57,7 +57,7 @@ async def compare(url: str, carriers: Carriers, options: argparse.Namespace) -> 
 
 
 def memory_of(actors: RequestActors) -> float:
-    """MiB, of the first one."""
+    """The memory of the first actor, in MiB."""
     resident = actors._clients[0].actor.__ray_call__.remote(lambda actor: psutil.Process().memory_info().rss)
     return ray.get(resident, timeout=60) / 2**20
 

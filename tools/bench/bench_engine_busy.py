@@ -1,11 +1,12 @@
-"""Which share of the generation phase engines compute: seconds of their schedulers' processor by seconds of the phase, and
-how long that is.
+"""The share of the generation phase in which engines compute (processor seconds of their schedulers over seconds of the phase),
+and the length of the phase.
 
     python tools/bench/bench_engine_busy.py                    # 0.8 M and 19 M parameters, an engine per core
     python tools/bench/bench_engine_busy.py --model 19M --lengths long-tailed
 
-`train.py` as users start it generates 128 answers to 16 prompts in each rollout and trains nothing. On a machine that others
-use too an engine that waits for a core looks idle. The first rollout pays for what is made once, and does not count. Bar: 0.9.
+`train.py`, started as users start it, generates 128 answers to 16 prompts in each rollout and trains nothing. On a machine that
+others use too, an engine that waits for a core looks idle. The first rollout pays for one-time work and does not count.
+Bar: 0.9.
 """
 
 import argparse
@@ -43,7 +44,7 @@ def main() -> None:
 
 
 def measure(name: str, directory: Path, options: argparse.Namespace) -> None:
-    """Print the line of one model."""
+    """Measure one model and print its line."""
     task, events = directory / "task", directory / "events"
     subprocess.run([sys.executable, ROOT / "tools/make_toy_task.py", task, *SHAPES[name].split()], check=True)
     longest, function = LENGTHS[options.lengths]
@@ -72,7 +73,7 @@ def measure(name: str, directory: Path, options: argparse.Namespace) -> None:
 
 
 class Watch:
-    """Reads, until it is stopped, what the schedulers of the run with its mark have had of the processor."""
+    """Reads the processor seconds of the schedulers of the run that carries its mark, until it is stopped."""
 
     def __init__(self) -> None:
         self.mark = uuid.uuid4().hex
@@ -82,7 +83,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> list[np.ndarray]:
-        """Of each scheduler: (time, its seconds of the processor so far), [n, 2]."""
+        """Stop reading. Returns an array [n, 2] for each scheduler: (time, its processor seconds so far)."""
         self._stopped.set()
         self._thread.join(60)
         return [np.array(read) for read in self._read.values()]
@@ -91,7 +92,7 @@ class Watch:
         found: dict[int, psutil.Process] = {}
         looked = 0.0
         while not self._stopped.wait(INTERVAL_S):
-            # To look through all processes takes much longer than to read of some.
+            # Looking through all processes takes much longer than reading a few, so it happens less often.
             if time.monotonic() - looked > 2:
                 found, looked = self._schedulers(), time.monotonic()
             for pid, process in found.items():
@@ -113,13 +114,13 @@ class Watch:
 
 
 def phases(events: Path) -> list[tuple[float, float]]:
-    """Begin and end of the generation of each rollout."""
+    """Begin and end of the generation of each rollout, as `time.time`."""
     told = read_events(events).Tensors("perf/rollout_time")
     return [(event.wall_time - event.tensor_proto.float_val[0], event.wall_time) for event in told]
 
 
 def share_of(phase: tuple[float, float], seconds: list[np.ndarray]) -> list[float]:
-    """Which share of the phase each scheduler had a core."""
+    """For each scheduler, the share of the phase in which it had a core."""
     begin, end = phase
     return [float(np.diff(np.interp(phase, read[:, 0], read[:, 1]))[0]) / (end - begin) for read in seconds]
 

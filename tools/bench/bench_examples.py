@@ -1,11 +1,11 @@
-"""Held-out accuracy of every example while it learns its toy task, by the command of its README.
+"""Held-out accuracy of every example while it learns its toy task with the command of its README.
 
     python tools/bench/bench_examples.py --examples calculator search-r1
     python tools/bench/bench_examples.py --write-docs        # into docs/en/advanced/examples.md
 
-A run is `scripts/quickstart.sh --example NAME`, evaluated every five rollouts: real engines, real trainer. A result is a JSON
-file below outputs/bench-examples; an example that has one is not run again. The page keeps those that it shows in a file beside
-itself, so that examples may be run on one machine after another.
+A run is `scripts/quickstart.sh --example NAME`, evaluated every five rollouts, with real engines and the real trainer. A result
+is a JSON file below outputs/bench-examples; an example that has one is not run again. The docs page keeps the results that it
+shows in a file beside itself, so that examples may run on one machine after another.
 """
 
 import argparse
@@ -29,7 +29,7 @@ HEADER = ("Example", "Before", "After", "Seconds")
 
 
 def result_of(name: str) -> curves.Run:
-    """The result of an example; it is run where there is none."""
+    """The result of an example, which is run if there is none yet."""
     path = RESULTS / f"{name}.json"
     if path.is_file():
         return curves.load_run(path)
@@ -45,7 +45,7 @@ def row(run: curves.Run) -> list[str]:
 
 
 def write_docs(runs: dict[str, curves.Run]) -> None:
-    """Write the table of `runs`, by example, into the page, and picture and runs beside it."""
+    """Write the table of `runs`, by example, into the page, and the picture and the runs beside the page."""
     runs = dict(sorted(runs.items()))
     table = curves.markdown(HEADER, [row(run) for run in runs.values()])
     write_text_atomically(PAGE, curves.with_table(PAGE.read_text(), "examples", table))

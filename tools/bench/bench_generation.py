@@ -1,11 +1,11 @@
-"""Tokens per second of one engine without a GPU: our batched attention beside SGLang's own, in one run, taking turns.
+"""Tokens per second of one engine without a GPU: our batched attention and SGLang's own, taking turns in one run.
 
     python tools/bench/bench_generation.py                                    # 0.8 M parameters, 128 answers of 64 tokens
     python tools/bench/bench_generation.py --hidden-size 512 --num-layers 8   # other sizes, for tools/make_toy_task.py
     python tools/bench/bench_generation.py --lengths 32 256                   # log-normal: median, cap
 
-Both engines are real servers on this machine; a round asks each in turn for the same answers, with log-probs, and the best
-round of each counts. An engine that waits takes no processor.
+Both engines are real servers on this machine. A round asks each in turn for the same answers, with log-probs, and the best
+round of each counts. The engine that waits takes no processor time.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def answer_lengths(options: argparse.Namespace) -> list[int]:
-    """Of all answers one, or log-normal with the median and the cap that are given."""
+    """One length for all answers, or log-normal lengths with the median and the cap of `--lengths`."""
     if len(options.lengths) == 1:
         return options.lengths * options.answers
     median, cap = options.lengths
@@ -74,7 +74,7 @@ def answer_lengths(options: argparse.Namespace) -> list[int]:
 
 @contextlib.contextmanager
 def server(code: str, model: Path, options: argparse.Namespace) -> Iterator[str]:
-    """The address of a server that lives for the block."""
+    """Yields the address of a server that lives as long as the block."""
     with reserve_port("127.0.0.1", random_port_start(20000)) as reservation:
         port = reservation.port
     words = ["--model-path", str(model), "--port", str(port), "--max-running-requests", str(options.answers)]
@@ -102,7 +102,7 @@ async def until_healthy(url: str, process: ChildProcess) -> None:
 
 
 async def rounds(urls: dict[str, str], lengths: list[int], options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of the best round of each server."""
+    """The seconds of the best round of each server."""
     best = dict.fromkeys(urls, math.inf)
     connector = aiohttp.TCPConnector(limit=options.answers)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
