@@ -2,8 +2,8 @@
 
     python tools/bench/bench_http_client.py [--requests 4096] [--repeats 5] [--in-flight 64 256 1024] [--response-tokens 128]
 
-A `null_engine` answers; the client's own CPU time is measured. Both clients send and parse the same bodies, take turns, and
-the medians are compared. The bar is a ratio of at most 1.15.
+A `null_engine` answers, and the bench measures the client's own CPU time. Both clients send and parse the same bodies and take
+turns; their medians are compared. The bar is a ratio of at most 1.15.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Held-out accuracy of the toy task with every estimator and mode, and with old answers, corrected and not; over several seeds.
+"""Held-out accuracy of the toy task over several seeds: with every estimator and mode, and with old answers, corrected or not.
 
     python tools/bench/bench_learning.py --recipes grpo ppo --seeds 0
     python tools/bench/bench_learning.py --recipes estimators --seeds 0 1 2
@@ -6,12 +6,13 @@
     python tools/bench/bench_learning.py --recipes arrangements --seeds 0
     python tools/bench/bench_learning.py --write-docs        # into docs/en/advanced/learning.md
 
-Every run is one of `scripts/quickstart.sh` with the flags of its recipe (`learning_recipes.py`): real engines, real trainer.
-Runs of a seed share the toy task and the supervised start. A result is a JSON file below DIR/results, by the content of its
-recipe: a run that has one is not repeated, and what a recipe gave before it was changed is in no table. The page keeps what it
-shows of runs in a file beside itself, so that recipes may be run on one machine after another. The bars: an estimator gains 0.2
-within three minutes, start of the engines included; with answers of four weight versions ago a correction ends higher than
-none; every arrangement ends as the first does.
+Every run is one of `scripts/quickstart.sh` with the flags of its recipe (`learning_recipes.py`), with real engines and the real
+trainer. Runs of a seed share the toy task and the supervised start. A result is a JSON file below DIR/results. Its name has a
+hash of the recipe and of the files that its flags name: a run that has a result is not repeated, and results from before a
+change of these enter no table.
+The docs page keeps the figures that it shows in a file beside itself, so that recipes may run on one machine after another.
+The bars: an estimator gains 0.2 within three minutes, including the start of the engines; with answers from four weight
+versions ago, a run with a correction ends higher than one without; every arrangement ends as the first does.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def main() -> int:
 
 
 def result_of(name: str, seed: int, directory: Path) -> curves.Run:
-    """The result of a recipe with a seed; it is run where there is none."""
+    """The result of a recipe with a seed; the recipe is run if there is no result yet."""
     recipe, path = RECIPES[name], result_path(name, seed, directory)
     if path.is_file():
         return curves.load_run(path)
@@ -90,11 +91,11 @@ def _result_name(name: str, seed: int | str) -> str:
 
 
 def quickstart(*words: str) -> float:
-    """Run the quick start; returns the seconds between the titles of its steps 4 and 5. Ends the program when it fails."""
+    """Run the quick start. Returns the seconds between the titles of its steps 4 and 5; ends the program if the run fails."""
     command = tied(["bash", "scripts/quickstart.sh", *words])
     output: list[str] = []
     at = dict.fromkeys(("== 4/5", "== 5/5"), 0.0)
-    # Until it has ended its input stays open: that is what ties it to this process.
+    # The quick start watches its standard input, which stays open until it has ended: this ties it to this process.
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -114,7 +115,7 @@ def quickstart(*words: str) -> float:
 
 
 def read_results(directory: Path) -> Results:
-    """Recipe → its results by seed, as the recipe is now: those that the page keeps, and those in `directory`."""
+    """Recipe → the results of its present content, by seed: those that the page keeps, and those in `directory`."""
     known = curves.known_runs(directory / "results", KEPT)
     results: Results = {}
     for name in RECIPES:
@@ -134,7 +135,7 @@ def table_of(study: str, results: Results) -> str:
 
 
 def write_docs(results: Results) -> None:
-    """Write the tables into the page, and pictures and runs beside it; a study without results is left as it is."""
+    """Write the tables into the page, and pictures and runs beside it. A study without results stays as it is on the page."""
     page = PAGE.read_text()
     for study in TABLES:
         by_title = of_study(study, results)

@@ -3,9 +3,9 @@
     python tools/bench/bench_log_probs.py [--tokens 512] [--vocab 151936] [--dtype bfloat16] [--repeats 5] [--device cpu]
     python tools/bench/bench_log_probs.py --tokens 16384 --repeats 0 --contenders fused_log_probs_and_entropy
 
-Prints milliseconds (best of the repeats, runs interleaved), the peak bytes of tensors above those of the logits, and
-the ratio of log-probs with entropy to `F.cross_entropy`, which has no entropy; the bar is 1. One tensor as large as the
-logits is the gradient itself, so no memory below 1.00 of the logits is possible. 16384 tokens in bfloat16 take 10 GB.
+Prints milliseconds (best of the repeats, runs interleaved), the peak bytes of tensors above those of the logits, and the time
+of log-probs with entropy over that of `F.cross_entropy`, which computes no entropy; the bar is 1. The gradient is as large as
+the logits, so no memory below 1.00 of the logits is possible. 16384 tokens in bfloat16 take 10 GB.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def fused_log_probs_and_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> N
 
 
 def fused_kept_log_probs_and_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> None:
-    """With kept sets of KEPT_PER_ROW tokens, as an engine reports them."""
+    """Log-probs and entropy with kept sets of KEPT_PER_ROW tokens, as an engine reports them."""
     rows, vocab_size = logits.shape
     ids = torch.arange(KEPT_PER_ROW, dtype=torch.int32, device=logits.device)
     kept = KeptTokens(
@@ -63,7 +63,7 @@ def fused_kept_log_probs_and_entropy(logits: torch.Tensor, tokens: torch.Tensor)
 
 
 def fused_log_probs_and_entropy_of_half(logits: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Of the second half of the rows, as if the first were a prompt."""
+    """Log-probs and entropy of the second half of the rows, as if the first half were a prompt."""
     rows = Rows.at([range(len(tokens) // 2, len(tokens))], logits.device)
     options = {"with_entropy": True, "with_entropy_grad": False, "rows": rows}
     log_probs, _ = calculate_log_probs_and_entropy(logits, tokens[rows.index], None, **options)
@@ -98,7 +98,8 @@ def milliseconds(contender: Callable, logits: torch.Tensor, tokens: torch.Tensor
 def extra_bytes(contender: Callable, logits: torch.Tensor, tokens: torch.Tensor) -> int:
     """Peak bytes of tensors that live during forward and backward, without logits and tokens.
 
-    The device's allocator counts them; where it does not, live tensors are counted, and what is compiled does not run.
+    The device's allocator counts them. Where there is no such counter, the bytes of live tensors are counted, and compiled
+    contenders do not run.
     """
     accelerator = get_accelerator()
     is_there = logits.device.type == accelerator.current_device().type
@@ -108,7 +109,7 @@ def extra_bytes(contender: Callable, logits: torch.Tensor, tokens: torch.Tensor)
             before = live.current
             contender(logits, tokens)
         return live.peak - before
-    # What compiling takes does not count.
+    # The first call compiles, and its memory does not count.
     contender(logits, tokens)
     logits.grad = None
     before = accelerator.memory_allocated()
@@ -128,7 +129,7 @@ def make_case(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, float], dict[str, int], int]:
-    """Milliseconds and extra bytes of the contenders, by name, and the bytes of the logits."""
+    """Returns (milliseconds by contender, extra bytes by contender, bytes of the logits)."""
     logits, tokens = make_case(options)
     extra = {name: extra_bytes(CONTENDERS[name], logits, tokens) for name in options.contenders}
     best = dict.fromkeys(options.contenders, float("inf"))

@@ -52,7 +52,7 @@ def train_command(task: Path, options: argparse.Namespace) -> list[str]:
 
 
 def run(command: list[str], events: Path, log: Path) -> tuple[str, float]:
-    """Output of the command, which goes to the log, and the peak PSS of all its processes, in GiB."""
+    """Run the command with its output in `log`. Returns the output, and the peak PSS of all its processes in GiB."""
     run_id = uuid.uuid4().hex
     environment = {**os.environ, "TENSORBOARD_DIR": str(events), MARK: run_id}
     peak = 0.0
@@ -71,7 +71,7 @@ def run(command: list[str], events: Path, log: Path) -> tuple[str, float]:
 
 
 def proportional_memory(run_id: str) -> float:
-    """Sum of the PSS of all processes that carry the run's mark, in bytes."""
+    """The sum of the PSS of all processes that carry the run's mark, in bytes."""
     total = 0.0
     for process in psutil.process_iter():
         try:
@@ -83,7 +83,7 @@ def proportional_memory(run_id: str) -> float:
 
 
 def read_events(directory: Path) -> EventAccumulator:
-    """All that the event files in a directory hold: without the zero, ten of the values of each metric, drawn by chance."""
+    """All values in the event files of a directory. Without `{TENSORS: 0}` the reader keeps a random ten of each metric."""
     accumulator = EventAccumulator(str(directory), size_guidance={TENSORS: 0})
     accumulator.Reload()
     return accumulator
@@ -99,7 +99,7 @@ def read_scalars(directory: Path) -> dict[str, dict[int, float]]:
 
 def report(output: str, scalars: dict[str, dict[int, float]], peak: float) -> None:
     steps = scalars["perf/step_time"]
-    # The first step pays for imports and allocations of all the others.
+    # The first step pays for imports and allocations, and is left out.
     overheads = [
         1.0 - sum(scalars.get(name, {}).get(step, 0.0) for name in PHASES) / seconds
         for step, seconds in steps.items()

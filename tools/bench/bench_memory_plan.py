@@ -1,12 +1,13 @@
-"""The memory that `--dry-run` announces beside the memory that a training step takes, on CPU.
+"""The memory that `--dry-run` announces, beside the memory that a training step takes on CPU.
 
     SLIME_ACCELERATOR=cpu python tools/bench/bench_memory_plan.py
     SLIME_ACCELERATOR=cpu python tools/bench/bench_memory_plan.py --case wide
 
-Every case parses a command line, asks the plan, then trains two optimizer steps of the same flags with the product's own
-trainer, in one process per rank (Gloo), from random weights, on made-up samples that fill the token budget. Counted are the
-bytes of live tensors: every storage that an operation returns, from then until it is freed, from the construction of the
-model on (so without what imports take). What a kernel allocates and frees inside itself is not seen. The highest rank counts.
+Every case parses a command line, asks the plan, and trains two optimizer steps with the same flags and the product's own
+trainer, in one process per rank (Gloo), from random weights, on made-up samples that fill the token budget. The bench counts
+the bytes of live tensors: every storage that an operation returns, from then until it is freed. Counting starts when the model
+is built, so the memory of imports is left out, and it does not see what a kernel allocates and frees inside itself. The rank
+with the most bytes counts.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def case_words(model: str, layout: str, tokens: int = TOKENS) -> list[str]:
 
 
 def estimated(words: Sequence[str]) -> tuple[int, str]:
-    """Bytes that the plan announces for the rank with most, and the moment of its peak."""
+    """The bytes that the plan announces for the rank with most, and the moment of its peak."""
     from slime.arguments import parse_args
     from slime.plan import make_plan
 
@@ -99,7 +100,7 @@ def estimated(words: Sequence[str]) -> tuple[int, str]:
 def run_ranks(
     words: Sequence[str], world_size: int, measure: Callable[[Sequence[str]], Any] | None = None
 ) -> list[Any]:
-    """What `measure` finds on every rank, each in a process of its own; None: peak bytes."""
+    """Run every rank in a process of its own. Returns the results of `measure`; if it is None, the ranks' peak bytes."""
     import torch.multiprocessing as multiprocessing
     from torch.distributed import TCPStore
 
@@ -136,7 +137,7 @@ def _rank(rank: int, world_size: int, port: int, words: list[str], results: Any,
 def peak_of_training(words: Sequence[str]) -> int:
     """Peak bytes of live tensors of this rank, from building the model to the end of its second optimizer step.
 
-    The process group is formed from the environment and stays.
+    The rank forms its process group from the environment and keeps it.
     """
     import torch
 
@@ -161,8 +162,8 @@ def peak_of_training(words: Sequence[str]) -> int:
 
 
 def batch_of_rank(args: argparse.Namespace) -> RolloutData:
-    """This rank's data of one rollout step: samples that fill the token budget, whose prompts have one token. The plan counts
-    the logits of every token, and those of longer prompts are not made."""
+    """This rank's data of one rollout step: samples that fill the token budget, with prompts of one token. The plan counts the
+    logits of every token, and a step with longer prompts would make fewer."""
     return step_of_samples(args, 1, [SAMPLE - 1] * args.global_batch_size)
 
 

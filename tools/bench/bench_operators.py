@@ -1,11 +1,11 @@
-"""Our RMSNorm and rotation of queries and keys beside the plain chain of operators, forward and backward, in turns, on CPU.
+"""Our RMSNorm and rotary embedding beside the plain chains of operators, forward and backward, in turns, on CPU.
 
     python tools/bench/bench_operators.py [--operators rotation norm] [--repeats 60] [--threads 1]
 
-`plain` is what autograd makes of PyTorch's `rms_norm`, which has no kernel on a CPU, and of Megatron-Core's own rotation. That
-computes cosines and sines at every call; ours has those of its frequencies once, which are the same in all layers. Everything
-is in float32. Prints milliseconds (best of the repeats); before that the bench fails where results or gradients of the two
-differ by more than 1e-5 of the largest number of their tensor.
+`plain` is PyTorch's `rms_norm`, which has no fused kernel on a CPU, and Megatron-Core's own rotation, both with autograd.
+Megatron's rotation computes cosines and sines at every call; ours computes them once for all layers, whose frequencies are the
+same. Everything is in float32. The bench first fails if results or gradients of the two differ by more than 1e-5 of the largest
+number of their tensor, then prints milliseconds (best of the repeats).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     from slime.backends.megatron_utils import cpu_runtime
     from slime.utils.device import get_accelerator
 
-    # Megatron says at length what it does without.
+    # Megatron warns at length about every optional package that is missing.
     warnings.simplefilter("ignore")
     cpu_runtime.install()
     torch.set_num_threads(options.threads)
-    # As ranks do.
+    # Training ranks do the same.
     get_accelerator().keep_freed_memory()
     for name in options.operators:
         sizes, make, header = OPERATORS[name]
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def rotation(heads: int, width: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Contenders]:
-    """Channels [TOKENS, 1, heads, width], what has a gradient besides, and who rotates them: each takes the channels."""
+    """Returns (channels [TOKENS, 1, heads, width], other tensors with a gradient: none, contenders that rotate channels)."""
     import torch
 
     from slime.backends.megatron_utils import attention
@@ -81,7 +81,7 @@ def rotation(heads: int, width: int) -> tuple[torch.Tensor, tuple[torch.Tensor, 
 
 
 def norm(rows: int, width: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], Contenders]:
-    """The same for hidden states [rows, width] and the weights of the norm."""
+    """Returns (hidden states [rows, width], other tensors with a gradient: the norm's weight, contenders that normalise)."""
     import torch
 
     from slime.backends.megatron_utils.layer_spec import RMSNorm
@@ -105,7 +105,7 @@ OPERATORS = {"rotation": (ROTATIONS, rotation, "Heads × width"), "norm": (NORMS
 def best_milliseconds(
     inputs: torch.Tensor, leaves: Sequence[torch.Tensor], contenders: Contenders, repeats: int
 ) -> list[float]:
-    """Of forward and backward of each contender, in turns; gradients are those of `inputs` and `leaves`.
+    """The best milliseconds of forward and backward of each contender, in turns, with gradients of `inputs` and `leaves`.
 
     Raises:
         SystemExit: their results or gradients differ.
@@ -124,7 +124,7 @@ def best_milliseconds(
     for name, other in zip(list(contenders)[1:], others, strict=True):
         for expected, found in zip(first, other, strict=True):
             error = float((found - expected).abs().max() / expected.abs().max())
-            # What is not a number is no error that is small enough.
+            # Written so that NaN fails as well.
             if not error <= TOLERANCE:
                 sys.exit(f"{name} differs from {next(iter(contenders))} by {error:.1e}: this is not the same operator")
     best = dict.fromkeys(contenders, float("inf"))

@@ -1,12 +1,13 @@
-"""GRPO steps of ours beside those of TRL's `GRPOTrainer`: the same work on the same processor, in one run, taking turns.
+"""Our GRPO steps beside those of TRL's `GRPOTrainer`: the same work on the same processor, taking turns in one run.
 
     python tools/bench/bench_peers.py                                      # 0.8 M and 19 M parameters, answers of 64 tokens
     python tools/bench/bench_peers.py --model 19M --lengths long-tailed    # log-normal: median 32, cap 256
 
-A step generates 128 answers to 16 prompts and takes one optimizer step on them, from random weights, in float32. Answers are as
-long as drawn on both sides, so that nobody has less to do. TRL runs in an environment of its own (--environment, made where it
-is missing), generates with transformers and uses all threads; ours is `train.py` as users start it, with real engines behind
-the router. Of each turn the first step, which pays for what is made once, does not count; the median of all others does.
+A step generates 128 answers to 16 prompts and takes one optimizer step on them, from random weights, in float32. Both sides
+generate answers of the same drawn lengths, so that they have the same work. TRL runs in an environment of its own
+(--environment, made if it is missing), generates with transformers and uses all threads. Ours is `train.py` as users start it,
+with real engines behind the router. The first step of each turn pays for one-time work and does not count; the median of all
+others does.
 """
 
 import argparse
@@ -23,14 +24,14 @@ from tools.bench.bench_loop import read_scalars
 from tools.bench.long_answers import answer_tokens
 from tools.tied import ROOT, run_tied
 
-# The last release when this was written; it takes the torch of our own pins.
+# The newest release when this file was written. It works with the torch of our own pins.
 PEER = "trl==1.16.0"
 SHAPES = {
     "0.8M": "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --head-dim 32",
     "19M": "--num-layers 6 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 --num-key-value-heads 4",
 }
 PROMPTS, SAMPLES = 16, 8
-# The longest answer, and the function of `long_answers.py` by which ours end.
+# Kind of lengths → (tokens of the longest answer, function of `long_answers.py` that gives our answers these lengths).
 LENGTHS = {"even": (64, "full_generate"), "long-tailed": (256, "custom_generate")}
 PHASES = {"generate": "perf/rollout_time", "train": "perf/train_time", "push": "perf/update_weights_time"}
 
@@ -53,19 +54,19 @@ def main() -> None:
 
 
 def peer_python(environment: Path) -> Path:
-    """The interpreter of an environment with the peer."""
+    """The interpreter of `environment`, which is made, with the peer installed, if it is missing."""
     python = environment / "bin/python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     pins = (ROOT / "requirements/cpu.txt").read_text().splitlines()
     torch = next(pin for pin in pins if pin.startswith("torch=="))
-    # Where it is there already this takes a moment.
+    # If the peer is installed already this takes a moment.
     subprocess.run([python, "-m", "pip", "install", "--quiet", torch, PEER], check=True)
     return python
 
 
 def compare(name: str, directory: Path, python: Path, options: argparse.Namespace) -> None:
-    """Print the times of one model."""
+    """Measure one model and print its times."""
     task = directory / "task"
     subprocess.run([sys.executable, ROOT / "tools/make_toy_task.py", task, *SHAPES[name].split()], check=True)
     lengths = lengths_of_steps(options.lengths, options.steps)
@@ -86,7 +87,7 @@ def compare(name: str, directory: Path, python: Path, options: argparse.Namespac
 
 
 def lengths_of_steps(kind: str, steps: int) -> list[list[int]]:
-    """For every step the tokens of its answers, in the order of their samples."""
+    """For every step, the number of tokens of each answer, in the order of samples."""
     longest, function = LENGTHS[kind]
     count = PROMPTS * SAMPLES
     drawn = [[answer_tokens(step * count + index, longest) for index in range(count)] for step in range(steps)]
@@ -94,19 +95,19 @@ def lengths_of_steps(kind: str, steps: int) -> list[list[int]]:
 
 
 def steps_of_peer(python: Path, task: Path, lengths: list[list[int]], log: Path) -> list[float]:
-    """Seconds of the steps of a turn."""
+    """Run a turn of the peer. Returns the seconds of its steps."""
     drawn = task.parent / "lengths.json"
     drawn.write_text(json.dumps(lengths))
     command = [
         python, ROOT / "tools/bench/peer_trl.py", task / "model", task / "train.jsonl", "--lengths", drawn,
         "--samples-per-prompt", str(SAMPLES), "--threads", str(os.cpu_count()),
     ]  # fmt: skip
-    # Warnings of its libraries stand around what it says, which is one list.
+    # The peer prints one JSON list; warnings of its libraries stand around it.
     return json.loads([line for line in run_tied(command, log).splitlines() if line[:1] + line[-1:] == "[]"][-1])
 
 
 def steps_of_ours(task: Path, directory: Path, options: argparse.Namespace) -> dict[str, dict[int, float]]:
-    """The scalars that a turn has written."""
+    """Run a turn of `train.py`. Returns its scalars: metric → step → value."""
     longest, function = LENGTHS[options.lengths]
     command = [
         sys.executable, ROOT / "train.py", "--hf-checkpoint", task / "model", "--model-args-from-hf",

@@ -4,9 +4,9 @@
                                         [--device cpu]
 
 Prints milliseconds (best of the repeats, runs interleaved) and the ratios serial / chunked; the bar is 10 at 128 x 8192
-on CPU. One thread unless told otherwise: the recurrence has no use for more.
-"tuned serial" is the same recurrence as fast as a loop over steps gets here: differences of all steps at once, in float32, one
-operator per step. It is no bar, but says how much of the ratio is the loop's own overhead.
+on CPU. The default is one thread: the recurrence has no use for more.
+"tuned serial" is the same recurrence as the fastest loop over steps: it computes the differences of all steps at once, in
+float32, with one operator per step. It is no bar, but shows how much of the ratio is the loop's own overhead.
 """
 
 import argparse

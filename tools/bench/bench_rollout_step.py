@@ -1,14 +1,14 @@
-"""Samples per second from the data source to the train batch, beside a bare aiohttp loop that sends and parses the same.
+"""Samples per second from the data source to the train batch, beside a bare aiohttp loop that sends and parses the same bodies.
 
     python tools/bench/bench_rollout_step.py [--in-flight 64 1024 4096] [--samples 8192] [--repeats 3]
     python tools/bench/bench_rollout_step.py --in-flight 256 --sizes 1024 8192 102400   # cost per sample of larger steps
     python tools/bench/bench_rollout_step.py --in-flight 1024 --profile 30
 
 A `null_engine` answers at once with 64 tokens and their log-probs. `bare` sends the body of a request and parses its answer
-with orjson; `ours` is a whole step of the default rollout function, graded by a function of one line, and the columns of its
-train batch. Both run in one process and take turns; the best repeat of each counts. Bars: 0.7 of the samples per second of
-bare, and a cost per sample that is flat from 1k to 100k. Where others use the machine too, the ratio of the processor's seconds
-tells more.
+with orjson; `ours` is a whole step of the default rollout function, graded by a function of one line, and builds the columns of
+the train batch. Both run in one process and take turns; the best repeat of each counts. Bars: 0.7 of the samples per second of
+bare, and a cost per sample that is flat from 1k to 100k samples. On a shared machine the ratio of CPU seconds is the more
+reliable one.
 """
 
 import argparse
@@ -46,12 +46,12 @@ SAMPLES_PER_PROMPT = 8
 
 
 async def reward(args: Any, sample: Any) -> float:
-    """Grades at once."""
+    """A reward that costs nothing."""
     return float(sample.index % 2)
 
 
 def arguments(task: Path, url: str, in_flight: int, samples: int) -> Any:
-    """Those of a step of `samples` samples against the null engine."""
+    """The arguments of a step of `samples` samples against the null engine."""
     batch = samples // SAMPLES_PER_PROMPT
     args = parse_args(
         argv=[
@@ -70,7 +70,7 @@ def arguments(task: Path, url: str, in_flight: int, samples: int) -> Any:
 
 
 def ours(args: Any) -> Callable[[], int]:
-    """A step, and its batch."""
+    """A function that runs a step and builds its train batch. It returns the number of samples."""
     source = RolloutDataSourceWithBuffer(args)
 
     def step() -> int:
@@ -81,7 +81,7 @@ def ours(args: Any) -> Callable[[], int]:
 
 
 def bare(url: str, in_flight: int, samples: int, prompt: list[int]) -> Callable[[], int]:
-    """As many requests, by as many workers."""
+    """A function that sends `samples` requests by `in_flight` workers. It returns the number of answers."""
     payload = {
         "input_ids": prompt,
         "sampling_params": {"temperature": 1.0, "max_new_tokens": 96},
@@ -106,7 +106,7 @@ def bare(url: str, in_flight: int, samples: int, prompt: list[int]) -> Callable[
 
 
 def best_of(ways: Iterable[Callable[[], int]], samples: int, repeats: int) -> list[tuple[float, float]]:
-    """Per way its least seconds of the clock and of this process, per sample; ways take turns."""
+    """For each way its least (wall-clock seconds, CPU seconds of this process) per sample. The ways take turns."""
     ways = list(ways)
     least = [[float("inf")] * 2 for _ in ways]
     for number in range(repeats + 1):
@@ -121,7 +121,7 @@ def best_of(ways: Iterable[Callable[[], int]], samples: int, repeats: int) -> li
 
 
 def compare(task: Path, url: str, in_flight: int, samples: int, options: argparse.Namespace) -> None:
-    """One line of the table."""
+    """Measure both ways and print a line of the table."""
     SingletonMeta.clear_instances()
     args = arguments(task, url, in_flight, samples)
     step = ours(args)
@@ -140,7 +140,7 @@ def compare(task: Path, url: str, in_flight: int, samples: int, options: argpars
 
 
 def profile(step: Callable[[], int], lines: int) -> None:
-    """Where the event loop's thread spends a step."""
+    """Print where the thread of the event loop spends the time of a step."""
     profiler = cProfile.Profile()
 
     async def switch(on: bool) -> None:

@@ -1,10 +1,11 @@
-"""How much of a save training waits for, with `--async-save` and without, on CPU.
+"""How long training waits for a save, with `--async-save` and without, on CPU.
 
     SLIME_ACCELERATOR=cpu python tools/bench/bench_save.py
 
 Ranks with the product's own trainer, in Gloo processes, save a model of 102 M parameters with its optimizer to `--directory`.
-Rounds take turns; told are the least seconds of a whole save, those for which training stops when it is in the background
-(also for the finish), and how much longer steps take while files are written: processes that write need cores too.
+Rounds take turns. The bench prints the least seconds of a whole save; the least seconds for which training stops at the start
+and at the end of a save in the background; and how much longer steps take while files are written, since the processes that
+write need cores too.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def seconds_of_saves(words: Sequence[str], rounds: int) -> dict[str, float]:
-    """Least seconds on this rank, and the bytes that it writes. The process group is formed from the environment."""
+    """The least seconds of each part on this rank, and the bytes that it writes. The environment names the process group."""
     import torch
 
     torch.set_num_threads(1)

@@ -2,12 +2,12 @@
 
     python tools/bench/bench_schedule.py [--repeats 5] [--seeds 5]
 
-1. 4,096 lengths into bins of 16k tokens: best-fit beside a plain first-fit loop, bins and milliseconds.
+1. It packs 4,096 lengths into bins of 16k tokens, with best-fit and with a plain first-fit loop: number of bins, milliseconds.
    Bars: at most one bin above the bound of total / capacity, at least 4 times faster.
-2. The full schedule with FLOPs-balanced ranks: milliseconds, fill as a fraction of the reachable fill (bar 0.98), and
-   slowest/mean FLOPs over the lower bound that the longest sample and equal micro-batch counts allow (bar 1.02); the worst
-   of the seeds. "flops" is --balance-by-flops, which trades fill for micro-batches of equal cost.
-   The bound gives the longest sample's rank the lightest of the formed micro-batches beside it.
+2. It makes the full schedule with FLOPs-balanced ranks: milliseconds, fill as a fraction of the reachable fill (bar 0.98), and
+   slowest/mean FLOPs over the lower bound that the longest sample and equal micro-batch counts allow (bar 1.02). The worst of
+   the seeds counts. "flops" is --balance-by-flops, which trades fill for micro-batches of equal cost.
+   The bound assumes that the rank of the longest sample has the lightest of the formed micro-batches beside it.
 """
 
 import argparse

@@ -1,17 +1,17 @@
-"""How far the plan at scale is from runs of this machine, and what overlap gains in them: the seconds of a step.
+"""The seconds of a step: how far the plan at scale is from runs on this machine, and how much overlap gains in these runs.
 
     python tools/bench/bench_simulation.py outputs/simulation              # all runs, then the tables; about 4 minutes each
     python tools/bench/bench_simulation.py outputs/simulation --runs sync  # one of them, or those that are still missing
     python tools/bench/bench_simulation.py --of outputs/quickstart/seed-0/runs/NAME  # a run of train.py that is there
 
-The times of the model come from the odd steps of the run `sync`. What they predict is compared with its other steps, and with
-all steps of the other runs, whose lengths it was not told: they are drawn from those of `sync`. The task is that of the quick
-start, with answers of drawn lengths (`tools/bench/long_answers.py`). `decode` leaves the engines as they are, and tells its own
-times; in the others phases mostly wait, as cores that are shared would slow down what overlaps. In those with `even` in their
-names all answers have one length.
+The model takes its times from the odd steps of the run `sync`. Its predictions are compared with the even steps of `sync`, and
+with all steps of the other runs; the model does not know their lengths and draws from those of `sync` instead. The task is that
+of the quick start, with answers of drawn lengths (`tools/bench/long_answers.py`). `decode` leaves the engines as they are and
+has times of its own. In the other runs phases mostly wait: if they computed, overlapping phases would slow each other down on
+shared cores. In runs with `even` in their names all answers have one length.
 
-The second table compares runs that overlap with the synchronous one of the same answers. While rollout r is trained the next
-may be generated, so the times of the synchronous run's phases allow a gain of the shorter of both in every step.
+The second table compares runs that overlap with the synchronous run of the same answers. While rollout r is trained, rollout
+r + 1 may be generated, so overlap can gain at most the shorter of the two phases of the synchronous run in every step.
 """
 
 import argparse
@@ -48,8 +48,8 @@ class Run:
     """A run beside its `name`: the driver, and the flags that make it so.
 
     Attributes:
-        arrangement: what the plan replays; None: it has no such arrangement.
-        measured_by: the synchronous run with the same answers. Its odd steps tell the times.
+        arrangement: the arrangement that the plan replays; None: the plan has no such arrangement.
+        measured_by: the synchronous run with the same answers, from whose odd steps the times come.
     """
 
     driver: str
@@ -78,7 +78,7 @@ RUNS = {
 
 
 def start(name: str, directory: Path, rollouts: int, seconds: int) -> None:
-    """Run it, and leave its record in `directory`/`name`; one that is there already stays."""
+    """Run it and leave its record in `directory`/`name`. If the record exists already, nothing runs."""
     run, target = RUNS[name], directory / name
     if _is_done(directory, name):
         return
@@ -111,7 +111,7 @@ def start(name: str, directory: Path, rollouts: int, seconds: int) -> None:
     finally:
         child.terminate(60)
     if status is None:
-        # Steps that are finished count.
+        # The steps that it finished count.
         print(f"{name}: ended after {seconds} s")
     elif status != 0:
         sys.exit(f"{name}: {describe_exit_status(status)}, see {log}")
@@ -119,9 +119,10 @@ def start(name: str, directory: Path, rollouts: int, seconds: int) -> None:
 
 
 def compare(name: str, directory: Path, measured_by: Path, arrangement: str, running: int | None = None) -> str:
-    """The line of the run in `directory` in the table; `measured_by`: that of the run whose odd steps tell the times.
+    """The table's line for the run in `directory`.
 
-    running: requests that run on an engine, where the runs do not tell.
+    measured_by: the directory of the run from whose odd steps the times come.
+    running: requests that run at once on an engine, if the runs do not say.
     """
     found = measured([measured_by], lambda step: step >= _FIRST and step % 2, running)
     own = directory == measured_by
@@ -147,9 +148,9 @@ def compare(name: str, directory: Path, measured_by: Path, arrangement: str, run
 
 
 def overlap(name: str, directory: Path, synchronous: Path) -> str:
-    """The line of a run that overlaps in the second table; `synchronous`: the run with the same answers that does not.
+    """The second table's line for a run that overlaps; `synchronous`: the run with the same answers that does not overlap.
 
-    Steps count that both have finished and that begin with a rollout which was generated beside another step.
+    A step counts if both runs have finished it and its rollout was generated beside another step.
     """
     there, here = (read_run(run).curves for run in (synchronous, directory))
     rollout, train, step, overlapped = (
@@ -163,7 +164,7 @@ def overlap(name: str, directory: Path, synchronous: Path) -> str:
 
 
 def processor() -> str:
-    """Its model, and how many cores there are."""
+    """The model of the processor, and the number of cores."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else 'unknown processor'}, {len(os.sched_getaffinity(0))} cores"

@@ -1,12 +1,13 @@
-"""From the start of `train.py` to its first sample: seconds, and those of the processor over all processes of the run.
+"""From the start of `train.py` to its first sample: wall-clock seconds, and processor seconds of all processes of the run.
 
     python tools/bench/bench_start.py [--starts 3]
     git worktree add ../before COMMIT && python tools/bench/bench_start.py --beside ../before
 
-A start is a run of one rollout on the toy task of 0.8 M parameters, with one engine and one rank. `train.py` tells the seconds
-itself; those of the processor are read from the kernel while it runs, up to that moment. With --beside each turn starts the
-other trees first and then this one, all with the interpreter of this one, so that they have the same hour of the machine.
-Before the clock starts their modules are compiled, and each has read the flags of the installed packages, which it keeps.
+A start is a run of one rollout on the toy task of 0.8 M parameters, with one engine and one rank. `train.py` logs the seconds
+itself; the bench reads processor seconds from the kernel while the run goes on, up to that moment. With --beside, each turn
+starts the other trees first and then this one, all with the interpreter of this one, so that all trees meet the same state of
+the machine. Before the clock starts, the bench compiles the modules of every tree and lets it cache the flags of the installed
+packages.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _SIGCHLD_IS_IGNORED = re.compile(r"^SigIgn:\s*[0-9a-f]*[13579bdf][0-9a-f]{4}$", 
 
 @dataclass(frozen=True)
 class Start:
-    """seconds: to the first sample; processor: seconds of all processes until then; stretches: what `train.py` says of them."""
+    """seconds: until the first sample; processor: seconds of all processes until then; stretches: parts of it, as logged."""
 
     seconds: float
     processor: float
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def row(tree: Path, starts: Sequence[Start]) -> list[str]:
-    """A line of the table: all starts, and their median where there are several."""
+    """A line of the table: all starts, and their median if there are several."""
     columns = []
     for numbers in ([start.seconds for start in starts], [start.processor for start in starts]):
         median = f" (median {statistics.median(numbers):.1f})" if len(numbers) > 1 else ""
@@ -90,13 +91,13 @@ def measure(trees: Sequence[Path], starts: int, task: Path, directory: Path) -> 
 
 
 def command_in(tree: Path, task: Path) -> list[str]:
-    """The command of a start in `tree`, which is where `python -m` looks first."""
+    """The command of a start, to be run in the directory `tree`, where `python -m` looks for modules first."""
     words = train_command(task, argparse.Namespace(engines=1, rollouts=1))[2:]
     return ["env", "-C", str(tree), sys.executable, "train.py", *words]
 
 
 def environment_in(tree: Path) -> dict[str, str]:
-    """By which all of its processes find the modules of `tree`."""
+    """The environment in which all processes of a start find the modules of `tree`."""
     import_path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": import_path, "SLIME_ACCELERATOR": "cpu"}
 
@@ -105,7 +106,7 @@ def start(tree: Path, task: Path, directory: Path) -> Start:
     """Run `train.py` of `tree` to its end; metrics and log go below `directory`.
 
     Raises:
-        SystemExit: it failed, or told no first sample.
+        SystemExit: it failed, or its log has no first sample.
     """
     command, environment = command_in(tree, task), {**environment_in(tree), "TENSORBOARD_DIR": str(directory)}
     log = directory.with_suffix(".log")
@@ -116,7 +117,7 @@ def start(tree: Path, task: Path, directory: Path) -> Start:
     try:
         while told is None and child.poll() is None:
             time.sleep(INTERVAL_S)
-            # In this order: so the last look comes after the first sample.
+            # The log is read before the processes, so the last look at them comes after the first sample.
             told = _TOLD.search(log.read_text(errors="replace"))
             times.append(time.monotonic() - began)
             seconds.append(family.seconds(processes()))
@@ -132,14 +133,14 @@ def start(tree: Path, task: Path, directory: Path) -> Start:
 
 @dataclass(frozen=True)
 class Process:
-    """seconds: of the processor, its own and those of the children whose end it has seen."""
+    """seconds: processor seconds, its own and those of the children that it has waited for."""
 
     parent: int
     seconds: float
 
 
 def processes() -> dict[int, Process]:
-    """All that there are, by their ids."""
+    """All processes of the machine, by id."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -152,7 +153,7 @@ def processes() -> dict[int, Process]:
 
 
 def forgets_children(pid: int) -> bool:
-    """Whether the kernel takes the ends of the process's children, and their seconds with them: it ignores SIGCHLD."""
+    """Whether the process ignores SIGCHLD: then the kernel reaps its children, and their seconds are lost."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", errors="replace") as status:
         return _SIGCHLD_IS_IGNORED.search(status.read()) is not None
     return False
@@ -160,10 +161,10 @@ def forgets_children(pid: int) -> bool:
 
 @dataclass
 class Family:
-    """A process and all that it starts, looked at from time to time.
+    """Counts the processor seconds of a process and of all its descendants, by looking at them from time to time.
 
-    What a process has had when it ends its parent has from then on. Where the parent forgets it (Ray's raylet does), or ended
-    before it, what it had at the last look stays.
+    When a process ends, the kernel adds its seconds to those of its parent. If the parent ignores its children (Ray's raylet
+    does) or ended earlier, the seconds seen at the last look count.
     """
 
     root: int
@@ -171,9 +172,9 @@ class Family:
     _of_forgotten: float = 0.0
 
     def seconds(self, alive: Mapping[int, Process]) -> float:
-        """Of the processor, of all members so far, when these processes are there."""
+        """Processor seconds of all members so far; `alive` are the processes of the machine at this moment."""
         before, self._members = self._members, {}
-        # Those whose parent has ended stay.
+        # Members whose parent has ended are still members.
         candidates = {pid for pid in alive if pid == self.root or pid in before}
         while candidates:
             self._members |= {pid: alive[pid] for pid in candidates}

@@ -1,13 +1,13 @@
-"""What the longest answers of a step cost: idle slots of an engine, with and without over-sampling and partial rollouts.
+"""The cost of the longest answers of a step: idle slots of an engine, with and without over-sampling and partial rollouts.
 
     python tools/bench/bench_stragglers.py [--steps 6] [--groups 16] [--longest 512] [--picture FILE.svg]
 
-A real engine of the toy model behind a real router; the loop is ours: data source, default rollout function, abort. Answers
-have the log-normal lengths of `tools/bench/long_answers.py`, whose median is an eighth of the longest, and a sample's length is
-the same in every way. The engine has a slot for each answer of a step. Where a way draws more than it keeps, slots whose
-answers are finished go to others until enough groups are there. `idle` is the share of slots times seconds in which a slot
-had nothing to do, `thrown away` that of generated tokens that no step was given. An engine is faster with fewer requests in its
-batch, so idle slots are more than the time that is lost: that is what tokens per second tell.
+A real engine serves the toy model behind a real router, and our loop drives it: data source, default rollout function, abort.
+Answers have the log-normal lengths of `tools/bench/long_answers.py`, whose median is an eighth of the longest, and a sample has
+the same length in every way. The engine has one slot for each answer of a step. A way that asks for more groups than it keeps
+fills the slots of finished answers with others until it has enough groups. `idle` is the share of slots times seconds in which
+a slot had nothing to do; `thrown away` is the share of generated tokens that entered no step. An engine is faster with fewer
+requests in its batch, so the share of idle slots is larger than that of lost time; tokens per second show the lost time.
 """
 
 import argparse
@@ -48,7 +48,7 @@ WAYS = {
 def stepping(
     engine: str, task: Path, way: tuple[float, list[str]], options: argparse.Namespace
 ) -> Iterator[argparse.Namespace]:
-    """The arguments of steps against the engine, behind a router that lives for the block."""
+    """Yields the arguments of steps against the engine, behind a router that lives as long as the block."""
     over_sampling, flags = way
     args = parse_args(argv=[
         "--hf-checkpoint", str(task / "model"), "--model-args-from-hf", "--prompt-data", str(task / "train.jsonl"),
@@ -77,7 +77,7 @@ def stepping(
 
 
 def occupancy(written: list[Written], slots: int, started: float) -> list[tuple[float, int]]:
-    """(seconds since the start, slots in use from then on), in the order of time."""
+    """Returns (seconds since the start, slots in use from then on), in the order of time."""
     changes = sorted([(one.began, 1) for one in written] + [(one.ended, -1) for one in written])
     curve, waiting_or_written = [(0.0, 0)], 0
     for at, change in changes:
@@ -87,7 +87,7 @@ def occupancy(written: list[Written], slots: int, started: float) -> list[tuple[
 
 
 def idle_share(curve: list[tuple[float, int]], slots: int) -> float:
-    """Of slots times seconds, from the first answer to the end of the last."""
+    """The idle share of slots times seconds, from the first answer to the end of the last."""
     busy = sum(count * (end - at) for (at, count), (end, _) in zip(curve, curve[1:], strict=False))
     return 1 - busy / (slots * (curve[-1][0] - curve[1][0]))
 
@@ -127,7 +127,7 @@ def main() -> None:
 
 
 def picture(curves: dict[str, list[tuple[float, int]]], slots: int) -> str:
-    """Slots in use over time, a panel for each way, on one axis of time."""
+    """An SVG of the slots in use over time, with a panel for each way on one axis of time."""
     width, height, gap = 640, 90, 34
     longest = max(curve[-1][0] for curve in curves.values())
     parts = []
@@ -136,7 +136,7 @@ def picture(curves: dict[str, list[tuple[float, int]]], slots: int) -> str:
         path, level, drawn = f"M0 {top + height}", 0, 0.0
         for at, count in curve:
             x = at / longest * width
-            if x - drawn < 0.7:  # of steps that nobody could see, the last one
+            if x - drawn < 0.7:  # steps this near would be invisible, and only the last one is drawn
                 level = count
                 continue
             drawn = x

@@ -1,24 +1,24 @@
-"""A training step of ours beside what one would write by hand over transformers, in one process, alternating, on CPU.
+"""Our training step beside steps written by hand over transformers, in one process, alternating, on CPU.
 
     python tools/bench/bench_train_step.py [--model 0.8M|10M|50M …] [--threads 2] [--rounds 5] [--recompute]
     python tools/bench/bench_train_step.py --threads 1 --cpu-time     # where others use the machine too
     python tools/bench/bench_train_step.py --model 0.8M --rounds 1 --profile 30
 
-One rank takes a GRPO step (one update, all samples of the step, so that no pass for old log-probs is needed) on samples of
+One rank takes a GRPO step (one update on all samples of the step, so that it needs no pass for old log-probs) on samples of
 log-normal length. The others start from the same weights, compute the same loss with transformers' Qwen3 and step with
-PyTorch's fused AdamW after clipping; that they do the same work is checked by the gradient norm of the first step.
+PyTorch's fused AdamW after clipping. The gradient norm of the first step shows that all do the same work.
 
-packed      the flattened micro-batches that we use, with position ids; logits and log-probs of the rows that predict a response
-            token only, so fewer than ours; attention either one call per sequence or one per class of lengths (multiples of 16,
-            padded at the end, which causal attention does not see), whichever is faster on this machine.
-padded      micro-batches of --padded-samples in the order in which they come, padded to their longest, with a mask.
-limit       the step's matrix products (`slime.estimates`, three times those of a forward pass) at the speed of the best of
-            a few large products on this machine.
+packed      the flattened micro-batches that we use, with position ids. It computes logits and log-probs only for rows that
+            predict a response token, so fewer than ours. Attention is either one call per sequence or one per class of lengths
+            (multiples of 16, padded at the end, where causal attention does not look), whichever is faster on this machine.
+padded      micro-batches of --padded-samples in the order in which they come, padded to the longest of them, with a mask.
+limit       the step's matrix products (`slime.estimates`, three times those of a forward pass) at the best speed of a few
+            large products on this machine.
 
-With --recompute our step with recomputed layers is compared with that without, and with the forward pass over all of the
-model: more than that is more than what is recomputed.
+With --recompute, our step with recomputed layers is compared with our step without them, and the difference with a forward pass
+over the whole model: a cost of more than one forward pass is more than the recomputation itself.
 
-Times are the median of the rounds; ratios the median of the rounds' ratios, for they are what load changes least.
+Times are the median of the rounds; ratios are the median of the rounds' ratios, which other load changes least.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
     from slime.utils.device import get_accelerator
 
     torch.set_num_threads(options.threads)
-    # As ranks do; so it is for the others too.
+    # Training ranks do this, and so the hand-written steps get it too.
     get_accelerator().compute_in_this_thread()
     get_accelerator().keep_freed_memory()
     for name in options.model:
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def compare(name: str, directory: str, options: argparse.Namespace) -> None:
-    """Print the times of one model."""
+    """Measure one model and print its times."""
     model = reference_model(name)
     model.save_pretrained(directory)
     ours = Trainer(name, directory, "", options)
@@ -112,7 +112,7 @@ def compare(name: str, directory: str, options: argparse.Namespace) -> None:
             "packed, by class": HandWritten(directory, ours.data, "by class").step,
             "padded": HandWritten(directory, ours.data, "padded", options.padded_samples).step,
         }
-    # The first step also brings what is only made once.
+    # The first step also does the work that is only done once.
     norms = {contender: step() for contender, step in contenders.items()}
     clock = time.process_time if options.cpu_time else time.perf_counter
     seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
@@ -141,12 +141,12 @@ def compare(name: str, directory: str, options: argparse.Namespace) -> None:
 
 
 def median_ratio(values: Sequence[float], others: Sequence[float]) -> float:
-    """Of the rounds' ratios."""
+    """The median of the rounds' ratios."""
     return statistics.median(value / other for value, other in zip(values, others, strict=True))
 
 
 def reference_model(name: str) -> Any:
-    """Random weights in Qwen3's shape."""
+    """A model of transformers in Qwen3's shape, with random weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -177,7 +177,7 @@ class Trainer:
             f"--clip-grad {CLIP} --weight-decay 0.1 --adam-beta2 0.98 {words}"
         )
         self.args = parse_args(argv=command.split())
-        # Groups of one rank, which several trainers may have in turns.
+        # The process groups have one rank, and several trainers may use them in turns.
         if "megatron.core" in sys.modules:
             sys.modules["megatron.core"].parallel_state.destroy_model_parallel()
         self.backend = make_backend(self.args)
@@ -191,7 +191,7 @@ class Trainer:
         return train_one_step(self.args, self.backend, self.data, 0, 0)["grad_norm"]
 
     def forward(self) -> float:
-        """Once over all micro-batches without gradient, log-probs and entropy included; no norm."""
+        """One pass over all micro-batches without gradients, with log-probs and entropy. Returns 0, as there is no norm."""
         from slime.training.train_step import forward_log_probs
 
         forward_log_probs(self.args, self.backend, self.data, with_entropy=True)
@@ -282,7 +282,7 @@ class HandWritten:
         return self.objective(logits[:, :-1][chosen], tokens[:, 1:][chosen], positions)
 
     def objective(self, logits: torch.Tensor, targets: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
-        """GRPO's, at the first step on its samples: the ratio is 1."""
+        """GRPO's objective at the first step on its samples, where the ratio is 1."""
         import torch
 
         log_probs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
@@ -296,8 +296,8 @@ class HandWritten:
         return -((log_probs - log_probs.detach()).exp() * advantages * weights).sum()
 
     def plan(self, lengths: Sequence[int]) -> tuple[Sequence[int], Any]:
-        """The lengths; and with classes for each the rows of the stream [sequences, width] with the places that hold one, and
-        the places of the stream's rows in all classes together."""
+        """Returns the lengths, and None or, with classes, a pair: for each class the rows of the stream that it gathers,
+        [sequences, width], and for each row of the stream its place in the concatenated outputs of all classes."""
         import torch
 
         if not self.by_class:
@@ -342,12 +342,12 @@ class HandWritten:
         return torch.cat(outputs).index_select(0, back)[None], None
 
 
-# What transformers takes for masks that are made already: its own would be of the stream's length squared.
+# transformers takes this for finished masks. A mask of its own would have the square of the stream's length.
 NO_MASK = {"full_attention": None}
 
 
 def training_flops(args: argparse.Namespace, lengths: Sequence[int]) -> float:
-    """Of the matrix products of one step."""
+    """The FLOPs of the matrix products of one step."""
     from slime.models.shape_of_flags import flops_model_from_args
 
     flops = flops_model_from_args(args)
@@ -355,7 +355,7 @@ def training_flops(args: argparse.Namespace, lengths: Sequence[int]) -> float:
 
 
 def peak_flops(clock: Callable[[], float]) -> float:
-    """Per second, of the best of a few products of 2048 × 2048 matrices in float32."""
+    """FLOPs per second of the best of a few products of 2048 × 2048 matrices in float32."""
     import torch
 
     left = torch.randn(2048, 2048)

@@ -1,11 +1,11 @@
-"""A push of what changed beside a push of all weights, both through files, in one run.
+"""A push of changed bytes beside a push of all weights, both through files, in one run.
 
     python tools/bench/bench_weight_delta.py --megabytes 512 --changed 0.01
 
-The trainer's time is that of its transport: from the first bucket to the directory that engines may read, brought to the disk.
-The time of the host, which patches its copy, is told apart, and so is that of a copy of all files. What an engine needs to load
-its copy is the same for both, and not in here. Rounds take turns, and the least of each is told. Beside other load the seconds
-of the processor say more than those of the clock: comparing and compressing computes, and writing waits for a disk.
+The trainer's time is that of its transport: from the first bucket until the directory that engines may read is on the disk.
+The time in which a host patches its copy (or copies all files) has a column of its own. The time in which an engine loads its
+copy is the same for both and is not measured. Rounds take turns, and the least time of each is printed. Under other load,
+processor seconds are more reliable than wall-clock seconds: comparing and compressing computes, writing waits for a disk.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def tell(options: argparse.Namespace, directory: Path) -> None:
     ways = {name: Way(directory, name, weights) for name in ("full", "xor", "overwrite")}
     random = np.random.default_rng(0)
     for version in range(1, options.rounds + 2):
-        if version > 1:  # the first push makes the copies of the hosts
+        if version > 1:  # the first push only makes the copies of the hosts
             for tensor in weights.values():
                 data = tensor.view(torch.uint8).numpy()
                 places = random.choice(len(data), int(options.changed * len(data)), replace=False)

@@ -4,9 +4,9 @@
     python tools/bench/bench_weight_sync.py --layers 10 --hidden-size 1024  # 0.5 GB
     python tools/bench/bench_weight_sync.py --engines 1 2 4 --ways group
 
-A push takes from the pause of the engines to the order to go on (`perf/update_weights_time`). The trainer is one process that
-holds the tensors of a checkpoint and sends them as a rank does; nothing is gathered. Pushes take turns with copies: other work
-on the machine meets both. Beside much of it the seconds of the processor say more than those of the clock.
+The time of a push runs from the pause of the engines to the order to go on (`perf/update_weights_time`). The trainer is one
+process that holds the tensors of a checkpoint and sends them as a rank does; it gathers nothing. Pushes and copies take turns,
+so that other load on the machine meets both. Under much load, processor seconds are more reliable than wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def make_args(model: Path, options: argparse.Namespace) -> dict[str, argparse.Namespace]:
-    """Writes a model with random weights. Returns the arguments of a run with it, by the way that weights travel."""
+    """Write a model with random weights. Returns the arguments of a run with it, by the way that weights travel."""
     hidden, head = options.hidden_size, max(32, options.hidden_size // 16)
     shape = SimpleNamespace(
         hidden_size=hidden, ffn_hidden_size=3 * hidden, num_layers=options.layers, num_attention_heads=hidden // head,
@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace, args_of: dict[str, argparse.Namespace],
             ray.get(trainer.open.remote(args_of[way]))
             ray.get(trainer.watch_memory.remote())
             push = WeightPush(args_of[way], Sources(trainer, names))
-            # The first push makes what later ones use again.
+            # The first push makes buffers and connections that later ones use again.
             metrics = [push.push(receivers[:count]).metrics]
             copies, computed = [], []
             for _ in range(options.pushes):
@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace, args_of: dict[str, argparse.Namespace],
 
 
 def processor_seconds(roles: dict[str, list[int]]) -> dict[str, float]:
-    """What the processes of each role, and those that they started, have computed."""
+    """Role → processor seconds of its processes and of all their descendants."""
     found = {}
     for role, pids in roles.items():
         processes = [
@@ -179,14 +179,14 @@ class Trainer:
         return getattr(self._source, method)(*arguments)
 
     def copy(self) -> float:
-        """Seconds of a copy of as many bytes, from and to memory that was written before."""
+        """Seconds of a copy of as many bytes, between memory that was written before."""
         source, target = self._copied
         started = time.perf_counter()
         target.copy_(source)
         return time.perf_counter() - started
 
     def watch_memory(self) -> None:
-        """Look every few milliseconds at how much memory this process has, until `memory_seen`."""
+        """Read the memory of this process every few milliseconds, until `memory_seen` is called."""
         process = psutil.Process()
         self._first = self._peak = process.memory_info().rss
         self._watching = True
@@ -199,7 +199,7 @@ class Trainer:
         threading.Thread(target=watch, daemon=True).start()
 
     def memory_seen(self) -> int:
-        """Bytes of the peak above what there was then, which is what the weights need."""
+        """Bytes of the peak above the memory at the call of `watch_memory`, when the process held the weights."""
         self._watching = False
         return self._peak - self._first
 
@@ -208,7 +208,7 @@ class Trainer:
 
 
 class Sources:
-    """The trainer as a push sees it."""
+    """The trainer, as the `Sources` of a push."""
 
     def __init__(self, trainer: Any, names: set[str]) -> None:
         self._trainer, self._names = trainer, names

@@ -1,4 +1,4 @@
-"""What runs of the toy task left behind: read from event files, kept as JSON, shown as tables and pictures."""
+"""The results of runs of the toy task: reads them from event files, keeps them as JSON, shows them as tables and pictures."""
 
 import json
 import statistics
@@ -11,13 +11,13 @@ from slime.utils.filesystem import write_text_atomically
 from tools.report import read_run
 
 ACCURACY = "eval/held_out"
-# What is kept of a run, as far as it has it.
+# The metrics that are kept of a run, as far as it has them.
 KEPT = (
     ACCURACY, "rollout/raw_reward", "rollout/staleness", "rollout/values", "train/grad_norm", "train/kl_loss",
     "train/entropy_loss", "train/ppo_kl", "train/pg_clipfrac", "train/train_rollout_logprob_abs_diff", "train/ois",
     "train/tis", "train/tis_clipfrac", "train/tis_abs", "train/critic-value_loss",
 )  # fmt: skip
-# What tables and pictures show of it, and a page keeps beside itself.
+# The metrics that tables and pictures show, and that a docs page keeps in a file beside itself.
 SHOWN = (ACCURACY, "rollout/staleness")
 GAIN, BUDGET_SECONDS = 0.2, 180
 BEGIN, END = "<!-- {} table: begin -->", "<!-- {} table: end -->"
@@ -29,8 +29,8 @@ Curve = dict[int, float]
 class Run:
     """One finished run.
 
-    seconds: of the whole reinforcement phase, start of Ray and engines included.
-    curves: metric → rollout → value; evaluations stand at the number of rollouts that were trained before them.
+    seconds: the time of the whole reinforcement phase, including the start of Ray and engines.
+    curves: metric → rollout → value. The key of an evaluation is the number of rollouts that were trained before it.
     """
 
     recipe: str
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def mean_accuracy(self) -> float:
-        """Mean over the evaluations after the start: high for a run that learns early and keeps what it learned."""
+        """The mean over the evaluations after the start: high for a run that learns early and keeps what it learned."""
         first = min(self.accuracy)
         return statistics.fmean(value for step, value in self.accuracy.items() if step != first)
 
@@ -91,10 +91,10 @@ def load_run(path: Path) -> Run:
 
 
 def known_runs(results: Path, kept: Path) -> dict[str, Run]:
-    """Runs by name: those that a page keeps in the file `kept`, which may be missing, and over them those of this machine.
+    """Runs by name: those that a page keeps in the file `kept`, which may be missing, and those of this machine, which win.
 
     Args:
-        results: the directory with a JSON file for each run of this machine, named after it.
+        results: the directory with a JSON file for each run of this machine, named after the run.
     """
     of_the_page = json.loads(kept.read_text()) if kept.is_file() else {}
     runs = {name: _run_of(values) for name, values in of_the_page.items()}
@@ -102,7 +102,7 @@ def known_runs(results: Path, kept: Path) -> dict[str, Run]:
 
 
 def keep_runs(runs: dict[str, Run], kept: Path) -> None:
-    """Write what the page shows of `runs` into the file `kept`, a line for each, so that runs of other machines join them."""
+    """Write what the page shows of `runs` into the file `kept`, one line per run, so that other machines can add theirs."""
     lines = []
     for name, run in sorted(runs.items()):
         shown = replace(run, curves={metric: run.curves[metric] for metric in SHOWN if metric in run.curves})
@@ -116,7 +116,7 @@ def _run_of(values: dict[str, Any]) -> Run:
 
 
 def estimator_row(title: str, runs: Sequence[Run]) -> list[str]:
-    """A row of the table of estimators: means over seeds, and the worst seed where a bar must hold for all."""
+    """A row of the table of estimators: means over seeds, and the worst seed for a bar that all seeds must pass."""
     met = all(run.gain >= GAIN for run in runs) and all(run.seconds <= BUDGET_SECONDS for run in runs)
     return [
         title,

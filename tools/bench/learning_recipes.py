@@ -1,6 +1,6 @@
-"""What `bench_learning.py` runs: flags on top of `scripts/quickstart.sh`, one recipe for each estimator, correction and mode.
+"""The recipes of `bench_learning.py`: flags on top of `scripts/quickstart.sh` for each estimator, correction and mode.
 
-Flags that come later win, so a recipe only says what it does differently from the quick start.
+Later flags win, so a recipe only names what it does differently from the quick start.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ class Recipe:
     """A run of the toy task.
 
     title: its name in tables and pictures.
-    study: which table it belongs to.
-    flags: of train.py.
-    rollouts: its budget; generation and training of so many batches.
-    words: of the quick start itself.
+    study: the table that it belongs to.
+    flags: flags of train.py.
+    rollouts: its budget, as the number of batches that are generated and trained.
+    words: arguments of the quick start itself.
     """
 
     title: str
@@ -32,14 +32,14 @@ class Recipe:
 
     @property
     def content(self) -> str:
-        """Twelve digits for what its results depend on: flags, words and budget, and what the files have that flags name."""
+        """A hash of twelve digits over all that results depend on: flags, words, budget, and contents of files in the flags."""
         paths = {word: ROOT / word.partition(":")[0] for word in self.flags}
         files = {word: path.read_text() for word, path in paths.items() if path.is_file()}
         told = json.dumps([self.flags, self.words, self.rollouts, files])
         return hashlib.sha256(told.encode()).hexdigest()[:12]
 
 
-# Two optimizer steps per rollout, so that ratios leave 1, and clipping and the level of the ratio matter.
+# With two optimizer steps per rollout ratios leave 1, so clipping and the level of the ratio matter.
 _SHORT = "--num-steps-per-rollout 2 --eval-interval 3"
 
 
@@ -48,14 +48,14 @@ def _estimator(title: str, flags: str) -> Recipe:
 
 
 def _arrangement(title: str, flags: str, *words: str) -> Recipe:
-    """GRPO as among the estimators, with devices, loops and ways of weights of other kinds."""
+    """GRPO as in the study of estimators, with another placement, loop or weight transport."""
     return Recipe(title, ARRANGEMENTS, tuple(f"{_SHORT} {flags}".split()), rollouts=15, words=words)
 
 
 def _off_policy(title: str, flags: str, config: str = "delayed_rollout") -> Recipe:
-    """Answers of the policy four weight versions ago.
+    """A recipe that trains on answers of the policy four weight versions ago.
 
-    One optimizer step per rollout and no KL: without a correction the ratio is 1 and nothing holds the policy back.
+    It takes one optimizer step per rollout and has no KL: without a correction the ratio is 1 and nothing limits the policy.
     """
     shared = (
         f"--rollout-function-path {_BENCH}/delayed_rollout.py:generate_rollout "
@@ -132,10 +132,10 @@ RECIPES = {
 
 
 def names_of(words: list[str]) -> list[str]:
-    """Recipes by name, or all those of a study, in the order of the table.
+    """The names of the recipes for `words`, in the order of the table; the name of a study stands for all its recipes.
 
     Raises:
-        ValueError: a word is neither.
+        ValueError: a word is neither a recipe nor a study.
     """
     known = {*RECIPES, *STUDIES}
     unknown = [word for word in words if word not in known]

@@ -1,7 +1,7 @@
-"""Counts the bytes of tensors that are alive, on any device, as a process computes.
+"""Counts the bytes of the live tensors of a process, on any device, while it computes.
 
-Every operation's outputs are looked at; each storage counts once, from the operation that made it until it is freed.
-What an operation allocates and frees inside itself is not seen: those are single buffers of one kernel.
+The counter looks at the outputs of every operation. Each storage counts once, from the operation that made it until it is
+freed. The counter does not see what an operation allocates and frees inside itself: single buffers of one kernel.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveTensors(TorchDispatchMode):
-    """Within the block: `current` and `peak` bytes of live tensors, those of `known` counted from the start.
+    """Counts, within its block, the `current` and `peak` bytes of live tensors, including those of `known` from the start.
 
-    Meta tensors take no memory and are left out. `peak_shapes` tells what lived at the peak when `keep_shapes` is set:
-    bytes by (operation, shape, dtype) of the tensor that first had the storage.
+    Meta tensors take no memory and are left out. If `keep_shapes` is set, `peak_shapes` holds the tensors that lived at the
+    peak: bytes by (operation, shape, dtype) of the tensor that first had the storage.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = (), *, keep_shapes: bool = False) -> None:

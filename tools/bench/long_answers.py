@@ -3,12 +3,13 @@
     python train.py ... --custom-generate-function-path tools/bench/long_answers.py:custom_generate \\
       --rollout-max-response-len 256
 
-The length of an answer depends on the sample's index alone, so runs of other arrangements have the same work. It is log-normal
-around a median of an eighth of `--rollout-max-response-len` (σ = 0.8) and ends there. Engines decode, abort and resume as
-always; what they write past the end of an answer means nothing.
+The length of an answer depends on the sample's index alone, so runs of all arrangements have the same work. Lengths are
+log-normal (σ = 0.8) with a median of an eighth of `--rollout-max-response-len` and are cut at that limit. Engines decode, abort
+and resume as always; the text of an answer means nothing.
 
-`slow_generate` and `slow_advantages` wait besides, for every token and in every training step. Where engines and trainer share
-a few cores they can not work at once; waiting they can, so runs that overlap gain here what they gain on their own devices.
+`slow_generate` and `slow_advantages` also wait, for every token and in every training step. Engines and a trainer that share a
+few cores cannot compute at the same time, but they can wait at the same time. So runs that overlap gain as much here as on
+devices of their own.
 """
 
 import asyncio
@@ -33,26 +34,26 @@ def answer_tokens(index: int, longest: int) -> int:
 
 
 async def custom_generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """The default function, with an answer that is as long as drawn."""
+    """The default generate function, with answers of their drawn lengths."""
     tokens = answer_tokens(sample.index, args.rollout_max_response_len)
     return await generate(args, sample, {**sampling_params, "max_new_tokens": tokens, "ignore_eos": True})
 
 
 @dataclass(frozen=True)
 class Written:
-    """An answer, or a part of one: when it was asked for and there (`time.time`), and its tokens."""
+    """An answer, or a part of one: the times of its request and of its arrival (`time.time`), and its number of tokens."""
 
     began: float
     ended: float
     tokens: int
 
 
-# What `noted_generate` was given in this process, thrown away or not. Whoever reads it clears it before.
+# All answers that `noted_generate` got in this process, including those thrown away later. Readers clear it before they start.
 WRITTEN: list[Written] = []
 
 
 async def noted_generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """As `custom_generate`, and notes what came."""
+    """As `custom_generate`, and adds the answer to `WRITTEN`."""
     began, before = time.time(), sample.response_length
     sample = await custom_generate(args, sample, sampling_params)
     WRITTEN.append(Written(began, time.time(), sample.response_length - before))
@@ -60,12 +61,12 @@ async def noted_generate(args: Namespace, sample: Sample, sampling_params: dict[
 
 
 async def full_generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """The default function, with answers that are all as long as they may be."""
+    """The default generate function, with all answers as long as `--rollout-max-response-len` allows."""
     return await generate(args, sample, {**sampling_params, "ignore_eos": True})
 
 
 async def slow_generate(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """The same a few tokens at a time, with a wait before them; an abort ends it between two requests."""
+    """As `custom_generate`, a few tokens at a time with a wait before each request. An abort ends it between two requests."""
     return await _slowly(args, sample, sampling_params, answer_tokens(sample.index, args.rollout_max_response_len))
 
 
@@ -89,7 +90,7 @@ async def _slowly(args: Namespace, sample: Sample, sampling_params: dict[str, An
 
 
 def slow_advantages(args: Namespace, rollout_data: Any) -> None:
-    """The reward for every token, after a wait."""
+    """Waits, then gives every token the reward of its sample as advantage."""
     import torch
 
     time.sleep(_TRAINING_SECONDS)

@@ -1,4 +1,4 @@
-"""An engine that computes nothing: every `/generate` is answered at once, with the same body."""
+"""An engine that computes nothing: it answers every `/generate` at once, with the same body."""
 
 import asyncio
 import contextlib
@@ -16,12 +16,12 @@ _LIFE_SECONDS = 24 * 3600
 
 @contextlib.contextmanager
 def null_engine(tokens: int) -> Iterator[str]:
-    """Its URL, while a process of its own serves; an answer has a log-prob and an id for each of `tokens` tokens, and text."""
+    """Yields the URL of a process that serves during the block. An answer has text, and `tokens` ids with their log-probs."""
     context = multiprocessing.get_context("spawn")
     connection, of_server = context.Pipe()
     server = context.Process(target=_serve, args=(of_server, tokens), daemon=True)
     server.start()
-    # Else the end of a server that failed would not be seen.
+    # While this end is open here, reading does not notice that the server has failed.
     of_server.close()
     try:
         yield f"http://127.0.0.1:{connection.recv()}/generate"
@@ -53,7 +53,7 @@ def _serve(connection: Connection, tokens: int) -> None:
 
 
 def _body(tokens: int) -> bytes:
-    """Log-probs have the digits of float32, as those of an engine have."""
+    """The body of every answer. Its log-probs have as many digits as an engine's float32 values."""
     rng = random.Random(0)
     log_probs = np.log(np.random.default_rng(0).random(tokens)).astype(np.float32).tolist()
     entries = [[log_prob, rng.randrange(1000, 150_000), None] for log_prob in log_probs]

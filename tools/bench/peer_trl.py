@@ -2,10 +2,10 @@
 
     PEER/bin/python tools/bench/peer_trl.py MODEL PROMPTS --lengths LENGTHS.json --samples-per-prompt 8
 
-Writes a line of JSON: the seconds of every step, generation included. Answers end where LENGTHS says, a list of the lengths of
-every step: until then the end of a text has no chance, and then nothing else has. Rewards are drawn, so that there is something
-to learn from. Everything that makes a step of TRL longer without being needed here is off: recomputation, bfloat16 on a
-processor, the reference model, logs of texts.
+Prints a line of JSON: the seconds of every step, including generation. LENGTHS is a file with the lengths of the answers of
+every step: before that length the end token has probability 0, and at it 1. Rewards are random, so that there is something to
+learn from. Everything that makes a step of TRL longer and is not needed here is off: recomputation, bfloat16 on a CPU, the
+reference model, logs of texts.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def seconds_of_steps(options: argparse.Namespace) -> list[float]:
-    """Seconds of every step, from the end of the one before it; of the first from the start of training."""
+    """The seconds of every step, from the end of the step before it; those of the first from the start of training."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -71,7 +71,7 @@ def seconds_of_steps(options: argparse.Namespace) -> list[float]:
 
 
 def _end_answers(model: Any, lengths: Any, end: int) -> None:
-    """Have every call of `model.generate` end its answers as the next of `lengths` says."""
+    """Make every call of `model.generate` end its answers at the next of `lengths`."""
     import torch
     from transformers import LogitsProcessor
 

@@ -1,10 +1,10 @@
-"""All measurements of one GPU, one after the other, each in a process of its own; one that fails leaves the others alone.
+"""All measurements of one GPU, one after the other, each in a process of its own. If one fails, the others still run.
 
     python tools/bench/gpu/all.py --out DIR [--rehearsed rehearsed.json]
     python tools/bench/gpu/all.py --out DIR --device cpu --tiny
 
-DIR gets NAME.txt, what a measurement said, NAME.json, its record, and all.json, all records by name with what became of those
-that have none. The exit status is 1 if one failed.
+For every measurement DIR gets its output (NAME.txt) and its record (NAME.json). all.json has all records by name, and for a
+measurement without a record the reason. The exit status is 1 if one failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slime.utils.errors import UserError
 from tools.bench.gpu.common import Report, enter, make_device_parser, rendered
 from tools.tied import tied
 
-# What may be wrong comes before what may be slow.
+# Measurements that may find wrong results come before those that may find slow ones.
 MEASUREMENTS = ("grid", "families", "kernels", "mfu", "waits", "memory", "buckets", "handles", "asleep")
 REHEARSED = ("waits", "memory")
 
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def words_of(name: str, options: argparse.Namespace) -> list[str]:
-    """The options of one measurement."""
+    """The command-line options of one measurement."""
     words = ["--device", options.device, *(["--tiny"] if options.tiny else [])]
     if name in REHEARSED and options.rehearsed is not None:
         words += ["--rehearsed", str(options.rehearsed)]
@@ -61,7 +61,7 @@ def words_of(name: str, options: argparse.Namespace) -> list[str]:
 
 
 def measure(name: str, command: Sequence[str], out: Path, seconds: float) -> str | None:
-    """Run one measurement, which leaves what it says and its record in `out`. Returns how it failed; None: it did not."""
+    """Run one measurement, which leaves its output and its record in `out`. Returns the failure; None: there was none."""
     said, record = out / f"{name}.txt", out / f"{name}.json"
     for file in (said, record):
         file.unlink(missing_ok=True)
@@ -77,7 +77,7 @@ def measure(name: str, command: Sequence[str], out: Path, seconds: float) -> str
 
 
 def tell(ends: dict[str, str | None], out: Path) -> int:
-    """Write all.json, print all tables and which measurements failed. Returns the exit status."""
+    """Write all.json; print all tables and the names of measurements that failed. Returns the exit status."""
     gathered: dict[str, Any] = {}
     for name, failure in ends.items():
         file = out / f"{name}.json"

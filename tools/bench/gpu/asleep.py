@@ -1,10 +1,11 @@
-"""A training rank that gives its memory on one GPU to engines and takes it again, beside plain copies of the same bytes.
+"""The speed at which a training rank frees its memory on one GPU and takes it back, beside plain copies of the same bytes.
 
     python tools/bench/gpu/asleep.py [--shapes qwen3-0.6B qwen3-1.7B] [--tokens 8192]
     python tools/bench/gpu/asleep.py --device cpu --tiny
 
-The rank takes a step, gives up what it holds (`--offload-train`), and has it back; a second time, when the host's memory for it
-is there already. All tensors of the model are compared with what they were. On the CPU the memory is that of the process.
+The rank takes a step, moves its memory to the host (`--offload-train`) and takes it back. It does this a second time, when the
+host memory is allocated already. The bench compares all tensors of the model with their values from before. On the CPU, the
+memory is that of the process.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Every shape."""
+    """Measure every shape."""
     bytes_per_second = _copies(_TINY_COPIED if options.tiny else _COPIED)
     rows, stopped = of_every_case(options, lambda case: list(_of_case(case, bytes_per_second)))
     again = [row["of the copy's speed"] for row in rows if row["turn"].startswith("second")]
@@ -48,7 +49,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _copies(size: int) -> dict[str, float]:
-    """Bytes per second of a copy from the device to host memory that it reaches by itself, and back."""
+    """Bytes per second of a copy from the device to pinned host memory, and back."""
     accelerator = get_accelerator()
     host, device = (
         accelerator.host_buffer(size),
@@ -67,7 +68,7 @@ def _of_case(case: Case, bytes_per_second: dict[str, float]) -> Iterator[dict[st
         rank.run_until("step")
         clear_memory()
         for turn in ("first", "second"):
-            # Gradients are given up, and made anew: they are not copied.
+            # Gradients are freed and allocated anew, so they are not copied.
             residents = rank.residents()
             storages = [tensor.untyped_storage() for tensor in (*residents.weights, *residents.optimizer)]
             moved = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

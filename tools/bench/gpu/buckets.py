@@ -1,11 +1,11 @@
-"""How fast the weights of a model get into the flat buckets of a push on one GPU, beside a plain copy of the same bytes.
+"""The speed at which the weights of a model become the flat buckets of a push on one GPU, beside a plain copy.
 
     python tools/bench/gpu/buckets.py [--shapes qwen3-0.6B qwen3-1.7B] [--repeats 5]
     python tools/bench/gpu/buckets.py --device cpu --tiny
 
-The walk is that of a push: Megatron's parameters become the tensors of a Hugging Face checkpoint, one after the other;
-flattening copies them into buckets of `--update-weight-buffer-size`. Nothing is sent. A copy reads and writes each byte once,
-and so does flattening: at best it is as fast.
+The walk over the weights is that of a push: Megatron's parameters become the tensors of a Hugging Face checkpoint, one after
+the other, and flattening copies these into buckets of `--update-weight-buffer-size`. Nothing is sent. A plain copy of the same
+bytes reads and writes each byte once, and so does flattening: at best it is as fast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Every shape."""
+    """Measure every shape."""
     rows, stopped = of_every_case(options, lambda case: _of_case(case, options.repeats))
     notes = ["GB/s count each byte once, though it is read and written", *stopped]
     return Report("buckets", rows, notes, failed=bool(stopped))
@@ -43,7 +43,7 @@ def _of_case(case: Case, repeats: int) -> list[dict[str, Any]]:
         flattener = BucketFlattener(max_bytes=size)
         buckets = list(split_into_buckets(walk(), size))
         total = sum(tensor.nbytes for bucket in buckets for _, tensor in bucket)
-        # A tensor larger than a bucket is one of its own, and is not copied.
+        # A tensor larger than a bucket is a bucket of its own and is not copied.
         large = sum(bucket[0][1].nbytes for bucket in buckets if bucket[0][1].nbytes > size)
         source = torch.empty(total, dtype=torch.uint8, device=rank.device)
         target = torch.empty_like(source)
@@ -61,7 +61,7 @@ def _of_case(case: Case, repeats: int) -> list[dict[str, Any]]:
 
 
 def rows_of(shape: str, buckets: int, copied: dict[str, int], seconds: dict[str, float]) -> list[dict[str, Any]]:
-    """Figures of each way of a model's weights, from the bytes that it copies and its time."""
+    """A row for each way to handle the model's weights, from the bytes that it copies and its seconds."""
     speeds = {what: copied[what] / seconds[what] for what in seconds}
     return [
         {

@@ -1,10 +1,10 @@
-"""What the measurements of one GPU share: their options, the device, time, the peaks of known GPUs, and how they tell figures.
+"""The common parts of the measurements of one GPU: options, device, timing, the peaks of known GPUs, and the report.
 
-Every one of them prints a table for people and, as the last line of its standard output, a record as JSON:
+Every measurement prints a table for people and, as the last line of its standard output, a record as JSON:
 
     {"name": …, "device": …, "torch": …, "tiny": …, "rows": [{…}, …], "notes": […], "target": …, "met": …}
 
-They need torch and megatron-core, and neither Ray nor SGLang, Transformer Engine, Apex, a checkpoint or a network.
+The measurements need torch and megatron-core. They need no Ray, SGLang, Transformer Engine, Apex, checkpoint or network.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[3]
 TERA = 1e12
-# TFLOP/s of dense bfloat16 matrix products, as NVIDIA's data sheets have them; where a sheet has the figure with sparsity only,
-# half of it. They were written down from memory and not compared with the sheets again. By the first words of the name that the
-# driver gives; of two that fit, the longer one counts.
+# TFLOP/s of dense bfloat16 matrix products from NVIDIA's data sheets; where a sheet only has the figure with sparsity, half of
+# it. They were written down from memory and not compared with the sheets again. Keys are the first words of the name that the
+# driver gives; if two keys fit a name, the longer one counts.
 PEAK_TFLOPS = {
     "NVIDIA A10": 125.0,
     "NVIDIA A30": 165.0,
@@ -51,13 +51,13 @@ PEAK_TFLOPS = {
 
 @dataclass(frozen=True)
 class Report:
-    """What a measurement found.
+    """The result of a measurement.
 
     Attributes:
-        rows: figures by the name of their column; None where there is none. Columns are those of all rows, in their order.
-        notes: what a reader of the figures has to know, in sentences.
-        target: what is aimed at, in words; `met`: whether it was reached, None where it cannot be said.
-        failed: the figures are wrong, or some are missing that should be there.
+        rows: figures by the name of their column, None for a missing figure. The table has the columns of all rows, in order.
+        notes: sentences that a reader of the figures has to know.
+        target: the aim, in words; `met`: whether it was reached, None if that is unknown.
+        failed: the figures are wrong, or some of them are missing.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Report:
 
 
 def make_device_parser(description: str) -> argparse.ArgumentParser:
-    """A parser that asks for the device and the size."""
+    """A parser with the options for the device and the size."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu shows that a script runs")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU computes in seconds; figures say nothing")
@@ -97,9 +97,10 @@ def enter(device: str) -> Accelerator:
             "says nothing about a GPU"
         )
     os.environ["SLIME_ACCELERATOR"] = device
-    # Whatever it is set to, a rank that is alone meets nobody elsewhere; asked for nothing, our code asks Ray for an address.
+    # Without this variable our code would ask Ray for an address. A rank that is alone has no peers on other hosts, so any
+    # other value can be replaced.
     os.environ["SLIME_HOST_IP"] = "127.0.0.1"
-    # For processes that are started with `-m slime.…`.
+    # Processes that are started with `-m slime.…` find the package by this variable.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     get_accelerator.cache_clear()
     accelerator = get_accelerator()
@@ -109,8 +110,8 @@ def enter(device: str) -> Accelerator:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """In the block this process is the only rank of a run: torch finds its store, and its rank, in the environment. Afterwards
-    it has left its groups."""
+    """Makes this process the only rank of a run for the block: torch finds its store and its rank in the environment. At the
+    end the process leaves its groups."""
     from slime.backends.megatron_utils import cpu_runtime, initialize
     from slime.utils.ports import service_host
     from slime.utils.process_groups import create_store
@@ -129,7 +130,7 @@ def alone() -> Iterator[None]:
 
 
 def run(measure: Callable[[argparse.Namespace], Report], parser: argparse.ArgumentParser) -> int:
-    """Measure as the command line says and tell it. Returns the exit status."""
+    """Parse the command line, measure, and print the report. Returns the exit status."""
     options = parser.parse_args()
     try:
         enter(options.device)
@@ -155,7 +156,7 @@ def record_of(report: Report, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def rendered(report: Report) -> str:
-    """The table, its notes, and what became of the target; plain text without a newline at its end."""
+    """The table, its notes, and whether the target was met, as plain text without a newline at its end."""
     columns = list(dict.fromkeys(name for row in report.rows for name in row))
     cells = [[_text(row.get(name)) for name in columns] for row in report.rows]
     widths = [max(len(text) for text in column) for column in zip(columns, *cells, strict=True)]
@@ -186,7 +187,7 @@ def _text(value: Any) -> str:
 def best_seconds(calls: dict[str, Callable[[], Any]], repeats: int, *, warm_ups: int = 1) -> dict[str, float]:
     """The shortest time of each call, in seconds. The repeats are interleaved, so that all meet the same state of the machine.
 
-    The clock is read when the device has done all that was asked of it.
+    The clock is read after the device has finished all its work.
     """
     accelerator = get_accelerator()
     best = dict.fromkeys(calls, float("inf"))
@@ -202,10 +203,10 @@ def best_seconds(calls: dict[str, Callable[[], Any]], repeats: int, *, warm_ups:
 
 
 def peak_tflops(device_name: str) -> float:
-    """Of dense bfloat16 matrix products, in TFLOP/s.
+    """The peak of dense bfloat16 matrix products of a device, in TFLOP/s.
 
     Raises:
-        UserError: the device is not in `PEAK_TFLOPS`, or it is a part of one.
+        UserError: the device is not in `PEAK_TFLOPS`, or it is a part of one (MIG).
     """
     words = re.split(r"[ -]+", device_name)
     fitting = [known for known in PEAK_TFLOPS if words[: known.count(" ") + 1] == known.split()]
@@ -218,7 +219,7 @@ def peak_tflops(device_name: str) -> float:
 
 
 def matrix_product_flops_per_second(size: int, repeats: int = 5) -> float:
-    """What the device reaches in a product of two bfloat16 matrices of random numbers, `size` by `size`."""
+    """FLOPs per second of the device in a product of two bfloat16 matrices of random numbers, `size` by `size`."""
     import torch
 
     device = get_accelerator().current_device()

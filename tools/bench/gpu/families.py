@@ -3,9 +3,9 @@
     python tools/bench/gpu/families.py [--families qwen3 deepseek_v3 …]
     python tools/bench/gpu/families.py --device cpu --tiny
 
-Models, references and checks are those of the tests (`tests/support/models/tiny_families.py`), in float32, with a rank that is
-alone. Gradients are told as a share of the largest of their tensor. It needs transformers and pytest beside what the others
-need.
+Models, references and checks are those of the tests (`tests/support/models/tiny_families.py`), in float32, with a single rank.
+Differences of gradients are given as a share of the largest gradient of their tensor. Beside the needs of all measurements,
+this one needs transformers and pytest.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from tests.support.models.tiny_families import TINY_FAMILIES, VOCABULARY
 from tools.bench.gpu.common import Report, alone, make_parser, run
 
-# The rounding of float32 in another order of sums, through a tiny model.
+# The rounding of float32 in a tiny model, when sums have another order.
 LOGITS, GRADIENTS = 1e-4, 1e-3
-# Below it a gradient is nothing, and is compared with this.
+# Differences are divided by at least this much, so that tensors whose gradients are nearly zero do not look wrong.
 _SMALLEST_SCALE = 1e-3
 
 
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Every family; one that stops leaves the others alone."""
+    """Measure every family. If one stops, the others still run."""
     names = options.families or (list(TINY_FAMILIES)[:1] if options.tiny else list(TINY_FAMILIES))
     with tempfile.TemporaryDirectory(prefix="slime-families-") as directory, alone():
         rows = [row_of(name, Path(directory)) for name in names]
@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def row_of(name: str, directory: Path) -> dict[str, Any]:
-    """How far the family is from its reference; what stopped it, if something did."""
+    """A row with the differences of the family from its reference, or with the error that stopped it."""
     from tests.support.processes.family_checks import assert_gives_checkpoint_back, reference, run_families
 
     row: dict[str, Any] = {"family": name, "agrees": False}
@@ -67,7 +67,7 @@ def row_of(name: str, directory: Path) -> dict[str, Any]:
         assert_gives_checkpoint_back([found], directory / name)
         row["agrees"] = row["logits"] <= LOGITS and row["gradients"] <= GRADIENTS and row["same experts"]
     except Exception as stopped:
-        # Whatever stops one of them on a device that nobody has tried is what is to be found out.
+        # On a new device any error may occur, and the table has to show which one.
         row["what stopped it"] = f"{type(stopped).__name__}: {stopped}".splitlines()[0]
     return row
 

@@ -1,12 +1,12 @@
-"""Every objective of the trainer on one GPU beside what loops in float64 on the host give.
+"""Every objective of the trainer on one GPU, beside plain loops in float64 on the host.
 
     python tools/bench/gpu/grid.py [--objectives grpo gspo …]
     python tools/bench/gpu/grid.py --device cpu --tiny
 
 The objectives and batches are those of the tests (`tests/support/processes/objective_grid.py`): a tiny model in float32 and
-awkward samples, with a rank that is alone, over Megatron and over FSDP, which has no critic. Loss, metrics, gradient norm,
-advantages and returns have to agree within the rounding that `tests/support/oracles/rounding.py` derives. It needs transformers
-and pytest beside what the others need.
+awkward samples on a single rank, over Megatron and over FSDP, which has no critic. Loss, metrics, gradient norm, advantages and
+returns have to agree within the rounding that `tests/support/oracles/rounding.py` derives. Beside the needs of all
+measurements, this one needs transformers and pytest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Whether each objective agrees; one that stops, or differs, leaves the others alone."""
+    """Compare every objective. If one stops or differs, the others still run."""
     from tests.support.models.tiny_model import write_tiny_model
     from tests.support.oracles.plain_grid import PlainGrid
 
@@ -73,10 +73,10 @@ def _of_role(backend: str, role: str, names: list[str], hf_dir: str, plain: Any)
 
 
 def row_of(rank: Any, objective: str, changes: dict[str, Any], hf_dir: str, plain: Any) -> dict[str, Any]:
-    """Whether the objective on all its batches gives what the loops give, and what is in the way if it does not.
+    """A row that says whether the objective agrees with the loops on all its batches, and if not, why.
 
     Args:
-        changes: of the arguments, by the objective.
+        changes: the arguments that the objective changes.
         plain: the `PlainGrid` of the model in `hf_dir`.
     """
     from tests.support.oracles.plain_grid import WITHOUT_LOOPS, assert_like_loops
@@ -90,7 +90,7 @@ def row_of(rank: Any, objective: str, changes: dict[str, Any], hf_dir: str, plai
         if is_compared:
             assert_like_loops(hf_dir, plain, objective, found)
     except Exception as stopped:
-        # Whatever stops one of them on a device that nobody has tried is what is to be found out.
+        # On a new device any error may occur, and the table has to show which one.
         error = f"{type(stopped).__name__}: {stopped}"
     agrees = error is None if is_compared or error else None
     return {"objective": objective, "role": rank.role, "agrees": agrees, "what differs": error}

@@ -3,9 +3,9 @@
     python tools/bench/gpu/handles.py [--shapes qwen3-0.6B qwen3-1.7B] [--repeats 5]
     python tools/bench/gpu/handles.py --device cpu --tiny
 
-The walk and the buckets are those of a push, and so are the handles (CUDA IPC; shared memory on the host) and the order: while
-the other process copies a bucket into memory of its own, the next one is made. It opens a handle as an engine does, and at the
-end both processes tell the checksum of every tensor. What an engine does with the bytes besides is not part of it.
+The walk over the weights, the buckets and the handles (CUDA IPC; shared memory on the host) are those of a push, and so is the
+order: while the other process copies a bucket into its own memory, the next one is made. It opens a handle as an engine does.
+At the end both processes compute the checksum of every tensor. All else that an engine does with the bytes is left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Every shape."""
+    """Measure every shape."""
     rows, stopped = of_every_case(options, lambda case: [_of_case(case, options)])
     met = None if options.tiny or not rows else all(row["of the copy's speed"] >= TARGET for row in rows)
     wrong = [f"{row['shape']}: {row['different']} tensors arrived with other bytes" for row in rows if row["different"]]
@@ -73,7 +73,7 @@ def _of_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 def row_of(
     shape: str, total: int, seconds: dict[str, float], sent: dict[str, int], arrived: dict[str, int]
 ) -> dict[str, Any]:
-    """Figures of `total` bytes, and how many tensors are not what was sent."""
+    """The figures of `total` bytes, and the number of tensors that arrived with other bytes."""
     return {
         "shape": shape,
         "MB": total / 1e6,
@@ -85,7 +85,7 @@ def row_of(
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of the tensor's bytes and their places, computed where they are, in pieces that need little memory."""
+    """A checksum of the tensor's bytes and their places, computed on its device, in pieces that need little memory."""
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for number, piece in enumerate(data.split(_PIECE)):
@@ -95,7 +95,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 class _Receiver:
-    """The process that takes what is pushed."""
+    """The process that receives the pushed weights."""
 
     def __init__(self, device: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -106,7 +106,7 @@ class _Receiver:
         self._answer()
 
     def push(self, flattener: BucketFlattener, buckets: Iterable[Any]) -> None:
-        """All buckets, of which two are on their way at a time, as a push has them."""
+        """Send all buckets. As in a push, at most two are on their way at a time."""
         on_their_way = 0
         for bucket in buckets:
             if on_their_way == 2:
@@ -116,7 +116,7 @@ class _Receiver:
             self._send(handle_of(flat))
             on_their_way += 1
             if not flat.is_copy:
-                # Its bytes are those of a tensor, which the walk may not keep.
+                # The bucket is the memory of a tensor, and the walk may free it after this turn.
                 while on_their_way:
                     self._answer()
                     on_their_way -= 1
@@ -124,7 +124,7 @@ class _Receiver:
             self._answer()
 
     def checksums(self) -> dict[str, int]:
-        """Of every tensor that arrived, by name."""
+        """The checksum of every tensor that arrived, by name."""
         self._send(None)
         return self._answer()
 
@@ -155,7 +155,7 @@ def _while_it_lives() -> Iterator[None]:
 
 
 def _receive(connection: Connection, device: str) -> None:
-    """Copy what comes into memory of this process, which is made when a tensor comes first, until nobody sends any more."""
+    """Copy every tensor that arrives into memory of this process, allocated at its first arrival, until the sender closes."""
     accelerator = enter(device)
     if device == "cuda":
         _number_devices_by_uuid()
@@ -182,7 +182,7 @@ def _receive(connection: Connection, device: str) -> None:
 
 
 def _number_devices_by_uuid() -> None:
-    """Handles name a GPU by its UUID, which torch does not open."""
+    """Let torch open handles that name a GPU by its UUID: it only knows device numbers."""
     from torch.multiprocessing import reductions
 
     rebuild = reductions.rebuild_cuda_tensor

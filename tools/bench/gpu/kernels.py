@@ -1,13 +1,14 @@
-"""The kernels of a training step on one GPU beside those of torch: log-probs with entropy, and attention over packed samples.
+"""The kernels of a training step on one GPU, beside those of torch: log-probs with entropy, and attention over packed samples.
 
     python tools/bench/gpu/kernels.py [--tokens 8192] [--repeats 20]
     python tools/bench/gpu/kernels.py --device cpu --tiny
 
 All times are of forward and backward. Log-probs: the contenders of `tools/bench/bench_log_probs.py`, on the logits of a Qwen3
-micro-batch; `F.cross_entropy` has no entropy. Attention: `PackedAttention`, which the local layers have, beside one call of
-`F.scaled_dot_product_attention` for each sample, with the heads of Qwen3 0.6B and 1.7B; and how far apart their results are,
-beside how far torch's own is from float32. Its TFLOP/s count the causal half of forward and backward, without recomputation.
-The same beside float32 for heads of other families: wide ones, keys that are wider than values, and learnable sinks.
+micro-batch; `F.cross_entropy` computes no entropy. Attention: `PackedAttention`, which the local layers use, beside one call of
+`F.scaled_dot_product_attention` per sample, with the heads of Qwen3 0.6B and 1.7B. The table has the difference of their
+results, beside the difference of torch's own from float32. TFLOP/s count the causal half of forward and backward, without
+recomputation. The same comparison with float32 is made for heads of other families: wide heads, keys that are wider than
+values, and learnable sinks.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ LOG_PROBS_TARGET = 1.0
 _CONFIG = DENSE["qwen3-0.6B"]
 HEADS, GROUPS, HEAD_DIM = _CONFIG["num_attention_heads"], _CONFIG["num_key_value_heads"], _CONFIG["head_dim"]
 _TINY_TOKENS, _TINY_VOCABULARY = 64, 1024
-# Of the packed stream; the samples of one are of one length.
+# Numbers of samples in a packed stream, all of one length.
 _SAMPLES = (1, 4, 32)
-# Of samples whose lengths fit no block of a kernel.
+# Lengths of samples that fit no block of a kernel.
 _UNEVEN, _TINY_UNEVEN = (1, 63, 700, 1285), (1, 5, 20)
 
-# Queries, keys and values of a packed stream, and of heads with sinks these, to what every query makes of them.
+# Takes queries, keys and values of a packed stream, and sinks if the heads have them; returns the output of every query.
 Attend = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Of a rank's attention: how many share how many groups of keys, and the channels of a key and of a value. With `sinks`
-    every head has a logit that takes part in its softmax."""
+    """The heads of a rank's attention: number of query heads, number of key/value groups, channels of a key and of a value.
+    With `sinks` every head has a logit that takes part in its softmax."""
 
     heads: int
     groups: int
@@ -56,7 +57,7 @@ class Heads:
 
 
 QWEN3 = Heads(HEADS, GROUPS, HEAD_DIM, HEAD_DIM)
-# What families' published models have, of 16 heads at most.
+# The shapes of published models of other families, with at most 16 heads.
 OTHERS = {
     "qwen3_next": Heads(16, 2, 256, 256),
     "deepseek_v3": Heads(16, 16, 192, 128),
@@ -73,7 +74,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Log-probs, then attention."""
+    """Measure log-probs, then attention."""
     tokens = _TINY_TOKENS if options.tiny else options.tokens
     repeats = 1 if options.tiny else options.repeats
     log_probs = _log_probs(options, tokens, repeats)
@@ -138,7 +139,7 @@ def _of_heads(family: str, heads: Heads, lengths: Sequence[int]) -> list[dict[st
 def _beside_float32(
     kernel: str, heads: Heads, lengths: Sequence[int]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Callable[[], Any]]]:
-    """How far torch's attention and ours are from float32, by contender, and calls of those that run."""
+    """Returns (rows with the differences of torch's attention and ours from float32, calls of those that run), by contender."""
     inputs = _inputs(lengths, torch.bfloat16, heads)
     reference = _results(with_all_heads(per_sample(lengths)), _inputs(lengths, torch.float32, heads))
     contenders: dict[str, Callable[[], Attend]] = {
@@ -153,7 +154,7 @@ def _beside_float32(
             row["furthest from float32"] = furthest(_results(attend, inputs), reference)
             row["remark"] = None
         except (RuntimeError, TypeError) as error:
-            # Versions of torch differ in what their kernels take, and what does not run says so beside what does.
+            # Versions of torch differ in the inputs that their kernels take. A contender that does not run shows its error.
             row["remark"] = f"{type(error).__name__}: {error}".splitlines()[0]
         else:
             calls[name] = lambda attend=attend: _results(attend, inputs)
@@ -167,13 +168,13 @@ def _beside_float32(
 
 
 def attention_flops(lengths: Sequence[int]) -> int:
-    """Of forward and backward of the core, without projections, over samples of these lengths."""
+    """The FLOPs of forward and backward of the attention core, without projections, over samples of these lengths."""
     per_pair = gqa_attention_flops(1, HEADS, GROUPS, HEAD_DIM).per_token_pair
     return 3 * per_pair * sum(length * length for length in lengths)
 
 
 def per_sample(lengths: Sequence[int]) -> Attend:
-    """A call of torch's own attention for every sample. A sink is a key of zeros before the others, whose score is a bias."""
+    """Calls torch's own attention for every sample. A sink becomes a first key of zeros, whose score is a bias."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None):
         pieces = zip(
@@ -196,8 +197,8 @@ def _of_sample(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sink
 
 
 def with_all_heads(attend: Attend) -> Attend:
-    """`attend` with a key and a value for every head: for float32 a GPU has no kernel that shares them and makes no score
-    matrix."""
+    """`attend` with a key and a value for every query head: in float32, torch has no kernel for a GPU that shares keys among
+    heads and makes no score matrix."""
 
     def attend_all(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
         shares = query.shape[1] // key.shape[1]
@@ -207,7 +208,7 @@ def with_all_heads(attend: Attend) -> Attend:
 
 
 def ours(lengths: Sequence[int], heads: Heads = QWEN3) -> Attend:
-    """The attention of the local layers, as the trainer describes a packed stream to it; with sinks within `alone`."""
+    """The attention of the local layers, with the trainer's description of a packed stream. Sinks only work within `alone`."""
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
@@ -224,7 +225,7 @@ def ours(lengths: Sequence[int], heads: Heads = QWEN3) -> Attend:
     device = get_accelerator().current_device()
     samples = [torch.zeros(length, dtype=torch.int64, device=device) for length in lengths]
     stream = pack_stream(samples, [min(1, length - 1) for length in lengths], 1)
-    # Attention asks a micro-batch for its stream alone.
+    # Attention reads nothing of a micro-batch but its stream.
     packed = packed_seq_params(SimpleNamespace(stream=stream), by_position=True)
     own = (config, 1, AttnMaskType.causal, "self")
     if not heads.sinks:
@@ -244,7 +245,8 @@ def ours(lengths: Sequence[int], heads: Heads = QWEN3) -> Attend:
 
 
 def _inputs(lengths: Sequence[int], dtype: torch.dtype, heads: Heads) -> list[torch.Tensor]:
-    """Query, key, value and sinks, and the gradient of the output: the same numbers, which bfloat16 has, in either dtype."""
+    """Query, key, value, sinks if the heads have them, and the gradient of the output. All numbers are exact in bfloat16, so
+    both dtypes get the same ones."""
     device, generator = get_accelerator().current_device(), torch.Generator().manual_seed(0)
     rows = sum(lengths)
     shapes = [(rows, heads.heads, heads.key), (rows, heads.groups, heads.key), (rows, heads.groups, heads.value)]
@@ -254,7 +256,7 @@ def _inputs(lengths: Sequence[int], dtype: torch.dtype, heads: Heads) -> list[to
 
 
 def _results(attend: Attend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The output, and the gradients of what it is made of."""
+    """The output, and the gradients of all inputs."""
     *inputs, gradient = inputs
     output = attend(*inputs)
     return [output.detach(), *torch.autograd.grad(output, inputs, gradient)]

@@ -1,7 +1,7 @@
-"""A training rank that is alone, on a real device: the phases that `--rehearse` goes through, with numbers in place of fakes.
+"""A single training rank on a real device: it goes through the phases of `--rehearse`, with real tensors in place of fake ones.
 
-The flags are those of a run, the model has the shape of a published one and random weights, and micro-batches are packed full
-with samples of one length. So what is measured here, rehearsed, and planned, is the same step.
+The flags are those of a run. The model has the shape of a published one and random weights, and micro-batches are packed full
+with samples of one length. So the step that is measured here is the one that is rehearsed and planned.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REHEARSED_MICRO_BATCHES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step: the model's shape, its number of micro-batches, and the tokens of each."""
+    """A step: the model's shape, the number of micro-batches, and the tokens of each."""
 
     shape: str
     micro_batches: int
@@ -53,7 +53,7 @@ class Case:
         return f"{self.shape}, tiny" if self.tiny else self.shape
 
     def words(self, directory: Path) -> list[str]:
-        """The command line; writes the files that it names into `directory`."""
+        """The command line of the run. The files that it names are written into `directory`."""
         config = {**DENSE[self.shape], **(_TINY_CONFIG if self.tiny else {})}
         (directory / "config.json").write_text(json.dumps(config))
         (directory / "prompts.jsonl").write_text('{"prompt": "1 + 1", "label": "2"}\n')
@@ -74,12 +74,12 @@ class Case:
         return parse_args(argv=self.words(directory))
 
     def batches(self, args: argparse.Namespace) -> list[list[tuple[int, int]]]:
-        """Of each micro-batch its samples, as tokens of the sample and of its response."""
+        """The samples of each micro-batch, as (tokens of the sample, tokens of its response)."""
         return micro_batches(args, parallel_layout(args))[:1] * self.micro_batches
 
 
 def make_shape_parser(description: str, *, micro_batches: int | None = None) -> argparse.ArgumentParser:
-    """A parser for measurements of a step; `micro_batches` is the default of its option, without which there is none."""
+    """A parser for measurements of a step. `micro_batches` is the default of `--micro-batches`; None: no such option."""
     parser = make_parser(description)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--tokens", type=int, help=f"of a micro-batch; unset {_TOKENS}, with --tiny {_TINY_TOKENS}")
@@ -89,7 +89,7 @@ def make_shape_parser(description: str, *, micro_batches: int | None = None) -> 
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """The cases that the options of `make_shape_parser` ask for; with `--tiny` the first one alone."""
+    """The cases that the options of `make_shape_parser` ask for; with `--tiny` only the first one."""
     tokens = options.tokens or (_TINY_TOKENS if options.tiny else _TOKENS)
     count = getattr(options, "micro_batches", REHEARSED_MICRO_BATCHES)
     cases = [Case(shape, count, tokens, options.tiny) for shape in options.shapes]
@@ -99,7 +99,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 def of_every_case(
     options: argparse.Namespace, measure: Callable[[Case], list[dict[str, Any]]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of all cases; and what stopped the others, in words: a shape that a GPU has no room for costs no other."""
+    """Returns (the rows of all cases, a sentence for each that stopped). A shape that does not fit a GPU stops no other."""
     rows, stopped = [], []
     for case in cases_of(options):
         try:
@@ -122,20 +122,20 @@ class MeasuredRank(RehearsedActor):
         self.weight_source = None
 
     def phases(self) -> dict[str, Callable[[], None]]:
-        """Those of a rehearsal, in this order, but for the save: a case asks for none."""
+        """The phases of a rehearsal in its order, without the save, which no case asks for."""
         phases = {**super().phases(), "model": lambda: self._join(self.rendezvous_address())}
         del phases["save"]
         return phases
 
     def run_until(self, last: str) -> None:
-        """All phases up to `last`, each once."""
+        """Run all phases up to and including `last`, each once."""
         for name, phase in self.phases().items():
             phase()
             if name == last:
                 return
 
     def _make_data(self) -> None:
-        """Zeros would cost a GPU less power, and so less time, than a run does."""
+        """Make random data: with zeros a GPU takes less power, and so less time, than in a run."""
         super()._make_data()
         data = self._data
         generator = torch.Generator(self.device).manual_seed(0)
@@ -150,8 +150,8 @@ class MeasuredRank(RehearsedActor):
 
 @contextlib.contextmanager
 def measured_rank(case: Case) -> Iterator[MeasuredRank]:
-    """A rank that has done nothing yet; afterwards it has left its groups. What the one before it held is given up first."""
-    # Models and their hooks hold each other.
+    """Frees the memory of the rank before it, then yields a rank that has done nothing yet. At the end it leaves its groups."""
+    # Models and their hooks refer to each other, so only the collector frees them.
     gc.collect()
     with tempfile.TemporaryDirectory(prefix="slime-measured-") as directory:
         args = case.arguments(Path(directory))
@@ -171,11 +171,11 @@ def flops_of_step(args: Any, lengths: Sequence[int]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RehearsedStep:
-    """What a rehearsal says of a case.
+    """The result of the rehearsal of a case.
 
     Attributes:
-        waits: by phase and place; `why_no_waits`: why it knows of none, if it does not.
-        peaks: bytes at the peak, by phase and kind; none where it did not reach its end.
+        waits: number of waits by phase and place; `why_no_waits`: the reason if the rehearsal could not count them.
+        peaks: bytes at the peak, by phase and kind; empty if the rehearsal did not reach its end.
     """
 
     case: Case
@@ -185,14 +185,14 @@ class RehearsedStep:
 
 
 def add_rehearsal_option(parser: argparse.ArgumentParser) -> None:
-    """`--rehearsed`, which `rehearsed` takes."""
+    """Add `--rehearsed`, the file for the function `rehearsed`."""
     parser.add_argument(
         "--rehearsed", type=Path, help="what waits.py --rehearse FILE wrote on a machine with a CPU build of torch"
     )
 
 
 def rehearse(case: Case) -> RehearsedStep:
-    """What a rehearsal in a process of its own says; it knows waits where torch is a CPU build and there is a compiler.
+    """Rehearse the case in a process of its own. It can count waits if torch is a CPU build and there is a compiler.
 
     Raises:
         RunError: the rehearsal did not reach its end.
@@ -207,18 +207,18 @@ def rehearse(case: Case) -> RehearsedStep:
 
 
 def write_rehearsed(cases: Sequence[Case], file: Path) -> None:
-    """Rehearse all cases; `rehearsed` reads the file."""
+    """Rehearse all cases and write the results into `file`, for `rehearsed`."""
     file.write_text(json.dumps([dataclasses.asdict(rehearse(case)) for case in cases]))
 
 
 def rehearsed(case: Case, file: Path | None) -> RehearsedStep:
-    """What a rehearsal says of the case, for which what was measured is not given up.
+    """The result of the rehearsal of a case. A failed rehearsal gives an empty result, so that measurements are not lost.
 
     Args:
-        file: where `write_rehearsed` wrote it; None: it is rehearsed here.
+        file: the file of `write_rehearsed`; None: the case is rehearsed here.
 
     Raises:
-        UserError: the file is of other cases.
+        UserError: the file has no such case.
     """
     if file is None:
         try:

@@ -1,11 +1,11 @@
-"""The memory of a training rank on one GPU, by phase, beside what is planned for it and what a rehearsal says.
+"""The memory of a training rank on one GPU, by phase, beside the plan and the rehearsal of the same step.
 
     python tools/bench/gpu/memory.py [--shapes qwen3-0.6B qwen3-1.7B] [--tokens 8192] [--rehearsed rehearsed.json]
     python tools/bench/gpu/memory.py --device cpu --tiny
 
-Measured are bytes of tensors at the peak of every phase, as the allocator of the device counts them; on the CPU, bytes of live
-tensors (`tools/bench/live_tensors.py`). The plan knows the largest moment of a step and the weight push. Neither knows what the
-CUDA context and the allocator take beside the tensors.
+The bench measures the bytes of tensors at the peak of every phase, as the allocator of the device counts them; on the CPU, the
+bytes of live tensors (`tools/bench/live_tensors.py`). The plan gives the largest moment of a step and the weight push. Neither
+includes what the CUDA context and the allocator take beside the tensors.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Peaks by phase of every shape."""
+    """Measure the peaks of every shape, by phase."""
     notes = ["MiB; measured on the CPU are live tensors" if options.device == "cpu" else "MiB"]
 
     def of_case(case: Case) -> list[dict[str, Any]]:
-        # First, for it may refuse the file.
+        # This comes before the measurement, because it may refuse the file.
         step = rehearsed(case, options.rehearsed)
         with measured_rank(case) as rank:
             plan, found = planned(rank.args, case.micro_batches), _peaks(rank)
@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _peaks(rank: MeasuredRank) -> dict[str, int]:
-    """Bytes at the peak of every phase."""
+    """The bytes at the peak of every phase."""
     found = {}
     with peak_counter() as peak:
         for name, phase in rank.phases().items():
@@ -77,7 +77,7 @@ def _peaks(rank: MeasuredRank) -> dict[str, int]:
 
 @contextlib.contextmanager
 def peak_counter() -> Iterator[Any]:
-    """A function that tells the peak since it was last called with `reset=True`, in bytes of tensors made in the block."""
+    """Yields a function that returns the peak since its last call with `reset=True`, in bytes of tensors made in the block."""
     accelerator = get_accelerator()
     if accelerator.peak_memory_allocated() is None:
         with LiveTensors() as live:
@@ -100,12 +100,12 @@ def peak_counter() -> Iterator[Any]:
 
 
 def planned(args: argparse.Namespace, micro_batches: int) -> dict[str, int]:
-    """Bytes by phase: the largest moment of the step, and the weight push. Of tensors alone."""
+    """The planned bytes of tensors by phase: the largest moment of the step, and the weight push."""
     layout, shape = parallel_layout(args), shape_of(args)
     setup = training_setup(args, layout, tokens_of_stream(args, layout), micro_batches)
     (stage,) = setup.stages
     push = push_buffers(shape, setup, stage)
-    # The samples of a run, of which a measured rank has those of its micro-batches.
+    # A measured rank has only the samples of its micro-batches, so those of a whole rollout are left out.
     (step,) = training_memory(shape, replace(setup, push_bucket=0, overhead=0, rollout_tokens=0))
     return {"step": step.total, "push": _held(step) + push}
 
@@ -117,7 +117,7 @@ def _held(step: RankMemory) -> int:
 def beside(
     shape: str, found: dict[str, int], expected: dict[str, int], plan: dict[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """A row for every phase, from bytes."""
+    """Yields a row for every phase; all arguments are bytes by phase."""
     for phase, measured in found.items():
         row = {"shape": shape, "phase": phase, "measured": measured / MIB}
         for name, other in (("rehearsed", expected.get(phase)), ("planned", plan.get(phase))):

@@ -3,10 +3,10 @@
     python tools/bench/gpu/mfu.py [--shapes qwen3-0.6B qwen3-1.7B] [--tokens 8192] [--micro-batches 8] [--peak-tflops 989.5]
     python tools/bench/gpu/mfu.py --device cpu --tiny
 
-A step is forward and backward over its micro-batches and one update of the weights, from `slime.training`. Its FLOPs are those
-of the model (`slime/estimates/flops.py`): attention counts its causal half within each sample, recomputation does not count.
-They are divided by the time of the step and by the peak of the device; beside it stands what share of a large matrix product
-of the same run the step reaches. The layers are those of `--transformer-impl local`.
+A step is forward and backward over its micro-batches and one update of the weights, by `slime.training`. Its FLOPs are those of
+the model (`slime/estimates/flops.py`): attention counts its causal half within each sample, and recomputation does not count.
+The utilisation is these FLOPs divided by the time of the step and by the peak of the device. Another column compares the step
+with the speed of a large matrix product in the same run. The layers are those of `--transformer-impl local`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """The utilisation of every shape.
+    """Measure the utilisation of every shape.
 
     Raises:
         UserError: the peak of the GPU is not known.
@@ -61,7 +61,7 @@ def _of_case(case: Case, repeats: int, peak: float | None, product: float) -> di
 
 
 def row(shape: str, tokens: int, flops: int, seconds: float, peak: float | None, product: float) -> dict[str, Any]:
-    """Figures of a step of `flops` in `seconds`; `peak` of the device and `product`, a matrix product's, in TFLOP/s."""
+    """The figures of a step of `flops` in `seconds`. `peak` is the device's, `product` a matrix product's speed, in TFLOP/s."""
     reached = flops / seconds / TERA
     return {
         "shape": shape,

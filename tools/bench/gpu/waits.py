@@ -1,13 +1,13 @@
-"""How often the host waits for one GPU in a step, counted by torch's profiler, beside what a rehearsal counts.
+"""The number of times that the host waits for one GPU in a step, from torch's profiler, beside the count of a rehearsal.
 
     python tools/bench/gpu/waits.py --rehearse rehearsed.json      # on a machine with a CPU build of torch
     python tools/bench/gpu/waits.py --rehearsed rehearsed.json     # on the GPU
     python tools/bench/gpu/waits.py --device cpu --tiny
 
 The profiler sees every call of the CUDA runtime: those that wait for a stream, an event or the device, copies that block, and
-those by which the allocator gets memory or gives it back, which wait too. Each belongs to the innermost function of ours or of
-Megatron that was running in its thread. A rehearsal knows lines; their functions are told here, so that both can stand side by
-side. It counts waits only where torch is a CPU build, so what it says travels as a file.
+those by which the allocator gets or frees memory, which wait too. Each call belongs to the innermost function of ours or of
+Megatron that was running in its thread. A rehearsal counts waits by line; this bench names the functions of these lines, so
+that both counts can stand side by side. A rehearsal only counts waits if torch is a CPU build, so its result travels as a file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WAITS = {
     "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize",
     "hipStreamSynchronize", "hipDeviceSynchronize", "hipEventSynchronize", "hipMemcpy", "hipMemcpyWithStream",
 }  # fmt: skip
-# They wait for the device too; after some steps the allocator has what it needs.
+# These calls wait for the device too. After some steps the allocator has all the memory that it needs and makes none of them.
 OF_THE_ALLOCATOR = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "hipMalloc", "hipFree"}
 BACKWARD = "the backward pass"
 _WINDOW = "measured phase"
@@ -68,11 +68,11 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> Report:
-    """Waits of a step of every shape, by function."""
+    """Count the waits of a step of every shape, by function."""
     notes: list[str] = []
 
     def of_case(case: Case) -> list[dict[str, Any]]:
-        # First, for it may refuse the file.
+        # This comes before the measurement, because it may refuse the file.
         expected = rehearsed(case, options.rehearsed)
         found = _counted(case)
         if expected.why_no_waits:
@@ -95,13 +95,13 @@ def _counted(case: Case) -> dict[str, collections.Counter[str]]:
         rank.run_until("first step")
         phases = rank.phases()
         for phase in PHASES:
-            # A second time the allocator has what it needs.
+            # The second time, the allocator has the memory that it needs.
             phases[phase]()
         return {phase: waits_of(_profiled(phases[phase])) for phase in PHASES}
 
 
 def _profiled(call: Callable[[], Any]) -> dict[str, Any]:
-    """The trace of a call in Chrome's format, in which `_WINDOW` is the call."""
+    """The trace of a call, in Chrome's format. The event `_WINDOW` spans the call."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -117,7 +117,7 @@ def waits_of(trace: Mapping[str, Any]) -> collections.Counter[str]:
     """How often the host waited within `_WINDOW`, by "CALL in FILE: FUNCTION".
 
     Args:
-        trace: of torch's profiler, with stacks.
+        trace: a trace of torch's profiler, with stacks.
     """
     events = [event for event in trace["traceEvents"] if "ts" in event and "dur" in event]
     window = next(event for event in events if event["name"] == _WINDOW and event.get("cat") == "user_annotation")
@@ -130,7 +130,7 @@ def waits_of(trace: Mapping[str, Any]) -> collections.Counter[str]:
         of_thread.sort()
     found: collections.Counter[str] = collections.Counter()
     for event in inside:
-        # Some versions tell the name with a suffix, such as _v3020 or _ptsz.
+        # Some CUDA versions add a suffix to the name, such as _v3020 or _ptsz.
         call = event["name"].split("_")[0]
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and call in WAITS | OF_THE_ALLOCATOR:
             found[f"{call} in {_innermost(frames.get(event['tid'], []), event)}"] += 1
@@ -142,7 +142,7 @@ def _encloses(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
 
 
 def _innermost(frames: list[tuple[float, float, str]], event: Mapping[str, Any]) -> str:
-    """Of frames by their start, the last one that has begun and not ended when `event` begins."""
+    """The place of the frame that runs when `event` begins and began last. `frames` are sorted by their start."""
     for start in range(bisect.bisect_right(frames, (event["ts"], float("inf"), "")) - 1, -1, -1):
         if frames[start][1] >= event["ts"] + event["dur"]:
             return frames[start][2]
@@ -150,7 +150,7 @@ def _innermost(frames: list[tuple[float, float, str]], event: Mapping[str, Any])
 
 
 def place_of_frame(name: str) -> str | None:
-    """ "FILE: FUNCTION" of a frame of ours or of Megatron, as the profiler names it; None of others, and of comprehensions."""
+    """ "FILE: FUNCTION" of a profiler's frame if it is ours or Megatron's; None for other frames and for comprehensions."""
     file, _, rest = name.partition("(")
     function = rest.partition("): ")[2]
     place = _known_file(file)
@@ -158,7 +158,7 @@ def place_of_frame(name: str) -> str | None:
 
 
 def _known_file(file: str) -> str | None:
-    """The path from the package on; None where it is neither ours nor Megatron's."""
+    """The path from the package on; None if the file is neither ours nor Megatron's."""
     for package in ("megatron", "slime"):
         parts = Path(file).parts
         if package in parts[:-1] and "torch" not in parts:
@@ -167,7 +167,7 @@ def _known_file(file: str) -> str | None:
 
 
 def by_function(places: Mapping[str, int]) -> collections.Counter[str]:
-    """Waits of a rehearsal, given by "WHAT at FILE:LINE", by "WHAT in FILE: FUNCTION"."""
+    """Regroups waits of a rehearsal from "WHAT at FILE:LINE" to "WHAT in FILE: FUNCTION"."""
     found: collections.Counter[str] = collections.Counter()
     for place, count in places.items():
         what, _, where = place.rpartition(" at ")
@@ -197,9 +197,9 @@ def _function_at(file: str, line: int) -> str:
 def beside(
     shape: str, phase: str, measured: Mapping[str, int] | None, expected: Mapping[str, int] | None
 ) -> Iterator[dict[str, Any]]:
-    """Rows by function, those with most waits first, and the sum of a phase at its end; None: not known.
+    """Yields rows by function, those with most waits first, and at the end the sum of the phase; None: not counted.
 
-    What the allocator asks for is not rehearsed: it is shown, and not part of the sum.
+    A rehearsal has no calls of the allocator: they are shown, but are no part of the sum.
     """
     named: dict[str, tuple[list[str], list[str]]] = collections.defaultdict(lambda: ([], []))
     counts: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
@@ -216,7 +216,7 @@ def beside(
 
 
 def counts_agree(rows: Sequence[Mapping[str, Any]]) -> bool | None:
-    """Whether the sums of all phases are the same; None: one of the two was not counted."""
+    """Whether measured and rehearsed sums are equal in all phases; None: one of them was not counted."""
     sums = [(row["measured"], row["rehearsed"]) for row in rows if row["function"] == "all"]
     return (
         None
