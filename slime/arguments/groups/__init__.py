@@ -1,11 +1,11 @@
-"""The groups of flags: our own, each flag declared once, in the order in which `--help` shows them; then those that installed
-packages tell, Megatron-Core's by topic, the servers of SGLang and the router as one group each.
+"""The groups of flags, in the order of `--help`: first our own, each flag declared once; then the flags that are read from
+installed packages: Megatron-Core's by topic, SGLang's server and its router as one group each.
 
-Flags of our own with the same spelling win: their groups come first, and what is taken is left out of the others. Megatron's
+If a spelling occurs twice, our own flag wins: our groups come first, and the others leave out what is taken. Megatron's flags
 are the fields of its dataclasses and the historical names; all spellings of one value set one attribute of `args`, and the
-first of them carries the default. Every field of SGLang's `ServerArgs` is a `--sglang-<field>`, every one of the router's
-`RouterArgs` a `--router-<field>`. Where one of those two is not installed its flags are missing: a run that only trains does
-without.
+first of them carries the default. Every field of SGLang's `ServerArgs` becomes `--sglang-<field>`, every field of the router's
+`RouterArgs` becomes `--router-<field>`. If one of these two is not installed its flags are missing: a run that only trains
+does not need them.
 """
 
 import argparse
@@ -26,15 +26,15 @@ OWN_GROUPS: tuple[Group, ...] = (
     training.ALGORITHM, training.OFF_POLICY, training.DISTILLATION, training.FSDP, run.FAULT_TOLERANCE, run.NETWORK,
     run.LOGGING, run.DEBUGGING, training.MEGATRON_HOOKS,
 )  # fmt: skip
-# Attribute -> its flag. The group of the engines stands behind Megatron's, beside those that their packages tell.
+# Attribute -> its flag. In `--help` the group of the engines comes after Megatron's, beside those of SGLang and the router.
 OWN_FLAGS: dict[str, Flag] = {flag.dest: flag for group in (*OWN_GROUPS, run.SERVING) for flag in group.flags}
-# Attribute -> bounds, of the flags of Megatron too.
+# Attribute -> bounds, for our flags and Megatron's.
 BOUNDS: dict[str, Bounds] = {
     **{name: flag.bounds for name, flag in OWN_FLAGS.items() if flag.bounds is not None},
     **names.BOUNDS,
 }
 
-# Title -> attributes it holds; the first match in this order counts.
+# (title, pattern of its attributes). The first match in this order counts.
 _TOPICS: tuple[tuple[str, str], ...] = (
     ("experts", r"^moe_|^num_experts$|overlap_moe|ep_overlap"),
     ("latent and linear attention", r"multi_latent|lora_rank|qk_head_dim|qk_pos_emb|v_head_dim|mscale|^beta_|rope_type"
@@ -61,7 +61,7 @@ _ORDER = (
 OF_ROLES = ("sglang_num_reserved_decode_tokens", "sglang_optimistic_prefill_attempts", *map("sglang_disaggregation_{}".format, (
     "transfer_backend", "ib_device", "enable_kv_checksum", "decode_retraction_backup", "decode_enable_radix_cache",
     "decode_extra_slots", "decode_polling_interval", "decode_host_receive_threshold")))  # fmt: skip
-# Flags of theirs that rules and plans ask for: unset where the package is not installed.
+# Flags of SGLang and the router that rules and plans read; unset if the package is not installed.
 READ = {
     "sglang": (
         "sglang_pp_size", "sglang_tp_size", "sglang_dp_size", "sglang_enable_dp_attention", "sglang_mem_fraction_static",
@@ -74,7 +74,7 @@ READ = {
     "router": ("router_backend", "router_dp_aware", "router_prefill_policy", "router_decode_policy"),
 }  # fmt: skip
 
-# Families that are read from a package: name for `load_surface`, title in `--help`.
+# Families of flags that are read from a package: (name for `load_surface`, title in `--help`).
 REFLECTED = (
     ("sglang", "SGLang server (an unset flag leaves the default of run or server)"),
     ("router", "Router (fields of its RouterArgs)"),
@@ -82,7 +82,7 @@ REFLECTED = (
 
 
 def plug_ins_of(caller: Caller) -> tuple[str, ...]:
-    """The attributes that name what these processes call."""
+    """The attributes that hold the paths of plug-ins that `caller` calls."""
     return tuple(name for name, flag in OWN_FLAGS.items() if flag.plug_in is caller)
 
 
@@ -114,7 +114,7 @@ def merge(reflected: Sequence[FlagSpec]) -> list[FlagSpec]:
         if spec.metadata.get("other_spelling"):
             continue
         if spec.dest in by_dest:
-            # Two dataclasses call one thing differently.
+            # Two dataclasses have different names for one value.
             flags = tuple(dict.fromkeys((*by_dest[spec.dest].flags, *spec.flags)))
             by_dest[spec.dest] = dataclasses.replace(by_dest[spec.dest], flags=flags)
         else:
@@ -162,14 +162,14 @@ def _with_table_values(spec: FlagSpec) -> FlagSpec:
 
 
 def _with_historical(field: FlagSpec, historical: FlagSpec) -> FlagSpec:
-    """One flag with the spellings of both; text, type and choices are the historical ones."""
+    """One flag with the spellings of both. Help text, type and choices are those of the historical flag."""
     default = field.default if field.dest in names.OUR_DEFAULTS else historical.default
     flags = tuple(dict.fromkeys((*historical.flags, *field.flags)))
     return dataclasses.replace(historical, flags=flags, default=default, metadata=field.metadata)
 
 
 def _add_what_is_free(group: argparse._ArgumentGroup, spec: FlagSpec, flags: Container[str], dests: set[str]) -> None:
-    """Add the spellings of `spec` that are not among the `flags` of the parser; `dests` are its attributes so far."""
+    """Add the spellings of `spec` that the parser does not have yet; it has `flags` and the attributes `dests`."""
     free = tuple(flag for flag in spec.flags if flag not in flags)
     if not free:
         return
@@ -190,7 +190,7 @@ def _add_what_is_free(group: argparse._ArgumentGroup, spec: FlagSpec, flags: Con
 
 
 class _OneOrMore(argparse.Action):
-    """A single word is the value itself, several are a list: fields that take either keep Megatron's two meanings."""
+    """Stores a single word as a value, several words as a list, for fields in which Megatron gives both a meaning."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if hasattr(parser, "note_given"):
@@ -204,7 +204,7 @@ def titles() -> Iterator[str]:
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one group for each installed package, with what no flag of our own takes."""
+    """Add one group for each installed package, without flags whose spelling one of our own has."""
     for package, title in REFLECTED:
         specs = load_surface(package)
         if specs is None:

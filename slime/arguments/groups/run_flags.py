@@ -1,4 +1,4 @@
-"""Flags of a run but for its trainer: machines, prompts, generation, evaluation, rewards, engines, trackers, dumps."""
+"""The flags of a run, without its trainer's: machines, prompts, generation, evaluation, rewards, engines, trackers, dumps."""
 
 from slime.arguments.flag import (
     ABOVE_ZERO,

@@ -1,4 +1,4 @@
-"""Flags of the trainer: where weights start and how they reach the engines, what the model is made of, the objective."""
+"""The flags of the trainer: initial weights, the way of weights to the engines, the model, the objective."""
 
 import argparse
 
@@ -30,7 +30,7 @@ RANKS = Caller.RANKS
 
 
 def _not_from_megatron(name: str) -> Idle:
-    """Where the path in `name` is no Megatron checkpoint, whose iterations alone can be chosen from."""
+    """Idle unless the path in `name` is a Megatron checkpoint: only these hold iterations to choose from."""
 
     def when(args: argparse.Namespace) -> bool:
         return vars(args)[name] is None or not is_megatron_checkpoint(vars(args)[name])
@@ -39,7 +39,7 @@ def _not_from_megatron(name: str) -> Idle:
 
 
 def _starts_elsewhere(args: argparse.Namespace) -> bool:
-    # A script that started from random weights resumes from its own checkpoint without a change.
+    # A script that started from random weights must be able to resume from its own checkpoint without a change.
     resumes = args.load is not None and is_megatron_checkpoint(args.load)
     hf_load = args.load is not None and is_hf_checkpoint(args.load)
     return not resumes and (hf_load or args.initial_megatron_checkpoint is not None or args.ref_load is not None)
@@ -50,12 +50,12 @@ def _no_kl(args: argparse.Namespace) -> bool:
 
 
 def _no_kl_by_oversight(args: argparse.Namespace) -> bool:
-    # A script that types a weight of 0 has switched the KL off and means to keep the rest of it.
+    # A script that types a weight of 0 switches the KL off on purpose, and may keep its other flags.
     return _no_kl(args) and not ("kl_loss_coef" in args.typed_flags and args.kl_loss_coef == 0)
 
 
 def _discounts_nothing(args: argparse.Namespace) -> bool:
-    # A function of the user's in the place of the estimator may read any flag.
+    # A custom advantage function may read any flag.
     return not estimator(args.advantage_estimator).discounts and args.custom_advantage_function_path is None
 
 

@@ -1,1 +1,1 @@
-"""What Megatron's flags are called, what each does here, and the values derived for it."""
+"""Megatron's flags: their names, their effects in this trainer, and the values derived for them."""

@@ -1,13 +1,13 @@
-"""What every flag of the Megatron family does here, where it does not simply reach Megatron's configuration.
+"""The effects of Megatron's flags that do more or less than set a field of Megatron's configuration.
 
-Four answers stand here:
+Such a flag is in one of four tables:
 
 * `FIXED`: this trainer sets the value itself; typing another one is an error.
 * `ACTS_WITH`: the flag qualifies another one and means nothing without it; typing it alone is an error.
-* `NO_EFFECT`: what the flag asks for is the case anyway; it may be typed and changes nothing.
+* `NO_EFFECT`: this trainer always does what the flag asks for; it may be typed and changes nothing.
 * `NOT_YET`: the flag asks for a feature that is not built.
 
-A test sees to it that no flag is left out: none is accepted and ignored.
+A test checks that no flag is missing: none is accepted and ignored.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 
 from slime.arguments.flag import NotYet, features
 
-# Attribute -> (the value here, why).
+# Attribute -> (its only value, reason).
 FIXED: dict[str, tuple[Any, str]] = {
     "variable_seq_lengths": (True, "packed streams differ in length from micro-batch to micro-batch"),
     "attention_softmax_in_fp32": (True, "the attention kernels compute it in float32 in any case"),
@@ -47,7 +47,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     }.items()},
 }  # fmt: skip
 
-# Attribute -> why nothing changes.
+# Attribute -> reason why the flag changes nothing.
 NO_EFFECT: dict[str, str] = {
     "add_position_embedding": "no table of positions is ever added: positions come from --position-embedding-type",
     "override_opt_param_scheduler": "on resume the settings of the command line hold unless the checkpoint's are asked for",
@@ -67,9 +67,9 @@ NO_EFFECT: dict[str, str] = {
     "tokenizer_type": "the tokenizer is always that of --hf-checkpoint; the only choice says so",
 }  # fmt: skip
 
-# These values ask for nothing, so they may be typed anywhere.
+# These values ask for nothing, so they may always be typed.
 _NOTHING = (0, 1, "none")
-# On by default; typing that does no harm.
+# Switches that are on by default. Typing them without their condition is no error.
 _ON_BY_DEFAULT = frozenset((
     "align_grad_reduce", "align_param_gather", "batch_p2p_comm", "batch_p2p_sync", "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad",
     "tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_split_ag", "tp_comm_split_rs", "pin_cpu_grads", "pin_cpu_params",
@@ -80,14 +80,14 @@ _ON_BY_DEFAULT = frozenset((
 
 @dataclass(frozen=True)
 class ActsWith:
-    """The attributes `names` mean something only where `condition` holds; the flags in the template `needs` see to that."""
+    """The attributes `names` have an effect only if `condition` holds; `needs` is a template with the flags that make it so."""
 
     needs: str
     condition: Callable[[argparse.Namespace], bool]
     names: tuple[str, ...]
 
     def idle(self, args: argparse.Namespace) -> list[str]:
-        """The typed attributes that have nothing to act on."""
+        """The typed attributes that would have no effect."""
         if self.condition(args):
             return []
         return [name for name in self.names if name in args.typed_flags and _asks(name, vars(args)[name])]

@@ -1,11 +1,11 @@
-"""The names that Megatron-LM's users write, beside the fields of Megatron-Core's configuration dataclasses.
+"""The names of Megatron-LM's flags, as far as the fields of Megatron-Core's configuration dataclasses do not give them.
 
-The dataclasses describe most flags themselves (`slime.backends.megatron_utils.flag_surface`). Three things they cannot say
-stand here: which field Megatron-LM's parser keeps under another name (`FIELD_DESTS`), what that parser or this trainer
-changes in a field's flag (`DEFAULTS`, `CHOICES`, `TYPES`), and the flags that have no field (`HISTORICAL`).
+The dataclasses describe most flags themselves (`slime.backends.megatron_utils.flag_surface`). This module adds three things:
+the fields that Megatron-LM's parser keeps under another name (`FIELD_DESTS`), the changes of that parser or this trainer to a
+field's flag (`DEFAULTS`, `CHOICES`, `TYPES`), and the flags that have no field (`HISTORICAL`).
 
-`MEANINGS` says what the flags do that model scripts and launch scripts use: what the value does, in which unit, and which
-other flags it works with. A flag that is not there shows the text of the installed Megatron-Core in `--help`.
+`MEANINGS` explains the flags that model scripts and launch scripts use: the effect of the value, its unit, and the other flags
+that it works with. For a flag that is not there `--help` shows the text of the installed Megatron-Core.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from slime.arguments.flag import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, Bounds, below_one, share, weight
 from slime.arguments.surface import FlagSpec
 
-# Field of a configuration dataclass -> attribute of `args`, where Megatron-LM's parser has another name for it.
+# Field of a configuration dataclass -> attribute of `args`, for fields that Megatron-LM's parser calls otherwise.
 FIELD_DESTS: dict[str, str] = {
     "num_moe_experts": "num_experts",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
@@ -31,7 +31,7 @@ FIELD_DESTS: dict[str, str] = {
     "fp4_param": "fp4_param_gather",
 }  # fmt: skip
 
-# Attribute -> default, where it is not the dataclass's: Megatron-LM's parser has this one.
+# Attribute -> default of Megatron-LM's parser, if it differs from the dataclass's.
 DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_fusion": True, "masked_softmax_fusion": True, "bias_dropout_fusion": True,
     "apply_rope_fusion": True, "persist_layer_norm": True, "bias_activation_fusion": True, "align_param_gather": True,
@@ -51,7 +51,7 @@ OUR_DEFAULTS: dict[str, tuple[Any, str]] = {
     "variable_seq_lengths": (True, "packed streams differ in length"),
 }
 
-# Attribute -> the values that a field typed `str` understands.
+# Attribute -> the values that a field of type `str` takes.
 CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer": ("adam", "sgd", "muon", "dist_muon"),
     "rope_type": ("rope", "yarn"),
@@ -92,7 +92,7 @@ BOUNDS: dict[str, Bounds] = {
     "optimizer_offload_fraction": share(1), "rotary_percent": share(1), "moe_input_jitter_eps": below_one(0.01),
 }  # fmt: skip
 
-# Attribute -> type, where Megatron-LM's parser is stricter than the field.
+# Attribute -> type, for fields of which Megatron-LM's parser is stricter.
 TYPES: dict[str, str] = {"rotary_base": "int"}
 
 
@@ -266,7 +266,7 @@ HISTORICAL: tuple[FlagSpec, ...] = (
     _value("--tokenizer-type", "str", None, "the tokenizer is that of --hf-checkpoint", ("HuggingFaceTokenizer",)),
 )  # fmt: skip
 
-# Attributes that describe the model, wherever else their names might put them.
+# Attributes that describe the model, whatever topic their names would match.
 SHAPE: frozenset[str] = frozenset(spec.dest for spec in _SHAPE) - {"num_experts", "enable_experimental"}
 
 

@@ -1,7 +1,7 @@
-"""Values of Megatron's flags that follow from other flags, and what one spelling means for another.
+"""Values of Megatron's flags that follow from other flags or other spellings.
 
-Nothing that the user typed is overruled; where two typed flags contradict each other, a rule says so.
-Pipeline stages have one answer for the rules, which refuse what cannot be, and for the plan.
+No typed value is overruled: if two typed flags contradict each other, a rule reports it. The rules, which refuse impossible
+splits, and the plan share one function for the pipeline stages.
 """
 
 import argparse
@@ -10,21 +10,21 @@ from slime.estimates.layout import PipelineStage, parts_of_layout, split_as_laid
 
 
 def derive_megatron_values(args: argparse.Namespace) -> argparse.Namespace:
-    """Fill what was left open, in place; gives `args`."""
+    """Fill the values that the user left open, in place. Returns `args`."""
     if args.recompute_activations and args.recompute_granularity is None:
         args.recompute_granularity = "selective"
     args.use_megatron_fsdp = args.use_megatron_fsdp or args.use_custom_fsdp
     if args.cuda_graph_impl == "none" and (args.enable_cuda_graph or args.external_cuda_graph):
         args.cuda_graph_impl = "local" if args.enable_cuda_graph else "transformer_engine"
     if args.use_rope_scaling and not args.multi_latent_attention and "rotary_scaling_factor" in args.typed_flags:
-        # Scripts of Llama models give the factor under this name.
+        # Scripts of Llama models type the factor under this name.
         args.rope_scaling_factor = args.rotary_scaling_factor
     if args.use_rotary_position_embeddings and "position_embedding_type" not in args.typed_flags:
         args.position_embedding_type = "rope"
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":
-        # It cannot handle micro-batches of different length.
+        # The allgather dispatcher cannot handle micro-batches of different lengths.
         args.moe_token_dispatcher_type = "alltoall"
     args.rope_type = args.rope_type or ("yarn" if args.multi_latent_attention else "rope")
     derive_virtual_stages(args)
@@ -32,12 +32,12 @@ def derive_megatron_values(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def derive_virtual_stages(args: argparse.Namespace) -> None:
-    """Fill the number of model chunks per rank from the flags that describe it otherwise."""
+    """Fill the number of model chunks per rank from the flags that describe it in another way."""
     stages = args.pipeline_model_parallel_size
     if args.virtual_pipeline_model_parallel_size is None and stages > 1 and args.num_layers:
         args.virtual_pipeline_model_parallel_size = _virtual_stages_per_rank(args, stages)
     if args.virtual_pipeline_model_parallel_size == 1:
-        # Megatron takes any number for an interleaved pipeline.
+        # Megatron takes any number here, even 1, for an interleaved pipeline.
         args.virtual_pipeline_model_parallel_size = None
 
 
@@ -46,16 +46,16 @@ def _virtual_stages_per_rank(args: argparse.Namespace, stages: int) -> int | Non
         return max(1, len(parts_of_layout(args.pipeline_model_parallel_layout)) // stages)
     if args.num_virtual_stages_per_pipeline_rank is not None:
         return args.num_virtual_stages_per_pipeline_rank
-    # Another number is refused by a rule.
+    # A rule refuses any other number.
     layers, per_chunk = args.num_layers + counted_as_layers(args), args.num_layers_per_virtual_pipeline_stage
     return layers // stages // per_chunk if per_chunk and layers % (stages * per_chunk) == 0 else None
 
 
 def pipeline_stages(args: argparse.Namespace) -> tuple[PipelineStage, ...]:
-    """The stages of a model whose shape is known.
+    """The pipeline stages of a model whose shape is known.
 
     Raises:
-        UserError: the layers cannot be split so.
+        UserError: the flags do not fit the number of layers.
     """
     if args.pipeline_model_parallel_layout is not None:
         return split_as_laid_out(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
@@ -71,5 +71,5 @@ def pipeline_stages(args: argparse.Namespace) -> tuple[PipelineStage, ...]:
 
 
 def counted_as_layers(args: argparse.Namespace) -> int:
-    """How many of embedding and loss take the place of a layer."""
+    """The number of layers for which embedding and loss count in the pipeline split: 0, 1 or 2."""
     return bool(args.account_for_embedding_in_pipeline_split) + bool(args.account_for_loss_in_pipeline_split)

@@ -1,5 +1,5 @@
-"""Rules about what is generated and what is learned from it: sampling, lengths, staleness, rewards; the objective, replay,
-distillation, trained parameters and how they reach the engines; trackers."""
+"""Rules about generation (sampling, lengths, staleness, rewards), training (objective, replay, distillation, trained
+parameters), the way of weights to the engines, and trackers."""
 
 import argparse
 import importlib.util
@@ -36,7 +36,7 @@ def lengths(args: argparse.Namespace) -> Iterator[Violation]:
     limit = positions_of_model(args)
     for name in _LENGTHS if limit is not None else ():
         length = vars(args)[name]
-        # What follows from the context is too long only together with it.
+        # A length that was derived from the context is too long only if the context is, and the context is checked here too.
         if name in args.typed_flags and length is not None and length > limit:
             yield broken(
                 args, "{0=} is above the model's {--max-position-embeddings=}; give at most that", flag_of(name)
@@ -44,7 +44,7 @@ def lengths(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def lengths_of_sets(args: argparse.Namespace) -> Iterator[Violation]:
-    """The same for lengths that stand in `--eval-config`."""
+    """The lengths in `--eval-config` must fit as those of the flags must."""
     limit, context = positions_of_model(args), args.eval_max_context_len
     place = places_in(args.eval_config if args.eval_datasets else None)
     for dataset in args.eval_datasets:
@@ -60,7 +60,7 @@ def lengths_of_sets(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def summed_lengths(args: argparse.Namespace) -> Iterator[Violation]:
-    """Warns of prompts and responses that fit alone and not together; yields nothing. Engines refuse such requests."""
+    """Warns of prompts and responses that are too long together, so that engines refuse the requests; yields nothing."""
     for kind, response in (
         ("rollout", args.rollout_max_response_len),
         ("eval", args.eval_max_response_len or args.rollout_max_response_len),
@@ -90,13 +90,13 @@ def staleness(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def unavoidable_staleness(args: argparse.Namespace) -> int:
-    """Pushes between a rollout and its training: it waits while `async_buffer_size` others train, which push at intervals."""
+    """Pushes while a rollout waits: `async_buffer_size` others train before it, with a push per `update_weights_interval`."""
     return math.ceil(args.async_buffer_size / args.update_weights_interval) if args.asynchronous else 0
 
 
 def reward_types(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """(where it stands, name) of every built-in reward that is asked for."""
-    # An own reward function may give names of its own a meaning.
+    """Yields (flag or place in a file, name) of every built-in reward that the run asks for."""
+    # A custom reward function may define reward types of its own.
     if args.custom_rm_path is not None:
         return
     if args.rm_type:
@@ -243,7 +243,7 @@ OBJECTIVE_RULES: tuple[Rule, ...] = (
         "{--opd-teacher-load=} has no effect without {--use-opd}; add {--use-opd} {--opd-type} megatron, or drop it"),
     refused(lambda args: args.use_opd and args.opd_type == "megatron" and args.opd_teacher_load is None,
         "{--opd-type=} needs {--opd-teacher-load}, the teacher's checkpoint; or give {--opd-type} sglang"),
-    # The teacher is behind HTTP, and a function of the run asks it for the log-probs of every sample.
+    # With this type the teacher is a server, and a function of the run asks it for the log-probs of every sample.
     *where(lambda args: args.use_opd and args.opd_type == "sglang",
         refused(lambda args: args.opd_teacher_load is not None,
             "{--opd-type=}: the teacher is behind {--rm-url}; drop {--opd-teacher-load=}, or give {--opd-type} megatron"),
@@ -365,7 +365,7 @@ WEIGHT_RULES: tuple[Rule, ...] = (
 
 
 def idle_tracker_flags(args: argparse.Namespace) -> Iterator[Violation]:
-    """Warns in one line; yields nothing."""
+    """Warns of all W&B flags without `--use-wandb` in one line; yields nothing."""
     idle = sorted(name for name in args.typed_flags if name.startswith("wandb_") and not args.use_wandb)
     if idle:
         logger.warning("%s: no effect without --use-wandb", ", ".join(map(flag_of, idle)))

@@ -1,6 +1,6 @@
-"""Rules about data and files: prompts, evaluation sets, batches, what must exist on disk, what is saved, dumps and exports.
+"""Rules about data and files: prompts, evaluation sets, batches, files that must exist, checkpoints, dumps and exports.
 
-A plan can do without the files: under `--dry-run` the messages of `FILE_RULES` are notes.
+A plan can do without the files, so under `--dry-run` the messages of `FILE_RULES` are notes.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from slime.utils.plain_files import may_be_dump
 
 logger = logging.getLogger(__name__)
 
-# Where weights come from; what is wrong with one of these flags is told by itself.
+# The flags that say where weights come from. If one of them has a wrong value by itself, only that is reported.
 _SOURCES = ("--load", "--ref-load", "--initial-megatron-checkpoint", "--hf-checkpoint", "--random-init", "--ckpt-step")
 _WRITTEN = (*(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.WRITTEN), "tensorboard_dir")
 
-# Where the data sources and evaluation functions live whose way of reading files is known.
+# The package of our own data sources and evaluation functions: the rules know how these read files.
 _OWN = "slime.rollout."
-# Those of them that ask for rewards, and that train on chats as they stand.
+# Our functions that ask for rewards, and that train on given conversations.
 _GRADING_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 SFT_FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
 
@@ -48,11 +48,11 @@ class OwnFile:
     """A data file that our own code reads.
 
     Attributes:
-        flag: where the path comes from, a flag or `file:line: key`.
-        reward: the built-in type that grades rows which name none; empty: each has to; None: functions of the user's grade.
-        in_template: prompts are rendered in the chat template when the file is read.
-        prompts: what must be known of a prompt: that it is a list of messages, that a list of messages can be rendered
-            (its generation does that), or nothing.
+        flag: the origin of the path: a flag or `file:line: key`.
+        reward: built-in type for rows that name none; empty: every row has to name one; None: a function of the user's grades.
+        in_template: prompts are rendered with the chat template when the file is read.
+        prompts: "messages": prompts must be lists of messages; "renderable": a prompt that is such a list must be renderable,
+            because generation renders it; "any": nothing is required.
     """
 
     path: str
@@ -64,12 +64,12 @@ class OwnFile:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Those of the path and of the fields, where they do not stand in a file."""
+        """The flags of the path and of the fields, without those that come from a file."""
         return tuple(place for place in (self.flag, *self.keys.flags) if place.startswith("--"))
 
 
 def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
-    """All data files that our own code reads: plug-ins read theirs in their way."""
+    """All data files that our own code reads. Plug-ins may read their files in any way, so these are left out."""
     if args.prompt_data and args.data_source_path.startswith(_OWN):
         kinds = {SFT_FUNCTION: "messages", _GRADING_FUNCTION: "renderable"}
         own_way = args.custom_generate_function_path is not None
@@ -115,12 +115,12 @@ def _built_in_reward(args: argparse.Namespace, function: str, rm_type: str | Non
 
 
 def names_reward(metadata: object) -> bool:
-    """Whether the metadata of a row says how its responses are graded."""
+    """Whether the metadata of a row names the reward type of its responses."""
     return isinstance(metadata, dict) and bool(metadata.get("rm_type"))
 
 
 def first_rows(args: argparse.Namespace) -> Iterator[Violation]:
-    """The first row of every file that exists must have the fields that are asked for, and say how it is graded."""
+    """The first row of every existing file must have the fields that the flags name, and a reward must be known for it."""
     for file in own_files(args):
         if not os.path.isfile(path_without_slice(file.path)):
             continue
@@ -138,8 +138,8 @@ def first_rows(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def over_long_samples(args: argparse.Namespace) -> Iterator[Violation]:
-    """Warns; yields nothing. A plan says it among its own warnings."""
-    # Where no flag limits a sample, the model and the engines do.
+    """Warns of samples above the token budget; yields nothing. A plan has this among its own warnings."""
+    # If no flag limits the length of a sample, the model and the engines do.
     longest = longest_sample(args) or args.sglang_context_length or positions_of_model(args)
     budget = (args.max_tokens_per_gpu or 0) * args.context_parallel_size
     if args.use_dynamic_batch_size and not args.dry_run and longest is not None and longest > budget > 0:
@@ -152,7 +152,7 @@ def over_long_samples(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def micro_batches(args: argparse.Namespace) -> Iterator[Violation]:
-    """The ranks of a model take equally many micro-batches in every step, and each of these holds a sample at least."""
+    """All data-parallel ranks take equally many micro-batches in every step, and each micro-batch has at least one sample."""
     ranks, group, batch = args.data_parallel_size, micro_batches_at_a_time(args), args.global_batch_size
     counted, multiple, found = "{data_parallel_size} data-parallel ranks", ranks * group, None
     if group > 1:
@@ -185,7 +185,7 @@ def micro_batches(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def _may_fan_out(args: argparse.Namespace) -> bool:
-    """Whether one rollout may become several samples: functions and dumps of the user's do that."""
+    """Whether one rollout may become several samples, as functions and dumps of the user's can do."""
     names = ("custom_generate_function_path", "custom_convert_samples_to_train_data_path", "load_debug_rollout_data")
     own = args.rollout_function_path.startswith((_GRADING_FUNCTION, SFT_FUNCTION, FULLY_ASYNC))
     return not (own and args.data_source_path.startswith(_OWN)) or any(vars(args)[name] for name in names)
@@ -211,14 +211,14 @@ def data_files(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def rollout_dumps(args: argparse.Namespace) -> Iterator[Violation]:
-    """The first dump must be there before anything starts; which one is the first, a resume decides later."""
+    """The first dump must exist before anything starts. With a resume its number is known only later."""
     template, first = args.load_debug_rollout_data, args.start_rollout_id or 0
     if template is None:
         return
     try:
         path = template.format(rollout_id=first)
     except (KeyError, IndexError, ValueError):
-        return  # a rule about templates says so
+        return  # the rule `templates` reports it
     known = existing_files(template)
     if not os.path.isfile(path) and not (known and args.load is not None):
         there = f"there is {known[0]} … {known[-1]}; give --start-rollout-id" if known else "give the path of a dump"
@@ -229,7 +229,7 @@ def rollout_dumps(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def other_models(args: argparse.Namespace) -> Iterator[Violation]:
-    """Reference and teacher: each must be a checkpoint, with the iteration that is asked for."""
+    """Reference and teacher must be checkpoints that hold the iteration of their flag."""
     models = [(source_of_reference, args.ref_load, "--ref-load", "--ref-ckpt-step")]
     if args.use_opd and args.opd_type == "megatron":
         models.append((source_of_teacher, args.opd_teacher_load, "--opd-teacher-load", "--opd-teacher-ckpt-step"))
@@ -242,7 +242,7 @@ def other_models(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def initial_weights(args: argparse.Namespace) -> Iterator[Violation]:
-    """Why the weights come from nowhere. The critic follows the actor."""
+    """The initial weights must come from somewhere. Those of the critic are checked if the actor's are known."""
     if not args.has_trainer:
         return
     try:
@@ -255,15 +255,15 @@ def initial_weights(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def writable_places(args: argparse.Namespace) -> Iterator[Violation]:
-    """What is written during the run must not fail after the first hours of it."""
+    """Places that the run writes to must be writable: otherwise it would fail after hours."""
     for name in _WRITTEN:
         path = vars(args)[name]
-        # What follows from --dump-details is told as that.
+        # Paths that are derived from --dump-details are reported under that flag.
         if path is None or name not in args.typed_flags:
             continue
         there = existing_parent(path)
         if there == Path(path) and there.is_file() and name.startswith(("save_debug_", "ci_save_")):
-            continue  # a dump without a placeholder, written again
+            continue  # a dump without a placeholder, which the run overwrites
         reason = unwritable(there)
         if reason is not None:
             template = "{0=}: {there} {reason}; give a place where you may write"
@@ -275,7 +275,7 @@ def _saves(args: argparse.Namespace) -> bool:
 
 
 def saved_among_others(args: argparse.Namespace) -> Iterator[Violation]:
-    """Warns of checkpoints among which no one expects those of this run; yields nothing."""
+    """Warns if `--save` holds checkpoints of another run, between which this run would write its own; yields nothing."""
     if not _saves(args) or args.save_interval is None:
         return
     source, save = args.initial_weights, Path(args.save).absolute()
@@ -326,7 +326,7 @@ BATCH_RULES: tuple[Rule, ...] = (
 DATA_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.rollout_global_dataset and not args.prompt_data and args.load_debug_rollout_data is None,
         "{--prompt-data} is needed (or {--disable-rollout-global-dataset} with an own data source)"),
-    # A set that was given and could not be read has a message of its own.
+    # Sets that were given but could not be read are reported elsewhere.
     refused(lambda args: args.eval_interval is not None and not args.eval_prompt_data and args.eval_config is None,
         "{--eval-interval=} needs data sets: give {--eval-prompt-data} name path, or {--eval-config}"),
     refused(lambda args: args.apply_chat_template and args.rollout_function_path == SFT_FUNCTION and args.prompt_data,

@@ -1,7 +1,7 @@
-"""Rules of Megatron's flags: what its own code would only find out deep inside, after every rank has started.
+"""Rules about Megatron's flags: mistakes that Megatron itself would only find deep inside, after every rank has started.
 
-Every rule yields messages that name the flags, their values, and a value that would work. Runs without training ranks
-build no model, so nothing is asked of them.
+Every message names the flags, their values, and a value that would work. Runs without training ranks build no model, so the
+rules do not apply to them.
 """
 
 import argparse
@@ -33,9 +33,9 @@ _GATHERED_CONTEXT_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 def model_shape(args: argparse.Namespace) -> Iterator[Violation]:
     missing = [flag_of(name) for name in SHAPE_FLAGS if vars(args)[name] is None]
     if missing and takes_shape_of_config(args) and args.hf_checkpoint is not None:
-        return  # the config could not be read, and that was said
+        return  # the config could not be read, which was reported
     if missing and args.dry_run:
-        return  # the plan itself says it, and shows what does not need the shape
+        return  # the plan reports it, and shows the parts that do not need the shape
     if missing:
         template = "the model's shape is not known: give {missing}, or {--model-args-from-hf} with {--hf-checkpoint}"
         yield broken(args, template, *missing, missing=", ".join(missing))
@@ -44,7 +44,7 @@ def model_shape(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def parallel_sizes(args: argparse.Namespace) -> Iterator[Violation]:
-    """That of experts and of optimizers; that of tensor, pipeline and context is checked where the sizes are derived."""
+    """Checks the sizes of experts and optimizers. Tensor, pipeline and context sizes are checked where they are derived."""
     experts = args.num_experts
     ep, pp = args.expert_model_parallel_size, args.pipeline_model_parallel_size
     etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
@@ -68,7 +68,7 @@ def parallel_sizes(args: argparse.Namespace) -> Iterator[Violation]:
     if experts % ep:
         template = "{--num-experts=} cannot be spread over {--expert-model-parallel-size=}{hint}"
         yield broken(args, template, hint=hint("--expert-model-parallel-size", divisors(experts)))
-    # As Megatron compares them, where there is one optimizer.
+    # With one optimizer instance Megatron compares these numbers in floating point, so the same expression stands here.
     averages = args.ddp_average_in_collective and args.num_distributed_optimizer_instances == 1 and dense and of_expert
     if averages and of_expert / dense / of_expert != 1 / dense:
         yield broken(
@@ -88,12 +88,12 @@ def tensor_parallel(args: argparse.Namespace) -> Iterator[Violation]:
         if value is not None and value % size:
             yield _not_divided(args, flag_of(name), value)
     groups = args.num_query_groups if args.group_query_attention else None
-    # Of fewer groups than ranks each is held by several.
+    # If there are fewer groups than ranks, several ranks hold the same group.
     if groups and groups % size and size % groups and not args.multi_latent_attention:
         yield _not_divided(args, "--num-query-groups", groups)
     heads = args.num_attention_heads
     if heads and groups and not size % groups and not args.multi_latent_attention:
-        # The projection itself is cut evenly, whoever holds which head.
+        # Megatron cuts the projection into equal parts, even where ranks share a group.
         queries = heads * (1 + args.attention_output_gate)
         channels = (queries + 2 * groups) * (args.kv_channels or args.hidden_size // heads)
         if channels % size:
@@ -253,7 +253,7 @@ def gathered_context(args: argparse.Namespace) -> Iterator[Violation]:
     try:
         names = read_hf_config(args.hf_checkpoint).get("architectures") or []
     except UserError:
-        return  # said where the config is read for the shape
+        return  # reported where the config is read for the shape
     if not set(names) & set(_GATHERED_CONTEXT_MODELS):
         yield broken(
             args,
@@ -278,7 +278,7 @@ def idle_flags(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def extra_flags(args: argparse.Namespace) -> Iterator[Violation]:
-    """Flags that only Megatron-LM's own parser knows are accepted for code of the user; that is said, not forbidden."""
+    """Warns of flags that only Megatron-LM's parser knows, which the user's code may read; yields nothing."""
     extra = {spec.dest for spec in load_surface("megatron") or () if spec.metadata.get("megatron_lm")}
     known = {*OWN_FLAGS, *(spec.dest for spec in HISTORICAL)}
     typed = sorted((extra - known) & args.typed_flags)
@@ -310,7 +310,7 @@ def virtual_stages(args: argparse.Namespace) -> Iterator[Violation]:
     per_stage, per_rank = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     stages, layers = args.pipeline_model_parallel_size, args.num_layers
     if args.pipeline_model_parallel_layout is not None and (per_stage is not None or per_rank is not None):
-        return  # said by `pipeline_layout`
+        return  # a row of `MEGATRON_RULES` reports it
     if per_stage is not None and per_rank is not None:
         both = "{--num-layers-per-virtual-pipeline-stage=} and {--num-virtual-stages-per-pipeline-rank=}"
         yield broken(args, both + " say the same in two ways; drop one")
@@ -331,7 +331,7 @@ def _layers_per_virtual_stage(args: argparse.Namespace, layers: int) -> Iterator
             "{--num-virtual-stages-per-pipeline-rank} in its place"
         )
         yield broken(args, template, flag_of(uneven), size=vars(args)[uneven])
-    # Stages that are uneven by themselves are the affair of `pipeline_split`.
+    # `pipeline_split` reports layers that the stages do not divide.
     elif layers % stages == 0 and layers // stages % per_stage:
         template = (
             "{--num-layers-per-virtual-pipeline-stage=} does not divide the {layers} layers of each of the "
@@ -363,7 +363,8 @@ def pipeline_layout(args: argparse.Namespace) -> Iterator[Violation]:
     parts, stages = parts_of_layout(args.pipeline_model_parallel_layout), args.pipeline_model_parallel_size
     layout, given = "|".join(parts), args.mtp_num_layers or 0
     unknown, layers, predictions = sorted(set(layout) - set("EtmL|")), layout.count("t"), layout.count("m")
-    # What the chunks behind prediction layers send is longer; in another round than the last these would be earlier ones too.
+    # Chunks behind prediction layers send longer messages. If these layers stood before the last round of chunks, earlier
+    # chunks would get such messages too.
     in_place = re.fullmatch("[^m]*m*[|L]*", layout) and predictions == "".join(parts[-stages:]).count("m")
     problems = (
         (unknown, ": {letter} means nothing; E stands for the embedding, t for a layer, m for one of {--mtp-num-layers}, L for "
@@ -381,7 +382,7 @@ def pipeline_layout(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def phases(args: argparse.Namespace) -> Iterator[Violation]:
-    """Steps of the warm-up and of the last phase against those of the schedule, which a data set alone may tell."""
+    """Warm-up and last phase must fit into the schedule. Without a flag for its length, only the data may tell it."""
     without = " without {--num-critic-only-steps=}" if args.num_critic_only_steps else ""
     length, source = train_iterations(args), "those of {--num-rollout=}" + without
     for flag, steps in (("--train-iters", args.train_iters), ("--lr-decay-iters", args.lr_decay_iters)):
@@ -431,10 +432,10 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "{--start-weight-decay=} and {--end-weight-decay=} need {--weight-decay-incr-style} linear or cosine, not constant"),
 )  # fmt: skip
 
-# Megatron drops their outputs with functions of Transformer Engine, in any precision and for its own layers too.
+# For these modules Megatron discards outputs with functions of Transformer Engine, in any precision and in local layers too.
 RECOMPUTED_BY_ENGINE = ("layernorm", "moe_act")
 
-# Whether the ranks' machines have it is known when they start; where nobody asked for it, it is on if they do.
+# The ranks' machines may differ from this one. A fusion that nobody typed is on if the ranks' machines have the module.
 EXTENSION_RULES: tuple[Rule, ...] = where(lambda args: args.has_trainer,
     refused(lambda args: args.gradient_accumulation_fusion and "gradient_accumulation_fusion" in args.typed_flags
             and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None,
@@ -451,7 +452,6 @@ EXTENSION_RULES: tuple[Rule, ...] = where(lambda args: args.has_trainer,
         "missing here; install it, or give auto"),
 )  # fmt: skip
 
-# Without training ranks no model is built.
 MEGATRON_RULES: tuple[Rule, ...] = where(lambda args: args.has_trainer,
     model_shape, parallel_sizes, tensor_parallel, *SHAPE_RULES,
     refused_each(_UNEVEN_STAGES, lambda args, layers: args.pipeline_model_parallel_size == 1 and layers is not None,

@@ -1,7 +1,7 @@
-"""What a run cannot do yet: flags whose feature is not built, and values of one or several flags that are not.
+"""Rules about features that are not built: of flags, of values of a flag, and of combinations of flags.
 
-A run refuses them, naming the flag; `--dry-run` plans with them and notes it. Nothing is accepted and ignored. Whoever builds a
-feature deletes its rows.
+A run refuses them and names the flag; `--dry-run` plans with them and adds a note. Nothing is accepted and ignored. Whoever
+builds a feature deletes its rows.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPE
 
 
 def not_yet_violations(args: argparse.Namespace) -> Iterator[Violation]:
-    """One message for every flag that asks for a feature which is not built.
+    """Yields one violation for every flag that asks for a feature which is not built.
 
     A run that only trains ignores the flags of engines and router, so that one script serves both kinds of run.
     """
@@ -30,12 +30,12 @@ def not_yet_violations(args: argparse.Namespace) -> Iterator[Violation]:
             value = vars(args)[name]
             if value is None or value is False or value in row.works:
                 continue
-            # What follows from another flag is that flag's affair: it has a row of its own.
+            # If the value follows from another flag, that flag has a row of its own.
             if args.origins.get(name) in (Origin.DEFAULT, Origin.DERIVED):
                 continue
             template = "{0=}: {feature} is not built yet; drop the flag ({--dry-run} plans with it)"
             if args.origins.get(name) is Origin.HF_CONFIG:
-                # Nobody typed it, so there is no flag to drop.
+                # The user did not type it, so there is no flag to drop.
                 template = (
                     "config.json of {--hf-checkpoint} asks for {0=}: {feature} is not built yet; take another model "
                     "({--dry-run} plans with this one)"
@@ -44,12 +44,12 @@ def not_yet_violations(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def names_of(row: NotYet, args: argparse.Namespace) -> list[str]:
-    """The attributes of `args` that `row` is about."""
+    """The attributes of `args` to which `row` applies."""
     return fnmatch.filter(vars(args), row.name) if "*" in row.name else [row.name] if hasattr(args, row.name) else []
 
 
 def rows() -> tuple[NotYet, ...]:
-    """All rows, of Megatron's flags and those of the engines and the router."""
+    """All rows, for the flags of Megatron, the engines and the router."""
     return (*effects.NOT_YET, *server_flags.NOT_YET)
 
 

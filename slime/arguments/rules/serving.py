@@ -1,7 +1,7 @@
-"""Rules about engines and router, and the flags of theirs that a run refuses.
+"""Rules about engines and router, and about placement.
 
-A run that only trains ignores the flags of engines and router, so that one script serves both kinds of run: none of these
-rules applies to it.
+A run that only trains ignores the flags of engines and router, so that one script serves both kinds of run. These rules do not
+apply to it.
 """
 
 import argparse
@@ -34,16 +34,16 @@ from slime.utils.errors import UserError
 from slime.utils.ports import normalize_external_engine_addr
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 
-# Router settings that have no effect while a switch is on: beginning of the attributes, the switch, what it turns off.
+# Router settings that have no effect while a switch is on: (prefix of the attributes, the switch, what it turns off).
 _SWITCHED_OFF = (
     ("router_health_", "router_disable_health_check", "health checks"),
     ("router_cb_", "router_disable_circuit_breaker", "circuit breaker"),
     ("router_retry_", "router_disable_retries", "retries"),
 )
-# What counts for a router that somebody else started, too: our client reads these.
+# Settings that also count with a router that somebody else started, because our client reads them.
 _OF_ANY_ROUTER = {"router_policy", "router_api_key"}
 _DRAFTED = tuple(f"sglang_speculative_{name}" for name in ("num_steps", "eagle_topk", "num_draft_tokens"))
-# What SGLang would lose, or ends at, with several pipeline stages, and with engines that prefill and decode for each other.
+# Features that SGLang breaks or refuses with several pipeline stages, and with engines that only prefill or decode.
 _WITH_STAGES = {
     "use_rollout_routing_replay": "each stage keeps the experts of its layers, and the first, which answers, has 0 for others",
     "sglang_speculative_algorithm": "SGLang drafts with stages where it only prefills, and ends at its start elsewhere",
@@ -60,7 +60,7 @@ _ADDRESS = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+(%\w+)?\]")
 
 
 def engine_sizes(args: argparse.Namespace) -> Iterator[Violation]:
-    """Pipeline and tensor-parallel size must give the GPUs of an engine."""
+    """The product of pipeline and tensor-parallel size must be the number of GPUs of an engine."""
     gpus, stages = args.rollout_num_gpus_per_engine, args.sglang_pp_size or 1
     if stages < 1 or gpus % stages:
         template = (
@@ -77,7 +77,7 @@ def engine_sizes(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def of_groups(rule: Rule) -> Rule:
-    """The rule, asked of each group of `--sglang-config` as if all engines of the run were so; without that, of the run."""
+    """Applies the rule to each group of `--sglang-config`, as if all engines were like it; without the file, to the run."""
 
     def asked(args: argparse.Namespace) -> Iterator[Violation]:
         if args.sglang_config is None or not args.has_engines:
@@ -92,7 +92,7 @@ def of_groups(rule: Rule) -> Rule:
 
 
 def attention_heads(args: argparse.Namespace) -> Iterator[Violation]:
-    """Tensor-parallel ranks of an engine share the heads; key-value heads may also be repeated on equally many ranks."""
+    """Tensor-parallel ranks of an engine must divide the heads evenly, or hold each key-value head on equally many ranks."""
     found, latent, _ = _heads(args)
     size = tensor_parallel_size(args) // max(1, attention_groups(args))
     if found is None or size < 1 or _fits(*found, size):
@@ -107,7 +107,7 @@ def attention_heads(args: argparse.Namespace) -> Iterator[Violation]:
     numbers = {"size": size, "heads": heads, "groups": groups, "nearest": " or ".join(map(str, nearest))}
     if latent:
         template += ", or {--sglang-enable-dp-attention} with an equal {--sglang-dp-size}"
-    # Whether a server can pad the heads of latent attention is an affair of its version, which a plan does not know.
+    # Some versions of the server can pad the heads of latent attention, so a plan only notes this.
     yield broken(args, template, kind=Kind.NOT_BUILT if latent else Kind.WRONG, **numbers)
 
 
@@ -116,7 +116,7 @@ def _fits(heads: int, groups: int, size: int) -> bool:
 
 
 def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool, bool]:
-    """Attention heads and key-value heads of the model that the engines load, None where they are not known; latent? dense?"""
+    """Returns ((attention heads, key-value heads) or None if unknown, latent attention?, no experts?) of the engines' model."""
     config = _config(args)
     heads = config.get("num_attention_heads")
     # Latent attention has no key-value heads to divide.
@@ -131,20 +131,20 @@ def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool, bool
 
 
 def _config(args: argparse.Namespace) -> Config:
-    """That of the model that the engines load; empty where there is none, which is said elsewhere."""
+    """The config of the model that the engines load; empty if it cannot be read, which is reported elsewhere."""
     with contextlib.suppress(UserError):
         return read_hf_config(args.hf_checkpoint) if args.hf_checkpoint is not None else {}
     return {}
 
 
 def stages_of_engines(args: argparse.Namespace) -> Iterator[Violation]:
-    """SGLang divides the model that the engines load into their pipeline stages."""
+    """SGLang must be able to divide the engines' model into their pipeline stages."""
     for problem in undivided_by_engines(_config(args), args.sglang_pp_size or 1):
         yield broken(args, "{--sglang-pp-size=}: {problem}", problem=problem)
 
 
 def drafts(args: argparse.Namespace) -> Iterator[Violation]:
-    """Engines draft with the one layer for multi-token prediction that SGLang makes a draft model of."""
+    """SGLang makes a draft model from one layer for multi-token prediction, so the engines' model must have exactly one."""
     config = _config(args)
     if args.sglang_speculative_algorithm is None or not config:
         return
@@ -159,7 +159,7 @@ def drafts(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def groups_of_attention(args: argparse.Namespace) -> Iterator[Violation]:
-    """Data-parallel attention has groups of equally many ranks."""
+    """Data-parallel attention must divide the ranks of an engine into equal groups."""
     try:
         require_whole_groups(tensor_parallel_size(args), attention_groups(args))
     except UserError as error:
@@ -167,7 +167,7 @@ def groups_of_attention(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def models(args: argparse.Namespace) -> Iterator[Violation]:
-    """Models of `--sglang-config` that the trainer or the engines could not go by, line by line."""
+    """Every model of `--sglang-config` must suit the trainer and the engines. Messages name its line in the file."""
     for position, model in enumerate(args.served_models or ()):
         trained, problem = args.has_trainer and model.update_weights, None
         types = {group.worker_type for group in model.groups}
@@ -190,7 +190,7 @@ def models(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def one_topology(args: argparse.Namespace) -> Iterator[Violation]:
-    """Three ways to say which engines there are; one run takes one of them."""
+    """There are three ways to say which engines there are, and a run must use only one of them."""
     names = ("prefill_num_servers", "sglang_config", "rollout_external_engine_addrs")
     given = [flag_of(name) for name in names if vars(args)[name]]
     if len(given) > 1:
@@ -207,7 +207,7 @@ def one_topology(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def engines_to_compare(args: argparse.Namespace) -> Iterator[Violation]:
-    """A router of ours with `power_of_two` compares two engines (of a role, where there are any), and needs them to start."""
+    """Our router with `power_of_two` compares two engines (of each role, if there are roles) and does not start with fewer."""
     ours = served_models(args)[args.sglang_router_ip is not None :]
     for name, role in (("router_policy", ""), ("router_prefill_policy", "prefill"), ("router_decode_policy", "decode")):
         groups = [[group for group in model.groups if role in ("", group.worker_type)] for model in ours]
@@ -224,7 +224,7 @@ def has_roles(args: argparse.Namespace) -> bool:
 
 
 def router_settings(args: argparse.Namespace) -> Iterator[Violation]:
-    """Settings that would be accepted and have no effect."""
+    """Refuses settings of the router that would have no effect."""
     names = ("router_", "sglang_router_request_timeout_secs")
     typed = [name for name in vars(args) if name.startswith(names) and name in args.typed_flags]
     if args.sglang_router_ip is not None:
@@ -260,7 +260,7 @@ def whole_engines(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def engine_around_a_sender(args: argparse.Namespace) -> Iterator[Violation]:
-    """With `--colocate` on GPUs: an engine with GPUs of training ranks and others, where one of those ranks sends weights."""
+    """With `--colocate` on GPUs, an engine that shares a GPU with a sender of weights must share all its GPUs with training."""
     ranks, way = layout_of(args).actor_gpus, WEIGHT_TRANSPORTS[args.update_weight_transport]
     if not (args.colocate and ranks and way.colocated and runs_on_gpus(args) and divides_the_ranks(args)):
         return
@@ -289,7 +289,7 @@ def engine_around_a_sender(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def engines_over_nodes(args: argparse.Namespace) -> Iterator[Violation]:
-    """The first engine of each group with more GPUs on one of its nodes than on another; they are counted as in `layout_of`."""
+    """An engine over several nodes must have equally many GPUs on each. GPUs are counted in the order of `layout_of`."""
     if args.rollout_external or not args.rollout_num_gpus:
         return
     first, per_node = layout_of(args).first_rollout_gpu, args.num_gpus_per_node
