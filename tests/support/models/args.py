@@ -34,7 +34,7 @@ def _of_no_words() -> argparse.Namespace:
 
 
 def default_args(**values: Any) -> SimpleNamespace:
-    """What the parser gives where nothing is typed, neither derived nor checked; `values` replace some."""
+    """The parser's arguments if no flag is typed, neither derived nor checked; `values` replace some."""
     return SimpleNamespace(**{**copy.deepcopy(vars(_of_no_words())), **values})
 
 
@@ -46,7 +46,7 @@ def write_config(directory: Path, **changes) -> Path:
 
 
 def write_stand_ins(directory: Path) -> Path:
-    """Beside a config, what the files of a model are known by before a run starts: those of its weights and its tokenizer."""
+    """Write a config and stand-ins for the files of weights and tokenizer, by which a run recognises a model at its start."""
     header = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     (directory / "tokenizer.json").write_text("{}")
@@ -54,7 +54,7 @@ def write_stand_ins(directory: Path) -> Path:
 
 
 def write_rows(path: Path, count: int = 8) -> Path:
-    """A prompt file with `count` rows."""
+    """Write a prompt file with `count` rows."""
     rows = [{"prompt": f"What is {i}+{i}?", "label": str(2 * i)} for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -1,4 +1,4 @@
-"""What is asked of data sources: the arguments that say it, a source that does as little as one may, and what came of one."""
+"""Helpers for tests of data sources: the arguments that they read, a minimal source, and a reader of what a source returned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_args(**changes: Any) -> SimpleNamespace:
 
 
 class Flat:
-    """Gives what it was made with."""
+    """A source that returns the groups that it was made with."""
 
     def __init__(self, entries: list[Any]) -> None:
         self.entries = entries
@@ -31,5 +31,5 @@ class Flat:
 
 
 def prompts(groups: list[list[Any]]) -> list[str]:
-    """Of the first sample of each group."""
+    """The prompt of the first sample of each group."""
     return [group[0].prompt for group in groups]

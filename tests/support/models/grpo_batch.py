@@ -29,7 +29,7 @@ ADVANTAGES = [0.9, -0.4, 0.3, 0.3, 1.1, -1.2, 0.5, -0.7, 0.2]
 TRAINED_TOKENS = 33
 
 
-# Of the objective, the schedule and the optimizer, what is not as it is where nothing is typed.
+# The arguments of objective, schedule and optimizer that differ from the parser's defaults.
 OBJECTIVE = {
     "custom_config": {}, "eps_clip_high": 0.28, "entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1,
     "kl_loss_type": "k3", "rollout_temperature": 0.7, "data_pad_size_multiplier": 8, "use_dynamic_batch_size": True,
@@ -40,7 +40,7 @@ OBJECTIVE = {
 
 
 def objective_args(**overrides: Any) -> SimpleNamespace:
-    """Arguments of the objective and the schedule, by the parser where `OBJECTIVE` has no others."""
+    """Arguments of the objective and the schedule: the parser's defaults, changed by `OBJECTIVE` and `overrides`."""
     return default_args(**{**OBJECTIVE, **overrides})
 
 
@@ -61,7 +61,7 @@ def make_samples(vocab_size: int) -> list[Sample]:
 
 
 def old_and_reference(samples: list[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Made-up old and reference log-probs near what a random model gives."""
+    """Made-up old and reference log-probs, near those of a random model."""
     generator = np.random.default_rng(4)
     old = [-4.9 + 0.5 * generator.standard_normal(s.response_length).astype(np.float32) for s in samples]
     reference = [-4.9 + 0.5 * generator.standard_normal(s.response_length).astype(np.float32) for s in samples]
@@ -69,7 +69,7 @@ def old_and_reference(samples: list[Sample]) -> tuple[list[np.ndarray], list[np.
 
 
 def bounds_of_batch(**objective: Any) -> dict[str, float]:
-    """What the metrics of a step on this batch, or of its data, may differ by; see `tests.support.oracles.rounding`."""
+    """By how much metrics of a step on this batch, or of its data, may differ; see `tests.support.oracles.rounding`."""
     samples = make_samples(2)
     old, reference = old_and_reference(samples)
     masks = [s.loss_mask or [1] * s.response_length for s in samples]
@@ -113,7 +113,7 @@ def plain_loss(model: Any, args: SimpleNamespace, samples: list[Sample], advanta
 
 
 def normalised(rewards: list[float], groups: list[int]) -> list[float]:
-    """Rewards minus the mean of their group (no scaling), executions of one sample each assumed."""
+    """Rewards minus the mean of their group, without scaling; every execution must have one sample."""
     means = {g: sum(r for r, h in zip(rewards, groups, strict=True) if h == g) / groups.count(g) for g in set(groups)}
     return [reward - means[group] for reward, group in zip(rewards, groups, strict=True)]
 

@@ -1,4 +1,4 @@
-"""One optimizer step over a few awkward samples, from the columns of a rank's data to the gradient at the logits."""
+"""One optimizer step over a few awkward samples, from the columns of a rank's data to the gradient of the logits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_logits(samples, columns=VOCABULARY, seed=1):
 
 
 def rollout_data(samples):
-    """The samples as a rank's data, before advantages."""
+    """The samples as a rank's data, before advantages are computed."""
     trained = {}
     for sample in samples:
         trained[sample.execution] = trained.get(sample.execution, 0) + sum(sample.mask)

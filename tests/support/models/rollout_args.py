@@ -1,4 +1,4 @@
-"""The arguments that the generation loop reads, and a data source that counts what goes in and out."""
+"""The arguments that the generation loop reads, and a data source that counts the groups that go out and come back."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
 
 
 class CountingDataSource:
-    """Hands out numbered groups of prompts, `limit` of them at most; what comes back goes out first."""
+    """Hands out numbered groups of prompts, at most `limit` of them. Groups that were given back go out first."""
 
     def __init__(self, n_samples_per_prompt: int, limit: int | None = None) -> None:
         self.n = n_samples_per_prompt

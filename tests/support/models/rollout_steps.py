@@ -1,4 +1,4 @@
-"""Whole steps of the default loop, and parts of one, for tests: run them, and read what they handed out and gave back."""
+"""Runs whole steps of the default loop, or parts of one, for tests, and reads their groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_step(
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a part of a step, on a loop of its own."""
+    """Run a part of a step on a loop of its own. Returns its result."""
 
     async def main() -> Any:
         try:
@@ -50,7 +50,7 @@ def params(args: Any) -> dict[str, Any]:
 
 
 def prompt_number(server_payload: dict[str, Any], args: Any) -> int:
-    """The number of the group whose prompt a request continues."""
+    """The number of the group whose prompt is in a request."""
     text = GenerateState(args).tokenizer.decode(server_payload["input_ids"])
     return int(text.removeprefix("question ").split("\n")[0].rstrip("F"))
 
@@ -61,7 +61,7 @@ def group_numbers(groups: list[Any]) -> list[int]:
 
 
 def plugin(directory: Path, source: str, name: str = "fn") -> str:
-    """The path of function `name` in a file of `source`, which may use asyncio and Sample."""
+    """Write a file with `source`, which may use asyncio and Sample. Returns the plug-in path of its function `name`."""
     file = directory / f"{name}.py"
     file.write_text("import asyncio\nfrom slime.utils.types import Sample\n" + source)
     return f"{file}:{name}"

@@ -16,11 +16,12 @@ from tests.support.models.vision import PLACEHOLDER, TEMPLATE
 
 PROVIDER = "slime_plugins.models.qwen3_5_vl.get_qwen3_5_vl_model_provider"
 DEEP_PROVIDER = "slime_plugins.models.qwen3_vl.get_qwen3_vl_model_provider"
-# Begin, feature, end, frame of a video: the last ones of the vocabulary.
+# Ids for begin, feature, end, and frame of a video: the last ones of the vocabulary.
 BEGIN, IMAGE, END, VIDEO = range(VOCABULARY - 4, VOCABULARY)
-# Two patches by two are a feature.
+# Two by two patches become one feature.
 MERGE = 2
-# (time, height, width) in patches of the images of a sample, by its index; others are texts. Sample 5 shares those of 2.
+# Index of a sample -> sizes of its images, (time, height, width) in patches. Other samples have only text. Samples 2 and 5 have
+# the same image.
 GRIDS = {2: [(1, 4, 6)], 4: [(1, 2, 2)], 5: [(1, 4, 6)], 7: [(1, 2, 4), (1, 6, 2)]}
 _PATCH = 12
 
@@ -31,9 +32,9 @@ def write_seeing_model(
     vocab_size: int = VOCABULARY,
     marks: tuple[int, int, int, int] = (BEGIN, IMAGE, END, VIDEO),
 ) -> Any:
-    """Save a random float32 model and return it in transformers: three pairs of a head's channels are rotated by time, three by
-    height and two by width. Qwen3.5 does not rotate the other half of them. Of Qwen3-VL three of four layers get features of
-    their own. `marks`: the ids of begin, feature, end and frame of a video."""
+    """Save a random float32 model and return it as a model of transformers. In each head three pairs of channels are rotated by
+    time, three by height and two by width; Qwen3.5 does not rotate the other half of the channels. In Qwen3-VL three of four
+    layers get features of their own. `marks`: the ids of begin, feature, end and frame of a video."""
     family, is_deep = TINY_FAMILIES[model_type], model_type.startswith("qwen3_vl")
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
     vision = {**family.entries["vision"], "depth": 2, "num_position_embeddings": 16, "spatial_merge_size": MERGE}
@@ -47,7 +48,8 @@ def write_seeing_model(
     return family.write(directory, model_type=model_type, vocab_size=vocab_size, whole=whole, **entries)
 
 
-# Qwen's image processor, and of a processor of texts and images one that writes an image as Qwen's does, and needs no videos.
+# Qwen's image processor, inside a processor of texts and images that writes images into a prompt as Qwen's does and, unlike
+# Qwen's, needs no processor of videos.
 _PROCESSOR = """
 from transformers.models.paddleocr_vl.processing_paddleocr_vl import PaddleOCRVLProcessor
 
@@ -63,9 +65,10 @@ class PictureProcessor(PaddleOCRVLProcessor):
 
 
 def write_chatting_model(directory: Path) -> Any:
-    """`write_seeing_model` of bytes, with a chat template and Qwen's image processor: a picture has 16 patches at most.
+    """`write_seeing_model` with a byte-level tokenizer, a chat template and Qwen's image processor. Images have at most 16
+    patches.
 
-    Its processor is code of the checkpoint (`--trust-remote-code`).
+    The processor is code in the checkpoint (`--trust-remote-code`).
     """
     names = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
     tokenizer = build_tokenizer(TEMPLATE.replace(PLACEHOLDER, "".join(names[:3])))
@@ -86,12 +89,12 @@ def write_chatting_model(directory: Path) -> Any:
 
 
 def features_of(grid: tuple[int, int, int]) -> int:
-    """How many features the tower makes of an image."""
+    """The number of features that the tower makes of an image."""
     return int(np.prod(grid)) // MERGE**2
 
 
 def processed(grids: list[tuple[int, int, int]], seed: int) -> dict[str, Any]:
-    """What a processor gives for images of these grids."""
+    """The output of a processor for images of these grids."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -126,7 +129,7 @@ def seen_alone(model: Any, sample: Sample) -> Any:
     generated = kinds[:, -sample.response_length :] * is_trained.int()
     if not generated.any():
         return model(tokens, **inputs, mm_token_type_ids=kinds).logits[0]
-    # It was generated, and is a token like others. The class itself takes all of them for features.
+    # Image tokens in the response were generated and are ordinary tokens; the class would take them for features.
     kinds[:, -sample.response_length :] -= generated
     embedded = model.get_input_embeddings()(tokens)
     features = model.get_image_features(**inputs)

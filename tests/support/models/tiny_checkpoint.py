@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Model types that transformers does not know -> what it calls the same model.
+# Model type that transformers does not know -> its name for the same model.
 KNOWN_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
-# Of these, those whose config is of a class that lies beside the checkpoint (`--trust-remote-code`) -> its file and the file's
-# text; the class of the model, which the engines have.
+# Those of them whose config class lies beside the checkpoint (`--trust-remote-code`) -> (its file, the text of the file, the
+# class of the model, which the engines have).
 _CODE = {
     "mimo": (
         "configuration_mimo.py",
@@ -50,7 +50,7 @@ def make_tiny_checkpoint(
     model_type: str = "qwen3",
     **config_overrides: Any,
 ) -> Path:
-    """Write a checkpoint in float32 to `path`, of the family that transformers knows by `model_type` (or `KNOWN_AS`).
+    """Write a float32 checkpoint of the family `model_type`, which transformers (or `KNOWN_AS`) must know, to `path`.
 
     `vocab_size` is at least 260 (the tokenizer's size); `tie` shares the embedding with the head; `config_overrides`
     replace fields of the configuration. The weights depend on `seed` only and are scaled up, so that the next-token
@@ -82,7 +82,7 @@ def make_tiny_checkpoint(
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[KNOWN_AS.get(model_type, model_type)](**config)).float()
         with torch.no_grad():
             for parameter in model.parameters():
-                # Norm weights are all ones at first: change them too, so that a lost one shows.
+                # Norm weights start as ones. They are changed too, so that a lost one shows.
                 if parameter.dim() >= 2:
                     parameter.mul_(4.0)
                 else:

@@ -1,7 +1,7 @@
-"""A tiny model of every family that trains, as a table: a new family is a row, and goes through all that the others do.
+"""A table with a tiny model of every family that trains. A new family is a row, and all tests of the others run for it.
 
-`tests/backends/megatron_utils/test_every_family.py` takes each row from its config to flags, to logits and gradients that are
-transformers', and back to the same tensors, on one rank and in every layout of the row.
+`tests/backends/megatron_utils/test_every_family.py` derives the flags of each row from its config, compares logits and
+gradients with transformers, and exports the same tensors again, on one rank and in every layout of the row.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 DENSE = ("recomputed", "tp2", "tp2 whole sequence", "pp2", "cp2", "tp2 pp2")
 
 EXPERTS = ("recomputed", "tp2", "pp2", "cp2", "ep2")
-# Layers of two kinds.
+# The layouts of families with layers of two kinds.
 MIXED = (*EXPERTS, "cp2 gathered", "tp2 pp2")
 
 
 def ranks_of(layout: Mapping[str, Any]) -> int:
-    """How many ranks the sizes of a layout ask for."""
+    """The number of ranks of a layout."""
     names = (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -67,12 +67,12 @@ def ranks_of(layout: Mapping[str, Any]) -> int:
 class TinyFamily:
     """A tiny model of a family.
 
-    model_type: of its config.
-    entries: sizes and other entries of its config, as the arguments of `write`, beside those that it has anyway.
-    write: writes a random model to a directory, and returns the same model in transformers, or an independent computation of
-        it: called with token ids [1, length] it returns `.logits`, and its parameters can be saved with `save_pretrained`.
+    model_type: the model type of its config.
+    entries: sizes and other entries of its config beside the default ones, as arguments of `write`.
+    write: writes a random model to a directory and returns its reference: the same model in transformers, or an independent
+        computation of it. Called with token ids [1, length] it returns `.logits`; `save_pretrained` saves its parameters.
     layouts: names of `LAYOUTS`.
-    reference: the model type whose class in transformers that is, where the family has none of its own; None: it has one.
+    reference: the model type of the reference's class in transformers; None: the family has a class of its own.
     """
 
     model_type: str
@@ -86,7 +86,7 @@ class TinyFamily:
         return self.write(directory, model_type=self.model_type, vocab_size=VOCABULARY, **self.entries)
 
 
-# As GLM-4.5: half of each head is rotated; heads have norms, projections biases.
+# As in GLM-4.5, half of each head is rotated, heads have norms, and projections have biases.
 _GLM4_MOE: dict[str, Any] = {
     "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4,
     "moe_intermediate_size": 16, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "use_qk_norm": True,
@@ -115,7 +115,7 @@ _VISION: dict[str, Any] = {
         "num_position_embeddings": 4, "temporal_patch_size": 1,
     },
 }  # fmt: skip
-# The tower gives features to the first decoder layer as well.
+# The tower also gives features to the first decoder layer.
 _SEEING_EARLY: dict[str, Any] = {
     "vision": {**_VISION["vision"], "depth": 2, "deepstack_visual_indexes": [0]},
 }
@@ -127,7 +127,7 @@ _YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0,
     "beta_slow": 1.0,
 }  # fmt: skip
-# Rows attend to five keys. Every second layer takes the choice of the one before.
+# Every row attends to five keys. Every second layer uses the keys that the layer before it chose.
 _INDEXER = {
     "layers": 4, "index_topk": 5, "index_n_heads": 8, "index_head_dim": 16,
     "indexer_types": ["full", "shared", "full", "shared"],
@@ -142,7 +142,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "qwen3 tied": TinyFamily("qwen3", {"tied": True}),
     "mimo": TinyFamily("mimo", {"head_dim": 8}, write=write_tiny_mimo, reference="qwen2"),
     "llama": TinyFamily("llama", {"head_dim": 8}),
-    # Of 16 frequencies of a head one lies in the band of the scaling, and some on either side.
+    # A head has 16 frequencies: one lies in the band of the scaling, and some on either side.
     "llama3": TinyFamily("llama", {"head_dim": 32, "tied": True, "rope_parameters": {**_LLAMA3_ROPE, "factor": 8.0}}),
     "glm4": TinyFamily("glm4", {"head_dim": 16, "attention_bias": True, "rope_parameters": _HALF_ROPE}),
     "glm4 without bias": TinyFamily("glm4", {"head_dim": 16, "attention_bias": False, "rope_parameters": _HALF_ROPE}),

@@ -1,6 +1,6 @@
-"""Tiny models with random weights: an HF directory and the `args` that fit it.
+"""Tiny models with random weights: a Hugging Face directory and the `args` that fit it.
 
-`write_tiny_model` needs transformers and belongs in the test's process; `tiny_args` reads config.json only.
+`write_tiny_model` needs transformers, so call it in the test's process; `tiny_args` only reads config.json.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def write_tiny_model(
 ):
     """Save a random float32 model of the family to `directory` (config.json, model.safetensors) and return it.
 
-    `config_entries` are further ones of its config, or others; with `vision`, the config of a vision tower, those of its
-    language model, and `whole` those of the model around both.
+    `config_entries` are added to its config or replace entries. With `vision`, the config of a vision tower, they belong to the
+    language model, and `whole` has the entries of the model around both.
     """
     import torch
     import transformers
@@ -53,7 +53,7 @@ def write_tiny_model(
         "max_position_embeddings": 512,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "attn_implementation": "sdpa",
-        # Those of some classes stand behind the end of so small a vocabulary.
+        # The default ids of some classes lie behind the end of so small a vocabulary.
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
     entries |= config_entries
@@ -67,7 +67,7 @@ def write_tiny_model(
         model = kind.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                # Norms away from 1, biases away from 0, and logits that differ: otherwise mistakes would not show.
+                # Mistakes only show with norms away from 1, biases away from 0, and logits that differ.
                 if parameter.ndim == 1:
                     parameter.add_(0.1 * torch.randn_like(parameter))
                 elif "norm" not in name:
@@ -76,9 +76,9 @@ def write_tiny_model(
     return model.eval()
 
 
-# By model type: config entries of a tiny mixture of experts.
+# Model type -> config entries of a tiny mixture of experts.
 TINY_EXPERTS: dict[str, dict[str, Any]] = {
-    # The first layer is dense, experts are chosen by all scores, and some see every token.
+    # The first layer is dense, experts are chosen by the scores of all experts, and shared experts see every token.
     "qwen2_moe": {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
         "mlp_only_layers": [0], "head_dim": 8,
@@ -93,7 +93,7 @@ def write_tiny_mixture(directory: Path, model_type: str, **options: Any):
 
 
 def write_stacked_mixture(directory: Path, **options: Any):
-    """`write_tiny_model` of a family whose published checkpoints have columns before rows in tensors of all experts."""
+    """`write_tiny_model` of a family whose published checkpoints have transposed matrices in tensors of all experts."""
     from safetensors.torch import load_file, save_file
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -104,7 +104,7 @@ def write_stacked_mixture(directory: Path, **options: Any):
     return model
 
 
-# Latent vectors of queries too, YaRN, one dense layer, and experts in groups of which half are chosen.
+# The model also has latent vectors of queries, YaRN, one dense layer, and experts in groups, of which half are chosen.
 _TINY_LATENT: dict[str, Any] = {
     "groups": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
     "v_head_dim": 12, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
@@ -124,7 +124,7 @@ def write_tiny_latent(directory: Path, model_type: str, **options: Any):
     (directory / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
     for name, module in model.named_modules():
         if name.endswith("a_layernorm"):
-            # Engines take the config's, as for all norms; transformers takes 1e-6.
+            # Here transformers takes 1e-6. Engines take the epsilon of the config, as for all norms.
             module.variance_epsilon = config["rms_norm_eps"]
     return model
 
@@ -155,7 +155,7 @@ def write_tiny_delta_net(directory: Path, **options: Any):
     return model
 
 
-# Own HF tensors of a layer for multi-token prediction whose names do not follow the decoder's.
+# Tensors of a layer for multi-token prediction whose names in a checkpoint do not follow the decoder's.
 PREDICTS_BESIDE = {
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
     "shared_head.norm": "mtp.norm",
@@ -165,11 +165,11 @@ PREDICTS_BESIDE = {
 def write_predicting(
     directory: Path, write: Callable[..., Any], own_names: Mapping[str, str] | None = None, **options: Any
 ):
-    """What `write` writes, but its last layer is one for multi-token prediction. Returns the model in transformers, to which
-    that is a layer as all others, and by name what it lacks of it.
+    """Write a model by `write` and turn its last layer into one for multi-token prediction. Returns the model of transformers,
+    in which it is an ordinary layer, and by name the tensors of the layer that this model lacks.
 
     Args:
-        own_names: `PREDICTS_BESIDE`; None: the layer has the number behind the last, and copies of embedding and head.
+        own_names: `PREDICTS_BESIDE`; None: the layer has the number after the last layer, and copies of embedding and head.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -200,7 +200,7 @@ def write_predicting(
 
 
 def write_tiny_mimo(directory: Path, **options: Any):
-    """Save a random model of the MiMo family: a Qwen2, which is returned, with a layer for multi-token prediction."""
+    """Save a random model of the MiMo family: a Qwen2 with a layer for multi-token prediction. Returns the Qwen2."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -227,7 +227,7 @@ def write_tiny_mimo(directory: Path, **options: Any):
 
 
 def tiny_args(hf_dir: str | Path, **overrides: Any) -> SimpleNamespace:
-    """The parser's own arguments with those of the model in `hf_dir`; neither derived nor checked."""
+    """The parser's defaults with the shape of the model in `hf_dir`, neither derived nor checked."""
     config = read_hf_config(hf_dir)
     divisor = 8 * overrides.get("tensor_model_parallel_size", 1)
     values: dict[str, Any] = {

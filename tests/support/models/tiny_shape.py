@@ -1,4 +1,4 @@
-"""Shape flags of a model so small that its FLOPs are counted by hand."""
+"""Shape flags of a model so small that its FLOPs can be counted by hand."""
 
 TINY_SHAPE = {
     "hidden_size": 16,

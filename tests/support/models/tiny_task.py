@@ -66,7 +66,7 @@ class TinyTask:
 
 
 def make_tiny_task(directory: Path, prompts: int = 14, **model: Any) -> TinyTask:
-    """Write model (`make_tiny_checkpoint`), prompts and held-out prompts below `directory`."""
+    """Write a model (`make_tiny_checkpoint`), prompts and held-out prompts below `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     task = TinyTask(
         make_tiny_checkpoint(directory / "model", **model), directory / "prompts.jsonl", directory / "held_out.jsonl"

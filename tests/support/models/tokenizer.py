@@ -1,7 +1,7 @@
 """A small byte-level tokenizer with a ChatML template, built in memory.
 
-Every byte is a token and a few merges make longer ones, so that token boundaries depend on the neighbourhood (as in real
-vocabularies) and text that is tokenised in other pieces gives other ids.
+Every byte is a token and a few merges make longer ones. So token boundaries depend on the neighbourhood, as in real
+vocabularies, and text that is tokenised in other pieces gives other ids.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pad>")
 MERGES = (("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "a"), ("Ċ", "Ċ"), ("t", "h"), ("th", "i"))
 
-# Tools join the system block and consecutive tool answers share one user turn, as in the Qwen family.
+# As in the Qwen family, tools stand in the system block, and consecutive tool answers share one user turn.
 CHATML_TEMPLATE = (
     "{%- if tools -%}"
     "{{ '<|im_start|>system\n' }}"
@@ -38,7 +38,7 @@ CHATML_TEMPLATE = (
 
 
 def build_tokenizer(chat_template: str | None = CHATML_TEMPLATE) -> PreTrainedTokenizerFast:
-    """The tokenizer; pass another template, or None for a tokenizer without one."""
+    """The tokenizer, with `chat_template`; None: without a template."""
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for left, right in MERGES:
         vocabulary[left + right] = len(vocabulary)

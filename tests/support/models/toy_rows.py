@@ -1,4 +1,4 @@
-"""What the toy task of an example writes."""
+"""The rows that the toy task of an example writes."""
 
 import json
 from pathlib import Path
@@ -20,6 +20,6 @@ def toy_rows(directory: Path, toy_task: ModuleType, **changes: Any) -> dict[str,
 
 
 def operands(row: dict[str, Any]) -> tuple[int, ...]:
-    """The numbers that a problem or a demonstration asks to add, smaller ones first."""
+    """The numbers to add in a problem or a demonstration, smaller ones first."""
     question = (row.get("prompt") or row["messages"])[0]["content"].partition("?")[0]
     return tuple(sorted(map(int, question.removeprefix("What is ").split("+"))))

@@ -1,4 +1,4 @@
-"""The runs of the quick start, with their flags as the script gives them: its task, the supervised start, and what follows."""
+"""The runs of the quick start with the flags of its script: its task, the supervised start, and the runs that follow."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from tests.support.processes.train_process import REPOSITORY, TrainProcess
 
-# In the place of the interpreter of a copy of the script: tells what it was to run.
+# Replaces the Python interpreter of a copy of the script: it prints the command that it was to run.
 _TELLING = f"""#!/bin/sh
 exec {sys.executable} -c 'import json, sys; print("told " + json.dumps(sys.argv[1:]))' "$@"
 """
 
 
 class ToyTask:
-    """Made below `directory`; `start` is the supervised run whose checkpoint all others begin with."""
+    """A task below `directory`. `start` is the supervised run; all others begin with its checkpoint."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory.resolve()
@@ -28,7 +28,7 @@ class ToyTask:
         interpreter.parent.mkdir(parents=True)
         interpreter.write_text(_TELLING)
         interpreter.chmod(0o755)
-        # The plan makes a task that is not there in a directory of its own.
+        # If there is no task, the plan makes one in a directory of its own.
         program, _, *arguments = self._told("unused")[0]
         task = self._directory / "seed-0/task"
         subprocess.run([sys.executable, str(REPOSITORY / program), str(task), *arguments], check=True)
@@ -51,12 +51,12 @@ class ToyTask:
         return program, flags
 
     def _told_runs(self, name: str, *words: str) -> list[list[str]]:
-        """Programs and flags of the supervised run and of the GRPO run."""
+        """The programs and flags of the supervised run and of the GRPO run."""
         runs = [told for told in self._told(name, *words) if "make_toy_task" not in told[0]]
         return [[word for word in run if word != "--dry-run"] for run in runs]
 
     def _told(self, name: str, *words: str) -> list[list[str]]:
-        """The commands that a plan of the script runs."""
+        """The commands that the script runs for a plan."""
         script = str(self._copy / "scripts/quickstart.sh")
         done = subprocess.run(
             ["bash", script, "--dir", str(self._directory), "--run", name, "--dry-run", *words],

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def make_args(hf_dir: str | Path, **overrides: Any) -> SimpleNamespace:
-    """Arguments of the tiny model in `hf_dir`, of the objective and of the schedule."""
+    """The arguments of the tiny model in `hf_dir`, of the objective and of the schedule."""
     dp = overrides.pop("data_parallel_size", 1)
     model = vars(tiny_args(hf_dir, **overrides))
     return SimpleNamespace(**{**model, **OBJECTIVE, "data_parallel_size": dp, **overrides})
 
 
 def shard_of(args: SimpleNamespace, data_rank: int) -> RolloutData:
-    """This rank's tensors of the batch, old and reference log-probs included."""
+    """The tensors of the batch for this rank, including old and reference log-probs."""
     import torch
 
     from slime.training.rollout_batch import build_train_batch, split_for_data_parallel, to_tensors

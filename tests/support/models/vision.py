@@ -1,7 +1,7 @@
-"""The checkpoint directory of a small model that sees images, without weights, and small images.
+"""Small images, and the checkpoint directory of a small model that sees them, without weights.
 
-Its processor is that of LLaVA over CLIP's image processor, which needs Pillow alone: an image is scaled to 28 x 28 pixels, in
-four patches, and stands in a prompt as four tokens `<picture>`.
+Its processor is that of LLaVA over CLIP's image processor, which only needs Pillow. It scales an image to 28 x 28 pixels, which
+are four patches, and writes it into a prompt as four tokens `<picture>`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tests.support.models.tokenizer import build_tokenizer
 
 PLACEHOLDER = "<picture>"
 TOKENS_OF_IMAGE = 4
-# Of a picture of `save_image`.
+# The size of a picture of `save_image`.
 SIZE = (40, 30)
 
-# Contents are texts, or lists of parts.
+# The content of a message is a text or a list of parts.
 TEMPLATE = (
     "{%- for message in messages -%}"
     "{{ '<|im_start|>' + message.role + '\n' }}"
@@ -37,7 +37,7 @@ TEMPLATE = (
 
 
 def make_seeing_checkpoint(directory: Path) -> str:
-    """Tokenizer, processor and config; returns the path."""
+    """Write tokenizer, processor and config. Returns the path."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(TEMPLATE)
     tokenizer.add_special_tokens({"additional_special_tokens": [PLACEHOLDER]})
@@ -65,7 +65,7 @@ def make_seeing_checkpoint(directory: Path) -> str:
 
 
 def color_of(uri: str) -> tuple[int, int, int]:
-    """The colour of a picture of `save_image`, as engines are sent it."""
+    """The colour of a picture of `save_image`, read from the data URI that engines get."""
     head, _, content = uri.partition(",")
     assert head == "data:image/png;base64"
     image = Image.open(io.BytesIO(base64.b64decode(content)))
@@ -74,7 +74,7 @@ def color_of(uri: str) -> tuple[int, int, int]:
 
 
 def save_image(path: Path, color: str = "red", size: tuple[int, int] = SIZE) -> str:
-    """A picture in one colour; returns its path."""
+    """Save a picture in one colour. Returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, color).save(path)
     return str(path)

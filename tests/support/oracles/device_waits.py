@@ -1,17 +1,17 @@
-"""Counts the places at which a GPU would be waited for, on tensors of any device.
+"""Counts the places at which the host would wait for a GPU, on tensors of any device.
 
     with counted_waits() as waits:
         ...
     assert waits["item"] == 1
 
-Every one of these methods copies from the device, after all that was asked of it before.
+Each of these methods copies from the device, and so waits for all its earlier work.
 
     with Waiting() as waiting:
         ...
     assert waiting.operations == []
 
-On the device "meta", where tensors have no entries, whoever wants to know one or how many there are fails; what is left to be
-counted are copies to it that the host waits for.
+Tensors on the device "meta" have no entries, so code that reads an entry or counts entries fails there. Only copies to the
+device that the host waits for are left to be counted.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ WAITING = ("__bool__", "__float__", "__int__", "cpu", "item", "numpy", "tolist")
 
 @contextlib.contextmanager
 def counted_waits() -> Iterator[Counter]:
-    """The calls of each of the `WAITING` methods in the block, by name."""
+    """Yields a counter of the calls of each of the `WAITING` methods in the block, by name."""
     waits: Counter = Counter()
 
     def counting(name):
@@ -53,8 +53,8 @@ _BY_INDEX = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torc
 
 
 class Waiting(TorchDispatchMode):
-    """Remembers the operations that the host waits for: copies from one device to another that do not say `non_blocking`, and
-    those of whose result only the entries of a tensor tell the size."""
+    """Records the operations that the host waits for: copies between devices without `non_blocking`, and operations whose
+    result has a size that depends on the entries of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Finds every group of prompts that a run has drawn: among the trained ones, or in the state of the data after them."""
+"""Finds every group of prompts that a run has drawn: among the trained groups, or in the data state saved after them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Samples = Sequence[dict[str, Any]]
 
 
 def group_numbers(rollouts: Sequence[Samples]) -> list[int]:
-    """The numbers of the groups in rollouts of the tiny task, in their order."""
+    """The numbers of the groups in rollouts of the tiny task, in order."""
     numbers = []
     for samples in rollouts:
         assert len(samples) == ROLLOUT_BATCH_SIZE * SAMPLES_PER_PROMPT
@@ -24,13 +24,13 @@ def group_numbers(rollouts: Sequence[Samples]) -> list[int]:
 
 
 def assert_in_turn(rollouts: Sequence[Samples]) -> None:
-    """The first groups of the data, as many as the rollouts have: none is missing, none is there twice."""
+    """The rollouts have the first groups of the data, each once."""
     numbers = group_numbers(rollouts)
     assert sorted(numbers) == list(range(len(numbers)))
 
 
 def assert_none_is_lost(rollouts: Sequence[Samples], save: Path) -> None:
-    """Each group that had been drawn when the last rollout was saved was trained once, or waits in that state."""
+    """Each group that had been drawn when the last rollout was saved was trained once, or waits in the saved data state."""
     directory = state_directory(save, len(rollouts) - 1)
     state = read_state(directory)
     waiting = [*state["buffer"], *(entry["samples"] for entry in read_drawn_ahead(directory).entries)]

@@ -17,11 +17,11 @@ class ReferenceModel:
         self._model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32).eval()
 
     def named_tensors(self) -> dict[str, Any]:
-        """The tensors of the checkpoint by name, tied ones once."""
+        """The tensors of the checkpoint by name; tied tensors occur once."""
         return dict(self._model.named_parameters())
 
     def log_probs(self, prompt: list[int], response: list[int]) -> list[float]:
-        """Log-probability of each response token given all tokens before it, at temperature 1."""
+        """The log-probability of each response token given all tokens before it, at temperature 1."""
         import torch
 
         with torch.no_grad():

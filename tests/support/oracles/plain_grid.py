@@ -1,4 +1,4 @@
-"""The batches of `objective_grid`, and what its objectives must give, by transformers and loops in float64."""
+"""The batches of `objective_grid`, and the expected results of its objectives, by transformers and loops in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.processes.objective_grid import (
 )
 
 SHAPES = {"full": FULL, "sparse": SPARSE}
-# The loops know nothing of what an engine kept of a row.
+# Objectives with the sets of tokens that an engine kept: the loops do not compute these.
 WITHOUT_LOOPS = ("top-p",)
 
 
@@ -36,8 +36,8 @@ class PlainGrid:
     """The model of `hf_dir` in float64.
 
     Attributes:
-        batches: the samples. Log-probs of policy, reference, teacher and engine lie around those of the model, and the engine
-            calls one token of the full batch all but certain that the policy finds unlikely.
+        batches: the samples. Log-probs of old policy, reference, teacher and engine lie around those of the model. One token of
+            the full batch is nearly certain for the engine and unlikely for the policy.
     """
 
     def __init__(self, hf_dir: str | Path) -> None:
@@ -51,7 +51,7 @@ class PlainGrid:
         self.batches["full"][9].roll[0] = self.batches["full"][9].old[0] + 10
 
     def logits(self, sample: PlainSample) -> torch.Tensor:
-        """[tokens, vocabulary]"""
+        """The model's logits [tokens, vocabulary]."""
         return self._of_model(sample)[0]
 
     def values(self, sample: PlainSample) -> torch.Tensor:
@@ -70,7 +70,7 @@ class PlainGrid:
         return self._outputs[tokens]
 
     def prepared(self, objective: str, batch: str, args: SimpleNamespace) -> list[PlainSample]:
-        """The samples with advantages."""
+        """The samples of the batch with the advantages of the objective."""
         samples = copy.deepcopy(self.batches[batch])
         for sample in samples:
             if objective == "first step":
@@ -126,7 +126,7 @@ class PlainGrid:
 
 
 def _around(values: list[float], generator: random.Random, spread: float) -> list[float]:
-    # What the trainer gets is float32.
+    # The trainer gets float32 values.
     return [float(torch.tensor(value + spread * generator.gauss(0, 1))) for value in values]
 
 
@@ -160,7 +160,7 @@ def _mis_reweighing(args: SimpleNamespace, samples: list[PlainSample]) -> Any:
 def assert_like_loops(
     hf_dir: str, plain: PlainGrid, objective: str, found: dict[tuple[str, str], dict[str, Any]]
 ) -> None:
-    """Training on one rank, given by (objective, batch), gave what loops in float64 give."""
+    """The results of training on one rank, `found` by (objective, batch), are those of loops in float64."""
     for batch in STEPS:
         changes = {**OBJECTIVES, **CRITIC_OBJECTIVES}[objective]
         args = grid_args(hf_dir, batch, **{"value_clip": 0.05, **changes})

@@ -1,9 +1,9 @@
-"""Gradients of plain float64 functions, to hold autograd against."""
+"""Gradients of plain float64 functions, to compare autograd with."""
 
 import math
 from collections.abc import Callable, Sequence
 
-# Step of central differences: their error is about step² plus 1e-16/step.
+# The step of central differences, whose error is about step² plus 1e-16/step.
 STEP = 1e-5
 
 

@@ -1,4 +1,4 @@
-"""Masked importance sampling in the plainest form: one loop over sequences and tokens of a whole step, in Python floats."""
+"""Masked importance sampling in its plainest form: one loop over sequences and tokens of a whole step, in Python floats."""
 
 import math
 
@@ -8,7 +8,7 @@ def bounded_exp(exponent):
 
 
 def level_weights(level, log_weights, mask):
-    """Weight of every token of one sequence."""
+    """The weight of every token of one sequence."""
     trained = [log_weight for log_weight, m in zip(log_weights, mask, strict=True) if m]
     total = sum(trained)
     if level == "sequence":
@@ -27,7 +27,7 @@ def bound(mode, weight, lower, upper):
 
 
 def plain_step(settings, train, rollout, masks):
-    """Final factor of the loss and new mask of every token, per sequence of a step, and the mean that weights were divided by.
+    """Returns, per sequence of a step, every token's final factor in the loss and new mask; and the mean that divides weights.
 
     train, rollout, masks: lists of lists. Masked tokens have factor 0.
     """

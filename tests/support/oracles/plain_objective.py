@@ -1,7 +1,7 @@
-"""Advantages and the policy loss in the plainest form: loops over samples and tokens, Python floats and float64 scalars.
+"""Advantages and the policy loss in their plainest form: loops over samples and tokens, Python floats and float64 scalars.
 
-Nothing here is shared with what it is held against, and nothing is vectorised. Lists per token have one entry per response
-token.
+This module shares no code with the trainer, which tests compare with it, and vectorises nothing. Lists per token have one entry
+per response token.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def policy_step(
 
     Args:
         logits: float64 [tokens of the sample, V] per sample, before the temperature.
-        weighting: of `use_tis`: "truncate" or "icepop".
-        reweigh: of sample, token, and its weight in all sums: its weights in the policy-gradient term, and in the other terms
-            of the loss (metrics keep the first).
+        weighting: the kind of `use_tis`: "truncate" or "icepop".
+        reweigh: takes a sample, a token and the token's weight in all sums; returns its weights in the policy-gradient term and
+            in the other terms of the loss. Metrics keep the given weight.
     """
     trained_of = {}
     for sample in samples:
@@ -154,7 +154,7 @@ def policy_step(
 
 
 def _token_terms(args: SimpleNamespace, sample: PlainSample, rows: torch.Tensor, weighting: str | None):
-    """(t, terms) of every trained token."""
+    """Yields (t, terms) for every trained token."""
     trained = [t for t in range(len(sample.mask)) if sample.mask[t]]
     old = sample.roll if args.use_rollout_logprobs else sample.old
     log_probs, entropies = {}, {}

@@ -1,4 +1,4 @@
-"""Multi-token prediction of one sequence written out in float64, from Megatron's weights by their global names."""
+"""Multi-token prediction of one sequence, written out in float64 with Megatron's weights by their global names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 def prediction_log_probs(
     weights: dict[str, torch.Tensor], args: SimpleNamespace, embedding: Any, output: Any, hidden: Any, tokens: list[int]
 ) -> list[dict[int, torch.Tensor]]:
-    """Per layer, by position of the predicted token, its log-prob.
+    """For each prediction layer: position of the predicted token -> its log-prob.
 
     Args:
-        weights: of the prediction layers, with their `mtp.` names.
-        embedding, output: [V, h], of the model; hidden: [T, h], its last hidden states.
+        weights: the weights of the prediction layers, with their `mtp.` names.
+        embedding, output: the model's embedding and head [V, h]; hidden: its last hidden states [T, h].
     """
     found = []
     state = hidden

@@ -1,10 +1,10 @@
-"""How far two computations of one number in float32 may lie apart: by the terms that the number is a sum of.
+"""Bounds for the difference between two float32 computations of the same sum, from the terms of the sum.
 
-A layout decides in which order terms are added, and so does a processor; each order rounds otherwise: by up to rounding unit ×
-number of terms × mean absolute term, however little is left of the sum when its terms cancel. So that is what a comparison
-allows, beside a relative difference of the number itself. The terms are those of the columns that a run trained on: of
-`ppo_kl`, say, the old and the new log-prob of every trained token, each with its weight in the mean. They are those of one
-optimizer step: the samples of another step are no part of its sums, and make its bound another one.
+Layouts and processors add terms in different orders, and each order rounds differently: by up to rounding unit × number of
+terms × mean absolute term, even if the terms cancel and little is left of the sum. A comparison allows that much, beside a
+relative difference of the number itself. The terms come from the columns that a run trained on: those of `ppo_kl`, for example,
+are the old and the new log-prob of every trained token, each with its weight in the mean. A bound belongs to one optimizer
+step: the samples of other steps are no part of its sums and would give another bound.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pytest
 
 ROUNDING_UNIT = float(np.finfo(np.float32).eps)
 RELATIVE = 1e-5
-# Made of differences of log-probs, whose terms are those log-probs themselves. The old ones stand for the new, which
-# `assert_equal_metrics` makes sure of.
+# Metrics of differences of log-probs; their terms are the log-probs themselves. The old log-probs stand for the new ones:
+# `assert_equal_metrics` checks that they are about as large.
 DIFFERENCES = {
     "ppo_kl": ("log_probs", "log_probs"),
     "kl": ("log_probs", "ref_log_probs"),
@@ -31,18 +31,18 @@ DIFFERENCES = {
 
 
 def bound(terms: Any) -> float:
-    """Rounding unit × number of terms × mean absolute term, of any array."""
+    """Rounding unit × number of terms × mean absolute term, for an array of terms."""
     terms = np.abs(np.asarray(terms, dtype=np.float64))
     assert np.isfinite(terms).all(), "a bound made of terms that are not finite would allow everything"
     return ROUNDING_UNIT * terms.size * float(terms.mean()) if terms.size else 0.0
 
 
 def bounds_of_step(args: argparse.Namespace, data: Mapping[str, Any], step: int) -> dict[str, float]:
-    """What two layouts may differ by in the metrics of an optimizer step, by name; a metric without cancelling terms has no
-    entry.
+    """By how much metrics of an optimizer step may differ between two layouts, by name. Metrics whose terms do not cancel have
+    no entry.
 
     Args:
-        data: what one rank, which has all samples, trained on; those of other steps than `step` are left out.
+        data: the data of one rank that has all samples; samples of other steps than `step` are left out.
     """
     counts = data["num_microbatches"]
     first = sum(counts[:step])
@@ -65,30 +65,30 @@ def assert_equal_metrics(
     *,
     masked: bool = False,
 ) -> None:
-    """The same names, and finite numbers within `relative` of what is expected or within the bound of their name.
+    """Both have the same names, and all numbers are finite and within `relative` of the expected ones or within their bounds.
 
     Args:
         found, expected: metrics of one optimizer step by name, or of several by (name, step).
-        bounds: by the same names, each made of the samples of its step.
-        masked: the new log-probs are those among the tokens that top-p kept, and the old ones those among all tokens.
+        bounds: bounds by the same names, each made from the samples of its step.
+        masked: new log-probs are normalised over the tokens that top-p kept, and old ones over all tokens.
     """
     assert expected and all(map(math.isfinite, bounds.values()))
     for name, value in expected.items():
         if "ppo_kl" in (name, name[0]) and bounds.get(name):
             _assert_new_are_about_as_large_as_old(name, value, bounds[name], masked=masked)
     near = {name: pytest.approx(value, rel=relative, abs=bounds.get(name, 0.0)) for name, value in expected.items()}
-    # For whom asserts are not explained.
+    # The names are part of the message for runs in which pytest does not explain asserts.
     apart = [name for name in {**near, **found} if found.get(name) != near.get(name)]
     assert found == near, "; ".join(f"{name}: {found.get(name)}, not {near.get(name)}" for name in apart)
 
 
 def _assert_new_are_about_as_large_as_old(name: Any, ppo_kl: float, bound_of_it: float, *, masked: bool) -> None:
-    """What makes the old log-probs good terms in place of the new.
+    """Check that old log-probs may stand for new ones as terms of a bound.
 
-    With o and n the mean sizes of old and new log-probs, which are no larger than 0, `ppo_kl`, the mean of old − new, is
-    n − o. Its bound is rounding unit × 2·o; with the new ones it would be rounding unit × (o + n), where o + n is
-    2·o + ppo_kl. Where |ppo_kl| < o/2, the bound is between 4/5 and 4/3 of that. Among few tokens the new ones are smaller
-    than among all by construction; the bound is then less than twice as wide, since n is not below 0.
+    Let o and n be the mean absolute values of old and new log-probs. All log-probs are at most 0, so `ppo_kl`, the mean of
+    old − new, is n − o. The bound is rounding unit × 2·o; with the new log-probs it would be rounding unit × (o + n), and o + n
+    is 2·o + ppo_kl. If |ppo_kl| < o/2, the bound is between 4/5 and 4/3 of that. With `masked`, new log-probs are normalised
+    over fewer tokens and so closer to 0; the bound is then less than twice as wide, since n is not below 0.
     """
     half = bound_of_it / ROUNDING_UNIT / 4
     assert ppo_kl < half and (masked or ppo_kl > -half), f"{name}: the new log-probs have left the old ones"
@@ -101,11 +101,11 @@ def assert_equal_rows(
     *,
     terms_of_value: int = 1,
 ) -> None:
-    """The same numbers per token, by column and sample; a token's number is a sum over its response at most.
+    """Both have the same numbers per token, by column and sample. A token's number is at most a sum over its response.
 
     Args:
-        terms_of_value: of so many terms a value is a sum, before it is one over a response (`terms_of_value`). Terms of
-            either sign add up to about √n of their mean size: all n together are √n times as large as values in the mean.
+        terms_of_value: the number n of terms of a value, before sums over a response (function `terms_of_value`). Terms of both
+            signs add up to about √n of their mean size, so the sum of all absolute terms is about √n times a mean value.
     """
     assert expected and found.keys() == expected.keys()
     columns: dict[str, list[float]] = {}
@@ -119,15 +119,15 @@ def assert_equal_rows(
 
 
 def terms_of_value(hidden: int, layers: int) -> int:
-    """Of how many terms a critic's value is a sum: of the hidden units, each of which is the sum of the embedding and of what
-    attention and feed-forward network of every layer add to it."""
+    """The number of terms of a critic's value. It is a sum over the hidden units, and each unit is the sum of the embedding and
+    the outputs of attention and feed-forward network of every layer."""
     return hidden * (1 + 2 * layers)
 
 
 def assert_equal_gradients(
     found: Mapping[str, Any], expected: Mapping[str, Any], tokens: int, relative: float = RELATIVE
 ) -> None:
-    """The same gradients by parameter: each entry is a sum over `tokens`, of terms no larger than the largest entry."""
+    """Both have the same gradients by parameter. An entry is a sum over `tokens`, of terms no larger than the largest entry."""
     assert expected and found.keys() == expected.keys()
     for name, gradient in found.items():
         wanted = np.asarray(expected[name], dtype=np.float64)
@@ -135,27 +135,27 @@ def assert_equal_gradients(
 
 
 def bound_of_weights(args: argparse.Namespace, gradients: Sequence[float], tokens: int) -> float:
-    """What weights may differ by after some steps of Adam, which divides a gradient by its epsilon at least.
+    """By how much weights may differ after some steps of Adam, which divides a gradient by at least its epsilon.
 
     Args:
-        gradients: mean absolute entry of the gradient, per step.
-        tokens: of a step, over which a gradient is a sum.
+        gradients: the mean absolute entry of the gradient of each step.
+        tokens: the number of tokens of a step, over which a gradient is a sum.
     """
     absolute = args.lr / args.adam_eps * sum(bound([gradient] * tokens) for gradient in gradients)
-    # Each step moves a weight by the learning rate at most: gradients that are wrongly large must not hide that.
+    # A step moves a weight by at most the learning rate. Wrongly large gradients must not give a bound near that.
     assert 0 < absolute < 0.01 * args.lr * len(gradients), "the gradients are not those of a small model"
     return absolute
 
 
 def assert_equal_weights(found: Mapping[str, Any], expected: Mapping[str, Any], absolute: float) -> None:
-    """The same weights by name, within `bound_of_weights`."""
+    """Both have the same weights by name, within `absolute` (from `bound_of_weights`)."""
     assert expected and found.keys() == expected.keys()
     for name, weight in found.items():
         _assert_close(name, weight, expected[name], RELATIVE, absolute)
 
 
 def _assert_close(name: str, found: Any, expected: Any, relative: float, absolute: float) -> None:
-    """The values as arrays of one shape; NaN equals nothing."""
+    """Both are arrays of one shape with close values; NaN is close to nothing."""
     found, expected = np.asarray(found), np.asarray(expected)
     assert found.shape == expected.shape and math.isfinite(absolute), name
     np.testing.assert_allclose(found, expected, rtol=relative, atol=absolute, equal_nan=False, err_msg=name)
@@ -164,8 +164,7 @@ def _assert_close(name: str, found: Any, expected: Any, relative: float, absolut
 def _terms(
     args: argparse.Namespace, data: Mapping[str, Any], positions: Sequence[int], rollouts: int
 ) -> dict[str, np.ndarray]:
-    """By metric, absolute values over the trained tokens, weighted as in the metric's mean; those of the metrics whose terms
-    cancel."""
+    """For each metric whose terms cancel, the absolute values of its terms over the trained tokens, weighted as in its mean."""
     masks = [np.asarray(data["loss_masks"][i], dtype=np.float64) for i in positions]
     if args.calculate_per_token_loss:
         weights = [mask / max(sum(m.sum() for m in masks), 1.0) for mask in masks]
@@ -192,7 +191,7 @@ def _terms(
     if getattr(args, "role", "actor") == "critic":
         return {**terms, "loss": terms["value_loss"]}
     if has("advantages") and has(old):
-        # A = e^{new − old}·A: what the exponent is off by, the term is off by as a share of itself.
+        # The term is e^{new − old}·A: an error of the exponent is the relative error of the term.
         terms["pg_loss"] = of("advantages", times=1.0 + 2.0 * column(old))
         parts = [terms["pg_loss"], args.entropy_coef * math.log(args.padded_vocab_size) * weight[trained]]
         if args.use_kl_loss and "kl_loss" in terms:

@@ -1,4 +1,4 @@
-"""The bounds that layouts are compared by: wide enough for another order of the terms, too narrow for another term."""
+"""The bounds for comparing layouts are wide enough for another order of the terms and too narrow for another term."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def test_a_bound_is_rounding_unit_times_number_times_mean_of_the_terms():
 
 
 def test_a_sum_that_cancels_is_compared_on_the_scale_of_its_terms():
-    """Two processors' numbers for one step: 1e-5 apart on their own scale, one rounding on that of the log-probs."""
+    """Numbers of two processors for one step differ by 1e-5 of themselves, and by one rounding of the log-probs."""
     found, expected = {"ppo_kl": -0.0134687610}, {"ppo_kl": -0.0134688988}
     assert found != pytest.approx(expected, rel=RELATIVE, abs=1e-7)
     assert_equal_metrics(found, expected, bounds_of_batch())
@@ -34,7 +34,7 @@ def test_a_sum_that_cancels_is_compared_on_the_scale_of_its_terms():
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_no_bound_hides_a_token(per_token):
-    """One trained token of typical size that is missing or counted twice is a hundred bounds away at least."""
+    """A trained token of typical size that is missing or counted twice makes a difference of at least a hundred bounds."""
     bounds = bounds_of_batch(calculate_per_token_loss=per_token)
     typical = {"ppo_kl": 0.01, "kl_loss": 0.1, "loss": 0.1, "pg_loss": 0.5, "advantages": 0.5}
     for name, term in typical.items():
@@ -55,7 +55,7 @@ def test_rows_and_gradients_are_bounded_by_their_own_sizes():
     for wrong in ({("kl", 0): [1e-4 + 5e-6, 2e-4]}, {("log_probs", 0): [-2.0, -3.0001]}):
         with pytest.raises(AssertionError):
             assert_equal_rows({**rows, **wrong}, rows)
-    # A value near zero is what is left of a sum over the hidden units, which are sums over the layers.
+    # A value near zero is the rest of a sum over the hidden units, which are themselves sums over the layers.
     assert terms_of_value(hidden=32, layers=4) == 32 * 9
     values = {("values", 0): [5e-3], ("values", 1): [0.5]}
     other = {**values, ("values", 0): [5e-3 + 1.5e-7]}
@@ -99,21 +99,21 @@ def test_no_bound_is_made_of_numbers_that_allow_everything():
 
 @pytest.mark.parametrize("name", ["ppo_kl", ("ppo_kl", 1)])
 def test_a_difference_of_log_probs_that_have_moved_far_has_no_bound(name):
-    """Old log-probs of -4.9 on average; the new ones are half as large again, or half as large, from 2.45 on."""
+    """Old log-probs are -4.9 on average. New ones are half as large again at a `ppo_kl` of 2.45, and half as large at -2.45."""
     bounds = {name: bound([4.9, 4.9]), "loss": 1e-6}
     for value in (2.4, -2.4):
         assert_equal_metrics({name: value}, {name: value}, bounds)
     for value in (2.5, -2.5):
         with pytest.raises(AssertionError, match="have left the old ones"):
             assert_equal_metrics({name: value}, {name: value}, bounds)
-    # Among the tokens that top-p kept, log-probs are smaller, and never larger.
+    # Log-probs normalised over the tokens that top-p kept are closer to 0, never farther from it.
     assert_equal_metrics({name: -2.5}, {name: -2.5}, bounds, masked=True)
     with pytest.raises(AssertionError, match="have left the old ones"):
         assert_equal_metrics({name: 2.5}, {name: 2.5}, bounds, masked=True)
 
 
 def test_the_bound_of_a_step_is_made_of_its_own_samples():
-    """Two steps of two samples: of the second, whose log-probs are ten times as large, the first knows nothing."""
+    """Two steps have two samples each. The bound of the first does not depend on the second, with ten times its log-probs."""
     data = {
         "num_microbatches": [1, 2], "micro_batch_indices": [[0, 1], [2], [3]], "global_batch_sizes": [2, 2],
         "loss_masks": [[1], [1, 1], [1], [1, 0]], "rollout_mask_sums": [1, 2, 1, 1],

@@ -1,4 +1,4 @@
-"""An actor's rank in a process of a test, whose rollouts come from no engine."""
+"""A rank of the actor inside a test's process, with rollouts that come from no engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUM_ROLLOUT = 6
 
 
 def command_line(directory: Path, *words: str) -> list[str]:
-    """A run on two tensor-parallel ranks that trains without engines."""
+    """The command line of a run on two tensor-parallel ranks that trains without engines."""
     return [
         "--hf-checkpoint", str(directory / "actor"), "--model-args-from-hf", "--debug-train-only", "--num-rollout",
         str(NUM_ROLLOUT), "--rollout-batch-size", "8", "--n-samples-per-prompt", "1", "--actor-num-gpus-per-node", "2",
@@ -45,7 +45,7 @@ class Rank:
         return self.data
 
     def train(self, rollout_id) -> dict:
-        """The log-probs that the rollout was trained with, by column."""
+        """Train on a rollout. Returns the log-probs that were used, by column."""
         self.logged = self.actor.train(rollout_id, [])
         computed = ("log_probs", "ref_log_probs", "teacher_log_probs")
         return {name: self.data[name] for name in computed if name in self.data}
@@ -73,14 +73,14 @@ class Rank:
         return self.actor.backend.optimizer.param_groups[0]["lr"]
 
     def end(self) -> None:
-        """Leave the parallel groups; the process group stays, for the next rank in this process."""
+        """Leave the parallel groups. The process group stays for the next rank in this process."""
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
 
 
 def same(left: dict, right: dict) -> dict[str, bool]:
-    """Equality bit for bit, by key."""
+    """Whether both have the same bits, by key."""
 
     def equal(a, b) -> bool:
         pairs = zip(a, b, strict=True) if isinstance(a, list) else [(a, b)]

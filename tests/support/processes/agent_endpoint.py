@@ -1,4 +1,4 @@
-"""An endpoint for agents, served in front of an engine that says what a test has written down, and a client of it."""
+"""An endpoint for agents, in front of an engine whose answers a test has written down, and a client of the endpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END = "<|im_end|>"
 
 @dataclass
 class Endpoint:
-    """The key of a session that is open at the start is `s`."""
+    """A client of the endpoint. One session, with the key `s`, is open at the start."""
 
     adapter: BaseAdapter
     engine: FakeGenerateServer
@@ -31,16 +31,16 @@ class Endpoint:
     path: str
 
     def ask(self, body: dict[str, Any], key: str = "s", path: str | None = None, **headers: str) -> requests.Response:
-        """POST a body to the route of turns, or to another one."""
+        """POST a body to the route of turns, or to `path`."""
         headers = {"Authorization": f"Bearer {key}"} | headers if key else headers
         return requests.post(self.served.url + (path or self.path), json=body, headers=headers, timeout=60)
 
     def prompts(self) -> list[str]:
-        """The texts that the engine was sent."""
+        """The prompts that the engine got, as texts."""
         return [self.adapter.tokenizer.decode(payload["input_ids"]) for payload in self.engine.requests]
 
     def finish(self, sid: str = "s", **options: Any) -> list[Sample]:
-        """The samples of a session."""
+        """End a session. Returns its samples."""
         return asyncio.run(self.adapter.finish_session(sid, base_sample=BASE, **options))
 
 
@@ -54,7 +54,7 @@ def endpoint(
     max_context_tokens: int | None = None,
     **options: Any,
 ) -> Iterator[Endpoint]:
-    """An adapter of this kind; `says`: text or ids of the model's turns, one after the other."""
+    """Serves an adapter of this kind. `says`: the model's turns in order, each as text or ids."""
     tokenizer, left = build_tokenizer(template), iter(says)
 
     def answer(payload: dict[str, Any]) -> list[int]:
@@ -72,6 +72,6 @@ def endpoint(
 
 
 def events_of(response: requests.Response) -> list[Any]:
-    """The data of a stream's events: objects, and texts that are no JSON."""
+    """The data of a stream's events: objects, or texts where they are no JSON."""
     data = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
     return [json.loads(text) if text.startswith("{") else text for text in data]

@@ -1,6 +1,6 @@
-"""Attention of a CPU server on drawn batches, beside torch_native's and a plain computation; prints figures as JSON.
+"""Compares the attention of a CPU server on random batches with torch_native's and a plain computation; prints JSON.
 
-A process of its own: the CPU adapter changes how sglang is imported.
+Run it in a process of its own, since the CPU adapter changes how sglang is imported.
 """
 
 import json
@@ -60,8 +60,8 @@ def main() -> None:
 
 
 def case(lengths, extended, heads=(4, 2), channels=(16, 16)) -> dict:
-    """A batch whose requests have places of their own in a cache; values are the first channels of the keys where they have
-    fewer channels."""
+    """A batch whose requests have their own places in a cache. If values have fewer channels than keys, they are the first
+    channels of the keys."""
     draw = torch.Generator().manual_seed(len(lengths))
     keys = torch.randn(PLACES, heads[1], channels[0], generator=draw)
     latent = channels[0] != channels[1]
@@ -96,7 +96,7 @@ def attend(backend, drawn: dict, options: dict) -> torch.Tensor:
 
 
 def plain(drawn: dict) -> torch.Tensor:
-    """Softmax attention in float64, a query at a time."""
+    """Softmax attention in float64, one query at a time."""
     rows = []
     queries = iter(drawn["query"].double())
     for places, length, extended in zip(drawn["table"].long(), drawn["lengths"], drawn["extended"], strict=True):

@@ -14,7 +14,7 @@ from slime_plugins.rollout_buffer.service import RolloutBuffer, make_app
 from slime_plugins.rollout_buffer.store import Store
 from tests.support.processes.http_server import serving_app
 
-# Sleeps until it is ended: items come from the test.
+# A generator that sleeps until it is ended, since items come from the test.
 IDLE = """
 import time
 TASK_TYPE = "idle"
@@ -30,7 +30,7 @@ def item(uid: str, instance_id: str, **changes: Any) -> dict[str, Any]:
 
 
 def group_of(instance_id: str, size: int = 2, **changes: Any) -> list[dict[str, Any]]:
-    """The given number of items of one instance."""
+    """`size` items of one instance."""
     return [item(f"{instance_id}.{number}", instance_id, **changes) for number in range(size)]
 
 
@@ -41,7 +41,7 @@ class Client:
         self.url, self._session, self.buffer = url, session, buffer
 
     async def post(self, path: str, body: Any = None, status: int = 200, **options: Any) -> Any:
-        """The answer, which has to have `status`."""
+        """Send a request. Returns the answer, which must have `status`."""
         async with self._session.post(self.url + path, json=body, **options) as response:
             answer = await response.json()
             assert response.status == status, answer
@@ -54,7 +54,7 @@ class Client:
         )
 
     async def take(self, request_id: str, number: int = 1, status: int = 200, **more: Any) -> Any:
-        """The answer to a request for groups."""
+        """Ask for groups. Returns the answer, which must have `status`."""
         body = {"request_id": request_id, "num_groups": number, **more}
         return await self.post("/get_rollout_data", body, status)
 
@@ -73,7 +73,7 @@ async def buffer_service(
     trajectory_timeout: float | None = None,
     **options: Any,
 ) -> AsyncIterator[Client]:
-    """A service with generators of these `texts`, `IDLE` among them; its logs go to `directory`."""
+    """Runs a service whose generators have these `texts` and `IDLE`; its logs go to `directory`."""
     files = []
     for number, text in enumerate((IDLE, *texts)):
         files.append(str(directory / f"number_{number}_generator.py"))

@@ -1,4 +1,4 @@
-"""A tiny trainer that saves and loads checkpoints, and reports the state that came back."""
+"""A tiny trainer that saves and loads checkpoints, and reports the state that it loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYOUTS = {
     "tp2": {"world_size": 2, "tensor_model_parallel_size": 2},
 }
 SEQUENCES = ([5, 9, 77, 100, 31, 8], [90, 3, 14, 15, 92, 65, 35])
-# Each predicts its next token, but the last of a sequence.
+# Every token but the last of a sequence predicts the next one.
 PREDICTED_TOKENS = sum(len(sequence) - 1 for sequence in SEQUENCES)
 ROLLOUTS_PER_STEP = 8
 
@@ -74,7 +74,7 @@ class Trainer:
         return load_checkpoint(self.args, source, self.model, self.optimizer, self.scheduler)
 
     def state(self) -> dict:
-        """Weights under their HF names, schedule, what the generators give next, mean absolute entry of the last gradient."""
+        """HF-named weights, schedule, the next numbers of the random generators, mean absolute entry of the last gradient."""
         from tests.support.processes.megatron_worker import whole_weights
 
         weights = {name: tensor.numpy() for name, tensor in whole_weights(self.args, self.model).items()}
@@ -111,7 +111,7 @@ def train_and_save(args) -> tuple[dict, dict]:
 
 
 def assert_same(state, expected, absolute=0.0) -> None:
-    """The same weights, within `absolute`, and the same place of the schedule; without `absolute` to the last bit."""
+    """Both have the same weights within `absolute` (0: the same bits) and the same place in the schedule."""
     assert state["weights"].keys() == expected["weights"].keys()
     for name, weight in state["weights"].items():
         torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Event loops whose clock is the test's: time limits end when something has happened, however slow the machine is."""
+"""Event loops whose clock a test controls, so that time limits end after an event, however slow the machine is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _NobodyWaits(selectors.DefaultSelector):
-    """Instead of waiting for the next timer, the clock goes there."""
+    """A selector that does not wait for the next timer but moves the clock to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_no_time(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of what only sleeps and sets time limits, without threads or sockets: as if it alone took no time."""
+    """Run a coroutine that only sleeps and sets time limits, without threads or sockets. Sleeps take no real time."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(coroutine)
 
 
 class LeapingLoop(asyncio.SelectorEventLoop):
-    """Its clock leaps ahead once, by `seconds`, as soon as `when(loop)` holds; it looks often."""
+    """A loop whose clock leaps ahead once, by `seconds`, as soon as `when(loop)` holds; it checks this often."""
 
     def __init__(self, when: Callable[[asyncio.AbstractEventLoop], bool], seconds: float) -> None:
         self._when, self._seconds, self._leapt = when, seconds, 0.0
@@ -59,7 +59,7 @@ class LeapingLoop(asyncio.SelectorEventLoop):
 
 
 def has_ended(name: str) -> Callable[[asyncio.AbstractEventLoop], bool]:
-    """A condition for `LeapingLoop`: a task of that name was there, and is not any more."""
+    """A condition for `LeapingLoop`: a task of that name has existed and has ended."""
     seen = []
 
     def ended(loop: asyncio.AbstractEventLoop) -> bool:

@@ -5,8 +5,9 @@
 `worker` is a module-level function of any test file; every rank calls `worker(*args)` in a process of its own, whose
 environment holds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so that `torch.distributed` initialises
 from the environment. Arguments and return values travel by pickle. The children share nothing with the test's process:
-what they import or patch stays with them. They are forked from a server that has imported torch and Megatron with its lifts
-(`preloaded.py`), which takes most of the time of a start; with `start_method="spawn"` nothing is imported yet.
+their imports and patches do not reach it. They are forked from a server that has already imported torch and Megatron with its
+CPU lifts (`preloaded.py`), because these imports take most of the time of a start. With `start_method="spawn"` a child starts
+without any imports.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ def run_distributed(
     """Call `worker(*args)` on `world_size` ranks and return their return values, by rank.
 
     Args:
-        start_method: forkserver, or spawn where the worker depends on what is imported when, or on an environment that
-            imports read.
+        start_method: "forkserver", or "spawn" for a worker that depends on the order of imports, or on environment variables
+            that are read at import.
 
     Raises:
         DistributedFailure: a rank failed (the others are then ended), or `timeout` seconds have passed.
     """
     from torch.distributed import TCPStore
 
-    # The store lives here, on a port that the system chose: no port is picked first and bound later.
+    # The store lives in this process and lets the system choose its port, so that no other process can take it before.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="run_distributed_") as directory:
         ranks = [_Rank(rank, world_size, store.port, Path(directory), env or {}) for rank in range(world_size)]
@@ -87,7 +88,7 @@ class _Rank:
             "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            # All ranks are clients of the parent's store (the name is torch's, made for its own launcher).
+            # This variable of torch's launcher makes all ranks clients of the parent's store.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             **env,
         }
@@ -98,7 +99,7 @@ class _Rank:
         if start_method == "forkserver":
             context.set_forkserver_preload(["tests.support.processes.preloaded"])
         self._process = context.Process(target=_run, args=(call, self._result, self._log, self._env, start_method))
-        # What is imported before `_run` sets the environment (the server's imports, a spawned interpreter) sees it too.
+        # Imports before `_run` sets the environment, in the server or a spawned interpreter, must see these variables too.
         with mock.patch.dict(os.environ, self._env):
             self._process.start()
 
@@ -107,7 +108,7 @@ class _Rank:
 
     @property
     def sentinel(self) -> int:
-        """Is ready when the process has ended."""
+        """A handle that is ready when the process has ended."""
         return self._process.sentinel
 
     def end(self) -> None:
@@ -130,7 +131,7 @@ def _wait(ranks: list[_Rank], timeout: float) -> None:
         now = time.monotonic()
         if failed_at is None and any(rank.poll() for rank in ranks):
             failed_at = now
-        # The other ranks usually notice a lost peer within moments, and then say what they were doing.
+        # Other ranks usually notice a lost peer within moments, and their errors then show what they were doing.
         patience = deadline if failed_at is None else min(deadline, failed_at + _GRACE_SECONDS)
         if now < patience:
             multiprocessing.connection.wait([rank.sentinel for rank in running], patience - now)
@@ -167,13 +168,13 @@ def _run(call: bytes, result_file: Path, log: Path, env: Mapping[str, str], star
     os.environ.update(env)
     os.chdir(REPOSITORY)
     warnings.simplefilter("ignore")
-    # What the worker starts itself, it starts as any program does: a child takes over how it was started.
+    # A child inherits the start method of its parent. Processes that the worker starts must use the default one.
     multiprocessing.set_start_method(None, force=True)
     _end_with_parent()
     file, qualname, args = pickle.loads(call)
     result = _load(file, qualname)(*args)
     result_file.write_bytes(pickle.dumps(result))
     dist = sys.modules.get("torch.distributed")
-    # A forked process ends without its interpreter, in which groups of Gloo would abort it.
+    # A forked process ends without finalising its interpreter. In a spawned one, groups of Gloo would abort that.
     if start_method != "forkserver" and dist is not None and dist.is_initialized():
         dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""SGLang's model of a checkpoint, and the draft model that it makes of its layer for multi-token prediction: what a push leaves
-in both. For a process of its own, since the CPU adapter changes how sglang is imported."""
+"""Pushes weights to SGLang's model of a checkpoint and to the draft model that it makes of the layer for multi-token
+prediction, and reports the tensors in both. Run it in a process of its own: the CPU adapter changes how sglang is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# What latent attention makes of its weights when they are loaded.
+# Tensors that latent attention derives from its weights when they are loaded.
 _DERIVED = ("w_kc", "w_vc")
 _LOOKED_UP = (
     "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
@@ -18,12 +18,12 @@ _LOOKED_UP = (
 
 
 def receive(directories: Mapping[str, str], max_bytes: int) -> dict[str, SimpleNamespace]:
-    """The results, by name, of pushes in buckets of `max_bytes` to the models of a directory.
+    """Push weights in buckets of `max_bytes` to the models of each directory. Returns the results by name of the directory.
 
     Returns:
-        loaded: names of tensors by model ("target", "draft"). lost: those that a push of the whole checkpoint did not bring
-        back, after a reset, as they were loaded; without_layer: the same of a push without the layer. shared: tensors of
-        the draft that are the target's own.
+        loaded: names of the loaded tensors by model ("target", "draft"). lost: tensors that a reset changed and a push of the
+        whole checkpoint did not restore; without_layer: the same for a push without the layer. shared: tensors of the draft
+        that are the target's own.
     """
     os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     import torch
@@ -32,13 +32,13 @@ def receive(directories: Mapping[str, str], max_bytes: int) -> dict[str, SimpleN
     from slime.backends.sglang_utils import cpu_runtime
 
     cpu_runtime.install()
-    # Qwen3.5 asks for these where it is imported, and calls them where it computes.
+    # Importing Qwen3.5 asks for these operators; only a forward pass calls them.
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     for operator in _LOOKED_UP:
         library.define(f"{operator}(Tensor x) -> ()")
-    # Called where the draft gets the target's embedding.
+    # The draft calls it when it gets the target's embedding.
     torch.cuda.synchronize = lambda *device: None
-    # Published checkpoints of it bring a config of their own.
+    # Published MiMo checkpoints bring a config class of their own.
     transformers.AutoConfig.register("mimo", type("MiMoConfig", (transformers.Qwen2Config,), {"model_type": "mimo"}))
     return {name: _receive(Path(directory), max_bytes) for name, directory in directories.items()}
 
@@ -50,7 +50,7 @@ def _receive(directory: Path, max_bytes: int) -> SimpleNamespace:
     from slime.weights.hf_reader import SafetensorsDirectory
 
     target, draft = _load(directory)
-    # As the worker of drafts does it.
+    # SGLang's draft worker does the same.
     draft.set_embed_and_head(*target.get_embed_and_head())
     models = {"target": target, "draft": draft}
     loaded = {role: _tensors(model) for role, model in models.items()}
@@ -75,7 +75,7 @@ def _receive(directory: Path, max_bytes: int) -> SimpleNamespace:
 
 
 def _names(directory: Path) -> tuple[list[str], set[str]]:
-    """(the tensors of a push, those among them of the layer)."""
+    """Returns (names of the tensors of a push, those of them that belong to the layer)."""
     from slime.arguments.hf_config import read_hf_config
     from slime.models.families import FAMILIES
     from slime.weights.buckets import loading_order
@@ -85,7 +85,7 @@ def _names(directory: Path) -> tuple[list[str], set[str]]:
     family, layers = FAMILIES[config["model_type"]], config["num_hidden_layers"]
     names = SafetensorsDirectory(directory).names()
     of_layer = {name for name in names if family.is_stored_prediction(name, layers)}
-    # What the trainer always has.
+    # These names are always part of the trainer's layer.
     of_layer |= {name for name in names if family.is_prediction(name)}
     behind = {name for name in names if family.may_be_left_out(name, layers, 1)} - of_layer
     return sorted(names - behind, key=loading_order), of_layer
@@ -128,7 +128,7 @@ def _tensors(model: Any) -> dict[str, Any]:
 
 
 def _push(models: Mapping[str, Any], buckets: Any) -> None:
-    """As the scheduler of an engine takes one."""
+    """Load the buckets of a push as the scheduler of an engine does."""
     from sglang.srt.managers.io_struct import (
         BeginWeightUpdateReqInput,
         EndWeightUpdateReqInput,

@@ -1,7 +1,7 @@
-"""A describer of flags for tests: run as a child process, it prints two flags, or fails when it is told to.
+"""A fake describer of a package's flags: a child process of a test that prints two flags, or fails on request.
 
 `FAKE_FLAG_SURFACE_CALLS` names a file that gets a line for every run, `FAKE_FLAG_SURFACE_FAILS` makes it fail, and
-`FAKE_FLAG_SURFACE_MEETS` names a directory in which it waits until another run is there too.
+`FAKE_FLAG_SURFACE_MEETS` names a directory in which it waits for another run.
 """
 
 import dataclasses

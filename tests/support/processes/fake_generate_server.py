@@ -1,8 +1,7 @@
 """A small HTTP server that speaks the part of the router's and the engine's protocol that the generation loop uses.
 
-It runs on a loop and thread of its own and is router and only engine at once: `/workers`, `/generate`,
-`/abort_request`, `/v1/loads`, and what a real router asks an engine that it is told of. What it answers is decided by the
-functions a test gives it.
+It runs on a loop and thread of its own and is both the router and its only engine: it serves `/workers`, `/generate`,
+`/abort_request`, `/v1/loads`, and the routes that a real router asks of a new engine. Functions of the test decide its answers.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from aiohttp import web
 
 
 class FakeGenerateServer:
-    """Usable as a context manager.
+    """The server, as a context manager.
 
-    `answer(payload)` gives the response ids of a request; `hold(payload)` says that it stays unfinished until it is
-    aborted (it then returns the first id of its answer) or `release` is called; `text_of(ids)` gives the text. Of a stream,
-    `break_after(payload)` tells after how many ids its connection breaks.
+    `answer(payload)` gives the response ids of a request and `text_of(ids)` their text. If `hold(payload)` is true, the request
+    stays unfinished until it is aborted (it then returns the first id of its answer) or `release` is called.
+    `break_after(payload)` gives the number of ids after which the connection of a stream breaks.
     """
 
     def __init__(
@@ -34,23 +33,23 @@ class FakeGenerateServer:
         self.text_of: Callable[[list[int]], str] = lambda ids: "".join(chr(i) for i in ids)
         self.refuse: Callable[[dict[str, Any]], str | None] = lambda payload: None  # text of a refusal
         self.refusal_status = 400
-        self.matched: Callable[[dict[str, Any]], Any] = lambda payload: None  # what ended an answer: an id or a text
+        self.matched: Callable[[dict[str, Any]], Any] = lambda payload: None  # the stop id or text that ended an answer
         self.break_after: Callable[[dict[str, Any]], int | None] = lambda payload: None
         self.delay_s = 0.0
         self.always_busy = False
-        self.drops_log_probs = False  # of answers, as where return_logprob is lost on the way
+        self.drops_log_probs = False  # answer without log-probs, as if return_logprob were lost on the way
         self.other_workers: list[str] = []  # listed beside this server
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.refused_aborts = 0  # so many are refused before one is carried out
-        self.aborts = 0  # of everything at once
+        self.refused_aborts = 0  # number of aborts to refuse before one is carried out
+        self.aborts = 0  # number of aborts of all requests at once
         self.aborted_ids: list[str] = []
         self.loads_asked = 0
         self.weight_version = "1"
         self.in_flight = 0
         self.max_in_flight = 0
         self.port = 0
-        self._held: dict[str, asyncio.Event] = {}  # set by an abort; by the ids of requests
+        self._held: dict[str, asyncio.Event] = {}  # id of a held request -> event that an abort sets
         self._released = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -70,7 +69,7 @@ class FakeGenerateServer:
         self._thread.join(60)
 
     def release(self) -> None:
-        """Let held requests finish as if nothing had held them."""
+        """Let held requests finish as usual."""
         self._loop.call_soon_threadsafe(self._released.set)
 
     async def _start(self) -> None:
@@ -143,7 +142,7 @@ class FakeGenerateServer:
     async def _stream(
         self, request: web.Request, payload: dict[str, Any], ids: list[int], reason: str
     ) -> web.StreamResponse:
-        """An event for each id, with all ids so far."""
+        """Send an event for each id, with all ids so far."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for count in range(1, len(ids) + 1):
@@ -152,7 +151,7 @@ class FakeGenerateServer:
                 return response
             output = self._output(payload, ids[:count], reason if count == len(ids) else None)
             await response.write(b"data: " + json.dumps(output).encode() + b"\n\n")
-            # Events of their own, which a client may read one by one.
+            # The pause keeps events apart, so that a client can read them one by one.
             await asyncio.sleep(0.01)
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -172,7 +171,7 @@ class FakeGenerateServer:
         }
 
     def _scores(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Log-probs of the prompt, −0.1 times its position, for a request that asks where they start."""
+        """Log-probs of the prompt's tokens, -0.1 times their position, if a request says from where it wants them."""
         if payload.get("logprob_start_len") is None:
             return {}
         with_text = payload.get("return_text_in_logprobs")
@@ -184,7 +183,7 @@ class FakeGenerateServer:
         }
 
     async def _wait_for_end(self, payload: dict[str, Any]) -> bool:
-        """True when the request was aborted, False when it was released."""
+        """Wait for the end of a held request. True if it was aborted, False if it was released."""
         request_id = payload.get("rid", f"request {id(payload)}")
         event = self._held[request_id] = asyncio.Event()
         aborted = asyncio.ensure_future(event.wait())

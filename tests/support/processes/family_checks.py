@@ -1,6 +1,7 @@
-"""What every family is asked: logits, chosen experts and gradients of its reference, and its checkpoint given back bit by bit.
+"""The checks of every family: it has the logits, chosen experts and gradients of its reference, and exports its checkpoint
+with the same bits.
 
-`run_families` is a worker for `run_distributed`; the rest compares what it found, in the test's process.
+`run_families` is a worker for `run_distributed`; the other functions compare its results in the test's process.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ def sequences() -> list[list[int]]:
 def run_families(
     directories: Mapping[str | None, Mapping[str, str]],
 ) -> dict[str | None, dict[str, SimpleNamespace | str]]:
-    """What this rank finds, by layout and family; on one rank a traceback where a family failed.
+    """The results of this rank by layout and family. On one rank, the traceback of a family that failed is its result.
 
     Args:
         directories: name of a layout (None: one rank) -> name -> directory of a tiny model.
 
     Returns:
-        exported: the tensors that its pipeline stage sends, by HF name.
-        not_contiguous, larger_storage: of these, those that are no dense rows, and those that keep more memory than theirs.
-        logits: [tokens, padded vocabulary] of the packed sequences; None where one call does not run the whole model.
-        chosen: of each layer with a router, bool [tokens, experts], which experts a token goes to; None as logits.
-        gradients: of the summed next-token loss, by HF name; None as logits.
+        exported: the tensors that the rank's pipeline stage sends, by HF name.
+        not_contiguous, larger_storage: exported tensors that are not contiguous, and those whose storage is larger than they.
+        logits: [tokens, padded vocabulary] of the packed sequences; None if one call does not run the whole model.
+        chosen: for each layer with a router, the experts of each token, bool [tokens, experts]; None as for logits.
+        gradients: the gradients of the summed next-token loss, by HF name; None as for logits.
     """
     from tests.support.processes import megatron_worker as megatron
 
@@ -56,14 +57,14 @@ def run_families(
                 found[layout][name] = run_family(tiny_args(directory, **sizes))
             except Exception:
                 if layout is not None:
-                    # Other ranks wait for this one.
+                    # With several ranks the others would wait for this one.
                     raise
                 found[layout][name] = traceback.format_exc()
     return found
 
 
 def run_family(args: Any) -> SimpleNamespace:
-    """What `run_families` finds, of one model."""
+    """The results of `run_families` for one model."""
     from megatron.core.distributed import finalize_model_grads
 
     from slime.backends.megatron_utils.hf_conversion import (
@@ -91,7 +92,7 @@ def run_family(args: Any) -> SimpleNamespace:
         logits = megatron.packed_forward(chunks[0], sequences())
     found.logits = megatron.gather_vocabulary(logits).cpu()
     found.chosen = [chosen.cpu() for chosen in megatron.gather_tokens(args, maps)]
-    # Megatron's cross entropy writes over its logits.
+    # This comes last: Megatron's cross entropy overwrites the logits.
     megatron.next_token_loss(logits, sequences()).backward()
     finalize_model_grads(chunks)
     found.gradients = {name: gradient.cpu() for name, gradient in megatron.hf_gradients(args, chunks).items()}
@@ -100,8 +101,8 @@ def run_family(args: Any) -> SimpleNamespace:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the reference gives: logits [tokens, vocabulary], of each layer with a router the experts of each token (bool
-    [tokens, experts]), and gradients by the names of the checkpoint."""
+    """The results of the reference: logits [tokens, vocabulary]; for each layer with a router the experts of each token, bool
+    [tokens, experts]; gradients by the names of the checkpoint."""
 
     logits: Any
     chosen: Sequence[Any]
@@ -109,14 +110,14 @@ class Expected:
 
 
 def reference(model: Any, directory: Path) -> Expected:
-    """Run the reference of a tiny model; its gradients are saved to `directory` as if they were weights, for their names."""
+    """Run the reference of a tiny model. Its gradients are saved to `directory` as weights, which gives them their HF names."""
     import torch
     import torch.nn.functional as F
 
     chosen: dict[str, list[torch.Tensor]] = {}
 
     def choose(name: str, experts: Any, inputs: tuple) -> None:
-        # Every class of transformers calls its experts with hidden states, numbers of experts [tokens, chosen], and weights.
+        # All classes of transformers call their experts with hidden states, indices of experts [tokens, chosen], and weights.
         numbers = inputs[1]
         none = torch.zeros(len(numbers), experts.num_experts, dtype=torch.bool)
         chosen.setdefault(name, []).append(none.scatter(1, numbers, True))
@@ -139,7 +140,7 @@ def reference(model: Any, directory: Path) -> Expected:
             parameter.copy_(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter))
     model.save_pretrained(directory)
     stored = stored_tensors(directory)
-    # A router's bias has no gradient, and is no parameter; a training step moves it where the family does not keep it.
+    # A router's bias is no parameter and has no gradient; a training step moves it unless the family keeps it fixed.
     gradients = {
         name: stored[name] for name in of_trained_parts(stored) if not name.endswith("e_score_correction_bias")
     }
@@ -147,7 +148,7 @@ def reference(model: Any, directory: Path) -> Expected:
 
 
 def assert_like_reference(found: SimpleNamespace, expected: Expected) -> None:
-    """Logits, experts and gradients are the reference's, and the padding of the vocabulary enters no softmax."""
+    """Logits, chosen experts and gradients are the reference's, and the padding of the vocabulary enters no softmax."""
     import torch
 
     assert len(found.chosen) == len(expected.chosen)
@@ -155,7 +156,7 @@ def assert_like_reference(found: SimpleNamespace, expected: Expected) -> None:
         assert torch.equal(of_layer, of_reference), f"layer {number} of those with experts"
     torch.testing.assert_close(found.logits[:, :VOCABULARY], expected.logits, rtol=0, atol=LOGITS)
     assert (found.logits[:, VOCABULARY:] < -1e8).all(), "padding rows of the vocabulary must not enter a softmax"
-    # A reference without the layers for multi-token prediction has no gradients of these.
+    # A reference without layers for multi-token prediction has no gradients for them.
     assert expected.gradients.keys() <= found.gradients.keys()
     for name, gradient in expected.gradients.items():
         scale = gradient.abs().max().item()
@@ -163,7 +164,7 @@ def assert_like_reference(found: SimpleNamespace, expected: Expected) -> None:
 
 
 def stored_tensors(directory: Path) -> dict[str, Any]:
-    """The tensors of a checkpoint; of one tensor of all experts those of each."""
+    """The tensors of a checkpoint. A tensor of all experts is split into one for each."""
     from slime.weights.hf_reader import SafetensorsDirectory
 
     source = SafetensorsDirectory(directory)
@@ -176,7 +177,7 @@ def of_trained_parts(names: Iterable[str]) -> list[str]:
 
 
 def assert_gives_checkpoint_back(stages: Sequence[SimpleNamespace], directory: Path) -> None:
-    """The stages send the tensors of the checkpoint between them, each once, with the same bits."""
+    """All stages together send every tensor of the checkpoint once, with the same bits."""
     stored = stored_tensors(directory)
     sent = [pair for stage in stages for pair in stage.exported.items()]
     assert sorted(name for name, _ in sent) == sorted(of_trained_parts(stored))

@@ -1,10 +1,10 @@
-"""Rehearsed ranks that are copies of one process, which has imported what all of them import.
+"""Rehearsed ranks as forks of one process that has already imported what all of them need.
 
     with prepared(stand_in.library) as module:
         rehearse_rank(args, rank, batches, stand_in, module)
 
-These imports are most of the rehearsal of a tiny model. What `rehearse_rank` starts is then this file: it hands its task on to
-that process, and ends as the copy does that rehearses the rank.
+The imports take most of the time of a rehearsal of a tiny model. `rehearse_rank` then starts this file, which hands its task to
+that process and ends with the status of the fork that rehearses the rank.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from slime.rehearsal import rank
 from slime.utils.child_process import ChildProcess, environment_for_python, exit_when_parent_dies
 from tests.support.processes.waiting import wait_until
 
-# The variable that tells a rank where the process listens.
+# The variable with the path of the socket on which the process listens.
 _PLACE = "TEST_REHEARSALS_SOCKET"
 _PATH_BYTES = 4096
 
 
 @contextlib.contextmanager
 def prepared(library: Path | None) -> Iterator[str]:
-    """The module that ranks run while the block lasts. For fake CPU tensors it is their own, which imports for itself."""
+    """Yields the module that ranks run in the block. For fake CPU tensors it is the usual one, which imports by itself."""
     if library is None:
         yield rank.__name__
         return
@@ -54,7 +54,7 @@ def prepared(library: Path | None) -> Iterator[str]:
 
 
 def listen(place: Path, library: Path) -> None:
-    """Import what ranks need, and then be copied by each task that comes, one after the other."""
+    """Import what ranks need, then fork for each task that arrives, one after the other."""
     exit_when_parent_dies()
     rank.prepare(library)
     gc.disable()
@@ -63,7 +63,7 @@ def listen(place: Path, library: Path) -> None:
     from slime.rehearsal import actor, fake_device, recorder  # noqa: F401
     from tests.support.processes.trainer_imports import import_trainer
 
-    # As a rank finds it when it imports Megatron.
+    # A rank finds torch.cuda like this when it imports Megatron.
     with mock.patch.multiple(torch.cuda, **fake_device.torch_cuda_lifts(recorder.Recorder("cuda"))):
         import_trainer()
     gc.freeze()
@@ -72,7 +72,7 @@ def listen(place: Path, library: Path) -> None:
         draft = place.with_suffix(".draft")
         listener.bind(str(draft))
         listener.listen()
-        # Whoever sees it can connect.
+        # The path appears only when the socket accepts connections.
         draft.rename(place)
         while True:
             asking, _ = listener.accept()
@@ -84,7 +84,7 @@ def listen(place: Path, library: Path) -> None:
 
 
 def _rehearse(asking: socket.socket) -> None:
-    """The life of a copy: it writes where the asking program writes, and ends with it."""
+    """Rehearse a rank in a fork. It writes to the output of the asking program and ends when that program ends."""
     file, streams, *_ = socket.recv_fds(asking, _PATH_BYTES, 2)
     for number, stream in enumerate(streams, 1):
         os.dup2(stream, number)
@@ -102,7 +102,7 @@ def _rehearse(asking: socket.socket) -> None:
 
 
 def hand_on(file: str) -> int:
-    """The status with which the copy ends that rehearses the task of `file`."""
+    """Hand on the task of `file`. Returns the exit status of the fork that rehearses it."""
     exit_when_parent_dies()
     with socket.socket(socket.AF_UNIX) as original:
         original.connect(os.environ[_PLACE])

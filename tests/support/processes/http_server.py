@@ -1,4 +1,4 @@
-"""A local server for tests of the HTTP client, with handlers, the client's arguments, and a client as in a new process."""
+"""A local server for tests of the HTTP client, its handlers, the client's arguments, and a reset of the client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_args(**overrides: Any) -> SimpleNamespace:
 
 
 def forget_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the client into its first state, with short delays, until the test ends."""
+    """Reset the client to the state of a new process, with short delays, until the test ends."""
     monkeypatch.setattr(http_utils, "RETRY_DELAY_S", 0.01)
     monkeypatch.setattr(http_utils, "_settings", http_utils.HttpSettings())
     monkeypatch.setattr(http_utils, "_engine_origins", set())
@@ -44,7 +44,7 @@ def forget_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def status_with_token(url: str, token: bytes) -> int:
-    """The status of a GET whose bearer token need not be text, which no client of a library sends."""
+    """The status of a GET with any bytes as bearer token. HTTP libraries would only send text."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     writer.write(b"GET %b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n\r\n" % (parts.path.encode(), token))
@@ -55,7 +55,7 @@ async def status_with_token(url: str, token: bytes) -> int:
 
 @asynccontextmanager
 async def serving(handler: Handler) -> AsyncIterator[str]:
-    """The URL of a server that answers with `handler`."""
+    """Yields the URL of a server that answers with `handler`."""
     app = web.Application(client_max_size=2**24)
     app.router.add_route("*", "/{tail:.*}", handler)
     async with serving_app(app) as url:
@@ -64,7 +64,7 @@ async def serving(handler: Handler) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def serving_app(app: web.Application) -> AsyncIterator[str]:
-    """The URL of a server of `app`; the client is closed before it ends."""
+    """Yields the URL of a server of `app`. The client is closed before the server ends."""
     runner = web.AppRunner(app, shutdown_timeout=0.2)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

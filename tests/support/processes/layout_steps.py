@@ -1,7 +1,7 @@
-"""Some optimizer steps of GRPO in any parallel layout, with everything that must not depend on the layout.
+"""Some optimizer steps of GRPO in any parallel layout, with all results that must not depend on the layout.
 
-`train_steps` is a worker for `run_distributed`; every case starts from the weights of its `args.hf_checkpoint`, and
-`assert_equal_runs` compares what the ranks found with what one rank did.
+`train_steps` is a worker for `run_distributed`. Every case starts from the weights of its `args.hf_checkpoint`, and
+`assert_equal_runs` compares the results of all ranks with those of one rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slime.training.rollout_data import RolloutData
     from slime.utils.types import Sample
 
-# Of the vocabulary's size: a sample for each of `ADVANTAGES`.
+# Takes the size of the vocabulary and returns a sample for each of `ADVANTAGES`.
 MakeSamples = Callable[[int], "list[Sample]"]
 STEPS = 3
 
@@ -35,8 +35,8 @@ STEPS = 3
 def layout_args(hf_dir: Any, **overrides: Any) -> SimpleNamespace:
     """Arguments of a run on the batch of `grpo_batch`; `overrides` are parallel sizes, objective or model flags.
 
-    The vocabulary is padded alike in all layouts. Adam's epsilon is large: near zero its update is the gradient's sign,
-    which would make rounding errors as large as the learning rate.
+    The vocabulary has the same padding in all layouts. Adam's epsilon is large: with a small one, the update of a tiny gradient
+    would be its sign, and rounding errors would become as large as the learning rate.
     """
     values = {**OBJECTIVE, "data_parallel_size": 1, "lr": 1e-3, "adam_eps": 1e-4, "padded_vocab_size": 144}
     return SimpleNamespace(**{**vars(tiny_args(hf_dir, **overrides)), **values, **overrides})
@@ -46,8 +46,8 @@ class LayoutRun:
     """Model, optimizer and data of this rank.
 
     Args:
-        loads: whether the weights are those of `args.hf_checkpoint`; else they are random.
-        make: the samples.
+        loads: whether the weights come from `args.hf_checkpoint`; otherwise they are random.
+        make: makes the samples.
     """
 
     def __init__(self, args: SimpleNamespace, *, loads: bool = True, make: MakeSamples = make_samples) -> None:
@@ -65,7 +65,7 @@ class LayoutRun:
         self.data = shard(args, groups.data_rank, self.cp, make)
 
     def prepare(self) -> None:
-        """Log-probs under the weights as they are, and advantages; both on the last stage only."""
+        """Compute log-probs with the present weights, and advantages; both exist on the last pipeline stage only."""
         from slime.training.advantages import compute_advantages_and_returns
         from slime.training.train_step import forward_log_probs
 
@@ -79,7 +79,7 @@ class LayoutRun:
         return train_one_step(self.args, self.backend, self.data, 0, 0)
 
     def mean_gradient(self) -> float:
-        """The mean absolute entry of the last gradient, over what this rank holds."""
+        """The mean absolute entry of the last gradient, over the parameters of this rank."""
         import torch
 
         trained = [p for chunk in self.model for p in chunk.parameters() if p.requires_grad]
@@ -87,28 +87,28 @@ class LayoutRun:
         return float(flat.abs().mean())
 
     def largest_gradient(self) -> float:
-        """The mean absolute entry of the last gradient of the matrix in which it is largest; families differ in how much larger
-        that is than in others."""
+        """The mean absolute entry of the last gradient in the matrix where it is largest. Families differ in how far that
+        matrix is above the others."""
         trained = [p for chunk in self.model for p in chunk.parameters() if p.requires_grad and p.ndim > 1]
         return max(float(p.main_grad.abs().mean()) for p in trained)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Everything that an export gives."""
+        """All exported weights, by HF name."""
         from tests.support.processes.megatron_worker import whole_weights
 
         return {name: tensor.numpy() for name, tensor in whole_weights(self.args, self.model).items()}
 
 
 def train_steps(cases: dict[str, SimpleNamespace], make: MakeSamples = make_samples) -> dict[str, dict[str, Any]]:
-    """What `train_case` gives, per case."""
+    """The results of `train_case` by case."""
     return {name: train_case(args, make) for name, args in cases.items()}
 
 
 def train_case(args: SimpleNamespace, make: MakeSamples = make_samples) -> dict[str, Any]:
-    """Log-probs before training, metrics of the batch, metrics of every step, weights before and after.
+    """Returns log-probs before training, metrics of the batch, metrics of every step, weights before and after.
 
-    `log_probs` (by name and sample index, of this data rank's samples) and `batch` are there on the last pipeline stage only;
-    the bounds of `rounding` are there where one rank has everything.
+    `log_probs` (by name and sample index, for the samples of this data rank) and `batch` exist on the last pipeline stage only;
+    the bounds of `rounding` exist only if one rank has everything.
     """
     import torch.distributed as dist
 

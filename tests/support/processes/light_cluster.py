@@ -1,9 +1,9 @@
-"""A program that places modes of a run on the Ray cluster at RAY_ADDRESS, by the code of a run, with light actors for ranks and
-engines: they tell where they are, and import no torch.
+"""A program that places modes of a run on the Ray cluster at RAY_ADDRESS with the code of a run. Light actors replace ranks and
+engines: they report where they are, and import no torch.
 
     python -m tests.support.processes.light_cluster '{"colocated": ["--colocate", …], …}'
 
-It prints one line of JSON: by mode, what the plan says and what was found.
+It prints one line of JSON: by mode, the placement of the plan and the one found.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _FIRST_PORT = 24000
 
 
 def _here() -> list[Any]:
-    """The node of this process by Ray, and the address that its servers would announce, with a port that is free there."""
+    """Returns the Ray node of this process, and the address that its servers would announce, with a free port."""
     with reserve_port(service_host(), _FIRST_PORT) as port:
         return [ray.util.get_node_ip_address(), port.host, port.port]
 
 
 class LightRank:
-    """Stands for a training rank."""
+    """Replaces a training rank."""
 
     def __init__(self, args: Any, rank: int, world_size: int, device: int) -> None:
         self._place = {"rank": rank, "device": device}
@@ -58,7 +58,7 @@ class LightRank:
 
 
 class LightEngine:
-    """Stands for an engine, or for a part of one."""
+    """Replaces an engine, or a part of one."""
 
     def __init__(self, args: Any, rank: int, log_dir: str, role: str = "regular", threads: int | None = None) -> None:
         self._rank = rank
@@ -76,7 +76,7 @@ class LightEngine:
 
 
 class LightExternalEngine(LightEngine):
-    """Stands for the process that speaks to an engine of others."""
+    """Replaces the process that speaks to an external engine."""
 
     def __init__(self, args: Any, rank: int, log_dir: str, info: Any) -> None:
         super().__init__(args, rank, log_dir)
@@ -87,14 +87,14 @@ class LightExternalEngine(LightEngine):
 
 
 def place(args: argparse.Namespace) -> dict[str, Any]:
-    """Place the run, and take it down again."""
+    """Place the run, then end it."""
     nodes = make_plan(args).placement.nodes
     if args.rollout_external_engine_addrs:
         infos = [
             SimpleNamespace(url=url, num_gpus=1, worker_type="regular") for url in args.rollout_external_engine_addrs
         ]
         args = with_run_values(args, rollout_external_engine_infos=infos)
-    # The plan of a model that is nowhere has none.
+    # The model does not exist, so the plan found no initial weights.
     args = argparse.Namespace(**{**vars(args), "initial_weights": WeightSource("hf", args.hf_checkpoint)})
     parts = create_placement_groups(args)
     group = _train_group(args, parts["actor"], LightRank)
@@ -122,7 +122,7 @@ def place(args: argparse.Namespace) -> dict[str, Any]:
 def main(modes: dict[str, list[str]]) -> None:
     engines_module.EngineActor, engines_module.ExternalEngineActor = LightEngine, LightExternalEngine
     parsed = {mode: planned(SMALL, *words) for mode, words in modes.items()}
-    # They take turns in one session: processes of one mode serve the next.
+    # The modes take turns in one session, so that the next mode uses Ray's processes again.
     with ray_cluster(max(parsed.values(), key=lambda args: plan_cluster(args).gpus)):
         print(json.dumps({mode: place(args) for mode, args in parsed.items()}))
 

@@ -1,4 +1,4 @@
-"""A command that is watched from outside: what it says, what it takes, and when it has to end."""
+"""Runs a command and measures it from outside: its output, CPU time and memory, with a time limit."""
 
 import os
 import signal
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Measured:
-    """status: as of `subprocess`. text: output and errors. cpu_seconds: of the command and what it started. peak_bytes: of
-    memory, in the largest of its processes."""
+    """status: exit status as in `subprocess`. text: output and errors. cpu_seconds: CPU time of the command and its
+    descendants. peak_bytes: peak memory of the largest of these processes."""
 
     status: int
     text: str
@@ -37,7 +37,7 @@ def run_measured(command: list[str], env: dict[str, str], deadline: float) -> Me
 
         timer = threading.Timer(deadline, end)
         timer.start()
-        # Unlike a `wait` of subprocess, this one tells what was taken; by the whole family, of which each waits for its own.
+        # Unlike subprocess's `wait`, this one returns resource usage, including that of descendants that were waited for.
         _, status, usage = os.wait4(process.pid, 0)
         timer.cancel()
         process.returncode = os.waitstatus_to_exitcode(status)

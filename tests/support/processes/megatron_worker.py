@@ -1,4 +1,4 @@
-"""Steps that several tests do with a tiny Megatron model inside the child processes of `run_distributed`."""
+"""Steps of several tests with a tiny Megatron model, inside the child processes of `run_distributed`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from slime.utils.device import get_accelerator
 
-# Whose groups are kept at a time.
+# The number of layouts whose groups are kept at a time.
 _MOST_LAYOUTS = 4
 
 
 def start(args: SimpleNamespace) -> None:
-    """Initialise (again): the process group stays, the parallel layout and the seeds are those of `args`."""
+    """Initialise Megatron, perhaps again: the process group stays; parallel layout and seeds come from `args`."""
     from slime.backends.megatron_utils import initialize
 
     _may_start_again()
@@ -25,7 +25,7 @@ def start(args: SimpleNamespace) -> None:
 
 
 def _may_start_again() -> None:
-    """Have Megatron keep the groups of a layout for the next start that asks for it."""
+    """Let Megatron keep the groups of a layout for the next start with the same layout."""
     from slime.backends.megatron_utils import initialize
 
     initialize.cpu_runtime.install()
@@ -36,15 +36,15 @@ def _may_start_again() -> None:
 
 
 class _LaysOut:
-    """`initialize_model_parallel` again and again. The groups of a layout, some thirty, stay: to leave them takes longer than a
-    step of a tiny model."""
+    """A replacement for `initialize_model_parallel` that may run many times. It keeps the groups of a layout, some thirty,
+    because leaving them takes longer than a step of a tiny model."""
 
     def __init__(self, lay_out: Callable[..., None]) -> None:
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
         self._lay_out, self._nothing = lay_out, _state_of_layout()
-        # By layout, what Megatron keeps in its module.
+        # Layout -> the variables of Megatron's module.
         self._states: dict[tuple, dict[str, Any]] = {}
 
     def __call__(self, **layout: Any) -> None:
@@ -60,20 +60,20 @@ class _LaysOut:
             self._states[key] = _state_of_layout()
             return
         vars(parallel_state).update(self._states[key])
-        # What passes left in it belongs to the run before.
+        # The buffer may still hold data of the run before.
         parallel_state.destroy_global_memory_buffer()
         parallel_state._set_global_memory_buffer()
 
 
 def _state_of_layout() -> dict[str, Any]:
-    """Megatron's groups, and what it knows of them."""
+    """The variables of Megatron's module that hold groups, their ranks and sizes."""
     from megatron.core import parallel_state
 
     return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
 
 def _is_there(state: dict[str, Any] | None) -> bool:
-    """Whether nobody has left the groups of a layout."""
+    """Whether the groups of a layout still exist."""
     import torch.distributed as dist
 
     groups = [] if state is None else [value for value in state.values() if isinstance(value, dist.ProcessGroup)]
@@ -81,7 +81,7 @@ def _is_there(state: dict[str, Any] | None) -> bool:
 
 
 def _leave_layouts() -> None:
-    """Leave all groups but those of all ranks, because each group has threads that watch its connections."""
+    """Leave all groups but the one of all ranks: every group has threads that watch its connections."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -95,7 +95,7 @@ def _leave_layouts() -> None:
 
 
 def load_backend(args: SimpleNamespace, *, loads: bool = True) -> Any:
-    """This rank's backend, laid out anew, with its optimizer; at the weights of `args.hf_checkpoint` or at random ones."""
+    """This rank's backend in a new layout, with its optimizer. Weights come from `args.hf_checkpoint` or are random."""
     from slime.arguments.checkpoints import WeightSource
     from slime.training.backend import make_backend
 
@@ -132,7 +132,7 @@ def packed_forward(chunk: torch.nn.Module, sequences: Sequence[Sequence[int]]) -
     describe = PackedSeqParams
     has_sinks = any(name.endswith("softmax_offset") for name, _ in chunk.named_parameters())
     if get_model_config(chunk).dsa_indexer_topk is not None or has_sinks:
-        # Sparse attention and sinks need what the trainer knows of a stream; all others do with Megatron's own description.
+        # Sparse attention and sinks need the trainer's description of a stream; for all others Megatron's own is enough.
         samples = [torch.tensor(sequence, device=device) for sequence in sequences]
         stream = pack_stream(samples, [0] * len(lengths), pad_multiple=1)
         describe = functools.partial(StreamParams, stream=stream)
@@ -150,7 +150,7 @@ def packed_forward(chunk: torch.nn.Module, sequences: Sequence[Sequence[int]]) -
 
 @contextlib.contextmanager
 def routing_maps(chunk: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """While it lasts, every call of a router adds to the list: bool [tokens of this rank, experts], which it chose."""
+    """Yields a list. In the block, every call of a router adds its choice: bool [tokens of this rank, experts]."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     maps: list[torch.Tensor] = []
@@ -167,7 +167,7 @@ def routing_maps(chunk: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def gather_tokens(args: SimpleNamespace, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each of `rows` ([tokens of this rank, …]) for all tokens of the stream, where tensor-parallel ranks cut it."""
+    """Each of `rows` ([tokens of this rank, …]) for all tokens of the stream, if tensor-parallel ranks split it."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -193,7 +193,7 @@ def gather_vocabulary(logits: torch.Tensor) -> torch.Tensor:
 
 
 def next_token_loss(logits: torch.Tensor, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Summed negative log-likelihood of every token but the first of each sequence."""
+    """The sum of the negative log-likelihoods of every token but the first of each sequence."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     labels = torch.cat([torch.tensor(sequence).roll(-1) for sequence in sequences])
@@ -203,9 +203,9 @@ def next_token_loss(logits: torch.Tensor, sequences: Sequence[Sequence[int]]) ->
 
 
 def hf_gradients(args: SimpleNamespace, chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """The reduced gradients under HF names: exported as if they were the weights (which they overwrite).
+    """The reduced gradients under HF names. They are written over the weights and exported like them.
 
-    What is not trained has none: zeros.
+    Parameters that are not trained have zeros.
     """
     with torch.no_grad():
         for parameter in chunks[0].parameters():
@@ -214,7 +214,7 @@ def hf_gradients(args: SimpleNamespace, chunks: list[Any]) -> dict[str, torch.Te
 
 
 def whole_weights(args: SimpleNamespace, chunks: list[Any]) -> dict[str, torch.Tensor]:
-    """Copies of all weights under HF names, by name, on every rank: the stages tell each other theirs, each name once."""
+    """Copies of all weights by HF name, on every rank: pipeline stages exchange theirs, each name once."""
     from slime.backends.megatron_utils.hf_conversion import iter_stage_named_tensors, names_of_stage
     from slime.backends.megatron_utils.schedules import gather_from_stages
 
@@ -226,7 +226,7 @@ def whole_weights(args: SimpleNamespace, chunks: list[Any]) -> dict[str, torch.T
 
 
 def sharded_state(chunks: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    """Model and optimizer as `dist_checkpointing` saves and loads them, for any later layout."""
+    """The state of model and optimizer as `dist_checkpointing` saves and loads it, for any later layout."""
     from megatron.core import parallel_state
 
     from slime.backends.megatron_utils.parameter_names import unwrap_model
