@@ -1,8 +1,8 @@
-"""Every objective in any parallel layout, on batches in which ranks own little or nothing: a worker for `run_distributed`.
+"""Every objective in any parallel layout, on batches in which ranks own few tokens or none: a worker for `run_distributed`.
 
-A layout starts one group of ranks, and all objectives run on it one after the other, each from log-probs, values and rewards
-that are given. The learning rate is 0, so all of them meet the same weights. `assert_like_one_rank` compares what the ranks
-found with what one rank did.
+A layout starts one group of ranks. All objectives run on it one after the other, each with given log-probs, values and rewards.
+The learning rate is 0, so all of them have the same weights. `assert_like_one_rank` compares the results of all ranks with
+those of one rank.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ VOCABULARY = 19
 PADDED_VOCABULARY = 32
 HIDDEN, LAYERS = 32, 2
 
-# (prompt length, mask of the response, execution) by sample; 4 executions a step.
+# (prompt length, mask of the response, execution) of each sample; a step has 4 executions.
 FULL = (
     (3, [1, 1, 1, 1, 1], 0),
     (2, [1], 1),  # one token
     (4, [1, 1, 0, 0, 1, 1], 2),  # tokens of a tool
     (3, [1, 1, 1, 1], 2),  # sibling of the same execution
     (5, [0, 0, 0], 3),  # fully masked
-    (1, [1, 1, 1], 0),  # a sibling that comes late
+    (1, [1, 1, 1], 0),  # a sibling that is far from the other sample of its execution
     (14, [1, 1], 4),  # prompts longer than a chunk: only one context-parallel rank owns response tokens
     (9, [1], 5),
     (3, [0, 1, 1, 1, 0, 0, 1, 1, 0], 6),  # tokens of tools at both ends
@@ -45,8 +45,8 @@ FULL = (
     (6, [1, 0, 1], 6),
     (1, [1, 0, 0, 0], 7),
 )
-# With one sample per micro-batch, one data-parallel rank has only the second sample, which is masked; and of the first sample
-# one context-parallel rank owns all response tokens, whichever way it is cut.
+# With one sample per micro-batch, one data-parallel rank has only the second sample, which is masked. All response tokens of
+# the first sample are on one context-parallel rank, however the sample is split.
 SPARSE = ((14, [1, 1], 0), (6, [0, 0, 0], 1))
 ROLLOUTS_PER_STEP = {"full": 4, "sparse": 2}
 STEPS = {"full": 2, "sparse": 1}
@@ -103,7 +103,7 @@ CRITIC_OBJECTIVES: dict[str, dict[str, Any]] = {
     "value per token": {**PPO, **PER_TOKEN},
     "value beside given ones": {**PPO, "value_clip": 0.8},
 }
-# What each role is trained on, and the flags of its model.
+# Role -> (its objectives, the flags of its model).
 ROLES: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     "actor": (OBJECTIVES, {}),
     "critic": (
@@ -111,19 +111,19 @@ ROLES: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
         {"role": "critic", "untie_embeddings_and_output_weights": True, "value_clip": 0.05},
     ),
 }
-# What every layout runs on every change. Between them they have masks and ratios of whole sequences, discounted sums,
-# statistics of all ranks, custom functions, kept tokens, both reductions, and micro-batches of one sample.
+# The objectives that every layout runs on every change. Together they have masks and ratios of whole sequences, discounted
+# sums, statistics over all ranks, custom functions, kept tokens, both reductions, and micro-batches of one sample.
 SHARPEST = (
     "first step", "grpo, one sample a micro-batch", "grpo whitened", "gspo with sequence mask, per token",
     "ppo whitened, per token", "reinforce_plus_plus whitened", "masked importance sampling", "top-p", "sft per token",
 )  # fmt: skip
-# Columns of the trainer, which are on the last pipeline stage, and of the rollout.
+# Column that the trainer computes on the last pipeline stage -> attribute of a sample.
 TRAINERS = {"log_probs": "old", "ref_log_probs": "ref", "values": "values"}
 CONSTANT_LENGTH = 16.0
 
 
 def constant_length(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
-    """The reducer of "Dr. GRPO", as a user would write it."""
+    """The reducer of "Dr. GRPO" as a user would write it."""
     import torch
 
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
@@ -140,7 +140,7 @@ def halved_policy_loss(args, batch, logits, sum_of_sample_mean):
 
 
 def grid_args(hf_dir: Any, batch: str = "full", **overrides: Any) -> SimpleNamespace:
-    """Arguments on a batch; `overrides` are parallel sizes or those of an objective."""
+    """The arguments for a batch; `overrides` are parallel sizes or arguments of an objective."""
     values = {
         **OBJECTIVE, "data_parallel_size": 1, "lr": 0.0, "padded_vocab_size": PADDED_VOCABULARY,
         "log_level": "ERROR", "reset_optimizer_states": False, "num_steps_per_rollout": STEPS[batch],
@@ -156,10 +156,11 @@ def run_layouts(
     roles: Sequence[str] = tuple(ROLES),
     chosen: Mapping[str, Collection[str]] | None = None,
 ) -> dict[str, dict[tuple[str, str], dict[str, Any]]]:
-    """Per layout, given by its parallel sizes, what `run_objective` gives by (objective, batch).
+    """Run objectives in each layout. Returns, by name of the layout, the results of `run_objective` by (objective, batch).
 
     Args:
-        chosen: by layout the objectives that run; None: all of the roles.
+        layouts: parallel sizes by name.
+        chosen: the objectives to run, by name of the layout; None: all objectives of the roles.
     """
     results: dict[str, dict] = {}
     for layout, sizes in layouts.items():
@@ -177,7 +178,7 @@ def run_layouts(
 
 
 def make_rank(args: SimpleNamespace, role: str) -> Any:
-    """The trainer's own rank, with a backend that this process made for it."""
+    """The trainer's own rank, with a backend that this process makes for it."""
     from tests.support.processes.megatron_worker import load_backend
 
     backend = load_backend(args)
@@ -204,13 +205,13 @@ def _fill_value_heads(backend: Any) -> None:
 
 
 def run_objective(rank: Any, samples: Sequence[PlainSample], objective: str) -> dict[str, Any]:
-    """What a rank finds and logs.
+    """Train on the samples. Returns the results and metrics of this rank.
 
     Returns:
-        `train`, `rollout`: everything that is logged, without times, by (name, step); `columns`: what there is per response
-        token by (name, sample), on the last pipeline stage, for the samples of this data-parallel rank; `owned`: the number
-        of trained tokens that are this rank's; `masked`: whether top-p masks stood; `bounds`: on one rank, those of
-        `rounding` for `train` and `rollout`.
+        `train`, `rollout`: all metrics but times, by (name, step); `columns`: the values per response token by (name, sample),
+        on the last pipeline stage, for the samples of this data-parallel rank; `owned`: the number of trained tokens of this
+        rank; `masked`: whether kept sets of top-p applied; `bounds`: on one rank, the bounds of `rounding` for `train` and
+        `rollout`.
     """
     from slime.training.advantages import compute_advantages_and_returns
     from slime.training.train_step import forward_log_probs, forward_values
@@ -281,7 +282,7 @@ def _per_token_results(data: RolloutData, is_last_stage: bool) -> dict[str, Any]
 def _data_of(
     args: SimpleNamespace, samples: Sequence[PlainSample], rank: Any, is_last_stage: bool, *, with_kept_sets: bool
 ) -> RolloutData:
-    """A rank's shard of the samples as the trainer has it before advantages."""
+    """A rank's shard of the samples, as the trainer has it before it computes advantages."""
     import torch
 
     from slime.training.rollout_batch import split_for_data_parallel, to_tensors, train_batch_from_columns
@@ -315,7 +316,7 @@ def _data_of(
 
 
 def columns_of(ranks: Sequence[dict[str, Any]]) -> dict[tuple[str, int], list[float]]:
-    """The columns of all samples, by (name, sample), from what `run_objective` gave on all ranks of a layout."""
+    """The columns of all samples by (name, sample), from the results of `run_objective` on all ranks of a layout."""
     columns: dict[tuple[str, int], list[float]] = {}
     for rank in ranks:
         columns.update(rank["columns"])
@@ -323,12 +324,12 @@ def columns_of(ranks: Sequence[dict[str, Any]]) -> dict[tuple[str, int], list[fl
 
 
 def of_step(train: dict[tuple[str, int], float], number: int) -> dict[str, float]:
-    """Metrics of an optimizer step, by name; those of a critic without its prefix."""
+    """The metrics of an optimizer step by name; those of a critic without its prefix."""
     return {name.removeprefix("critic-"): value for (name, step), value in train.items() if step == number}
 
 
 def assert_like_one_rank(ranks: Sequence[dict[str, Any]], expected: dict[str, Any], layers: int = LAYERS) -> None:
-    """Training on all ranks of a layout gave what it gave on one, with a model of `layers`; every rank logs all numbers."""
+    """The ranks of a layout have the results of one rank, for a model of `layers`. Every rank logs all numbers."""
     for rank in ranks:
         bounds, masked = expected["bounds"]["train"], expected["masked"]
         assert_equal_metrics(rank["train"], expected["train"], bounds, masked=masked)

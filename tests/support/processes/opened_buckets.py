@@ -1,4 +1,4 @@
-"""Buckets of weights by handles of the host's memory, as an engine rank opens them."""
+"""Opens buckets of weights from handles of host memory, as a rank of an engine does."""
 
 import base64
 import pickle
@@ -7,7 +7,7 @@ import torch
 
 
 def open_bucket(handle: str) -> tuple[int, dict[str, torch.Tensor]]:
-    """The process whose memory it is, and copies of the tensors in it, by name."""
+    """Returns (id of the process that owns the memory, copies of the tensors in the bucket by name)."""
     found = pickle.loads(base64.b64decode(handle))
     flat = found["flattened_tensor"]
     _, name, _ = flat.untyped_storage()._share_filename_cpu_()

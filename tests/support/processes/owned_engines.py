@@ -1,4 +1,4 @@
-"""An owner of engines and a router that are none: what it does around them, noted as events."""
+"""An owner with fake engines and a fake router, which record its calls as events."""
 
 import time
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ KILLED = "engine 0 died: ended by SIGKILL"
 
 
 class RayTaskError(ray.exceptions.RayTaskError):
-    """The error of a remote call, of which only the cause is looked at."""
+    """The error of a remote call; the owner only reads its cause."""
 
     def __init__(self, cause):
         self.cause = cause
@@ -27,7 +27,7 @@ def died(words=KILLED):
 
 
 class Router:
-    """Remembers the order of what is done to it."""
+    """A fake router that records all calls in order."""
 
     ip, port, url = "127.0.0.1", 1, "http://127.0.0.1:1"
     found = frozenset()
@@ -60,7 +60,7 @@ class Router:
 
 
 class Process:
-    """A router's process; `status` None: it runs."""
+    """The fake process of a router. While `status` is None it runs."""
 
     status = None
 
@@ -73,10 +73,10 @@ class Process:
 
 @pytest.fixture
 def make_owner(monkeypatch, tmp_path):
-    """An owner whose engines are no processes: what is asked of them is a pair (what, engine), whose outcome the test decides.
+    """Makes an owner with fake engines. A call of an engine is a pair (method, engine), and the test decides its outcome.
 
-    `owner.events` is what happened in order; `owner.outcomes` the results and errors of what has ended (in a list: of the next
-    time only). Servers start at once. What happens to the router of a second model ends in its number.
+    `owner.events` lists the calls in order. `owner.outcomes` has the results and errors of calls that have ended; one in a list
+    counts once. Servers start at once. Events of the router of a second model end in its number.
     """
     made = []
 
@@ -127,7 +127,7 @@ def make_owner(monkeypatch, tmp_path):
         return owner
 
     def wait(refs, **options):
-        # Stands for the time that Ray waits; the watch would spin otherwise.
+        # Ray would wait here. Without a pause the watch would spin.
         time.sleep(0.005)
         made[-1].turns += 1
         return [ref for ref in refs if ref in made[-1].outcomes], []
@@ -157,7 +157,7 @@ def ready(owner):
 
 
 def serving(owner):
-    """An owner whose engines got the first push."""
+    """An owner whose engines have received the first push."""
     _, names = ready(owner).begin_push()
     owner.end_push(names, 1, {})
     owner.events.clear()

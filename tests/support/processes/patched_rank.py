@@ -1,5 +1,5 @@
-"""A rank of an engine with data-parallel attention, up to where it would load its model: what a server process has changed in
-SGLang by then. For a process of its own, since the CPU adapter changes how sglang is imported."""
+"""Runs a rank of an engine with data-parallel attention until it would load its model, and tests our patches of SGLang in it.
+Run it in a process of its own, since the CPU adapter changes how sglang is imported."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ TOKENS_OF_A_REQUEST = 4
 
 
 def rows_of_experts(directory: str) -> dict[str, list[int]]:
-    """By kind of batch, the rows that the second of two groups takes of what all ranks have noted: two requests that verify
-    drafts of `TOKENS_OF_A_REQUEST` tokens in a graph made for three, the same without a graph, and requests without drafts."""
+    """For each kind of batch, the rows of experts that the second of two groups takes from the buffer of all ranks. Batches are
+    two requests that verify drafts of `TOKENS_OF_A_REQUEST` tokens in a graph made for three requests, the same without a
+    graph, and requests without drafts."""
     import torch
 
     verified = SimpleNamespace(num_tokens_per_req=TOKENS_OF_A_REQUEST)
@@ -45,7 +46,7 @@ def rows_of_experts(directory: str) -> dict[str, list[int]]:
 
 
 def registered(directory: str) -> int:
-    """The status with which the server for those that decode answers, when all ranks of an engine that prefills are there."""
+    """The status with which the bootstrap server answers a decode engine after all ranks of a prefill engine registered."""
     import requests
 
     host = "127.0.0.2"
@@ -82,7 +83,7 @@ def registered(directory: str) -> int:
 
 
 def _as_rank(directory: str, do: Any, **values: Any) -> None:
-    """Calls `do` where a server process would have the second rank of an engine serve."""
+    """Calls `do` in the place where a server process would start the second rank of an engine."""
     os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     from slime.backends.sglang_utils import cpu_runtime
 

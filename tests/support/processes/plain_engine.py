@@ -1,4 +1,4 @@
-"""An engine as somebody starts it by hand: no run knows it, and none ends it."""
+"""An engine that is started by hand: it belongs to no run, and no run ends it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Plug-ins of the end-to-end runs: they wrap the defaults, and some of them stop or fail on purpose.
 
-A test steers them by the environment of the run: `E2E_HOLD_ROLLOUT`, the rollout that waits until there is a file `go` in
-the run's directory, and `E2E_KEY_FILE`, where the run's API key is to be written. `E2E_NOTES` is a directory in which
-training ranks note what they were called with.
+A test controls them by the environment of the run. `E2E_HOLD_ROLLOUT` is the rollout that waits for a file `go` in the run's
+directory, `E2E_KEY_FILE` the file into which the run's API key is written, and `E2E_NOTES` a directory in which training ranks
+record their calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slime.utils.types import Sample
 
 
 async def marked_generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Sample:
-    """The default generation; leaves its mark in the metadata."""
+    """The default generation, with a mark in the metadata."""
     if "E2E_KEY_FILE" in os.environ:
         Path(os.environ["E2E_KEY_FILE"]).write_text(args.router_api_key)
     rollout_id = GenerateState(args).rollout_id
@@ -38,7 +38,7 @@ async def marked_generate(args: Any, sample: Sample, sampling_params: dict[str, 
 
 
 async def streamed_generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """A stream, which has to give what one answer to the same request gives."""
+    """Generates by a stream, and checks that it equals a single answer to the same request."""
     whole = await generate(args, own_copy(sample), dict(sampling_params))
     sample = await generate_streaming(args, sample, sampling_params)
     for name in (
@@ -60,7 +60,7 @@ async def streamed_generate(args: Any, sample: Sample, sampling_params: dict[str
 async def branching_generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> Any:
     """Long answers for every third prompt, short ones for the others; every fourth execution gives two samples.
 
-    One prompt of an evaluation is never answered.
+    One prompt of an evaluation never gets an answer.
     """
     if evaluation:
         while sample.metadata["number"] == 101:
@@ -74,7 +74,7 @@ async def branching_generate(args: Any, sample: Sample, sampling_params: dict[st
 
 
 def count_shards(rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, Any], seconds: float) -> None:
-    """A log function that adds how many shards the rollout manager keeps for ranks that read its memory."""
+    """A log function that adds the number of shards that the rollout manager keeps for ranks that read its memory."""
     from ray._private.worker import global_worker
 
     metrics["rollout/shards_kept"] = global_worker.rdt_manager.rdt_store.get_num_objects()
@@ -86,19 +86,19 @@ def not_every_fifth(args: Any, samples: list[Sample]) -> bool:
 
 
 async def graded_group(args: Any, samples: list[Sample]) -> list[float]:
-    """`graded_reward` of all at once."""
+    """`graded_reward` for all samples of a group at once."""
     return [graded_reward(args, sample) for sample in samples]
 
 
 async def held_generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """The default generation, which in rollout 1 waits until there is a file `go` in `--save`: nodes of a cluster see that."""
+    """The default generation. In rollout 1 it waits for a file `go` in `--save`, which all nodes of a cluster see."""
     while GenerateState(args).rollout_id == 1 and not Path(args.save, "go").exists():
         await asyncio.sleep(0.05)
     return await generate(args, sample, sampling_params)
 
 
 def graded_reward(args: Any, sample: Sample) -> float:
-    """The built-in grader's verdict, plus a part that a random model earns in differing amounts."""
+    """The built-in grader's reward, plus a part that differs among answers of a random model."""
     response = sample.tokens[-sample.response_length :]
     right = grade_answer_verl(sample.response, str(sample.label))
     return float(right) + sum(token % 2 for token in response) / max(1, len(response))
@@ -112,21 +112,21 @@ def failing_reward(args: Any, sample: Sample) -> float:
 
 
 def misplaced_experts(args: Any, sample: Sample, rollout_id: int) -> Sample:
-    """In rollout 1, every token went to the expert behind the one that the engine chose."""
+    """In rollout 1, replaces every expert that the engine chose by the next one."""
     if rollout_id == 1:
         sample.rollout_routed_experts = (sample.rollout_routed_experts + 1) % args.num_experts
     return sample
 
 
 def spoiled_log_prob(args: Any, sample: Sample, rollout_id: int) -> Sample:
-    """In rollout 1, the engine tells too small a log-prob of the first token of one sample."""
+    """In rollout 1, lowers the engine's log-prob of the first token of one sample."""
     if rollout_id == 1 and sample.index == 21:
         sample.rollout_log_probs = [sample.rollout_log_probs[0] - 0.25, *sample.rollout_log_probs[1:]]
     return sample
 
 
 def noted_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
-    """The advantages of GRPO; notes which rank computed them, and that log-probs were there."""
+    """Sets the advantages of GRPO, records the rank, and needs log-probs in the data."""
     import torch
 
     lengths = [len(log_probs) for log_probs in rollout_data["log_probs"]]
@@ -144,17 +144,17 @@ def masked_first_token(args: Any, rollout_id: int, rollout_data: dict[str, Any])
 
 
 def hashed_token(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """Write the hash of the rank's variable `HUB_TOKEN` into the run's directory."""
+    """Writes the hash of the rank's variable `HUB_TOKEN` into the run's directory."""
     Path("hub_token.sha256").write_text(hashlib.sha256(os.environ["HUB_TOKEN"].encode()).hexdigest())
 
 
 def noted_postprocess(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    """Changes nothing; notes which rank was called, and whether it had advantages."""
+    """Changes nothing; records the rank, and whether it had advantages."""
     _note("postprocess with advantages" if "advantages" in rollout_data else "postprocess")
 
 
 def without_memory_on_rank_1(args: Any) -> None:
-    """Has the loss of a memory probe fail there as an allocator does; the other rank goes on, and waits."""
+    """Makes the loss of a memory probe fail on rank 1 as an allocator does. The other rank goes on and waits."""
     import torch
     import torch.distributed as dist
 

@@ -1,6 +1,6 @@
-"""What the server of `run_distributed` imports once, for all processes that it forks: what a rank trains with, Megatron behind
-its lifts and the models of transformers; what the test files import that ranks are asked by; and the arguments of a run in
-which nothing is typed."""
+"""The imports that the server of `run_distributed` does once for all processes that it forks: the trainer's modules, Megatron
+with its CPU lifts, models of transformers, and modules that test files with workers import. It also parses the default
+arguments once."""
 
 import gc
 import importlib
@@ -10,14 +10,14 @@ from slime.backends.megatron_utils import cpu_runtime
 from tests.support.models.args import default_args
 from tests.support.processes.trainer_imports import import_trainer
 
-# What ranks train with beside Megatron, and what the test files import.
+# Modules that ranks train with beside Megatron, and modules that test files import.
 OTHERS = (
     "slime.backends.fsdp_utils.backend", "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3",
     "pytest", "safetensors.torch", "tests.support.models.tiny_families", "tests.support.processes.layout_steps",
     "tests.support.processes.megatron_worker",
 )  # fmt: skip
 
-# Imports make a million objects that stay: looking through them again and again is a tenth of their time.
+# Imports make a million objects that stay. Collections that look through them would take a tenth of the time.
 gc.disable()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -26,12 +26,12 @@ with warnings.catch_warnings():
         import_trainer()
         for name in OTHERS:
             importlib.import_module(name)
-        # Nearly every rank asks for them, and the flags are read from files and parsed for them.
+        # Nearly every rank asks for the default arguments, and they need all flags, which are read from files.
         default_args()
     except ImportError as error:
-        # The server passes over an ImportError without a word, and every rank would import all of it by itself.
+        # The server ignores an ImportError silently, and every rank would then import everything by itself.
         raise RuntimeError(f"the processes of ranks cannot be prepared: {error}") from error
 
-# A collection would write to every page that the children share.
+# Without freezing, a collection would write to every page that the children share.
 gc.freeze()
 gc.enable()

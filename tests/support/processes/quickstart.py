@@ -1,4 +1,4 @@
-"""The command of the README as a user types it."""
+"""Runs the command of the README as a user types it."""
 
 import os
 import re
@@ -8,15 +8,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 _PAGE = ROOT / "docs/en/get_started/quick_start.md"
-# What stands behind `bash scripts/quickstart.sh` in the rows of the page's tables.
+# The words after `bash scripts/quickstart.sh` in the rows of the page's tables.
 COMMANDS = sorted(set(re.findall(r"\| `bash scripts/quickstart\.sh([^`]*)` \|", _PAGE.read_text())))
 
 _END_SECONDS = 60
 
 
 def quickstart(directory: Path, *words: str, timeout: float = 900) -> str:
-    """What `bash scripts/quickstart.sh --dir DIRECTORY WORDS` prints; AssertionError, with the end of it, where it fails, or
-    takes longer: then all that it has started is ended."""
+    """Run `bash scripts/quickstart.sh --dir DIRECTORY WORDS` and return its output. AssertionError with the end of the output
+    if it fails or takes longer than `timeout` seconds; in that case all its processes are ended."""
     process = subprocess.Popen(
         ["bash", "scripts/quickstart.sh", "--dir", str(directory), *words],
         cwd=ROOT,

@@ -3,7 +3,7 @@
     with RayNodes(tmp_path, gpus=8, nodes=4) as nodes:
         ...  # RAY_ADDRESS=nodes.address
 
-A node's directory for temporary files is its own, so that each has its own logs and sockets, as on a machine of its own.
+Each node has its own directory for temporary files, and so its own logs and sockets, as on a machine of its own.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ADDRESS_OF_RAYLET = re.compile(r"--node_ip_address=(\S+)")
 
 
 class RayNodes:
-    """A cluster of `nodes` nodes with `gpus` logical GPUs each, at 127.0.0.2 and the addresses behind it."""
+    """A cluster of `nodes` nodes with `gpus` logical GPUs each, at 127.0.0.2 and the following addresses."""
 
     def __init__(self, directory: Path, nodes: int, gpus: int) -> None:
         self.addresses = [f"127.0.0.{2 + node}" for node in range(nodes)]
         self._directory, self._gpus = directory, gpus
-        # Sockets lie in it: its path stays short.
+        # The directory holds Unix sockets, whose paths must stay short.
         self._temporary = Path(tempfile.mkdtemp(prefix="nodes-", dir="/tmp"))
         port, dashboard_port = (_free_port(self.addresses[0]) for _ in range(2))
         self._ports = {"RAY_PORT": str(port), "DASHBOARD_PORT": str(dashboard_port)}
@@ -56,7 +56,7 @@ class RayNodes:
         self._stop()
 
     def node_of(self, pid: int) -> str | None:
-        """The address of the node that the process belongs to; None: to no node of this cluster."""
+        """The address of the process's node; None if it belongs to no node of this cluster."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             for parent in (process, *process.parents()):
@@ -66,7 +66,7 @@ class RayNodes:
         return None
 
     def processes(self) -> dict[int, str]:
-        """Process id and command line of all processes of the cluster and of what runs on it."""
+        """Process id -> command line, of all processes of the cluster and of programs that run on it."""
         found = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -75,7 +75,7 @@ class RayNodes:
         return found
 
     def actors(self) -> dict[str, list[str]]:
-        """The names of the actors that live, by the address of the node whose log tells them."""
+        """The names of living actors, by the address of the node whose log has them."""
         found: dict[str, list[str]] = {address: [] for address in self.addresses}
         for address in self.addresses:
             for log in self._temporary_of(address).glob("session_latest/logs/worker-*.out"):
@@ -85,7 +85,7 @@ class RayNodes:
         return found
 
     def listening(self) -> dict[str, set[tuple[str, str]]]:
-        """By address of the node, the TCP sockets that listen there: (command line of the process, address of the socket)."""
+        """Address of a node -> its listening TCP sockets: (command line of the process, address of the socket)."""
         found: dict[str, set[tuple[str, str]]] = {address: set() for address in self.addresses}
         for pid, command in self.processes().items():
             node = self.node_of(pid)
@@ -116,7 +116,7 @@ class RayNodes:
 
     def _stop(self) -> None:
         with ThreadPoolExecutor() as pool:
-            # The head goes last: the others tell it that they leave.
+            # The head ends last, because the other nodes tell it that they leave.
             ended = list(pool.map(lambda address: self._cluster(address, "stop"), self.addresses[:0:-1]))
         ended.append(self._cluster(self.addresses[0], "stop"))
         shutil.rmtree(self._temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What the recipes of the contributors' page promise, checked in a tree in which a recipe was followed."""
+"""Checks that the recipes of the contributors' page keep their promise, in a tree in which a recipe was followed."""
 
 import asyncio
 import sys
@@ -90,6 +90,6 @@ def a_transport_can_be_asked_for_and_carries_a_push(directory: Path) -> None:
 
 
 def check(name: str) -> None:
-    """Run the check in a directory of its own."""
+    """Run the check `name` in a directory of its own."""
     with tempfile.TemporaryDirectory() as directory:
         getattr(sys.modules[__name__], name)(Path(directory))

@@ -1,7 +1,7 @@
-"""Objectives of the grid on one rehearsed rank, one after the other: what `rehearse_rank` may start.
+"""Objectives of the grid on one rehearsed rank, one after the other: a module that `rehearse_rank` can start.
 
-`args.rehearsed_objectives` names them. Each has data, a pass and a step of its own, in phases that carry its name; model and
-optimizer are one. Nothing here may import torch before the process has prepared itself.
+`args.rehearsed_objectives` names them. Each has its own data, pass and step, in phases that carry its name; they share model
+and optimizer. Nothing in this module may import torch before the process has prepared itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def rank_of_grid(task: Task, recorder: Recorder) -> RehearsedRank:
 
 
 def _kept_tokens(batch: Any) -> Any:
-    """Sets of `KEPT` tokens; how many is known on the host, and so real."""
+    """Sets of `KEPT` tokens. The host knows the sizes of such sets, so these are real numbers."""
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 

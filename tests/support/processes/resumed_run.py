@@ -1,4 +1,4 @@
-"""A run in any layout and precision that stops at a checkpoint, and the run that goes on from it as a rank's start loads it."""
+"""A run in any layout and precision that stops at a checkpoint, and the run that resumes from it by a rank's normal start."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from slime.arguments.checkpoints import WeightSource
 from tests.support.processes.layout_steps import LayoutRun, layout_args
 
-# A scale that fits the tiny model, and a window that one step of the resumed run completes.
+# The loss scale fits the tiny model, and one step of the resumed run completes the window.
 FLOAT16 = {
     "fp16": True, "initial_loss_scale": 2.0**10, "min_loss_scale": 1.0, "loss_scale_window": 3, "hysteresis": 2,
 }  # fmt: skip
 
 
 def resumable_args(hf_dir: Any, save: Any, **overrides: Any) -> SimpleNamespace:
-    """`layout_args` of a run that saves to `save`."""
+    """The arguments of `layout_args` for a run that saves to `save`."""
     sizes = (
         "data_parallel_size",
         "tensor_model_parallel_size",
@@ -45,7 +45,7 @@ def changed(args: SimpleNamespace, **overrides: Any) -> SimpleNamespace:
 
 
 class ResumableRun(LayoutRun):
-    """A run of the actor or, with `role="critic"`, of the critic, on data that a resumed run has too."""
+    """A run of the actor or, with `role="critic"`, of the critic, on data that the resumed run has too."""
 
     def prepare(self) -> None:
         if getattr(self.args, "role", "actor") == "actor":
@@ -72,7 +72,7 @@ class ResumableRun(LayoutRun):
         dist.barrier()
 
     def parts(self) -> list[Any]:
-        """Megatron's optimizers, of dense and of expert parameters, as far as such are trained."""
+        """Megatron's optimizers: of dense and of expert parameters, if they are trained."""
         return [part for part in self.optimizer.chained_optimizers if part.optimizer is not None]
 
     def groups(self) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ class ResumableRun(LayoutRun):
         return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
     def fingerprints(self) -> dict[str, Any]:
-        """What the next steps depend on: tensors as digests of their bytes."""
+        """The state on which the next steps depend, with tensors as digests of their bytes."""
         inner = [part.optimizer for part in self.parts()]
         masters = [p.detach() for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
         moments = [t for optimizer in inner for state in optimizer.state.values() for _, t in sorted(state.items())]
@@ -102,7 +102,7 @@ class ResumableRun(LayoutRun):
 
 
 def digest(tensors: Any) -> str:
-    """A digest of all bytes."""
+    """A digest of the bytes of all tensors."""
     found = hashlib.blake2b(digest_size=12)
     for tensor in tensors:
         found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -110,9 +110,9 @@ def digest(tensors: Any) -> str:
 
 
 def resumed(args: SimpleNamespace, directory: Any, data: dict[str, Any] | None = None) -> ResumableRun:
-    """The run of `args` that starts from the newest checkpoint in `directory`, loaded by the backend's own start.
+    """The run of `args` that starts from the newest checkpoint in `directory`, loaded by the backend.
 
-    Its model starts from other weights than any other run's. `data` replaces what it trains on.
+    Before it loads, its model has other weights than any other run. `data` replaces its training data.
     """
     run = ResumableRun(changed(args, seed=args.seed + 77), loads=False)
     run.args = run.backend.args = args
@@ -124,7 +124,7 @@ def resumed(args: SimpleNamespace, directory: Any, data: dict[str, Any] | None =
 
 @contextlib.contextmanager
 def lines_of_slime() -> Iterator[list[str]]:
-    """What our code logs in the block."""
+    """Yields a list that collects the lines of our loggers in the block."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -140,7 +140,7 @@ def lines_of_slime() -> Iterator[list[str]]:
 
 
 def stored_tensors(directory: Any) -> dict[str, torch.Tensor]:
-    """All of a torch_dist checkpoint, whole, read by torch alone."""
+    """All whole tensors of a torch_dist checkpoint, read by torch alone."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

@@ -22,33 +22,33 @@ from tests.support.processes.local_ray import start_ray
 from tests.support.processes.waiting import wait_until
 
 API_KEY = "key-of-this-test-run"
-# An integer with a suffix, a list of integers, JSON, a text that only sglang can read, a switch turned off.
+# An integer with a suffix, a list of integers, JSON, a text that only sglang can parse, a switch turned off, a word.
 TYPED_FLAGS = (
     "--sglang-max-total-tokens", "16Ki", "--sglang-gc-threshold", "701", "11", "12",
     "--sglang-default-chat-template-kwargs", '{"enable_thinking": false}',
     "--sglang-cuda-graph-config", '{"decode": {"backend": "disabled"}}', "--no-sglang-dllm-fdfo",
     "--sglang-served-model-name", "tiny",
 )  # fmt: skip
-# Of a checkpoint with experts.
+# Config entries of a checkpoint with experts.
 MIXTURE = {
     "model_type": "qwen3_moe", "tie": False, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     "norm_topk_prob": True,
 }  # fmt: skip
-# An engine of two groups for attention. Its answers are drawn as they are in a run that is not reproducible.
+# Arguments of an engine with two attention groups, without deterministic inference.
 TWO_GROUPS = {
     "sglang_ep_size": 2, "sglang_dp_size": 2, "sglang_enable_dp_attention": True, "sglang_enable_dp_lm_head": True,
     "sglang_enable_deterministic_inference": None,
 }  # fmt: skip
 GROUPS = range(2)
-# Of an engine on the devices of training ranks.
+# Arguments of an engine on the devices of training ranks.
 TOGETHER = {"colocate": True, "has_trainer": True}
-# Tokens of an answer that is under way for a while.
+# The tokens of an answer that takes a while.
 LONG = 1500
 PROMPT = [5, 9, 77, 200, 31, 8, 90, 3]
 
 
 def typed_server_flags() -> dict[str, Any]:
-    """What the parser makes of `TYPED_FLAGS`."""
+    """The parser's values for `TYPED_FLAGS`."""
     args = build_parser().parse_args(["--rollout-batch-size", "1", *TYPED_FLAGS])
     return {name: value for name, value in vars(args).items() if value is not None and name.startswith("sglang_")}
 
@@ -63,7 +63,7 @@ def make_args(checkpoint: str | Path, **overrides: Any) -> SimpleNamespace:
         "sglang_config": None,
         "prefill_num_servers": None,
         "sglang_router_ip": None,
-        # Nobody pushes by the owner's order here: what the engines loaded counts.
+        # The owner orders no pushes here, so the loaded weights count as the first version.
         "has_trainer": False,
         "asynchronous": False,
         "use_fault_tolerance": False,
@@ -104,7 +104,7 @@ def make_args(checkpoint: str | Path, **overrides: Any) -> SimpleNamespace:
 
 
 class Serving:
-    """Router and engines under their owner; `engines` are those of the start, also when they are dead."""
+    """Router and engines with their owner. `engines` are those that were started first, even if they have died."""
 
     def __init__(self, args, log_dir, placement_group) -> None:
         self.args, self.log_dir, self.placement_group = args, log_dir, placement_group
@@ -130,7 +130,7 @@ class Serving:
 
 @contextlib.contextmanager
 def serving_of(args: SimpleNamespace, log_dir: Path) -> Iterator[Serving]:
-    """What serves by `args`, when it is ready; with a Ray of its own, which ends with it."""
+    """Yields router and engines for `args` when they are ready, in a Ray of their own, which ends with the block."""
     devices = args.rollout_num_gpus
     start_ray(num_cpus=2 * devices, num_gpus=devices)
     try:
@@ -147,14 +147,14 @@ def serving_of(args: SimpleNamespace, log_dir: Path) -> Iterator[Serving]:
 
 
 def requests_of_groups(url: str) -> list[int]:
-    """How many requests each group of an engine is answering; an engine without groups is one."""
+    """The number of running requests in each attention group of an engine; an engine without groups has one."""
     headers = {"Authorization": f"Bearer {API_KEY}"}
     answer = requests.get(f"{url}/v1/loads?include=core", headers=headers, timeout=60).json()
     return [load["num_running_reqs"] for load in sorted(answer["loads"], key=lambda load: load["dp_rank"])]
 
 
 def flush(url: str) -> int:
-    """The status by which an engine answers when it is asked to empty its caches."""
+    """Ask an engine to flush its caches. Returns the status of its answer."""
     return post(f"{url}/flush_cache", {}).status_code
 
 
@@ -171,7 +171,7 @@ def mean_difference(answer, model) -> float:
 
 
 def assert_computed_by(answer: dict[str, Any], model: ReferenceModel, prompt: list[int] = PROMPT) -> None:
-    """Every log-prob of the answer, of two tokens at least, is the model's to 1e-4, and their mean difference at most 1e-5."""
+    """The answer has at least two tokens; each log-prob differs from the model's by at most 1e-4, and on average by 1e-5."""
     tokens, log_probs = response_of(answer)
     expected = model.log_probs(prompt, tokens)
     assert len(tokens) > 1 and log_probs == pytest.approx(expected, abs=1e-4)
@@ -188,7 +188,7 @@ def wait_until_ended(processes):
 
 
 class Trainer:
-    """One process that is all sources of a push: each sends its share of `tensors`."""
+    """One process with all sources of a push; each of them sends its share of `tensors`."""
 
     def __init__(self, args, tensors, expected=None, num_sources=1, version=0):
         from slime.weights.buckets import split_into_buckets
@@ -224,7 +224,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def pushing(serving, tensors, expected=None, num_sources=1, version=0, **flags):
-    """A function that pushes `tensors` to all engines and returns the report."""
+    """Makes a function that pushes `tensors` to all engines and returns the report."""
     from slime.weights.push import WeightPush
     from slime.weights.transports import Receiver
 
@@ -240,8 +240,8 @@ def pushing(serving, tensors, expected=None, num_sources=1, version=0, **flags):
 
 
 def assert_groups_compute(ask, checkpoint):
-    """Log-probs of either group of an engine are those of the model: while the other one is idle, and while both have requests,
-    which end at different times."""
+    """Both groups of an engine give the model's log-probs: while the other group is idle, and while both have requests that end
+    at different times."""
     model = ReferenceModel(checkpoint)
     for group in GROUPS:
         answer = ask(group).result()

@@ -1,4 +1,4 @@
-"""A generate function with an engine that says what a test has written down."""
+"""Calls a generate function with an engine whose answers a test has written down."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ def spoken(
     arguments: tuple[Any, ...] = (),
     **changes: Any,
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """What `function(args, sample, sampling_params, *arguments)` returns, and the requests that it made.
+    """Call `function(args, sample, sampling_params, *arguments)`. Returns (its result, the requests that it made).
 
-    `turns`: what the engine says, as text or as ids, one after the other; or what it says to a text that it is sent.
+    `turns`: the engine's answers in order, each as text or ids; or a function from a prompt's text to the answer.
     """
     tokenizer = build_tokenizer()
     left = iter(turns) if not callable(turns) else None
@@ -43,6 +43,6 @@ def spoken(
         server.text_of = tokenizer.decode
         settings = {"max_turns": None, "rollout_max_response_len": 200, "apply_chat_template": False, **changes}
         args = make_args(checkpoint, server.port)
-        # Among them are settings of the function's own.
+        # Settings of the function itself may be among them.
         vars(args).update(settings)
         return asyncio.run(main(args)), server.requests

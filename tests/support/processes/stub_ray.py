@@ -1,10 +1,9 @@
-"""Programs that stand for `ray`, and for the `python` of a run, where only what the scripts ask of them matters; they write
-down their arguments. The words of the latest submission stand in STUB_LOG.submission, with a null byte behind each; a file that
-is the job is kept as STUB_LOG.job.
+"""Programs that replace `ray`, and the `python` of a run, in tests of the scripts; they record their arguments. The words of
+the latest submission are in STUB_LOG.submission, each followed by a null byte. If the job is a file, STUB_LOG.job is its copy.
 
-Variables: STUB_LOG (file of calls; those of `python` stand in STUB_LOG.python), STUB_START (ok, mismatch, token, hang, or
-slow: the second start succeeds), STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (how long it runs), STUB_REFUSALS
-(how many submissions are refused first), STUB_REFUSAL (with what words), STUB_CHECK (what the check of a run says),
+Variables: STUB_LOG (file of calls; those of `python` are in STUB_LOG.python), STUB_START (ok, mismatch, token, hang, or slow:
+the second start succeeds), STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (its duration), STUB_REFUSALS (number of
+submissions that are refused first), STUB_REFUSAL (message of a refusal), STUB_CHECK (output of the check of a run),
 STUB_CHECK_STATUS (its exit status).
 """
 
@@ -59,7 +58,7 @@ echo "${STUB_CHECK-ready; the run needs 4 GPUs}"
 
 
 def make_stub_ray(directory: Path) -> dict[str, str]:
-    """Write the programs and return the variables that make the scripts use it, with a home and directories of its own."""
+    """Write the programs. Returns the variables that make the scripts use them, with a home and directories of their own."""
     program, python = directory / "ray", directory / "python-of-the-run"
     for path, text in ((program, _PROGRAM), (python, _PYTHON)):
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""The helper that runs test bodies in child processes tells the truth about them."""
+"""The helper that runs test bodies in child processes reports their results and failures correctly."""
 
 import os
 import sys
@@ -50,7 +50,7 @@ def _train_with_fsdp(args):
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_ranks_find_all_that_they_train_with_imported(tmp_path, backend):
-    """Each would spend seconds on it, and the server that forks them tells nobody what it could not import."""
+    """Otherwise each rank would import for seconds, and the server that forks ranks does not report failed imports."""
     write_tiny_model(tmp_path)
     (imported,) = run_distributed(_imports_of_training, 1, (layout_args(tmp_path, train_backend=backend),))
     of_training = [
@@ -92,5 +92,5 @@ def _arguments_that_were_there():
 
 
 def test_ranks_find_the_arguments_of_a_run_without_words():
-    """To read all flags and to parse no words takes a tenth of a second, and nearly every rank asks for them."""
+    """Reading all flags and parsing an empty command line takes a tenth of a second, and nearly every rank needs it."""
     assert run_distributed(_arguments_that_were_there, 1) == [1]

@@ -1,12 +1,12 @@
-"""Real runs of `train.py` in a process of their own, with everything they start.
+"""Real runs of `train.py` in a process of their own, with all processes that they start.
 
     with TrainProcess(flags, directory) as run:
         run.wait_for_line("rollout 0 ")
         assert run.wait(300) == 0
     assert run.scalars("train/loss") == {0: …}
 
-Invariants: a run is marked by an environment variable and by its working directory, so that every process that belongs
-to it is found, and none that does not. Leaving the block ends what is left of the run, whatever the test did.
+Invariants: a run is marked by an environment variable and by its working directory, so that exactly the processes that belong
+to it are found. Leaving the block ends all remaining processes of the run, whatever the test did.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ListeningSocket:
 
 
 class TrainProcess:
-    """One `python train.py`, or another `program`, with `flags`; its working directory, output and event files lie in
-    `directory`. `within`: the words of a command that runs the one behind it."""
+    """One `python train.py`, or another `program`, with `flags`. Its working directory, output and event files are in
+    `directory`. `within`: the words of a wrapper command, which runs the command after it."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class TrainProcess:
                 env=self._env,
                 cwd=self.directory,
                 start_new_session=True,
-                # A shell starts its background jobs with SIGINT ignored, and that is inherited.
+                # A shell starts background jobs with SIGINT ignored, and child processes inherit that.
                 preexec_fn=_restore_interrupt,
             )
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """End what is left of the run: first the driver, then, by their marks, those that did not follow it."""
+        """End the run: first the driver, then all remaining processes with the run's marks."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -104,15 +104,15 @@ class TrainProcess:
         self._process.send_signal(number)
 
     def send_signal_to_group(self, number: int) -> None:
-        """What a terminal does: the driver and everything in its process group get the signal."""
+        """Send a signal to the driver and its whole process group, as a terminal does."""
         os.killpg(self._process.pid, number)
 
     def has_ended(self) -> bool:
-        """Whether the driver has ended; other processes of the run may still be there."""
+        """Whether the driver has ended; other processes of the run may still exist."""
         return self._process.poll() is not None
 
     def wait(self, timeout: float) -> int:
-        """The exit status; an AssertionError with the end of the output after `timeout` seconds."""
+        """Wait for the end and return the exit status; AssertionError with the end of the output after `timeout` seconds."""
         try:
             status = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -121,19 +121,19 @@ class TrainProcess:
         return status
 
     def wait_for_success(self, timeout: float) -> None:
-        """Wait for the end; an AssertionError with the end of the output unless the exit status is 0."""
+        """Wait for the end; AssertionError with the end of the output unless the exit status is 0."""
         status = self.wait(timeout)
         assert status == 0, f"exit status {status}:\n{self.output()[-_OUTPUT_TAIL:]}"
 
     def finish(self, timeout: float = 400) -> TrainProcess:
-        """Start it, see that it ends well within `timeout` seconds, and that it leaves no process."""
+        """Start the run and check that it succeeds within `timeout` seconds and leaves no process."""
         with self:
             self.wait_for_success(timeout)
             self.assert_no_process_left()
         return self
 
     def wait_for_line(self, pattern: str, timeout: float) -> str:
-        """The first line of the output that matches `pattern`, as soon as it is there."""
+        """Wait for the first line of the output that matches `pattern`, and return it."""
         deadline = time.monotonic() + timeout
         while True:
             ended = self._process.poll() is not None
@@ -156,7 +156,7 @@ class TrainProcess:
         return found
 
     def ray_sessions(self) -> set[Path]:
-        """The directories in which the Ray of the run keeps its logs; known while it runs."""
+        """The directories in which the run's Ray keeps its logs; they can only be found while the run lives."""
         return {Path(name) for command in self.processes().values() for name in _RAY_SESSION.findall(command)}
 
     # -- what it left -----------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class TrainProcess:
         return self.output_path.read_text(errors="replace")
 
     def processes(self) -> dict[int, str]:
-        """Process id and command line of every process that belongs to the run."""
+        """Process id -> command line, of every process of the run."""
         return {
             int(entry.name): _read(entry / "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
             for entry in Path("/proc").iterdir()
@@ -173,7 +173,7 @@ class TrainProcess:
         }
 
     def schedulers(self) -> dict[int, str]:
-        """Process id and name ("scheduler", "scheduler_TP1") of each of SGLang's schedulers: one for a rank of an engine."""
+        """Process id -> name ("scheduler", "scheduler_TP1") of SGLang's schedulers; each rank of an engine has one."""
         titles = {pid: command.split(" ", 1)[0] for pid, command in sorted(self.processes().items())}
         return {
             pid: title.removeprefix("sglang::")
@@ -182,14 +182,14 @@ class TrainProcess:
         }
 
     def assert_no_process_left(self, timeout: float = 60.0) -> None:
-        """See that all processes of the run, which need a moment to end, are gone after `timeout` seconds."""
+        """Check that all processes of the run have ended, for which they have `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while left := self.processes():
             assert time.monotonic() < deadline, f"left running: {left}"
             time.sleep(_POLL_SECONDS)
 
     def scalars(self, tag: str) -> dict[int, float]:
-        """Value by step of a TensorBoard scalar, read from the event files."""
+        """Step -> value of a TensorBoard scalar, read from the event files."""
         return self._all_scalars().get(tag, {})
 
     def scalar_tags(self) -> set[str]:
@@ -209,7 +209,8 @@ class TrainProcess:
         return found
 
     def _belongs(self, entry: Path) -> bool:
-        """By environment; or by working directory, since Ray's workers overwrite their environment with their title."""
+        """Whether a process belongs to the run, by its environment or its working directory: Ray's workers overwrite their
+        environment with their title."""
         if f"{MARK}={self.mark}".encode() in _read(entry / "environ").split(b"\0"):
             return True
         with contextlib.suppress(OSError):
@@ -230,7 +231,7 @@ class SavingRun:
 
 
 def _read(path: Path) -> bytes:
-    """The content of the file; empty for a process that has ended or is another user's."""
+    """The content of a file of a process; empty if the process has ended or belongs to another user."""
     try:
         return path.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""The imports of a training rank, for processes that are forked once these are done."""
+"""The imports of a training rank, for processes that are forked after them."""
 
 import importlib
 import pkgutil
@@ -7,9 +7,9 @@ PACKAGES = ("slime.training", "slime.backends.megatron_utils", "slime.weights")
 
 
 def import_trainer() -> None:
-    """Import the trainer with its Megatron backend, and torch's compiler, which the first optimizer of a process asks for.
+    """Import the trainer with its Megatron backend, and torch's compiler, which the first optimizer of a process imports.
 
-    The modules are found and not named, so that none is left out when the trainer is laid out anew.
+    The function searches for the modules instead of listing them, so that it finds new ones too.
     """
     for name in PACKAGES:
         package = importlib.import_module(name)

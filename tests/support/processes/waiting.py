@@ -1,4 +1,4 @@
-"""Waits for what another process or task does, as soon as it is done and no longer than a limit."""
+"""Waits for another process or task with a time limit."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ _POLL_SECONDS = 0.02
 
 
 def wait_until(condition: Callable[[], T], seconds: float = 60.0) -> T:
-    """The first result of `condition` that is true; AssertionError after `seconds`."""
+    """Wait for a true result of `condition` and return it; AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, f"nothing happened within {seconds:g} s"
@@ -19,7 +19,7 @@ def wait_until(condition: Callable[[], T], seconds: float = 60.0) -> T:
 
 
 async def until(condition: Callable[[], T], seconds: float = 60.0) -> T:
-    """`wait_until` in a coroutine, whose event loop goes on meanwhile; TimeoutError after `seconds`."""
+    """`wait_until` for coroutines: the event loop goes on meanwhile. TimeoutError after `seconds`."""
     async with asyncio.timeout(seconds):
         while not (result := condition()):
             await asyncio.sleep(_POLL_SECONDS / 4)

@@ -1,4 +1,4 @@
-"""What engines do with weights, in processes of their own: one for each device of an engine, and one that speaks for all."""
+"""Fake engines that receive weights, as actors: one for each device of an engine, and one that takes the engine's orders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.processes.waiting import wait_until
 
 
 class Peer:
-    """A device of an engine: its rank in weight groups, and what it received."""
+    """A device of an engine: its rank in weight groups, and the weights that it received."""
 
     def __init__(self) -> None:
         import torch  # noqa: F401
@@ -27,8 +27,8 @@ class Peer:
         self.trouble, self.received, self.groups = None, [], {}
 
     def start(self, trouble):
-        """Forget what was received. `trouble`: what it does instead of receiving the second bucket from now on; a directory: it
-        takes bucket n, counted from 0, when a file `n + 1` is there."""
+        """Forget all received weights. `trouble` names the fault that occurs at the second bucket. If it is a directory, bucket
+        n, counted from 0, is received when the directory has a file `n + 1`."""
         self.trouble, self.received = trouble, []
 
     def init_weights_update_group(self, host, port, rank, world_size, name, backend, timeout):
@@ -62,7 +62,7 @@ class Peer:
             if self.trouble in ("refuses", "refuses once"):
                 self.trouble = self.trouble if self.trouble == "refuses" else None
                 raise RunError("no memory for this bucket")
-        # As SGLang does it.
+        # SGLang receives buckets in the same way.
         if load_format:
             assert load_format == "flattened_bucket"
             buffers = [torch.empty(sum(4 * math.prod(shape) for shape in shapes), dtype=torch.uint8)]
@@ -78,7 +78,7 @@ class Peer:
         self.received.append((names, found, load_format) if len(names) == 3 else (names, found))
 
     def open_handle(self, handle):
-        """As SGLang finds the tensors of a handle."""
+        """Open the tensors of a handle as SGLang does."""
         found = pickle.loads(base64.b64decode(handle))
         values = set(found["flattened_tensor"].view(found["metadata"][0].dtype).tolist())
         self.received.append(([entry.name for entry in found["metadata"]], values))
@@ -91,20 +91,20 @@ class Peer:
 
 
 class EnginePeer:
-    """An engine whose devices are the `ranks`, actors of `Peer`; `told` is what it was told, in order.
+    """An engine whose devices are the `ranks`, actors of `Peer`; `told` lists its orders.
 
-    `reports`: what it says is its version; None: what it was told.
+    `reports`: the weight version that it reports; None: the one that it was given.
     """
 
     def __init__(self, ranks: Sequence[Any], reports: str | None = None) -> None:
         self.start(ranks, reports)
 
     def start(self, ranks: Sequence[Any], reports: str | None = None) -> None:
-        """Be another engine, which was told nothing."""
+        """Become another engine, which has had no orders yet."""
         self.ranks, self.reports, self.told, self.version = ranks, reports, [], "0"
 
     def _ask(self, method: str, arguments: Sequence[Sequence[Any]]) -> None:
-        """Ask all ranks at the same time: they may wait for each other."""
+        """Call all ranks at the same time, because they may wait for each other."""
         import ray
 
         refs = [getattr(rank, method).remote(*words) for rank, words in zip(self.ranks, arguments, strict=True)]
@@ -166,7 +166,7 @@ class EnginePeer:
 
 
 def start_peers(count: int) -> list[Any]:
-    """Actors of `Peer`, ready."""
+    """Actors of `Peer` that are ready."""
     import ray
 
     peers = [ray.remote(num_cpus=0, max_concurrency=4)(Peer).remote() for _ in range(count)]
@@ -175,7 +175,7 @@ def start_peers(count: int) -> list[Any]:
 
 
 def engine_of(ranks: Sequence[Any], reports: str | None = None) -> Any:
-    """An actor of `EnginePeer`. It takes one order after the other, as a server does."""
+    """An actor of `EnginePeer`. It carries out one order after the other, as a server does."""
     import ray
 
     return ray.remote(num_cpus=0)(EnginePeer).remote(list(ranks), reports)

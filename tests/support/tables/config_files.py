@@ -1,4 +1,4 @@
-"""Files that flags name, in the tests of what is read from them."""
+"""Writes files that flags name, and parses such flags, for tests of the files' contents."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from slime.arguments.parser import ArgumentParser, parse_known
 
 
 def written(directory: Path, text: str, name: str) -> Path:
-    """The file `name` of `directory`, which holds `text`."""
+    """Write `text` into the file `name` of `directory`. Returns its path."""
     path = directory / name
     path.write_text(text)
     return path
 
 
 def parsed_with_file(parser: ArgumentParser, flag: str, path: Path, *words: str) -> argparse.Namespace:
-    """The arguments that `parser` makes of `flag` with the file and of further words; the file itself is not read yet."""
+    """The parsed arguments for `flag` with the file and for further words. The file itself is not read yet."""
     return parse_known(parser, [flag, str(path), *words])

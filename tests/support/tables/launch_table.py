@@ -1,4 +1,4 @@
-"""The launch scripts, and what each sets up, written down by hand: a second source beside the scripts.
+"""The launch scripts with their settings, written down by hand as a second source beside the scripts.
 
 Columns: model script | actor nodes, GPUs per node, rollout GPUs (- = shared with training, 0 = no engines) | TP, PP, CP,
 EP, layers of the last stage | prompts per rollout, samples per prompt, rollouts per optimizer step (or `steps`: four steps
@@ -13,7 +13,7 @@ from tests.support.tables.shell_arrays import ROOT
 from tools.published_models import PUBLISHED_MODELS
 
 SCRIPTS_DIR = ROOT / "scripts"
-# By their path below scripts/, without `.sh`.
+# The keys are paths below scripts/, without `.sh`.
 SCRIPTS = {
     str(path.relative_to(SCRIPTS_DIR).with_suffix("")): path
     for path in sorted([*SCRIPTS_DIR.glob("run-*.sh"), *SCRIPTS_DIR.glob("low_precision/run-*.sh")])
@@ -70,7 +70,7 @@ _SFT = (
 _FP8 = "--fp8-format=e4m3 --fp8-recipe=blockwise --use-tis"
 _INT4 = "--rollout-temperature=0.8 --use-tis"
 
-# What sets a script apart from the shared settings.
+# The settings of a script that differ from the shared ones.
 NOTES = {
     "run-qwen3-4B": "--advantage-estimator=grpo --eps-clip=0.2 --eps-clip-high=0.28 --kl-loss-coef=0.00 "
     "--kl-loss-type=low_var_kl --lr=1e-6 --lr-decay-style=constant --weight-decay=0.1 --adam-beta1=0.9 --adam-beta2=0.98 "
@@ -124,17 +124,17 @@ class Launch:
     flags: dict[str, str | None]
 
     def size(self, flag: str) -> int:
-        """The number behind `flag`; 1 where it is absent."""
+        """The number after `flag`; 1 if the flag is absent."""
         return int(self.flags[flag] or 1)
 
 
 def launches() -> dict[str, Launch]:
-    """Path of each launch script below scripts/, without `.sh` → what it must set."""
+    """Path of each launch script below scripts/, without `.sh` → the settings that it must have."""
     return {row[0]: _launch(row) for row in map(str.split, _ROWS.strip().splitlines())}
 
 
 def value_of(words: list[str], flag: str) -> str | None:
-    """The value of the last occurrence of `flag` in the words of a command ("" for a switch); None when it is absent."""
+    """The value of the last occurrence of `flag` in the words of a command, "" for a switch; None if the flag is absent."""
     places = [place for place, word in enumerate(words) if word == flag]
     if not places:
         return None
@@ -143,7 +143,7 @@ def value_of(words: list[str], flag: str) -> str | None:
 
 
 def write_configs(words: list[str], row: Launch, **changed: int) -> None:
-    """The published config, with what is `changed`, in the directories that a run's words name; there is nothing else there."""
+    """Write the published config, with `changed` entries and nothing else, into the directories that a run's words name."""
     for flag in ("--hf-checkpoint", "--ref-load"):
         directory = Path(value_of(words, flag))
         directory.mkdir(parents=True, exist_ok=True)

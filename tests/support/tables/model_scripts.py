@@ -1,4 +1,4 @@
-"""The flags of every model script, read from the scripts; and how many parameters the published checkpoints have."""
+"""The flags of every model script, read from the scripts, and the numbers of parameters of the published checkpoints."""
 
 import functools
 from pathlib import Path
@@ -7,7 +7,7 @@ from tests.support.tables.shell_arrays import ROOT, as_flags, source_all
 
 SCRIPTS = {path.stem: path for path in sorted((ROOT / "scripts" / "models").glob("*.sh"))}
 
-# Without layers that predict further tokens; with the routers' expert bias.
+# The numbers exclude layers for multi-token prediction and include the routers' expert bias.
 PARAMETER_COUNTS = {
     "qwen2.5-0.5B": 494_032_768,
     "qwen3-0.6B": 596_049_920,
@@ -23,10 +23,10 @@ PARAMETER_COUNTS = {
 
 @functools.cache
 def script_arrays() -> dict[str, dict[str, list[str]]]:
-    """The arrays `MODEL_ARGS` and `CKPT_ARGS` of all scripts, sourced from another directory with no variable set."""
+    """The arrays `MODEL_ARGS` and `CKPT_ARGS` of all scripts, sourced from another directory without variables."""
     return source_all(SCRIPTS, ("MODEL_ARGS", "CKPT_ARGS"), cwd=Path("/"))
 
 
 def script_flags() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Name of each model script → every flag that it sets, with its values."""
+    """Name of each model script → its flags with their values."""
     return {name: as_flags(arrays["MODEL_ARGS"]) for name, arrays in script_arrays().items()}

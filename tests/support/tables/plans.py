@@ -1,4 +1,4 @@
-"""Command lines whose plans are looked at: from flags alone, no file exists."""
+"""Command lines for tests of plans. They use flags only: none of their files exists."""
 
 import argparse
 
@@ -19,14 +19,14 @@ _EXPERTS = (
     "--norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 151936 --untie-embeddings-and-output-weights "
     "--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768"
 )
-# A dense model of 4 B parameters on 4 GPUs, one engine on two more.
+# A dense model of 4 B parameters trains on 4 GPUs, and one engine has two more.
 SMALL = (
     f"{_RUN} {_DENSE} --actor-num-gpus-per-node 4 --rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 "
     "--tensor-model-parallel-size 2 --sequence-parallel --rollout-batch-size 32 --n-samples-per-prompt 8 "
     "--num-steps-per-rollout 2 --rollout-max-prompt-len 1024 --rollout-max-response-len 7168 --use-dynamic-batch-size "
     "--max-tokens-per-gpu 16384 --sglang-mem-fraction-static 0.8 --wandb-key topsecret"
 )
-# Experts on two nodes that train and serve in turns.
+# A model with experts trains and serves in turns on two nodes.
 TWO_NODES = (
     f"{_RUN} {_EXPERTS} --actor-num-nodes 2 --actor-num-gpus-per-node 8 --colocate --rollout-num-gpus-per-engine 8 "
     "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2 --expert-model-parallel-size 8 "

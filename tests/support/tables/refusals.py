@@ -1,6 +1,6 @@
-"""Command lines that are refused, by topic: what is typed, the flags of the violation, its kind.
+"""Command lines that are refused, by topic: (typed words, flags of the violation, its kind).
 
-The sentences stand in `tests/arguments/data/messages.txt`, with everything else that each command line is refused for.
+All messages for each command line are in `tests/arguments/data/messages.txt`.
 """
 
 from slime.arguments.violations import Kind
@@ -8,7 +8,7 @@ from slime.arguments.violations import Kind
 UNKNOWN, OUT_OF_BOUNDS, WRONG, MISSING, NOT_BUILT = Kind
 FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
-# {tmp} is the directory of the run's files.
+# {tmp} stands for the directory of the run's files.
 REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
     "bounds": (
         ("--n-samples-per-prompt 0", "--n-samples-per-prompt", OUT_OF_BOUNDS),

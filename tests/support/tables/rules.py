@@ -1,4 +1,4 @@
-"""What a run says about broken rules."""
+"""The messages of a run about broken rules."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.support.models.args import command_line
 
 
 def violations(directory: Path, words: str | list[str], *, asynchronous: bool = False) -> list[str]:
-    """The lines of the message with which a run with the flags `words` is refused; `{tmp}` in them is `directory`."""
+    """The lines of the message that refuses a run with the flags `words`; `{tmp}` in the flags stands for `directory`."""
     if isinstance(words, str):
         words = words.format(tmp=directory).split()
     with pytest.raises(UserError) as error:
@@ -20,7 +20,7 @@ def violations(directory: Path, words: str | list[str], *, asynchronous: bool = 
 
 
 def refusal(directory: Path, words: str, *, asynchronous: bool = False) -> tuple[Violation, ...]:
-    """The violations of a run with the flags `words`; `{tmp}` in them is `directory`, and replaces it in the messages."""
+    """The violations of a run with the flags `words`. `{tmp}` stands for `directory`, in the flags and in the messages."""
     with pytest.raises(Refusal) as error:
         given = words.format(tmp=directory).split()
         parse_args(argv=[*command_line(directory), *given], asynchronous=asynchronous)
@@ -31,6 +31,6 @@ def refusal(directory: Path, words: str, *, asynchronous: bool = False) -> tuple
 
 
 def assert_violation(directory: Path, words: str | list[str], message: str, *, asynchronous: bool = False) -> None:
-    """A run with the flags `words` is refused with exactly the line `message` among others; `{tmp}` as above."""
+    """A run with the flags `words` is refused, and exactly the line `message` is among the reasons; `{tmp}` as above."""
     lines = violations(directory, words, asynchronous=asynchronous)
     assert message.format(tmp=directory) in lines, "\n".join(lines)

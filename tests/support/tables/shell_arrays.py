@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 
-# Variables of the caller's environment that scripts read: a test sets them itself or they are unset.
+# Variables that scripts read: they are unset unless a test sets them, whatever the caller's environment has.
 READ_BY_SCRIPTS = (
     "HF_CHECKPOINT", "REF_LOAD", "LOAD", "SAVE", "MODEL_ARGS_NUM_LAYERS", "MODEL_ARGS_ROTARY_BASE", "BASE_DIR",
     "MODELS_DIR", "DATA_DIR", "CHECKPOINTS_DIR", "PROMPT_DATA", "EVAL_DATA", "SFT_DATA", "ACTOR_NUM_NODES",
@@ -20,13 +20,13 @@ READ_BY_SCRIPTS = (
 
 
 def script_environment(**variables: str) -> dict[str, str]:
-    """The caller's environment without what scripts read, plus `variables`."""
+    """The caller's environment without the variables that scripts read, plus `variables`."""
     kept = {name: value for name, value in os.environ.items() if name not in READ_BY_SCRIPTS}
     return {**kept, **variables}
 
 
 def bash(program: str, *, cwd: Path = ROOT, timeout: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a bash program given as text."""
+    """Run a bash program that is given as text."""
     return subprocess.run(
         ["bash", "-c", program], cwd=cwd, capture_output=True, text=True, timeout=timeout,
         env=script_environment(**variables),
@@ -64,7 +64,7 @@ def _read(words: list[str]) -> dict[str, dict[str, list[str]]]:
 
 
 def as_flags(words: list[str]) -> dict[str, tuple[str, ...]]:
-    """`--flag value …` words as a dictionary. A flag that occurs twice is an error."""
+    """Words `--flag value …` as a dictionary. A flag that occurs twice is an error."""
     flags: dict[str, tuple[str, ...]] = {}
     for word in words:
         if word.startswith("--"):

@@ -1,4 +1,4 @@
-"""Reads back what an offline W&B run wrote: a log of records in blocks of 32 KiB, each with checksum, length and kind."""
+"""Reads the file of an offline W&B run: a log of records in blocks of 32 KiB; records have checksum, length and kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHOLE, _LAST = 1, 4
 
 
 class OfflineRun:
-    """The only run below `directory`/wandb: `run` (its settings), `config`, `axes` and `history`."""
+    """The only run below `directory`/wandb, with its settings (`run`), `config`, `axes` and `history`."""
 
     def __init__(self, directory: Path) -> None:
         from wandb.proto.wandb_internal_pb2 import Record
