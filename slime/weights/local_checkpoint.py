@@ -30,8 +30,16 @@ from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import write_json_atomically
 from slime.utils.plugin_loader import call_plug_in
 from slime.weights import delta_encoding
-from slime.weights.hf_reader import Place, places_of_checkpoint, places_of_tensors, read_bytes
-from slime.weights.hf_writer import copy_auxiliary_files
+from slime.weights.buckets import split_into_buckets
+from slime.weights.hf_reader import (
+    Place,
+    SafetensorsDirectory,
+    fused_ending,
+    places_of_checkpoint,
+    places_of_tensors,
+    read_bytes,
+)
+from slime.weights.hf_writer import copy_auxiliary_files, number_shards, write_shard
 from slime.weights.publication import CHECKPOINT, Patch, Publication, patches_of_metadata, version_in
 
 logger = logging.getLogger(__name__)
@@ -41,6 +49,7 @@ _FLAG = "--update-weight-local-checkpoint-dir"
 _HOOK_FLAG = "--sglang-custom-pull-weights-pre-read-hook"
 _STATE, _TURN, _RUN = ".slime-state.json", ".slime-turn", ".slime-run"
 _POLL_SECONDS = 0.05
+_SHARD_BYTES = 1024**3
 _THREADS = 8
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -128,17 +137,28 @@ class LocalCheckpoint:
         self._write_state(wanted)
 
     def _copy(self, source: Path) -> None:
-        """Replace all weights by those of `source`, with the files beside them."""
+        """Replace all weights by those of `source`, with the files beside them. Experts that it stacks get a tensor each, as
+        they have in pushes."""
         self._forget()
         for old in self._directory.iterdir():
             if old.is_file() and not old.name.startswith(".slime-"):
                 old.unlink()
         places = places_of_checkpoint(source)
         copy_auxiliary_files(source, self._directory)
+        if any(fused_ending(name) is not None for name in places):
+            self._write_apart(SafetensorsDirectory(source))
+            return
         for path in sorted({place.path for place in places.values()}):
             shutil.copyfile(path, self._directory / path.name)
         for index in source.glob("*.index.json"):
             shutil.copyfile(index, self._directory / index.name)
+
+    def _write_apart(self, stored: SafetensorsDirectory) -> None:
+        tensors, shards = ((name, stored.tensor(name)[...]) for name in sorted(stored.names())), []
+        for bucket in split_into_buckets(tensors, _SHARD_BYTES):
+            shards.append(f"shard-{len(shards):05d}")
+            write_shard(self._directory / shards[-1], bucket)()
+        number_shards(self._directory, shards)
 
     def _patch(self, steps: list[Publication]) -> None:
         """Apply deltas, the oldest first."""

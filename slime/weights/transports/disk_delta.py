@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.weights import delta_encoding
-from slime.weights.hf_reader import Place, places_of_checkpoint, read_bytes, safetensors_dtype
+from slime.weights.hf_reader import SafetensorsDirectory, safetensors_dtype
 from slime.weights.hf_writer import own_storage, write_shard
 from slime.weights.publication import CHECKPOINT, Patch, index_metadata, patches_to_metadata
 from slime.weights.transports.disk import DiskTransport
@@ -39,6 +39,17 @@ class _Base:
     shape: tuple[int, ...]
     data: np.ndarray
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Base:
+        """The bytes of a tensor on the host, in its own memory."""
+        import torch
+
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy()
+        return cls(safetensors_dtype(tensor.dtype), tuple(tensor.shape), data)
+
+    def copy(self) -> _Base:
+        return dataclasses.replace(self, data=self.data.copy())
+
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
@@ -59,7 +70,8 @@ class DiskDeltaTransport(DiskTransport):
         # The tensors that engines have, by name, and their version; None: it is not known.
         self._base: dict[str, _Base] = {}
         self._base_version: int | None = CHECKPOINT
-        self._checkpoint: dict[str, Place] = {}
+        self._checkpoint: SafetensorsDirectory | None = None
+        self._checkpoint_names: set[str] = set()
         self._whole = self._published = False
 
     def begin(self, version: int) -> None:
@@ -75,7 +87,8 @@ class DiskDeltaTransport(DiskTransport):
         # Not known until engines have the new tensors. A push that fails leaves it so.
         self._base_version = None
         if self._changes_version == CHECKPOINT:
-            self._checkpoint = places_of_checkpoint(Path(self._args.hf_checkpoint))
+            self._checkpoint = SafetensorsDirectory(self._args.hf_checkpoint)
+            self._checkpoint_names = self._checkpoint.names()
 
     def carry_all(self) -> None:
         self._whole = True
@@ -126,24 +139,22 @@ class DiskDeltaTransport(DiskTransport):
         tensor."""
         import torch
 
-        form = (safetensors_dtype(tensor.dtype), tuple(tensor.shape))
-        new = tensor.flatten().view(torch.uint8).numpy()
+        new = _Base.of(tensor)
         base = None if self._whole else self._base_of(name)
-        if base is None or (base.dtype, base.shape) != form:
-            self._base[name] = _Base(*form, new.copy())
-            return _Change(name, tensor, None, len(new))
-        encoding = delta_encoding.usable_encoding(self._args.update_weight_delta_encoding, len(new))
-        found = delta_encoding.encode(encoding, base.data, new, self._args.update_weight_delta_checksum)
+        if base is None or (base.dtype, base.shape) != (new.dtype, new.shape):
+            self._base[name] = new.copy()
+            return _Change(name, tensor, None, tensor.nbytes)
+        encoding = delta_encoding.usable_encoding(self._args.update_weight_delta_encoding, tensor.nbytes)
+        found = delta_encoding.encode(encoding, base.data, new.data, self._args.update_weight_delta_checksum)
         if not found.changed:
             return None
         stream = torch.frombuffer(bytearray(found.payload), dtype=torch.uint8)
         return _Change(name, stream, Patch(encoding, found.digest), found.changed)
 
     def _base_of(self, name: str) -> _Base | None:
-        if name not in self._base and self._changes_version == CHECKPOINT:
-            place = self._checkpoint.get(name)
-            if place is not None:
-                self._base[name] = _Base(place.dtype, place.shape, read_bytes(place))
+        is_stored = self._changes_version == CHECKPOINT and name in self._checkpoint_names
+        if is_stored and name not in self._base:
+            self._base[name] = _Base.of(self._checkpoint.tensor(name)[...]).copy()
         return self._base.get(name)
 
     def _index_metadata(self) -> Mapping[str, Any]:

@@ -42,11 +42,11 @@ def args(tmp_path):
 
 
 class Run:
-    """A trainer of `num_sources` sources, and a host."""
+    """A trainer of `num_sources` sources, and a host. `weights`: those of the trainer, by default the checkpoint's."""
 
-    def __init__(self, args, num_sources=2):
+    def __init__(self, args, num_sources=2, weights=None):
         self.args, self.directory = args, args.update_weight_disk_dir
-        self.weights = {name: tensor for name, tensor in checkpoint().items() if name != "unpushed"}
+        self.weights = weights or {name: tensor for name, tensor in checkpoint().items() if name != "unpushed"}
         self.sources = [
             WeightSource(
                 lambda index=index: self.buckets(index, num_sources), transport_of(args)(args, index, num_sources)
@@ -321,5 +321,25 @@ def test_a_checkpoint_in_another_dtype_is_replaced_whole(run):
     run.assert_on()
     run.settle()
     run.change("a")
+    assert run.push(2).changed_bytes <= 4
+    run.assert_on()
+
+
+@pytest.mark.parametrize("is_exchanged", [True, False])
+def test_deltas_change_single_experts_of_a_checkpoint_that_stacks_them(args, is_exchanged):
+    hf, layer = Path(args.hf_checkpoint), "layers.0.mlp.experts"
+    config = {"model_type": "qwen3_vl_moe", "text_config": {"hidden_size": 4, "num_experts": 2}}
+    (hf / "config.json").write_text(json.dumps(config))
+    parts = {"gate": torch.randn(2, 3, 4), "up": torch.randn(2, 3, 4), "down": torch.randn(2, 4, 3)}
+    whole = {"gate_up_proj": torch.cat([parts["gate"], parts["up"]], dim=1), "down_proj": parts["down"]}
+    stored = {f"{layer}.{name}": stack.mT.contiguous() if is_exchanged else stack for name, stack in whole.items()}
+    save_file({**checkpoint(), **stored}, hf / "model.safetensors")
+    experts = {f"{layer}.{expert}.{part}_proj.weight": parts[part][expert] for part in parts for expert in range(2)}
+    run = Run(args, weights={**checkpoint(), **experts})
+    run.change(f"{layer}.1.up_proj.weight", 5)
+    assert run.push(1).changed_bytes <= 4
+    run.assert_on()
+    assert loaded(args.update_weight_local_checkpoint_dir).keys() == run.weights.keys()
+    run.change(f"{layer}.0.down_proj.weight", 7)
     assert run.push(2).changed_bytes <= 4
     run.assert_on()
