@@ -13,17 +13,18 @@ from slime.models.family import (
     ATTENTION,
     DENSE_LAYER,
     ENDS,
+    LAYER,
     LAYER_NORMS,
     Config,
     Family,
     layer_rule,
+    prediction_layer,
     routed_experts,
 )
 from slime.models.glm import GLM4, GLM4_MOE
 from slime.models.latent import LATENT
-from slime.models.mimo import MIMO
 from slime.models.qwen import QWEN
-from slime.models.tensor_layouts import Replicated
+from slime.models.tensor_layouts import Replicated, SwappedInputs
 from slime.utils.errors import UserError
 
 _DENSE = (hf.decoder, hf.grouped_query_attention)
@@ -38,6 +39,29 @@ LLAMA = Family(
     rope_types=("default", "llama3"),
     rules=ENDS + DENSE_LAYER,
     fsdp=True,
+)
+
+# It has the layers of Qwen2, and layers for multi-token prediction beside them. The projection of these takes
+# [state; embedding], whereas Megatron's takes [embedding; state].
+MIMO = Family(
+    model_types=("mimo",),
+    names=("mimo",),
+    other_models=("mimov2", "mimovl", "mimoaudio"),
+    parts=(*_DENSE, hf.mtp_layers),
+    constants={"add_qkv_bias": True},
+    rules=(
+        *ENDS,
+        *DENSE_LAYER,
+        *prediction_layer(
+            DENSE_LAYER,
+            f"model.mtp_layers.{LAYER}.",
+            ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+            SwappedInputs(),
+        ),
+    ),
+    predictions=re.compile(r"^model\.mtp_layers\."),
+    engines_draft=True,
+    engines_have_stages=False,
 )
 
 # Every layer has experts, and the norms of queries and keys span all heads.

@@ -147,6 +147,22 @@ class Sharded(Replicated):
         return _joined(shards, dim=self.dim)
 
 
+class SwappedInputs(Sharded):
+    """One HF tensor, cut along the rows, whose left and right halves of columns are exchanged."""
+
+    moves_columns = True
+
+    def __init__(self) -> None:
+        super().__init__(dim=0)
+
+    def part(self, tensors: Sequence[Stored], sizes: TensorSizes, rank: int, size: int) -> torch.Tensor:
+        rows = super().part(tensors, sizes, rank, size)
+        return rows.roll(rows.shape[1] // 2, dims=1)
+
+    def split(self, whole: torch.Tensor, sizes: TensorSizes) -> Sequence[torch.Tensor]:
+        return (whole.roll(whole.shape[1] // 2, dims=1),)
+
+
 class Vocabulary(Sharded):
     """Embedding or output rows: padded with zero rows to the padded vocabulary, cut along the rows."""
 

@@ -4,8 +4,14 @@ import pytest
 
 from slime.arguments.hf_config import CHOICES, SUPPLEMENTS, text_config_of
 from slime.arguments.parser import build_parser, parse_known
-from slime.models.families import FAMILIES, FAMILIES_BY_NAME, SUPPORTED_MODEL_TYPES, family_name, model_args_from_hf
-from slime.models.mimo import MIMO
+from slime.models.families import (
+    FAMILIES,
+    FAMILIES_BY_NAME,
+    MIMO,
+    SUPPORTED_MODEL_TYPES,
+    family_name,
+    model_args_from_hf,
+)
 from slime.models.qwen import QWEN2, QWEN3
 from slime.utils.errors import UserError
 from tests.support.models.args import TINY_QWEN3_CONFIG

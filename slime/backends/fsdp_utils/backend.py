@@ -35,9 +35,9 @@ from torch.utils.checkpoint import checkpoint
 
 from slime.arguments.checkpoints import WeightSource
 from slime.arguments.hf_config import read_hf_config
+from slime.backends.fsdp_utils.attention import attend_to_streams, kernel_of
 from slime.models.families import FAMILIES
 from slime.models.family import Family
-from slime.models.fsdp import FLASH_ATTENTION
 from slime.training.backend import Collect, RankGroups, StepLoss, StepResult, UnfinishedSave, Update
 from slime.training.checkpoint_parts import (
     directory_of_state,
@@ -53,18 +53,10 @@ from slime.training.checkpoint_publication import unpublished
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, tell_place
 from slime.training.loss import rows_of_logits
 from slime.training.model_states import ModelStates
-from slime.training.packed_stream import PackedStream
 from slime.training.parameter_schedule import changed_curves, restore_schedule, schedule_settings, schedule_state
 from slime.training.resident_memory import Residents
 from slime.training.rollout_data import MicroBatch
 from slime.training.routing_replay import RoutingReplay
-from slime.training.stream_attention import (
-    Kernel,
-    attend_over_context,
-    attend_to_each_sequence,
-    causal_varlen_attention,
-    flash_attention,
-)
 from slime.training.train_step import MicroBatches
 from slime.utils.checkpoint_directory import FSDP2, METADATA, iteration_directory, latest_iteration, require_backend
 from slime.utils.device import get_accelerator
@@ -80,8 +72,6 @@ logger = logging.getLogger(__name__)
 
 # The directory of the optimizer state in a checkpoint.
 _OPTIMIZER = "optimizer"
-# The name under which this backend's attention is registered with transformers.
-_OF_STREAMS = "slime_streams"
 
 
 class FSDPBackend:
@@ -100,7 +90,7 @@ class FSDPBackend:
             UserError: a flag asks for a package that is not there, or for what the model does not do; or the ranks cannot be
                 divided into context-parallel groups.
         """
-        self._kernel = _kernel_of(self.args)
+        self._kernel = kernel_of(self.args)
         timeout = datetime.timedelta(minutes=self.args.distributed_timeout_minutes)
         join_world(get_accelerator().process_group_backend, timeout)
         sample_group, cp = _split_world(self.args.context_parallel_size, timeout)
@@ -356,7 +346,7 @@ class FSDPBackend:
             model = self._make_model()
         # No pass has dropout: log-probs must not depend on chance.
         model.eval()
-        self._attends_to_streams = args.attn_implementation != "eager" and self._takes_streams(model)
+        self._attends_to_streams = attend_to_streams(model, args)
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
         layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
@@ -394,29 +384,6 @@ class FSDPBackend:
         if device_is_host and dist.get_rank() == 0:
             logger.info("--fsdp-cpu-offload: the device of this run is the host, where parameters are anyway")
         return CPUOffloadPolicy(pin_memory=not device_is_host)
-
-    def _takes_streams(self, model: torch.nn.Module) -> bool:
-        """Whether the model lets this backend compute attention; else transformers does, with a mask of the whole stream.
-
-        Raises:
-            UserError: it does not, and the flags ask for what transformers' own attention cannot do.
-        """
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        # A model that supports flash attention passes all that this attention needs: its masks are causal, or windows.
-        if model._supports_flash_attn and model._can_set_attn_implementation():
-            ALL_ATTENTION_FUNCTIONS.register(_OF_STREAMS, _attend)
-            model.set_attn_implementation(_OF_STREAMS)
-            return True
-        named = self.args.attn_implementation
-        flags = [f"--context-parallel-size {self.args.context_parallel_size}"] * (self.groups.cp.size > 1)
-        flags += [f"--attn-implementation {named}"] * (named in FLASH_ATTENTION)
-        if flags:
-            raise UserError(
-                f"{', '.join(flags)}: {type(model).__name__} has attention that knows neither packed streams nor flash "
-                "attention; drop it"
-            )
-        return False
 
     def _make_optimizer(self) -> tuple[torch.optim.AdamW, Any]:
         """The optimizer, and the schedule of its learning rate and weight decay; biases and norms have no decay."""
@@ -494,79 +461,6 @@ def _split_world(size: int, timeout: datetime.timedelta) -> tuple[dist.ProcessGr
         [list(place) for place in zip(*sharing, strict=True)], timeout=timeout
     )
     return sample_group, ContextParallel(size, dist.get_rank(group), group)
-
-
-def _kernel_of(args: argparse.Namespace) -> Callable[[], Kernel]:
-    """A function that returns the kernel of `--attn-implementation` for streams of 16-bit types on CUDA.
-
-    Raises:
-        UserError: its package is missing on this machine, or has nothing to compute on.
-    """
-    named = args.attn_implementation
-    has_kernels = args.bf16 and not get_accelerator().shares_host_memory
-    for name in FLASH_ATTENTION if named == "auto" and has_kernels else {named} & FLASH_ATTENTION.keys():
-        module, package = FLASH_ATTENTION[name]
-        try:
-            kernel = flash_attention(module)
-        except ImportError as error:
-            if named == "auto":
-                continue
-            raise UserError(
-                f"--attn-implementation {name} needs the package {package}, which cannot be imported here ({error}); "
-                "install it, or give --attn-implementation auto"
-            ) from error
-        if not has_kernels:
-            raise UserError(
-                f"--attn-implementation {name} computes on GPUs and in 16 bits alone; give --attn-implementation auto, "
-                "or --bf16 on a GPU"
-            )
-        return lambda: kernel
-    return causal_varlen_attention
-
-
-def _attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    *,
-    packed_stream: PackedStream | None = None,
-    stream_kernel: Callable[[], Kernel] | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of this rank's rows, in the interface that transformers has for it. Collective over a context-parallel group.
-
-    Args:
-        query: [1, heads, T, dim]; key, value: [1, groups, T, dim].
-        packed_stream, stream_kernel: keywords with which the model was called.
-        sliding_window: how many keys a row sees, its own among them.
-
-    Returns:
-        [1, T, heads, dim of a value], and no weights.
-
-    Raises:
-        UserError: the model does not pass its keywords on, caps scores or has sinks.
-    """
-    if packed_stream is None or softcap is not None or s_aux is not None:
-        raise UserError(
-            f"{type(module).__name__} has attention with more than a packed stream, causal masks and windows; give "
-            "--attn-implementation eager, without --context-parallel-size"
-        )
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    longest = max(packed_stream.sequence_lengths)
-    window = sliding_window if sliding_window is not None and sliding_window < longest else None
-    has_kernel = query.is_cuda and query.dtype != torch.float32
-    if packed_stream.cp.size == 1 and window is None and not has_kernel:
-        output = attend_to_each_sequence(query, key, value, packed_stream.sequence_lengths, scale)
-    else:
-        output = attend_over_context(query, key, value, packed_stream, scale, kernel=stream_kernel, window=window)
-    return output.unflatten(-1, (query.shape[1], -1))[None], None
 
 
 def _of_model(names: set[str], directory: str | Path) -> set[str]:

@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from slime.backends.fsdp_utils import backend as fsdp
+from slime.backends.fsdp_utils import attention
 from slime.backends.fsdp_utils.backend import FSDPBackend
 from slime.training import stream_attention
 from slime.training.packed_stream import pack_stream
@@ -62,7 +62,7 @@ def tensors(lengths=LENGTHS):
 def attend(query, key, value, lengths=LENGTHS, **options):
     kernel = stream_attention.causal_varlen_attention
     given = {"packed_stream": stream_of(lengths), "stream_kernel": kernel, **options}
-    return fsdp._attend(torch.nn.Module(), query, key, value, None, **given)
+    return attention.attend(torch.nn.Module(), query, key, value, None, **given)
 
 
 def by_hand(query, key, value, window):
@@ -93,7 +93,7 @@ def installed(monkeypatch):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    monkeypatch.setattr(fsdp, "get_accelerator", lambda: SimpleNamespace(shares_host_memory=False))
+    monkeypatch.setattr(attention, "get_accelerator", lambda: SimpleNamespace(shares_host_memory=False))
 
 
 @pytest.mark.parametrize("name, package", [("flash_attention_2", "flash-attn"), ("flash_attention_3", "flash-attn-3")])
@@ -108,9 +108,9 @@ def test_a_package_that_is_missing_is_named_with_the_flag(installed, name, packa
 def test_flash_attention_is_for_16_bits_on_a_gpu(installed, monkeypatch, flags):
     installed(flash_attn=flash_attn_varlen_func)
     place = SimpleNamespace(shares_host_memory=flags.pop("on_host", False))
-    monkeypatch.setattr(fsdp, "get_accelerator", lambda: place)
+    monkeypatch.setattr(attention, "get_accelerator", lambda: place)
     with pytest.raises(UserError, match="--attn-implementation flash_attention_2 computes on GPUs and in 16 bits"):
-        fsdp._kernel_of(default_args(attn_implementation="flash_attention_2", **flags))
+        attention.kernel_of(default_args(attn_implementation="flash_attention_2", **flags))
 
 
 def third(*arguments, **options):
@@ -130,7 +130,7 @@ def third(*arguments, **options):
 )  # fmt: skip
 def test_auto_takes_the_fastest_that_is_installed(installed, on_gpu, packages, named, expected):
     installed(**packages)
-    kernel = fsdp._kernel_of(default_args(attn_implementation=named, bf16=True))()
+    kernel = attention.kernel_of(default_args(attn_implementation=named, bf16=True))()
     if expected is None:
         assert kernel.func.__name__ == "varlen_attn"
     else:
@@ -139,7 +139,7 @@ def test_auto_takes_the_fastest_that_is_installed(installed, on_gpu, packages, n
 
 def test_on_a_cpu_auto_does_not_look_for_packages(installed):
     installed(flash_attn=flash_attn_varlen_func)
-    kernel = fsdp._kernel_of(default_args(bf16=True))()
+    kernel = attention.kernel_of(default_args(bf16=True))()
     assert kernel.func.__name__ == "varlen_attn"
 
 
@@ -147,7 +147,7 @@ def test_on_a_cpu_auto_does_not_look_for_packages(installed):
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_flash_attention_is_told_the_lengths_of_the_samples(installed, on_gpu, function, window):
     installed(flash_attn=function)
-    kernel = fsdp._kernel_of(default_args(attn_implementation="flash_attention_2", bf16=True))
+    kernel = attention.kernel_of(default_args(attn_implementation="flash_attention_2", bf16=True))
     query, key, value = tensors()
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     found = stream_attention._attend_cuda(*rows, stream_of(LENGTHS), DIM**-0.5, None, kernel(), window)
@@ -184,23 +184,21 @@ def test_attention_of_another_kind_is_refused(given):
 
 
 @pytest.mark.parametrize(
-    "flags, size, words",
+    "flags, words",
     [
-        ({"attn_implementation": "flash_attention_2"}, 1, "--attn-implementation flash_attention_2: "),
-        ({"context_parallel_size": 2}, 2, "--context-parallel-size 2: "),
-        ({"attn_implementation": "sdpa"}, 1, None),
-        ({}, 1, None),
+        ({"attn_implementation": "flash_attention_2"}, "--attn-implementation flash_attention_2: "),
+        ({"context_parallel_size": 2}, "--context-parallel-size 2: "),
+        ({"attn_implementation": "sdpa"}, None),
+        ({}, None),
     ],
 )
-def test_a_model_with_masks_of_its_own_keeps_them_or_is_refused(flags, size, words):
-    made = FSDPBackend(default_args(**flags))
-    made.groups = SimpleNamespace(cp=SimpleNamespace(size=size))
-    model = SimpleNamespace(_supports_flash_attn=False)
+def test_a_model_with_masks_of_its_own_keeps_them_or_is_refused(flags, words):
+    args, model = default_args(**flags), SimpleNamespace(_supports_flash_attn=False)
     if words is None:
-        assert made._takes_streams(model) is False
+        assert attention.attend_to_streams(model, args) is False
     else:
         with pytest.raises(UserError, match=words):
-            made._takes_streams(model)
+            attention.attend_to_streams(model, args)
 
 
 def worker(directories, context):
