@@ -170,11 +170,18 @@ async def _send_abort(call: GenerationCall, url: str, share: float) -> None:
 
 
 async def _is_idle(url: str) -> bool:
-    """Whether the engine has no request. One that cannot tell counts as idle: its tasks are awaited anyway."""
+    """Whether the engine has no request. One that cannot tell counts as idle: its tasks are awaited anyway.
+
+    Raises:
+        HttpError: it did not answer, or a proxy on the way gave its page instead.
+    """
     try:
         answer = await get(f"{url}/v1/loads?include=core", max_retries=1)
     except HttpError as error:
         if error.status == 404:
             return True
         raise
-    return num_requests(answer) == 0
+    try:
+        return num_requests(answer) == 0
+    except ValueError as error:
+        raise HttpError(f"GET {url}/v1/loads was not answered by an engine: {error}", url=url) from error

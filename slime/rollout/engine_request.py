@@ -383,10 +383,12 @@ async def list_engine_urls(model_name: str, router_url: str, max_retries: int | 
         RunError: the router does not answer, or answers something else.
     """
     answer = await http_utils.get(f"{router_url}/workers", max_retries=max_retries)
-    if not isinstance(answer, dict) or "workers" not in answer:
+    try:
+        urls = engine_urls(answer["workers"])
+    except (KeyError, TypeError) as error:
         raise RunError(
-            f"the router of model {model_name!r} at {router_url} did not list its workers but answered {answer!r}"
-        )
-    urls = engine_urls(answer["workers"])
+            f"the router of model {model_name!r} at {router_url} did not list its workers but answered "
+            f"{str(answer)[:500]!r}"
+        ) from error
     http_utils.trust_engine_urls(urls)
     return urls

@@ -20,6 +20,8 @@ from slime.utils.sample_fields import exactly_as, read_only
 
 _TABLES = ("output_token_logprobs", "input_token_logprobs")
 _OPENING = re.compile(rb"\s*:\s*\[(?=\s*\[)")
+# What versions of SGLang call the requests of a rank: all of them, or running and waiting ones.
+_COUNTS_OF_REQUESTS = (("num_reqs",), ("total_reqs",), ("num_total_reqs",), ("num_running_reqs", "num_waiting_reqs"))
 _COMMA, _OPEN, _CLOSE, _SPACE, _NULL = b",[] n"
 
 
@@ -169,13 +171,20 @@ def _numbers(
 
 
 def num_requests(loads: Any) -> int:
-    """How many requests an engine has, running and waiting, by its answer to `/v1/loads`."""
-    of_ranks = loads.get("loads", []) if isinstance(loads, dict) else loads
-    return sum(_requests_of_rank(load) for load in of_ranks)
+    """How many requests an engine has, running and waiting, by its answer to `/v1/loads`.
+
+    Raises:
+        ValueError: the answer is something else, say the page of a proxy on the way.
+    """
+    of_ranks = loads.get("loads") if isinstance(loads, dict) else loads
+    if not isinstance(of_ranks, list) or not all(isinstance(load, dict) for load in of_ranks):
+        raise ValueError(f"{str(loads)[:500]!r} does not tell the requests of an engine")
+    return sum(map(_requests_of_rank, of_ranks))
 
 
 def _requests_of_rank(load: dict[str, Any]) -> int:
-    for name in ("num_reqs", "total_reqs", "num_total_reqs"):
-        if name in load:
-            return load[name]
-    return load.get("num_running_reqs", 0) + load.get("num_waiting_reqs", 0)
+    for names in _COUNTS_OF_REQUESTS:
+        counts = [load[name] for name in names if type(load.get(name)) is int]
+        if counts:
+            return sum(counts)
+    raise ValueError(f"{str(load)[:500]!r} does not tell the requests of a rank")

@@ -142,6 +142,39 @@ def test_an_engine_that_is_dead_does_not_stretch_the_abort(server, checkpoint, c
     assert "--abort-timeout" not in caplog.text, "it is over with the tasks"
 
 
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<html>Back soon</html>",
+        '["back", "soon"]',
+        "{}",
+        '{"loads": 7}',
+        '{"loads": [{}]}',
+        '{"loads": [{"num_reqs": "3"}]}',
+    ],
+)
+def test_the_page_of_a_proxy_before_an_engine_is_told_and_the_abort_goes_on(server, checkpoint, caplog, page):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
+    args.abort_timeout = LONG_S
+    server.loads_page = page
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    source = CountingDataSource(2)
+    output = run_step(args, source, limit_s=LATER_S)
+    assert group_numbers(output.samples) == [1, 2] and held_answer(source) == {(Status.ABORTED, "F")}
+    (told,) = [record.message for record in caplog.records if "did not take part in the abort" in record.message]
+    assert server.url in told and page.strip('"<{[')[:4] in told
+    assert "--abort-timeout" not in caplog.text, "it is over with the tasks"
+
+
+def test_a_router_that_answers_with_something_else_does_not_hold_the_abort(server, checkpoint, caplog):
+    args = make_args(checkpoint, server.port, over_sampling_batch_size=3, abort_timeout=0.3)
+    server.other_workers = [None]
+    server.hold = lambda payload: prompt_number(payload, args) == 0
+    output = run_step(args, CountingDataSource(2))
+    assert group_numbers(output.samples) == [1, 2]
+    assert f"the router of model 'default' at {server.url} did not list its workers" in caplog.text
+
+
 def test_a_router_that_never_answers_does_not_stretch_the_abort(server, checkpoint, silent_port, caplog):
     args = make_args(checkpoint, server.port, over_sampling_batch_size=3, partial_rollout=True, **PATIENT)
     args.abort_timeout = LONG_S

@@ -5,7 +5,7 @@ import numpy as np
 import orjson
 import pytest
 
-from slime.utils.engine_answers import TokenLogProbs, decode_engine_answer
+from slime.utils.engine_answers import TokenLogProbs, decode_engine_answer, num_requests
 
 KEY = "output_token_logprobs"
 
@@ -116,3 +116,22 @@ def test_entries_that_were_parsed_become_arrays_too():
     table = TokenLogProbs.of([[-0.1, 3], [None, 4, "x"]])
     assert table.tokens.tolist() == [3, 4] and table.log_probs[0] == -0.1 and np.isnan(table.log_probs[1])
     assert len(TokenLogProbs.of(None)) == 0 and TokenLogProbs.of(table) is table
+
+
+@pytest.mark.parametrize(
+    ("loads", "expected"),
+    [
+        ({"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 3}, {"num_running_reqs": 1}]}, 6),
+        ([{"num_reqs": 4}, {"num_total_reqs": 1}], 5),
+        ({"loads": [{"total_reqs": 7, "num_running_reqs": 2}]}, 7),
+        ({"loads": []}, 0),
+    ],
+)
+def test_the_requests_of_all_ranks_are_counted(loads, expected):
+    assert num_requests(loads) == expected
+
+
+@pytest.mark.parametrize("page", ["<html>", None, 3, {}, ["x"], {"loads": None}, {"loads": [{"num_reqs": None}]}])
+def test_an_answer_without_counts_is_not_that_of_an_idle_engine(page):
+    with pytest.raises(ValueError, match="does not tell the requests"):
+        num_requests(page)

@@ -582,7 +582,7 @@ class SGLangEngine:
         answer = self._call(method, path, *payload, **options)
         try:
             return find(answer)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise RunError(f"engine {self.rank} answered {path} with {str(answer)[:500]!r}") from error
 
     def _call(self, method: str, path: str, payload: dict[str, Any] | None = None, timeout: float | None = None) -> Any:

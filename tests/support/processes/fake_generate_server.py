@@ -37,6 +37,7 @@ class FakeGenerateServer:
         self.break_after: Callable[[dict[str, Any]], int | None] = lambda payload: None
         self.delay_s = 0.0
         self.always_busy = False
+        self.loads_page: str | None = None  # the answer to `/v1/loads`, as of a proxy before the engine
         self.drops_log_probs = False  # answer without log-probs, as if return_logprob were lost on the way
         self.other_workers: list[str] = []  # listed beside this server
         self.requests: list[dict[str, Any]] = []
@@ -96,6 +97,8 @@ class FakeGenerateServer:
 
     async def _loads(self, request: web.Request) -> web.Response:
         self.loads_asked += 1
+        if self.loads_page is not None:
+            return web.Response(text=self.loads_page)
         running = 1 if self.always_busy else self.in_flight
         return web.json_response({"loads": [{"num_running_reqs": running, "num_waiting_reqs": 0}]})
 
