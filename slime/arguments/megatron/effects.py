@@ -121,9 +121,8 @@ ACTS_WITH: tuple[ActsWith, ...] = (
         "wgrad_deferral_limit", "overlap_p2p_comm_warmup_flush", "microbatch_group_size_per_vp_stage",
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "align_param_gather",
     )),
-    ActsWith("{--context-parallel-size} above 1", _above_one("context_parallel_size"), (
-        "hierarchical_context_parallel_sizes", "cp_comm_type", "hybrid_context_parallel",
-    )),
+    ActsWith("{--context-parallel-size} above 1", _above_one("context_parallel_size"),
+             ("hierarchical_context_parallel_sizes", "cp_comm_type", "hybrid_context_parallel")),
     ActsWith("{--hybrid-context-parallel}", _given("hybrid_context_parallel"), ("max_seqlen_per_dp_cp_rank",)),
     ActsWith("{--tp-comm-overlap}", _given("tp_comm_overlap"), (
         "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_overlap_rs_dgrad",
@@ -203,9 +202,7 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--decoupled-lr}", _given("decoupled_lr"), ("decoupled_min_lr",)),
     ActsWith("{--lr-decay-style} WSD", _is("lr_decay_style", "WSD"), ("lr_wsd_decay_style", "lr_wsd_decay_iters")),
     ActsWith("{--start-weight-decay} and {--end-weight-decay}", lambda args: args.start_weight_decay is not None
-             and args.end_weight_decay is not None, (
-        "weight_decay_incr_style", "start_weight_decay", "end_weight_decay",
-    )),
+             and args.end_weight_decay is not None, ("weight_decay_incr_style", "start_weight_decay", "end_weight_decay")),
     ActsWith("{--use-precision-aware-optimizer}", _given("use_precision_aware_optimizer"), (
         "store_param_remainders", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
     )),
@@ -219,12 +216,10 @@ ACTS_WITH: tuple[ActsWith, ...] = (
         "cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights",
         "cpu_offloading_double_buffering",
     )),
-    ActsWith("{--fine-grained-activation-offloading}", _given("fine_grained_activation_offloading"), (
-        "offload_modules", "min_offloaded_tensor_size",
-    )),
-    ActsWith("{--cuda-graph-impl}", lambda args: args.cuda_graph_impl != "none", (
-        "cuda_graph_scope", "cuda_graph_warmup_steps", "cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph",
-    )),
+    ActsWith("{--fine-grained-activation-offloading}", _given("fine_grained_activation_offloading"),
+             ("offload_modules", "min_offloaded_tensor_size")),
+    ActsWith("{--cuda-graph-impl}", lambda args: args.cuda_graph_impl != "none", ("cuda_graph_scope",
+             "cuda_graph_warmup_steps", "cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph")),
     ActsWith("{--ckpt-fully-parallel-load}", _given("ckpt_fully_parallel_load"), ("ckpt_fully_parallel_load_exchange_algo",)),
     ActsWith("{--load}", _given("load"), ("exit_on_missing_checkpoint",)),
     ActsWith("{--use-pytorch-profiler}", _given("use_pytorch_profiler"), (
@@ -261,16 +256,15 @@ NOT_YET: tuple[NotYet, ...] = (
         "learnable_softmax_attention get_learnable_softmax_spec)", works=("vanilla",)),
     *features("another attention than causal self-attention with grouped queries", "window_size", "qk_l2_norm", "qk_clip",
         "no_rope_freq", "experimental_attention_variant"),
-    NotYet("attention_backend", "choosing between attention kernels", works=("auto", "flash")),
+    NotYet("attention_backend", "that choice of attention kernels", works=("auto", "flash", "fused")),
     *features("a loss that trains an indexer", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
     NotYet("overlap_moe_expert_parallel_comm", "computing one micro-batch while tokens of another travel to their experts"),
     *features("a model of layers that differ", "heterogeneous_block_specs", "is_hybrid_model"),
     # Precision
-    *features("weights that the trainer keeps in FP8, or attention in it", "fp8_param_gather", "fp8_dot_product_attention",
-        "fp8_multi_head_attention"),
-    *features("training with these kernels of Transformer Engine", "fp4", "use_kitchen",
-        "te_precision_config_file", "te_rng_tracker", "fused_single_qkv_rope", "memory_efficient_layer_norm",
-        "defer_embedding_wgrad_compute", "delay_wgrad_compute", "tp_comm_overlap", "use_te_activation_func"),
+    *features("training with these kernels of Transformer Engine", "fp4", "fp8_param_gather", "fp8_dot_product_attention",
+        "fp8_multi_head_attention", "use_kitchen", "te_precision_config_file", "te_rng_tracker", "fused_single_qkv_rope",
+        "memory_efficient_layer_norm", "defer_embedding_wgrad_compute", "delay_wgrad_compute", "tp_comm_overlap",
+        "use_te_activation_func"),
     *features("autocast, or batch-invariant kernels, in training", "batch_invariant_mode", "enable_autocast"),
     # Optimizer, memory and checkpoints
     NotYet("optimizer", "another optimizer than Adam and SGD", works=("adam", "sgd")),

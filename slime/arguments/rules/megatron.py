@@ -142,6 +142,8 @@ def full_recomputation(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, f"{{0=}} needs {{--recompute-granularity}} full; give {full}, or drop it", typed)
 
 
+# Transformer Engine alone has them: flags and their values.
+_ENGINE_FLAGS, _OF_ENGINE = ("fp8", "attention_backend"), ("e4m3", "hybrid", "fused")
 _ON_WEIGHTS = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
 
 MEMORY_AND_PRECISION_RULES: tuple[Rule, ...] = (
@@ -156,8 +158,10 @@ MEMORY_AND_PRECISION_RULES: tuple[Rule, ...] = (
         "{--distribute-saved-activations} and {--sequence-parallel} exclude each other; drop the first"),
     refused(lambda args: args.bf16 and args.fp16, "{--bf16} and {--fp16} exclude each other; drop one"),
     refused(lambda args: args.fp8 and args.fp4, "{--fp8-format=} and {--fp4-format=} exclude each other; drop one"),
-    refused(lambda args: args.fp8 and args.transformer_impl != "transformer_engine",
-        "{--fp8-format=} needs {--transformer-impl} transformer_engine: the local layers would go without; drop one of them"),
+    refused_each(_ENGINE_FLAGS, lambda args, value: value in _OF_ENGINE and args.transformer_impl == "local",
+        "{0=} needs {--transformer-impl} transformer_engine: the local layers would go without; drop one of them"),
+    refused(lambda args: args.attention_backend == "fused" and args.multi_latent_attention,
+        "{--attention-backend=}: latent attention of packed samples has kernels of PyTorch; give auto"),
     refused(lambda args: args.fp8 and args.data_pad_size_multiplier % (32 if args.fp8_recipe == "mxfp8" else 16),
         "{--data-pad-size-multiplier=} with {--fp8-format=}: FP8 products take rows in multiples of 16, and of 32 with "
         "{--fp8-recipe} mxfp8; give 128"),
@@ -441,8 +445,9 @@ EXTENSION_RULES: tuple[Rule, ...] = where(lambda args: args.has_trainer,
             and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None,
         "{--gradient-accumulation-fusion} needs the module fused_weight_gradient_mlp_cuda of Apex, which is not installed "
         "here; install Apex with its CUDA extensions, or leave the flag out: it is on by itself where the module is"),
-    refused(lambda args: args.fp8 and (args.on_gpus is False or importlib.util.find_spec("transformer_engine") is None),
-        "{--fp8-format=} needs a GPU and Transformer Engine, one of which is missing here; install it, or leave the flag out"),
+    refused_each(_ENGINE_FLAGS, lambda args, value: value in _OF_ENGINE and (
+            args.on_gpus is False or importlib.util.find_spec("transformer_engine") is None),
+        "{0=} needs a GPU and Transformer Engine, one of which is missing here; install it, or leave the flag out"),
     refused(lambda args: args.recompute_granularity == "selective" and importlib.util.find_spec("transformer_engine") is None
             and not set(RECOMPUTED_BY_ENGINE).isdisjoint(args.recompute_modules or ()),
         "{--recompute-modules}: layernorm and moe_act need Transformer Engine, which is missing here; install it or drop them"),

@@ -211,8 +211,10 @@ def _layer_implementation_fields(args: Any) -> dict[str, Any]:
                 )
             fused = False
         return {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": fused}
-    if args.fp8:
-        raise UserError(f"--fp8-format {args.fp8} needs Transformer Engine; install it or leave the flag out")
+    of_engine = {"--fp8-format": args.fp8, "--attention-backend": args.attention_backend == "fused" and "fused"}
+    for flag, value in of_engine.items():
+        if value:
+            raise UserError(f"{flag} {value} needs Transformer Engine; install it or leave the flag out")
     for name in FUSIONS:
         if name in args.typed_flags and getattr(args, name):
             raise UserError(

@@ -89,7 +89,11 @@ def _configuration(directory):
     without_groups = build_transformer_config(args).num_query_groups
     del args.hidden_dropout
     args.typed_flags, args.apply_rope_fusion = {"apply_rope_fusion"}, False
-    refusals = [_refusal(args, apply_rope_fusion=True), _refusal(args, fp8="hybrid")]
+    refusals = [
+        _refusal(args, apply_rope_fusion=True),
+        _refusal(args, fp8="hybrid"),
+        _refusal(args, attention_backend="fused"),
+    ]
     unasked = SimpleNamespace(**{**vars(args), "masked_softmax_fusion": True})
     refusals.append(build_transformer_config(unasked).masked_softmax_fusion)
     latent = SimpleNamespace(**{**vars(args), "multi_latent_attention": True, "kv_lora_rank": 48, "rotary_base": 5})
@@ -128,9 +132,10 @@ def test_configuration_follows_the_flags(tmp_path):
     }
     assert silu
     assert groups_without_gqa == 4
-    fusion, fp8, unasked, latent = refusals
+    fusion, fp8, attention, unasked, latent = refusals
     assert "--apply-rope-fusion needs Transformer Engine" in fusion
     assert "--fp8-format hybrid needs Transformer Engine" in fp8
+    assert "--attention-backend fused needs Transformer Engine" in attention
     assert unasked is False, "fusions that were not typed are left out where their kernels are missing"
     assert latent == 48
 

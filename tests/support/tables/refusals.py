@@ -349,6 +349,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--bf16 --fp16", "--bf16 --fp16", WRONG),
         ("--fp8-format hybrid --fp4-format e2m1", "--fp8-format --fp4-format", WRONG),
         ("--fp8-format hybrid --transformer-impl local", "--fp8-format --transformer-impl", WRONG),
+        ("--attention-backend fused --transformer-impl local", "--attention-backend --transformer-impl", WRONG),
+        ("--attention-backend fused --multi-latent-attention", "--attention-backend", WRONG),
         ("--fp8-format hybrid --data-pad-size-multiplier 24", "--data-pad-size-multiplier --fp8-format --fp8-recipe", WRONG),
         ("--fp8-format e4m3 --fp8-recipe mxfp8 --data-pad-size-multiplier 16",
          "--data-pad-size-multiplier --fp8-format --fp8-recipe", WRONG),
