@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -131,20 +132,29 @@ class FleetSnapshot:
 
 
 class Fleet:
-    """The states of the engines `engine_ids`, all of which are starting at first.
+    """The states of the engines of a run, all of which are starting at first.
 
     Events name the life of an engine that they are about. An event about an earlier life comes too late: the method changes
     nothing and returns False. Methods raise IllegalTransition if an event cannot have happened in the engine's state, and
     KeyError for an unknown engine.
 
     Args:
+        parts: by engine id, the model that the engine serves, and its role in that. Those of one part stand in for each other.
         start_limit: seconds that an engine has from its death until a server answers in its place.
+
+    Attributes:
+        parts: those of all engines, each once.
+        version: that of the last push, None before the first.
     """
 
-    def __init__(self, engine_ids: Iterable[int], start_limit: float) -> None:
-        self._records = {
-            engine_id: EngineRecord(EngineName(engine_id), EngineState.STARTING) for engine_id in sorted(engine_ids)
-        }
+    def __init__(self, parts: Mapping[int, tuple[str, str]], start_limit: float) -> None:
+        self._part_of = dict(sorted(parts.items()))
+        self.parts = tuple(dict.fromkeys(self._part_of.values()))
+        self._records: dict[int, EngineRecord] = {}
+        # (part, state) → how many engines of that part are in it: every request asks, and there may be hundreds of engines.
+        self._numbers: Counter[tuple[tuple[str, str], EngineState]] = Counter()
+        for engine_id in self._part_of:
+            self._put(EngineRecord(EngineName(engine_id), EngineState.STARTING))
         self._start_limit = start_limit
         self._deaths: dict[int, list[float]] = {engine_id: [] for engine_id in self._records}
         # Since when no server answers, for engines that are being replaced.
@@ -159,6 +169,10 @@ class Fleet:
 
     def record(self, engine_id: int) -> EngineRecord:
         return self._records[engine_id]
+
+    def has(self, part: tuple[str, str], *states: EngineState) -> bool:
+        """Whether an engine of `part` is in one of these states. The answer takes no longer where there are more engines."""
+        return any(self._numbers[part, state] for state in states)
 
     def is_current(self, name: EngineName) -> bool:
         """Whether this life is the engine's last; it may be over."""
@@ -257,8 +271,17 @@ class Fleet:
                 f"{event} of {told} (generation {told.generation}), which is {record.state.value} "
                 f"(generation {record.name.generation})"
             )
-        self._records[told.engine_id] = dataclasses.replace(record, **{"state": state, "cause": "", **changes})
+        self._put(dataclasses.replace(record, **{"state": state, "cause": "", **changes}))
         return True
+
+    def _put(self, record: EngineRecord) -> None:
+        """What is known of an engine changes here alone, and with it the numbers."""
+        engine_id, part = record.name.engine_id, self._part_of[record.name.engine_id]
+        last = self._records.get(engine_id)
+        self._records[engine_id] = record
+        self._numbers[part, record.state] += 1
+        if last is not None:
+            self._numbers[part, last.state] -= 1
 
 
 def why_no_router_follows(deaths: Sequence[float]) -> str:

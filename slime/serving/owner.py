@@ -76,7 +76,7 @@ class ServingOwner:
         self.api_key = engines.api_key
         self.ended: Future[None] = Future()
         self._start_limit = _start_limit(args)
-        self._fleet = Fleet((engine.engine_id for engine in engines.topology.engines), self._start_limit)
+        self._fleet = Fleet(engines.topology.parts, self._start_limit)
         self._engines = engines
         self._topology = engines.topology
         self.routers: dict[str, RouterHandle] = {}
@@ -369,11 +369,10 @@ class ServingOwner:
 
     def is_serving(self, model: str | None = None) -> bool:
         """Whether requests to `model` find an engine of each role; None: to each model that gets the trainer's weights."""
-        with self._changed:
-            found = {self._topology.part_of(n.engine_id) for n in self._named(EngineState.SERVING, EngineState.SUSPECT)}
         trained = [m.name for m in self._topology.models if m.update_weights or not self._args.has_trainer]
-        needed = {(m.name, group.role) for m in self._topology.models for group in m.groups}
-        return found.issuperset(pair for pair in needed if pair[0] in (trained if model is None else [model]))
+        asked, states = trained if model is None else [model], (EngineState.SERVING, EngineState.SUSPECT)
+        with self._changed:
+            return all(self._fleet.has(part, *states) for part in self._fleet.parts if part[0] in asked)
 
     def doubt_all(self, model: str, cause: str) -> None:
         """A request to `model` failed, and nobody knows on which engine: all its engines are checked at once, and are in doubt
@@ -387,7 +386,7 @@ class ServingOwner:
     def is_decided(self, model: str) -> bool:
         """Whether no engine of `model` is doubted: each of them is known to live, or to be dead."""
         with self._changed:
-            return all(self._model(name).name != model for name in self._named(EngineState.SUSPECT))
+            return not any(self._fleet.has(part, EngineState.SUSPECT) for part in self._fleet.parts if part[0] == model)
 
     def deaths(self, model: str) -> int:
         """How many engines of `model` have died so far."""
@@ -476,9 +475,8 @@ class ServingOwner:
 
     def _has_substitutes(self, name: EngineName) -> bool:
         """Whether engines of the same model and role are left, or may come back."""
-        part_of, given_up = self._topology.part_of, EngineState.GIVEN_UP
-        left = {part_of(record.name.engine_id) for record in self._fleet.records() if record.state is not given_up}
-        return part_of(name.engine_id) in left
+        part = self._topology.parts[name.engine_id]
+        return self._fleet.has(part, *(state for state in EngineState if state is not EngineState.GIVEN_UP))
 
     def _replace(self, name: EngineName) -> None:
         """Clear away a dead engine, and start the server of its next life unless it was given up."""

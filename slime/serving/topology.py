@@ -77,14 +77,14 @@ class Topology:
         """The model and the group that an engine belongs to, and the engine itself; KeyError where there is none."""
         return self._by_id[engine_id]
 
-    def part_of(self, engine_id: int) -> tuple[str, str]:
-        """The name of the model that an engine serves, and its role in that."""
-        model, group, _ = self.find(engine_id)
-        return model.name, group.role
+    @property
+    def parts(self) -> dict[int, tuple[str, str]]:
+        """By engine id, the name of the model that it serves, and its role in that."""
+        return {engine_id: (model.name, group.role) for engine_id, (model, group, _) in self._by_id.items()}
 
     @functools.cached_property
     def _by_id(self) -> dict[int, tuple[ServedModel, EngineGroup, EngineSpec]]:
-        # With `--use-fault-tolerance` each request asks about all engines.
+        # With `--use-fault-tolerance` each request that fails asks about all engines.
         places = ((model, group) for model in self.models for group in model.groups)
         return {engine.engine_id: (*place, engine) for place in places for engine in place[1].engines}
 

@@ -1,6 +1,8 @@
 """What may happen to an engine and what it is then: the whole table, without processes."""
 
+import contextlib
 import itertools
+import random
 
 import pytest
 
@@ -62,8 +64,12 @@ FOLLOWS = {
 START_LIMIT = 60.0
 
 
+def fleet_of(*engine_ids: int) -> Fleet:
+    return Fleet(dict.fromkeys(engine_ids, ("default", "regular")), START_LIMIT)
+
+
 def fleet_in(state: EngineState) -> Fleet:
-    fleet = Fleet([0], START_LIMIT)
+    fleet = fleet_of(0)
     for event in WAYS[state]:
         EVENTS[event](fleet)
     assert fleet.record(0).state is state
@@ -88,7 +94,7 @@ def test_every_event_in_every_state(state, event):
 
 
 def test_a_push_decides_which_version_an_engine_holds_and_which_is_current():
-    fleet = Fleet([0, 1], START_LIMIT)
+    fleet = fleet_of(0, 1)
     for name in (EngineName(0), EngineName(1)):
         fleet.ready(name)
         assert fleet.record(name.engine_id).weight_version is None
@@ -132,7 +138,7 @@ def test_news_of_an_earlier_life_is_late_and_changes_nothing(event):
 
 def test_news_of_a_life_to_come_is_wrong():
     with pytest.raises(IllegalTransition):
-        Fleet([0], START_LIMIT).ready(SECOND)
+        fleet_of(0).ready(SECOND)
 
 
 def test_why_an_engine_is_doubted_or_dead_is_kept_until_it_is_something_else():
@@ -147,8 +153,32 @@ def test_why_an_engine_is_doubted_or_dead_is_kept_until_it_is_something_else():
     assert fleet.record(0).cause == ""
 
 
+def test_what_a_part_has_is_what_the_records_say_whatever_happened_before():
+    """One draws by lot what happens next: many get to any state, in any order."""
+    part_of = {number: ("actor" if number < 4 else "judge", ("prefill", "decode")[number % 2]) for number in range(6)}
+    fleet, lots, seen = Fleet(part_of, START_LIMIT), random.Random(0), set()
+    assert fleet.parts == (("actor", "prefill"), ("actor", "decode"), ("judge", "prefill"), ("judge", "decode"))
+    for _ in range(20_000):
+        name = fleet.record(lots.randrange(6)).name
+        event = lots.choice(
+            ["ready", "weights_change", "weights_whole", "sleep", "wake", "doubt", "answer", "die", "replace"]
+        )
+        arguments = {"weights_whole": (None,), "doubt": ("no answer",), "die": ("exit code 1", 0.0)}.get(event, ())
+        with contextlib.suppress(IllegalTransition):
+            getattr(fleet, event)(name.engine_id if event == "replace" else name, *arguments)
+        found = {(part_of[record.name.engine_id], record.state) for record in fleet.records()}
+        assert found == {(part, state) for part in fleet.parts for state in EngineState if fleet.has(part, state)}
+        seen |= found
+    assert len(seen) == len(fleet.parts) * (len(EngineState) - 1), "none is given up here"
+    for engine_id in (0, 2):
+        fleet.die(fleet.record(engine_id).name, "exit code 1", 0.0)
+        assert fleet.has(("actor", "prefill"), *(set(EngineState) - {EngineState.GIVEN_UP}))
+        fleet.give_up(engine_id)
+    assert not fleet.has(("actor", "prefill"), *(set(EngineState) - {EngineState.GIVEN_UP}))
+
+
 def test_engines_are_told_apart_and_listed_by_id():
-    fleet = Fleet([2, 0, 1], START_LIMIT)
+    fleet = fleet_of(2, 0, 1)
     fleet.ready(EngineName(1))
     assert [record.name.engine_id for record in fleet.records()] == [0, 1, 2]
     assert [record.name for record in fleet.records(EngineState.STALE)] == [EngineName(1)]
@@ -172,16 +202,16 @@ def lives(fleet: Fleet, deaths: list[float]) -> list[str]:
 
 
 def test_an_engine_that_dies_again_and_again_is_given_up():
-    assert lives(Fleet([0], START_LIMIT), [0.0, 10.0, 20.0, 30.0]) == ["", "", "", "it died 4 times within 600 s"]
+    assert lives(fleet_of(0), [0.0, 10.0, 20.0, 30.0]) == ["", "", "", "it died 4 times within 600 s"]
 
 
 def test_deaths_of_long_ago_do_not_count():
-    assert lives(Fleet([0], START_LIMIT), [0.0, 300.0, 500.0, 601.0, 901.0]) == [""] * 5
-    assert lives(Fleet([0], START_LIMIT), [0.0, 300.0, 500.0, 600.0])[-1] != ""
+    assert lives(fleet_of(0), [0.0, 300.0, 500.0, 601.0, 901.0]) == [""] * 5
+    assert lives(fleet_of(0), [0.0, 300.0, 500.0, 600.0])[-1] != ""
 
 
 def test_an_engine_is_judged_by_its_own_deaths():
-    fleet = Fleet([0, 1], START_LIMIT)
+    fleet = fleet_of(0, 1)
     lives(fleet, [0.0, 10.0, 20.0])
     fleet.die(EngineName(1), "exit code 1", 30.0)
     assert fleet.why_give_up(1) == ""
@@ -223,7 +253,7 @@ def test_a_server_that_answers_ends_the_time_of_its_start():
 
 
 def test_the_first_start_is_judged_by_whoever_waits_for_it():
-    assert Fleet([0], START_LIMIT).late(1e9) == []
+    assert fleet_of(0).late(1e9) == []
 
 
 def test_why_an_engine_died_last_stays_when_it_is_given_up():

@@ -1,6 +1,7 @@
 """What the owner of router and engines does around them, without processes; with real ones: `test_engines.py`."""
 
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -373,6 +374,29 @@ def test_a_successor_without_a_place_is_given_up_in_time(make_owner, monkeypatch
     let_the_watch_turn(owner)
     assert states(owner) == [EngineState.GIVEN_UP, EngineState.SERVING] and not owner.ended.done()
     assert owner.begin_push() == (1, [EngineName(1)])
+
+
+def lines_run(call):
+    """How many lines of Python `call` runs."""
+    lines, tracer = 0, sys.gettrace()
+
+    def count(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    sys.settrace(count)
+    try:
+        call()
+    finally:
+        sys.settrace(tracer)
+    return lines
+
+
+@pytest.mark.parametrize("ask", ["is_serving", "is_decided"])
+def test_what_each_request_asks_takes_no_longer_where_there_are_more_engines(make_owner, ask):
+    few, many = (serving(make_owner(engines=engines)) for engines in (2, 512))
+    assert 0 < lines_run(lambda: getattr(many, ask)("default")) <= lines_run(lambda: getattr(few, ask)("default"))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])

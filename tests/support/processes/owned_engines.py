@@ -116,7 +116,7 @@ def make_owner(monkeypatch, tmp_path):
             return {name: outcomes.get((method, name)) for name in names}
 
         def worker(name, url):
-            role = owner._topology.part_of(name.engine_id)[1]
+            role = owner._topology.find(name.engine_id)[1].role
             return Worker(url, role, 8998 if role == "prefill" else None)
 
         monkeypatch.setattr(owner._engines, "order", order)
