@@ -39,6 +39,7 @@ async def run_python(program: str, limits: Limits = Limits()) -> str:
 
     Raises:
         UserError: this machine has no sandbox.
+        SandboxError: it does not tell, since no process starts or ends on it.
     """
     words = (*require_namespaces(), "--net")
     given = {

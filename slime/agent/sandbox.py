@@ -244,6 +244,7 @@ def require_namespaces() -> tuple[str, ...]:
 
     Raises:
         UserError: this machine does not allow namespaces, or cannot protect its files; the message says what is missing.
+        SandboxError: it does not tell, since no process starts or ends on it.
     """
     unshare = shutil.which("unshare")
     if unshare is None or shutil.which("nsenter") is None:
@@ -260,7 +261,8 @@ def require_namespaces() -> tuple[str, ...]:
             f"(Linux 6.2), and its kernel has version {landlock_version()} (0: none, or not switched on)"
         )
     words = (unshare, *NAMESPACES)
-    done = subprocess.run([*words, "--net", "true"], capture_output=True, text=True, timeout=30)
+    with _no_fault_of_a_command():
+        done = subprocess.run([*words, "--net", "true"], capture_output=True, text=True, timeout=_START_SECONDS)
     if done.returncode:
         raise UserError(
             f"programs of a model need namespaces of user, network and processes, and `{' '.join(words)} --net true` says: "
@@ -369,10 +371,11 @@ class LocalSandbox(_OwnProcesses):
 
 @contextlib.contextmanager
 def _no_fault_of_a_command() -> Iterator[None]:
-    """In the block this machine may lack what a sandbox takes: room on its disk, another process, files that may be open."""
+    """In the block this machine may lack what a sandbox takes: time, room on its disk, another process, files that may be
+    open."""
     try:
         yield
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise SandboxError(f"no sandbox starts on this machine: {error}") from error
 
 

@@ -345,13 +345,18 @@ def test_many_at_once_are_apart():
     assert asyncio.run(main()) == [f"{number}3\n" for number in range(12)]
 
 
-def test_a_machine_without_namespaces_refuses_by_name(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("script", "seconds", "error", "told"), [
+    ("echo 'Operation not permitted' >&2; exit 1", 60, UserError, "says: Operation not permitted"),
+    ("exec sleep 600", 0.2, SandboxError, "no sandbox starts on this machine: .*unshare.* 0.2 seconds"),
+])  # fmt: skip
+def test_a_machine_without_namespaces_refuses_by_name(tmp_path, monkeypatch, script, seconds, error, told):
     sandbox.require_namespaces.cache_clear()
+    monkeypatch.setattr(sandbox, "_START_SECONDS", seconds)
     refusing = tmp_path / "unshare"
-    refusing.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2\nexit 1\n")
+    refusing.write_text(f"#!/bin/sh\n{script}\n")
     refusing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    with pytest.raises(UserError, match="Operation not permitted"):
+    with pytest.raises(error, match=told):
         ran(LocalSandbox(), "true")
     sandbox.require_namespaces.cache_clear()
 
