@@ -21,6 +21,7 @@ import fcntl
 import gc
 import multiprocessing
 import os
+import pickle
 import select
 import signal
 import stat
@@ -40,6 +41,8 @@ _EXIT_SECONDS = 5.0
 # How long a killed process may take, which has to give back its memory; that of devices may take long.
 _KILLED_SECONDS = 30.0
 _TAIL_BYTES = 64 * 1024
+# A forked call's message begins with its length; it is read in pieces.
+_LENGTH_BYTES, _PIECE_BYTES = 8, 2**20
 
 # Our ends of the pipes by which children notice that this process has ended.
 _lifelines: set[int] = set()
@@ -385,7 +388,7 @@ class ForkedCall:
         self.pid = self._process.pid
 
     def has_ended(self) -> bool:
-        """Whether `result` would not wait."""
+        """Whether the function has ended: its result is there, or begins to come."""
         return self._result.poll()
 
     def fileno(self) -> int:
@@ -398,12 +401,10 @@ class ForkedCall:
         Raises:
             Exception: the function raised it.
             RunError: the copy ended without a result.
-            TimeoutError: it had none after `timeout` seconds; it is ended.
+            TimeoutError: the whole result was not there after `timeout` seconds; the copy is ended.
         """
         try:
-            if not self._result.poll(max(0.0, timeout)):
-                raise TimeoutError(f"no result after {timeout:g} s")
-            value, error = self._result.recv()
+            value, error = pickle.loads(self._receive(timeout))
         except (EOFError, ConnectionError):
             self._process.join(_EXIT_SECONDS)
             raise RunError(f"its process: {describe_exit_status(self._process.exitcode)}") from None
@@ -412,6 +413,20 @@ class ForkedCall:
         if error is not None:
             raise error
         return value
+
+    def _receive(self, timeout: float) -> bytes:
+        """The message of `_call_and_send`. `Connection.recv` has no limit once a part of a message is there."""
+        received, size, deadline = bytearray(), _LENGTH_BYTES, time.monotonic() + timeout
+        while len(received) < size:
+            if not self._result.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"no result after {timeout:g} s")
+            piece = os.read(self._result.fileno(), _PIECE_BYTES)
+            if not piece:
+                raise EOFError
+            received += piece
+            if size == _LENGTH_BYTES <= len(received):
+                size += int.from_bytes(received[:_LENGTH_BYTES])
+        return received[_LENGTH_BYTES:]
 
     def kill(self) -> None:
         """End the copy at once. Harmless when it has ended.
@@ -438,4 +453,6 @@ def _call_and_send(function: Callable[[], Any], sender: Any, lifeline: int) -> N
         answer = function(), None
     except Exception as error:
         answer = None, error
-    sender.send(answer)
+    message = pickle.dumps(answer)
+    with os.fdopen(sender.fileno(), "wb", closefd=False) as pipe:
+        pipe.write(len(message).to_bytes(_LENGTH_BYTES) + message)

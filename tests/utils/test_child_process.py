@@ -250,6 +250,37 @@ def test_a_forked_call_that_raises_is_killed_or_hangs_is_an_error_and_leaves_no_
     hangs.kill()
 
 
+def test_the_limit_of_a_forked_call_also_holds_within_its_result():
+    halted, killed = (ForkedCall(lambda: bytes(2**22)) for _ in range(2))
+    # As far as the pipe takes it, the result is there.
+    wait_until(lambda: halted.has_ended() and killed.has_ended())
+    os.kill(halted.pid, signal.SIGSTOP)
+    os.kill(killed.pid, signal.SIGKILL)
+    errors = []
+
+    def wait():
+        try:
+            halted.result(0.5)
+        except TimeoutError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(30.0)
+    halted.kill()
+    assert [str(error) for error in errors] == ["no result after 0.5 s"]
+    with pytest.raises(RunError, match="^its process: ended by SIGKILL"):
+        killed.result(60.0)
+
+
+def test_a_result_of_any_length_arrives_and_a_short_one_that_is_there_is_not_waited_for():
+    long = ForkedCall(lambda: bytes(range(256)) * 2**16)
+    assert long.result(60.0) == bytes(range(256)) * 2**16
+    short = ForkedCall(lambda: "done")
+    wait_until(short.has_ended)
+    assert short.result(0.0) == "done"
+
+
 def test_a_forked_call_that_the_kernel_does_not_let_go_is_not_waited_for(monkeypatch, held):
     monkeypatch.setattr("slime.utils.child_process._EXIT_SECONDS", 0.05)
     hangs = ForkedCall(held[0])

@@ -204,7 +204,7 @@ class UnfinishedCheckpoint:
                     raise TimeoutError
                 for writer in ended:
                     part, index = waiting.pop(writer)
-                    answers[part][index] = writer.result(0.0)
+                    answers[part][index] = writer.result(max(0.0, self._left()))
             for (request, writers), of_part in zip(self._parts, answers, strict=True):
                 if writers:
                     # Megatron asks for them when it finishes.
