@@ -32,17 +32,8 @@ from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._private.state import GlobalState
 
-from slime.arguments.checkpoints import (
-    REFERENCE,
-    TEACHER,
-    other_model_states,
-    source_of_reference,
-    source_of_teacher,
-)
-from slime.arguments.config_files.role_config import CRITIC, place_in
-from slime.arguments.config_files.serving_config import arguments_of_group, served_groups, served_models
+from slime.arguments.config_files.serving_config import arguments_of_group, served_groups
 from slime.arguments.derivation import settle_precision
-from slime.arguments.flag import attribute_of
 from slime.arguments.origins import Origin, recording
 from slime.arguments.rules.megatron import MEGATRON_RULES
 from slime.arguments.rules.serving import engine_around_a_sender
@@ -50,13 +41,12 @@ from slime.arguments.sizes import GpuRanges, expects_gpus, layout_of
 from slime.arguments.violations import Refusal
 from slime.backends.sglang_utils.server_arguments import require_cache_transfer, require_drafts
 from slime.observability.waiting import watch_nothing
-from slime.plan import files_of_the_run, place_of_images, require_memory_of_machine
+from slime.plan import require_memory_of_machine
 from slime.plan.batch import kept_tokens, train_batch_bytes
+from slime.plan.before_start import place_of_images
 from slime.utils import env
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError, UserError
-from slime.utils.processing_utils import lacks_tokenizer
-from slime.weights.hf_reader import places_of_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -238,104 +228,6 @@ def refuse_transport(args: argparse.Namespace) -> None:
             "--rollout-data-transport nixl needs the package nixl, which is not installed here: pip install nixl, or leave the "
             "flag out"
         )
-
-
-def refuse_incomplete_models(args: argparse.Namespace) -> None:
-    """Raise UserError if a Hugging Face directory lacks something that the run loads from it: the tokenizer, all weights, or
-    some of them, as after a download that broke off.
-
-    Only the headers of weight files are read. A directory from which no weights are loaded may hold a config alone.
-    """
-    loads = [*_loads_of_ranks(args), *_loads_of_engines(args)]
-    for directory in sorted({load.directory for load in loads if load.files}):
-        try:
-            places_of_checkpoint(Path(directory))
-        except FileNotFoundError as error:
-            raise UserError(
-                f"{error.filename} is not there, and the index of the weights in {directory} names it; get what is missing"
-            ) from error
-    without: dict[str, list[str]] = {}
-    for load in loads:
-        if load.files and not any(any(Path(load.directory).glob(pattern)) for pattern in load.files):
-            without.setdefault(load.place, []).extend(load.ways_out)
-    problems = [
-        f"{place} has no weights (*.safetensors), which are loaded from there; download them"
-        f"{', or start without: ' if ways_out else ''}{', '.join(ways_out)}"
-        for place, ways_out in without.items()
-    ]
-    encoding = {load.place: load.directory for load in loads if load.tokenizer}
-    if args.hf_checkpoint is not None and any(
-        file.in_template or file.prompts != "any" for file in files_of_the_run(args)
-    ):
-        encoding[f"--hf-checkpoint {args.hf_checkpoint}"] = args.hf_checkpoint
-    problems += [
-        f"{place} has no tokenizer (tokenizer.json, or a vocabulary of another kind), which is loaded from there; download its "
-        "files, or copy them there"
-        for place, directory in encoding.items()
-        if lacks_tokenizer(directory)
-    ]
-    if problems:
-        raise UserError("\n".join(problems))
-
-
-@dataclass(frozen=True)
-class _Load:
-    """What is loaded from a Hugging Face directory.
-
-    Attributes:
-        place: the flag or the place in a file that names the directory, followed by the directory, for messages.
-        files: patterns, any of which files with weights may match; empty where no weights are loaded.
-        ways_out: flags that start without these weights, each with the part of the run that then has none.
-        tokenizer: whether there must be one.
-    """
-
-    place: str
-    directory: str
-    files: tuple[str, ...]
-    ways_out: tuple[str, ...] = ()
-    tokenizer: bool = False
-
-
-_STARTS_FROM = ("--load", "--initial-megatron-checkpoint", "--ref-load", "--hf-checkpoint")
-
-
-def _loads_of_ranks(args: argparse.Namespace) -> Iterator[_Load]:
-    start = args.initial_weights
-    if not args.has_trainer or start is None:
-        return
-    flag = next((flag for flag in _STARTS_FROM if vars(args)[attribute_of(flag)] == start.path), "initial weights:")
-    sources = [(flag, start)]
-    critic = args.critic_initial_weights if args.use_critic else start
-    if critic.kind == "hf" and critic.path != start.path:
-        place = place_in(args.megatron_config_path, CRITIC, "load", "hf_checkpoint")
-        sources.append((f"{place}: role critic:", critic))
-    states = other_model_states(args)
-    # A checkpoint that the run resumes from may hold the reference, and then `--ref-load` is not read.
-    if REFERENCE in states and not start.resume:
-        sources.append(("--ref-load", source_of_reference(args)))
-    if TEACHER in states:
-        sources.append(("--opd-teacher-load", source_of_teacher(args)))
-    for place, source in sources:
-        if source.kind == "hf":
-            ways_out = ("--random-init for training ranks",) if place == "--hf-checkpoint" else ()
-            yield _Load(f"{place} {source.path}", source.path, ("*.safetensors",), ways_out)
-
-
-def _loads_of_engines(args: argparse.Namespace) -> Iterator[_Load]:
-    """What engines that the run starts load. If a load format was typed, weights are left to SGLang to find."""
-    if not args.has_engines or args.rollout_external:
-        return
-    for model in served_models(args):
-        groups = [group for group in model.groups if group.num_engines]
-        formats = {group.overrides.get("load_format", vars(args).get("sglang_load_format")) for group in groups}
-        place = f"--hf-checkpoint {model.model_path}"
-        if model.model_path != args.hf_checkpoint:
-            place = f"{model.where}: model {model.name}: {model.model_path}"
-        files = ("*.safetensors", "*.bin", "*.pt") if formats & {None, "auto"} else ()
-        # The first push brings them.
-        ways_out = ("--sglang-load-format dummy for engines",) if args.has_trainer and model.update_weights else ()
-        if groups:
-            yield _Load(place, model.model_path, files, ways_out, tokenizer=True)
 
 
 def _asks(function: str, generate: str | None) -> bool:

@@ -40,7 +40,8 @@ from slime.observability.run_record import (
     write_run_record,
 )
 from slime.observability.trackers import new_run_id
-from slime.plan import check_before_start, nothing_left, show_plan
+from slime.plan import show_plan
+from slime.plan.before_start import check_before_start, nothing_left
 from slime.ray.driver import RunProgress, StartedRun, probe_memory
 from slime.utils import env
 from slime.utils.checkpoint_directory import is_megatron_checkpoint, iteration_directory, latest_iteration
@@ -150,19 +151,12 @@ def _ready(args: argparse.Namespace, stream: TextIO) -> argparse.Namespace | Non
     """
     finished = nothing_left(args)
     if finished is None:
-        from slime.ray.cluster import (
-            check_machine,
-            refuse_images_on_cpus,
-            refuse_incomplete_models,
-            refuse_recording,
-            refuse_transport,
-        )
+        from slime.ray.cluster import check_machine, refuse_images_on_cpus, refuse_recording, refuse_transport
 
         refuse_images_on_cpus(args)
         refuse_recording(args)
         refuse_transport(args)
         check_before_start(args)
-        refuse_incomplete_models(args)
         if not args.check:
             _sweep()
         check_machine(args)

@@ -1,5 +1,6 @@
 """What ends a run before Ray starts, by the way that the driver goes."""
 
+import argparse
 import contextlib
 import importlib.util
 import io
@@ -14,11 +15,13 @@ import tqdm
 
 from slime.arguments import parse_args
 from slime.backends.sglang_utils import server_arguments
-from slime.plan import check_before_start, make_plan, nothing_left
+from slime.plan import make_plan
+from slime.plan.before_start import check_before_start, nothing_left
 from slime.ray import cluster
 from slime.ray.session import main
 from slime.utils.errors import UserError
-from tests.support.models.args import command_line, parse, write_stand_ins
+from tests.support.models import args as arguments
+from tests.support.models.args import command_line, write_stand_ins
 
 SFT = "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only"
 PLAIN_PROMPTS = '{"prompt": "a", "label": "1"}\n'
@@ -38,6 +41,13 @@ def run(directory: Path, *words: str) -> int:
     own = command_line(directory)
     write_stand_ins(directory / "model")
     return main(lambda args, progress: None, [*own, *words])
+
+
+def parse(directory: Path, *words: str) -> argparse.Namespace:
+    """Checked arguments whose model has what is looked for."""
+    args = arguments.parse(directory, *words)
+    write_stand_ins(directory / "model")
+    return args
 
 
 def problems(directory: Path, *words: str, **keywords) -> list[str]:
@@ -340,6 +350,7 @@ def test_evaluations_between_pushes_are_warned_of(tmp_path, caplog, words, warne
     write(tmp_path / "prompts.jsonl", PLAIN_PROMPTS)
     evaluated = ("--eval-prompt-data", "set", str(tmp_path / "prompts.jsonl"), "--update-weights-interval", "2")
     line = [*command_line(tmp_path), "--rollout-num-gpus", "1", *evaluated, "--eval-interval", *words]
+    write_stand_ins(tmp_path / "model")
     args = parse_args(argv=line, asynchronous=True)
     check_before_start(args)
     said = "--eval-interval 3 is no multiple of --update-weights-interval 2"
@@ -540,7 +551,8 @@ def test_chats_with_images_need_a_processor_too(tmp_path):
         f"--hf-checkpoint {tmp_path}/model: a prompt has images, and the checkpoint has no processor"
     )
     make_seeing_checkpoint(tmp_path / "seeing")
-    shutil.copy(tmp_path / "model/config.json", tmp_path / "seeing")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "model" / name, tmp_path / "seeing")
     check_before_start(parse(tmp_path, *words, "--hf-checkpoint", str(tmp_path / "seeing")))
 
 
@@ -558,6 +570,7 @@ def test_rows_with_images_and_their_processor(tmp_path):
     assert checkpoint.endswith("take a model that sees images, or drop --multimodal-keys")
     assert row.startswith(f"{path}:3: image 0 of 'images': there is no file {tmp_path}/blue.png; mend the row")
     make_seeing_checkpoint(tmp_path / "seeing")
+    shutil.copy(tmp_path / "model/model.safetensors", tmp_path / "seeing")
     write(tmp_path / "rows.jsonl", *rows[:2], {"prompt": "<image>", "images": red})
     check_before_start(parse(tmp_path, *words, "--hf-checkpoint", str(tmp_path / "seeing")))
     # Of what a function of the user's does with them nothing is asked.

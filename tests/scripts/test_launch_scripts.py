@@ -13,7 +13,8 @@ import pytest
 
 from slime.arguments import parse_args
 from slime.arguments.sizes import layout_of
-from slime.plan import check_before_start, make_plan, render
+from slime.plan import make_plan, render
+from slime.plan.before_start import check_before_start
 from tests.support.tables.launch_table import SCRIPTS, SCRIPTS_DIR, launches, value_of, write_configs
 from tests.support.tables.model_scripts import script_flags
 from tests.support.tables.shell_arrays import ROOT, bash, script_environment

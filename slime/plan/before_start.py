@@ -1,0 +1,301 @@
+"""What would end a run later, found after its arguments and before Ray starts, and whether anything is left to do.
+
+The run would find these problems anyway, but only after the 10 to 20 seconds that its processes take to start, or after the
+minutes that weights take to load. Rows are read for a few seconds at most; the data source reads the rest when it loads them.
+Of weights only headers, metadata and sizes of files are read.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.arguments.checkpoints import (
+    REFERENCE,
+    TEACHER,
+    other_model_states,
+    source_of_reference,
+    source_of_teacher,
+)
+from slime.arguments.config_files.eval_file import places_in
+from slime.arguments.config_files.role_config import CRITIC, place_in
+from slime.arguments.config_files.serving_config import served_models
+from slime.arguments.flag import attribute_of
+from slime.arguments.rules.data import SFT_FUNCTION, OwnFile, names_reward, own_files
+from slime.utils.checkpoint_directory import METADATA, POINTER, iteration_directory, latest_iteration
+from slime.utils.data_files import estimated_rows
+from slime.utils.dataset import scan_rows
+from slime.utils.errors import UserError
+from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.processing_utils import (
+    lacks_chat_template,
+    lacks_tokenizer,
+    load_processor,
+    no_chat_template,
+    no_processor,
+)
+from slime.utils.reward_types import needs_label
+from slime.utils.types import Sample
+from slime.weights.hf_reader import places_of_checkpoint
+
+logger = logging.getLogger(__name__)
+
+SCAN_SECONDS = 5.0
+
+
+def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECONDS) -> None:
+    """Check models, data, tokenizer and, if there are images, processor. Warn of evaluations that come too late.
+
+    Raises:
+        UserError: one message with everything that would end the run later.
+    """
+    for warning in late_evaluations(args):
+        logger.warning("%s", warning)
+    problems = [*_checkpoint_problems(args), *_model_problems(args), *_template_problems(args)]
+    problems += [*_processor_problems(args), *_row_problems(args, time.monotonic() + scan_seconds)]
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def late_evaluations(args: argparse.Namespace) -> Iterator[str]:
+    """A warning if evaluations measure weights that are older than their place on the step axis says."""
+    every, interval = args.eval_interval, args.update_weights_interval
+    if args.asynchronous and args.has_trainer and args.has_engines and every is not None and every % interval:
+        yield (
+            f"--eval-interval {every} is no multiple of --update-weights-interval {interval}: an evaluation after a rollout "
+            "without a push measures the weights of the push before it, which fewer rollouts trained than its eval/step says; "
+            f"give a multiple of {interval}"
+        )
+
+
+def nothing_left(args: argparse.Namespace) -> str | None:
+    """Why a run with these checked arguments would do nothing; None if it would do something, or if only its data can tell."""
+    total = args.num_rollout
+    if not total:
+        return None  # with epochs only the data set knows, and 0 asks for nothing but an evaluation
+    start, source = args.start_rollout_id, args.initial_weights
+    if start is not None:
+        return (
+            None
+            if start < total
+            else f"nothing left to do: --start-rollout-id {start} is not below --num-rollout {total}"
+        )
+    if source is None or not source.resume:
+        return None
+    start = 1 + (latest_iteration(source.path) if source.step is None else source.step)
+    if start < total:
+        return None
+    return (
+        f"nothing left to do: {start} rollouts are done in --load {source.path}, --num-rollout is {total}; a larger "
+        "--num-rollout goes on from there"
+    )
+
+
+def _checkpoint_problems(args: argparse.Namespace) -> Iterator[str]:
+    source = args.initial_weights
+    if source is None or source.kind != "megatron":
+        return
+    directory = iteration_directory(source.path, latest_iteration(source.path) if source.step is None else source.step)
+    if (directory / METADATA).is_file():
+        return
+    what = "is no whole checkpoint" if directory.is_dir() else "does not exist"
+    if source.step is None:
+        yield f"{directory} {what}, although {Path(source.path) / POINTER} names it; name a whole one there, or start elsewhere"
+    else:
+        yield f"{directory} {what}; ask for another step, or start elsewhere"
+
+
+def _model_problems(args: argparse.Namespace) -> Iterator[str]:
+    """What Hugging Face directories lack that the run loads from them: the tokenizer, all weights, or some of them, as after a
+    download that broke off.
+
+    Only the headers of weight files are read. A directory from which no weights are loaded may hold a config alone.
+    """
+    loads = [*_loads_of_ranks(args), *_loads_of_engines(args)]
+    for directory in sorted({load.directory for load in loads if load.files}):
+        try:
+            places_of_checkpoint(Path(directory))
+        except FileNotFoundError as error:
+            yield f"{error.filename} is not there, and the index of the weights in {directory} names it; get what is missing"
+        except UserError as error:
+            yield str(error)
+    without: dict[str, list[str]] = {}
+    for load in loads:
+        if load.files and not any(any(Path(load.directory).glob(pattern)) for pattern in load.files):
+            without.setdefault(load.place, []).extend(load.ways_out)
+    for place, ways_out in without.items():
+        yield (
+            f"{place} has no weights (*.safetensors), which are loaded from there; download them"
+            f"{', or start without: ' if ways_out else ''}{', '.join(ways_out)}"
+        )
+    encoding = {load.place: load.directory for load in loads if load.tokenizer}
+    if args.hf_checkpoint is not None and any(
+        file.in_template or file.prompts != "any" for file in files_of_the_run(args)
+    ):
+        encoding[f"--hf-checkpoint {args.hf_checkpoint}"] = args.hf_checkpoint
+    for place, directory in encoding.items():
+        if lacks_tokenizer(directory):
+            yield (
+                f"{place} has no tokenizer (tokenizer.json, or a vocabulary of another kind), which is loaded from there; "
+                "download its files, or copy them there"
+            )
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What is loaded from a Hugging Face directory.
+
+    Attributes:
+        place: the flag or the place in a file that names the directory, followed by the directory, for messages.
+        files: patterns, any of which files with weights may match; empty where no weights are loaded.
+        ways_out: flags that start without these weights, each with the part of the run that then has none.
+        tokenizer: whether there must be one.
+    """
+
+    place: str
+    directory: str
+    files: tuple[str, ...]
+    ways_out: tuple[str, ...] = ()
+    tokenizer: bool = False
+
+
+_STARTS_FROM = ("--load", "--initial-megatron-checkpoint", "--ref-load", "--hf-checkpoint")
+
+
+def _loads_of_ranks(args: argparse.Namespace) -> Iterator[_Load]:
+    start = args.initial_weights
+    if not args.has_trainer or start is None:
+        return
+    flag = next((flag for flag in _STARTS_FROM if vars(args)[attribute_of(flag)] == start.path), "initial weights:")
+    sources = [(flag, start)]
+    critic = args.critic_initial_weights if args.use_critic else start
+    if critic.kind == "hf" and critic.path != start.path:
+        place = place_in(args.megatron_config_path, CRITIC, "load", "hf_checkpoint")
+        sources.append((f"{place}: role critic:", critic))
+    states = other_model_states(args)
+    # A checkpoint that the run resumes from may hold the reference, and then `--ref-load` is not read.
+    if REFERENCE in states and not start.resume:
+        sources.append(("--ref-load", source_of_reference(args)))
+    if TEACHER in states:
+        sources.append(("--opd-teacher-load", source_of_teacher(args)))
+    for place, source in sources:
+        if source.kind == "hf":
+            ways_out = ("--random-init for training ranks",) if place == "--hf-checkpoint" else ()
+            yield _Load(f"{place} {source.path}", source.path, ("*.safetensors",), ways_out)
+
+
+def _loads_of_engines(args: argparse.Namespace) -> Iterator[_Load]:
+    """What engines that the run starts load. If a load format was typed, weights are left to SGLang to find."""
+    if not args.has_engines or args.rollout_external:
+        return
+    for model in served_models(args):
+        groups = [group for group in model.groups if group.num_engines]
+        formats = {group.overrides.get("load_format", vars(args).get("sglang_load_format")) for group in groups}
+        place = f"--hf-checkpoint {model.model_path}"
+        if model.model_path != args.hf_checkpoint:
+            place = f"{model.where}: model {model.name}: {model.model_path}"
+        files = ("*.safetensors", "*.bin", "*.pt") if formats & {None, "auto"} else ()
+        # The first push brings them.
+        ways_out = ("--sglang-load-format dummy for engines",) if args.has_trainer and model.update_weights else ()
+        if groups:
+            yield _Load(place, model.model_path, files, ways_out, tokenizer=True)
+
+
+def _template_problems(args: argparse.Namespace) -> Iterator[str]:
+    if args.hf_checkpoint is None or not lacks_chat_template(args.hf_checkpoint):
+        return
+    files = list(files_of_the_run(args))
+    if args.prompt_data and args.rollout_function_path == SFT_FUNCTION and args.load_debug_rollout_data is None:
+        yield no_chat_template("supervised fine-tuning renders chats", args.hf_checkpoint)
+    elif any(file.in_template for file in files):
+        yield no_chat_template("--apply-chat-template is given", args.hf_checkpoint)
+
+
+def _processor_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Why prompts with images cannot be encoded. Files that a user's generate function encodes are not checked."""
+    seeing = [file for file in files_of_the_run(args) if file.keys.images and file.prompts != "any"]
+    if not seeing or args.hf_checkpoint is None:
+        return
+    try:
+        if load_processor(args.hf_checkpoint, trust_remote_code=args.trust_remote_code) is None:
+            sets = [one for one in args.eval_datasets if one.path == seeing[0].path and one.multimodal_keys]
+            in_set = seeing[0].flag != "--prompt-data"
+            yield no_processor(args.hf_checkpoint, place_of_images(args, sets[0]) if in_set else "--multimodal-keys")
+    except UserError as error:
+        yield str(error)
+
+
+def place_of_images(args: argparse.Namespace, dataset: EvalDatasetConfig) -> str:
+    """The place that names the image field of an evaluation set, `file:line: multimodal_keys` or the flag, and the set."""
+    in_file = places_in(args.eval_config)(dataset.name, "multimodal_keys")
+    key = "--multimodal-keys" if in_file is None else f"{in_file}: multimodal_keys"
+    return f"{key} (evaluation set {dataset.name})"
+
+
+def files_of_the_run(args: argparse.Namespace) -> Iterator[OwnFile]:
+    """The files that are read when the run starts."""
+    for file in own_files(args):
+        trains = file.flag == "--prompt-data"
+        if args.load_debug_rollout_data is None if trains else args.has_engines and args.eval_interval is not None:
+            yield file
+
+
+def _row_problems(args: argparse.Namespace, deadline: float) -> Iterator[str]:
+    if args.allow_bad_rows:
+        return  # bad rows are skipped then; the reader counts them
+    from tqdm import tqdm
+
+    no_template = args.hf_checkpoint is not None and lacks_chat_template(args.hf_checkpoint)
+    may_label = bool(args.rollout_sample_hook_path or args.buffer_filter_path)
+    for file in files_of_the_run(args):
+
+        def objection(sample: Sample, file: OwnFile = file) -> str | None:
+            tokenizer = args.hf_checkpoint if no_template else None
+            return _objection(sample, file, tokenizer, may_label=may_label)
+
+        total = estimated_rows(file.path) if sys.stderr.isatty() else None
+        name = os.path.basename(file.path)
+        # There is no bar if the output is no terminal, nor for a file that is read in less than half a second.
+        with tqdm(desc=f"checking {name}", total=total, unit="row", leave=False, disable=None, delay=0.5) as bar:
+            scan = scan_rows(
+                file.path,
+                file.keys,
+                flag=file.flag,
+                objection=objection,
+                deadline=deadline,
+                advance=bar.update,
+            )
+        yield from scan.problems
+        if not scan.finished and not scan.problems and not scan.rows:
+            logger.info("%s: its rows are read while the run starts", file.path)
+        elif not scan.finished and not scan.problems:
+            logger.info(
+                "%s: the first %d rows can be used; the others are read while the run starts", file.path, scan.rows
+            )
+
+
+def _objection(sample: Sample, file: OwnFile, without_template: str | None, *, may_label: bool) -> str | None:
+    """Why a row would end the run later although it can be read; None if it would not.
+
+    `without_template`: the path of the tokenizer if it has no chat template, else None. `may_label`: a function of the user's
+    sees samples before they are graded, and may give them labels.
+    """
+    chat = not isinstance(sample.prompt, str)
+    if file.prompts == "messages" and not chat:
+        return (
+            "the prompt is text, and supervised fine-tuning needs a list of messages; name that field with --input-key"
+        )
+    if file.prompts == "renderable" and chat and not file.in_template and without_template is not None:
+        return no_chat_template("the prompt is a list of messages", without_template)
+    if file.reward == "" and not names_reward(sample.metadata):
+        return f"nothing says how responses are graded: no `rm_type` in {file.keys.metadata!r}; give --rm-type"
+    # Which of the two holds where both are named is not asked here.
+    rewards = [str(name) for name in (sample.metadata.get("rm_type"), file.reward) if name]
+    is_graded = file.reward is not None and bool(rewards) and not may_label
+    if is_graded and sample.label in (None, "") and all(map(needs_label, rewards)):
+        return f"there is no label, which the reward {rewards[0]} needs; {file.keys.flags[1]} names its field"
+    return None
