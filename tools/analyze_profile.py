@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Tell what the traces of a profile hold: seconds of each phase, and the kernels that took longest.
+"""Summarise the traces of a profile: the seconds of each phase, and the kernels that took longest.
 
     python tools/analyze_profile.py --profile-dir outputs/slime/20260101-120000
     python tools/analyze_profile.py --profile-dir outputs/slime/20260101-120000 --all-ranks --top-n 5
 
-The traces are those of training ranks with `--use-pytorch-profiler`, and of engines that `tools/profile_rollout.py` asked for
-some; they are looked for anywhere below the directory. Phases lie within each other, and each holds the seconds of those in it.
-`on device` is how long the device computed what was launched in a phase, be it after the phase had ended. Where no device was
-traced, operators of the CPU stand in place of kernels, each with its own time, without that of the operators that it called.
+The tool finds traces anywhere below the directory: those of training ranks with `--use-pytorch-profiler`, and those of engines
+that `tools/profile_rollout.py` has asked for. Phases are nested, and the seconds of a phase include those of the phases in it.
+`on device` is the time in which the device computed work that was launched in a phase, even after its end. If no device was
+traced, operators of the CPU replace kernels; each has its own time, without that of the operators that it called.
 """
 
 import argparse
@@ -30,22 +30,22 @@ from tools.command_line import run_tool
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
-# As SGLang names the traces of its engines.
+# The part of SGLang's trace names that gives the rank of an engine.
 _RANK_OF_ENGINE = re.compile(r"TP-(\d+)")
 _LONGEST_NAME = 72
 _LONGEST_EVENT = 200
 _MICROSECOND = 1e-6
-# Of every event that lasts.
+# The fields of every event with a duration, and their types.
 _FIELDS = {"name": str, "ts": int | float, "dur": int | float, "pid": int | str, "tid": int | str}
 
 
 @dataclass
 class Phase:
-    """The ranges of one name.
+    """All ranges with one name.
 
     Attributes:
-        depth: how many others it lies in.
-        busy: seconds in which the device computed what was launched in it.
+        depth: the number of phases around it.
+        busy: the seconds in which the device computed work that was launched in it.
     """
 
     depth: int
@@ -56,7 +56,7 @@ class Phase:
 
 @dataclass
 class Kernel:
-    """Seconds of the kernels (or operators) of one name, and how they are spread over phases."""
+    """The seconds of all kernels (or operators) with one name, and their distribution over phases."""
 
     calls: int = 0
     seconds: float = 0.0
@@ -66,12 +66,12 @@ class Kernel:
 
 @dataclass
 class Summary:
-    """What a rank's traces of one kind of work hold together.
+    """The sum of a rank's traces of one kind of work.
 
     Attributes:
-        what: the kind: role and part of a training rank, `engine` for other traces.
-        rollouts: that were traced; none of engines.
-        seconds: from the first to the last event of each trace, together.
+        what: the kind of work: role and part of a training rank, `engine` for other traces.
+        rollouts: the traced rollouts; empty for engines.
+        seconds: the time from the first to the last event of each trace, summed.
         on_device: whether kernels were traced.
     """
 
@@ -87,7 +87,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Span:
-    """Something with a name from `start` to `end`, in microseconds."""
+    """A named range from `start` to `end`, in microseconds."""
 
     name: str
     start: float
@@ -98,7 +98,7 @@ def read_trace(path: Path) -> dict[str, Any]:
     """The content of a trace file.
 
     Raises:
-        UserError: it is none, or has an event that lacks what the tables are made of.
+        UserError: the file is no trace, or an event lacks a field that the tables need.
     """
     import orjson
 
@@ -115,7 +115,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def _problem_of(event: Any) -> str | None:
-    """Why nothing can be made of an event. Those that last nothing are not looked at."""
+    """What is wrong with an event; None if nothing is. Events without a duration are not checked."""
     if not isinstance(event, dict):
         return "is no object"
     if event.get("ph") != "X":
@@ -127,7 +127,7 @@ def _problem_of(event: Any) -> str | None:
 
 
 def place_of(path: Path, trace: dict[str, Any]) -> tuple[str, int, int | None]:
-    """(what it is a trace of, rank, rollout) of a trace."""
+    """Returns (kind of work, rank, rollout or None) of a trace."""
     about = trace.get("slime")
     if about is not None:
         return f"{about['role']} {about['part']}", about["rank"], about["rollout"]
@@ -136,7 +136,7 @@ def place_of(path: Path, trace: dict[str, Any]) -> tuple[str, int, int | None]:
 
 
 def add_trace(summary: Summary, events: Sequence[dict[str, Any]]) -> None:
-    """Add the events of one trace."""
+    """Add the events of one trace to `summary`."""
     spans = [event for event in events if event.get("ph") == "X" and event.get("cat") != "Trace"]
     if not spans:
         return
@@ -185,12 +185,12 @@ def add_trace(summary: Summary, events: Sequence[dict[str, Any]]) -> None:
 
 
 class _Around:
-    """Which phases are under way at a moment, the outermost first."""
+    """Called with a moment, it returns the phases that are under way then, the outermost first."""
 
     def __init__(self, phases: Iterable[Span]) -> None:
         self._moments: list[float] = []
         self._names: list[tuple[str, ...]] = []
-        # Where several change at one moment, inner ones end before others begin, and outer ones begin before inner ones.
+        # At one moment, phases end before others begin, inner ones end first, and outer ones begin first.
         changes = [(phase.start, 1, -phase.end, phase.name) for phase in phases]
         changes += [(phase.end, 0, -phase.start, phase.name) for phase in phases]
         under_way: list[str] = []
@@ -208,7 +208,7 @@ class _Around:
 
 
 def own_times(operators: Iterable[dict[str, Any]]) -> Iterable[tuple[Span, float]]:
-    """Each operator with its microseconds without those of the operators that it called in its thread."""
+    """Each operator with its own microseconds: without those of the operators that it called in its thread."""
     of_thread = defaultdict(list)
     for event in operators:
         of_thread[event["pid"], event["tid"]].append(_span(event))
@@ -226,7 +226,7 @@ def own_times(operators: Iterable[dict[str, Any]]) -> Iterable[tuple[Span, float
 
 
 def length_of_union(spans: Iterable[Span]) -> float:
-    """Microseconds in which at least one of the spans is under way."""
+    """The microseconds in which at least one of the spans is under way."""
     length, reached = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         length += max(0.0, span.end - max(span.start, reached))
@@ -239,13 +239,13 @@ def _span(event: dict[str, Any], name: str | None = None) -> Span:
 
 
 def summaries_of(directory: Path, rank: int | None, *, all_ranks: bool) -> list[Summary]:
-    """A summary for each kind of work and each rank that is asked for, in the order of their names.
+    """A summary for each kind of work and each wanted rank, sorted by kind.
 
     Args:
-        rank: which; None: the first that there is.
+        rank: the wanted rank; None: the first one with traces.
 
     Raises:
-        UserError: there is none.
+        UserError: there are no traces, or none of that rank.
     """
     paths = sorted(path for path in directory.rglob("*.trace.json*") if path.name.endswith((".json", ".json.gz")))
     if not paths:
@@ -270,7 +270,7 @@ def summaries_of(directory: Path, rank: int | None, *, all_ranks: bool) -> list[
 
 
 def show(summaries: Sequence[Summary], top: int) -> None:
-    """Print the tables of one kind of work: of one rank, or of all ranks together."""
+    """Print the tables of one kind of work, for one rank or for all ranks together."""
     first = summaries[0]
     ranks = ", ".join(str(summary.rank) for summary in summaries)
     rollouts = ", ".join(map(str, sorted({rollout for summary in summaries for rollout in summary.rollouts})))
@@ -313,7 +313,7 @@ def _row_of_kernel(name: str, kernel: Kernel, total: float) -> list[str]:
 
 
 def _row_of_phase(name: str, depth: int, summaries: Sequence[Summary]) -> list[str]:
-    """Of several ranks the means, and those that are furthest apart."""
+    """A row of the table of phases. With several ranks: means, the least and most seconds, and the rank with the most."""
     having = [(summary.phases[name], summary.rank) for summary in summaries if name in summary.phases]
     calls, seconds, busy = (
         sum(getattr(phase, of) for phase, _ in having) / len(having) for of in ("calls", "seconds", "busy")
@@ -327,7 +327,7 @@ def _row_of_phase(name: str, depth: int, summaries: Sequence[Summary]) -> list[s
 
 
 def _table(titles: list[str], rows: list[list[str]]) -> str:
-    """Columns of text: the first to the left, as is one whose name is `mostly in`, numbers to the right."""
+    """Text in columns. The first column and `mostly in` are aligned to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     lines = []
     for row in (titles, *rows):

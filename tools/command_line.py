@@ -1,4 +1,4 @@
-"""How a tool ends: with the status that it returns, or with one message in place of a traceback; and checks of its paths."""
+"""The end of a tool, with its exit status or with one message instead of a traceback; and checks of its paths."""
 
 import gc
 import sys
@@ -30,7 +30,7 @@ def run_tool(main: Callable[..., int | None], **options: Any) -> NoReturn:
             raise
         print("stopped by Ctrl-C", file=sys.stderr)
         status = 130
-    # Everything goes away now. Otherwise Python would search it for cycles first, which takes half a second with many modules.
+    # The process ends, so all objects may stay. Otherwise Python would search them for cycles, which takes half a second.
     gc.freeze()
     sys.exit(status)
 

@@ -4,10 +4,11 @@
     python tools/convert_hf_to_fp8.py --model-dir MODEL --save-dir MODEL-FP8
     python tools/convert_hf_to_fp8.py --model-dir MODEL --save-dir MODEL-FP8 --strategy tensor --max-workers 8
 
-Matrices of attention and of dense and expert layers are quantised; norms, embeddings, head and routers are copied. Numbers
-are those of weight pushes. A conversion that was interrupted goes on when the same command comes again.
+Matrices of attention and of dense and expert layers are quantised; norms, embeddings, head and routers are copied. Weight
+pushes quantise to the same numbers. An interrupted conversion goes on when the same command runs again.
 
-What --strategy channel makes is for engines alone: a run refuses it as --hf-checkpoint, and fp8_cast_bf16.py does not read it.
+A checkpoint of --strategy channel is for engines only: a run refuses it as --hf-checkpoint, and fp8_cast_bf16.py cannot read
+it.
 """
 
 import argparse

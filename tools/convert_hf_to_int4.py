@@ -3,12 +3,12 @@
 
     python tools/convert_hf_to_int4.py --input-dir MODEL --output-dir MODEL-INT4 --data-dir SAMPLES
 
---data-dir has .jsonl or .parquet files; the first rows of all, by file name, are the samples: `text`, or `messages` for the
-chat template. Matrices of attention and of dense and expert layers are quantised; norms, embeddings, head and routers are
-copied. An expert that hardly a token reaches is rounded to nearest.
+--data-dir has .jsonl or .parquet files. Their first rows, in the order of file names, are the samples: a row has `text`, or
+`messages` for the chat template. Matrices of attention and of dense and expert layers are quantised; norms, embeddings, head
+and routers are copied. An expert that very few tokens reach is rounded to nearest.
 
-Memory: one decoder layer, the hidden states of all samples, and up to 4 GiB beside. A conversion that was interrupted goes on
-with the layer that it was at when the same command comes again.
+The tool needs memory for one decoder layer, the hidden states of all samples, and up to 4 GiB more. An interrupted conversion
+goes on with the layer at which it stopped when the same command runs again.
 """
 
 import argparse

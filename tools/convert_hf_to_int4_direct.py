@@ -3,8 +3,8 @@
 
     python tools/convert_hf_to_int4_direct.py --model-dir MODEL --save-dir MODEL-INT4 --group-size 32
 
-Matrices of attention and of dense and expert layers are quantised, apart from those that --ignore-rules names; norms,
-embeddings, head and routers are copied. A conversion that was interrupted goes on when the same command comes again.
+Matrices of attention and of dense and expert layers are quantised, except those that --ignore-rules names; norms, embeddings,
+head and routers are copied. An interrupted conversion goes on when the same command runs again.
 """
 
 import argparse

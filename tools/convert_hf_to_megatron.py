@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""tools/convert_hf_to_torch_dist.py, with the names of flags that other programs have.
+"""tools/convert_hf_to_torch_dist.py, with the flag names of other programs.
 
 python tools/convert_hf_to_megatron.py --hf_model_path MODEL --save_path MODEL_torch_dist
 """

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Make a Megatron checkpoint (torch_dist) of a Hugging Face directory. It can be loaded in any parallel layout.
+"""Make a Megatron checkpoint (torch_dist), which any parallel layout can load, of a Hugging Face directory.
 
     python tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save MODEL_torch_dist
     python tools/convert_hf_to_torch_dist.py --hf-checkpoint MODEL --save MODEL_torch_dist ${MODEL_ARGS[@]}
 
-The model's flags come from its config.json; flags that are given here go before them. A run takes the result as --ref-load.
-It needs none of this: --hf-checkpoint, --ref-load and --load take Hugging Face directories as they are. Quantised weights
-become numbers of 16 bits. A conversion that was interrupted goes on when the same command comes again.
+The model's flags come from its config.json; flags on the command line win. A run takes the result as --ref-load, but does not
+need it: --hf-checkpoint, --ref-load and --load also take Hugging Face directories. Quantised weights become 16-bit numbers. An
+interrupted conversion goes on when the same command runs again.
 
-Processes need no launcher. Where torchrun starts the tool the first one converts, with as many as were to start on its machine.
+The tool needs no launcher. If torchrun starts it, the first process converts, with as many processes as torchrun was to start
+on its machine.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from tools.conversion.units import start_server
 
 
 def main(words: list[str] | None = None, *, source: str = "--hf-checkpoint", target: str = "--save") -> None:
-    # Clusters have a RANK of their own.
+    # A cluster may set RANK for its own use, so the variable only counts if torchrun has started the tool.
     of_torchrun = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {}
     rank, processes = (int(of_torchrun.get(name, 0)) for name in ("RANK", "LOCAL_WORLD_SIZE"))
     parser = argparse.ArgumentParser(

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Make a checkpoint of 16 bits of one whose weights are packed to INT4, such as Kimi K2 Thinking.
+"""Make a 16-bit checkpoint of one whose weights are packed to INT4, such as Kimi K2 Thinking.
 
     python tools/convert_k2_thinking_int4_to_bf16.py --model-dir MODEL --output-dir MODEL-bf16
 
-The numbers are those that engines compute with. tools/fp8_cast_bf16.py does the same, for FP8 too.
+The weights have the values with which engines compute. tools/fp8_cast_bf16.py does the same, also for FP8.
 """
 
 import argparse

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Write the model of a run as a Hugging Face directory, on the way that --save-hf goes.
+"""Write the model of a run as a Hugging Face directory, by the same code as --save-hf.
 
     python tools/convert_to_hf.py --hf-checkpoint MODEL --output-dir EXPORTED --check-same
     python tools/convert_to_hf.py --hf-checkpoint MODEL --load RUN/checkpoints --output-dir EXPORTED ${MODEL_ARGS[@]}
 
-The model is built, given its weights as a run is, and exported. It has to fit into memory: tools/convert_torch_dist_to_hf.py
-needs none. Where neither --bf16 nor --fp16 is given, weights have the 16 bits that the config.json of --hf-checkpoint names.
---check-same compares the result with --hf-checkpoint, bit by bit, so it says of a model, before anything is trained, whether it
-goes there and back. The exit status is 1 where something differs.
+The tool builds the model, loads its weights as a run does, and exports it. The model must fit into memory;
+tools/convert_torch_dist_to_hf.py builds no model. Without --bf16 or --fp16, weights have the dtype in the config.json of
+--hf-checkpoint. --check-same compares the result with --hf-checkpoint bit by bit: it shows, before any training, whether a
+model survives the way into the trainer and back. The exit status is 1 if something differs.
 """
 
 import argparse
@@ -54,7 +54,7 @@ _FLAGS_OF_DTYPES = {"bfloat16": "--bf16", "float16": "--fp16"}
 
 
 def flag_of_dtype(hf_checkpoint: Path, flags: Sequence[str]) -> list[str]:
-    """The flag of the dtype of a checkpoint's config.json, where `flags` have none: else the machine would choose one."""
+    """The flag for the dtype in a checkpoint's config.json, unless `flags` have one. Without it the machine would choose."""
     config = read_hf_config(hf_checkpoint)
     name = config.get("dtype") or config.get("torch_dtype")
     typed = not set(flags).isdisjoint(_FLAGS_OF_DTYPES.values())

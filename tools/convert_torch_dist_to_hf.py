@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Make a Hugging Face directory of a Megatron checkpoint (torch_dist), whatever layout has saved it.
+"""Make a Hugging Face directory of a Megatron checkpoint (torch_dist), whatever layout saved it.
 
     python tools/convert_torch_dist_to_hf.py --input-dir RUN/checkpoints --output-dir MODEL-TRAINED --origin-hf-dir MODEL
     python tools/convert_torch_dist_to_hf.py --input-dir RUN/checkpoints/iter_0000099 --output-dir OUT --origin-hf-dir MODEL
 
-Configuration and tokenizer are those of --origin-hf-dir, and where that is quantised the result is too. No model is built,
-and memory is that of the largest tensor for each process. A conversion that was interrupted goes on when the same command
-comes again.
+Configuration and tokenizer come from --origin-hf-dir; if that is quantised, the result is too. The tool builds no model: each
+process needs memory for the largest tensor. An interrupted conversion goes on when the same command runs again.
 """
 
 import argparse
@@ -29,7 +28,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def parser_without_workers(description: str) -> argparse.ArgumentParser:
-    """The options that this tool and `convert_torch_dist_to_hf_parallel.py` have in common."""
+    """A parser with the options that this tool and `convert_torch_dist_to_hf_parallel.py` share."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -56,7 +55,7 @@ def parser_without_workers(description: str) -> argparse.ArgumentParser:
 
 
 def convert(args: argparse.Namespace, workers: int) -> None:
-    """The conversion that `args` of `parser_without_workers` ask for, by so many processes."""
+    """Convert as `args` of `parser_without_workers` say, with `workers` processes."""
     if args.vocab_size is not None and args.vocab_size < 1:
         raise UserError(f"--vocab-size {args.vocab_size}: must be at least 1")
     require_directory("--input-dir", args.input_dir)

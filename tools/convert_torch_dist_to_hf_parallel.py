@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""tools/convert_torch_dist_to_hf.py, with the numbers of workers that other programs have.
+"""tools/convert_torch_dist_to_hf.py, with the worker options of other programs.
 
     python tools/convert_torch_dist_to_hf_parallel.py --input-dir RUN/checkpoints --output-dir OUT --origin-hf-dir MODEL
 
-Each process reads, converts and writes, so there are as many as the larger of the two numbers, and no more than processors.
-All other options are those of tools/convert_torch_dist_to_hf.py.
+Each process reads, converts and writes. So the tool starts as many as the larger of the two numbers, but no more than there are
+processors. All other options are those of tools/convert_torch_dist_to_hf.py.
 """
 
 import os

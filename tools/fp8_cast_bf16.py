@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Make a plain checkpoint, in the 16-bit type of its config, of one in FP8; one packed to INT4 by compressed-tensors will do
-too.
+"""Make a plain checkpoint, in the 16-bit dtype of its config, of an FP8 checkpoint, or of one packed to INT4 by
+compressed-tensors.
 
     python tools/fp8_cast_bf16.py --input-fp8-hf-path MODEL-FP8 --output-bf16-hf-path MODEL
 
-The numbers are those that engines compute with. A run needs none of this: it starts from quantised checkpoints as they are.
+The weights have the values with which engines compute. A run does not need this tool: it can start from quantised checkpoints.
 """
 
 import argparse

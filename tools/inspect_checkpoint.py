@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Say what a checkpoint holds: of a run (a directory, or one of its iterations) or of Hugging Face.
+"""Describe a checkpoint: one of a run (the directory, or one of its iterations) or a Hugging Face directory.
 
     python tools/inspect_checkpoint.py RUN/checkpoints
     python tools/inspect_checkpoint.py RUN/checkpoints --hf-checkpoint MODEL ${MODEL_ARGS[@]}
     python tools/inspect_checkpoint.py RUN/checkpoints --write-checksums
     python tools/inspect_checkpoint.py RUN/checkpoints --check-checksums
 
-With --hf-checkpoint, and model flags where config.json does not say all, it says too whether the checkpoint fits that model.
-Files that are missing or cut off are always found; --write-checksums notes the content of all files in checksums.json, and
---check-checksums compares. The exit status is 1 where something does not fit, and 2 where
-there is no whole checkpoint, or no note.
+With --hf-checkpoint, the tool also says whether the checkpoint fits that model; give model flags if config.json does not
+describe it completely. Missing or truncated files are always found. --write-checksums writes checksums of all files to
+checksums.json, and --check-checksums compares with them. The exit status is 1 if something does not fit, and 2 if the
+checkpoint is incomplete or has no checksums.json to compare with.
 """
 
 import argparse

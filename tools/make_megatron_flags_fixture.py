@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Write down the command line of Megatron-LM: what the tests compare our Megatron flags with.
+"""Write the command line of Megatron-LM into a file, with which the tests compare our Megatron flags.
 
     pip download --no-deps --only-binary :all: --python-version 3.12 megatron-core==0.17.1 && unzip -d unpacked *.whl
     python tools/make_megatron_flags_fixture.py unpacked
 
-megatron-core brings that parser (`megatron.training`) from 0.17.1 on. Its wheels ask for a newer Python than this project
-needs, but an unpacked one runs under ours, because only its parser is built. Spellings, attributes, types and defaults are
-written; no help texts. Equal input gives equal bytes.
+megatron-core contains that parser (`megatron.training`) since 0.17.1. Its wheels require a newer Python than this project does,
+but an unpacked wheel works with ours, because the tool only builds the parser. The file has spellings, attributes, types and
+defaults, but no help texts. Equal input gives equal bytes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "tests" / "arguments" / "data" / "megatron_lm_flags.json"
 PARSER = Path("megatron") / "training" / "arguments.py"
 
-# Names of argparse's classes for what an option does.
+# Names of argparse's action classes.
 ACTIONS = {
     "_StoreAction": "store",
     "_StoreTrueAction": "store_true",
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def describe(directory: Path) -> tuple[str, list[dict[str, Any]]]:
-    """Version of the megatron-core in `directory`, and its flags sorted by spelling."""
+    """Returns (version of the megatron-core in `directory`, its flags sorted by spelling)."""
     sys.path[:0] = [str(directory.resolve()), str(ROOT)]
     from slime.backends.megatron_utils import cpu_runtime
 
@@ -80,7 +80,7 @@ def _row(action: argparse.Action) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A default or choice as JSON: enum members by name, what JSON lacks as text."""
+    """A default or choice as JSON: enum members by name, values that JSON lacks as text."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, bool | int | float | str):

@@ -8,17 +8,17 @@ The task is addition with the working written out column by column, units first,
     user       What is 47+38?
     assistant  7+8=15 4+3+1=8 \\boxed{85}
 
-The supervised demonstrations come from a teacher who knows the tables but forgets most carries ("4+3=7", boxed 75), so
-imitation ends at a middling accuracy however long it lasts, and what is left to learn, the reward has to teach. That
-makes the start of reinforcement learning the same for every seed, and its success visible within minutes.
+The supervised demonstrations come from a teacher who knows the tables but forgets most carries ("4+3=7", boxed 75). So
+imitation ends at a middling accuracy however long it lasts, and only the reward can teach the rest. That makes the start of
+reinforcement learning the same for every seed, and its success visible within minutes.
 
 Invariants:
 - no held-out problem (in either order of its operands) is a training problem or a demonstration;
 - the output depends on the arguments alone: equal arguments give equal bytes.
 
-Another task for the same model comes from a function of another file (`--data examples/calculator/toy_task.py:write_data`).
+A function in another file can write another task for the same model (`--data examples/calculator/toy_task.py:write_data`).
 
-Written: `model/` (Hugging Face checkpoint, Qwen3 architecture), `train.jsonl` and `eval.jsonl` (`prompt`, `label`,
+The tool writes `model/` (Hugging Face checkpoint, Qwen3 architecture), `train.jsonl` and `eval.jsonl` (`prompt`, `label`,
 `metadata`), `sft.jsonl` (`messages`, `metadata`) and, last, `task.json` (the arguments), the mark of a complete task.
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 MARK_OF_COMPLETENESS = "task.json"
-# Rejection sampling gives up after this many draws for each problem that is asked for.
+# Rejection sampling gives up after this many draws per wanted problem.
 MAX_DRAWS_PER_PROBLEM = 2000
 TOLD_EVERY_SECONDS = 5.0
 
@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The same for both orders of the operands."""
+        """The operands, smaller one first: equal for both orders of a problem."""
         return min(self.left, self.right), max(self.left, self.right)
 
     @property
@@ -66,7 +66,7 @@ class Problem:
 
     @property
     def carries(self) -> int:
-        """How many columns receive a carry from the one before."""
+        """The number of columns that receive a carry from the column before."""
         carry, count = 0, 0
         for left_digit, right_digit in self.columns[:-1]:
             carry = int(left_digit + right_digit + carry >= 10)
@@ -82,7 +82,7 @@ class Problem:
         return {"operands": [self.left, self.right], "carries": self.carries}
 
     def working(self, forgotten: Sequence[bool] | None = None) -> str:
-        """The written-out answer; `forgotten[i]` drops the carry into column i + 1."""
+        """The answer with its working; `forgotten[i]` drops the carry into column i + 1."""
         forgotten = forgotten or [False] * len(self.columns)
         steps, digits, carry = [], "", 0
         for (left_digit, right_digit), forget in zip(self.columns, forgotten, strict=True):
@@ -106,7 +106,7 @@ def draw_problem(generator: "numpy.random.Generator", digits: int, carry_share: 
 def draw_distinct_problems(
     generator: "numpy.random.Generator", count: int, arguments: argparse.Namespace, taken: set[tuple[int, int]]
 ) -> list[Problem]:
-    """`count` problems whose keys are neither in `taken` (of such problems) nor equal to one another."""
+    """`count` problems with different keys, none of which is in `taken`, the keys of earlier problems of this kind."""
     problems: dict[tuple[int, int], Problem] = {}
     found = count_problems(arguments.digits, arguments.carry_share) - len(taken)
     if count <= found:
@@ -126,10 +126,11 @@ def draw_distinct_problems(
 
 
 def count_problems(digits: int, carry_share: float) -> int:
-    """How many problems `draw_problem` makes that differ in more than the order of their operands."""
+    """The number of problems that `draw_problem` can make, counting both orders of the operands once."""
     operands = 9 * 10 ** (digits - 1)
     everything = operands * (operands + 1) // 2
-    # Pairs of digits, and those of equal ones, that leave no carry: 55 and 5 of a column, all but those with 0 of the last.
+    # Without a carry, a column has 55 pairs of digits, 5 of them equal. The sum of the leading column may be above 9, so it has
+    # 81 pairs without zeros, 9 of them equal.
     without_carry = (55 ** (digits - 1) * 81 + 5 ** (digits - 1) * 9) // 2
     if digits == 1 or 0 < carry_share < 1:
         return everything
@@ -137,7 +138,7 @@ def count_problems(digits: int, carry_share: float) -> int:
 
 
 def progress(what: str, count: int) -> "tqdm":
-    """A bar on the standard error, for what lasts; in a log it is a line every few seconds."""
+    """A progress bar on standard error, for steps that take long; in a log it is a line every few seconds."""
     from tqdm import tqdm
 
     return tqdm(desc=f"drawing {what}", total=count, delay=TOLD_EVERY_SECONDS, mininterval=TOLD_EVERY_SECONDS)
@@ -156,10 +157,10 @@ def write_split(
 ) -> None:
     """Write the three files of a task whose problems have `keys`; no held-out key is trained or demonstrated.
 
-    `problem` and `demonstration` make a row out of a key, with a generator for whatever else is drawn.
+    `problem` and `demonstration` make a row from a key, with a generator for everything else that is random.
 
     Raises:
-        ValueError: there are fewer keys than problems are asked for.
+        ValueError: there are fewer keys than wanted problems.
     """
     import numpy
 
@@ -178,7 +179,7 @@ def write_split(
 
 
 def write_data(directory: Path, arguments: argparse.Namespace) -> None:
-    """Write `train.jsonl`, `eval.jsonl` and `sft.jsonl`; a function given as `--data` does the same for a task of its own."""
+    """Write `train.jsonl`, `eval.jsonl` and `sft.jsonl`. A function given as `--data` writes these files for another task."""
     import numpy
 
     generator = numpy.random.default_rng([arguments.seed, 0])
@@ -239,7 +240,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raise ValueError, naming the option, for a value that cannot work."""
+    """Raise ValueError, which names the option, for a value that cannot work."""
     names = ("digits", "train_size", "eval_size", "sft_size", "num_layers", "hidden_size", "ffn_hidden_size")
     for name in (*names, "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"):
         if getattr(arguments, name) < 1:
@@ -272,14 +273,14 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What decides how a task looks."""
+    """The options on which the content of a task depends."""
     return {name: value for name, value in vars(arguments).items() if name not in ("output_dir", "force", "reuse")}
 
 
 def other_options(arguments: argparse.Namespace) -> list[str]:
-    """The options with which the task in `arguments.output_dir` was made, where they are others than these.
+    """The options of the task in `arguments.output_dir` that differ from these.
 
-    Options that were not there yet had the value that is their default now.
+    An option that did not exist when the task was made counts with its default.
 
     Raises:
         ValueError: the mark of the task cannot be read.

@@ -1,13 +1,13 @@
-"""Change the code in small ways, one at a time, and name the changes that no test notices.
+"""Change the code in small ways, one at a time, and list the changes that no test notices.
 
     python tools/mutate.py slime/algorithms --sample 60
     python tools/mutate.py slime/training/loss.py --tests tests/training/test_loss.py tests/training/test_objective.py
 
-Works on a copy of the tree, never in place. Each change is made to the syntax tree of one file: a comparison turned round, an
-arithmetic operator exchanged, a constant moved, a condition negated, two arguments swapped, a call or an assignment left out.
-The tests are those of the file's mirror (`slime/algorithms/kl.py`: `tests/algorithms/test_kl.py`) unless `--tests` names
-others. A change that the tests notice by failing or by running into the time limit is caught; the others are printed as
-file:line with the line before and after, and are either missing tests or changes without an effect.
+The tool works on a copy of the tree, never in place. A change is made to the syntax tree of one file: it reverses a comparison,
+exchanges an arithmetic operator, moves a constant, negates a condition, swaps two arguments, or removes a call or an
+assignment. The tests are those of the file's mirror (`slime/algorithms/kl.py`: `tests/algorithms/test_kl.py`) unless `--tests`
+names others. A change is caught if the tests fail or exceed the time limit. All others are printed as file:line with the line
+before and after: either a test is missing, or the change has no effect.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """`source` is the whole file with one change, at `line`; `change` says which."""
+    """A file with one change at `line`. `source` is the whole changed file; `change` describes the change."""
 
     file: str
     line: int
@@ -78,7 +78,7 @@ Way = tuple[tuple[str, int | None], ...]
 
 
 def _nodes(node: ast.AST, path: Way = ()) -> Iterator[tuple[Way, ast.AST]]:
-    """Nodes that have a line and can be changed, with the way to them. Annotations, errors and texts are left as they are."""
+    """Yields the nodes that have a line and may be changed, with the path to them, without annotations, errors and texts."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "type_params"):
             continue
@@ -148,7 +148,7 @@ def _put(tree: ast.AST, path: Way, node: ast.AST) -> None:
 
 
 def _shown(tree: ast.AST, path: Way) -> str:
-    """The smallest statement around a node, its first line."""
+    """The first line of the smallest statement around a node."""
     node = tree
     for field, index in path:
         value = getattr(node, field)
@@ -168,18 +168,18 @@ def _compiles(source: str) -> bool:
 
 
 def mirror_of(file: str) -> str:
-    """The test file of a source file."""
+    """The test file that mirrors a source file."""
     path = Path(file)
     return str(Path("tests", *path.parts[1:-1], f"test_{path.name}"))
 
 
 def run_tests(tree: Path, tests: Sequence[str], seconds: float) -> bool:
-    """Whether the tests pass in the tree, within the time; in a fork of this process, which has imported torch already."""
+    """Whether the tests pass in the tree within `seconds`. They run in a fork of this process, which has imported torch."""
     process = multiprocessing.get_context("fork").Process(target=_run_pytest, args=(tree, list(tests)))
     process.start()
     process.join(seconds)
     passed = process.exitcode == 0
-    # What a test that hangs has started stands in the session of the fork.
+    # The fork leads a session of its own, so this also ends processes that a hanging test has started.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.join()

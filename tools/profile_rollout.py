@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Have all engines behind a router profile what they compute.
+"""Make all engines behind a router write a profile.
 
     python tools/profile_rollout.py --router-url http://10.0.0.1:3000 --output-dir /shared/profiles
     python tools/profile_rollout.py --router-url http://10.0.0.1:3000 --action stop
 
-A profile ends by itself after --num-steps steps of an engine, or by `--action stop`. Each engine writes its own traces, on its
-own machine, for Perfetto or chrome://tracing: without --output-dir where its variable SGLANG_TORCH_PROFILER_DIR says, else into
-/tmp. Where router and engines ask for a key, the run was given it by --router-api-key: put it into a file, and give that by
---api-key-file.
+A profile ends after --num-steps steps of an engine, or by `--action stop`. Each engine writes its own traces on its own
+machine, for Perfetto or chrome://tracing. Without --output-dir they go to the directory in the engine's variable
+SGLANG_TORCH_PROFILER_DIR, or to /tmp if it is not set. If router and engines ask for a key (--router-api-key of the run), write
+it into a file and name that by --api-key-file.
 """
 
 import argparse
@@ -29,8 +29,8 @@ def engines_behind(router: str, key: str | None, timeout: float) -> list[str]:
     """The URLs of the engines that a router lists.
 
     Raises:
-        RunError: it does not answer, or not as a router does.
-        UserError: it lists none.
+        RunError: the router does not answer, or its answer is not a router's.
+        UserError: the router lists no engine.
     """
     answer = _ask("GET", f"{router}/workers", key, timeout)
     try:
@@ -45,7 +45,7 @@ def engines_behind(router: str, key: str | None, timeout: float) -> list[str]:
 
 
 def tell_engines(urls: list[str], path: str, settings: dict[str, Any], key: str | None, timeout: float) -> list[str]:
-    """POST `settings` to `path` of all engines at once; a line for each that did not do it."""
+    """POST `settings` to `path` of all engines at once. Returns a line for each engine that failed."""
 
     def told(url: str) -> str | None:
         try:
@@ -62,13 +62,13 @@ def _ask(method: str, url: str, key: str | None, timeout: float, **options: Any)
     import requests
 
     with requests.Session() as session:
-        # Engines are inside of the cluster, where no proxy leads to.
+        # Engines are inside the cluster, and a proxy would not reach them.
         session.trust_env = False
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             answer = session.request(method, url, headers=headers, timeout=timeout, **options)
         except requests.Timeout:
-            # An engine that ends a profile writes it first.
+            # An engine answers a stop only after it has written its profile, which may take longer than the limit.
             raise RunError(f"{url}: did not answer within --timeout {timeout:g} s") from None
         except requests.RequestException as error:
             raise RunError(
@@ -82,8 +82,8 @@ def _ask(method: str, url: str, key: str | None, timeout: float, **options: Any)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What an engine is told to record."""
-    # Engines have a working directory of their own.
+    """The settings of the profile, as an engine takes them."""
+    # Engines have another working directory, so the path must be absolute.
     directory = None if args.output_dir is None else str(args.output_dir.absolute())
     return {
         "output_dir": directory, "num_steps": args.num_steps, "activities": args.activities,

@@ -1,8 +1,8 @@
-"""The `config.json` of published models: name of `scripts/models/<name>.sh` → its entries that say something about the model.
+"""The `config.json` of published models: name of `scripts/models/<name>.sh` → the entries that describe the model.
 
-Written down from the checkpoints' own files, in the form in which they are published (older files keep the RoPE base at
-the top level, newer ones in `rope_parameters`). `write_model_scripts` derives the scripts from
-it. Nothing here is computed from our tables, so that it can check them.
+The entries are copied from the checkpoints' own files, in their published form (older files have the RoPE base at the top
+level, newer ones in `rope_parameters`). `write_model_scripts` derives the scripts from them. Nothing in this module is computed
+from our tables, so that it can check them.
 """
 
 from typing import Any

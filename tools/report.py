@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Summarise a run from its TensorBoard event files: accuracy before and after, reward per rollout as a picture.
+"""Summarise a run from its TensorBoard event files: accuracy before and after, and a picture of the reward per rollout.
 
     python tools/report.py outputs/quickstart/seed-0/runs/20260101-120000
 
-Everything is read from what the run left in its directory: event files anywhere below it, checkpoint directories (those
-with a pointer to their latest iteration), and `train.sh`, if the run was started by the quick start. Of several values
-at one step (a resumed run repeats what its predecessor lost) the one written last counts.
+The tool reads the files in the run's directory: event files anywhere below it, checkpoint directories (those with a pointer to
+their latest iteration), and `train.sh`, if the quick start started the run. If a step has several values, because a resumed run
+repeats steps that its predecessor lost, the one written last counts.
 """
 
 import argparse
@@ -23,7 +23,7 @@ Curve = dict[int, float]
 
 @dataclass
 class RunRecord:
-    """What the files of a run say: `curves[tag][step]`, and where the files lie."""
+    """The contents of a run's files, with `curves[tag][step]`, and the paths of the files."""
 
     directory: Path
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -32,8 +32,7 @@ class RunRecord:
 
     @property
     def evaluations(self) -> dict[str, Curve]:
-        """Mean reward of every evaluation set by the number of rollouts trained before it, without details such as
-        `eval/x/response_len`."""
+        """Evaluation set -> number of rollouts trained before -> mean reward, without details such as `eval/x/response_len`."""
         means = {tag.removeprefix("eval/"): curve for tag, curve in self.curves.items() if tag.startswith("eval/")}
         return {name: curve for name, curve in means.items() if not _is_detail(name)}
 
@@ -48,7 +47,7 @@ def read_event_directory(directory: Path) -> dict[str, Curve]:
     from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
     from tensorboard.util import tensor_util
 
-    # The newer writers store a scalar as a tensor of one element; 0 keeps every event.
+    # Newer writers store a scalar as a tensor with one element. 0 keeps every event.
     accumulator = EventAccumulator(str(directory), size_guidance={TENSORS: 0, "scalars": 0})
     accumulator.Reload()
     curves: dict[str, Curve] = {}
@@ -61,9 +60,9 @@ def read_event_directory(directory: Path) -> dict[str, Curve]:
 
 
 def read_run(directory: Path) -> RunRecord:
-    """Read what `directory` holds.
+    """Read the files in `directory`.
 
-    With `--wandb-always-use-train-step` event files count rollouts in optimizer steps; here they are rollouts again.
+    With `--wandb-always-use-train-step` event files count in optimizer steps; the steps of the record are rollouts again.
 
     Raises:
         ValueError: no such directory, or no event file in it.
@@ -90,8 +89,8 @@ def read_run(directory: Path) -> RunRecord:
 
 
 def read_arguments(directory: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The `args.json` of a run and its values; None and none where there is no such file. An evaluation of its checkpoints may
-    have left one of its own beside its event files."""
+    """Returns (path of the run's `args.json`, its values), or (None, {}) if there is none. An evaluation of the run's
+    checkpoints may have written another such file beside its own event files."""
     records = sorted(
         directory.rglob("args.json"), key=lambda path: ((path.parent / CHECKPOINT_POINTER).is_file(), path)
     )
@@ -123,7 +122,7 @@ def draw(record: RunRecord, path: Path) -> None:
 
 
 def first_and_last(curve: Curve, name: Callable[[int], str]) -> str:
-    """`0.41 → 0.93 (first name to last name)`, or the one value that there is. `name(step)`: what a step is called."""
+    """`0.41 → 0.93 (first name to last name)`, or only one value if the curve has one. `name(step)` names a step."""
     first, last = min(curve), max(curve)
     if first == last:
         return f"{curve[first]:.3f} ({name(first)})"
@@ -131,7 +130,7 @@ def first_and_last(curve: Curve, name: Callable[[int], str]) -> str:
 
 
 def name_evaluation(rollouts_before: int) -> str:
-    """Where an evaluation stands: its step is the number of rollouts that were trained before it."""
+    """The name of an evaluation, whose step is the number of rollouts that were trained before it."""
     return f"after rollout {rollouts_before - 1}" if rollouts_before else "before rollout 0"
 
 
@@ -151,7 +150,7 @@ def summary(record: RunRecord, picture: Path) -> str:
 
 
 def next_commands(record: RunRecord) -> list[str]:
-    """Commands that are worth a try now."""
+    """Commands that the user may want to run next."""
     commands = [f"{Path(sys.executable).parent / 'tensorboard'} --logdir {record.directory}    # all metrics as curves"]
     script = record.directory / "train.sh"
     if script.is_file():

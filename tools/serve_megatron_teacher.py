@@ -6,13 +6,13 @@
     torchrun --nnodes 2 --nproc-per-node 8 … tools/serve_megatron_teacher.py --hf-checkpoint MODEL \\
         --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2
 
-The first form starts all ranks on this machine, with or without GPUs; they end together, also by `kill -9`. The model's flags
-come from config.json of --hf-checkpoint; all flags of a run's ranks may be given besides, such as --bf16 or --load.
+The first form starts all ranks on this machine, with or without GPUs. They end together, even after `kill -9`. The model's
+flags come from the config.json of --hf-checkpoint; all flags of a run's training ranks may be added, such as --bf16 or --load.
 
 POST /generate {"input_ids": [...], "sample_n": N, "label_token_ids": [[...], ...], "temperature": T, "seed": S} answers with
-log_probs of the tokens but the first, with N drawn ids for each and theirs, and with those of the labels. POST
-/update_weights_from_disk {"model_path": DIR} serves other weights of the same model. A run takes the server as --rm-url of
---opd-type sglang. SLIME_RM_API_KEY (or SLIME_RM_API_KEY_FILE) is the token that it asks for.
+log_probs of all tokens but the first; for each of these also with N sampled ids and their log-probs, and with the log-probs of
+the labels. POST /update_weights_from_disk {"model_path": DIR} loads other weights of the same model. A run with --opd-type
+sglang takes the server's address as --rm-url. SLIME_RM_API_KEY (or SLIME_RM_API_KEY_FILE) is the token that clients must send.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.2
 _LEAVE_SECONDS = 5.0
-# Between an error on rank 0 and the end of the rank that it comes from.
+# The time between an error on rank 0 and the end of another rank that may have caused it.
 _DEATH_SECONDS = 2.0
 _MEETING = datetime.timedelta(minutes=10)
-# A run that builds a model and nothing else.
+# The flags of a run that only builds a model.
 _RUN = (
     "--model-args-from-hf", "--debug-train-only", "--disable-rewards-normalization",
 )  # fmt: skip
@@ -63,7 +63,7 @@ def main(words: list[str] | None = None) -> int:
         raise UserError(
             f"--teacher-host {given.teacher_host}: everybody on the network could ask; set SLIME_RM_API_KEY"
         )
-    # torchrun has its own way to end what it starts.
+    # torchrun ends its processes in its own way.
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         exit_when_parent_dies()
     if "RANK" in os.environ:
@@ -87,7 +87,7 @@ _SIZES = {
     "expert-model-parallel-size": "ranks that experts are spread over",
     "expert-tensor-parallel-size": "ranks that share each expert; unset: as many as share a layer",
 }
-# Type, default, least value, and what it is.
+# Option -> (type, default, least value, help).
 _NUMBERS: dict[str, tuple[type, float | None, float, str]] = {
     "teacher-port": (int, None, 0, "where it listens, 0: at any port that is free; unset: TEACHER_PORT, else 7999"),
     "teacher-warmup-port": (int, None, 1, "where the warm-up request goes on --teacher-host; unset: where it listens"),
@@ -117,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def refuse_wrong_numbers(given: argparse.Namespace) -> None:
-    """Raise UserError where a number is out of its bounds."""
+    """Raise UserError if a number is out of its bounds."""
     least_of = {**dict.fromkeys(_SIZES, 1), **{name: least for name, (_, _, least, _) in _NUMBERS.items()}}
     if given.context_parallel_size != 1:
         raise UserError(
@@ -133,28 +133,28 @@ def refuse_wrong_numbers(given: argparse.Namespace) -> None:
 
 
 def ranks_of_copy(given: argparse.Namespace) -> int:
-    """How many ranks hold one copy of the model."""
+    """The number of ranks that hold one copy of the model."""
     tensor, experts = given.tensor_model_parallel_size, given.expert_model_parallel_size
     expert_ranks = experts * (given.expert_tensor_parallel_size or tensor)
     return math.lcm(tensor, expert_ranks) * given.pipeline_model_parallel_size
 
 
 def end_at_once(status: int) -> NoReturn:
-    """End rank 0. Its thread may wait for other ranks that are gone, and the interpreter would wait for the thread."""
+    """End rank 0 without its interpreter, which would wait for a thread that may itself wait for ranks that have ended."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def start_other_ranks(count: int, words: list[str], scratch: Path, ranks: list[ChildProcess]) -> Any:
-    """Make this process rank 0, and put ranks 1 … count − 1 into `ranks`, started. Returns the store at which they meet."""
+    """Make this process rank 0, start ranks 1 … count − 1 and add them to `ranks`. Returns the store at which ranks meet."""
     from slime.utils.process_groups import create_store
 
     store = create_store(LOOPBACK, _MEETING)
     os.environ.update(
         group_environment(LOOPBACK), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(store.port), WORLD_SIZE=str(count)
     )
-    # The store is there already: torch must not have rank 0 open a second one, which would listen everywhere.
+    # The store exists already. Without this variable torch would open a second one on rank 0, which listens on all addresses.
     os.environ.update(LOCAL_WORLD_SIZE=str(count), TORCHELASTIC_USE_AGENT_STORE="True", RANK="0", LOCAL_RANK="0")
     for rank in range(1, count):
         own = {**environment_for_python(), "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -166,7 +166,7 @@ def start_other_ranks(count: int, words: list[str], scratch: Path, ranks: list[C
 
 
 def serve(given: argparse.Namespace, words: list[str], others: list[ChildProcess]) -> int:
-    """Be the rank that the environment names until the end; its exit status."""
+    """Run as the rank that the environment names. Returns the exit status."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     configure_logger("INFO" if rank == 0 else "ERROR")
@@ -193,11 +193,11 @@ def serve(given: argparse.Namespace, words: list[str], others: list[ChildProcess
 
 
 def parse_model(given: argparse.Namespace, words: list[str], nodes: int, ranks_of_node: int) -> argparse.Namespace:
-    """The arguments of a run that has this model on these ranks."""
+    """The arguments of a run with this model on these ranks."""
     from slime.arguments import parse_args
 
     sizes = [f"--{name}={value}" for name in _SIZES if (value := vars(given)[name.replace("-", "_")])]
-    # A file that is there, and that nobody reads.
+    # A run without engines needs a dump. This file exists, and nothing reads it.
     data = ["--load-debug-rollout-data", str(given.hf_checkpoint / "config.json")]
     ranks = ["--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", str(ranks_of_node)]
     ranks += ["--rollout-batch-size", str(nodes * ranks_of_node)]
@@ -211,7 +211,7 @@ def parse_model(given: argparse.Namespace, words: list[str], nodes: int, ranks_o
 async def listen(
     given: argparse.Namespace, args: argparse.Namespace, teacher: TeacherRank, others: list[ChildProcess]
 ) -> int:
-    """Rank 0: serve until a signal comes, or a rank ends."""
+    """Serve on rank 0 until a signal arrives or a rank ends. Returns the exit status."""
     from aiohttp import web
 
     from tools.teacher.server import TeacherServer, ask_first, identity_of
@@ -252,14 +252,14 @@ async def listen(
                 print(f"{rank.name}: {rank.describe_end()}", file=sys.stderr)
     await runner.cleanup()
     if reason is None:
-        # Ranks that compute for longer are ended in the middle of it.
+        # Ranks that need longer than the limit are ended while they compute.
         with contextlib.suppress(Exception):
             await server.leave(_LEAVE_SECONDS)
     return status
 
 
 async def watch(ranks: list[ChildProcess], end: Callable[[int, str], None]) -> None:
-    """Call `end` with status and reason when one of the ranks has ended."""
+    """Wait until one of the ranks has ended, then call `end` with status and reason."""
     while True:
         for rank in ranks:
             if (status := rank.poll()) is not None:
@@ -268,8 +268,8 @@ async def watch(ranks: list[ChildProcess], end: Callable[[int, str], None]) -> N
 
 
 def decoder_of(args: argparse.Namespace) -> Callable[[Sequence[int]], list[str] | None]:
-    """Gives the text of each token; None where --hf-checkpoint has no tokenizer. That is loaded once: all that a run asks at
-    first is asked with texts."""
+    """A function that returns the text of each token, or None if --hf-checkpoint has no tokenizer. It is loaded once, before
+    the first request, because a run's first requests all ask for texts."""
     from slime.utils.processing_utils import load_tokenizer
 
     try:

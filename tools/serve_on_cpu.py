@@ -2,8 +2,8 @@
 
 .venv/bin/python tools/serve_on_cpu.py --model-path DIR --port 30000 --enable-deterministic-inference
 
-It is the unmodified package with what that needs where there is no GPU, and knows nothing of a run: all words go to SGLang's
-own command line, behind the settings that a run gives its engines on CPU. With a GPU start SGLang as its documentation
+The server is the unmodified package with our CPU adapter, and belongs to no run. SGLang's own command line gets the settings
+that a run gives its engines on CPU, and after them all words of this command. With a GPU start SGLang as its documentation
 says: `python -m sglang.launch_server`.
 """
 
@@ -24,7 +24,7 @@ SERVE = "from slime.backends.sglang_utils.server_process import serve_plainly; s
 
 
 def command_line(words: list[str]) -> list[str]:
-    """SGLang's words: the settings for CPU, and after them `words`, which win."""
+    """The words for SGLang: the settings for CPU, and after them `words`, which win."""
     settings: list[str] = []
     for name, value in CPU_DEFAULTS.items():
         flag = "--" + name.replace("_", "-")
@@ -34,7 +34,7 @@ def command_line(words: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Replace this process by the server, in the environment that it needs from its first moment on."""
+    """Replace this process by the server, in the environment that it needs at its start."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", required=True, help="Hugging Face directory")
     parser.add_argument(
@@ -44,7 +44,7 @@ def main() -> None:
         "--pp-size", "--pp", "--pipeline-parallel-size", type=int, default=1, help="pipeline stages of such ranks"
     )
     options, words = parser.parse_known_args()
-    # SGLang would take seconds to start, and then look for a model of that name in a network.
+    # Without this check SGLang would start for seconds, and then look for a model of that name in the network.
     require_checkpoint("--model-path", Path(options.model_path))
     if gpus_on_this_machine() > 0:
         parser.error(

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Replay ways to run on N devices from measured phase times, and say which is fastest and why: a table and a picture.
+"""Simulate ways to run on N devices from measured phase times, and say which is fastest and why: a table and a picture.
 
     python tools/simulate.py --from-run outputs/quickstart/seed-0/runs/20260101-120000 --devices 3..64
     python tools/simulate.py --phases phases.json --lengths lognormal:2000,1.0,32768 --devices 64..4096 --picture plan.png
 
-The arrangements are the synchronous loop on shared devices and on devices apart, partial rollouts, the asynchronous loop, and
-the asynchronous loop with weights swapped under running requests. Where nothing else is said, each gets the division of the
-devices between trainer and engines, in eighths, that suits it best. docs/en/advanced/plan-at-scale.md tells what the model
-leaves out.
+The arrangements are the synchronous loop on shared devices and on separate devices, partial rollouts, the asynchronous loop,
+and the asynchronous loop with weights swapped under running requests. By default each gets the division of the devices between
+trainer and engines, in eighths, that suits it best. docs/en/advanced/plan-at-scale.md says what the model leaves out.
 """
 
 import argparse
@@ -38,7 +37,7 @@ from tools.simulation.measured import Measured, lengths_of_dump, measured
 
 _MOST_DEVICES = 4096
 _LOST = ("stragglers", "samples", "trainer", "push", "other")
-# What the sentence calls them.
+# The names of phases in the sentence of `verdict`.
 _NAMES = {
     "stragglers": "stragglers",
     "samples": "a trainer that waits for samples",
@@ -47,7 +46,7 @@ _NAMES = {
     "other": "what is neither generation nor training",
 }
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Work)}
-# Rates that lie closer together than this are called equal.
+# Rates whose relative difference is smaller than this are called equal.
 _EQUAL = 0.02
 
 Draw = Callable[[np.random.Generator, int, int], np.ndarray]
@@ -57,7 +56,7 @@ def read_phases(path: Path) -> dict[str, float]:
     """The times and sizes in a JSON file, by the names of `Speeds`.
 
     Raises:
-        ValueError: the file can not be read, or an entry is none of them.
+        ValueError: the file cannot be read, or an entry is not a field of `Speeds`.
     """
     known = {field.name: field for field in dataclasses.fields(Speeds)}
     try:
@@ -78,7 +77,7 @@ def read_phases(path: Path) -> dict[str, float]:
 
 
 def speeds_from(phases: dict[str, float], path: Path | None, found: Measured | None) -> Speeds:
-    """Of the runs, with the entries of the file in place of theirs.
+    """The speeds of the measured runs, in which entries of the file replace measured ones.
 
     Raises:
         ValueError: a phase is missing, or decoding or training takes no time.
@@ -97,7 +96,7 @@ def speeds_from(phases: dict[str, float], path: Path | None, found: Measured | N
 
 
 def read_lengths(text: str) -> Draw:
-    """`--lengths`: `lognormal:MEDIAN,SIGMA,MAX`, one number, or a file.
+    """Parse `--lengths`: `lognormal:MEDIAN,SIGMA,MAX`, one number, or a file.
 
     Raises:
         ValueError: it is none of these.
@@ -127,10 +126,10 @@ def read_lengths(text: str) -> Draw:
 
 
 def log_normal(median: float, sigma: float, longest: float) -> Draw:
-    """Lengths whose logarithm is normal around the median's, cut off at the longest.
+    """Draw lengths whose logarithm is normal around that of the median, cut off at the longest.
 
     Raises:
-        ValueError: the numbers describe no lengths.
+        ValueError: the numbers are out of range.
     """
     if not (1 <= median <= longest < math.inf and 0 <= sigma < math.inf):
         raise ValueError("expected 1 ≤ MEDIAN ≤ MAX, and SIGMA of 0 or more")
@@ -143,7 +142,7 @@ def log_normal(median: float, sigma: float, longest: float) -> Draw:
 
 
 def resample(lengths: np.ndarray) -> Draw:
-    """Draw from lengths [prompts, answers]: whole prompts where each has as many answers as are wanted, else single answers."""
+    """Draw from lengths [prompts, answers]: whole prompts if each has as many answers as wanted, otherwise single answers."""
 
     def draw(generator: np.random.Generator, prompts: int, answers: int) -> np.ndarray:
         if lengths.shape[1] == answers:
@@ -154,7 +153,7 @@ def resample(lengths: np.ndarray) -> Draw:
 
 
 def read_devices(text: str) -> list[int]:
-    """`--devices`: `64`, `8,24,64`, or `8..4096`, which doubles from the first to the last.
+    """Parse `--devices`: `64`, `8,24,64`, or `8..4096`, which doubles from the first to the last.
 
     Raises:
         ValueError: it is none of these.
@@ -173,7 +172,7 @@ def read_devices(text: str) -> list[int]:
 
 
 def table(replays: Sequence[Replay]) -> str:
-    """One line per arrangement."""
+    """The table as text, with one line per arrangement."""
     header = ["", "trainer", "engines", "step s", "steps/h", "tokens/s", "busy: trainer", "engines"]
     header += ["stale: mean", "max", "lost: stragglers", *_LOST[1:], "wasted"]
     rows = [header]
@@ -206,7 +205,8 @@ def table(replays: Sequence[Replay]) -> str:
 
 
 def verdict(replays: Sequence[Replay]) -> str:
-    """Which arrangement is fastest, why it is faster than the synchronous loop (or the second one), and what it still loses."""
+    """A sentence that says which arrangement is fastest, why it is faster than the synchronous loop (or than the second one, if
+    it is that loop itself), and what it still loses."""
     best, *others = sorted(replays, key=lambda found: -found.steps_per_hour)
     lost = max(best.lost, key=best.lost.__getitem__)
     still = f"what it loses most to is {_NAMES[lost]}, {best.lost[lost]:.0%} of all device time"
@@ -233,7 +233,7 @@ def _reason(best: Replay, other: Replay) -> str:
 
 
 def _significant(value: float) -> str:
-    """Three digits that count."""
+    """The number with three significant digits."""
     digits = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 0
     return f"{value:,.{min(digits, 6)}f}"
 
@@ -309,10 +309,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def work_from(arguments: argparse.Namespace, found: Measured | None) -> Work:
-    """What the run has to do.
+    """The work of the run: batch sizes, lengths and limits.
 
     Raises:
-        ValueError: something is missing or out of range, naming the flag.
+        ValueError: a value is missing or out of range; the message names the flag.
     """
     shape = None if found is None else found.shape
     values: dict[str, Any] = {"prompt_tokens": 0 if found is None else found.prompt_tokens}
@@ -357,10 +357,10 @@ def work_from(arguments: argparse.Namespace, found: Measured | None) -> Work:
 def replays_on(
     devices: int, chosen: Sequence[Arrangement], speeds: Speeds, work: Work, arguments: argparse.Namespace
 ) -> list[Replay]:
-    """Of every arrangement that the devices are enough for.
+    """A replay of every arrangement for which the devices are enough.
 
     Raises:
-        ValueError: they are enough for none.
+        ValueError: the devices are enough for none.
     """
     candidates = {each: splits(devices, each, speeds, arguments.trainer_devices) for each in chosen}
     if not any(candidates.values()):

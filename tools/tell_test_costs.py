@@ -1,10 +1,10 @@
-"""What a run of the tests cost, by room and by file, from the report that pytest writes of it.
+"""The cost of a run of the tests, by folder and by file, from pytest's report.
 
     PYTEST_ADDOPTS=--junitxml=report.xml bash scripts/test.sh
     python tools/tell_test_costs.py report.xml [--files 15]
 
-Seconds are those of the clock that tests took, with their fixtures; the first test of a file pays for what the file shares.
-Where two files ran at a time, the run took about half of the sum.
+Seconds are wall-clock seconds of tests with their fixtures. The first test of a file pays for fixtures that the file shares.
+If two files ran at a time, the run took about half of the sum.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-# A row: what it is of, its tests, their seconds.
+# (name of a folder or file, number of its tests, their seconds)
 Row = tuple[str, int, float]
 
 
@@ -33,22 +33,22 @@ def main() -> int:
 
 
 def cases_of(report: Path) -> Iterator[tuple[str, float]]:
-    """Of every test its file, from the repository's root, and its seconds."""
+    """Yields (file relative to the repository's root, seconds) for every test."""
     for case in ElementTree.parse(report).iter("testcase"):
         parts = case.attrib["classname"].split(".")
-        # The names of classes follow that of the module.
+        # Names of test classes follow the name of the module.
         module = next((end for end, part in enumerate(parts, 1) if part.startswith("test_")), len(parts))
         yield f"{'/'.join(parts[:module])}.py", float(case.attrib["time"])
 
 
 def room_of(file: str) -> str:
-    """The folder of `tests/` that a file is in, with the next one where `tests/backends/` has one."""
+    """The folder of a file in `tests/`; in `tests/backends/` also the next folder."""
     parts = Path(file).parts
     return "/".join(parts[: 3 if parts[1:2] == ("backends",) else 2]) if len(parts) > 2 else "tests"
 
 
 def costs(cases: Iterable[tuple[str, float]]) -> list[Row]:
-    """Rows by name, the dearest first."""
+    """A row per name, the most expensive first."""
     counts: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
     for name, cost in cases:
@@ -58,7 +58,7 @@ def costs(cases: Iterable[tuple[str, float]]) -> list[Row]:
 
 
 def table(title: str, rows: list[Row], count: int | None = None) -> list[str]:
-    """Lines of Markdown: the first `count` rows, with their shares of all."""
+    """Lines of Markdown: the first `count` rows, with their shares of the whole cost."""
     total = sum(seconds for *_, seconds in rows) or 1.0
     lines = [f"| {title} | Tests | Seconds | Share |", "| --- | ---: | ---: | ---: |"]
     return lines + [

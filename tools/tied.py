@@ -1,4 +1,4 @@
-"""Programs that a tool runs, and that end with it, in whatever way it ends: `kill -9` leaves none of them."""
+"""Runs programs that end with the tool that started them, however it ends: even after `kill -9` none of them is left."""
 
 import math
 import sys
@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.utils.child_process import ChildProcess
 
 ROOT = Path(__file__).resolve().parents[1]
-# The program takes the place of this one. What the kernel was asked to watch is open in it too, under another number.
+# The program replaces this one. It inherits a copy of the watched standard input, under another number.
 _BECOME = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -25,19 +25,20 @@ except OSError as error:
 
 
 def tied(words: Sequence[str | Path]) -> list[str]:
-    """What has `ChildProcess` run a program of any kind so that it ends with this process; 127 where there is no such program.
+    """The command with which `ChildProcess` runs any program so that it ends with this process. The exit status is 127 if there
+    is no such program.
 
-    Without a `ChildProcess`: as the leader of a process group, with a pipe for standard input that stays open.
+    Without a `ChildProcess`, run the command as leader of a process group, with a pipe as standard input that stays open.
     """
     return [sys.executable, "-c", _BECOME, *map(str, words)]
 
 
 def run_tied(words: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None) -> str:
-    """What a program has written by its end. Where it fails, the end of that is the end of this process too.
+    """Run a program to its end and return its output. If it fails, this process ends too, with the end of the output.
 
     Args:
-        log: a new file for it.
-        environment: all of its variables; None: ours.
+        log: a new file for the output.
+        environment: all variables of the program; None: those of this process.
     """
     child = ChildProcess(log.stem, tied(words), log, environment)
     child.start()

@@ -1,6 +1,7 @@
-"""The model of the toy task: a byte-level tokenizer that knows the task's words, and random weights in Qwen3's shape.
+"""The model of the toy task: a byte-level tokenizer with the task's words, and random weights in Qwen3's shape.
 
-Invariant: every sentence of the task tokenises back to itself, digits are single tokens, and so is the opening of the box.
+Invariant: every sentence of the task is the same after encoding and decoding; digits and the opening of the box are single
+tokens.
 """
 
 import argparse
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
-# Besides the 256 byte symbols the vocabulary holds only the words of the task, so that prompts stay short.
+# Beside the 256 byte symbols the vocabulary has only the words of the task, so that prompts are short.
 WORDS = ("system", "user", "assistant", "What", " is", "\\boxed{")
 PRE_TOKENS = r"\\boxed\{|[0-9]|\n| ?\p{L}+| ?[^\s\p{L}\p{N}\\]|\s|."
 CHAT_TEMPLATE = (
@@ -26,7 +27,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> "tokenizers.Tokenizer":
-    """Byte-level BPE over the 256 byte symbols whose merges build exactly `WORDS`, each from its front."""
+    """Byte-level BPE over the 256 byte symbols. Its merges build exactly `WORDS`, each from its first byte on."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -55,7 +56,7 @@ def write_tokenizer(directory: Path, max_position_embeddings: int) -> "tokenizer
     tokenizer = build_tokenizer()
     tokenizer.save(str(directory / "tokenizer.json"))
     configuration = {
-        # The generic class keeps the file's own pre-tokenizer; a model-specific one would install its own.
+        # The generic class keeps the pre-tokenizer of the file; a class of a model would replace it.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": TURN_END,
         "pad_token": END_OF_TEXT,
@@ -99,7 +100,7 @@ def model_configuration(arguments: argparse.Namespace, tokenizer: "tokenizers.To
 
 
 def parameter_shapes(configuration: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor in the checkpoint; the tied output layer is not stored."""
+    """Name → shape of every tensor in the checkpoint, which does not have the tied output layer."""
     hidden, ffn, head = (configuration[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
     query = configuration["num_attention_heads"] * head
     key_value = configuration["num_key_value_heads"] * head
@@ -125,10 +126,10 @@ def parameter_shapes(configuration: dict[str, Any]) -> dict[str, tuple[int, ...]
 
 
 def draw_weights(configuration: dict[str, Any], seed: int) -> "dict[str, numpy.ndarray]":
-    """Float32 weights: norms 1, embeddings of deviation 0.02, projections of deviation 1/sqrt(fan-in).
+    """Float32 weights: norms are 1, embeddings have a standard deviation of 0.02, projections one of 1/sqrt(fan-in).
 
-    What a layer adds to the residual stream is divided by sqrt(2 × layers), as GPT-2 does, so that depth does not
-    change the scale of the output.
+    The output of a layer to the residual stream is divided by sqrt(2 × layers), as in GPT-2, so that depth does not change the
+    scale of the model's output.
     """
     import numpy
 
@@ -147,7 +148,7 @@ def draw_weights(configuration: dict[str, Any], seed: int) -> "dict[str, numpy.n
 
 
 def write_model(directory: Path, arguments: argparse.Namespace) -> int:
-    """Write the checkpoint; returns the number of parameters."""
+    """Write the checkpoint. Returns the number of parameters."""
     from safetensors.numpy import save_file
 
     directory.mkdir(parents=True, exist_ok=True)

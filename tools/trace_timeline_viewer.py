@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draw what happened to the samples of a rollout, and when, from the traces in its dump.
+"""Draw a timeline of the samples of a rollout, from the traces in its dump.
 
     python tools/trace_timeline_viewer.py DIR/rollout_data/3.pt
 
-`--save-debug-rollout-data` and `--dump-details` write such dumps. The page is one file beside the dump that needs nothing else;
-it is made anew where the dump is newer. Unless --no-serve is given, it is served to browsers of this machine until Ctrl-C.
+`--save-debug-rollout-data` and `--dump-details` write such dumps. The page is one self-contained file beside the dump; it is
+written again if the dump is newer. Unless --no-serve is given, the tool serves it to browsers of this machine until Ctrl-C.
 """
 
 import argparse
@@ -23,17 +23,17 @@ from slime.utils.filesystem import write_text_atomically
 from tools.command_line import run_tool
 
 PAGE = Path(__file__).with_name("trace_timeline.html")
-# Where the page has the place of its data.
+# The placeholder for the data in the page.
 _DATA = "/*DATA*/"
 _LOOPBACK = "127.0.0.1"
 
 
 def timeline(samples: Iterable[Any]) -> dict[str, Any]:
-    """What the page draws: a row per trace, in the order of the groups, with times in seconds from the first of all.
+    """The data of the page: a row per trace, in the order of the groups, with times in seconds since the first time of all.
 
-    A row is `{"samples", "group", "lanes", "spans", "events"}`. Samples that were made of one share its trace, and its row. A
-    span has `lane`, below that of the span that it is in, and below others that last while it begins; one without an end lasts
-    until the last time that is known, and has the status "unfinished".
+    A row is `{"samples", "group", "lanes", "spans", "events"}`. Samples that were made from one sample share its trace and its
+    row. A span's `lane` is below the lane of the span around it, and below those of spans that are still open when it begins. A
+    span without an end lasts until the last known time and has the status "unfinished".
 
     Raises:
         UserError: no sample has a trace.
@@ -81,9 +81,9 @@ def _row(row: dict[str, Any], first: float, last: float) -> dict[str, Any]:
 
 
 def _lanes(spans: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """The lane of each of these spans, which are in the order of their starts, by id."""
+    """Id of a span -> its lane; `spans` are sorted by their starts."""
     lanes: dict[str, int] = {}
-    # By lane, when its last span ends.
+    # For each lane, the end of its last span.
     taken: list[float] = []
     for span in spans:
         lane = lanes.get(span["parent_id"], -1) + 1
@@ -95,10 +95,10 @@ def _lanes(spans: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def page_of(dump: Path, rebuild: bool = False) -> Path:
-    """The page of a dump: the file beside it, unless there is none that is as new as the dump, or `rebuild`.
+    """The page of a dump, a file beside it. It is written if it is missing, if the dump is newer, or if `rebuild` is true.
 
     Raises:
-        UserError: it is no readable dump, or has no traces.
+        UserError: the dump cannot be read, or has no traces.
         OSError: the page cannot be written.
     """
     from slime.rollout.rollout_dump import load_rollout
@@ -108,23 +108,23 @@ def page_of(dump: Path, rebuild: bool = False) -> Path:
         raise UserError(f"DUMP {dump} is no file; give a dump that --save-debug-rollout-data or --dump-details wrote")
     if not rebuild and page.is_file() and page.stat().st_mtime >= dump.stat().st_mtime:
         return page
-    # Braces are names in a template.
+    # The path is a template, in which single braces would be placeholders.
     samples = load_rollout(str(dump).replace("{", "{{").replace("}", "}}"), 0, flag="DUMP")
-    # An expression of JavaScript, which has NaN too. What models and tools wrote must not end the script that it stands in.
+    # The data become a JavaScript expression, which may have NaN. Texts of models and tools must not close the script element.
     data = json.dumps({"dump": str(dump), **timeline(samples)}, default=str).replace("<", "\\u003c")
     write_text_atomically(page, PAGE.read_text(encoding="utf-8").replace(_DATA, data, 1))
     return page
 
 
 def server_of(page: Path, port: int) -> http.server.ThreadingHTTPServer:
-    """A server of this one page at `port` of the loopback address; 0 takes a free one.
+    """A server for one page at `port` of the loopback address; 0: a free port.
 
     Raises:
         UserError: the port is taken.
     """
 
     class OnePage(http.server.BaseHTTPRequestHandler):
-        """Answers "/" with the page and knows of no other file."""
+        """Answers "/" with the page and serves no other file."""
 
         def do_GET(self) -> None:
             if self.path != "/":
@@ -138,7 +138,7 @@ def server_of(page: Path, port: int) -> http.server.ThreadingHTTPServer:
             self.wfile.write(content)
 
         def log_message(self, *arguments: Any) -> None:
-            """Requests are no news."""
+            """Log no requests."""
 
     try:
         return http.server.ThreadingHTTPServer((_LOOPBACK, port), OnePage)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Run a command while a server that it needs is there, and end the server with it.
+"""Run a command together with a server that it needs, and end the server with it.
 
     python tools/with_server.py --port 8181 --log server.log SERVER WORDS... -- COMMAND WORDS...
 
-The server is ready when it listens on loopback at the port. Its output goes to the log; it stops when the command ends, by
-itself or by a signal. The exit status is the command's; 2 where the server did not come up. The command has no standard input,
-and both end with this program, `kill -9` included.
+The server is ready when it listens on loopback at the port. Its output goes to the log. It is stopped when the command has
+ended, by itself or by a signal. The exit status is the command's, or 2 if the server did not start. The command has no standard
+input. Both end with this program, even after `kill -9`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ POLL_S = 0.1
 
 
 def listens(port: int) -> bool:
-    """Whether somebody accepts connections on loopback at the port."""
+    """Whether a process accepts connections on loopback at the port."""
     try:
         with socket.create_connection((HOST, port), timeout=1):
             return True
@@ -38,10 +38,10 @@ def listens(port: int) -> bool:
 
 
 def wait_until_ready(server: ChildProcess, port: int, timeout: float) -> None:
-    """Return when the server listens.
+    """Wait until the server listens.
 
     Raises:
-        RuntimeError: it ended, or it does not listen after `timeout` seconds; says what its log ends with.
+        RuntimeError: it ended, or it does not listen after `timeout` seconds. The message has the end of its log.
     """
     deadline = time.monotonic() + timeout
     while not listens(port):
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for the server to come up")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="SERVER WORDS... -- COMMAND WORDS...")
     given = parser.parse_args(argv)
-    # Some versions of Python leave a first `--` in.
+    # Some versions of Python keep a leading `--`.
     words = given.words[1:] if given.words[:1] == ["--"] else given.words
     middle = words.index("--") if "--" in words else 0
     if not words[:middle] or not words[middle + 1 :]:
@@ -75,18 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     def hand_on(number: int, frame: object) -> None:
         if command is None:
             raise SystemExit(128 + number)
-        # What a terminal tells, Ctrl-C and its own end, is for a whole group, and that of the command is another than ours.
+        # A terminal sends Ctrl-C and its own end only to our process group. The command's group gets them here.
         with contextlib.suppress(ProcessLookupError):
             (os.kill if number == signal.SIGTERM else os.killpg)(command.pid, number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # By `nohup` the end of a terminal is to be passed by.
+        # Under `nohup` SIGHUP is ignored, and must stay so.
         if number != signal.SIGHUP or signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, hand_on)
     try:
         server.start()
         wait_until_ready(server, given.port, given.timeout)
-        # That its input stays open until it has ended is what ties it to this process.
+        # The command watches its standard input, which stays open as long as this process lives: this ties it to us.
         command = subprocess.Popen(tied(words[middle + 1 :]), stdin=subprocess.PIPE, process_group=0)
         status = command.wait()
     except (OSError, RuntimeError) as error:

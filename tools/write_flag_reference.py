@@ -1,11 +1,11 @@
-"""Writes what the repository says about all flags: the reference in `docs/` and the frozen command line of the tests.
+"""Writes the generated files about all flags: the reference in `docs/` and the frozen command line of the tests.
 
     python tools/write_flag_reference.py           # writes the files that changed
     python tools/write_flag_reference.py --check   # writes nothing; status 1 when a file is out of date
 
 Everything comes from the parser and the declarations. The command line has one line for each flag, sorted, so that a changed,
-added or lost flag is one line of a diff; the reference has one table for each group of `--help`. What a package says of its own
-options is not repeated there: `--help` shows it, in the words of the version that is installed.
+added or lost flag is one line of a diff. The reference has one table for each group of `--help`. It does not repeat the texts
+of a package for its own options: `--help` shows those of the installed version.
 """
 
 import argparse
@@ -59,14 +59,14 @@ _PREFIXES = {"flags-megatron.md": ("Megatron: ",), "flags-sglang.md": ("SGLang",
 
 
 def command_line(parser: argparse.ArgumentParser) -> str:
-    """One line for each flag: spellings, action and type, attribute, number of values, choices, default, then what is declared:
-    bounds, what its path leads to, who calls what it names, placeholders, what is not built."""
+    """One line for each flag: spellings, action and type, attribute, number of values, choices, default; then its declarations:
+    bounds, kind of path, caller of the plug-in, placeholders, features that are not built."""
     lines = [_line(action) for action in parser._actions]
     return "".join(f"{line}\n" for line in [f"# {_versions()}", *sorted(lines)])
 
 
 def reference(parser: argparse.ArgumentParser) -> dict[Path, str]:
-    """The pages of the reference by their path in the repository."""
+    """Path in the repository -> page of the reference."""
     sections: dict[str, list[str]] = {name: [] for name in _PAGES}
     for title, actions in groups_of(parser):
         page = next(page for page, prefixes in _PREFIXES.items() if title.startswith(prefixes))
@@ -75,13 +75,13 @@ def reference(parser: argparse.ArgumentParser) -> dict[Path, str]:
 
 
 def generated_files() -> dict[Path, str]:
-    """Everything that this tool writes: path in the repository -> text."""
+    """All files of this tool: path in the repository -> text."""
     parser = build_parser()
     return {COMMAND_LINE: command_line(parser), **reference(parser)}
 
 
 def difference(path: Path, expected: str) -> str:
-    """A unified diff from the file in the repository to `expected`; empty when they agree."""
+    """A unified diff from the file in the repository to `expected`; empty if they are equal."""
     present = (ROOT / path).read_text() if (ROOT / path).exists() else ""
     lines = difflib.unified_diff(
         present.splitlines(),
@@ -174,7 +174,7 @@ def _table_row(action: argparse.Action) -> str:
 
 
 def _own_words(meaning: str) -> str:
-    """The text, or what we add to that of a package."""
+    """The text, or only our addition if the rest is a package's own text."""
     if meaning not in _texts_of_packages():
         return meaning
     defaults = re.search(r"\[((?:server )?default: .*)\]$", meaning)
@@ -184,7 +184,7 @@ def _own_words(meaning: str) -> str:
 @functools.cache
 def _texts_of_packages() -> frozenset[str]:
     specs = (spec for package in PACKAGES for spec in load_surface(package) or ())
-    # That a flag is another spelling is said by us.
+    # The remark that a flag is another spelling is ours.
     return frozenset(spec.help for spec in specs if not spec.metadata.get("other_spelling"))
 
 

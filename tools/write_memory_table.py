@@ -1,10 +1,10 @@
-"""Writes what the plan says about the published configurations into docs/en/advanced/memory-plan.md.
+"""Writes the planned memory of the published configurations into docs/en/advanced/memory-plan.md.
 
     python tools/write_memory_table.py           # rewrite the table
     python tools/write_memory_table.py --check   # exit status 1 when it is not up to date
 
-Every row is a launch script, as it stands; where its training does not fit a GPU of 80 GiB, a second row shows the same with
-the optimizer's state in host memory.
+Every row is an unchanged launch script. If its training does not fit a GPU of 80 GiB, a second row has the same with the
+optimizer's state in host memory.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def with_table(page: str, table: str) -> str:
-    """The page with `table` between its two marks."""
+    """The page, with `table` between its two marks."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
 
@@ -69,7 +69,7 @@ def memory_table() -> str:
 
 
 def words_of(script: str) -> list[str]:
-    """The words of the command line that a launch script makes."""
+    """The words of a launch script's command line."""
     environment = {
         "PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "PYTHON": sys.executable, "PRINT_COMMAND": "1",
         "BASE_DIR": "/nowhere",

@@ -4,7 +4,7 @@
     python tools/write_model_scripts.py --check            # writes nothing; status 1 when a script is out of date
     python tools/write_model_scripts.py --config MODEL     # prints the script of the Hugging Face directory MODEL
 
-Scripts that only give another name or depth to one of these are written by hand.
+Scripts that only change the name or the depth of one of these are written by hand.
 """
 
 import argparse
@@ -34,9 +34,10 @@ class Model:
     """A published model with a script of its own.
 
     checkpoint: its name on the hub.
-    hint: one more sentence for the reader.
-    adds, omits: flags (names in `args`) that its script has beyond those of `is_written`, or lacks: Megatron has the value too.
-    words: flags that no config tells.
+    hint: an additional sentence for the reader of the script.
+    adds, omits: flags (names in `args`) that its script has beyond those of `is_written`, or lacks because they are Megatron's
+        defaults.
+    words: flags that do not follow from a config.
     """
 
     checkpoint: str
@@ -99,7 +100,7 @@ MODELS = {
     "minimax-m2": Model("MiniMaxAI/MiniMax-M2"),
 }
 
-# Two variables of the shell vary a model.
+# Two shell variables can change a model.
 _VARIABLES = {"num_layers": '"$(num_layers {})"', "rotary_base": '"$(rotary_base {})"'}
 _WHERE_FALSE = {
     "add_bias_linear": "--disable-bias-linear",
@@ -110,10 +111,10 @@ _YARN = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 
 
 def is_written(name: str, told: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Whether a script has the flag of `args.{name}`; a run takes the others from the config, or has them anyway.
+    """Whether a script has the flag of `args.{name}`. A run takes all others from the config, or has their values by default.
 
     Args:
-        told: every flag that the config says something about.
+        told: all flags that follow from the config.
     """
     value = told[name]
     if name == "kv_channels":
@@ -122,14 +123,14 @@ def is_written(name: str, told: dict[str, Any], config: dict[str, Any]) -> bool:
         return partial_rope in family_of(config).parts
     if name in _YARN:
         return "mscale" in told or told["use_rope_scaling"]
-    # Readers of a script look for what becomes of the routers' biases.
+    # Readers of a script look for the update rate of the routers' biases.
     if name == "max_position_embeddings" or (name in SUPPLEMENTS and name != "moe_router_bias_update_rate"):
         return False
     return value is not None and (value is not False or name in _WHERE_FALSE)
 
 
 def flag_lines(config: dict[str, Any], model: Model) -> Iterator[str]:
-    """The lines of `MODEL_ARGS`, a flag with its values in each."""
+    """The lines of `MODEL_ARGS`, each a flag with its values."""
     told = model_args_from_hf(config)
     for name, value in told.items():
         if name in model.adds or (is_written(name, told, config) and name not in model.omits):
@@ -165,11 +166,11 @@ def script(config: dict[str, Any], model: Model) -> str:
     """The bash script of a model.
 
     Args:
-        config: of its language model (`read_hf_config`, `text_config_of`).
+        config: the config of its language model (`read_hf_config`, `text_config_of`).
 
     Raises:
-        UserError: a config of no known family, or one that lacks what its family needs; dense layers among or behind those with
-            experts.
+        UserError: the config belongs to no known family, lacks an entry that its family needs, or has dense layers after layers
+            with experts.
     """
     kind = "mixture of experts" if model_args_from_hf(config)["num_experts"] else "dense"
     lines = [
@@ -186,7 +187,7 @@ def script(config: dict[str, Any], model: Model) -> str:
 
 
 def generated_files() -> dict[Path, str]:
-    """Path below the repository → what stands there when it is up to date."""
+    """Path in the repository → its up-to-date content."""
     return {
         DIRECTORY / f"{name}.sh": script(text_config_of(PUBLISHED_MODELS[name]), model)
         for name, model in MODELS.items()

@@ -1,12 +1,11 @@
-"""Writes the table of models into docs/en/advanced/models.md: a row per script of scripts/models/.
+"""Writes the table of models into docs/en/advanced/models.md, with a row per script of scripts/models/.
 
     python tools/write_model_table.py                        # rewrite the table
     python tools/write_model_table.py --check                # exit status 1 when it is not up to date
     python tools/write_model_table.py --rehearse NAME ...    # rehearse these models at their true size, record it, rewrite
 
-What is tested of a family is read from the tables that its tests go by (`tests/support/models/tiny_families.py`,
-`tests/e2e/test_families.py` and `tests/e2e/test_mixture_loop.py`); what a rehearsal found is kept beside the page, in
-model-rehearsals.json.
+The tables of the tests say what is tested of a family (`tests/support/models/tiny_families.py`, `tests/e2e/test_families.py`
+and `tests/e2e/test_mixture_loop.py`). Results of rehearsals are kept beside the page, in model-rehearsals.json.
 """
 
 import argparse
@@ -39,7 +38,7 @@ RECORDS = PAGE.with_name("model-rehearsals.json")
 BEGIN, END = "<!-- model table: begin -->", "<!-- model table: end -->"
 NOT_YET = "not yet"
 _PROVIDER = "--custom-model-provider-path"
-# What keeps SGLang from serving a family on CPU; the page says more.
+# The reason why SGLang cannot serve a family on CPU; the page says more.
 _UNSERVED = {
     "qwen3_next": "no: kernels", "qwen3_5": "no: kernels", "qwen3_5_moe": "no: kernels", "glm_moe_dsa": "no: FP8 keys",
 }  # fmt: skip
@@ -59,10 +58,10 @@ _LAYOUT = (
     "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
     "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
 )  # fmt: skip
-# What is mapped at once has to be less than the memory of the machine.
+# A file is mapped as a whole, so it must be smaller than the memory of the machine.
 _FILE_BYTES = 4 * 2**30
 _STAGE_SECONDS = 900
-# Above so many layers x hidden size^2 a model is cut over 8 tensor-parallel ranks.
+# A model with more layers x hidden size^2 than this is split over 8 tensor-parallel ranks.
 _LARGE = 40 * 4096**2
 
 
@@ -86,13 +85,13 @@ def main() -> int:
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """What rehearsals found: name of a script -> layout, GiB as rehearsed and as planned, the kinds of memory that are more
-    than 10 % apart, tensors that were pushed and those of a checkpoint (None: nothing tells), seconds."""
+    """The results of rehearsals: name of a script -> layout, rehearsed and planned GiB, the kinds of memory that differ by more
+    than 10 %, numbers of tensors that were pushed and that a checkpoint has (None: unknown), seconds."""
     return json.loads(RECORDS.read_text())
 
 
 def with_table(page: str, records: dict[str, dict[str, Any]]) -> str:
-    """The page with the table between its two marks."""
+    """The page, with the table between its two marks."""
     rows = [_row(path.stem, records.get(path.stem)) for path in sorted((ROOT / "scripts" / "models").glob("*.sh"))]
     lines = [_HEADER, ["---"] * len(_HEADER), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -103,7 +102,7 @@ def with_table(page: str, records: dict[str, dict[str, Any]]) -> str:
 def _row(name: str, record: dict[str, Any] | None) -> list[str]:
     model_type = PUBLISHED_MODELS[name]["model_type"]
     own = FAMILIES[model_type].model_types
-    # Layers that are all dense hold layouts that experts do not.
+    # Tiny models without experts have layouts that models with experts cannot have, so they are left out.
     tiny = [row for key, row in TINY_FAMILIES.items() if row.model_type in own and not key.endswith(" dense")]
     tested = bool(tiny) and model_type in TRAINED_MODEL_TYPES
     layouts = dict.fromkeys(layout for row in tiny for layout in row.layouts)
@@ -137,12 +136,12 @@ def _tensors(record: dict[str, Any]) -> str:
 
 
 def rehearse(name: str) -> dict[str, Any]:
-    """Rehearse a step of GRPO at the model's true size, on the first rank of every pipeline stage, by the flags of its script.
+    """Rehearse a step of GRPO at the model's true size with the flags of its script, on the first rank of each pipeline stage.
 
-    Memory is that of rank 0, tensors and seconds those of all of them.
+    Memory is that of rank 0; tensors and seconds are those of all rehearsed ranks.
 
     Raises:
-        RuntimeError: the rehearsal failed, with the end of what it printed.
+        RuntimeError: the rehearsal failed; the message has the end of its output.
     """
     layout = layout_of(name)
     stored = tensors_of(PUBLISHED_MODELS[name])
@@ -152,7 +151,7 @@ def rehearse(name: str) -> dict[str, Any]:
         names: set[str] = set()
         if stored is not None:
             write_stand_in(checkpoint, stored)
-            # Of experts in one tensor each is pushed by itself.
+            # A checkpoint may hold all experts in one tensor, but each expert is pushed by itself.
             names = SafetensorsDirectory(checkpoint).names()
         prompts = checkpoint / "prompts.jsonl"
         prompts.write_text('{"prompt": "1 + 1?", "label": "2"}\n' * 32)
@@ -160,7 +159,7 @@ def rehearse(name: str) -> dict[str, Any]:
             "--hf-checkpoint", directory, *model_words(name), "--prompt-data", str(prompts), *_BATCH, *layout,
             "--rollout-num-gpus", "8", "--sequence-parallel", "--rehearse",
         ]  # fmt: skip
-        # The plan is one for GPUs only where nothing asks for the CPU.
+        # With this variable the plan would be one for the CPU.
         environment = {key: value for key, value in os.environ.items() if key != "SLIME_ACCELERATOR"}
         result = subprocess.run(
             [sys.executable, str(ROOT / "train.py"), *words], cwd=ROOT, capture_output=True, text=True,
@@ -173,7 +172,7 @@ def rehearse(name: str) -> dict[str, Any]:
         raise RuntimeError(f"{name}: exit status {result.returncode}: {(result.stdout + result.stderr)[-3000:]}")
     apart = re.findall(r"^    (\w+) .*   (?:apart by|not planned)", stages[0], re.MULTILINE)
     if re.search(r"^    logits .*   (?:apart by 100%|not planned)", stages[0], re.MULTILINE):
-        # Peaks of two moments: only what is there at all times can be compared.
+        # The peaks may be at different moments, so only kinds of memory that always exist can be compared.
         apart = [kind for kind in apart if kind not in ("activations", "logits")]
     return {
         "layout": _spelled(layout),
@@ -187,9 +186,9 @@ def rehearse(name: str) -> dict[str, Any]:
 
 
 def same_model(name: str) -> list[str]:
-    """The scripts with the flags of this one, itself among them, whose rehearsal is the same.
+    """The scripts with the same flags as this one, itself included: their rehearsals are the same.
 
-    A model provider of a script builds the model of its flags, so it makes no difference.
+    `--custom-model-provider-path` does not count: the provider of a script builds the same model.
     """
 
     def words(of: str) -> list[str]:
@@ -217,7 +216,8 @@ def model_words(name: str) -> list[str]:
 
 
 def layout_of(name: str) -> list[str]:
-    """The flags of the layout: with experts those of the launch script, where the model or one with its flags has any."""
+    """The flags of the layout. A model with experts has the layout of its launch script, or of one for a model with the same
+    flags, if there is any."""
     if "--num-experts" in model_words(name):
         sourced = [f"models/{other}.sh" for other in same_model(name)]
         scripts = [
@@ -233,14 +233,14 @@ def layout_of(name: str) -> list[str]:
     tensor, nodes, expert = (8, 8, 32) if large else (2, 1, 8)
     experts = []
     if "--num-experts" in model_words(name):
-        # Experts are whole on their ranks, as in launch scripts.
+        # As in launch scripts, an expert is not split over ranks.
         experts = ["--expert-model-parallel-size", str(expert), "--expert-tensor-parallel-size", "1"]
     sizes = ["--actor-num-nodes", str(nodes), "--actor-num-gpus-per-node", "8"]
     return [*sizes, "--tensor-model-parallel-size", str(tensor), *experts]
 
 
 def _sizes(layout: list[str]) -> dict[str, int]:
-    """How many ranks each kind of parallelism has."""
+    """The number of ranks of each kind of parallelism."""
     size = dict(zip(layout[::2], map(int, layout[1::2]), strict=True))
     sizes = {key: size.get(flag, 1) for key, flag in zip(("TP", "PP", "CP", "EP"), _LAYOUT[2:6], strict=True)}
     dense = sizes["TP"] * sizes["PP"] * sizes["CP"]
@@ -252,7 +252,7 @@ def _spelled(layout: list[str]) -> str:
 
 
 def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
-    """Names and shapes of the tensors that transformers would write of a model of this config; None: it has no such class."""
+    """Name -> shape of the tensors that transformers would write for a model of this config; None if it has no such class."""
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -271,13 +271,13 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
 
 
 def trained_of(name: str, stored: Iterable[str]) -> list[str]:
-    """Of the tensors of a model's checkpoint those that are trained: a vision tower is not."""
+    """The tensors of a model's checkpoint that are trained, so without a vision tower."""
     family = FAMILIES[PUBLISHED_MODELS[name]["model_type"]]
     return [tensor for tensor in stored if not family.leaves_alone(tensor)]
 
 
 def write_stand_in(directory: Path, tensors: dict[str, tuple[int, ...]]) -> None:
-    """Safetensors files of bfloat16 tensors of these shapes, holes behind their headers, which take no room on a disk."""
+    """Write safetensors files with bfloat16 tensors of these shapes. Their data are holes, which take no space on the disk."""
     headers: list[dict[str, Any]] = []
     end = _FILE_BYTES
     weight_map = {}
