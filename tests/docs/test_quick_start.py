@@ -7,7 +7,7 @@ import pytest
 
 from slime.arguments import parse_args
 from tests.support.models.toy_task import ToyTask
-from tests.support.processes.quickstart import COMMANDS
+from tests.support.processes.quickstart import COMMANDS, WEIGHT_COMMANDS
 from tests.support.tables.page import blocks
 
 _SCRIPT = "bash scripts/quickstart.sh"
@@ -31,6 +31,15 @@ def toy_task(tmp_path_factory) -> ToyTask:
 
 def test_every_mode_has_its_command():
     assert len(COMMANDS) >= 13
+
+
+def test_every_way_of_files_has_its_command():
+    flags = [
+        set(words.split()) & {"disk", "delta", "overwrite", "--update-weight-local-checkpoint-dir"}
+        for words in WEIGHT_COMMANDS.values()
+    ]
+    copied = {"disk", "--update-weight-local-checkpoint-dir"}
+    assert sorted(flags, key=len) == [{"disk"}, copied, {*copied, "delta"}, {*copied, "delta", "overwrite"}]
 
 
 def test_the_blocks_of_other_pages_are_found():

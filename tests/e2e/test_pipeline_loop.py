@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.test_weight_transports import by_deltas
+from tests.e2e.test_weight_transports import DELTAS
 from tests.support.processes.train_process import TrainProcess
 
 ROLLOUTS = range(3)
@@ -58,17 +58,18 @@ def test_every_stage_feeds_the_engine_through_a_group_of_its_own(finished):
 
 ENGINE_OF_STAGES = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--sglang-pp-size", "2"]
 WAYS = {
-    "apart": lambda directory: ["--pipeline-model-parallel-size", "2"],
-    "together": lambda directory: ["--pipeline-model-parallel-size", "2", "--colocate"],
-    "deltas": lambda directory: by_deltas(directory, "xor"),
+    "apart": ["--pipeline-model-parallel-size", "2"],
+    "together": ["--pipeline-model-parallel-size", "2", "--colocate"],
+    "deltas": DELTAS,
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_an_engine_of_two_stages_holds_the_weights_of_both_stages_of_the_trainer(task, tmp_path, way):
+    of_way = [word.replace("outputs/", f"{tmp_path}/") for word in WAYS[way]]
     more = [
-        *task.loop_flags, "--actor-num-gpus-per-node", "2", *ENGINE_OF_STAGES, *WAYS[way](tmp_path), "--num-rollout",
+        *task.loop_flags, "--actor-num-gpus-per-node", "2", *ENGINE_OF_STAGES, *of_way, "--num-rollout",
         len(ROLLOUTS), "--check-weight-update-equal",
     ]  # fmt: skip
     process = TrainProcess(more, tmp_path / "run").finish(500)

@@ -3,46 +3,42 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from slime.utils.checkpoint_directory import iteration_directory
 from tests.support.models.tiny_task import TinyTask
+from tests.support.processes.quickstart import WEIGHT_COMMANDS
 from tests.support.processes.train_process import SavingRun, TrainProcess, checkpoint_tensors
+from tests.support.tables.metrics_page import unnamed
 
 pytestmark = pytest.mark.slow
 
 ROLLOUTS = range(3)
 
 
-def through_disk(directory: Path, *words: object) -> list[object]:
-    return ["--update-weight-transport", "disk", "--update-weight-disk-dir", directory / "pushes", *words]
-
-
-def by_deltas(directory: Path, encoding: str) -> list[object]:
-    copies = ["--update-weight-local-checkpoint-dir", directory / "local"]
-    return through_disk(directory, "--update-weight-mode", "delta", "--update-weight-delta-encoding", encoding, *copies)
-
-
-WAYS: dict[str, Callable[[Path], list[object]]] = {
-    "shared handles": lambda directory: ["--colocate", "--rollout-num-gpus", "1"],
+THROUGH_DISK = ["--update-weight-transport", "disk", "--update-weight-disk-dir", "outputs/pushes"]
+DELTAS = [
+    *THROUGH_DISK, "--update-weight-mode", "delta", "--update-weight-delta-encoding", "xor",
+    "--update-weight-local-checkpoint-dir", "outputs/local",
+]  # fmt: skip
+WAYS = {
+    "shared handles": ["--colocate", "--rollout-num-gpus", "1"],
     # One of the engines is beside the rank's device.
-    "shared handles and a process group": lambda directory: ["--colocate"],
-    "disk": through_disk,
-    "disk, copied to the engines' host": lambda directory: through_disk(
-        directory, "--update-weight-local-checkpoint-dir", directory / "local"
-    ),
-    "disk, on shared devices": lambda directory: through_disk(directory, "--colocate"),
-    "delta, xor": lambda directory: by_deltas(directory, "xor"),
-    "delta, overwrite": lambda directory: by_deltas(directory, "overwrite"),
+    "shared handles and a process group": ["--colocate"],
+    "disk, on shared devices": [*THROUGH_DISK, "--colocate"],
+    # Of the page on the toy run: all files, copied ones, and what changed in either encoding.
+    **{row: shlex.split(words.removeprefix(" -- ")) for row, words in WEIGHT_COMMANDS.items()},
 }
 
 
-def run_of(task: TinyTask, directory: Path, words: list[object]) -> SavingRun:
+def run_of(task: TinyTask, directory: Path, words: list[str]) -> SavingRun:
+    """The run of `words`, whose directories below `outputs` lie in `directory`."""
     checkpoints = directory / "checkpoints"
+    words = [word.replace("outputs/", f"{directory}/") for word in words]
     flags = [
         *task.loop_flags, "--num-rollout", len(ROLLOUTS), "--check-weight-update-equal", "--save", checkpoints,
         "--load", checkpoints, "--save-interval", "1", "--sglang-log-level", "info", *words,
@@ -85,7 +81,7 @@ def test_the_process_group_gives_engines_what_the_trainer_has(process_group):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_other_way_learns_the_same(task, process_group, tmp_path, way):
-    run = run_of(task, tmp_path, WAYS[way](tmp_path)).finish()
+    run = run_of(task, tmp_path, WAYS[way]).finish()
     fed = {"shared handles": [{"tensor"}], "shared handles and a process group": [{"tensor"}, {"distributed"}]}
     assert brought_by(run) == fed.get(way, [set(), set()])
     assert_engines_held_the_weights(run, len(brought_by(run)))
@@ -94,8 +90,9 @@ def test_every_other_way_learns_the_same(task, process_group, tmp_path, way):
     assert_same_end(run, process_group)
     # The push before the first rollout belongs to no step.
     density = run.process.scalars("perf/update_weights_density")
-    assert sorted(density) == (list(ROLLOUTS) if way.startswith("delta") else [])
+    assert sorted(density) == (list(ROLLOUTS) if "delta" in WAYS[way] else [])
     assert all(0 < share <= 1 for share in density.values())
+    assert unnamed(run.process.scalar_tags()) == []
 
 
 def test_ranks_of_two_stages_give_all_weights_to_the_engines_on_their_devices(task, tmp_path):
@@ -109,13 +106,13 @@ def test_ranks_of_two_stages_give_all_weights_to_the_engines_on_their_devices(ta
 
 def test_a_killed_run_that_pushes_deltas_goes_on_with_new_ones(task, process_group, tmp_path):
     """What it left, in both directories, is of another trainer's life."""
-    killed = run_of(task, tmp_path, by_deltas(tmp_path, "xor"))
+    killed = run_of(task, tmp_path, DELTAS)
     with killed.process as process:
         process.wait_for_line(r"rollout 1 \(2/3\)", 400)
         process.send_signal_to_driver(signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL
         process.assert_no_process_left(60)
     assert sorted(path.name for path in (tmp_path / "pushes").glob("weight_v*")) != []
-    resumed = run_of(task, tmp_path, by_deltas(tmp_path, "xor")).finish()
+    resumed = run_of(task, tmp_path, DELTAS).finish()
     assert_engines_held_the_weights(resumed)
     assert_same_end(resumed, process_group)
