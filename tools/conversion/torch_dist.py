@@ -87,6 +87,16 @@ class Parameter:
     numel: int
 
 
+@dataclasses.dataclass(frozen=True)
+class StoredParameter:
+    """A parameter of a Megatron checkpoint: the entry at `prefix` of the first axes of the tensor `key`."""
+
+    key: str
+    prefix: tuple[int, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+
+
 # The flags with which runs divide the model over their ranks.
 _LAYOUT = (
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size", "--expert-model-parallel-size",
@@ -409,47 +419,11 @@ def convert_torch_dist_to_hf(
             rows than `vocab_size`; the family is not known.
     """
     directory = iteration_directory(source, latest_iteration(source)) if is_megatron_checkpoint(source) else source
-    family, config = _family(origin, model_name), read_config(origin)
-    try:
-        flags = model_args_from_hf(text_config_of(config))
-    except UserError as error:
-        raise UserError(f"--origin-hf-dir {origin}: {error}") from error
-    sizes = TensorSizes.of({**flags, "vocab_size": vocab_size or flags["vocab_size"]})
-    stored = TorchDistDirectory(directory)
-    places: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for key, entry in stored.tensors.items():
-        for name, numbers in megatron_names(key, entry.size):
-            try:
-                family.find(name)
-            except KeyError as error:
-                raise UserError(
-                    f"{directory}: {error.args[0]}; is it the checkpoint of another family, or of a critic?"
-                ) from error
-            shapes[name] = tuple(entry.size[len(numbers) :])
-            places[name] = (key, numbers, entry.size[len(numbers) :].numel() * dtype_of(entry).itemsize)
-    common = read_common(directory) if (directory / COMMON).is_file() else {}
-    noted = {**common.get("attention_heads", {}), "vocab_size": common.get("vocab_size", flags["vocab_size"])}
-    require_same_model(directory, origin, shapes, noted, family, sizes, flags)
-    made = require_same_tensors(directory, origin, shapes, family, sizes, ignores_rows=vocab_size is not None)
+    family, config, stacks = _family(origin, model_name), read_config(origin), stacks_of(origin)
+    stored = _stored_parameters(directory, family)
+    sizes, made = _sizes_and_names(directory, origin, stored, family, vocab_size)
     lacking = _lacking(origin, made, family)
-    # Parts that are not trained are in no Megatron checkpoint, so they are copied in any case.
-    refused = sorted(name for name in lacking if not _is_not_trained(family, name))
-    if refused and not adds_missing:
-        raise UserError(
-            f"{directory} lacks {len(refused)} tensors that {origin} has: {', '.join(refused[:20])}; "
-            "--add-missing-from-origin-hf copies them"
-        )
-    stacks = stacks_of(origin)
-    parts = [name for name in lacking if stacks is not None and ".experts." in name]
-    if parts:
-        raise UserError(f"{directory} lacks {min(parts)}, which is a part of a tensor of {origin}; convert it whole")
-    # Experts that become one tensor stay together, under the name of the first.
-    bytes_of: dict[str, int] = {}
-    for name in sorted(places, key=_by_number):
-        first = name if stacks is None else _EXPERT_NUMBER.sub("0", name)
-        bytes_of[first] = bytes_of.get(first, 0) + places[name][2]
-    named = [*bytes_of.items(), *((f"{_ORIGIN}{name}", lacking[name]) for name in sorted(lacking))]
+    _refuse_to_copy(directory, origin, lacking, family, stacks, adds_missing=adds_missing)
     if vocab_size is not None:
         config = _with_vocab_size(config, vocab_size)
     conversion = Conversion(
@@ -461,11 +435,81 @@ def convert_torch_dist_to_hf(
         (origin,),
     )
     conversion.run(
-        split_into_units(named, workers, largest),
-        functools.partial(_write_hf, directory, origin, family, sizes, places, stacks),
+        split_into_units(_shares(stored, lacking, stacks), workers, largest),
+        functools.partial(_write_hf, directory, origin, family, sizes, stored, stacks),
         lambda draft, results: finish_hf_checkpoint(origin, config, draft, len(results)),
         reopen_hf_checkpoint,
     )
+
+
+def _stored_parameters(directory: Path, family: Family) -> dict[str, StoredParameter]:
+    """The parameters of a Megatron checkpoint by their global names."""
+    found: dict[str, StoredParameter] = {}
+    for key, entry in TorchDistDirectory(directory).tensors.items():
+        for name, prefix in megatron_names(key, entry.size):
+            try:
+                family.find(name)
+            except KeyError as error:
+                raise UserError(
+                    f"{directory}: {error.args[0]}; is it the checkpoint of another family, or of a critic?"
+                ) from error
+            shape = entry.size[len(prefix) :]
+            found[name] = StoredParameter(key, prefix, tuple(shape), shape.numel() * dtype_of(entry).itemsize)
+    return found
+
+
+def _sizes_and_names(
+    directory: Path, origin: Path, stored: Mapping[str, StoredParameter], family: Family, vocab_size: int | None
+) -> tuple[TensorSizes, set[str]]:
+    """(sizes for the layouts, names of the Hugging Face tensors that are made).
+
+    Raises:
+        UserError: the checkpoint is of another model than `origin`.
+    """
+    try:
+        flags = model_args_from_hf(text_config_of(read_config(origin)))
+    except UserError as error:
+        raise UserError(f"--origin-hf-dir {origin}: {error}") from error
+    sizes = TensorSizes.of({**flags, "vocab_size": vocab_size or flags["vocab_size"]})
+    shapes = {name: parameter.shape for name, parameter in stored.items()}
+    common = read_common(directory) if (directory / COMMON).is_file() else {}
+    noted = {**common.get("attention_heads", {}), "vocab_size": common.get("vocab_size", flags["vocab_size"])}
+    require_same_model(directory, origin, shapes, noted, family, sizes, flags)
+    return sizes, require_same_tensors(directory, origin, shapes, family, sizes, ignores_rows=vocab_size is not None)
+
+
+def _refuse_to_copy(
+    directory: Path,
+    origin: Path,
+    lacking: Mapping[str, int],
+    family: Family,
+    stacks: Stacks | None,
+    *,
+    adds_missing: bool,
+) -> None:
+    """Raise UserError if tensors that only `origin` has must not, or cannot, be copied from there."""
+    # Parts that are not trained are in no Megatron checkpoint, so they are copied in any case.
+    refused = sorted(name for name in lacking if not _is_not_trained(family, name))
+    if refused and not adds_missing:
+        raise UserError(
+            f"{directory} lacks {len(refused)} tensors that {origin} has: {', '.join(refused[:20])}; "
+            "--add-missing-from-origin-hf copies them"
+        )
+    parts = [name for name in lacking if stacks is not None and ".experts." in name]
+    if parts:
+        raise UserError(f"{directory} lacks {min(parts)}, which is a part of a tensor of {origin}; convert it whole")
+
+
+def _shares(
+    stored: Mapping[str, StoredParameter], lacking: Mapping[str, int], stacks: Stacks | None
+) -> list[tuple[str, int]]:
+    """(name in units, bytes) of all that is written. Experts that become one tensor stay together, under the name of the
+    first."""
+    bytes_of: dict[str, int] = {}
+    for name in sorted(stored, key=_by_number):
+        first = name if stacks is None else _EXPERT_NUMBER.sub("0", name)
+        bytes_of[first] = bytes_of.get(first, 0) + stored[name].nbytes
+    return [*bytes_of.items(), *((f"{_ORIGIN}{name}", lacking[name]) for name in sorted(lacking))]
 
 
 def _with_vocab_size(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
@@ -497,12 +541,12 @@ def _write_hf(
     origin: Path,
     family: Family,
     sizes: TensorSizes,
-    places: dict[str, tuple[str, tuple[int, ...], int]],
+    parameters: dict[str, StoredParameter],
     stacks: Stacks | None,
     draft: Path,
     unit: Unit,
 ) -> tuple[Path, None]:
-    stored, quantiser = TorchDistDirectory(directory), quantiser_of(origin)
+    opened, quantiser = TorchDistDirectory(directory), quantiser_of(origin)
     copied = [name.removeprefix(_ORIGIN) for name in unit.names if name.startswith(_ORIGIN)]
 
     def named() -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -510,15 +554,15 @@ def _write_hf(
             is_expert = stacks is not None and _EXPERT_NUMBER.search(first)
             for name in [next_expert(first, step) for step in range(stacks.count)] if is_expert else [first]:
                 if not name.startswith(_ORIGIN):
-                    key, numbers, _ = places[name]
+                    rows = opened.read(parameters[name].key, parameters[name].prefix)
                     rule, hf_names = family.find(name)
-                    yield from zip(hf_names, split_parts(rule.layout, stored.read(key, numbers), sizes), strict=True)
+                    yield from zip(hf_names, split_parts(rule.layout, rows, sizes), strict=True)
 
     def of_origin() -> Iterator[tuple[str, torch.Tensor]]:
-        opened = open_checkpoint(origin) if copied else None
+        files = open_checkpoint(origin) if copied else None
         for name in copied:
             # Copied unchanged, since it is quantised already.
-            yield from ((part, tensor[...]) for part, tensor in opened.parts(name).items())
+            yield from ((part, tensor[...]) for part, tensor in files.parts(name).items())
 
     tensors = named()
     if quantiser is not None or stacks is not None:
