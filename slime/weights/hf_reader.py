@@ -241,6 +241,10 @@ class SafetensorsDirectory:
         except SafetensorError as error:
             raise UserError(f"{path}: tensor {name} cannot be read: {error}") from error
 
+    def part_names(self, name: str) -> Sequence[str]:
+        """The names of `parts`, for which no file is opened."""
+        return (name,)
+
     def parts(self, name: str) -> dict[str, StoredTensor]:
         """The stored tensors of `name`, unchanged, by their own names; a quantised weight has several."""
         return {name: self.tensor(name)}

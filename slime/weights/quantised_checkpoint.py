@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +81,12 @@ class _Dequantised(SafetensorsDirectory):
         except ValueError as error:
             raise UserError(f"{self._directory}: {name} is quantised, and {error}") from error
 
-    def parts(self, name: str) -> dict[str, StoredTensor]:
+    def part_names(self, name: str) -> Sequence[str]:
         module = self._parts.get(name.removesuffix("weight")) if name.endswith("weight") else None
-        stored = (name,) if module is None else tuple(module.values())
-        return {part: super(_Dequantised, self).tensor(part) for part in stored}
+        return (name,) if module is None else tuple(module.values())
+
+    def parts(self, name: str) -> dict[str, StoredTensor]:
+        return {part: super(_Dequantised, self).tensor(part) for part in self.part_names(name)}
 
 
 class _Fp8:
@@ -124,12 +126,13 @@ class _Fp8:
         ends = [*range((rows.start // height + 1) * height, rows.stop, height), rows.stop]
         for first, last, scale in zip([rows.start, *ends], ends, scales, strict=False):
             own = slice(first - rows.start, last - rows.start)
-            torch.mul(_fp8_numbers(codes[own]), scale, out=numbers[own])
+            _put_fp8_numbers(codes[own], scale, numbers[own])
         return numbers
 
 
-def _fp8_numbers(codes: torch.Tensor) -> torch.Tensor:
-    """The values of codes (uint8) of `float8_e4m3fn`, float32. It is faster than torch, which converts number by number.
+def _put_fp8_numbers(codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+    """Fill `out` (float32) with the values of codes (uint8) of `float8_e4m3fn`, times `scale`. It is faster than torch, which
+    converts number by number.
 
     The bits of a code are those of a float16 that is 256 times smaller, even for subnormal numbers. Only codes for NaN differ.
     """
@@ -138,10 +141,13 @@ def _fp8_numbers(codes: torch.Tensor) -> torch.Tensor:
     signed = codes.view(torch.int8)
     # NaN has the largest code of either sign.
     if not codes.numel() or signed.amax() == 0x7F or codes.amax() == 0xFF:
-        return codes.view(torch.float8_e4m3fn).float()
-    # The sign bit appears twice after the shift; the second time it is at the place of an exponent bit, and is cleared.
-    halves = signed.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
-    return halves.view(torch.float16).float().mul_(256.0)
+        torch.mul(codes.view(torch.float8_e4m3fn).float(), scale, out=out)
+        return
+    # The sign bit appears twice after the shift; the second time it is at the place of an exponent bit, and is cleared. It is
+    # shifted by a product, which takes torch a third of the time.
+    halves = signed.to(torch.int16).mul_(1 << 7).bitwise_and_(-0x4001)
+    # There are fewer scales than numbers, so the factor goes to them.
+    torch.mul(halves.view(torch.float16).float(), 256.0 * scale, out=out)
 
 
 class _Packed:

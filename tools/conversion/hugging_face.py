@@ -199,7 +199,7 @@ def _places_of_weights(source: Path, places: Mapping[str, Place]) -> dict[str, P
     names = opened.names()
     found = {name: place for name in names if (place := places.get(name) or places.get(f"{name}_packed"))}
     # Nothing is stored under the names of experts in one tensor, and that tensor is no part of a weight, so it is copied.
-    for name in places.keys() - {part for weight in names for part in opened.parts(weight)}:
+    for name in places.keys() - {part for weight in names for part in opened.part_names(weight)}:
         if places[name].dtype not in _PLAIN_TYPES:
             raise UserError(
                 f"{name} has all experts of a layer in one tensor of {places[name].dtype}, which is not taken apart here; give "
