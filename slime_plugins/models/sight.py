@@ -256,7 +256,7 @@ class _Images:
         positions: of time, height and width, int64 [3, tokens].
     """
 
-    def __init__(self, inputs: Mapping[str, Any], tokens: torch.Tensor, is_trained: torch.Tensor, config: Any) -> None:
+    def __init__(self, inputs: Mapping[str, Any], tokens: torch.Tensor, mask: torch.Tensor, config: Any) -> None:
         if any("video" in name and value is not None for name, value in inputs.items()):
             raise UserError("the sample has videos; models are trained on texts and images")
         missing = [name for name in (_PIXELS, _GRIDS) if inputs.get(name) is None]
@@ -270,10 +270,15 @@ class _Images:
         patches = int(self.grids.prod(-1).sum())
         if len(self.pixels) != patches:
             raise UserError(f"its pixel_values are of {len(self.pixels)} patches, and its image_grid_thw has {patches}")
-        # A placeholder that the model has generated is text.
-        self.places = ((tokens == config.image_token_id) & ~is_trained).nonzero().flatten()
         shapes = [(t, h // merged, w // merged) for t, h, w in self.grids.tolist()]
         self.count = sum(map(math.prod, shapes))
+        is_feature = tokens == config.image_token_id
+        of_prompt, of_response = is_feature.tensor_split([len(tokens) - len(mask)])
+        # A placeholder that the model has generated is text. It is trained or, where the mask leaves it out, one too many.
+        of_response &= ~mask
+        if of_prompt.sum() == self.count:
+            of_response.zero_()
+        self.places = is_feature.nonzero().flatten()
         if len(self.places) != self.count:
             raise UserError(
                 f"it has {len(self.places)} placeholder tokens of images (id {config.image_token_id}) outside of what is "
@@ -292,10 +297,8 @@ def _images_of(batch: MicroBatch, config: Any) -> list[_Images | None]:
     parts = on_host.split([len(row) for row in (*tokens, *masks)])
     found: list[_Images | None] = [None] * len(batch[IMAGES])
     for sample, of_sample, mask in zip(seeing, parts, parts[len(seeing) :], strict=False):
-        is_trained = torch.zeros(len(of_sample), dtype=torch.bool)
-        is_trained[len(of_sample) - len(mask) :] = mask.bool()
         try:
-            found[sample] = _Images(batch[IMAGES][sample], of_sample, is_trained, config)
+            found[sample] = _Images(batch[IMAGES][sample], of_sample, mask.bool(), config)
         except UserError as error:
             raise UserError(f"sample {batch['sample_indices'][sample]}: {error}") from error
     return found

@@ -55,20 +55,41 @@ def generated_a_placeholder():
     return [sample]
 
 
-def replied_with_an_image():
+def replied_with_an_image(*, goes_on=True):
     """A sample with an image, whose response has a reply with another one, and goes on."""
     (sample,) = some_samples([2])
     grid = (1, 2, 4)
     reply = [BEGIN, *[IMAGE] * features_of(grid), END]
     sample.loss_mask = list(sample.loss_mask)
-    sample.append_response_tokens(tokens=reply, trainable=False)
-    sample.append_response_tokens(tokens=[5, 9, 7], log_probs=[-1.0, -2.0, -1.5])
+    sample.append_response_tokens(tokens=reply[: None if goes_on else -1], trainable=False)
+    if goes_on:
+        sample.append_response_tokens(tokens=[5, 9, 7], log_probs=[-1.0, -2.0, -1.5])
     first, other = sample.multimodal_train_inputs, processed([grid], 9)
     sample.multimodal_train_inputs = {name: torch.cat([first[name], other[name]]) for name in first}
     return [sample]
 
 
-OWN = {"generated": generated_a_placeholder, "replied": replied_with_an_image}
+def generated_a_placeholder_that_is_not_trained():
+    """As where a part of the response is older than the weights."""
+    (sample,) = some_samples([2])
+    sample.tokens[-4] = IMAGE
+    assert sample.loss_mask == [1, 1, 0, 0, 1, 1]
+    return [sample]
+
+
+def begins_and_ends_with_an_image():
+    (sample,) = replied_with_an_image(goes_on=False)
+    sample.tokens = sample.tokens[sample.tokens.index(IMAGE) :]
+    assert sample.tokens[0] == sample.tokens[-1] == IMAGE
+    return [sample]
+
+
+OWN = {
+    "at both ends": begins_and_ends_with_an_image,
+    "generated": generated_a_placeholder,
+    "generated and masked": generated_a_placeholder_that_is_not_trained,
+    "replied": replied_with_an_image,
+}
 
 
 class OneMicroBatch:
@@ -241,7 +262,7 @@ def test_a_mixture_of_experts_trains_on_images(tmp_path, model_type):
     flags = FLAGS_OF[model_type]
     write_seeing_model(tmp_path, model_type)
     (one,) = run_distributed(train_steps, 1, ({"one": layout_args(tmp_path, **flags)}, make_seen_samples), timeout=400)
-    layouts = ("tp2", "ep2", "pp2")
+    layouts = ("tp2", "ep2", "pp2", "cp2")
     cases = {name: layout_args(tmp_path, **{**flags, **LAYOUTS[name]}) for name in layouts}
     ranks = run_distributed(train_steps, 2, (cases, make_seen_samples), timeout=400)
     for name in layouts:

@@ -127,6 +127,8 @@ def seen_alone(model: Any, sample: Sample) -> Any:
     kinds = (tokens == IMAGE).int()
     is_trained = torch.ones(sample.response_length) if sample.loss_mask is None else torch.tensor(sample.loss_mask)
     generated = kinds[:, -sample.response_length :] * is_trained.int()
+    if kinds[:, : -sample.response_length].sum() == inputs["image_grid_thw"].prod(-1).sum() // MERGE**2:
+        generated = kinds[:, -sample.response_length :].clone()
     if not generated.any():
         return model(tokens, **inputs, mm_token_type_ids=kinds).logits[0]
     # Image tokens in the response were generated and are ordinary tokens; the class would take them for features.
