@@ -86,7 +86,8 @@ class DiskDeltaTransport(DiskTransport):
         self._changes_version = None if self._whole else self._base_version
         # Not known until engines have the new tensors. A push that fails leaves it so.
         self._base_version = None
-        if self._changes_version == CHECKPOINT:
+        # It may be a configuration alone.
+        if self._changes_version == CHECKPOINT and any(Path(self._args.hf_checkpoint).glob("*.safetensors")):
             self._checkpoint = SafetensorsDirectory(self._args.hf_checkpoint)
             self._checkpoint_names = self._checkpoint.names()
 

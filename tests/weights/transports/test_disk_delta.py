@@ -325,6 +325,16 @@ def test_a_checkpoint_in_another_dtype_is_replaced_whole(run):
     run.assert_on()
 
 
+def test_a_checkpoint_without_weights_is_followed_by_a_whole_publication(run):
+    Path(run.args.hf_checkpoint, "model.safetensors").unlink()
+    run.send(1)
+    assert isinstance(run.host.bring_to(run.published(1)), str)
+    run.push(1, whole=True)
+    run.change("a")
+    assert run.push(2).changed_bytes <= 2
+    run.assert_on()
+
+
 @pytest.mark.parametrize("is_exchanged", [True, False])
 def test_deltas_change_single_experts_of_a_checkpoint_that_stacks_them(args, is_exchanged):
     hf, layer = Path(args.hf_checkpoint), "layers.0.mlp.experts"
