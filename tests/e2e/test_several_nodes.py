@@ -28,25 +28,25 @@ def nodes(tmp_path_factory) -> Iterator[RayNodes]:
         yield cluster
 
 
-# Flags of each mode. All 32 GPUs are taken, but for the run whose engines are somebody else's.
+# Flags of each mode. All 32 GPUs are taken, but for the run whose engines are somebody else's. Every rank, and the part of an
+# engine on each of its nodes, is a process, which costs a second: modes are no larger than what they show.
+_HALF_OF_ONE = ["--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "4"]
 _ONE_NODE = ["--actor-num-gpus-per-node", "8", "--tensor-model-parallel-size", "4"]
 _HALF, _ALL = [*_ONE_NODE, "--actor-num-nodes", "2"], [*_ONE_NODE, "--actor-num-nodes", "4"]
-_HALF_OF_ONE = ["--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "4"]
 _OTHERS = ["http://127.0.0.9:1", "http://127.0.0.9:2"]
 MODES = {
     "disaggregated": [*_HALF, "--rollout-num-gpus", "16", "--rollout-num-gpus-per-engine", "4"],
     "colocated": [*_ALL, "--colocate", "--rollout-num-gpus", "32", "--rollout-num-gpus-per-engine", "4"],
-    # One engine shares the GPUs of the ranks, and three lie beside them.
-    "mixed": [*_ONE_NODE, "--colocate", "--rollout-num-gpus", "32", "--rollout-num-gpus-per-engine", "8"],
-    "an engine over whole nodes": [*_HALF, "--rollout-num-gpus", "16", "--rollout-num-gpus-per-engine", "16"],
-    "engines over parts of nodes": [*_HALF_OF_ONE, "--rollout-num-gpus", "28", "--sglang-config", "{parts}"],
-    "external engines": [*_ONE_NODE, "--rollout-external-engine-addrs", *_OTHERS],
-    "engines of several sizes and a placeholder": [*_ONE_NODE, "--rollout-num-gpus", "24", "--sglang-config", "{sizes}"],
-    "several models": [*_ONE_NODE, "--rollout-num-gpus", "24", "--sglang-config", "{models}"],
-    "a trainer that ends and starts again": [
-        *_ALL, "--colocate", "--rollout-num-gpus", "32", "--rollout-num-gpus-per-engine", "4", "--release-train",
+    # Two engines share the GPUs of the ranks, and two lie beside them.
+    "mixed, a trainer that ends and starts again": [
+        *_HALF, "--colocate", "--rollout-num-gpus", "32", "--rollout-num-gpus-per-engine", "8", "--release-train",
         "--save", "/nowhere/checkpoints", "--update-weight-transport", "disk", "--update-weight-disk-dir", "/nowhere/pushes",
     ],
+    "an engine over whole nodes": [*_ONE_NODE, "--rollout-num-gpus", "24", "--rollout-num-gpus-per-engine", "24"],
+    "engines over parts of nodes": [*_HALF_OF_ONE, "--rollout-num-gpus", "28", "--sglang-config", "{parts}"],
+    "external engines": [*_HALF_OF_ONE, "--rollout-external-engine-addrs", *_OTHERS],
+    "engines of several sizes and a placeholder": [*_ONE_NODE, "--rollout-num-gpus", "24", "--sglang-config", "{sizes}"],
+    "several models": [*_ONE_NODE, "--rollout-num-gpus", "24", "--sglang-config", "{models}"],
 }  # fmt: skip
 SERVED = {
     "sizes": """
