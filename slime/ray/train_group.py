@@ -43,7 +43,7 @@ from slime.weights.transports import Receiver
 from slime.weights.transports.process_group import communicator_environment
 
 _ACTOR_RANK = "slime.training.actor_rank.ActorRank"
-_CALL_DEADLINE_SECONDS = 24 * 3600.0
+CALL_DEADLINE_SECONDS = 24 * 3600.0
 _DISPOSE_DEADLINE_SECONDS = 60.0
 _LEFT_METRICS_SECONDS = 3.0
 _CORES_SECONDS = 300.0
@@ -292,7 +292,7 @@ class TrainGroup:
 
     def _call_all(self, method: str, *arguments: Any, limit: float | None = None) -> list[Any]:
         refs = [actor.call.remote(method, *arguments) for actor in self._actors]
-        seconds = _CALL_DEADLINE_SECONDS if limit is None else limit
+        seconds = CALL_DEADLINE_SECONDS if limit is None else limit
         return wait_for_all(refs, f"{method} on the {self.rank_name}s", seconds, pending=self._name_ranks)
 
     def _answer_of_one(self, method: str, *arguments: Any) -> Any:

@@ -13,8 +13,6 @@ import argparse
 import dataclasses
 import logging
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +24,15 @@ from slime.observability.console import StartupClock
 from slime.observability.waiting import wait_for_all, wait_for_each
 from slime.ray.driver import SharedDevices
 from slime.ray.rollout_manager import RolloutClient
-from slime.ray.train_group import TrainGroup
+from slime.ray.train_group import CALL_DEADLINE_SECONDS, TrainGroup
 from slime.scheduling.device_turns import Turn
 from slime.serving.fleet import EngineName, FleetSnapshot
 from slime.utils.errors import RunError
-from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
+from slime.utils.filesystem import (
+    make_scratch_directory,
+    make_shared_scratch_directory,
+    remove_scratch_directory,
+)
 from slime.weights.push import PushReport, WeightPush
 from slime.weights.quantisers import quantisation_settings
 from slime.weights.transports import Receiver
@@ -232,22 +234,15 @@ class WeightSync:
     @contextmanager
     def _scratch_directory(self) -> Iterator[Path]:
         # Engines on other nodes must see it. `--save` is on a disk that all nodes share, so it lies there if that is given.
-        if not self._args.save:
+        if self._args.save:
+            seconds = CALL_DEADLINE_SECONDS + self._args.engine_load_timeout + _ANSWER_SECONDS
+            root = make_shared_scratch_directory(Path(self._args.save), "weight-check", seconds)
+        else:
             root = make_scratch_directory("weight-check")
-            try:
-                yield root / "hf"
-            finally:
-                remove_scratch_directory(root)
-            return
-        parent = Path(self._args.save)
-        parent.mkdir(parents=True, exist_ok=True)
-        for left_by_a_killed_run in parent.glob(".weight-check-*"):
-            shutil.rmtree(left_by_a_killed_run, ignore_errors=True)
-        root = Path(tempfile.mkdtemp(prefix=".weight-check-", dir=parent))
         try:
             yield root / "hf"
         finally:
-            shutil.rmtree(root, ignore_errors=True)
+            remove_scratch_directory(root)
 
     def _unproven_of(self, fleet: FleetSnapshot) -> FleetSnapshot:
         engines = tuple(engine for engine in fleet.engines if engine.name not in self._proven)

@@ -7,7 +7,8 @@ releases the lock when that process ends, in whatever way. So an `owner` that ca
 ours and not in use, even in containers and with reused process ids, and nothing else is deleted. Files in shared memory whose
 names contain the directory's name belong to it.
 
-A directory that a user named is claimed in the same way, by a file `.lock`, and never deleted.
+A directory that a user named is claimed in the same way, by a file `.lock`, and never deleted. A scratch directory may lie in
+it, for other machines to read.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,7 @@ _PREFIX = "slime-"
 _OWNER = "owner"
 _LOCK = ".lock"
 _SHARED_MEMORY = Path("/dev/shm")
+_CLOCKS_DIFFER_SECONDS = 3600.0
 
 # By scratch directory of this process, or by lock file in a claimed directory, the descriptor that holds the lock.
 _locks: dict[Path, int] = {}
@@ -149,14 +152,66 @@ def make_scratch_directory(kind: str) -> Path:
         kind: what it is for, as part of its name. The path stays short: Unix sockets may lie in it.
     """
     sweep_scratch_directories()
-    path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
+    return _own(Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-")))
+
+
+def make_shared_scratch_directory(parent: Path, kind: str, seconds: float) -> Path:
+    """A new directory `.{kind}-…` below `parent`, which several machines may share. It is used for `seconds` at most.
+
+    First those directories are deleted that processes which were killed have left there. A lock tells only on the machine of
+    the process whether that lives, since some network file systems keep the locks of each machine apart. Directories of other
+    machines are deleted an hour after their time.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    for path in parent.glob(f".{kind}-*"):
+        _delete_if_left(path)
+    note = {"machine": _machine(), "until": time.time() + seconds}
+    return _own(Path(tempfile.mkdtemp(prefix=f".{kind}-", dir=parent)), json.dumps(note))
+
+
+def _own(path: Path, note: str = "") -> Path:
+    """Have this process own the directory until it ends, and say in it what `note` says."""
     draft = path / f".{_OWNER}"
-    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    # Renamed after it is locked, so that no process ever sees the file without its lock.
-    draft.rename(path / _OWNER)
+    try:
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        # A file system that has no locks grants this, as any claim.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.write(descriptor, note.encode())
+        # Renamed after it is locked, so that no process ever sees the file without its lock.
+        draft.rename(path / _OWNER)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
     _locks[path] = descriptor
     return path
+
+
+def _delete_if_left(path: Path) -> None:
+    """Delete a directory of `make_shared_scratch_directory` whose process has ended. Harmless if it is none."""
+    try:
+        descriptor = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        # It is being made or deleted, or belongs to another user.
+        return
+    with os.fdopen(descriptor) as owner:
+        is_free = True
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:
+            # The file system has no locks.
+            is_free = False
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            note = json.load(owner)
+            if (is_free and note["machine"] == _machine()) or time.time() > note["until"] + _CLOCKS_DIFFER_SECONDS:
+                _delete(path)
+
+
+def _machine() -> str:
+    """The same for all processes, also those in containers, that one kernel has run since it started."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def remove_scratch_directory(path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,9 @@ from slime.ray.weight_sync import WeightSync, mean_difference, probe_sequences
 from slime.scheduling.device_turns import Turn
 from slime.scheduling.served_models import ModelServing, ServerGroup
 from slime.serving.fleet import EngineName, EngineSnapshot, EngineState, FleetSnapshot
+from slime.utils import filesystem
 from slime.utils.errors import RunError
+from slime.utils.filesystem import make_shared_scratch_directory, remove_scratch_directory
 from slime.weights.push import PushReport
 
 
@@ -105,7 +109,7 @@ def sync(monkeypatch, events):
     flags = {
         "check_weight_update_equal": False, "use_fault_tolerance": False, "max_weight_staleness": None,
         "release_train": False, "offload_rollout": False, "hf_checkpoint": None, "sglang_config": "serving.yaml",
-        "sglang_dp_size": None, "sglang_enable_dp_attention": None,
+        "sglang_dp_size": None, "sglang_enable_dp_attention": None, "engine_load_timeout": 60.0,
     }  # fmt: skip
     in_groups = ServerGroup("regular", 6, 6, {"enable_dp_attention": True, "dp_size": 6})
     flags["served_models"] = [ModelServing("default", None, True, (ServerGroup("regular", 2, 2, {}), in_groups))]
@@ -233,6 +237,19 @@ def checksums(sync, monkeypatch, tmp_path):
 
     monkeypatch.setattr(sync, "_call", call)
     return SimpleNamespace(reports=reports, asked=asked)
+
+
+def test_the_scratch_checkpoint_of_another_run_that_checks_its_weights_stays(sync, checksums, tmp_path):
+    """Two runs may have one `--save`: one that only evaluates claims nothing there."""
+    of_another, of_a_dead_one = (make_shared_scratch_directory(tmp_path, "weight-check", 60.0) for _ in range(2))
+    os.close(filesystem._locks.pop(of_a_dead_one))
+    exported = []
+    sync._train_group.export_hf = lambda directory: exported.append((Path(directory), set(os.listdir(tmp_path))))
+    sync.push()
+    ((directory, beside),) = exported
+    assert beside == {of_another.name, directory.parent.name} and directory.parent.parent == tmp_path
+    assert os.listdir(tmp_path) == [of_another.name]
+    remove_scratch_directory(of_another)
 
 
 def test_with_fault_tolerance_those_that_go_on_are_checked_when_another_fails_the_first_push(sync, checksums, events):

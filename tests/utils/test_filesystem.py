@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,77 @@ def test_a_disk_without_locks_leaves_the_result_of_a_run_alone(owner, temporary,
 
     monkeypatch.setattr(scratch.fcntl, "flock", refuse)
     assert scratch.sweep_scratch_directories() == [] and path.exists()
+
+
+SHARED_OWNER = """
+import sys
+from pathlib import Path
+from slime.utils.filesystem import make_shared_scratch_directory
+print(make_shared_scratch_directory(Path(sys.argv[1]), "check", 1000.0), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def shared_owner(tmp_path):
+    """A process that has a directory below `tmp_path / "save"`, which other machines see too; and the directory."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SHARED_OWNER, str(tmp_path / "save")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment_for_python(), text=True,
+    ) as process:  # fmt: skip
+        path = Path(process.stdout.readline().strip())
+        (path / "hf").mkdir()
+        yield process, path
+        process.kill()
+
+
+def made_beside(path):
+    """What stands beside `path` when this process has made a directory of its own there, and deleted it."""
+    own = scratch.make_shared_scratch_directory(path.parent, "check", 1000.0)
+    assert own.is_dir() and own.name.startswith(".check-")
+    scratch.remove_scratch_directory(own)
+    return list(path.parent.iterdir())
+
+
+def test_a_shared_directory_is_deleted_when_its_process_has_ended_and_not_before(shared_owner, monkeypatch):
+    process, path = shared_owner
+    (path.parent / ".check-of-nobody").mkdir()
+    monkeypatch.setattr(scratch.time, "time", lambda: 1e12)
+    assert set(made_beside(path)) == {path, path.parent / ".check-of-nobody"}, "its process lives, however late it is"
+    monkeypatch.undo()
+    process.kill()
+    process.wait()
+    assert made_beside(path) == [path.parent / ".check-of-nobody"]
+
+
+@pytest.mark.parametrize("unknown", ["machine", "locks"])
+def test_where_nothing_tells_whether_a_process_lives_its_directory_has_its_time(shared_owner, monkeypatch, unknown):
+    """A free lock on another machine, or none on a disk without locks, say nothing."""
+
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    process, path = shared_owner
+    process.kill()
+    process.wait()
+    now = time.time()
+    if unknown == "machine":
+        monkeypatch.setattr(scratch, "_machine", lambda: "another one")
+    else:
+        monkeypatch.setattr(scratch.fcntl, "flock", refuse)
+    for later, left in ((0.0, [path]), (1000.0 + 3000.0, [path]), (1000.0 + 4000.0, [])):
+        monkeypatch.setattr(scratch.time, "time", lambda later=later: now + later)
+        assert made_beside(path) == left
+
+
+def test_what_cannot_be_owned_leaves_nothing(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(scratch.os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        scratch.make_shared_scratch_directory(tmp_path, "check", 1.0)
+    assert list(tmp_path.iterdir()) == []
 
 
 CLAIM = """
