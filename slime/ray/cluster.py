@@ -385,18 +385,21 @@ def settle_token() -> None:
     if env.ray_token_is_given():
         return
     path = Path.home() / ".ray" / "auth_token"
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not path.exists():
-        descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".auth_token.")
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32))
-        # A link appears with all of the file's content, and never replaces another: runs that start together share one token.
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-        os.unlink(draft)
-    status = path.stat()
-    if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) & 0o077:
-        path.chmod(0o600)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=path.parent) as own, contextlib.suppress(FileExistsError):
+                draft = Path(own, "token")
+                draft.touch(0o600)
+                draft.write_text(secrets.token_hex(32))
+                # A link appears with all of the content, and never replaces another: runs that start together share one.
+                os.link(draft, path)
+        if (status := path.stat()).st_uid == os.getuid() and stat.S_IMODE(status.st_mode) & 0o077:
+            path.chmod(0o600)
+    except OSError as error:
+        raise RunError(
+            f"its token cannot be kept in {path} ({error}); make room there, or set RAY_AUTH_TOKEN"
+        ) from error
 
 
 @contextlib.contextmanager

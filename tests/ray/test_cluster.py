@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import os
+import resource
 import socket
 import stat
 import subprocess
@@ -55,6 +56,21 @@ def test_a_token_that_is_there_is_kept_and_closed_to_others(home):
     token.chmod(0o644)
     cluster.settle_token()
     assert (mode(token), token.read_text()) == (0o600, "a" * 64)
+
+
+def test_a_token_that_finds_no_room_is_told_and_leaves_nothing(home):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Files grow no further than this, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(RunError) as told:
+            cluster.settle_token()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(home / ".ray/auth_token") in str(told.value) and "RAY_AUTH_TOKEN" in str(told.value)
+    assert list((home / ".ray").iterdir()) == []
+    cluster.settle_token()
+    assert len((home / ".ray/auth_token").read_text()) == 64
 
 
 @pytest.mark.parametrize(
