@@ -23,6 +23,7 @@ from typing import Any, TextIO
 from slime.observability.run_record import plain_arguments
 from slime.observability.trackers import TensorBoardTracker, WandbTracker
 from slime.utils import env
+from slime.utils.errors import RunError
 
 # Libraries that log too much. Their errors still pass.
 _CHATTY = (
@@ -126,6 +127,7 @@ def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> No
 
     Raises:
         UserError: a tracker's package is missing, or W&B refuses its settings.
+        RunError: no event file can be written.
     """
     global _steps_per_rollout, _train_interval
     logger = logging.getLogger(__name__)
@@ -134,7 +136,13 @@ def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> No
     _train_interval = args.tensorboard_log_interval
     by_axis = {"train/step": args.num_steps_per_rollout, **dict.fromkeys(_ROLLOUT_AXES, _steps_per_rollout)}
     if args.use_tensorboard:
-        _trackers.append(TensorBoardTracker(directory, by_axis))
+        try:
+            _trackers.append(TensorBoardTracker(directory, by_axis))
+        except OSError as error:
+            raise RunError(
+                f"no event file can be written in {directory} ({error}); make room there, give the run another directory "
+                "(--tensorboard-dir), or give --no-use-tensorboard"
+            ) from error
         logger.info("TensorBoard event files: %s", os.fspath(directory))
     if args.use_wandb:
         tracker = WandbTracker(args, directory, plain_arguments(args), by_axis)

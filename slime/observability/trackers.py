@@ -47,6 +47,9 @@ class TensorBoardTracker:
 
     Args:
         steps_per_rollout: for each axis, how many of its steps a rollout is; None: one.
+
+    Raises:
+        OSError: the files cannot be written.
     """
 
     def __init__(self, directory: Path, steps_per_rollout: Mapping[str, int] | None = None) -> None:
@@ -80,7 +83,7 @@ class TensorBoardTracker:
 
         The note beside each file says at which steps they are; without a note the steps per rollout are those of this run. A
         file that another run is writing stays as it is, with a warning: rewriting it would lose what that run logs from then
-        on.
+        on. So does one that cannot be written, say because the disk is full.
         """
         steps = self._steps_per_rollout
         for path in self._older:
@@ -94,7 +97,13 @@ class TensorBoardTracker:
                     continue
                 steps = _noted_beside(path) or self._steps_per_rollout
                 at = {axis: range(ids.start * steps[axis], ids.stop * steps[axis]) for axis, ids in lost.items()}
-                _drop_values(path, at)
+                try:
+                    _drop_values(path, at)
+                except OSError as error:
+                    logger.warning(
+                        "%s: this event file cannot be written anew (%s), so it keeps its values of rollouts that this run "
+                        "does again, and curves have both; the run goes on", path, error,
+                    )  # fmt: skip
         # `steps` is now that of the newest file.
         _tell_of_other_axes(lost, steps, self._steps_per_rollout, os.fspath(self.directory))
 
@@ -178,12 +187,15 @@ def _drop_values(path: Path, lost: Mapping[str, range]) -> None:
             kept.append(event.SerializeToString())
     if dropped:
         temporary = path.with_name(f".{path.name}.writing")
-        with open(temporary, "wb") as file:
-            writer = RecordWriter(file)
-            for record in kept:
-                writer.write(record)
-            writer.flush()
-        os.replace(temporary, path)
+        try:
+            with open(temporary, "wb") as file:
+                writer = RecordWriter(file)
+                for record in kept:
+                    writer.write(record)
+            os.replace(temporary, path)
+        finally:
+            # TensorBoard would take what is left of it for an event file.
+            temporary.unlink(missing_ok=True)
 
 
 def new_run_id() -> str:

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import contextvars
 import datetime
 import importlib
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.observability import logging_utils
+from slime.observability import logging_utils, trackers
 from slime.observability.logging_utils import (
     collected_metrics,
     drain_outbox,
@@ -26,6 +27,7 @@ from slime.observability.logging_utils import (
     tracking_directory,
     write_to_trackers,
 )
+from slime.utils.errors import RunError
 
 
 def read_events(directory):
@@ -100,6 +102,46 @@ def test_numbers_reach_the_event_file(tmp_path, monkeypatch):
     assert read_events(tmp_path) == {"a/x": [(7, pytest.approx(0.5))]}
 
 
+@contextlib.contextmanager
+def files_up_to(size):
+    """Files grow no further in the block, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("room", [0, 100])
+def test_a_start_that_finds_no_room_for_an_event_file_says_so(tmp_path, room):
+    """100 bytes are enough for the file, and not for the note beside it."""
+    flags = {**TENSORBOARD, "wandb_always_use_train_step": False, "num_steps_per_rollout": 10**60}
+    with files_up_to(room), pytest.raises(RunError) as told:
+        init_tracking(SimpleNamespace(**flags), tmp_path)
+    assert str(tmp_path) in str(told.value) and "--tensorboard-dir" in str(told.value)
+    assert logging_utils._trackers == []
+
+
+def test_a_resumed_start_on_a_full_disk_goes_on_with_what_its_predecessor_told(tmp_path, monkeypatch, caplog):
+    told_by_a_run(tmp_path, [0, 1, 2, 3])
+    (events,) = tmp_path.glob("events*")
+    before, drop = events.read_bytes(), trackers._drop_values
+
+    def drop_without_room(*arguments):
+        with files_up_to(len(before) // 2):
+            drop(*arguments)
+
+    monkeypatch.setattr(trackers, "_drop_values", drop_without_room)
+    steps = told_by_a_run(tmp_path, [2, 3, 4])
+    assert steps["perf/time"] == [0, 1, 2, 2, 3, 3, 4] and events.read_bytes() == before
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told.startswith(f"{events}: ") and "File too large" in told
+    # TensorBoard takes everything with "tfevents" in its name for an event file.
+    assert len([path for path in tmp_path.iterdir() if "tfevents" in path.name]) == 2
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_costs_the_curves_of_a_tracker_and_not_the_run(tmp_path, monkeypatch, caplog):
     full, other = tmp_path / "full", SimpleNamespace(told=[], closed=[])
@@ -110,14 +152,9 @@ def test_a_full_disk_costs_the_curves_of_a_tracker_and_not_the_run(tmp_path, mon
     monkeypatch.setattr(logging_utils, "_trackers", [*logging_utils._trackers, other])
     write_to_trackers([({"a/x": 0.5, "a/step": 0}, "a/step")])
     (events,) = full.glob("events*")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # The file grows no further, as on a full disk.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (events.stat().st_size, limits[1]))
-    try:
+    with files_up_to(events.stat().st_size):
         for step in (1, 2):
             write_to_trackers([({"a/x": 0.5, "a/step": step}, "a/step")])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(
         f"TensorBoard in {full} takes no metrics any more, and the run goes on without it: OSError: "
