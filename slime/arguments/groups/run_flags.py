@@ -67,8 +67,7 @@ CLUSTER = Group("cluster and placement", (
     flag("--distributed-timeout-minutes", int, 10, "time limit of one collective, in minutes", bounds=AT_LEAST_ONE),
     flag("--train-backend", str, "megatron", "training engine: Megatron-Core, or PyTorch FSDP2 over the Hugging Face model",
         "megatron", "fsdp"),
-    flag("--max-restarts", int, 0, "how often a run of which a part failed starts again by itself, from its last checkpoint",
-        bounds=AT_LEAST_ZERO),
+    flag("--max-restarts", int, 0, "most restarts of a run after failures, from its last checkpoint", bounds=AT_LEAST_ZERO),
     # Time limits
     flag("--engine-start-timeout", float, None, "time limit of an engine from its start until it is healthy, in seconds; "
         "unset: from the size of the weights of --hf-checkpoint", bounds=SECONDS),
@@ -90,13 +89,13 @@ CLUSTER = Group("cluster and placement", (
     # Plan
     switch("--dry-run", "print the plan (placement, batch arithmetic, memory, weight sync, effective values), then exit; "
         "needs neither GPUs nor weights"),
-    switch("--check", "do all that a run does before it starts Ray (flags, files, rows, plug-ins, this machine, what is left "
-        "to do), say which resources it needs of Ray, then exit"),
+    switch("--check", "check everything that a run checks before it starts Ray (flags, files, rows, plug-ins, this machine, "
+        "remaining rollouts), print the resources that it needs from Ray, then exit"),
     flag("--dry-run-json", str, None, "write the plan to a JSON file; implies --dry-run", path=PathKind.HERE, metavar="FILE"),
     flag("--dry-run-gpu-memory-gib", float, None, "memory of one GPU in the plan, in GiB; unset: that of this machine's GPU, "
         "else 80", bounds=ABOVE_ZERO),
-    switch("--rehearse", "do one step of some training ranks at the real size on fake GPU tensors, print what memory, waits "
-        "and messages it takes, then exit; needs neither GPUs nor weights"),
+    switch("--rehearse", "run one step of some training ranks at the real size on fake GPU tensors, print its memory, waits "
+        "and messages, then exit; needs neither GPUs nor weights"),
     flag("--rehearse-ranks", integers, None, "training ranks to rehearse, 0,7 for example, of the actor and of a critic; "
         "unset: the first one of every pipeline stage of each", bounds=AT_LEAST_ZERO, idle=_NO_REHEARSAL),
     flag("--dry-run-link-gbps", float, 400.0, "link speed that the plan uses for the cost of a weight sync, in Gbit/s",
@@ -108,24 +107,24 @@ FAULT_TOLERANCE = Group("fault tolerance", (
         "stopping the run"),
     flag("--rollout-health-check-interval", float, 30.0, "pause between two checks while engines generate, in seconds",
         bounds=ABOVE_ZERO, idle=_NO_FAULT_TOLERANCE),
-    flag("--rollout-health-check-timeout", float, 30.0, "an engine that has not answered a check after this many seconds is "
-        "dead, unless it computes something: a kernel, a load", bounds=ABOVE_ZERO, idle=_NO_FAULT_TOLERANCE),
+    flag("--rollout-health-check-timeout", float, 30.0, "an engine that has not answered a check after this many seconds "
+        "counts as dead, unless it is busy, for example with a load", bounds=ABOVE_ZERO, idle=_NO_FAULT_TOLERANCE),
     flag("--rollout-health-check-first-wait", float, 0.0, "grace before the first check, in seconds; raise it when engines "
         "compile kernels for long", bounds=AT_LEAST_ZERO, idle=_NO_FAULT_TOLERANCE),
 ))  # fmt: skip
 
 NETWORK = Group("network and buffer service", (
     # Requests
-    flag("--http-request-timeout", float, 14400.0, "one generation, filter or data-source call, seconds", bounds=ABOVE_ZERO),
-    flag("--http-control-timeout", float, 300.0, "one control request, seconds", bounds=ABOVE_ZERO),
-    flag("--http-max-retries", int, 60, "attempts, 1 s apart; connection errors, 429 and 5xx only", bounds=AT_LEAST_ONE),
-    flag("--abort-timeout", float, 300.0, "limit for bringing engines and tasks of a step to their end, in seconds; who has "
-        "not answered by then is left behind", bounds=ABOVE_ZERO),
+    flag("--http-request-timeout", float, 14400.0, "limit of one generation, filter or data-source call, s", bounds=ABOVE_ZERO),
+    flag("--http-control-timeout", float, 300.0, "time limit of one control request, in seconds", bounds=ABOVE_ZERO),
+    flag("--http-max-retries", int, 60, "attempts of a request, 1 s apart; connection errors, 429, 5xx", bounds=AT_LEAST_ONE),
+    flag("--abort-timeout", float, 300.0, "time limit for ending the requests and tasks of a step, in seconds; the step does "
+        "not wait for later ones", bounds=ABOVE_ZERO),
     switch("--use-distributed-post", "send requests by --num-gpus-per-node client processes on every node, in turn"),
     # Buffer service
-    flag("--rollout-buffer-url", str, None, "address of the service that slime_plugins.rollout_buffer takes its groups from"),
-    flag("--fetch-trajectory-retry-times", int, -1, "polls of that service for the groups of one request; -1: no limit"),
-    flag("--rollout-task-type", str, "math", "which generator the service starts: its TASK_TYPE"),
+    flag("--rollout-buffer-url", str, None, "address of the service from which slime_plugins.rollout_buffer takes groups"),
+    flag("--fetch-trajectory-retry-times", int, -1, "polls of the buffer service for the groups of a request; -1: no limit"),
+    flag("--rollout-task-type", str, "math", "generator that the buffer service starts: its TASK_TYPE"),
 ))  # fmt: skip
 
 LOGGING = Group("logging and tracking", (
@@ -144,12 +143,12 @@ LOGGING = Group("logging and tracking", (
     switch("--use-wandb", "report to Weights & Biases"),
     flag("--wandb-mode", str, None, "takes precedence over WANDB_MODE; offline writes to --wandb-dir only", "online",
         "offline", "disabled"),
-    flag("--wandb-dir", str, None, "directory of its local files; unset: the run's output directory", path=PathKind.WRITTEN),
-    flag("--wandb-key", str, None, "API key; better in WANDB_API_KEY. Never logged"),
-    flag("--wandb-host", str, None, "address of an own server"),
-    flag("--wandb-team", str, None, "team (entity) that owns the run"),
+    flag("--wandb-dir", str, None, "directory of W&B's files; unset: the run's output directory", path=PathKind.WRITTEN),
+    flag("--wandb-key", str, None, "API key of W&B; better in WANDB_API_KEY. Never logged"),
+    flag("--wandb-host", str, None, "address of your own W&B server"),
+    flag("--wandb-team", str, None, "team (entity) of W&B that owns the run"),
     flag("--wandb-group", str, None, "group of runs, and first part of the run's name"),
-    flag("--wandb-project", str, None, "project"),
+    flag("--wandb-project", str, None, "project of W&B"),
     flag("--wandb-run-id", str, None, "id of the run, to continue one; unset: made by the driver and shared"),
     off("--disable-wandb-random-suffix", "wandb_random_suffix", "leave the 6 random characters out of the run's name"),
     switch("--wandb-always-use-train-step", "plot everything over optimizer steps instead of rollouts"),
@@ -159,17 +158,17 @@ DEBUGGING = Group("debugging", (
     # Modes
     switch("--debug-rollout-only", "engines only, no training ranks; not with --debug-train-only"),
     switch("--debug-train-only", "training ranks only: no engines, no evaluation, no weight push"),
-    switch("--check-weight-update-equal", "prove that engine weights equal trainer weights: by checksums at start, by a "
-        "log-prob probe after every sync", idle=_NO_PUSH),
+    switch("--check-weight-update-equal", "check that engine weights equal trainer weights: by checksums at the start, and by "
+        "log-probs after every push", idle=_NO_PUSH),
     # Dumps
     flag("--save-debug-rollout-data", str, None, "dump rollouts; `{rollout_id}` is filled in", path=PathKind.WRITTEN,
         placeholders="rollout_id"),
     flag("--load-debug-rollout-data", str, None, "train on dumped rollouts; implies --debug-train-only", path=PathKind.READ,
         placeholders="rollout_id"),
-    flag("--load-debug-rollout-data-subsample", float, None, "take this share of such a dump, above 0 and at most 1: its "
-        "first and last halves", needs="{--load-debug-rollout-data}, the dump to take it from"),
-    flag("--load-forge-rollout-data", str, None, "dump that slime.rollout.forge_load.generate_rollout replays while the "
-        "engines live; with `{rollout_id}`, one for each rollout, that of rollout 0 where there is none", path=PathKind.READ,
+    flag("--load-debug-rollout-data-subsample", float, None, "share of the dump to train on, above 0 and at most 1: one half "
+        "from its beginning, one from its end", needs="{--load-debug-rollout-data}, the dump to take it from"),
+    flag("--load-forge-rollout-data", str, None, "dump that slime.rollout.forge_load.generate_rollout replays beside running "
+        "engines; with `{rollout_id}`, one for each rollout, and rollout 0's if there is none", path=PathKind.READ,
         placeholders="rollout_id"),
     flag("--save-debug-train-data", str, None, "dump train batches; `{rollout_id}` and `{rank}` are filled in",
         path=PathKind.WRITTEN, placeholders="rollout_id rank"),
@@ -179,14 +178,14 @@ DEBUGGING = Group("debugging", (
     either("--memory-probe", "before the first step, run one micro-batch of the longest allowed length; unset: on GPUs",
         idle=_NO_TRAINER),
     switch("--record-memory-history", "training ranks record their allocations, for a snapshot when memory runs out"),
-    flag("--memory-recorder", str, "torch", "what records them: GPU or host memory", "torch", "memray", idle=_NO_RECORDING),
+    flag("--memory-recorder", str, "torch", "torch: GPU memory; memray: host memory", "torch", "memray", idle=_NO_RECORDING),
     flag("--memory-snapshot-dir", str, ".", "directory of the snapshots", path=PathKind.WRITTEN, idle=_NO_RECORDING),
-    flag("--memory-snapshot-num-steps", int, None, "take a snapshot after that many rollouts, counted from the first of all, "
+    flag("--memory-snapshot-num-steps", int, None, "take a snapshot after this many rollouts since the first of the run, "
         "and stop recording", bounds=AT_LEAST_ONE, idle=_NO_RECORDING),
-    flag("--profile-target", str, ["train_overall"], "what is traced", "train_overall", "train_actor", "train_log_probs",
+    flag("--profile-target", str, ["train_overall"], "parts to trace", "train_overall", "train_actor", "train_log_probs",
         nargs="+", idle=Idle(lambda args: not args.use_pytorch_profiler, "without --use-pytorch-profiler")),
     # Assertions
-    switch("--ci-test", "stop when a number leaves the range that a healthy test run has"),
+    switch("--ci-test", "stop if a metric leaves the range of a healthy test run"),
     switch("--ci-disable-kl-checker", "leave out --ci-test's checks of the KL", idle=_NO_CI_TEST),
     flag("--ci-train-rollout-logprob-abs-diff-threshold", float, 0.1, "largest difference between log-probs of engine and "
         "trainer: of the mean with --ci-test, of any token with --true-on-policy-mode", bounds=AT_LEAST_ZERO, idle=_NO_GATE),
@@ -223,29 +222,29 @@ ROLLOUT = Group("rollout", (
     flag("--rollout-stop-token-ids", int, None, "stop token ids", bounds=AT_LEAST_ZERO, nargs="+"),
     # Scheduling
     switch("--rollout-shuffle", "permute the data set every epoch"),
-    flag("--rollout-seed", int, 42, "seed of that permutation and of deterministic sampling", bounds=SEED),
-    flag("--over-sampling-batch-size", int, None, "prompts of the first draw of a step, at least --rollout-batch-size; what "
-        "a filter drops is replaced one for one; unset: --rollout-batch-size", bounds=AT_LEAST_ONE),
+    flag("--rollout-seed", int, 42, "seed of --rollout-shuffle and of deterministic sampling", bounds=SEED),
+    flag("--over-sampling-batch-size", int, None, "prompts that a step starts with, at least --rollout-batch-size; a group "
+        "that a filter drops is replaced by one other; unset: --rollout-batch-size", bounds=AT_LEAST_ONE),
     switch("--keep-surplus-groups", "use finished groups beyond the target in the next step, one weight version older, "
         "instead of returning their prompts"),
     switch("--partial-rollout", "aborted responses go back to the buffer and continue later"),
     switch("--mask-offpolicy-in-partial-rollout", "with --partial-rollout, train only the tokens written after the "
         "resumption", idle=_NO_PARTIAL_ROLLOUT),
-    flag("--max-turns", int, None, "turns of the model in a dialogue; unset: as many as it takes", bounds=AT_LEAST_ONE),
-    flag("--rollout-data-transport", str, "object-store", "how batches travel from the rollout manager to the training ranks; "
-        "nixl, with the package of that name: from memory to memory", "object-store", "nixl", idle=_NO_TRAINER),
+    flag("--max-turns", int, None, "most turns of the model in a dialogue; unset: no limit", bounds=AT_LEAST_ONE),
+    flag("--rollout-data-transport", str, "object-store", "way of batches from the rollout manager to the training ranks: "
+        "Ray's object store, or nixl (package of that name) from memory to memory", "object-store", "nixl", idle=_NO_TRAINER),
     # Staleness
     switch("--keep-old-actor", "keep a lagging copy of the actor that supplies the old log-probs", idle=_OLD_ACTOR_UNREAD),
     flag("--async-buffer-size", int, 1, "rollouts that train_async.py may generate or queue beyond the one being trained, at "
         "least 1", bounds=AT_LEAST_ONE, idle=Idle(lambda args: not args.asynchronous, "without train_async.py")),
-    flag("--max-weight-staleness", int, None, "versions that a trained sample may be old; unset: any", bounds=AT_LEAST_ZERO),
+    flag("--max-weight-staleness", int, None, "most weight versions that a sample is old; unset: any", bounds=AT_LEAST_ZERO),
     # Plug ins
     plug_in("--rollout-function-path", MANAGER, "function that produces one rollout step",
         "slime.rollout.sglang_rollout.generate_rollout"),
     plug_in("--dynamic-sampling-filter-path", MANAGER, "decides per group whether it is kept"),
     plug_in("--custom-generate-function-path", MANAGER, "replaces the generation of one sample inside the default loop"),
     plug_in("--custom-rollout-log-function-path", MANAGER, "custom rollout logging; a true result suppresses the default"),
-    plug_in("--custom-eval-rollout-log-function-path", MANAGER, "the same for evaluation"),
+    plug_in("--custom-eval-rollout-log-function-path", MANAGER, "custom logging of evaluations, likewise"),
     plug_in("--buffer-filter-path", MANAGER, "picks groups out of the buffer"),
     plug_in("--rollout-sample-filter-path", MANAGER, "marks samples whose loss is masked"),
     plug_in("--rollout-all-samples-process-path", MANAGER, "sees every finished group, filtered ones included"),
@@ -273,7 +272,7 @@ DATA = Group("data and batches", (
         "{\"image\": \"images\"}; prompts have <image> for each"),
     flag("--metadata-key", str, "metadata", "field with the metadata object"),
     flag("--tool-key", str, "tools", "field with tool schemas for the chat template"),
-    switch("--fresh-data-state", "start the data from zero where the checkpoint has no state of them, or one of other data"),
+    switch("--fresh-data-state", "start from the first row if the checkpoint has no data state, or one of other data"),
     flag("--loss-mask-type", str, "qwen", "how supervised fine-tuning finds assistant tokens", "qwen", "qwen3", "qwen3_5",
         "distill_qwen"),
     # Batches
@@ -291,8 +290,8 @@ DATA = Group("data and batches", (
         idle=_DYNAMIC_BATCHES),
     switch("--use-dynamic-batch-size", "pack samples into micro-batches up to a token budget",
         needs="{--max-tokens-per-gpu}, the token budget of a micro-batch (8192 is usual)"),
-    flag("--max-tokens-per-gpu", int, None, "that budget, in tokens per GPU; a micro-batch holds this times "
-        "--context-parallel-size", bounds=AT_LEAST_ONE, idle=_STATIC_BATCHES),
+    flag("--max-tokens-per-gpu", int, None, "token budget of --use-dynamic-batch-size, per GPU; a micro-batch holds this "
+        "times --context-parallel-size", bounds=AT_LEAST_ONE, idle=_STATIC_BATCHES),
     flag("--packing", str, "best-fit", "how dynamic batching fills micro-batches", "best-fit", "first-fit"),
     switch("--balance-data", "equalise estimated FLOPs over data-parallel ranks"),
     switch("--balance-by-flops", "pack micro-batches by estimated FLOPs instead of tokens; implies --balance-data",
@@ -310,24 +309,24 @@ EVALUATION = Group("evaluation", (
     flag("--eval-config", str, None, "YAML or JSON file of evaluation sets, each with own sampling and reward; replaces "
         "--eval-prompt-data", path=PathKind.HERE, idle=_NEVER_EVALUATES),
     switch("--skip-eval-before-train", "no evaluation before the first rollout"),
-    flag("--eval-input-key", str, None, "unset: --input-key"),
-    flag("--eval-label-key", str, None, "unset: --label-key"),
-    flag("--eval-tool-key", str, None, "unset: --tool-key"),
+    flag("--eval-input-key", str, None, "prompt field in evaluation; unset: --input-key"),
+    flag("--eval-label-key", str, None, "label field in evaluation; unset: --label-key"),
+    flag("--eval-tool-key", str, None, "field with tool schemas in evaluation; unset: --tool-key"),
     flag("--n-samples-per-eval-prompt", int, 1, "responses per eval prompt", bounds=AT_LEAST_ONE),
-    flag("--eval-temperature", float, None, "unset: the rollout's; 0 is greedy", bounds=weight(2, "0 to 1", low=None)),
-    flag("--eval-top-p", float, None, "unset: the rollout's"),
-    flag("--eval-top-k", int, None, "unset: the rollout's"),
-    flag("--eval-max-response-len", int, None, "unset: the rollout's", bounds=AT_LEAST_ONE),
-    flag("--eval-max-prompt-len", int, None, "prompt length filter of eval sets", bounds=AT_LEAST_ONE),
-    flag("--eval-min-new-tokens", int, None, "lower bound of generated tokens", bounds=AT_LEAST_ZERO),
-    flag("--eval-max-context-len", int, None, "unset: --rollout-max-context-len", bounds=AT_LEAST_ONE),
+    flag("--eval-temperature", float, None, "temperature; unset: rollout's; 0: greedy", bounds=weight(2, "0 to 1", low=None)),
+    flag("--eval-top-p", float, None, "nucleus mass in evaluation; unset: the rollout's"),
+    flag("--eval-top-k", int, None, "top k in evaluation; unset: the rollout's"),
+    flag("--eval-max-response-len", int, None, "token budget of an eval response; unset: the rollout's", bounds=AT_LEAST_ONE),
+    flag("--eval-max-prompt-len", int, None, "longer prompts of eval sets are dropped", bounds=AT_LEAST_ONE),
+    flag("--eval-min-new-tokens", int, None, "least tokens of an eval response", bounds=AT_LEAST_ZERO),
+    flag("--eval-max-context-len", int, None, "prompt plus response; unset: --rollout-max-context-len", bounds=AT_LEAST_ONE),
 ))  # fmt: skip
 
 REWARD = Group("reward", (
     flag("--rm-type", str, None, "built-in grader; sample metadata may override it"),
     plug_in("--custom-rm-path", MANAGER, "own reward function or class"),
     flag("--reward-key", str, None, "entry to use when rewards are dictionaries"),
-    flag("--eval-reward-key", str, None, "the same in evaluation; unset: --reward-key"),
+    flag("--eval-reward-key", str, None, "entry to use in evaluation; unset: --reward-key"),
     switch("--group-rm", "grade a whole prompt group in one call"),
     flag("--rm-url", str, None, "address of the service of --rm-type remote_rm, of a teacher, or for own functions"),
     flag("--rm-model-path", str, None, "model_path of class-style rewards; unset: --hf-checkpoint", path=PathKind.READ),

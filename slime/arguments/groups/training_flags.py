@@ -93,8 +93,8 @@ _NO_OPD = Idle(lambda args: not args.use_opd, "without --use-opd")
 
 CHECKPOINTS = Group("checkpoints", (
     # Load
-    flag("--load", str, None, "actor checkpoint: a Megatron directory is resumed, a Hugging Face directory is where a new "
-        "run starts", path=PathKind.READ),
+    flag("--load", str, None, "actor checkpoint: from a Megatron directory the run resumes, from a Hugging Face directory a "
+        "new run starts", path=PathKind.READ),
     flag("--ckpt-step", int, None, "iteration to take from --load; unset: the latest", bounds=AT_LEAST_ZERO,
         idle=_not_from_megatron("load")),
     flag("--ref-load", str, None, "reference checkpoint, Megatron or Hugging Face directory; also the initial one when "
@@ -121,12 +121,12 @@ CHECKPOINTS = Group("checkpoints", (
 WEIGHTS = Group("weights and training process", (
     # Process
     switch("--random-init", "start from random weights instead of those of --hf-checkpoint", idle=_STARTS_ELSEWHERE),
-    flag("--initial-megatron-checkpoint", str, None, "where the weights come from when --load holds no checkpoint: as "
-        "--ref-load, but no reference model; takes precedence over --ref-load there", path=PathKind.READ),
+    flag("--initial-megatron-checkpoint", str, None, "initial weights if --load holds no checkpoint; unlike --ref-load it "
+        "makes no reference model, and it takes precedence over --ref-load", path=PathKind.READ),
     flag("--train-env-vars", environment_variables, {}, "extra environment of the train actors, as JSON object; applied "
-        "last. The actors set it themselves before they import anything, so that it stands in no log; only what the dynamic "
-        "loader, the interpreter, the thread libraries and Ray read (LD_*, PYTHON*, OMP_*, RAY_* and the like) is handed to "
-        "Ray, but none of its tokens and passwords"),
+        "last. The actors set it themselves before their imports, so that no log has it. Only variables of the dynamic loader, "
+        "the interpreter, thread libraries and Ray (LD_*, PYTHON*, OMP_*, RAY_* and the like) are handed to Ray, without its "
+        "tokens and passwords"),
     switch("--trust-remote-code", "allow code shipped inside checkpoints, for tokenizer, config and engine alike"),
     switch("--model-args-from-hf", "derive all model-shape flags from the config of --hf-checkpoint; typed flags must agree "
         "with it"),
@@ -154,8 +154,8 @@ WEIGHTS = Group("weights and training process", (
         "exactly once, or positions with their new bytes, repeatable", "xor", "overwrite", idle=_NO_DELTA),
     flag("--update-weight-delta-checksum", str, "xxh3-128", "digest of every tensor, checked after a delta was applied",
         "xxh3-128", "blake3", "adler32", idle=_NO_DELTA),
-    flag("--update-weight-local-checkpoint-dir", str, None, "host-local Hugging Face checkpoint that is kept current and "
-        "reloaded; delta cannot do without", path=PathKind.READ, idle=_NOT_THROUGH_FILES),
+    flag("--update-weight-local-checkpoint-dir", str, None, "directory on every engine host for a copy of the weights, which "
+        "pushes update; --update-weight-mode delta needs it", path=PathKind.READ, idle=_NOT_THROUGH_FILES),
     plug_in("--custom-update-weight-post-write-path", RANKS, "called on each rank when the files of a sync are written",
         idle=_NOT_THROUGH_FILES),
     plug_in("--sglang-custom-pull-weights-pre-read-hook", Caller.MANAGER, "called on hosts of engines before they read a push",
@@ -174,9 +174,9 @@ WEIGHTS = Group("weights and training process", (
     switch("--use-gated-attention", "another name of --attention-output-gate"),
     switch("--post-self-attn-layernorm", "one more norm after attention", needs=_OF_GLM),
     switch("--post-mlp-layernorm", "one more norm after the MLP", needs=_OF_GLM),
-    flag("--dsa-indexer-layers", int, None, "for each layer 1 where it has an indexer of sparse attention, 0 where it takes "
-        "the choice of the last layer that has one; unset: all have one", nargs="+", bounds=share(1)),
-    switch("--dsa-indexer-rope-interleave", "the indexer rotates neighbouring channels together, and not those of two halves"),
+    flag("--dsa-indexer-layers", int, None, "for each layer 1 if it has an indexer of sparse attention, 0 if it uses the "
+        "choice of the last layer with one; unset: all have one", nargs="+", bounds=share(1)),
+    switch("--dsa-indexer-rope-interleave", "the indexer rotates neighbouring channels together instead of the two halves"),
     switch("--allgather-cp", "context parallelism with contiguous shards and gathered keys and values; sparse-attention "
         "(DSA) models only"),
     flag("--padded-vocab-size", int, None, "force the padded vocabulary size; unset: --vocab-size up to a multiple of "
@@ -198,12 +198,13 @@ MEGATRON_HOOKS = Group("Megatron hooks", (
     plug_in("--custom-megatron-init-path", RANKS, "called after Megatron is initialised"),
     plug_in("--custom-megatron-before-log-prob-hook-path", RANKS, "called before each forward-only pass"),
     plug_in("--custom-megatron-before-train-step-hook-path", RANKS, "called before the forward pass of each optimizer step"),
-    flag("--megatron-deepgemm-forward-layers", int, None, "decoder layers, counted from 0, in which modules multiply "
-        "forwards as engines do in FP8", bounds=AT_LEAST_ZERO, nargs="+", needs="{--megatron-deepgemm-forward-modules}"),
-    flag("--megatron-deepgemm-forward-modules", str, None, "endings of names of these modules, or of what they are in, such as "
-        "mlp.linear_fc1", nargs="+", needs="{--megatron-deepgemm-forward-layers}"),
-    flag("--megatron-deepgemm-moe-forward-layers", int, None, "layers whose experts do so", bounds=AT_LEAST_ZERO, nargs="+"),
-    flag("--megatron-deepgemm-moe-forward-modules", str, ["mlp.experts"], "endings of names in those layers", nargs="+",
+    flag("--megatron-deepgemm-forward-layers", int, None, "decoder layers, counted from 0, with modules whose forward pass "
+        "multiplies in FP8 as engines do", bounds=AT_LEAST_ZERO, nargs="+", needs="{--megatron-deepgemm-forward-modules}"),
+    flag("--megatron-deepgemm-forward-modules", str, None, "endings of the names of these modules, or of modules around them, "
+        "such as mlp.linear_fc1", nargs="+", needs="{--megatron-deepgemm-forward-layers}"),
+    flag("--megatron-deepgemm-moe-forward-layers", int, None, "decoder layers whose experts multiply in FP8 as engines do",
+        bounds=AT_LEAST_ZERO, nargs="+"),
+    flag("--megatron-deepgemm-moe-forward-modules", str, ["mlp.experts"], "endings of the names of these experts", nargs="+",
         needs="{--megatron-deepgemm-moe-forward-layers}"),
 ))  # fmt: skip
 
@@ -235,10 +236,10 @@ ALGORITHM = Group("algorithm", (
     flag("--kl-coef", float, 0.0, "weight of the KL against --ref-load inside the reward; not together with --kl-loss-coef",
         bounds=weight(1, "0 to 0.1"), idle=(_IMITATION, _KL_ONLY_LOGGED)),
     switch("--use-kl-loss", "KL against the reference model (--ref-load) as a loss term", idle=_IMITATION),
-    flag("--kl-loss-coef", float, 0.0, "weight of that term; 0: only logged", bounds=weight(1, "0 to 0.1"), idle=_NO_KL_LOSS),
+    flag("--kl-loss-coef", float, 0.0, "weight of the KL loss; 0: only logged", bounds=weight(1, "0 to 0.1"), idle=_NO_KL_LOSS),
     flag("--kl-loss-type", str, "k1", "estimator of the KL, in reward and loss", "k1", "k2", "k3", "low_var_kl",
         idle=_NO_KL_BY_OVERSIGHT),
-    switch("--use-unbiased-kl", "weight the estimator by the importance ratio", idle=_NO_KL),
+    switch("--use-unbiased-kl", "weight the estimator of the KL by the importance ratio", idle=_NO_KL),
     flag("--ref-update-interval", int, None, "copy the actor into the reference model every N rollouts; unset: the reference "
         "never changes", bounds=AT_LEAST_ONE, idle=_NO_KL),
     flag("--entropy-coef", float, 0.0, "weight of the entropy bonus", bounds=weight(1, "0 to 0.01", low=None), idle=_IMITATION),
@@ -258,9 +259,9 @@ ALGORITHM = Group("algorithm", (
     flag("--megatron-config-path", str, None, "YAML file with values that hold for the actor or the critic alone"),
     # Multi-token prediction
     flag("--mtp-num-layers", int, None, "multi-token-prediction layers of the model", bounds=AT_LEAST_ZERO),
-    switch("--enable-mtp-training", "train those layers; needs --mtp-num-layers",
+    switch("--enable-mtp-training", "train the multi-token-prediction layers; needs --mtp-num-layers",
         needs="{--mtp-num-layers}, the number of those layers in the model (1 is usual)"),
-    flag("--mtp-loss-scaling-factor", float, 0.2, "weight of their loss", bounds=weight(), idle=_NO_MTP),
+    flag("--mtp-loss-scaling-factor", float, 0.2, "weight of the loss of these layers", bounds=weight(), idle=_NO_MTP),
 ))  # fmt: skip
 
 OFF_POLICY = Group("off-policy corrections", (
@@ -269,8 +270,8 @@ OFF_POLICY = Group("off-policy corrections", (
     switch("--get-mismatch-metrics", "compare the log-probs of engine and trainer without changing the loss", idle=_IMITATION),
     switch("--use-tis", "weight tokens by their trainer-to-engine probability ratio, truncated by --tis-clip and "
         "--tis-clip-low", idle=_IMITATION),
-    flag("--tis-clip", float, 2.0, "upper bound of those weights", bounds=ABOVE_ZERO, idle=_NO_TIS),
-    flag("--tis-clip-low", float, 0.0, "lower bound of those weights", bounds=AT_LEAST_ZERO, idle=_NO_TIS),
+    flag("--tis-clip", float, 2.0, "upper bound of the weights of --use-tis", bounds=ABOVE_ZERO, idle=_NO_TIS),
+    flag("--tis-clip-low", float, 0.0, "lower bound of the weights of --use-tis", bounds=AT_LEAST_ZERO, idle=_NO_TIS),
     flag("--tis-threshold", float, None, "another name of --tis-clip"),
     plug_in("--custom-tis-function-path", RANKS, "replaces the weighting of --use-tis, given or not", idle=_IMITATION),
     # Replay
@@ -279,7 +280,7 @@ OFF_POLICY = Group("off-policy corrections", (
     # Masks
     switch("--use-opsm", "mask sequences with negative advantage that drifted off-policy by more than --opsm-delta",
         idle=_IMITATION),
-    flag("--opsm-delta", float, 0.0001, "that threshold, a mean log-ratio per token", bounds=AT_LEAST_ZERO, idle=_NO_OPSM),
+    flag("--opsm-delta", float, 0.0001, "limit of --use-opsm: mean log-ratio per token", bounds=AT_LEAST_ZERO, idle=_NO_OPSM),
     switch("--true-on-policy-mode", "demand bitwise equal log-probs of engine and trainer: deterministic kernels on both "
         "sides, one optimizer step per rollout, a weight push after each; a difference above "
         "--ci-train-rollout-logprob-abs-diff-threshold (then 0) at any token stops the run", idle=_IMITATION),
