@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import functools
 import ipaddress
-import itertools
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -22,8 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group
 
 from slime.arguments.config_files.role_config import critic_args
 from slime.arguments.config_files.serving_config import served_groups
@@ -38,6 +36,7 @@ from slime.ray.train_group import EndingTrainGroup, Report, TrainGroup
 from slime.scheduling.device_turns import Holds
 from slime.scheduling.served_models import node_parts
 from slime.utils import env
+from slime.utils.bundles import are_consecutive, locate_bundles
 from slime.utils.errors import RunError, UserError
 from slime.utils.run_values import with_run_values
 
@@ -77,7 +76,7 @@ def create_placement_groups(args: argparse.Namespace) -> dict[str, Bundles]:
         # no device is used twice, and asking each bundle would cost a process that the engines wait for.
         devices = [(ray.util.get_node_ip_address(), device) for device in range(plan.gpus)]
     else:
-        devices = _locate_devices(group)
+        devices = locate_bundles(group)
     StartupClock().mark("placement")
     layout = plan.layout
     order = arrange_bundles(devices, group_sizes(args, layout))
@@ -400,8 +399,7 @@ def check_engines_fit(devices: list[tuple[str, int]], sizes: Sequence[tuple[str,
     for name, size in sizes:
         run = devices[start : start + size]
         start += size
-        node, first = run[0]
-        if run != [(node, first + offset) for offset in range(len(run))]:
+        if not are_consecutive(run):
             places = ", ".join(f"{address} GPU {device}" for address, device in run)
             raise UserError(
                 f"{name} would get the devices {places}, but an engine needs consecutive devices of one node; free the "
@@ -420,30 +418,3 @@ def _address_key(address: str) -> tuple[int, Any]:
         except OSError:
             return (2, address)
     return (0 if resolved.version == 4 else 1, int(resolved))
-
-
-def _locate_devices(group: PlacementGroup) -> list[tuple[str, int]]:
-    """(node address, device id) of each bundle. All nodes are asked at the same time, each about one bundle after the other, so
-    that one process per node is enough."""
-    places: dict[int, tuple[str, int]] = {}
-    on_node: dict[str, list[int]] = {}
-    for index, node in placement_group_table(group)["bundles_to_node_id"].items():
-        on_node.setdefault(node, []).append(index)
-    for indices in itertools.zip_longest(*on_node.values()):
-        asked = [index for index in indices if index is not None]
-        answers = wait_for_all([_locate(group, index) for index in asked], "location of the devices", 300)
-        places.update(zip(asked, answers, strict=True))
-    return [places[index] for index in range(len(places))]
-
-
-def _locate(group: PlacementGroup, index: int) -> ray.ObjectRef:
-    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-    options = {"num_cpus": 0, "num_gpus": 1, "runtime_env": {"env_vars": env.actor_environment()}}
-    return _node_and_device.options(scheduling_strategy=strategy, **options).remote()
-
-
-@ray.remote
-def _node_and_device() -> tuple[str, int]:
-    device, visible = str(ray.get_gpu_ids()[0]), env.visible_devices()
-    # A device id is a position among the devices that processes see, whatever these are called.
-    return ray.util.get_node_ip_address(), visible.index(device) if visible and device in visible else int(device)

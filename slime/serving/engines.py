@@ -31,6 +31,7 @@ from slime.serving.fleet import EngineName, EngineRecord, EngineSnapshot, Engine
 from slime.serving.router import Worker
 from slime.serving.topology import Topology, topology_of
 from slime.utils import env
+from slime.utils.bundles import are_consecutive, locate_bundles
 from slime.utils.errors import RunError
 from slime.utils.ports import host_for_url, service_host
 from slime.utils.run_values import with_run_values
@@ -85,6 +86,29 @@ class EngineActor(SGLangEngine):
         wait_for_all(self._of_helpers, f"the other parts of engine {self.rank}", limit, flag="--engine-start-timeout")
         self._of_helpers = [helper.wait_for_end.remote() for helper in self._helpers]
         return url
+
+    def init_where_it_is(self, group: Any, nodes: Sequence[Sequence[int]], helpers: Sequence[Any]) -> str:
+        """Start the engine, with `helpers` as `init_over_nodes`, on the devices that its bundles are by now.
+
+        Args:
+            nodes: the bundles of each part, as indices in the placement group.
+
+        Raises:
+            RunError: as `init`; or Ray has moved the bundles, and a part would be on several nodes, or on devices whose ids do
+                not follow each other.
+        """
+        bundles, limit = [index for part in nodes for index in part], self._args.engine_start_timeout
+        found = dict(zip(bundles, locate_bundles(group, bundles, limit), strict=True))
+        for part in nodes:
+            devices = [found[index] for index in part]
+            if not are_consecutive(devices):
+                places = ", ".join(f"{address} GPU {device}" for address, device in devices)
+                raise RunError(
+                    f"engine {self.rank}: a node was lost, and Ray has moved the engine to the devices {places}; it needs "
+                    "consecutive devices of one node. Start the run again when there are whole nodes"
+                )
+        first_gpus = [found[part[0]][1] for part in nodes]
+        return self.init_over_nodes(first_gpus, helpers) if helpers else self.init(base_gpu_id=first_gpus[0])
 
     def _computing_seconds(self) -> float | None:
         asked = [helper.computing_seconds.remote() for helper in self._helpers]
@@ -163,6 +187,8 @@ class Engines:
         self.starting: dict[EngineName, ray.ObjectRef] = {}
         self._log_dir = Path(log_dir)
         self._environment = dict(environment)
+        # A Ray that the run starts has one node, which no bundle leaves.
+        self._bundles_move = env.ray_address() is not None
         # Read here, in the driver: in the processes that Ray starts it sets the variable itself, if the user did not.
         self._threads = env.threads_of_user()
         self._handles: dict[EngineName, Any] = {}
@@ -216,10 +242,14 @@ class Engines:
             actor_class = ray.remote(EngineActor).options(**options)
             parts.append(actor_class.remote(args, name.engine_id, str(self._log_dir), group.role, self._threads))
         self._handles[name], *helpers = parts
+        if helpers:
+            self._helpers[name] = helpers
+        if self._bundles_move and name.generation > 0:
+            bundles = [[device.bundle for device in devices] for devices in engine.nodes]
+            return self._handles[name].init_where_it_is.remote(self._placement_group, bundles, helpers)
         first_gpus = [devices[0].device_id for devices in engine.nodes]
         if not helpers:
             return self._handles[name].init.remote(base_gpu_id=first_gpus[0])
-        self._helpers[name] = helpers
         return self._handles[name].init_over_nodes.remote(first_gpus, helpers)
 
     def worker(self, name: EngineName, url: str) -> Worker:

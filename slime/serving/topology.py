@@ -20,7 +20,7 @@ from slime.scheduling.served_models import ModelServing, ServerGroup, node_parts
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU of the run: its bundle in the placement group, and its id on its node."""
+    """A GPU of the run: its bundle in the placement group, and its id on its node when the run began."""
 
     bundle: int
     device_id: int

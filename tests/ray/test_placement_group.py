@@ -11,6 +11,7 @@ from slime.ray import placement_group
 from slime.ray.cluster import plan_cluster
 from slime.ray.driver import RunLength
 from slime.ray.placement_group import arrange_bundles, check_engines_fit, engine_sizes, group_sizes, sort_bundles
+from slime.utils import bundles as bundles_module
 from slime.utils.errors import UserError
 
 RUN = {
@@ -195,10 +196,10 @@ def test_every_mode_lies_in_the_order_of_nodes_and_devices(monkeypatch, mode, ac
 
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     monkeypatch.setattr(placement_group, "placement_group", lambda shape, strategy: bundles)
-    monkeypatch.setattr(placement_group, "placement_group_table", lambda group: {"bundles_to_node_id": nodes})
+    monkeypatch.setattr(bundles_module, "placement_group_table", lambda group: {"bundles_to_node_id": nodes})
     monkeypatch.setattr(placement_group, "wait_for", lambda *arguments, **options: None)
-    monkeypatch.setattr(placement_group, "_locate", lambda group, index: given[index])
-    monkeypatch.setattr(placement_group, "wait_for_all", wait_for_all)
+    monkeypatch.setattr(bundles_module, "_locate", lambda group, index: given[index])
+    monkeypatch.setattr(bundles_module, "wait_for_all", wait_for_all)
     values = {
         "world_size": 16,
         "rollout_num_gpus": 16,
@@ -245,7 +246,7 @@ def test_a_ray_of_the_run_alone_has_its_devices_and_no_process_is_started_to_ask
         placement_group, "placement_group", lambda shape, strategy: SimpleNamespace(ready=lambda: "ready")
     )
     monkeypatch.setattr(placement_group, "wait_for", lambda *arguments, **options: None)
-    monkeypatch.setattr(placement_group, "_locate", refuse)
+    monkeypatch.setattr(bundles_module, "_locate", refuse)
     monkeypatch.setattr(placement_group.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     args = argparse.Namespace(**{**RUN, "world_size": 2, "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2})
     parts = placement_group.create_placement_groups(args)

@@ -117,6 +117,25 @@ def test_an_engine_over_nodes_is_an_actor_on_each_and_all_of_them_end(actors, tm
     assert len(actors.killed) == 2
 
 
+@pytest.mark.parametrize("nodes", [NODES, NODES[1:]], ids=["over two nodes", "on one node"])
+def test_a_later_life_looks_where_its_bundles_are_by_then_unless_the_run_has_a_ray_of_its_own(
+    actors, tmp_path, monkeypatch, nodes
+):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    engines = make_engines(tmp_path, nodes=nodes)
+    # As in the manager, whose process has other variables.
+    monkeypatch.delenv("RAY_ADDRESS")
+    first = "init_over_nodes" if len(nodes) == 2 else "init"
+    assert engines.start(EngineName(0))[1] == first
+    assert engines.start(EngineName(0, 1))[1] == "init_where_it_is"
+    (_, _, (group, bundles, helpers), _) = actors.asked[-1]
+    assert group is None and bundles == [[3, 4], [8, 9]][-len(nodes) :] and len(helpers) == len(nodes) - 1
+    engines.stop()
+    assert len(actors.killed) == len(nodes), "and every part of it ends"
+    of_its_own = make_engines(tmp_path, nodes=nodes)
+    assert of_its_own.start(EngineName(0, 1))[1] == first
+
+
 def test_an_engine_is_started_while_another_is_stopped(actors, tmp_path):
     """By two threads: each engine that died is cleared away by one of its own."""
     engines = make_engines(tmp_path, nodes=NODES[1:])
@@ -228,6 +247,40 @@ def test_all_parts_meet_at_a_store_that_the_first_one_opens(first_part):
     first_part.outcomes["helper ended"] = RunError("engine 2 died: its scheduler")
     with pytest.raises(RunError, match="engine 2 died: its scheduler"):
         first_part.raise_if_dead()
+
+
+@pytest.mark.parametrize(
+    ("places", "started"),
+    [
+        ({3: ("b", 4), 4: ("b", 5), 8: ("c", 0), 9: ("c", 1)}, [4, 0]),
+        ({3: ("b", 4), 4: ("b", 6), 8: ("c", 0), 9: ("c", 1)}, "b GPU 4, b GPU 6"),
+        ({3: ("b", 4), 4: ("b", 5), 8: ("c", 3), 9: ("d", 4)}, "c GPU 3, d GPU 4"),
+    ],
+)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_engine_whose_node_was_lost_starts_on_the_devices_that_it_has_then(
+    first_part, monkeypatch, places, started, parts
+):
+    """With the ids of its old ones it would take those of somebody else."""
+    asked, over_nodes = [], []
+    nodes = [[3, 4], [8, 9]][:parts]
+
+    def locate_bundles(group, indices, seconds):
+        asked.append((group, seconds))
+        return [places[index] for index in indices]
+
+    monkeypatch.setattr(engines_module, "locate_bundles", locate_bundles)
+    monkeypatch.setattr(first_part, "init_over_nodes", lambda *words: over_nodes.append(words) or "http://first")
+    helpers = ["helper"] * (parts - 1)
+    if isinstance(started, str) and (parts == 2 or "b" in started):
+        with pytest.raises(RunError, match=f"engine 2: a node was lost, .* to the devices {started}; it needs consec"):
+            first_part.init_where_it_is("group", nodes, helpers)
+        assert first_part.started == over_nodes == []
+    else:
+        assert first_part.init_where_it_is("group", nodes, helpers) == "http://first"
+        expected = ([{"base_gpu_id": 4}], []) if parts == 1 else ([], [(started, helpers)])
+        assert (first_part.started, over_nodes) == expected
+    assert asked == [("group", 5.0)]
 
 
 def test_all_parts_of_an_engine_with_groups_of_attention_know_the_ports_of_the_first(first_part):
