@@ -252,19 +252,21 @@ class Engines:
             return self._handles[name].init.remote(base_gpu_id=first_gpus[0])
         return self._handles[name].init_over_nodes.remote(first_gpus, helpers)
 
-    def worker(self, name: EngineName, url: str) -> Worker:
-        """The engine, whose server answers at `url`, as its router is told of it.
-
-        Raises:
-            RunError: its process is gone.
-        """
-        role = self.topology.find(name.engine_id)[1].role
-        if role != "prefill":
-            return Worker(url, role)
-        handle = self._handles.get(name)
-        if handle is None:
-            raise RunError(f"{name} was ended")
-        return Worker(url, role, wait_for(handle.bootstrap_port.remote(), f"{name}", _ANSWER_SECONDS))
+    def workers(self, urls: Mapping[EngineName, str]) -> dict[EngineName, Worker | RunError]:
+        """The engines, whose servers answer at `urls`, as their routers are told of them; an error where an engine's process is
+        gone, or does not answer."""
+        roles = {name: self.topology.find(name.engine_id)[1].role for name in urls}
+        asked = {name: self._handles.get(name) for name, role in roles.items() if role == "prefill"}
+        ports: dict[EngineName, int | RunError | None] = {
+            name: RunError(f"{name} was ended") for name, handle in asked.items() if handle is None
+        }
+        living = {name: handle.bootstrap_port.remote() for name, handle in asked.items() if handle is not None}
+        if living:
+            pending = naming_engines(name.engine_id for name in living)
+            told = wait_for_each(list(living.values()), "ports of the engines", _ANSWER_SECONDS, pending=pending)
+            ports |= dict(zip(living, told, strict=True))
+        found = {name: Worker(url, roles[name], ports.get(name)) for name, url in urls.items()}
+        return found | {name: port for name, port in ports.items() if isinstance(port, RunError)}
 
     def why_none_follows(self, name: EngineName) -> str:
         """Why no other server can be started in the place of a dead engine; empty: one can."""

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -27,17 +28,14 @@ from slime.observability.waiting import wait_for_all
 from slime.scheduling.device_turns import Holds
 from slime.serving.engines import Engines, outcome_of
 from slime.serving.fleet import REPLACEMENTS, EngineName, EngineRecord, EngineState, Fleet, FleetSnapshot, HealthChecks
-from slime.serving.router import RouterHandle, start_router
+from slime.serving.model_routers import ModelRouters
 from slime.serving.topology import ServedModel
 from slime.utils.errors import RunError
-from slime.utils.run_values import with_run_values
 
 logger = logging.getLogger(__name__)
 
 # An engine has time limits of its own; after their end, its answer may still take this long to arrive.
 _ANSWER_SECONDS = 60.0
-_REGISTRATION_SECONDS = 60.0
-_ROUTER_FAREWELL_SECONDS = 10.0
 _WATCH_POLL_SECONDS = 0.2
 _WATCH_END_SECONDS = 5.0
 
@@ -65,21 +63,19 @@ class ServingOwner:
         engines: those of the run; they may start already.
 
     Attributes:
-        routers: by the name of the model, which users' functions ask for; the first is that of the model that generates. Empty
-            before `start`.
+        routers: by the name of the model, which users' functions ask for.
         ended: its result is None when `shutdown` was called, and a RunError when something died that nobody replaces.
     """
 
     def __init__(self, args: argparse.Namespace, engines: Engines, log_dir: str | Path) -> None:
         self._args = args
-        self._log_dir = log_dir
         self.api_key = engines.api_key
         self.ended: Future[None] = Future()
         self._start_limit = _start_limit(args)
         self._fleet = Fleet(engines.topology.parts, self._start_limit)
         self._engines = engines
         self._topology = engines.topology
-        self.routers: dict[str, RouterHandle] = {}
+        self.routers = ModelRouters(args, engines.topology, log_dir, engines.api_key)
         self._urls: dict[EngineName, str] = {}
         # Engines that their router knows, and those that it is just being told of.
         self._registered, self._admitting = set[EngineName](), set[EngineName]()
@@ -103,20 +99,9 @@ class ServingOwner:
         self._ending = threading.Event()
         self._watching: threading.Thread | None = None
 
-    def start(self) -> dict[str, RouterHandle]:
+    def start(self) -> ModelRouters:
         """Start routers and engines; does not wait for them. Returns `routers`."""
-        # The user may give a router that already runs. It is asked with the key that was given for it, if any: a router with a
-        # key of its own refuses others, and one without ignores ours.
-        given = self._args.sglang_router_ip is not None
-        ours = [engine.external.url for engine in self._topology.engines if engine.external is not None]
-        # In a run without engines of its own, any engine that registers is welcome.
-        ours = ours if self._topology.engines else None
-        for number, model in enumerate(self._topology.models):
-            args = self._args if given and number == 0 else self._with_key()
-            router = start_router(args, self._log_dir, ours, number, [g.role for g in model.groups])
-            # Another router could not be told of engines that registered by themselves, so then none takes its place.
-            router.comes_back = self._args.use_fault_tolerance and router.process is not None and ours is not None
-            self.routers[model.name] = router
+        self.routers.start()
         self._engines.start_all()
         return self.routers
 
@@ -128,11 +113,7 @@ class ServingOwner:
             RunError: a server failed to start; all engines are ended, and the message has the last lines of its log. Or no
                 engine has registered in time.
         """
-        for router in self.routers.values():
-            if router.process is not None:
-                router.wait_ready()
-        if not self._topology.engines:
-            self._wait_for_foreign_engines()
+        self.routers.wait_ready()
         names = list(self._engines.starting)
         try:
             urls = wait_for_all(
@@ -146,31 +127,17 @@ class ServingOwner:
             self._engines.stop()
             raise
         # Nobody sends requests before the first push, so routers may know engines that lack the trainer's weights.
-        for model, router in self.routers.items() if names else ():
-            found = {name: url for name, url in zip(names, urls, strict=True) if self._model(name).name == model}
-            router.refuse_other_workers(list(found.values()))
-            workers = [self._engines.worker(name, url) for name, url in found.items()]
-            router.add_workers(workers, _REGISTRATION_SECONDS, self.api_key)
-            shown = "" if len(self.routers) == 1 else f" of model {model}"
-            logger.info("%d engines%s are ready behind the router %s", len(found), shown, router.url)
+        workers = self._engines.workers(dict(zip(names, urls, strict=True)))
+        for lost in workers.values():
+            if isinstance(lost, RunError):
+                raise lost
+        self.routers.open(workers)
         self._registered.update(names)
         for name, url in zip(names, urls, strict=True):
             self._answers(name, url)
         self._admit([name for name in names if not self._gets_weights(name)], None)
         self._watching = threading.Thread(target=self._watch, daemon=True, name="serving watch")
         self._watching.start()
-
-    def _wait_for_foreign_engines(self) -> None:
-        """Wait for engines that register by themselves at the run's one router."""
-        (router,) = self.routers.values()
-        logger.info('waiting for engines that register at the router: POST %s/workers {"url": …}', router.url)
-        if self._args.has_trainer:
-            logger.warning("--rollout-num-gpus 0: no push reaches these engines, which keep the weights that they have")
-        count = router.wait_for_workers(self._args.engine_start_timeout)
-        logger.info(
-            "%d engines have registered at the router %s; all together they get --sglang-server-concurrency %d requests "
-            "at a time", count, router.url, self._args.sglang_server_concurrency,
-        )  # fmt: skip
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -250,9 +217,6 @@ class ServingOwner:
     def _model(self, name: EngineName) -> ServedModel:
         return self._topology.find(name.engine_id)[0]
 
-    def _router_of(self, name: EngineName) -> RouterHandle:
-        return self.routers[self._model(name).name]
-
     def _gets_weights(self, name: EngineName) -> bool:
         return self._args.has_trainer and self._model(name).update_weights
 
@@ -264,33 +228,40 @@ class ServingOwner:
         return self._asleep and self._sleeps(name)
 
     def _admit(self, names: Sequence[EngineName], version: int | None) -> None:
-        """Let engines serve that hold `version` whole. One that took another's place is first registered at the router."""
-        for name in names:
-            with self._changed:
-                if name in self._admitting:
-                    # The watch admits it in another thread: it started again while the others woke.
-                    continue
-                self._admitting.add(name)
-                url = None if name in self._registered else self._urls.get(name)
-            error = None
-            if url is not None:
-                try:
-                    worker = self._engines.worker(name, url)
-                    self._router_of(name).add_workers([worker], _REGISTRATION_SECONDS, self.api_key)
-                except RunError as refusal:
-                    error = refusal
-            with self._changed:
-                if error is None and self._is(name, EngineState.STALE):
-                    self._registered.add(name)
-                    self._fleet.weights_whole(name, version)
-                self._admitting.discard(name)
-                self._changed.notify_all()
-            if url is not None and name not in self._registered:
-                # `_replace` takes only engines out of the router that were registered here.
-                with contextlib.suppress(RunError):
-                    self._router_of(name).remove_workers([url], _ROUTER_FAREWELL_SECONDS)
-            if error is not None:
-                self._died(name, error)
+        """Let engines serve that hold `version` whole. Those that took another's place are first registered at their routers,
+        all together; one of them that fails there counts as dead."""
+        with self._changed:
+            # Another thread may be admitting some: the watch began to when they had started again, while the others woke.
+            names = [name for name in names if name not in self._admitting]
+            new = {name: self._urls[name] for name in names if name in self._urls and name not in self._registered}
+            self._serve([name for name in names if name not in new], version)
+            self._admitting.update(new)
+        if not new:
+            return
+        lost = self._register(new)
+        with self._changed:
+            served = self._serve([name for name in new if name not in lost], version)
+            self._registered.update(served)
+            self._admitting.difference_update(new)
+        # `_replace` takes only engines out of the router that were registered here.
+        with contextlib.suppress(RunError):
+            self.routers.remove({name: url for name, url in new.items() if name not in served})
+        for name, error in lost.items():
+            self._died(name, error)
+
+    def _register(self, urls: Mapping[EngineName, str]) -> dict[EngineName, RunError]:
+        """Tell the routers of engines. Returns why not, for those that they lack."""
+        workers = self._engines.workers(urls)
+        lost = {name: worker for name, worker in workers.items() if isinstance(worker, RunError)}
+        return lost | self.routers.register({name: workers[name] for name in urls if name not in lost})
+
+    def _serve(self, names: Sequence[EngineName], version: int | None) -> list[EngineName]:
+        """Those of `names` that wait for weights serve from now on, with `version`. Returns these."""
+        served = [name for name in names if self._is(name, EngineState.STALE)]
+        for name in served:
+            self._fleet.weights_whole(name, version)
+        self._changed.notify_all()
+        return served
 
     # -- sleep ------------------------------------------------------------------------------------------------------
 
@@ -471,33 +442,41 @@ class ServingOwner:
         else:
             when = " when the others wake" if self._asleep and self._sleeps(name) else ""
             logger.warning("%s\n%s is taken out, and a new server starts in its place%s", error, name, when)
-        threading.Thread(target=self._replace, args=(name,), daemon=True, name=f"replacement of {name}").start()
+        self._beside(f"replacement of {name}", self._replace, name)
 
     def _has_substitutes(self, name: EngineName) -> bool:
         """Whether engines of the same model and role are left, or may come back."""
         part = self._topology.parts[name.engine_id]
         return self._fleet.has(part, *(state for state in EngineState if state is not EngineState.GIVEN_UP))
 
+    def _beside(self, what: str, work: Callable[..., None], *arguments: Any) -> None:
+        """Do in a thread what may wait for a router or an engine, while the watch goes on; an error ends the run."""
+
+        def do() -> None:
+            try:
+                work(*arguments)
+            except Exception as error:
+                logger.debug("%s failed", what, exc_info=True)
+                self._fail(error if isinstance(error, RunError) else RunError(f"{what} failed: {error}"))
+
+        threading.Thread(target=do, daemon=True, name=what).start()
+
     def _replace(self, name: EngineName) -> None:
         """Clear away a dead engine, and start the server of its next life unless it was given up."""
-        try:
-            if name in self._registered:
-                # A first attempt, cut short: the router may wait for requests that the engine has, and these end with it.
-                with contextlib.suppress(RunError):
-                    self._router_of(name).remove_workers([self._urls[name]], _ROUTER_FAREWELL_SECONDS)
-            self._engines.stop([name])
-            if name in self._registered:
-                self._router_of(name).remove_workers([self._urls[name]], _REGISTRATION_SECONDS)
-            with self._changed:
-                self._registered.discard(name)
-                self._urls.pop(name, None)
-                if self._is(name, EngineState.DEAD) and not self._ending.is_set():
-                    if self._asleep and self._sleeps(name):
-                        self._cleared.append(name)
-                    else:
-                        self._start_successor(name)
-        except Exception as error:
-            self._fail(error if isinstance(error, RunError) else RunError(f"{name} cannot be replaced: {error}"))
+        known = {name: self._urls[name]} if name in self._registered else {}
+        # A first attempt, cut short: the router may wait for requests that the engine has, and these end with it.
+        with contextlib.suppress(RunError):
+            self.routers.remove(known)
+        self._engines.stop([name])
+        self.routers.remove(known, at_last=True)
+        with self._changed:
+            self._registered.discard(name)
+            self._urls.pop(name, None)
+            if self._is(name, EngineState.DEAD) and not self._ending.is_set():
+                if self._asleep and self._sleeps(name):
+                    self._cleared.append(name)
+                else:
+                    self._start_successor(name)
 
     def _start_successor(self, name: EngineName, since: float | None = None) -> None:
         successor = self._fleet.replace(name.engine_id, since)
@@ -515,7 +494,7 @@ class ServingOwner:
             self._answers(name, url)
         logger.info("%s has a new server", name)
         if not self._gets_weights(name):
-            self._admit([name], None)
+            self._beside(f"admission of {name}", self._admit, [name], None)
 
     def _answers(self, name: EngineName, url: str) -> None:
         """The server of a life is healthy; from here on its end is watched."""
@@ -569,16 +548,9 @@ class ServingOwner:
 
     def leave_given_router(self) -> None:
         """Take our engines out of a router that goes on without us; before they end, or it would send them requests."""
-        router = next((router for router in self.routers.values() if router.process is None), None)
         with self._changed:
-            urls = list(self._urls.items())
-        if router is None or not urls:
-            return
-        ours = [url for name, url in urls if self._router_of(name) is router and url not in router.found]
-        try:
-            router.remove_workers(ours, _ROUTER_FAREWELL_SECONDS)
-        except RunError as error:
-            logger.warning("our engines may still be registered: %s", error)
+            urls = dict(self._urls)
+        self.routers.leave_given(urls)
 
     def shutdown(self) -> None:
         """End the engines, and the routers that this run started."""
@@ -590,8 +562,4 @@ class ServingOwner:
         if self._watching is not None:
             self._watching.join(_WATCH_END_SECONDS)
         self._engines.stop()
-        for router in self.routers.values():
-            router.shutdown()
-
-    def _with_key(self) -> argparse.Namespace:
-        return with_run_values(self._args, router_api_key=self.api_key)
+        self.routers.shutdown()

@@ -17,33 +17,28 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import requests
 
 from slime.serving.fleet import why_no_router_follows
-from slime.serving.router_process import compute_router_fields
+from slime.serving.router_process import lacks_engines, told_at_start
 from slime.utils.child_process import ChildProcess, environment_for_python
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
-from slime.utils.ports import (
-    PortReservation,
-    engine_url,
-    host_for_url,
-    random_port_start,
-    reserve_port,
-    service_host,
-)
+from slime.utils.ports import PortReservation, engine_url, host_for_url
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PORT = 3000
 # A router has to be asked again and again: it tells nobody that it is ready, or that an engine has come that a person started.
 _POLL_SECONDS = 0.05
 _ARRIVAL_POLL_SECONDS = 0.5
-_REQUEST_TIMEOUT_SECONDS = 10.0
+REQUEST_SECONDS = 10.0
+# How many requests about engines a router has at the same time.
+_ASKED_AT_A_TIME = 64
 _SHUTDOWN_SECONDS = 3.0
 _START_SECONDS = 60.0
 # How often we look whether our router has ended.
@@ -54,13 +49,6 @@ _WATCH_SECONDS = 10.0
 _WATCH_TIMEOUT_SECONDS = 30.0
 _LATE_ANSWERS = 4
 _ARGUMENTS_FILE = "arguments.json"
-
-# The policy that compares two engines for every request; which flags may name it, and the role of the engines that each of them
-# speaks of (empty: any).
-_POWER_OF_TWO = "power_of_two"
-_POLICIES = {"policy": "", "prefill_policy": "prefill", "decode_policy": "decode"}
-# What sglang_router 0.3.2 misses without engines, where it asks one that prefills and one that decodes for every request.
-_NO_PAIRS = "no_prefill_servers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +61,21 @@ class Worker:
     url: str
     role: str = "regular"
     bootstrap_port: int | None = None
+
+
+class EnginesLacking(RunError):
+    """A router lacks engines that it was told of. `reasons`: why, by URL."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = dict(reasons)
+        urls_of: dict[str, list[str]] = {}
+        for url, reason in self.reasons.items():
+            urls_of.setdefault(reason, []).append(url)
+        super().__init__("; ".join(f"{reason}: {', '.join(sorted(urls))}" for reason, urls in urls_of.items()))
+
+    def of(self, url: str) -> EnginesLacking:
+        """The error of one of the engines."""
+        return EnginesLacking({url: self.reasons[url]})
 
 
 @dataclasses.dataclass(repr=False)
@@ -113,6 +116,8 @@ class RouterHandle:
     _ending: threading.Event = dataclasses.field(default_factory=threading.Event)
     # Held while a process starts; none starts after `shutdown`.
     _changing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    # Held while it starts with its first engines: whoever tells it of others meanwhile waits until it answers.
+    _opening: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
     def url(self) -> str:
@@ -155,8 +160,10 @@ class RouterHandle:
             return True
         if self._waits or not self._is_back.is_set() or self.process.poll() is not None:
             return False
-        told, missing = list(self._told.values()), self._missing
-        return not missing or {worker.role for worker in told if worker.url not in missing} >= {w.role for w in told}
+        if not (missing := self._missing):
+            return True
+        told = list(self._told.values())
+        return {worker.role for worker in told if worker.url not in missing} >= {worker.role for worker in told}
 
     @property
     def deaths(self) -> int:
@@ -195,26 +202,46 @@ class RouterHandle:
         `worker_api_key` is the key that the router shows to the engines; None: its own.
 
         Raises:
-            RunError: a worker was refused or did not become healthy in time.
+            EnginesLacking: some were refused or did not become healthy in time; the router has the others.
+            RunError: the router itself failed.
         """
         self._worker_api_key = worker_api_key or self.api_key
         self._told |= {worker.url: worker for worker in workers}
         self._although_it_dies(lambda: self._register(workers, timeout))
 
     def _register(self, workers: Sequence[Worker], timeout: float) -> None:
-        knows_them, told = self._waits, list(self._told.values())
-        if self._waits:
-            if _lacks_engines(self._fields, told):
-                return
-            self._waits = False
-            self._launch(_told_at_start(told))
-            self.wait_ready(timeout)
+        with self._opening:
+            knows_them, told = self._waits, list(self._told.values())
+            if self._waits:
+                if lacks_engines(self._fields, told):
+                    return
+                self._waits = False
+                self._launch(told_at_start(told))
+                self.wait_ready(timeout)
         # Counted from here: a start had its own time.
-        deadline, new, refusal = time.monotonic() + timeout, [], None
+        deadline, new = time.monotonic() + timeout, []
         if not knows_them:
             listed = {worker["url"] for worker in self.workers(deadline)}
             new = [worker for worker in workers if worker.url not in listed]
-        for worker in new:
+        reasons = dict(zip((worker.url for worker in new), self._tell(new, deadline), strict=True))
+        reasons = {url: reason for url, reason in reasons.items() if reason is not None}
+        accepted = {worker.url for worker in workers} - reasons.keys()
+        late = self._left_at_last(
+            # An engine may be taken out meanwhile, and is not waited for then.
+            lambda: (
+                (accepted & self._told.keys())
+                - {worker["url"] for worker in self.workers(deadline) if worker["is_healthy"]}
+            ),
+            deadline,
+        )
+        reasons |= dict.fromkeys(late, f"router {self.url}: workers not healthy after {timeout:g} s")
+        if reasons:
+            raise EnginesLacking(reasons)
+
+    def _tell(self, workers: Sequence[Worker], deadline: float) -> list[str | None]:
+        """Register engines, many at a time, since a router may be slow to answer. Returns what it answered where it refused."""
+
+        def tell(worker: Worker) -> str | None:
             told = {
                 "url": worker.url,
                 "worker_type": worker.role,
@@ -223,23 +250,13 @@ class RouterHandle:
             }
             told = {name: value for name, value in told.items() if value}
             try:
-                with _told_in(self._call("POST", "/workers", told, deadline)) as accepted:
+                with _told_in(self._call_in_time("POST", "/workers", told, deadline)) as accepted:
                     self._registered[worker.url] = accepted.get("worker_id")
             except RunError as error:
-                # It is told of the others all the same.
-                refusal = error
-        if refusal is not None:
-            raise refusal
-        urls = {worker.url for worker in workers}
-        self._wait_until_none(
-            # An engine may be taken out meanwhile, and is not waited for then.
-            lambda: (
-                (urls & self._told.keys())
-                - {worker["url"] for worker in self.workers(deadline) if worker["is_healthy"]}
-            ),
-            f"workers not healthy after {timeout:g} s",
-            deadline,
-        )
+                return str(error)
+            return None
+
+        return _side_by_side(tell, workers)
 
     def wait_for_workers(self, timeout: float) -> int:
         """Return when the router calls engines healthy that somebody else has registered, and how many by then.
@@ -280,14 +297,11 @@ class RouterHandle:
 
     def _take_out(self, urls: list[str], timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        for worker in self.workers(deadline):
-            if worker["url"] in urls:
-                self._call("DELETE", f"/workers/{worker['id']}", None, deadline)
-        self._wait_until_none(
-            lambda: set(urls) & {worker["url"] for worker in self.workers(deadline)},
-            f"workers not removed after {timeout:g} s",
-            deadline,
-        )
+        listed = [worker["id"] for worker in self.workers(deadline) if worker["url"] in urls]
+        _side_by_side(lambda worker_id: self._call_in_time("DELETE", f"/workers/{worker_id}", None, deadline), listed)
+        left = self._left_at_last(lambda: set(urls) & {worker["url"] for worker in self.workers(deadline)}, deadline)
+        if left:
+            raise RunError(f"router {self.url}: workers not removed after {timeout:g} s: {', '.join(sorted(left))}")
 
     def shutdown(self) -> None:
         """End the router if it is ours."""
@@ -330,7 +344,7 @@ class RouterHandle:
     def _keep_watch(self) -> None:
         """See whether our router lives and answers, and start another one in its place if not. In a thread of its own: callers
         may be waiting for requests that hang."""
-        session, asked = _session(None), time.monotonic()
+        session, asked = session_with(None), time.monotonic()
         while not self._ending.wait(min(_LOOK_SECONDS, _WATCH_SECONDS)):
             if not self._waits and self.process.poll() is None and time.monotonic() - asked >= _WATCH_SECONDS:
                 try:
@@ -377,7 +391,7 @@ class RouterHandle:
                 who = "the dead one, which the kernel does not let go," if lives else "another process"
                 raise RunError(f"{who} has taken its port, {self.port}")
         self.process, self._scratch = _new_process(self.process.name, self.process.log_path)
-        self._late, self._waits, self._missing = 0, _lacks_engines(self._fields), frozenset()
+        self._late, self._waits, self._missing = 0, lacks_engines(self._fields), frozenset()
         self._registered.clear()
         if not self._waits:
             self._launch()
@@ -436,23 +450,30 @@ class RouterHandle:
 
     def _answers(self, deadline: float | None) -> bool:
         try:
-            return _session(self.api_key).get(f"{self.url}/health", timeout=_seconds_left(deadline)).ok
+            return session_with(self.api_key).get(f"{self.url}/health", timeout=_seconds_left(deadline)).ok
         except requests.RequestException:
             return False
 
-    def _wait_until_none(self, remaining: Callable[[], set[str]], what: str, deadline: float) -> None:
-        # The router answers registration and removal at once and carries them out later.
-        while left := remaining():
-            if time.monotonic() > deadline:
-                raise RunError(f"router {self.url}: {what}: {', '.join(sorted(left))}")
+    def _left_at_last(self, remaining: Callable[[], set[str]], deadline: float) -> set[str]:
+        """What remains when nothing does, or at the deadline: the router carries out later what it is asked for."""
+        while (left := remaining()) and time.monotonic() <= deadline:
             time.sleep(_POLL_SECONDS)
+        return left
+
+    def _call_in_time(
+        self, method: str, path: str, payload: dict[str, Any] | None, deadline: float
+    ) -> requests.Response:
+        """`_call`, but not after the deadline: many that wait for their turn would each have a moment more."""
+        if time.monotonic() > deadline:
+            raise RunError(f"router {self.url}: no time was left for {method} {path}")
+        return self._call(method, path, payload, deadline)
 
     def _call(
         self, method: str, path: str, payload: dict[str, Any] | None = None, deadline: float | None = None
     ) -> requests.Response:
         seconds = _seconds_left(deadline)
         try:
-            response = _session(self.api_key).request(method, self.url + path, json=payload, timeout=seconds)
+            response = session_with(self.api_key).request(method, self.url + path, json=payload, timeout=seconds)
         except requests.RequestException as error:
             if self.process is not None and self.process.wait(1.0) is not None:
                 raise RunError(f"the router is dead ({path}): {self.process.describe_end()}") from None
@@ -475,6 +496,12 @@ def _told_in(response: requests.Response) -> Iterator[Any]:
         raise RunError(f"no router answers at {response.url}: {_begin_of(response)}") from error
 
 
+def _side_by_side(ask: Callable[[Any], Any], about: Sequence[Any]) -> list[Any]:
+    """What `ask` answers about each, in order; an error of one is raised when all were asked."""
+    with ThreadPoolExecutor(max(1, min(len(about), _ASKED_AT_A_TIME)), thread_name_prefix="asking a router") as threads:
+        return list(threads.map(ask, about))
+
+
 def _begin_of(response: requests.Response) -> str:
     """Of a text of any length, in which no encoding is looked for."""
     return response.content[:500].decode(errors="replace")
@@ -483,45 +510,22 @@ def _begin_of(response: requests.Response) -> str:
 def _seconds_left(deadline: float | None) -> float:
     """How long a request may take: until `deadline` on the monotonic clock, and never longer than one usually may."""
     if deadline is None:
-        return _REQUEST_TIMEOUT_SECONDS
-    return min(_REQUEST_TIMEOUT_SECONDS, max(deadline - time.monotonic(), _POLL_SECONDS))
+        return REQUEST_SECONDS
+    return min(REQUEST_SECONDS, max(deadline - time.monotonic(), _POLL_SECONDS))
 
 
-def start_router(
-    args: Any,
-    log_dir: str | Path,
-    ours: Sequence[str] | None = (),
-    number: int = 0,
-    roles: Collection[str] = ("regular",),
+def launch_router(
+    name: str,
+    log_path: Path,
+    fields: dict[str, Any],
+    reservations: tuple[PortReservation, ...],
+    api_key: str | None,
 ) -> RouterHandle:
-    """Start a router, or check the one that `--sglang-router-ip/port` names. Call `wait_ready` on the result.
-
-    One that runs already may serve engines that are `ours`, and no others (None: any); it is that of the first model.
-
-    The router starts beside whatever the caller does next (engines, usually). One that compares two engines for every request
-    refuses to start without them: it starts with the first ones that it is told of. Its log is `{log_dir}/router.log`; of model
-    `number`, counted from 0, `router_{number}.log`. With engines of the `roles` prefill and decode it asks one of each for
-    every request; one that runs already must do so, too.
-
-    Raises:
-        UserError: the given address does not answer as a router, or not as one for engines of these roles.
-    """
-    api_key = getattr(args, "router_api_key", None)
-    if number == 0 and getattr(args, "sglang_router_ip", None):
-        return _given_router(args, api_key, ours, "prefill" in roles)
-    host = service_host()
-    port = reserve_port(host, random_port_start(_FIRST_PORT))
-    prometheus_port = reserve_port(host, port.port + 1)
-    fields = compute_router_fields(args, host, port.port, prometheus_port.port)
-    if "prefill" in roles:
-        fields["pd_disaggregation"] = True
-    if number:
-        # One that was given is the first router's.
-        fields |= {"prometheus_host": host, "prometheus_port": prometheus_port.port}
-    name = f"router_{number}" if number else "router"
-    process, scratch = _new_process(name, Path(log_dir) / f"{name}.log")
-    router = RouterHandle(host, port.port, api_key, process, _scratch=scratch, _fields=fields)
-    router._reservations, router._waits = (port, prometheus_port), _lacks_engines(fields)
+    """Start a router with these fields of `RouterArgs`, at the first of its reserved ports; it need not answer yet."""
+    process, scratch = _new_process(name, log_path)
+    place = reservations[0]
+    router = RouterHandle(place.host, place.port, api_key, process, _scratch=scratch, _fields=fields)
+    router._reservations, router._waits = reservations, lacks_engines(fields)
     if not router._waits:
         router._launch()
     return router
@@ -534,56 +538,7 @@ def _new_process(name: str, log_path: Path) -> tuple[ChildProcess, Path]:
     return ChildProcess(name, argv, log_path, {**environment_for_python(), "NO_PROXY": "*", "no_proxy": "*"}), scratch
 
 
-def _lacks_engines(fields: dict[str, Any], workers: Sequence[Worker] = ()) -> bool:
-    """Whether a router with these arguments refuses to start with no other engines than these."""
-    roles = {worker.role for worker in workers} | ({""} if workers else set())
-    return any(fields.get(policy) == _POWER_OF_TWO and role not in roles for policy, role in _POLICIES.items())
-
-
-def _told_at_start(workers: Sequence[Worker]) -> dict[str, Any]:
-    """The fields of `RouterArgs` with which a router knows these engines from its start."""
-    told = {
-        "worker_urls": [worker.url for worker in workers],
-        "prefill_urls": [(worker.url, worker.bootstrap_port) for worker in workers if worker.role == "prefill"],
-        "decode_urls": [worker.url for worker in workers if worker.role == "decode"],
-    }
-    # One that compares two refuses to start with one, which may be all that is left: told of twice, it is compared with itself.
-    return {name: own * 2 if len(own) == 1 else own for name, own in told.items()}
-
-
-def _given_router(args: Any, api_key: str | None, ours: Sequence[str] | None, pairs: bool) -> RouterHandle:
-    ip, port = args.sglang_router_ip, args.sglang_router_port
-    address = f"--sglang-router-ip {ip} --sglang-router-port {port}"
-    if port is None:
-        raise UserError(f"--sglang-router-ip {ip} needs --sglang-router-port")
-    handle, session = RouterHandle(ip.strip("[]"), port, api_key, process=None), _session(api_key)
-    try:
-        response = session.get(f"{handle.url}/workers", timeout=_REQUEST_TIMEOUT_SECONDS)
-        if response.status_code in (401, 403):
-            raise UserError(f"{address}: the router refuses our key; give its key by --router-api-key")
-        if response.ok and isinstance(response.json().get("workers"), list):
-            if ours is None:
-                return handle
-            handle.refuse_other_workers(ours)
-            listed = {worker["url"] for worker in handle.workers()}
-            # One without engines says what it misses; in one that has some they have stood the test.
-            lacks = None if listed else session.get(f"{handle.url}/get_model_info", timeout=_REQUEST_TIMEOUT_SECONDS)
-            if lacks is not None and (_NO_PAIRS in lacks.text) != pairs:
-                way_out = f"start it {'with' if pairs else 'without'} --pd-disaggregation"
-                raise UserError(f"{address}: it would never ask the engines of this run; {way_out}")
-            return dataclasses.replace(handle, found=listed.intersection(ours))
-        found = f"answered {response.status_code} to GET /workers"
-    except (requests.RequestException, ValueError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        found = f"{type(error).__name__}: {error}"
-    raise UserError(
-        f"{address}: no SGLang router there ({found}). Start one at that address, or leave both flags out and one is "
-        "started for the run"
-    )
-
-
-def _session(api_key: str | None) -> requests.Session:
+def session_with(api_key: str | None) -> requests.Session:
     session = requests.Session()
     session.trust_env = False
     if api_key:

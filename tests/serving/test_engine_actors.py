@@ -15,6 +15,7 @@ from slime.serving import engines as engines_module
 from slime.serving import fleet
 from slime.serving.engines import EngineActor, Engines
 from slime.serving.fleet import EngineName, EngineRecord, EngineState
+from slime.serving.router import Worker
 from slime.serving.topology import Device, EngineGroup, EngineSpec, ServedModel, Topology
 from slime.utils.errors import RunError
 
@@ -200,6 +201,26 @@ def test_an_engine_of_others_is_an_actor_beside_the_router(actors, tmp_path):
     assert kind == "ExternalEngineActor" and options["num_cpus"] == 0 and "num_gpus" not in options
     assert options["scheduling_strategy"].node_id == "a" * 56 and not options["scheduling_strategy"].soft
     assert engines.why_none_follows(EngineName(0)) == "this run did not start http://a:1, and starts none in its place"
+
+
+def test_engines_that_prefill_are_all_asked_for_their_ports_at_once(actors, tmp_path, monkeypatch):
+    prefill = EngineGroup("prefill", tuple(EngineSpec(number, NODES[:1], number) for number in range(3)))
+    decode = EngineGroup("decode", (EngineSpec(3, NODES[1:], 3),))
+    engines = Engines(
+        SimpleNamespace(), None, Topology((ServedModel("default", True, (prefill, decode)),)), tmp_path, {}
+    )
+    names = [EngineName(number) for number in range(4)]
+    for name in (names[0], names[1], names[3]):
+        engines.start(name)
+    asked = []
+    silent = RunError("no answer within 10 s")
+    monkeypatch.setattr(
+        engines_module, "wait_for_each", lambda refs, *words, **options: asked.append(refs) or [15002, silent]
+    )
+    found = engines.workers({name: f"http://{name.engine_id}" for name in names})
+    assert asked == [[(0, "bootstrap_port"), (1, "bootstrap_port")]]
+    assert (found[names[0]], found[names[3]]) == (Worker("http://0", "prefill", 15002), Worker("http://3", "decode"))
+    assert found[names[1]] is silent and str(found[names[2]]) == "engine 2 was ended"
 
 
 class Helper:

@@ -22,7 +22,8 @@ from slime.rollout.abort import abort
 from slime.rollout.generation_call import GenerationCall
 from slime.serving import engines
 from slime.serving.fleet import EngineName
-from slime.serving.router import Worker, start_router
+from slime.serving.model_routers import start_router
+from slime.serving.router import Worker
 from slime.serving.topology import topology_of
 from slime.utils import http_utils
 from slime.utils.engine_answers import num_requests

@@ -2,18 +2,29 @@
 
 import re
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 import ray
 
 from slime.serving import engines as engines_module
-from slime.serving import fleet as fleet_module
+from slime.serving import model_routers
 from slime.serving import owner as owner_module
 from slime.serving.engines import Engines
 from slime.serving.fleet import EngineName, EngineState
+from slime.serving.router import EnginesLacking
 from slime.utils.errors import RunError
-from tests.support.processes.owned_engines import KILLED, Process, RayTaskError, died, ready, serving, states
+from tests.support.processes.owned_engines import (
+    KILLED,
+    Process,
+    RayTaskError,
+    died,
+    let_the_watch_turn,
+    ready,
+    serving,
+    states,
+)
 from tests.support.processes.waiting import wait_until
 
 # -- start and end -------------------------------------------------------------------------------------------------------
@@ -67,14 +78,14 @@ def test_our_engines_leave_a_given_router_before_they_end(make_owner, error, cap
 
 def test_our_engines_leave_a_given_router_also_while_one_is_being_replaced(make_owner, monkeypatch):
     owner = ready(make_owner())
-    router_of = owner._router_of
+    model_of = owner.routers._model_of
 
     def meanwhile(name):
         # What the thread of a replacement does.
         owner._urls.pop(EngineName(1), None)
-        return router_of(name)
+        return model_of(name)
 
-    monkeypatch.setattr(owner, "_router_of", meanwhile)
+    monkeypatch.setattr(owner.routers, "_model_of", meanwhile)
     owner.leave_given_router()
     assert owner.events[-1] == ("remove", ["http://0.0", "http://1.0"])
 
@@ -94,9 +105,9 @@ def test_engines_always_have_a_key_but_a_given_router_is_tried_with_its_own(
 ):
     asked = []
     owner = make_owner(sglang_router_ip=given_ip, router_api_key=given_key)
-    start_router = owner_module.start_router
+    start_router = model_routers.start_router
     monkeypatch.setattr(
-        owner_module,
+        model_routers,
         "start_router",
         lambda args, log_dir, ours, number, roles: (
             asked.append(args.router_api_key) or start_router(args, log_dir, ours, number, roles)
@@ -274,6 +285,32 @@ def test_where_nobody_pushes_a_successor_serves_what_it_loaded(make_owner):
     wait_until(lambda: ("add", ["http://0.1"]) in owner.events)
     wait_until(lambda: states(owner) == [EngineState.SERVING] * 2)
     assert not owner.lacks_weights()
+
+
+def test_a_router_that_hangs_while_it_is_told_of_a_successor_keeps_nobody_from_seeing_the_next_death(
+    make_owner, monkeypatch
+):
+    owner = ready(make_owner(engines=3, has_trainer=False, use_fault_tolerance=True))
+    told, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(
+        owner.routers["default"], "add_workers", lambda workers, timeout, key: told.set() or go_on.wait(60)
+    )
+    try:
+        owner.outcomes["end", FIRST] = died()
+        assert told.wait(60)
+        owner.outcomes["end", EngineName(1)] = died("engine 1 died")
+        wait_until(lambda: owner.deaths("default") == 2)
+    finally:
+        go_on.set()
+    wait_until(lambda: states(owner) == [EngineState.SERVING] * 3)
+
+
+def test_an_error_of_what_is_done_beside_the_watch_ends_the_run(make_owner, monkeypatch):
+    owner = ready(make_owner(has_trainer=False, use_fault_tolerance=True))
+    monkeypatch.setattr(owner._engines, "workers", lambda urls: 1 / 0)
+    owner.outcomes["end", FIRST] = died()
+    with pytest.raises(RunError, match="^admission of engine 0 failed: division by zero$"):
+        owner.ended.result(60)
 
 
 def failed_start(generation):
@@ -462,6 +499,34 @@ def test_a_successor_that_is_lost_while_it_is_registered_does_not_stay_in_the_ro
     assert owner.begin_push_to_stale() == (1, [third])
 
 
+def test_successors_are_registered_together_and_one_that_is_refused_keeps_no_other_from_serving(
+    make_owner, monkeypatch
+):
+    """One after the other would take minutes where a router is slow and has hundreds of them."""
+    owner = serving(make_owner(engines=6, use_fault_tolerance=True))
+    lost = [EngineName(number) for number in range(4)]
+    owner.outcomes |= {("end", name): died(f"{name} died") for name in lost}
+    wait_until(lambda: states(owner) == [EngineState.STALE] * 4 + [EngineState.SERVING] * 2)
+    _, names = owner.begin_push()
+    told, serving_meanwhile = [], []
+
+    def add_workers(workers, timeout, key):
+        told.append([worker.url for worker in workers])
+        serving_meanwhile.extend(states(owner))
+        raise EnginesLacking({"http://1.1": "the router answered 400"})
+
+    owner.events.clear()
+    with monkeypatch.context() as refusing:
+        refusing.setattr(owner.routers["default"], "add_workers", add_workers)
+        owner.end_push(names, 2, {5: "engine 5 hangs"})
+    assert told == [["http://0.1", "http://1.1", "http://2.1", "http://3.1"]]
+    assert serving_meanwhile[4] is EngineState.SERVING, "one that the router has serves at once"
+    wait_until(owner.lacks_weights)
+    wait_until(lambda: [record.name.generation for record in owner._fleet.records()] == [1, 2, 1, 1, 0, 1])
+    assert [state is EngineState.SERVING for state in states(owner)] == [True, False, True, True, True, False]
+    assert ("remove", ["http://1.1"]) in owner.events and owner.deaths("default") == 6
+
+
 def test_what_a_push_says_of_a_life_that_ended_meanwhile_is_late(make_owner):
     owner = serving(make_owner(use_fault_tolerance=True))
     _, names = owner.begin_push()
@@ -469,93 +534,3 @@ def test_what_a_push_says_of_a_life_that_ended_meanwhile_is_late(make_owner):
     wait_until(owner.lacks_weights)
     owner.end_push(names, 2, {0: "its connections are lost"})
     assert owner.begin_push_to_stale() == (2, [SECOND]) and owner.deaths("default") == 1
-
-
-# -- checks --------------------------------------------------------------------------------------------------------------
-
-
-def let_the_watch_turn(owner):
-    """Return when the watch has looked several times more at what it waits for."""
-    seen = owner.turns
-    wait_until(lambda: owner.turns >= seen + 10)
-
-
-def test_f1_engines_are_checked_while_samples_are_generated_and_one_that_hangs_is_replaced(make_owner):
-    owner = serving(make_owner(use_fault_tolerance=True))
-    owner.outcomes["check", FIRST] = died("engine 0 hangs")
-    let_the_watch_turn(owner)
-    assert states(owner) == [EngineState.SERVING] * 2, "nothing is generated"
-    with owner.generating():
-        wait_until(owner.lacks_weights)
-    assert owner.begin_push_to_stale() == (1, [SECOND])
-
-
-def test_one_that_computes_without_an_answer_is_doubted_and_not_killed(make_owner):
-    owner = serving(make_owner(use_fault_tolerance=True))
-    owner.outcomes["check", FIRST] = False
-    with owner.generating():
-        wait_until(lambda: states(owner)[0] is EngineState.SUSPECT)
-        assert owner.is_serving() and not owner.is_decided("default")
-        owner.outcomes["check", FIRST] = True
-        wait_until(lambda: owner.is_decided("default"))
-    assert owner.deaths("default") == 0
-    assert states(owner) == [EngineState.SERVING] * 2
-
-
-def test_one_that_computes_for_longer_than_a_start_may_take_is_replaced(make_owner, caplog):
-    owner = serving(make_owner(use_fault_tolerance=True, engine_start_timeout=0.2))
-    owner.outcomes["check", FIRST] = False
-    with owner.generating():
-        wait_until(lambda: owner.deaths("default") == 1)
-    assert re.search(r"engine 0 computes, and has not answered for \d+ s \(--engine-start-timeout\)", caplog.text)
-
-
-def test_a_failed_request_has_all_engines_checked_also_when_none_is_due(make_owner):
-    owner = serving(make_owner(use_fault_tolerance=True, rollout_health_check_first_wait=300.0))
-    with owner.generating():
-        owner.doubt_all("default", "POST failed")
-        assert states(owner) == [EngineState.SUSPECT] * 2
-        owner.outcomes["check", EngineName(1)] = True
-        wait_until(lambda: states(owner)[1] is EngineState.SERVING)
-        assert not owner.is_decided("default"), "one is doubted still"
-    # It is decided after the generation, too: a push waits for that.
-    owner.outcomes["check", FIRST] = True
-    assert owner.begin_push()[1] == [FIRST, EngineName(1)]
-
-
-def test_what_a_check_found_of_an_engine_that_got_other_weights_meanwhile_counts_for_nothing(make_owner):
-    owner = serving(make_owner(use_fault_tolerance=True, rollout_health_check_interval=60.0))
-    with owner.generating():
-        wait_until(lambda: any(what == "check" for what, _ in list(owner._awaited)))
-        _, names = owner.begin_push()
-        owner.end_push(names, 2, {})
-        owner.outcomes["check", FIRST] = [died("engine 0 hangs")]
-        wait_until(lambda: ("check", FIRST) not in owner.outcomes)
-        let_the_watch_turn(owner)
-        assert states(owner) == [EngineState.SERVING] * 2
-
-
-def test_an_answer_that_is_there_counts_although_the_watch_comes_late(make_owner, monkeypatch):
-    owner = serving(make_owner(use_fault_tolerance=True, rollout_health_check_interval=1e9))
-    now = [0.0]
-    monkeypatch.setattr(owner_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    def keep_the_watch_busy(name, reference):
-        # Meanwhile both checks end, and with their answers untaken their time passes.
-        owner.outcomes.update({("check", EngineName(1)): True, ("check", FIRST): True})
-        now[0] += 600.0 + fleet_module._ANSWER_SECONDS + 1.0
-
-    monkeypatch.setattr(owner, "_awaited", {"end of something": (keep_the_watch_busy, FIRST)})
-    with owner.generating():
-        wait_until(lambda: {("check", FIRST), ("check", EngineName(1))} <= owner._awaited.keys())
-        owner.outcomes["end of something"] = None
-        wait_until(lambda: ("check", FIRST) not in owner._awaited and ("check", EngineName(1)) not in owner._awaited)
-    assert states(owner) == [EngineState.SERVING] * 2 and owner.deaths("default") == 0
-
-
-def test_without_the_flag_nothing_is_checked(make_owner):
-    owner = serving(make_owner())
-    owner.outcomes["check", FIRST] = died("engine 0 hangs")
-    with owner.generating():
-        let_the_watch_turn(owner)
-    assert states(owner) == [EngineState.SERVING] * 2 and not owner.ended.done()

@@ -17,7 +17,8 @@ from sglang_router.router_args import RouterArgs
 
 from slime.arguments.surface import FlagSpec, add_flag, load_surface
 from slime.serving import router as router_module
-from slime.serving.router import RouterHandle, Worker, start_router
+from slime.serving.model_routers import start_router
+from slime.serving.router import EnginesLacking, RouterHandle, Worker
 from slime.serving.router_process import OUR_DEFAULTS, compute_router_fields
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory
@@ -274,12 +275,16 @@ def test_the_router_is_told_the_key_of_the_engines(monkeypatch, own, worker, sho
 
 
 class SlowRouter:
-    """In the place of a session: every answer takes `answer_s` seconds of a clock that stands still otherwise."""
+    """In the place of a session: every answer takes `answer_s` seconds of a clock that stands still otherwise. It answers side
+    by side what threads ask at the same time."""
 
     def __init__(self, answer_s, workers):
         self.answer_s, self.workers, self.now = answer_s, workers, 0.0
+        # When each thread looked at the clock last, just before it asks.
+        self._looked = threading.local()
 
     def monotonic(self):
+        self._looked.at = self.now
         return self.now
 
     def sleep(self, seconds):
@@ -289,7 +294,7 @@ class SlowRouter:
         return self.request("GET", url, timeout=timeout)
 
     def request(self, method, url, json=None, timeout=None):
-        self.now += min(timeout, self.answer_s)
+        self.now = max(self.now, getattr(self._looked, "at", self.now) + min(timeout, self.answer_s))
         if timeout < self.answer_s:
             raise requests.ReadTimeout("too slow")
         return SimpleNamespace(ok=not url.endswith("/health"), json=lambda: {"workers": self.workers})
@@ -310,7 +315,7 @@ def test_a_slow_or_silent_router_does_not_stretch_a_time_limit(monkeypatch, call
     urls = [f"http://10.0.0.1:{port}" for port in range(40)]
     slow = SlowRouter(answer_s, [{"url": url, "id": url, "is_healthy": False} for url in urls])
     monkeypatch.setattr(router_module, "time", slow)
-    monkeypatch.setattr(router_module, "_session", lambda api_key: slow)
+    monkeypatch.setattr(router_module, "session_with", lambda api_key: slow)
     with pytest.raises(RunError):
         call(RouterHandle("10.0.0.9", 80, None, None), urls, 11.0)
     # A last look after a last pause.
@@ -345,14 +350,46 @@ def test_engines_that_answer_are_told_of_again_beside_any_number_that_do_not(mon
     urls = [f"http://e:{number}" for number in range(512)]
     half = HalfRouter(urls[500:], refused)
     monkeypatch.setattr(router_module, "time", half)
-    monkeypatch.setattr(router_module, "_session", lambda api_key: half)
+    monkeypatch.setattr(router_module, "session_with", lambda api_key: half)
     process = SimpleNamespace(poll=lambda: None)
     router = RouterHandle("10.0.0.9", 80, None, process, _told={url: Worker(url) for url in urls})
     router._missing = frozenset(urls)
     router._tell_again()
-    assert router._missing == frozenset(urls[:500]) and half.posts == urls
+    assert router._missing == frozenset(urls[:500]) and sorted(half.posts) == sorted(urls)
     assert half.now <= router_module._WATCH_SECONDS + 3 * router_module._POLL_SECONDS
     assert [record.getMessage().split()[-2] for record in caplog.records] == urls[500:]
+
+
+class Crowd(HalfRouter):
+    """A router that answers a registration when as many are under way as may be."""
+
+    def __init__(self, healthy, refused=()):
+        super().__init__(healthy, refused)
+        self.together = threading.Barrier(router_module._ASKED_AT_A_TIME)
+        self.under_way, self.most = set(), 0
+
+    def request(self, method, url, json=None, timeout=None):
+        if method == "POST":
+            self.under_way.add(json["url"])
+            self.most = max(self.most, len(self.under_way))
+            self.together.wait(60)
+            self.under_way.discard(json["url"])
+        return super().request(method, url, json, timeout)
+
+
+def test_a_router_that_is_slow_is_told_of_many_engines_at_a_time_and_not_of_all(monkeypatch):
+    urls = [f"http://e:{number}" for number in range(4 * router_module._ASKED_AT_A_TIME)]
+    crowd = Crowd(urls[2:], refused=urls[:1])
+    monkeypatch.setattr(router_module, "session_with", lambda api_key: crowd)
+    router = RouterHandle("10.0.0.9", 80, None, None)
+    with pytest.raises(EnginesLacking) as raised:
+        router.add_workers([Worker(url) for url in urls], 2.0)
+    assert sorted(crowd.posts) == sorted(urls) and crowd.most == router_module._ASKED_AT_A_TIME
+    assert raised.value.reasons == {
+        urls[0]: "the router answered 400 to POST /workers: refused",
+        urls[1]: "router http://10.0.0.9:80: workers not healthy after 2 s",
+    }, "the others are waited for although one is refused"
+    assert str(raised.value.of(urls[1])) == f"router http://10.0.0.9:80: workers not healthy after 2 s: {urls[1]}"
 
 
 @pytest.mark.parametrize(
@@ -372,7 +409,7 @@ def test_who_asks_a_router_that_comes_back_does_not_wait_for_ever(monkeypatch):
     """It answers its watch, which is more patient, and so is not ended."""
     slow = SlowRouter(20.0, [])
     monkeypatch.setattr(router_module, "time", slow)
-    monkeypatch.setattr(router_module, "_session", lambda api_key: slow)
+    monkeypatch.setattr(router_module, "session_with", lambda api_key: slow)
     monkeypatch.setattr(router_module, "_LOOK_SECONDS", 0.001)
     router = RouterHandle("10.0.0.9", 80, None, None, comes_back=True, _guard=threading.current_thread())
     router._is_back.set()

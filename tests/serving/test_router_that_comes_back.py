@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,12 @@ import requests
 
 from slime.ray.rollout_manager import _EnginesOfModel
 from slime.serving import router as router_module
-from slime.serving.router import RouterHandle, Worker, start_router
+from slime.serving.model_routers import start_router
+from slime.serving.router import RouterHandle, Worker
 from slime.utils import child_process, http_utils
 from slime.utils.errors import RunError
 from slime.utils.http_utils import close_http_client, get, init_http_client, post
+from slime.utils.ports import reserve_port
 from tests.support.processes import http_server
 from tests.support.processes.fake_generate_server import FakeGenerateServer
 from tests.support.processes.waiting import until, wait_until
@@ -125,6 +128,25 @@ def test_one_that_compares_engines_comes_back_to_a_single_one_or_to_none(tmp_pat
         assert [generated(router) for _ in range(20)] == ["FGH"] * 20
         assert len(servers[0].requests) > 0 < len(servers[1].requests)
         assert router.deaths == 1 and router.trouble() is None
+
+
+def test_two_that_tell_a_waiting_router_of_engines_at_once_start_one(tmp_path, monkeypatch):
+    """Say, two engines that are ready at the same time in the place of the last ones."""
+    both = threading.Barrier(2)
+    launch = RouterHandle._launch
+
+    def launch_when_the_other_would_too(router, told=None):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(1.0)
+        launch(router, told)
+
+    monkeypatch.setattr(RouterHandle, "_launch", launch_when_the_other_would_too)
+    with FakeGenerateServer() as first, FakeGenerateServer() as second:
+        with running_router(tmp_path, router_policy="power_of_two") as router, ThreadPoolExecutor(2) as threads:
+            told = [threads.submit(router.add_workers, [Worker(server.url)], 60, KEY) for server in (first, second)]
+            for result in told:
+                result.result(120)
+            assert urls(router) == {first.url, second.url} and router.deaths == 0
 
 
 def test_engines_that_come_and_go_while_there_is_no_router_are_told_to_the_next_one(tmp_path):
@@ -296,7 +318,7 @@ def test_nobody_else_that_reserves_ports_gets_that_of_a_router_that_died(tmp_pat
     with running_router(tmp_path) as router:
         kill(router)
         with pytest.raises(RunError, match="no free port"):
-            router_module.reserve_port(router.ip, router.port, attempts=1)
+            reserve_port(router.ip, router.port, attempts=1)
 
 
 def killed_and_replaced_by_another_server(router):

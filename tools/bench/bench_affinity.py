@@ -27,7 +27,8 @@ from slime.arguments import parse_args
 from slime.rollout.dialogue import dialogue
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation_call import GenerationCall
-from slime.serving.router import Worker, start_router
+from slime.serving.model_routers import start_router
+from slime.serving.router import Worker
 from slime.utils.http_utils import close_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.run_values import with_run_values

@@ -24,7 +24,8 @@ from slime.arguments import parse_args
 from slime.rollout.base_types import leaves
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.serving.router import Worker, start_router
+from slime.serving.model_routers import start_router
+from slime.serving.router import Worker
 from slime.utils import async_utils
 from slime.utils.http_utils import close_http_client
 from slime.utils.misc import SingletonMeta

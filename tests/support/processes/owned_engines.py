@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from slime.serving import model_routers
 from slime.serving import owner as owner_module
 from slime.serving.engines import engines_of_run
 from slime.serving.owner import ServingOwner
 from slime.serving.router import RouterHandle, Worker
 from slime.utils.errors import RunError
+from tests.support.processes.waiting import wait_until
 
 KILLED = "engine 0 died: ended by SIGKILL"
 
@@ -86,7 +88,7 @@ def make_owner(monkeypatch, tmp_path):
         def start_router(args, log_dir, ours, number, roles):
             return Router(events, process=process, error=error, number=number)
 
-        monkeypatch.setattr(owner_module, "start_router", start_router)
+        monkeypatch.setattr(model_routers, "start_router", start_router)
         values = {
             "rollout_num_gpus": engines, "rollout_external": False, "rollout_num_gpus_per_engine": 1, "num_gpus_per_node": 8,
             "sglang_config": None, "prefill_num_servers": None, "hf_checkpoint": "/actor", "router_api_key": None,
@@ -115,12 +117,14 @@ def make_owner(monkeypatch, tmp_path):
             events.append((method, *names))
             return {name: outcomes.get((method, name)) for name in names}
 
-        def worker(name, url):
-            role = owner._topology.find(name.engine_id)[1].role
-            return Worker(url, role, 8998 if role == "prefill" else None)
+        def workers(urls):
+            roles = {name: owner._topology.find(name.engine_id)[1].role for name in urls}
+            return {
+                name: Worker(url, roles[name], 8998 if roles[name] == "prefill" else None) for name, url in urls.items()
+            }
 
         monkeypatch.setattr(owner._engines, "order", order)
-        monkeypatch.setattr(owner._engines, "worker", worker)
+        monkeypatch.setattr(owner._engines, "workers", workers)
         monkeypatch.setattr(owner._engines, "snapshot", lambda version, records: (version, [r.name for r in records]))
         owner.events, owner.outcomes, owner.turns = events, outcomes, 0
         made.append(owner)
@@ -166,3 +170,9 @@ def serving(owner):
 
 def states(owner):
     return [record.state for record in owner._fleet.records()]
+
+
+def let_the_watch_turn(owner):
+    """Return when the watch has looked several times more at what it waits for."""
+    seen = owner.turns
+    wait_until(lambda: owner.turns >= seen + 10)
