@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -43,6 +44,9 @@ _SHUTDOWN_SECONDS = 3.0
 _START_SECONDS = 60.0
 # How often we look whether our router has ended.
 _LOOK_SECONDS = 0.2
+# How long a router waits for what keeps it from coming back, which a person may put right, and how often it looks.
+_OBSTACLE_SECONDS = 300.0
+_OBSTACLE_POLL_SECONDS = 1.0
 # How long after its last answer a router is asked whether it answers, and how often in a row it may be late: beside much other
 # work an answer takes long.
 _WATCH_SECONDS = 10.0
@@ -61,6 +65,10 @@ class Worker:
     url: str
     role: str = "regular"
     bootstrap_port: int | None = None
+
+
+class _Obstacle(RunError):
+    """Something keeps any process from starting, such as a full disk."""
 
 
 class EnginesLacking(RunError):
@@ -378,25 +386,48 @@ class RouterHandle:
                     count = len(self._told.keys() - self._missing)
                     logger.info("there is a router at %s again, with %d engines", self.url, count)
                 return
+            except _Obstacle as obstacle:
+                self._gave_up = f"{fault}\nno other router takes its place: {obstacle}"
+                return
             except Exception as error:
                 self._remove_arguments()
                 fault = f"no router starts in the place of the dead one: {error}"
 
     def _start_again(self) -> None:
-        """Start another process at the same address, and tell it of the engines. Raises RunError when that fails."""
-        deadline = time.monotonic() + _START_SECONDS
-        while self._reservations[0].is_taken():
-            if time.monotonic() > deadline or self._ending.wait(_LOOK_SECONDS):
-                lives = self.process.pid is not None and self.process.poll() is None
-                who = "the dead one, which the kernel does not let go," if lives else "another process"
-                raise RunError(f"{who} has taken its port, {self.port}")
-        self.process, self._scratch = _new_process(self.process.name, self.process.log_path)
-        self._late, self._waits, self._missing = 0, lacks_engines(self._fields), frozenset()
-        self._registered.clear()
-        if not self._waits:
-            self._launch()
+        """Start another process at the same address, and tell it of the engines. What keeps any process from starting is no
+        death of a router: it is told in the log, and waited for.
+
+        Raises:
+            _Obstacle: it lasted for too long.
+            RunError: the process was started, and failed.
+        """
+        deadline, told = time.monotonic() + _OBSTACLE_SECONDS, ""
+        while obstacle := self._launch_again():
+            if obstacle != told:
+                logger.warning("the router cannot start: %s", obstacle)
+            told = obstacle
+            if time.monotonic() > deadline or self._ending.wait(_OBSTACLE_POLL_SECONDS):
+                raise _Obstacle(f"for {_OBSTACLE_SECONDS:g} s, {obstacle}")
         self.wait_ready()
         self._missing = self._lacking(list(self._told.values()), _START_SECONDS, logging.WARNING)
+
+    def _launch_again(self) -> str:
+        """Start another process at the same address. Returns what keeps it from that; empty: nothing."""
+        if self._reservations[0].is_taken():
+            if self.process.pid is not None and self.process.poll() is None:
+                return f"the dead one, which the kernel does not let go, has its port, {self.port}"
+            return f"another process has taken its port, {self.port} (`ss -ltnp` names it); end that process"
+        try:
+            self.process, self._scratch = _new_process(self.process.name, self.process.log_path)
+            self._late, self._waits, self._missing = 0, lacks_engines(self._fields), frozenset()
+            self._registered.clear()
+            if not self._waits:
+                self._launch()
+        except OSError as error:
+            self._remove_arguments()
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            return f"{error.strerror} ({error.filename or self._scratch}){'; free space there' if is_full else ''}"
+        return ""
 
     def _lacking(self, workers: Sequence[Worker], timeout: float, level: int) -> frozenset[str]:
         """Register engines; those of all that it is to have that it lacks then, which is told at that level.

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -342,17 +343,20 @@ def test_a_port_that_somebody_has_taken_is_waited_for(tmp_path):
         assert generated(router) == "FGH" and router.deaths == 1
 
 
-def test_a_port_that_stays_taken_is_told_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(router_module, "_START_SECONDS", 0.0)
+def test_a_port_that_stays_taken_is_told_of_and_is_no_death_of_a_router(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(router_module, "_OBSTACLE_SECONDS", 0.0)
     with running_router(tmp_path) as router:
         with killed_and_replaced_by_another_server(router):
             told = wait_until(router.trouble)
-        assert f"another process has taken its port, {router.port}\nno other router takes its place" in told
+        taken = f"another process has taken its port, {router.port} (`ss -ltnp` names it); end that process"
+        assert told.startswith("the router died: ended by SIGKILL")
+        assert told.endswith(f"\nno other router takes its place: for 0 s, {taken}") and router.deaths == 1
+    assert f"the router cannot start: {taken}" in caplog.messages, "while there is time to end it"
 
 
 def test_a_port_that_a_dead_router_keeps_is_told_of(tmp_path, monkeypatch):
     """The kernel lets a process go that waits for a disk, say, when it can."""
-    monkeypatch.setattr(router_module, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(router_module, "_OBSTACLE_SECONDS", 0.0)
     monkeypatch.setattr(router_module, "_WATCH_SECONDS", 0.01)
     monkeypatch.setattr(router_module, "_WATCH_TIMEOUT_SECONDS", 0.2)
     with running_router(tmp_path) as router, monkeypatch.context() as held:
@@ -360,7 +364,39 @@ def test_a_port_that_a_dead_router_keeps_is_told_of(tmp_path, monkeypatch):
         held.setattr(router.process, "_signal_group", lambda signal_number: None)
         os.kill(router.process.pid, signal.SIGSTOP)
         told = wait_until(router.trouble)
-    assert f"the dead one, which the kernel does not let go, has taken its port, {router.port}\nno other router" in told
+    assert told.endswith(f"the dead one, which the kernel does not let go, has its port, {router.port}")
+    assert "\nno other router takes its place: for 0 s, " in told and router.deaths == 1
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/disk/router.log")
+
+
+@pytest.mark.parametrize("where", ["_new_process", "_launch"])
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_full_disk_is_waited_for_and_is_no_death_of_a_router(tmp_path, monkeypatch, caplog, where, lasts):
+    """More often than a router may die somebody looks for space, and the requests meanwhile are suspected of nothing."""
+    monkeypatch.setattr(router_module, "_OBSTACLE_SECONDS", 0.0 if lasts else 60.0)
+    monkeypatch.setattr(router_module, "_OBSTACLE_POLL_SECONDS", 0.01)
+    owner_of_it = router_module if where == "_new_process" else RouterHandle
+    start, attempts = getattr(owner_of_it, where), []
+
+    def full_at_first(*arguments):
+        attempts.append(arguments)
+        if lasts or len(attempts) <= 5:
+            raise FULL
+        return start(*arguments)
+
+    with FakeGenerateServer() as engine, running_router(tmp_path) as router:
+        router.add_workers([Worker(engine.url)], 60, KEY)
+        monkeypatch.setattr(owner_of_it, where, full_at_first)
+        kill(router)
+        full = "No space left on device (/disk/router.log); free space there"
+        if lasts:
+            assert wait_until(router.trouble).endswith(f"\nno other router takes its place: for 0 s, {full}")
+        else:
+            wait_until(router.serves)
+            assert generated(router) == "FGH" and len(attempts) == 6
+        assert router.deaths == 1 and caplog.messages.count(f"the router cannot start: {full}") == 1
 
 
 def test_no_router_starts_once_the_run_ends(tmp_path, monkeypatch):
