@@ -58,12 +58,17 @@ def takes_shape_of_config(args: argparse.Namespace) -> bool:
     return args.model_args_from_hf or args.train_backend == "fsdp"
 
 
-def _differences(args: argparse.Namespace, derived: ModelArgs) -> list[Violation]:
-    rows = [
+def differing_flags(args: argparse.Namespace, derived: ModelArgs) -> list[tuple[str, str, str]]:
+    """(flag, its value in `args`, its value in `derived`) of the flags of the model in which the two differ."""
+    return [
         (spelling(name), shown(name, vars(args)[name]), shown(name, value))
         for name, value in derived.items()
         if name not in CHOICES and hasattr(args, name) and not _agree(args, derived, name)
     ]
+
+
+def _differences(args: argparse.Namespace, derived: ModelArgs) -> list[Violation]:
+    rows = differing_flags(args, derived)
     if not rows:
         return []
     hint = "drop the typed flags" if takes_shape_of_config(args) else "correct them, or give --model-args-from-hf"

@@ -8,25 +8,37 @@ Of weights only headers, metadata and sizes of files are read.
 import argparse
 import logging
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from slime.arguments.checkpoints import (
     REFERENCE,
     TEACHER,
+    WeightSource,
     other_model_states,
     source_of_reference,
     source_of_teacher,
 )
 from slime.arguments.config_files.eval_file import places_in
-from slime.arguments.config_files.role_config import CRITIC, place_in
+from slime.arguments.config_files.role_config import CRITIC, critic_args, place_in
 from slime.arguments.config_files.serving_config import served_models
-from slime.arguments.flag import attribute_of
+from slime.arguments.flag import attribute_of, flag_of
+from slime.arguments.hf_config import differing_flags, read_hf_config
 from slime.arguments.rules.data import SFT_FUNCTION, OwnFile, names_reward, own_files
-from slime.utils.checkpoint_directory import METADATA, POINTER, iteration_directory, latest_iteration
+from slime.models.families import model_args_from_hf
+from slime.utils.checkpoint_directory import (
+    FSDP2,
+    POINTER,
+    TORCH_METADATA,
+    iteration_directory,
+    latest_iteration,
+    read_torch_metadata,
+    sharded_backend,
+)
 from slime.utils.data_files import estimated_rows
 from slime.utils.dataset import scan_rows
 from slime.utils.errors import UserError
@@ -58,7 +70,8 @@ def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECO
     problems = [*_checkpoint_problems(args), *_model_problems(args), *_template_problems(args)]
     problems += [*_processor_problems(args), *_row_problems(args, time.monotonic() + scan_seconds)]
     if problems:
-        raise UserError("\n".join(problems))
+        # The actor may start from the weights of the reference.
+        raise UserError("\n".join(dict.fromkeys(problems)))
 
 
 def late_evaluations(args: argparse.Namespace) -> Iterator[str]:
@@ -96,17 +109,86 @@ def nothing_left(args: argparse.Namespace) -> str | None:
 
 
 def _checkpoint_problems(args: argparse.Namespace) -> Iterator[str]:
-    source = args.initial_weights
-    if source is None or source.kind != "megatron":
+    """Why weights that training ranks start from are not there, are not whole, or are those of another model."""
+    for place, source, of_role in _sources_of_ranks(args):
+        if source.kind == "megatron":
+            step = latest_iteration(source.path) if source.step is None else source.step
+            yield from _iteration_problems(place, source, iteration_directory(source.path, step), of_role)
+        elif source.kind == "hf" and source.path != args.hf_checkpoint:
+            yield from _other_model(place, Path(source.path), _differing_config(of_role, Path(source.path)))
+
+
+def _iteration_problems(place: str, source: WeightSource, directory: Path, args: argparse.Namespace) -> Iterator[str]:
+    backend = sharded_backend(directory)
+    if backend is None:
+        what = "is no whole checkpoint" if directory.is_dir() else "does not exist"
+        if source.step is None:
+            pointer = Path(source.path) / POINTER
+            yield f"{directory} {what}, although {pointer} names it; name a whole one there, or start elsewhere"
+        else:
+            yield f"{directory} {what}; ask for another step, or start elsewhere"
         return
-    directory = iteration_directory(source.path, latest_iteration(source.path) if source.step is None else source.step)
-    if (directory / METADATA).is_file():
-        return
-    what = "is no whole checkpoint" if directory.is_dir() else "does not exist"
-    if source.step is None:
-        yield f"{directory} {what}, although {Path(source.path) / POINTER} names it; name a whole one there, or start elsewhere"
-    else:
-        yield f"{directory} {what}; ask for another step, or start elsewhere"
+    # A run that does not resume reads the weights alone, and no further sets of them.
+    beside = [path.parent for path in directory.rglob(TORCH_METADATA)] if source.resume else []
+    unread = () if source.resume and not args.no_load_optim else ("optimizer.",)
+    try:
+        stored = {one: read_torch_metadata(one) for one in {*beside, *([] if backend == FSDP2 else [directory])}}
+        damage = [line for one in stored.values() for line in one.damage(lambda name: not name.startswith(unread))]
+        if backend == FSDP2:
+            places_of_checkpoint(directory)
+    except (UserError, FileNotFoundError) as error:
+        damage = [str(error)]
+    for line in damage:
+        yield f"{place} {source.path}: {line}; copy the checkpoint again, or start from another one"
+    if not damage:
+        is_hf = backend == FSDP2
+        yield from _other_model(place, directory, (_differing_config if is_hf else _differing_sizes)(args, directory))
+
+
+def _other_model(place: str, directory: Path, differences: Iterable[tuple[str, object, object]]) -> Iterator[str]:
+    """Args: differences: (flag, its value in the run, what the weights have)."""
+    told = [f"{flag} {there} there, {here} here" for flag, here, there in differences]
+    if told:
+        yield f"{place} {directory} is of another model than the run's: {', '.join(told)}; give weights of the same model"
+
+
+def _differing_config(args: argparse.Namespace, directory: Path) -> list[tuple[str, str, str]]:
+    """Differences of a Hugging Face directory. Without --hf-checkpoint nothing but typed flags describe the run's model."""
+    if args.hf_checkpoint is None:
+        return []
+    try:
+        found = differing_flags(args, model_args_from_hf(read_hf_config(directory)))
+    except UserError as error:
+        raise UserError(f"{directory}/config.json: {error}") from error
+    # The head of a critic is its own, so it does not matter whether that of the weights is tied to the embedding.
+    ignored = flag_of("untie_embeddings_and_output_weights") if vars(args).get("role") == CRITIC else None
+    return [row for row in found if row[0] != ignored]
+
+
+def _differing_sizes(args: argparse.Namespace, directory: Path) -> Iterator[tuple[str, int, int]]:
+    """Differences of a torch_dist checkpoint. Sizes that its shapes do not tell are compared when it is loaded."""
+    shapes = {name: entry.size for name, entry in read_torch_metadata(directory).tensors.items()}
+    layers = [_LAYER.match(name) for name in shapes]
+    apart = [int(layer[1]) + 1 for layer in layers if layer is not None and layer[1]]
+    stacked = [
+        shapes[layer.string][0] for layer in layers if layer is not None and not layer[1] and shapes[layer.string]
+    ]
+    embedding = shapes.get("embedding.word_embeddings.weight", ())
+    found = {
+        "num_layers": max(apart or stacked, default=None),
+        "hidden_size": embedding[-1] if embedding else None,
+        "ffn_hidden_size": next((shape[-1] for name, shape in shapes.items() if _DENSE.match(name)), None),
+        # Rows that pad the vocabulary may be as many as there are.
+        "vocab_size": min(embedding[0], args.vocab_size) if embedding and args.vocab_size else None,
+    }
+    for name, size in found.items():
+        if size is not None and size != vars(args)[name]:
+            yield flag_of(name), vars(args)[name], size
+
+
+# Layers are numbered, or stacked in one tensor where all are alike.
+_LAYER = re.compile(r"decoder\.layers\.(\d*)")
+_DENSE = re.compile(r"decoder\.layers\.(\d+\.)?mlp\.linear_fc2\.weight$")
 
 
 def _model_problems(args: argparse.Namespace) -> Iterator[str]:
@@ -167,25 +249,30 @@ _STARTS_FROM = ("--load", "--initial-megatron-checkpoint", "--ref-load", "--hf-c
 
 
 def _loads_of_ranks(args: argparse.Namespace) -> Iterator[_Load]:
+    for place, source, _ in _sources_of_ranks(args):
+        if source.kind == "hf":
+            ways_out = ("--random-init for training ranks",) if place == "--hf-checkpoint" else ()
+            yield _Load(f"{place} {source.path}", source.path, ("*.safetensors",), ways_out)
+
+
+def _sources_of_ranks(args: argparse.Namespace) -> Iterator[tuple[str, WeightSource, argparse.Namespace]]:
+    """(the flag or the place in a file that names it, the source, the flags of its model) of all weights that are loaded."""
     start = args.initial_weights
     if not args.has_trainer or start is None:
         return
     flag = next((flag for flag in _STARTS_FROM if vars(args)[attribute_of(flag)] == start.path), "initial weights:")
-    sources = [(flag, start)]
+    yield flag, start, args
     critic = args.critic_initial_weights if args.use_critic else start
-    if critic.kind == "hf" and critic.path != start.path:
-        place = place_in(args.megatron_config_path, CRITIC, "load", "hf_checkpoint")
-        sources.append((f"{place}: role critic:", critic))
+    if critic.path != start.path:
+        file = args.megatron_config_path
+        place = f"{place_in(file, CRITIC, 'load', 'hf_checkpoint')}: role critic:" if file is not None else flag
+        yield place, critic, critic_args(args)
     states = other_model_states(args)
     # A checkpoint that the run resumes from may hold the reference, and then `--ref-load` is not read.
     if REFERENCE in states and not start.resume:
-        sources.append(("--ref-load", source_of_reference(args)))
+        yield "--ref-load", source_of_reference(args), args
     if TEACHER in states:
-        sources.append(("--opd-teacher-load", source_of_teacher(args)))
-    for place, source in sources:
-        if source.kind == "hf":
-            ways_out = ("--random-init for training ranks",) if place == "--hf-checkpoint" else ()
-            yield _Load(f"{place} {source.path}", source.path, ("*.safetensors",), ways_out)
+        yield "--opd-teacher-load", source_of_teacher(args), args
 
 
 def _loads_of_engines(args: argparse.Namespace) -> Iterator[_Load]:

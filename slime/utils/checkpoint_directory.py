@@ -1,17 +1,23 @@
 """The layout of a directory of checkpoints, which is Megatron's: a directory for each iteration, and a pointer file, which is
 written last.
 
-The metadata in an iteration's directory, also written last, name the backend that wrote it.
+The metadata in an iteration's directory, also written last, name the backend that wrote it. Metadata of torch in the same
+directory name its tensors, and the places of these in its files.
 """
 
 import json
 import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slime.utils.errors import UserError
 
 POINTER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
+TORCH_METADATA = ".metadata"
 # The file with the version of its weights' push, or of the last push before it.
 WEIGHT_VERSION = "weight_version.json"
 # The name of the FSDP backend in the metadata; checkpoints of Megatron have torch_dist.
@@ -69,3 +75,78 @@ def require_backend(backend: str, kind: str, path: str | os.PathLike[str] | None
             f"{directory} was not saved with --train-backend fsdp, which starts from a Hugging Face directory and goes on from "
             "its own checkpoints; tools/convert_torch_dist_to_hf.py makes such a directory of Megatron's"
         )
+
+
+@dataclass(frozen=True)
+class TorchMetadata:
+    """What the metadata of torch say about a directory of `torch.distributed.checkpoint`, such as a torch_dist checkpoint.
+
+    Attributes:
+        tensors: torch's description of each tensor, by its name: `size`, `chunks`, `properties`. Sizes are tuples.
+        places: where torch has put each piece (`relative_path`, and `offset` and `length` in bytes), by the name of its tensor
+            or object and the piece's offset in it.
+    """
+
+    directory: Path
+    tensors: Mapping[str, Any]
+    places: Mapping[tuple[str, tuple[int, ...]], Any]
+
+    def damage(self, is_needed: Callable[[str], bool] = lambda name: True) -> Iterator[str]:
+        """A message for every file that is missing, or too short for what `is_needed`, by its name, lies in it."""
+        ends: dict[str, int] = {}
+        for (name, _), place in self.places.items():
+            if is_needed(name):
+                ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        for file, end in sorted(ends.items()):
+            path = self.directory / file
+            if not path.is_file():
+                yield f"{path} is missing"
+            elif path.stat().st_size < end:
+                yield f"{path} is cut off: it has {path.stat().st_size} bytes, and should have {end}"
+
+
+def read_torch_metadata(directory: Path) -> TorchMetadata:
+    """Read the metadata of torch in `directory`, without torch. None of the files with tensors is opened.
+
+    Raises:
+        UserError: there are none, or they are damaged.
+    """
+    path = directory / TORCH_METADATA
+    try:
+        with open(path, "rb") as file:
+            metadata = _Unpickler(file).load()
+        entries, places = metadata.state_dict_metadata, metadata.storage_data
+        tensors = {key: entry for key, entry in entries.items() if type(entry).__name__ == "TensorStorageMetadata"}
+        by_name = {(index.fqn, tuple(vars(index).get("offset") or ())): place for index, place in places.items()}
+    except FileNotFoundError as error:
+        raise UserError(f"{directory} is no torch_dist checkpoint: it has no {TORCH_METADATA}") from error
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {str(error) or 'it is cut off'}") from error
+    return TorchMetadata(directory, tensors, by_name)
+
+
+class _Record:
+    """Stands for an object of the metadata. Its saved state is its attributes or, if that was not a dict, in `saved`."""
+
+    saved: Any = ()
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.saved = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads metadata without importing the modules of its classes, which would take seconds, and a pickle could name any
+    module. Every class that it names becomes a record, and every dtype the class of a record of its name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) in (("collections", "OrderedDict"), ("collections", "defaultdict")):
+            return lambda *arguments: {}
+        return type(name, (_Record,), {})

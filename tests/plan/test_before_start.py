@@ -21,7 +21,7 @@ from slime.ray import cluster
 from slime.ray.session import main
 from slime.utils.errors import UserError
 from tests.support.models import args as arguments
-from tests.support.models.args import command_line, write_stand_ins
+from tests.support.models.args import command_line, write_iteration, write_stand_ins
 
 SFT = "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss --debug-train-only"
 PLAIN_PROMPTS = '{"prompt": "a", "label": "1"}\n'
@@ -254,8 +254,7 @@ def test_a_checkpoint_that_is_not_whole_is_told(tmp_path, name, words, told):
     words = ["--num-rollout", "20", "--load", str(checkpoint), *words.split()]
     (line,) = problems(tmp_path, *words)
     assert line.startswith(f"{checkpoint}/{name} {told.format(checkpoint=checkpoint)}")
-    (checkpoint / name).mkdir(exist_ok=True)
-    (checkpoint / name / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    write_iteration(checkpoint, int(name.removeprefix("iter_")))
     check_before_start(parse(tmp_path, *words))
 
 

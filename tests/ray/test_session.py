@@ -18,7 +18,7 @@ from slime.ray.session import main
 from slime.utils import filesystem
 from slime.utils.child_process import environment_for_python
 from slime.utils.errors import RunError, UserError
-from tests.support.models.args import command_line, write_config, write_stand_ins
+from tests.support.models.args import command_line, write_config, write_iteration, write_stand_ins
 
 
 @pytest.fixture
@@ -119,10 +119,7 @@ def restarting(run, tmp_path):
                     progress.start_rollout_id = 0
                 progress.num_rollout, progress.rollouts_done = 4, 2
             if saved and len(loaded) == 1:
-                (save / "iter_0000001").mkdir()
-                (save / "iter_0000001/.metadata").touch()
-                (save / "iter_0000001/metadata.json").touch()
-                (save / "latest_checkpointed_iteration.txt").write_text("1")
+                write_iteration(save)
                 progress.rollout_saved = 1
             if (ending := left.pop(0)) is not None:
                 raise ending
@@ -429,9 +426,7 @@ def test_a_model_without_weights_or_tokenizer_is_told_where_a_run_would_load_the
     (tmp_path / "dump.pt").write_bytes(b"\x80")
     resumed = tmp_path / "resumed"
     for checkpoint in (resumed, resumed / "critic"):
-        (checkpoint / "iter_0000001").mkdir(parents=True)
-        (checkpoint / "iter_0000001/metadata.json").touch()
-        (checkpoint / "latest_checkpointed_iteration.txt").write_text("1")
+        write_iteration(checkpoint)
     (tmp_path / "roles.yaml").write_text(f"megatron: [{{role: critic, overrides: {{load: {other}}}}}]\n")
     (tmp_path / "models.yaml").write_text(
         "sglang:\n- name: actor\n  server_groups: [{num_gpus: 1}]\n\n\n"

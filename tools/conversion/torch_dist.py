@@ -454,7 +454,7 @@ def _stored_parameters(directory: Path, family: Family) -> dict[str, StoredParam
                     f"{directory}: {error.args[0]}; is it the checkpoint of another family, or of a critic?"
                 ) from error
             shape = entry.size[len(prefix) :]
-            found[name] = StoredParameter(key, prefix, tuple(shape), shape.numel() * dtype_of(entry).itemsize)
+            found[name] = StoredParameter(key, prefix, tuple(shape), math.prod(shape) * dtype_of(entry).itemsize)
     return found
 
 

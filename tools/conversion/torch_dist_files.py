@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 from slime.models.tensor_layouts import Layout, TensorSizes
+from slime.utils.checkpoint_directory import read_torch_metadata
 from slime.utils.errors import UserError
 
 _OPTIMIZER = "optimizer."
@@ -36,37 +37,17 @@ class TorchDistDirectory:
     """
 
     def __init__(self, directory: Path) -> None:
-        try:
-            with open(directory / ".metadata", "rb") as file:
-                metadata = _Unpickler(file).load()
-            entries, places = metadata.state_dict_metadata, metadata.storage_data
-        except FileNotFoundError as error:
-            raise UserError(f"{directory} is no torch_dist checkpoint: it has no .metadata") from error
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{directory / '.metadata'} cannot be read: {str(error) or 'it is cut off'}") from error
-        self._directory, self._storage = directory, {}
+        self._metadata = read_torch_metadata(directory)
+        self._directory, self._storage = directory, self._metadata.places
         self._files: dict[Path, mmap.mmap] = {}
         # By (tensor, number of first axes): see `_by_prefix`.
         self._chunks: dict[tuple[str, int], dict[tuple[int, ...], list[Any]]] = {}
-        for index, place in places.items():
-            self._storage[index.fqn, tuple(vars(index).get("offset") or ())] = place
-        self.tensors = {
-            key: entry
-            for key, entry in entries.items()
-            if type(entry).__name__ == "TensorStorageMetadata" and not key.startswith(_OPTIMIZER)
-        }
+        self.tensors = {key: entry for key, entry in self._metadata.tensors.items() if not key.startswith(_OPTIMIZER)}
 
     def require_files(self) -> None:
         """Raise UserError if a file is missing, or shorter than the metadata say."""
-        ends: dict[str, int] = {}
-        for place in self._storage.values():
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-        for name, end in sorted(ends.items()):
-            path = self._directory / name
-            if not path.is_file():
-                raise UserError(f"{path} is missing")
-            if path.stat().st_size < end:
-                raise UserError(f"{path} is cut off: it has {path.stat().st_size} bytes, and should have {end}")
+        for message in self._metadata.damage():
+            raise UserError(message)
 
     def read(self, key: str, prefix: tuple[int, ...]) -> list[torch.Tensor]:
         """The entry at `prefix` of the first axes of the tensor `key`, as parts with consecutive rows. Whole rows in a file are
@@ -157,36 +138,8 @@ def _runs_of_rows(layout: Layout, rows: int, sizes: TensorSizes) -> list[list[tu
 
 def dtype_of(entry: Any) -> torch.dtype:
     """The dtype of a tensor in the metadata."""
-    # It is the first of the properties, which are saved as a tuple.
-    return entry.properties.saved[0]
-
-
-class _Record:
-    """Stands for an object of the metadata. Its saved state is its attributes or, if that was not a dict, in `saved`."""
-
-    saved: Any = ()
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.saved = state
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads metadata without importing the modules of its classes, which would take longer than many conversions, and a pickle
-    could name any module. Every class that it names becomes a record."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = getattr(torch, name, None) if module == "torch" else None
-        if known is torch.Size or isinstance(known, torch.dtype):
-            return known
-        if (module, name) in (("collections", "OrderedDict"), ("collections", "defaultdict")):
-            return lambda *arguments: {}
-        return type(name, (_Record,), {})
+    # It is the first of the properties, which are saved as a tuple; a class of its name stands for it.
+    return getattr(torch, entry.properties.saved[0].__name__)
 
 
 def _by_prefix(chunks: Sequence[Any], depth: int) -> dict[tuple[int, ...], list[Any]]:

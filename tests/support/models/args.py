@@ -53,6 +53,33 @@ def write_stand_ins(directory: Path) -> Path:
     return directory
 
 
+def write_iteration(
+    directory: Path, iteration: int = 1, shapes: dict[str, tuple[int, ...]] | None = None, **changes: int
+) -> Path:
+    """A torch_dist checkpoint in `directory`, with tensors of `shapes` and the optimizer's state for them.
+
+    Returns the directory of the iteration.
+
+    Without `shapes` there are the weights of `TINY_QWEN3_CONFIG` by which sizes are told apart; `changes` replace flags of
+    sizes.
+    """
+    import torch
+    from torch.distributed import checkpoint
+
+    sizes = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 300, **changes}
+    weights = shapes or {
+        "decoder.layers.mlp.linear_fc2.weight": (sizes["num_layers"], sizes["hidden_size"], sizes["ffn_hidden_size"]),
+        "embedding.word_embeddings.weight": (sizes["vocab_size"], sizes["hidden_size"]),
+    }
+    state = {f"optimizer.state.exp_avg.{name}": shape for name, shape in weights.items()}
+    written = directory / f"iter_{iteration:07d}"
+    tensors = {name: torch.zeros(shape) for name, shape in {**weights, **state}.items()}
+    checkpoint.save(tensors, checkpoint_id=written, no_dist=True)
+    (written / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (directory / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return written
+
+
 def write_rows(path: Path, count: int = 8) -> Path:
     """Write a prompt file with `count` rows."""
     rows = [{"prompt": f"What is {i}+{i}?", "label": str(2 * i)} for i in range(count)]

@@ -1,0 +1,145 @@
+"""Weights that a run cannot load, as files, metadata and configs tell them before anything starts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from slime.plan.before_start import check_before_start
+from slime.utils.errors import UserError
+from tests.support.models.args import parse, write_config, write_iteration, write_stand_ins
+
+
+def told(directory: Path, *words: str) -> list[str]:
+    """The problems of a run whose `--hf-checkpoint` is whole."""
+    args = parse(directory, *words)
+    write_stand_ins(directory / "model")
+    try:
+        check_before_start(args)
+    except UserError as error:
+        return str(error).splitlines()
+    return []
+
+
+def cut(file: Path, size: int | None) -> None:
+    """Leave the first `size` bytes of a file; None: leave nothing of it."""
+    content = file.read_bytes()
+    file.unlink()
+    if size is not None:
+        file.write_bytes(content[:size])
+
+
+@pytest.mark.parametrize(
+    ("file", "size", "problem"),
+    [
+        ("__0_0.distcp", 1000, "__0_0.distcp is cut off: it has 1000 bytes, and should have "),
+        ("__0_0.distcp", None, "__0_0.distcp is missing"),
+        (".metadata", 100, ".metadata cannot be read: "),
+        (".metadata", None, "iter_0000001 is no torch_dist checkpoint: it has no .metadata"),
+        ("states/ref/__0_0.distcp", 1000, "states/ref/__0_0.distcp is cut off: it has 1000 bytes, and should have "),
+        ("metadata.json", 10, "iter_0000001 is no whole checkpoint, although "),
+    ],
+)
+def test_a_checkpoint_that_is_cut_off_is_told_by_its_file(tmp_path, file, size, problem):
+    checkpoint = tmp_path / "checkpoint"
+    written = write_iteration(checkpoint)
+    shutil.copytree(written, written / "states/ref")
+    words = ("--load", str(checkpoint))
+    assert told(tmp_path, *words) == []
+    cut(written / file, size)
+    [line] = told(tmp_path, *words)
+    assert problem in line and f"{checkpoint}" in line
+    assert line.endswith("start from another one") and line.startswith("--load ") or line.endswith("start elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("words", "missed"),
+    [
+        ("--load CHECKPOINT", True),
+        ("--load CHECKPOINT --no-load-optim", False),
+        ("--load CHECKPOINT --finetune", False),
+        ("--load MODEL --use-kl-loss --ref-load CHECKPOINT", False),
+    ],
+)
+def test_what_is_not_read_may_be_cut_off(tmp_path, words, missed):
+    """The state of the optimizer, behind all weights."""
+    checkpoint = tmp_path / "checkpoint"
+    written = write_iteration(checkpoint, shapes={"embedding.word_embeddings.weight": (300, 64)})
+    [file] = written.glob("*.distcp")
+    cut(file, file.stat().st_size - 100)
+    words = words.replace("CHECKPOINT", str(checkpoint)).replace("MODEL", str(tmp_path / "model"))
+    lines = told(tmp_path, *words.split())
+    assert [file.name in line for line in lines] == [True] * missed
+
+
+SOURCES = {
+    "--load": "--load OTHER",
+    "--ref-load": "--use-kl-loss --ref-load OTHER",
+    "--opd-teacher-load": "--use-opd --opd-type megatron --opd-teacher-load OTHER",
+    "roles.yaml:1: role critic:": "--advantage-estimator ppo --megatron-config-path roles.yaml",
+}
+SIZES = {
+    "num_layers": ("num_hidden_layers", "--num-layers 3 there, 2 here"),
+    "hidden_size": ("hidden_size", "--hidden-size 32 there, 64 here"),
+    "ffn_hidden_size": ("intermediate_size", "--ffn-hidden-size 96 there, 128 here"),
+    "vocab_size": ("vocab_size", "--vocab-size 100 there, 300 here"),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("place", SOURCES)
+@pytest.mark.parametrize("kind", ["torch_dist", "hf"])
+def test_weights_of_another_model_are_told_by_the_flag_that_names_them(tmp_path, kind, place, size):
+    entry, differs = SIZES[size]
+    value = int(differs.split()[1])
+    other, same = tmp_path / "other", tmp_path / "same"
+    if kind == "hf":
+        write_stand_ins(write_config(other, **{entry: value}))
+        write_stand_ins(write_config(same, max_position_embeddings=9999))
+    else:
+        write_iteration(other, 0, **{size: value})
+        # Rows that pad the vocabulary are no difference.
+        write_iteration(same, 0, vocab_size=384)
+    for directory in (other, same):
+        fresh = ", finetune: true" if kind == "torch_dist" else ""
+        (tmp_path / "roles.yaml").write_text(f"megatron: [{{role: critic, overrides: {{load: {directory}{fresh}}}}}]\n")
+        words = SOURCES[place].replace("OTHER", str(directory)).replace("roles.yaml", f"{tmp_path}/roles.yaml")
+        lines = told(tmp_path, *words.split(), "--finetune")
+        if directory == same:
+            assert lines == []
+            continue
+        [line] = lines
+        assert line.startswith(place.replace("roles.yaml", f"{tmp_path}/roles.yaml")) and differs in line
+        assert line.endswith("; give weights of the same model")
+
+
+def test_a_critic_of_a_size_of_its_own_starts_from_weights_of_that_size(tmp_path):
+    smaller = write_iteration(tmp_path / "smaller", 0, num_layers=1).parent
+    config = write_config(tmp_path / "config", num_hidden_layers=1)
+    overrides = f"load: {smaller}, finetune: true"
+    for own, count in (("", 1), (f", hf_checkpoint: {config}, num_layers: 1", 0)):
+        (tmp_path / "roles.yaml").write_text(f"megatron: [{{role: critic, overrides: {{{overrides}{own}}}}}]\n")
+        words = ("--advantage-estimator", "ppo", "--megatron-config-path", f"{tmp_path}/roles.yaml")
+        assert len(told(tmp_path, *words)) == count
+
+
+def test_layers_that_are_kept_apart_are_counted(tmp_path):
+    shapes = {f"decoder.layers.{layer}.mlp.linear_fc2.weight": (64, 128) for layer in range(12)}
+    write_iteration(tmp_path / "checkpoint", shapes=shapes)
+    [line] = told(tmp_path, "--load", str(tmp_path / "checkpoint"))
+    assert "--num-layers 12 there, 2 here" in line
+
+
+def test_a_checkpoint_of_fsdp_is_looked_at_as_the_directory_that_it_is(tmp_path):
+    written = write_stand_ins(write_config(tmp_path / "checkpoint/iter_0000001"))
+    (written / "metadata.json").write_text(json.dumps({"sharded_backend": "fsdp2"}))
+    (tmp_path / "checkpoint/latest_checkpointed_iteration.txt").write_text("1")
+    words = ("--load", str(tmp_path / "checkpoint"), "--train-backend", "fsdp")
+    assert told(tmp_path, *words) == []
+    cut(written / "model.safetensors", 50)
+    [line] = told(tmp_path, *words)
+    assert line.startswith(f"--load {tmp_path}/checkpoint: {written}/model.safetensors cannot be read")
+    write_stand_ins(write_config(written, num_hidden_layers=3))
+    [line] = told(tmp_path, *words)
+    assert "--num-layers 3 there, 2 here" in line
