@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     import torch
 
 
-def open_checkpoint(directory: str | Path) -> SafetensorsDirectory:
+def open_checkpoint(directory: str | Path, dtype: torch.dtype | None = None) -> SafetensorsDirectory:
     """The tensors of a Hugging Face checkpoint by name; quantised weights become plain numbers.
+
+    Args:
+        dtype: that to which numbers of FP8 weights are rounded; None: they are float32.
 
     Raises:
         UserError: it has no weights, or they are quantised in a way that is not known here.
@@ -43,7 +46,7 @@ def open_checkpoint(directory: str | Path) -> SafetensorsDirectory:
     if settings["quant_method"] == "fp8":
         block = tuple(settings.get("weight_block_size") or ())
         return _Dequantised(
-            directory, "weight_scale_inv" if block else "weight_scale", lambda parts: _Fp8(parts, block)
+            directory, "weight_scale_inv" if block else "weight_scale", lambda parts: _Fp8(parts, block, dtype)
         )
     scheme = int4_scheme(directory, settings)
     return _Dequantised(directory, PACKED, lambda parts: _Packed(parts, scheme.weights))
@@ -90,10 +93,13 @@ class _Dequantised(SafetensorsDirectory):
 
 
 class _Fp8:
-    """A matrix in FP8, read as float32: each number is multiplied by the scale of its block, or of the tensor."""
+    """A matrix in FP8, read as float32 or another type: each number is multiplied by the scale of its block, or of the tensor,
+    in float32."""
 
-    def __init__(self, parts: Mapping[str, StoredTensor], block: tuple[int, ...]) -> None:
-        self._numbers, self._block = parts["weight"], block
+    def __init__(
+        self, parts: Mapping[str, StoredTensor], block: tuple[int, ...], dtype: torch.dtype | None = None
+    ) -> None:
+        self._numbers, self._block, self._dtype = parts["weight"], block, dtype
         self._scale = parts["weight_scale_inv" if block else "weight_scale"]
         self.shape = self._numbers.shape
         found, blocks = (
@@ -110,14 +116,14 @@ class _Fp8:
     def dtype(self) -> torch.dtype:
         import torch
 
-        return torch.float32
+        return self._dtype or torch.float32
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         import torch
 
         rows, columns = _ranges(index, self.shape)
         codes = self._numbers[rows, columns].view(torch.uint8)
-        numbers = torch.empty(codes.shape, dtype=torch.float32)
+        numbers = torch.empty(codes.shape, dtype=self.dtype)
         if self._block:
             height, scales = self._block[0], _scales_of_rows(self._scale, rows, columns, self._block)
         else:
@@ -131,7 +137,7 @@ class _Fp8:
 
 
 def _put_fp8_numbers(codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-    """Fill `out` (float32) with the values of codes (uint8) of `float8_e4m3fn`, times `scale`. It is faster than torch, which
+    """Fill `out` with the values of codes (uint8) of `float8_e4m3fn`, times `scale` in float32. It is faster than torch, which
     converts number by number.
 
     The bits of a code are those of a float16 that is 256 times smaller, even for subnormal numbers. Only codes for NaN differ.
@@ -139,15 +145,18 @@ def _put_fp8_numbers(codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor
     import torch
 
     signed = codes.view(torch.int8)
+    products = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)
     # NaN has the largest code of either sign.
     if not codes.numel() or signed.amax() == 0x7F or codes.amax() == 0xFF:
-        torch.mul(codes.view(torch.float8_e4m3fn).float(), scale, out=out)
-        return
-    # The sign bit appears twice after the shift; the second time it is at the place of an exponent bit, and is cleared. It is
-    # shifted by a product, which takes torch a third of the time.
-    halves = signed.to(torch.int16).mul_(1 << 7).bitwise_and_(-0x4001)
-    # There are fewer scales than numbers, so the factor goes to them.
-    torch.mul(halves.view(torch.float16).float(), 256.0 * scale, out=out)
+        products.copy_(codes.view(torch.float8_e4m3fn)).mul_(scale)
+    else:
+        # The sign bit appears twice after the shift; the second time it is at the place of an exponent bit, and is cleared. It
+        # is shifted by a product, which takes torch a third of the time.
+        halves = signed.to(torch.int16).mul_(1 << 7).bitwise_and_(-0x4001)
+        # There are fewer scales than numbers, so the factor goes to them.
+        products.copy_(halves.view(torch.float16)).mul_(256.0 * scale)
+    if products is not out:
+        out.copy_(products)
 
 
 class _Packed:

@@ -364,6 +364,10 @@ def test_what_is_read_is_what_the_engine_reads(checkpoint, settings):
     ):
         found = stored[index]
         assert found.equal(expected[index]) and found.dtype == expected.dtype, index
+    assert all(list(opened.parts(name)) == list(opened.part_names(name)) for name in opened.names())
+    if settings["quant_method"] == "fp8":
+        rounded = open_checkpoint(directory, torch.bfloat16).tensor("up.weight")
+        assert rounded.dtype == torch.bfloat16 and rounded[7:90].equal(expected[7:90].bfloat16())
 
 
 def test_a_part_reads_its_own_blocks_alone(checkpoint, monkeypatch):

@@ -295,7 +295,8 @@ def _plain(
 ) -> Iterator[tuple[str, torch.Tensor | Iterable[torch.Tensor]]]:
     import torch
 
-    opened, plain = open_checkpoint(source), getattr(torch, dtype)
+    plain = getattr(torch, dtype)
+    opened = open_checkpoint(source, plain)
     for name in names:
         stored = opened.tensor(name)
         # A tensor that was never quantised is copied.

@@ -293,7 +293,7 @@ def _write_distcp(
     """Write the pieces of the unit's parameters as one file; returns the file and where each piece lies in it."""
     # Without checksums: the file system has its own, and nobody reads these.
     torch.serialization.set_crc32_options(False)
-    opened, written = open_checkpoint(source), []
+    opened, written = open_checkpoint(source, torch.bfloat16), []
     path = _iteration(draft) / f"__{unit.index}_0.distcp"
     path.parent.mkdir(exist_ok=True)
     with open(path, "wb") as file:
