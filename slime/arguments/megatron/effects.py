@@ -172,9 +172,8 @@ ACTS_WITH: tuple[ActsWith, ...] = (
         "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
     )),
     ActsWith("{--use-kitchen}", _given("use_kitchen"), ("use_kitchen_attention", "kitchen_attention_backend")),
-    ActsWith("{--fp16}", _given("fp16"), (
-        "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis",
-    )),
+    ActsWith("{--fp16}", _given("fp16"), ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window",
+             "hysteresis")),
     ActsWith("{--bf16}", _given("bf16"), ("disable_bf16_reduced_precision_matmul", "grad_reduce_in_bf16")),
     ActsWith("{--grad-reduce-in-bf16} and {--use-distributed-optimizer}", lambda args: args.grad_reduce_in_bf16
              and args.use_distributed_optimizer, ("ddp_reduce_scatter_with_fp32_accumulation",)),
@@ -195,17 +194,15 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--use-sharp}", _given("use_sharp"), ("sharp_enabled_group",)),
     ActsWith("{--optimizer} sgd", _is("optimizer", "sgd"), ("sgd_momentum",)),
     ActsWith("{--optimizer} adam", lambda args: args.optimizer != "sgd", ("adam_beta1", "adam_beta2", "adam_eps")),
-    ActsWith("{--optimizer} muon", _is("optimizer", "muon", "dist_muon"), (
-        "muon_momentum", "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec",
-        "muon_num_ns_steps", "muon_tp_mode", "muon_extra_scale_factor",
-    )),
+    ActsWith("{--optimizer} muon", _is("optimizer", "muon", "dist_muon"), ("muon_momentum", "muon_split_qkv",
+             "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec", "muon_num_ns_steps", "muon_tp_mode",
+             "muon_extra_scale_factor")),
     ActsWith("{--decoupled-lr}", _given("decoupled_lr"), ("decoupled_min_lr",)),
     ActsWith("{--lr-decay-style} WSD", _is("lr_decay_style", "WSD"), ("lr_wsd_decay_style", "lr_wsd_decay_iters")),
     ActsWith("{--start-weight-decay} and {--end-weight-decay}", lambda args: args.start_weight_decay is not None
              and args.end_weight_decay is not None, ("weight_decay_incr_style", "start_weight_decay", "end_weight_decay")),
-    ActsWith("{--use-precision-aware-optimizer}", _given("use_precision_aware_optimizer"), (
-        "store_param_remainders", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
-    )),
+    ActsWith("{--use-precision-aware-optimizer}", _given("use_precision_aware_optimizer"),
+             ("store_param_remainders", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")),
     ActsWith("{--optimizer-cpu-offload}", _given("optimizer_cpu_offload"), (
         "optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d",
         "pin_cpu_grads", "pin_cpu_params",
@@ -228,9 +225,8 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     )),
     ActsWith("{--timing-log-level}", _given("timing_log_level"), ("timing_log_option", "barrier_with_L1_time")),
     ActsWith("{--manual-gc}", _given("manual_gc"), ("manual_gc_interval",)),
-    ActsWith("{--is-hybrid-model}", _given("is_hybrid_model"), (
-        "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "use_mamba_mem_eff_path",
-    )),
+    ActsWith("{--is-hybrid-model}", _given("is_hybrid_model"),
+             ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "use_mamba_mem_eff_path")),
     ActsWith("{--position-embedding-type} mrope", _is("position_embedding_type", "mrope"), ("mrope_section",)),
     ActsWith("{--heterogeneous-block-specs}", _given("heterogeneous_block_specs"), ("hetereogenous_dist_checkpoint",)),
 )  # fmt: skip
