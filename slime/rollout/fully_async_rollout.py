@@ -13,31 +13,23 @@ import asyncio
 import contextvars
 import logging
 import math
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
-from slime.rollout.attempts import as_continuable_group, as_partial_group, as_prompts, group_name, new_attempt
-from slime.rollout.base_types import RolloutFnTrainOutput, first_index, leaves, pack_groups
+from slime.rollout.attempts import as_continuable_group, as_prompts, new_attempt
+from slime.rollout.base_types import RolloutFnTrainOutput, first_index, pack_groups
 from slime.rollout.draws import current_draws, draw_groups, drawing_ahead, give_back, wait_for_source
 from slime.rollout.failures import FailureTally, failed_samples
-from slime.rollout.filter_hub.base_types import (
-    FILTER_FLAG,
-    MetricGatherer,
-    should_drop_dynamic_filter_output,
-    verdict_on_group,
-)
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import cancelled_error, is_aborted, start_group
 from slime.rollout.generation_call import GenerationCall, current_call
-from slime.rollout.sglang_rollout import MAX_INTERRUPTIONS_OF_A_GROUP
+from slime.rollout.group_ledger import GroupLedger
 from slime.rollout.staleness import is_too_old
 from slime.rollout.user_functions import run_in_daemon_thread
 from slime.utils.async_utils import run
-from slime.utils.errors import RunError, UserError
+from slime.utils.errors import UserError
 from slime.utils.http_utils import generation_concurrency
 from slime.utils.misc import SingletonMeta
-from slime.utils.plugin_loader import load_function
-from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +70,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         self.state = GenerateState(args)
         self.queue: deque[tuple[list[Any], list[Any]]] = deque()
         self.in_flight: dict[asyncio.Task[Any], list[Any]] = {}
-        path = args.dynamic_sampling_filter_path
-        self._filter = load_function(path, flag=FILTER_FLAG) if path else None
+        self._ledger = GroupLedger(args, "the groups since the last rollout")
         self._done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         # Notified whenever something changes that a rollout or the worker may wait for.
         self._changed = asyncio.Condition()
@@ -90,8 +81,6 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         self._rollout_id = self._drawn_for_rollout = 0
         # How many groups the rollout that is being collected has taken.
         self._taken = 0
-        self._interruptions: Counter[Any] = Counter()
-        self._reset_counts()
 
     async def rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Take the groups of a rollout, in turn after those before it."""
@@ -107,7 +96,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
                 while len(taken) < target:
                     origin, group = await self._oldest(rollout_id, target - len(taken))
                     if is_too_old(self.args, group, call.trained_as):
-                        self._counts["stale_groups"] += 1
+                        self._ledger.counts["stale_groups"] += 1
                         # Shielded: if this rollout is cancelled while the source takes the group, both must still agree on
                         # who has it.
                         await asyncio.shield(asyncio.create_task(self._return_stale(origin, group)))
@@ -244,28 +233,14 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
             raise error
         group = task.result()
         if is_aborted(group):
-            self._counts["aborted_samples"] += sum(s.status is Sample.Status.ABORTED for s in leaves(group))
-            partial = self.args.partial_rollout
-            left = as_partial_group(self.args, origin, group, self._rollout_id) if partial else as_prompts(origin)
-            await self._return_to_source(origin, left)
-            name = group_name(origin)
-            self._interruptions[name] += 1
-            if self._interruptions[name] > MAX_INTERRUPTIONS_OF_A_GROUP:
-                raise RunError(
-                    f"{name:.200} was aborted {self._interruptions[name]} times; does something abort the engines, or does a "
-                    "custom function always return ABORTED?"
-                )
+            await self._return_to_source(origin, self._ledger.unfinished(origin, group, self._rollout_id))
+            self._ledger.interrupted(origin)
             return None
-        if self._interruptions:
-            del self._interruptions[group_name(origin)]
-        self._failures.add(group)
-        if self._filter is not None and await self._filter_drops(group):
+        self._ledger.finished(origin, group)
+        if await self._ledger.drops_group(group, self._obtainable):
             if self._draws is not None:
                 self._draws.taken([origin], None)
-            # To a filter all failed samples look alike, so it drops every group of a dead reward service. Without this check
-            # that service would be asked for ever.
-            if self._failures.samples >= self.args.rollout_batch_size * self.args.n_samples_per_prompt:
-                self._failures.stop_when_most_failed()
+            self._ledger.stop_if_a_service_seems_dead()
             return None
         if self._draws is not None:
             # A saved state holds the group as attempts, each with its prompt beside it.
@@ -274,16 +249,9 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
             )
         return group
 
-    async def _filter_drops(self, group: list[Any]) -> bool:
-        verdict = await verdict_on_group(self.args, self._filter, group)
-        # As long as the source has prompts, any number of groups can still be had.
-        obtainable = len(self.in_flight) + len(self.queue) if self._is_dry else math.inf
-        drop = should_drop_dynamic_filter_output(
-            verdict, remaining_batch_size=obtainable, target_data_size=self.args.rollout_batch_size
-        )
-        if drop:
-            self._gatherer.on_dynamic_filter_drop(verdict.reason)
-        return drop
+    def _obtainable(self) -> float:
+        """How many groups can still be had; as long as the source has prompts, any number."""
+        return len(self.in_flight) + len(self.queue) if self._is_dry else math.inf
 
     async def _return_stale(self, origin: list[Any], group: list[Any]) -> None:
         """Give a group that was taken from the queue back to the source; if that fails, it goes back into the queue."""
@@ -301,21 +269,15 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
             self._is_dry = False
             self._changed.notify_all()
 
-    # -- metrics ----------------------------------------------------------------------------------------------------
-
-    def _reset_counts(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._gatherer = MetricGatherer()
-        self._failures = FailureTally("the groups since the last rollout")
-
     def _take_metrics(self) -> dict[str, Any]:
         """What happened since the last rollout, and how much waits."""
+        ledger = self._ledger
         metrics = {
-            **self._gatherer.collect(),
-            "aborted_samples": self._counts["aborted_samples"],
-            "stale_groups": self._counts["stale_groups"],
+            **ledger.drops.collect(),
+            "aborted_samples": ledger.counts["aborted_samples"],
+            "stale_groups": ledger.counts["stale_groups"],
             "queued_groups": len(self.queue),
             "groups_in_flight": len(self.in_flight),
         }
-        self._reset_counts()
+        ledger.begin_page()
         return metrics

@@ -13,12 +13,11 @@ import contextlib
 import inspect
 import logging
 import time
-from collections import Counter
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from slime.rollout.abort import CANCEL_TIMEOUT_S, abort, cancel_tasks
-from slime.rollout.attempts import as_continuable_group, as_partial_group, as_prompts, group_name
+from slime.rollout.attempts import as_continuable_group, as_prompts
 from slime.rollout.base_types import (
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
@@ -30,13 +29,8 @@ from slime.rollout.base_types import (
 from slime.rollout.draws import draw_groups, give_back, wait_for_source
 from slime.rollout.engine_request import get_model_url, router_urls
 from slime.rollout.evaluation import eval_rollout
-from slime.rollout.failures import FailureTally, failed_samples
-from slime.rollout.filter_hub.base_types import (
-    FILTER_FLAG,
-    MetricGatherer,
-    should_drop_dynamic_filter_output,
-    verdict_on_group,
-)
+from slime.rollout.failures import failed_samples
+from slime.rollout.filter_hub.base_types import FILTER_FLAG
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import (
     cancelled_error,
@@ -47,6 +41,7 @@ from slime.rollout.generation import (
     start_group,
 )
 from slime.rollout.generation_call import GenerationCall
+from slime.rollout.group_ledger import GroupLedger
 from slime.rollout.staleness import is_too_old
 from slime.rollout.user_functions import (
     call_within_request_time,
@@ -56,7 +51,6 @@ from slime.rollout.user_functions import (
 from slime.utils.async_utils import run
 from slime.utils.errors import RunError, UserError
 from slime.utils.plugin_loader import load_function
-from slime.utils.types import Sample
 
 __all__ = [
     "GenerateState",
@@ -75,7 +69,6 @@ logger = logging.getLogger(__name__)
 
 REPORT_AFTER_S = 30.0
 SLEEP_REPORT_S = 600.0
-MAX_INTERRUPTIONS_OF_A_GROUP = 5
 # So many kept groups are packed in a thread at a time: to reach the thread takes longer than to pack a group whose samples hold
 # arrays already.
 GROUPS_PER_THREAD = 16
@@ -129,19 +122,14 @@ class RolloutStep:
         self.state = GenerateState(args)
         self.call = GenerationCall(rollout_id)
         self.target = args.rollout_batch_size
-        path = args.dynamic_sampling_filter_path
-        self.filter = load_function(path, flag=FILTER_FLAG) if path else None
-        self.gatherer = MetricGatherer()
-        self.counts: Counter[str] = Counter()
+        self.ledger = GroupLedger(args)
+        self.counts = self.ledger.counts
         self.kept: list[list[Any]] = []
-        self.failures = FailureTally()
         # Groups that are not kept are held only for the hook that asks for them.
         self.all_finished: list[list[Any]] | None = [] if args.rollout_all_samples_process_path else None
         self.origins: dict[asyncio.Task[Any], list[Any]] = {}
         self.started_at: dict[asyncio.Task[Any], float] = {}
         self.done: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
-        # How often each group was interrupted, by its name.
-        self.interruptions: Counter[Any] = Counter()
         # Kept groups that are not packed yet, and the work of packing the others.
         self.unpacked: list[list[Any]] = []
         self.packing: list[asyncio.Future[Any]] = []
@@ -236,7 +224,9 @@ class RolloutStep:
         oldest = sorted(self.call.pendings, key=self.started_at.__getitem__)
         names = ", ".join(task.get_name() for task in oldest[:8])
         age = time.monotonic() - self.started_at[oldest[0]] if oldest else 0.0
-        dropped = f"; the filter dropped {self.counts['dropped']} ({self.gatherer})" if self.counts["dropped"] else ""
+        dropped = (
+            f"; the filter dropped {self.counts['dropped']} ({self.ledger.drops})" if self.counts["dropped"] else ""
+        )
         busy = f"; waiting for {self.busy_with}" if self.busy_with else ""
         logger.info(
             "rollout %d: %d of %d groups; waiting for %d more (oldest since %.0f s): %s%s%s",
@@ -254,15 +244,13 @@ class RolloutStep:
         if is_aborted(group):
             await self._give_back_interrupted(task, group)
             return
-        self._count_finished(group)
-        if self.filter is not None and await self._filter_drops(group):
+        self._count_finished(self.origins[task], group)
+        with self._busy(f"{FILTER_FLAG} {self.args.dynamic_sampling_filter_path}"):
+            is_dropped = await self.ledger.drops_group(group, lambda: self.call.remaining_batch_size)
+        if is_dropped:
             self.call.remaining_batch_size -= 1
-            self.counts["dropped"] += 1
             del self.origins[task]
-            # To a filter all failed samples look alike, so it drops every group of a dead reward service. Without this check
-            # that service would be asked for ever.
-            if self.counts["finished"] >= self.target:
-                self.failures.stop_when_most_failed()
+            self.ledger.stop_if_a_service_seems_dead()
             return
         self.kept.append(group)
         self.unpacked.append(group)
@@ -274,41 +262,17 @@ class RolloutStep:
         groups, self.unpacked = self.unpacked, []
         self.packing.append(asyncio.ensure_future(asyncio.to_thread(pack_groups, groups)))
 
-    def _count_finished(self, group: list[Any]) -> None:
-        self.counts["finished"] += 1
-        self.failures.add(group)
+    def _count_finished(self, origin: list[Any], group: list[Any]) -> None:
+        self.ledger.finished(origin, group)
         if self.all_finished is not None:
             self.all_finished.append(group)
-
-    async def _filter_drops(self, group: list[Any]) -> bool:
-        with self._busy(f"{FILTER_FLAG} {self.args.dynamic_sampling_filter_path}"):
-            verdict = await verdict_on_group(self.args, self.filter, group)
-        drop = should_drop_dynamic_filter_output(
-            verdict, remaining_batch_size=self.call.remaining_batch_size, target_data_size=self.target
-        )
-        if drop:
-            self.gatherer.on_dynamic_filter_drop(verdict.reason)
-        return drop
 
     async def _give_back_interrupted(self, task: asyncio.Task[Any], group: list[Any]) -> None:
         """An engine or a custom function interrupted the group although the step goes on: give it back, to be drawn again."""
         origin = self.origins[task]
-        name = group_name(origin)
-        self.interruptions[name] += 1
-        if self.interruptions[name] > MAX_INTERRUPTIONS_OF_A_GROUP:
-            raise RunError(
-                f"{name:.200} was aborted {self.interruptions[name]} times in rollout {self.rollout_id} while the step "
-                "was running; does something abort the engines, or does a custom function always return ABORTED?"
-            )
+        self.ledger.interrupted(origin)
         self.call.remaining_batch_size -= 1
-        await self._return_to_source({task: self._unfinished(origin, group)})
-
-    def _unfinished(self, origin: list[Any], group: list[Any]) -> list[Any]:
-        aborted = [sample for sample in leaves(group) if sample.status is Sample.Status.ABORTED]
-        self.counts["aborted_samples"] += len(aborted)
-        if self.args.partial_rollout:
-            return as_partial_group(self.args, origin, group, self.rollout_id)
-        return as_prompts(origin)
+        await self._return_to_source({task: self.ledger.unfinished(origin, group, self.rollout_id)})
 
     async def _wind_down(self) -> None:
         """Abort what still runs; unfinished groups and finished surplus groups return, ordered, to the data source."""
@@ -320,7 +284,7 @@ class RolloutStep:
             if not task.done() or task.cancelled() or task.exception() is not None:
                 returning[task] = self._after_failed_task(task, origin)
             elif is_aborted(task.result()):
-                returning[task] = self._unfinished(origin, task.result())
+                returning[task] = self.ledger.unfinished(origin, task.result(), self.rollout_id)
             elif id(task.result()) not in kept:
                 returning[task] = self._surplus(origin, task.result())
         await self._return_to_source(returning)
@@ -330,7 +294,7 @@ class RolloutStep:
 
         Samples in it that failed start again. With `--group-rm` the whole group does, since one verdict graded all answers.
         """
-        self._count_finished(group)
+        self._count_finished(origin, group)
         self.counts["surplus_groups"] += 1
         if not self.args.keep_surplus_groups or (self.args.group_rm and failed_samples(group)):
             return as_prompts(origin)
@@ -386,7 +350,7 @@ class RolloutStep:
 
     async def _output(self) -> RolloutFnTrainOutput:
         self.kept.sort(key=first_index)
-        self.failures.stop_when_most_failed()
+        self.ledger.failures.stop_when_most_failed()
         await self._process_all_samples()
         if self.state.shows_samples("rollouts", self.rollout_id):
             for name, sample in (("first", leaves(self.kept[0])[0]), ("last", leaves(self.kept[-1])[-1])):
@@ -396,7 +360,7 @@ class RolloutStep:
         # Only at debug level: metrics tell the counts that matter.
         logger.debug("rollout %d, groups: %s", self.rollout_id, counts)
         metrics = {
-            **self.gatherer.collect(),
+            **self.ledger.drops.collect(),
             "rollout/surplus_groups": self.counts["surplus_groups"],
             "rollout/aborted_samples": self.counts["aborted_samples"],
             "rollout/failed_samples": len(failed_samples(self.kept)),
