@@ -12,7 +12,7 @@ import hashlib
 import re
 import shlex
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ echo $$ > "$base.group.new" && mv "$base.group.new" "$base.group"
 echo $? > "$base.done.new" && mv "$base.done.new" "$base.done"
 kill -s KILL -- "-$$"
 """
+_GOING_ON = ("starting", "running")
 # The marker is read last: the launcher writes it before it is gone, so a command that ends meanwhile does not look lost.
 _POLL = (
     _BASE
@@ -94,14 +95,7 @@ async def exec_and_wait(
         SandboxError: the sandbox cannot be reached, is gone, or cannot start the command.
     """
     env = dict(env or {})
-    if not re.fullmatch(r"[\w.-]{1,100}", tag, re.ASCII):
-        raise ValueError(f"tag {tag!r}: give 1 to 100 letters, digits, dots, dashes and underscores")
-    if len(cmd.encode()) > _COMMAND_BYTES:
-        raise ValueError(
-            f"a command of {len(cmd.encode())} bytes, more than {_COMMAND_BYTES}: write it to a file, and run that"
-        )
-    if unnamed := [name for name in env if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]:
-        raise ValueError(f"{unnamed} are no names of variables")
+    _require_usable(tag, cmd, env)
     exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in env.items())
     enter = f"cd -- {shlex.quote(workdir)} && " if workdir else ""
     launcher = _LAUNCHER.format(exports=exports, enter=enter)
@@ -115,27 +109,40 @@ async def exec_and_wait(
     async def call(script: str) -> str:
         return (await sb.exec(script.format(**words), user=user, timeout=_CALL_SECONDS, check=True))[1]
 
-    clock = asyncio.get_running_loop().time
-    deadline = clock() + time_budget_sec
+    deadline = asyncio.get_running_loop().time() + time_budget_sec
     part = await call(_PREPARE)
     await sb.write_file(f"{part}.cmd", cmd, user=user)
     await sb.write_file(f"{part}.sh", launcher, user=user)
     await call(_START)
-    started = clock()
-    while (state := (await call(_POLL)).strip()) in ("starting", "running"):
-        left = deadline - clock()
-        if left <= 0:
-            break
-        if state == "starting" and clock() - started > _START_SECONDS:
-            state = "lost"
-            break
-        await asyncio.sleep(min(poll_interval_sec, left))
-    code = EXIT_TIME_BUDGET_EXCEEDED if state in ("starting", "running") else EXIT_LOST
+    state = await _last_state(lambda: call(_POLL), deadline, poll_interval_sec)
     if re.fullmatch("[0-9]{1,3}", state):
         code = int(state)
     else:
-        # The marker does not hold a status, so the launcher did not write it.
+        # It is over budget, or lost; the marker may also hold what the launcher did not write.
+        code = EXIT_TIME_BUDGET_EXCEEDED if state in _GOING_ON else EXIT_LOST
         await call(_KILL)
     output = await call(_READ) if want_output else ""
     await call(_FORGET)
     return code, output
+
+
+def _require_usable(tag: str, cmd: str, env: Mapping[str, str]) -> None:
+    if not re.fullmatch(r"[\w.-]{1,100}", tag, re.ASCII):
+        raise ValueError(f"tag {tag!r}: give 1 to 100 letters, digits, dots, dashes and underscores")
+    if len(cmd.encode()) > _COMMAND_BYTES:
+        raise ValueError(
+            f"a command of {len(cmd.encode())} bytes, more than {_COMMAND_BYTES}: write it to a file, and run that"
+        )
+    if unnamed := [name for name in env if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]:
+        raise ValueError(f"{unnamed} are no names of variables")
+
+
+async def _last_state(poll: Callable[[], Awaitable[str]], deadline: float, interval: float) -> str:
+    """What `poll` says when the command is no longer going on, or at the deadline, a time of the event loop."""
+    clock = asyncio.get_running_loop().time
+    started = clock()
+    while (state := (await poll()).strip()) in _GOING_ON and (left := deadline - clock()) > 0:
+        if state == "starting" and clock() - started > _START_SECONDS:
+            return "lost"
+        await asyncio.sleep(min(interval, left))
+    return state
