@@ -7,7 +7,7 @@ since the awaited work may go on trying for long, or may not even depend on it.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -90,7 +90,8 @@ def wait_for_all(
         RunError: the deadline passed, or an awaited or watched process died.
     """
     results: list[Any] = [None] * len(refs)
-    for ref, position, others in _arriving(refs, name, timeout_s, pending, on_poll, flag, report_s):
+    patience = _Patience(name, timeout_s, pending, flag, report_s)
+    for ref, position, others in _arriving(refs, patience, on_poll):
         results[position] = _get(ref, name, others)
     return results
 
@@ -107,7 +108,7 @@ def wait_for_each(
     results: list[Any] = [None] * len(refs)
     missing = set(range(len(refs)))
     try:
-        for ref, position, _ in _arriving(refs, name, timeout_s, pending):
+        for ref, position, _ in _arriving(refs, _Patience(name, timeout_s, pending)):
             missing.remove(position)
             try:
                 results[position] = _get(ref, name, others=[])
@@ -129,18 +130,42 @@ class _WatchedDied(RunError):
     """Something that this process watches has failed, not what was awaited."""
 
 
+class _Patience:
+    """How long a wait may go on, and how often it says what it waits for; the arguments are those of `wait_for_all`."""
+
+    def __init__(
+        self,
+        name: str,
+        timeout_s: float,
+        pending: Callable[[list[int]], str] | None = None,
+        flag: str | Callable[[list[int]], str | None] | None = None,
+        report_s: float | None = None,
+    ) -> None:
+        self.name = name
+        self._timeout_s, self._pending, self._flag, self._report_s = timeout_s, pending, flag, report_s
+        self._started = time.monotonic()
+        self._report_at = report_s or _REPORT_AFTER_SECONDS
+
+    def go_on(self, missing: Iterable[int]) -> None:
+        """Report the missing positions if it is time to. Raises _DeadlinePassed if it is too late."""
+        waited = time.monotonic() - self._started
+        if waited > self._timeout_s:
+            named = self._flag(sorted(missing)) if callable(self._flag) else self._flag
+            limit = f"{self._timeout_s:.0f} s" + (f" ({named})" if named else "")
+            raise _DeadlinePassed(f"{self.name}: no answer within {limit} from {self._describe(missing)}")
+        if waited > self._report_at:
+            logger.info("%s: waiting for %.0f s for %s", self.name, waited, self._describe(missing))
+            self._report_at += self._report_s or self._report_at
+
+    def _describe(self, missing: Iterable[int]) -> str:
+        positions = sorted(missing)
+        return self._pending(positions) if self._pending is not None else f"{len(positions)} process(es)"
+
+
 def _arriving(
-    refs: Sequence[ray.ObjectRef],
-    name: str,
-    timeout_s: float,
-    pending: Callable[[list[int]], str] | None = None,
-    on_poll: Callable[[], None] | None = None,
-    flag: str | Callable[[list[int]], str | None] | None = None,
-    report_s: float | None = None,
+    refs: Sequence[ray.ObjectRef], patience: _Patience, on_poll: Callable[[], None] | None = None
 ) -> Iterator[tuple[ray.ObjectRef, int, list[ray.ObjectRef]]]:
     """Each of `refs` when it is ready, with its position and the list of those that are not ready."""
-    started = time.monotonic()
-    report_at = report_s or _REPORT_AFTER_SECONDS
     remaining = {ref: position for position, ref in enumerate(refs)}
     while remaining:
         questions = _open_questions()
@@ -153,33 +178,22 @@ def _arriving(
             if ref in questions:
                 actor = questions[ref]
                 _asked[actor] = (None, _asked[actor][1])
-                _get(ref, name, others=[])
+                _get(ref, patience.name, others=[])
             elif ref not in remaining:
                 unwatch([ref])
-                _get(ref, name, others=[])
+                _get(ref, patience.name, others=[])
             else:
                 position = remaining.pop(ref)
                 yield ref, position, list(remaining)
         if on_poll is not None:
             on_poll()
-        waited = time.monotonic() - started
-        if remaining and waited > timeout_s:
-            named = flag(sorted(remaining.values())) if callable(flag) else flag
-            limit = f"{timeout_s:.0f} s" + (f" ({named})" if named else "")
-            raise _DeadlinePassed(f"{name}: no answer within {limit} from {_describe(remaining, pending)}")
-        if remaining and waited > report_at:
-            logger.info("%s: waiting for %.0f s for %s", name, waited, _describe(remaining, pending))
-            report_at += report_s or report_at
+        if remaining:
+            patience.go_on(remaining.values())
 
 
 def wait_for(ref: ray.ObjectRef, name: str, timeout_s: float, **options: Any) -> Any:
     """`wait_for_all` of one reference."""
     return wait_for_all([ref], name, timeout_s, **options)[0]
-
-
-def _describe(remaining: dict[ray.ObjectRef, int], pending: Callable[[list[int]], str] | None) -> str:
-    positions = sorted(remaining.values())
-    return pending(positions) if pending is not None else f"{len(positions)} process(es)"
 
 
 def _get(ref: ray.ObjectRef, name: str, others: Sequence[ray.ObjectRef]) -> Any:
