@@ -24,7 +24,7 @@ from slime.utils import http_utils
 from slime.utils.async_utils import SingleFlight
 from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.errors import RunError, UserError
-from slime.utils.http_utils import post_generate, post_generate_stream
+from slime.utils.http_utils import HttpError, post_generate, post_generate_stream
 from slime.utils.misc import SingletonMeta
 from slime.utils.ports import engine_urls, host_for_url
 from slime.utils.sample_fields import held, token_array
@@ -150,7 +150,7 @@ async def ask_engine(args: Any, sample: Sample, payload: dict[str, Any], model_n
     """
     url, options = await _addressed(args, sample, payload, model_name)
     with trace_span(sample, "sglang_generate") as span:
-        answer = _completed(payload, await post_generate(url, payload, **options))
+        answer = _completed(payload, _of_an_engine(url, await post_generate(url, payload, **options)))
         trace_engine_answer(span, answer)
     return answer
 
@@ -217,6 +217,14 @@ class _IdsPastTheRouter(set[str]):
         self._call.request_ids.difference_update(ids)
         for request_id in ids:
             self._call.engine_of_request.pop(request_id, None)
+
+
+def _of_an_engine(url: str, answer: Any) -> Any:
+    """`answer`, or one for each of several prompts. Raises HttpError if a proxy on the way gave its page instead."""
+    answers = answer if isinstance(answer, list) else [answer]
+    if not all(isinstance(one, dict) and isinstance(one.get("meta_info"), dict) for one in answers):
+        raise HttpError(f"POST {url} was not answered by an engine, but with {str(answer)[:500]!r}", url=url)
+    return answer
 
 
 def _completed(payload: dict[str, Any], output: dict[str, Any]) -> dict[str, Any]:
@@ -322,7 +330,7 @@ class _Engines(metaclass=SingletonMeta):
     async def _probe(self, url: str, model_name: str, asked: frozenset[str]) -> EnginesOfRouter | None:
         # Every vocabulary has this token; the request itself may bring a text. Sets are told of a limited top-k only.
         probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "top_k": 1}, **dict.fromkeys(asked, True)}
-        answer = await post_generate(url, probe, request_ids=current_call().request_ids)
+        answer = _of_an_engine(url, await post_generate(url, probe, request_ids=current_call().request_ids))
         meta_info, engines = answer["meta_info"], EnginesOfRouter(model_name, url)
         dropped = sorted(field for field in asked if meta_info.get(_ANSWERED_BY[field]) is None)
         if dropped and (meta_info.get("finish_reason") or {}).get("type") == "abort":

@@ -4,17 +4,19 @@ import asyncio
 import contextlib
 
 import pytest
+from aiohttp import web
 
 from slime.rollout import engine_request
 from slime.rollout.engine_request import EnginesOfRouter, ask_engine, get_model_url
 from slime.rollout.generate_state import GenerateState
 from slime.utils import http_utils
 from slime.utils.errors import UserError
-from slime.utils.http_utils import close_http_client
+from slime.utils.http_utils import HttpError, close_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args, make_checkpoint
 from tests.support.processes.fake_generate_server import FakeGenerateServer
+from tests.support.processes.http_server import serving
 from tests.support.processes.waiting import until
 
 
@@ -294,3 +296,21 @@ def test_a_session_stays_with_its_engine_and_the_loss_of_another_moves_it_not(mo
     three, two = asyncio.run(places(["a", "b", "c"])), asyncio.run(places(["c", "a"]))
     assert {session: url for session, url in three.items() if url != "b/generate"}.items() <= two.items()
     assert all(list(three.values()).count(url) > 5 for url in ("a/generate", "b/generate", "c/generate"))
+
+
+@pytest.mark.parametrize("page", ["<html>Back soon</html>", '{"error": "back soon"}', "[7]"])
+@pytest.mark.parametrize("asked_for", [{}, EXPERTS])
+def test_the_page_of_a_proxy_before_a_router_is_told_as_a_failed_request(tmp_path, page, asked_for):
+    async def handler(request):
+        return web.Response(text=page)
+
+    async def main():
+        async with serving(handler) as url:
+            args = make_args(make_checkpoint(tmp_path), int(url.rpartition(":")[2]))
+            GenerateState(args)
+            with pytest.raises(HttpError, match="was not answered by an engine, but with .*(ack soon|7)"):
+                await ask_engine(args, Sample(index=0), payload(**asked_for))
+
+    SingletonMeta.clear_instances()
+    asyncio.run(main())
+    SingletonMeta.clear_instances()
