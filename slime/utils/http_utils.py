@@ -4,9 +4,9 @@ Invariants:
 - At most `max_connections` requests of `post` are in flight; there is no smaller hidden pool. Control requests
   (`get`, `post_control`) are not counted: an abort must pass while every generation slot is busy.
 - Proxies of the environment are ignored.
-- Connection errors, 429 and 5xx are tried again after one second, up to the limit. Every other status from 400 on fails at
-  once with the body of the answer. A request that exceeds its total time fails at once. Nothing else retries: neither the
-  router nor the caller. All attempts bear one `X-Request-Id`.
+- Connection errors, answers that are not HTTP, 429 and 5xx are tried again after one second, up to the limit. Every other
+  status from 400 on fails at once with the body of the answer. A request that exceeds its total time fails at once. Nothing
+  else retries: neither the router nor the caller. All attempts bear one `X-Request-Id`.
 - If dead engines and routers are replaced (`set_engine_supply`), a generation waits while there is none, and an attempt that
   failed because one died does not count. A request that outlives several is suspected of ending them, and fails.
 - An answer that is parsed in a thread (`post_generate`) is parsed after its slot and its connection are free again.
@@ -278,7 +278,7 @@ async def post_generate_stream(
     """As `post_generate`, for a request with `stream`: `on_answer` gets the answer so far, again and again as it grows.
 
     Answers are cumulative, so if several have arrived only the last one is read. After the first one the request is not sent
-    again: if its connection breaks, the call returns with what came before.
+    again: if its connection breaks, the call returns with what came before. A stream that ends before is a failed attempt.
 
     Raises:
         HttpError: as `post`; or the engine tells of an error in the stream.
@@ -290,9 +290,10 @@ async def post_generate_stream(
 
 async def _receive_events(on_answer: Callable[[dict[str, Any]], None], response: Response) -> None:
     """Read server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), each with one line of data."""
-    rest, answered = b"", False
+    begin, rest, answered = b"", b"", False
     try:
         async for piece in response.content.iter_any():
+            begin = begin or piece[:_BODY_CHARACTERS_IN_MESSAGES]
             *lines, rest = (rest + piece).split(b"\n")
             events = [line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")]
             events = [event for event in events if event != b"[DONE]"]
@@ -304,6 +305,8 @@ async def _receive_events(on_answer: Callable[[dict[str, Any]], None], response:
                 raise HttpError(f"POST {response.url} streamed {text}", url=str(response.url), body=text)
             answered = True
             on_answer(answer)
+        if not answered:
+            raise aiohttp.ClientPayloadError(f"the stream brought no answer, but {begin.decode(errors='replace')!r}")
     except aiohttp.ClientError as error:
         if not answered:
             raise
@@ -477,7 +480,7 @@ async def _send(
             # one carrier should not end the next.
             carry = None
             continue
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientResponseError) as error:
             cause = error if isinstance(error, ExchangeFailed) else f"{type(error).__name__}: {error}"
             failure = HttpError(f"{method} {address} failed: {cause}", url=address)
         except TimeoutError as error:

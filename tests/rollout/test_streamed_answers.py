@@ -6,11 +6,12 @@ import pytest
 
 from slime.rollout.generation import generate, generate_and_rm
 from slime.rollout.sglang_streaming_rollout import generate_streaming
-from slime.utils.http_utils import HttpError, post_control, post_generate_stream
+from slime.utils.http_utils import HttpError, init_http_client, post_control, post_generate_stream
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import CountingDataSource, make_args
 from tests.support.models.rollout_steps import params, run, run_step
-from tests.support.processes.http_server import serving
+from tests.support.processes.http_server import forget_everything, serving
+from tests.support.processes.http_server import make_args as http_args
 from tests.support.processes.waiting import until
 
 Status = Sample.Status
@@ -86,11 +87,15 @@ def test_an_abort_ends_a_stream_as_it_ends_an_answer(server, checkpoint):
     assert (sample.status, sample.response) == (Status.ABORTED, "F")
 
 
-async def _streamed(body, answers):
+async def _streamed(body, answers, last_body=None):
+    """Of several requests the last one, if there is one, is answered by `last_body`."""
     from aiohttp import web
 
+    bodies = [body] if last_body is None else [body, last_body]
+
     async def handler(request):
-        return web.Response(body=body, content_type="text/event-stream")
+        answer = bodies.pop(0) if len(bodies) > 1 else bodies[0]
+        return web.Response(body=answer, content_type="text/event-stream")
 
     async with serving(handler) as url:
         await post_generate_stream(url + "/generate", {"stream": True}, answers.append)
@@ -104,3 +109,16 @@ def test_of_answers_that_have_arrived_only_the_last_is_read_and_an_error_among_t
     assert answers[-1] == {"text": "49", "meta_info": {}} and len(answers) < 50
     with pytest.raises(HttpError, match="streamed .*the budget is bad"):
         run(_streamed(b'data: {"error": {"message": "the budget is bad"}}\n\ndata: [DONE]\n\n', []))
+
+
+@pytest.mark.parametrize("page", [b"", b"<html>Back soon</html>", b"data: [DONE]\n\n"])
+def test_a_stream_that_ends_without_an_answer_is_a_failed_attempt(monkeypatch, page):
+    """Nobody aborted anything: a sample that counts as interrupted would be asked for again and again."""
+    forget_everything(monkeypatch)
+    init_http_client(http_args(http_max_retries=2))
+    answers = []
+    run(_streamed(page, answers, b'data: {"meta_info": {}}\n\n'))
+    assert answers == [{"meta_info": {}}]
+    with pytest.raises(HttpError, match=r"brought no answer, .* \(2 attempts\)") as told:
+        run(_streamed(page, answers))
+    assert page.decode().strip() in str(told.value)

@@ -316,6 +316,68 @@ def test_connection_errors_are_tried_again():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_request_that_is_cancelled_gives_back_its_slot_and_its_engine_sees_the_end(begun):
+    async def main():
+        held, left = asyncio.Event(), asyncio.Event()
+
+        async def hold(request):
+            if (await request.json())["number"]:
+                return web.json_response("second")
+            response = web.StreamResponse()
+            if begun:
+                await response.prepare(request)
+                await response.write(b'"fi')
+            held.set()
+            while request.transport is not None and not request.transport.is_closing():
+                await asyncio.sleep(0.01)
+            left.set()
+            return response
+
+        async with serving(hold) as url:
+            init_http_client(make_args(sglang_server_concurrency=1, rollout_num_engines=1))
+            first, second = (asyncio.create_task(post(f"{url}/x", {"number": number})) for number in (0, 1))
+            await asyncio.wait_for(held.wait(), 10)
+            await asyncio.wait([second], timeout=0.1)
+            assert not second.done()
+            first.cancel()
+            assert await asyncio.wait_for(second, 5) == "second"
+            await asyncio.wait_for(left.wait(), 5)
+            assert first.cancelled()
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_is_not_http_is_a_failed_attempt_whoever_asks():
+    """Say of another program that has the port of an engine that died."""
+
+    async def main():
+        asked = 0
+
+        async def serve(reader, writer):
+            nonlocal asked
+            asked += 1
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"SMTP ready\r\n\r\n" if asked < 3 else b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n7")
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/abort_request"
+        try:
+            for number, ask in enumerate((get, post_control), start=1):
+                with pytest.raises(HttpError, match=f"{url} failed: ClientResponseError"):
+                    await ask(url, max_retries=1)
+                assert asked == number
+            asked = 1
+            assert await post(url, {}, max_retries=2) == 7 and asked == 3
+        finally:
+            await close_http_client()
+            server.close()
+
+    asyncio.run(main())
+
+
 def test_a_server_that_is_not_there_is_named():
     async def main():
         port = http_utils.find_available_port(20000)
