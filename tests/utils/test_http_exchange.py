@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import gzip
+import zlib
 
 import aiohttp
 import pytest
@@ -95,6 +97,105 @@ def test_answers_of_every_kind_are_read_to_their_end(answer):
             first = await ask(Exchanges(session), url)
             assert [content for _, content in (first, await ask(Exchanges(session), url))] == [b"ok"] * 2
             assert len(connections) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_an_answer_that_a_server_on_the_way_compressed_is_read_as_it_was(encoding):
+    content = b"a long answer " * 1000
+    packed = gzip.compress(content) if encoding == "gzip" else zlib.compress(content)
+    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: {encoding}\r\nContent-Length: {len(packed)}\r\n\r\n"
+
+    async def main():
+        async with told(head.encode() + packed, FINE) as (url, connections), new_session() as session:
+            exchanges = Exchanges(session)
+            assert (await ask(exchanges, url))[1] == content and (await ask(exchanges, url))[1] == b"ok"
+            assert len(connections) == 1 and encoding.encode() in connections[0][0]
+
+    run(main())
+
+
+def test_a_connection_that_its_server_wants_closed_is_not_used_again():
+    async def main():
+        last = FINE.replace(b"OK\r\n", b"OK\r\nConnection: close\r\n")
+        async with told(last, FINE) as (url, connections), new_session() as session:
+            exchanges = Exchanges(session)
+            assert [(await ask(exchanges, url))[1] for _ in range(2)] == [b"ok"] * 2
+            assert len(connections) == 2
+
+    run(main())
+
+
+def test_bytes_behind_an_answer_are_not_taken_for_the_next_one():
+    async def main():
+        async with told(FINE + FINE.replace(b"ok", b"no"), FINE) as (url, connections), new_session() as session:
+            exchanges = Exchanges(session)
+            assert [(await ask(exchanges, url))[1] for _ in range(2)] == [b"ok"] * 2
+            assert len(connections) == 2
+
+    run(main())
+
+
+def test_a_kept_connection_that_its_server_has_closed_is_replaced():
+    async def main():
+        closed = asyncio.Event()
+
+        async def serve(reader, writer):
+            await reader.readuntil(b"{}")
+            writer.write(FINE)
+            await writer.drain()
+            writer.close()
+            closed.set()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server, new_session() as session:
+            exchanges, url = Exchanges(session), f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+            for _ in range(3):
+                assert (await ask(exchanges, url))[1] == b"ok"
+                await closed.wait()
+                # A turn of the loop for our side to see the end.
+                await asyncio.sleep(0.05)
+
+    run(main())
+
+
+def test_an_answer_that_comes_byte_by_byte_is_one_answer():
+    async def main():
+        async def serve(reader, writer):
+            await reader.readuntil(b"{}")
+            for byte in b"HTTP/1.1 100 Continue\r\n\r\n" + FINE:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(0)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server, new_session() as session:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+            response, content = await ask(Exchanges(session), url)
+            assert (response.status, content) == (200, b"ok")
+
+    run(main())
+
+
+def test_two_exchanges_at_once_one_of_them_large_have_connections_and_answers_of_their_own():
+    large = bytes(range(256)) * 2**17
+
+    async def main():
+        async def serve(reader, writer):
+            body = await reader.readuntil(b"}")
+            answer = large if body.endswith(b"{large}") else b"ok"
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server, new_session() as session:
+            exchanges, url = Exchanges(session), f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+            bodies = (b"{large}", b"{}", b"{large}")
+            answers = await asyncio.gather(*[ask(exchanges, url, data=body) for body in bodies])
+            assert [content for _, content in answers] == [large, b"ok", large]
 
     run(main())
 
