@@ -139,8 +139,8 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
     lengths, lengths_of_sets, summed_lengths,
     refused(lambda args: args.asynchronous and (args.colocate or args.release_train or args.offload_rollout
             or args.offload_train and (not args.use_critic or not args.typed_flags.isdisjoint({"offload", "offload_train"}))),
-        "{--colocate}, {--offload} and {--release-train}: train_async.py generates while it trains, so both need GPUs of their "
-        "own, and nobody sleeps or ends; use train.py, or drop it"),
+        "{--colocate}, {--offload} and {--release-train}: train_async.py generates while it trains, so trainer and engines "
+        "need GPUs of their own and cannot sleep or end; use train.py, or drop the flag"),
     refused(lambda args: not args.asynchronous and args.has_engines and args.update_weights_interval != 1,
         "{--update-weights-interval=}: train.py pushes the weights after every rollout; use train_async.py, or give 1"),
     refused(lambda args: not args.asynchronous and args.rollout_function_path.startswith(FULLY_ASYNC),
@@ -274,7 +274,7 @@ def routing_replay(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, template, flag)
         return
     if args.loss_type == "sft_loss":
-        template = "{0} with {--loss-type=}: nobody has chosen experts for these samples before; drop the flag"
+        template = "{0} with {--loss-type=}: no earlier pass has chosen experts for these samples; drop the flag"
         yield broken(args, template, flag)
     if args.moe_router_fusion:
         yield broken(args, "{0}: the kernel of {--moe-router-fusion} chooses experts by itself; drop one of them", flag)
@@ -316,7 +316,7 @@ WEIGHT_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.update_weight_mode == "delta" and args.colocate,
         "{--update-weight-mode=} with {--colocate}: weights are handed over in memory there; give {--update-weight-mode} full"),
     refused(lambda args: args.rollout_external and args.update_weight_local_checkpoint_dir is not None,
-        "{--update-weight-local-checkpoint-dir} with {--rollout-external-engine-addrs}: nobody copies there; drop it"),
+        "{--update-weight-local-checkpoint-dir} with {--rollout-external-engine-addrs}: a run copies nothing there; drop it"),
     *where(lambda args: args.update_weight_mode == "delta" and not args.colocate,
         refused(lambda args: args.update_weight_transport != "disk",
             "{--update-weight-mode=} with {--update-weight-transport=}: deltas are files: give disk"),
@@ -326,13 +326,13 @@ WEIGHT_RULES: tuple[Rule, ...] = (
             "{--update-weight-delta-checksum=} needs the package `blake3`: install it on all hosts, or give xxh3-128")),
     *where(lambda args: args.release_train,
         refused(lambda args: args.train_backend != "megatron",
-            "{--release-train} with {--train-backend=}: only megatron can; drop it"),
+            "{--release-train} with {--train-backend=}: only megatron supports it; drop it"),
         refused(lambda args: args.use_critic,
             "{--release-train} with {--advantage-estimator=}: the critic would be lost; drop it"),
         refused_each(("keep_old_actor", "async_save"), lambda args, asked: asked,
             "{--release-train} with {0=}: ranks end after every rollout, and the copy in their memory with them; drop one"),
         refused(lambda args: args.no_save_rng or args.no_save_optim and not args.use_stateless_adam,
-            "{--release-train} with {--no-save-optim} or {--no-save-rng}: that would be lost in every step; drop it"),
+            "{--release-train} with {--no-save-optim} or {--no-save-rng}: these states would be lost in every step; drop it"),
         refused(lambda args: args.save is None,
             "{--release-train} recreates the trainer from a checkpoint for each step; give {--save}"),
         refused(lambda args: args.save_interval not in (None, 1),
@@ -348,13 +348,13 @@ WEIGHT_RULES: tuple[Rule, ...] = (
         refused(lambda args: not args.no_save_optim,
             "{--use-stateless-adam} has no optimizer state to save: add {--no-save-optim}")),
     warned(lambda args: args.moe_apply_probs_on_input and args.has_engines,
-        "{--moe-apply-probs-on-input}: engines weigh what experts give; unless theirs is a model of yours that weighs what "
-        "these take, its log-probs are those of another policy"),
+        "{--moe-apply-probs-on-input}: engines multiply the output of experts by their weights; unless they serve your own "
+        "model that multiplies the input, their log-probs are those of another policy"),
     *where(lambda args: args.keep_old_actor and args.loss_type == "policy_loss" and not args.use_rollout_logprobs
            and not args.debug_train_only,
         warned(lambda args: not args.asynchronous,
-            "{--keep-old-actor} without train_async.py: a rollout trains on the weights that generated it, and the old "
-            "log-probs come from those before"),
+            "{--keep-old-actor} without train_async.py: the weights that generated a rollout train on it, but the old "
+            "log-probs come from the weights before"),
         warned(lambda args: args.asynchronous and (args.async_buffer_size, args.update_weights_interval) != (1, 1),
             "{--keep-old-actor} with {--async-buffer-size=} and {--update-weights-interval=}: it fits 1 and 1; here some "
             "old log-probs come from other weights than their samples; give {--use-rollout-logprobs} instead"),

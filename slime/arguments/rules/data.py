@@ -316,7 +316,7 @@ BATCH_RULES: tuple[Rule, ...] = (
     warned(lambda args: "num_rollout" in args.typed_flags and not (args.num_rollout or args.has_engines and args.eval_interval),
         "{--num-rollout=} trains nothing, and evaluates only where there are engines and {--eval-interval} is given"),
     refused(lambda args: args.num_rollout is None and args.load_debug_rollout_data is not None,
-        "{--load-debug-rollout-data} needs {--num-rollout}: a dump does not tell how many there are"),
+        "{--load-debug-rollout-data} needs {--num-rollout}: the number of rollouts does not follow from a dump"),
     refused(lambda args: args.num_rollout is None and args.num_epoch is not None and not args.rollout_global_dataset,
         "{--num-epoch=} needs the built-in data set; give {--num-rollout} with {--disable-rollout-global-dataset}"),
     refused(lambda args: args.over_sampling_batch_size < args.rollout_batch_size,
@@ -331,7 +331,7 @@ DATA_RULES: tuple[Rule, ...] = (
         "{--eval-interval=} needs data sets: give {--eval-prompt-data} name path, or {--eval-config}"),
     refused(lambda args: args.apply_chat_template and args.rollout_function_path == SFT_FUNCTION and args.prompt_data,
         "{--apply-chat-template}: supervised fine-tuning takes lists of messages and renders them itself, to know which "
-        "tokens the assistant said; drop it"),
+        "tokens the assistant wrote; drop it"),
     media, first_rows,
 )  # fmt: skip
 FILE_RULES: tuple[Rule, ...] = (
@@ -359,7 +359,7 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         "{--dump-details} DIRECTORY"),
     refused_each(("ci_save_grad_norm", "ci_load_grad_norm"), lambda args, value: value is not None and not all(
         f"{{{name}}}" in value for name in ("rollout_id", "step_id", *["role"] * args.use_critic)),
-        "{0=}: steps of one name; put {{rollout_id}} and {{step_id}} into it, and {{role}} where there is a critic"),
+        "{0=}: several steps would have one file; put {{rollout_id}} and {{step_id}} into it, with a critic also {{role}}"),
     refused(lambda args: args.load_debug_rollout_data_subsample is not None
             and not 0 < args.load_debug_rollout_data_subsample <= 1,
         "{--load-debug-rollout-data-subsample=}: it must be above 0 and at most 1"),

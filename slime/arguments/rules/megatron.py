@@ -73,9 +73,9 @@ def parallel_sizes(args: argparse.Namespace) -> Iterator[Violation]:
     if averages and of_expert / dense / of_expert != 1 / dense:
         yield broken(
             args,
-            "{--ddp-average-in-collective} with {--num-experts=}: Megatron asks that {of_expert} / {dense} / {of_expert}, of "
-            "the ranks that hold an expert and of those that hold other weights, be 1 / {dense} to the last bit, and it is "
-            "not; drop the flag, which changes a step by rounding alone",
+            "{--ddp-average-in-collective} with {--num-experts=}: Megatron requires that {of_expert} / {dense} / {of_expert} "
+            "(numbers of ranks that hold an expert, and that hold other weights) is 1 / {dense} to the last bit, and it is "
+            "not; drop the flag: it only changes the rounding of a step",
             of_expert=of_expert, dense=dense,
         )  # fmt: skip
 
@@ -219,14 +219,14 @@ EXPERT_RULES: tuple[Rule, ...] = where(lambda args: args.num_experts,
     refused(lambda args: args.moe_router_load_balancing_type in ("none", ["none"]) and args.moe_aux_loss_coeff not in (0, [0]),
         "{--moe-aux-loss-coeff=} weighs no loss with {--moe-router-load-balancing-type=}; drop one of them"),
     refused(lambda args: "sinkhorn" in args.moe_router_load_balancing_type,
-        "{--moe-router-load-balancing-type=}: by sinkhorn the tokens of a stream compete for experts, later ones too, and in "
-        "steps alone; engines and other passes choose for each token, so theirs is another policy; give global_aux_loss"),
+        "{--moe-router-load-balancing-type=}: with sinkhorn, all tokens of a stream compete for experts, and only in training "
+        "steps; engines and other passes choose for each token alone, which is another policy; give global_aux_loss"),
     refused(lambda args: args.moe_apply_probs_on_input and args.moe_router_topk != 1,
         "{--moe-apply-probs-on-input} needs {--moe-router-topk} 1, not {moe_router_topk}: several experts share an input"),
     refused(lambda args: args.moe_router_group_topk and not args.moe_router_num_groups,
         "{--moe-router-group-topk=} needs {--moe-router-num-groups}"),
     refused(lambda args: args.moe_router_force_load_balancing and args.use_rollout_routing_replay,
-        "{--moe-router-force-load-balancing} with {--use-rollout-routing-replay}: experts are the engines'; drop one of them"),
+        "{--moe-router-force-load-balancing} with {--use-rollout-routing-replay}: engines choose the experts; drop one"),
     refused(lambda args: args.moe_pad_expert_input_to_capacity
             and args.tensor_model_parallel_size * args.context_parallel_size % _expert_ranks(args),
         "{--moe-pad-expert-input-to-capacity} with {--expert-model-parallel-size=}: data-parallel ranks that share experts "
@@ -470,7 +470,7 @@ MEGATRON_RULES: tuple[Rule, ...] = where(lambda args: args.has_trainer,
     refused(lambda args: not args.perform_initialization and args.random_init,
         "{--random-init} with {--no-initialization} would train whatever lay in memory; drop {--no-initialization}"),
     refused_each(("hidden_dropout", "moe_input_jitter_eps"), lambda args, value: value and args.loss_type == "policy_loss",
-        "{0=} with {--loss-type=}: noise of a step would stand in the ratio of its log-probs to those of the pass before; drop "
-        "it, or give {--loss-type} sft_loss"),
+        "{0=} with {--loss-type=}: the noise of a step would enter the ratio of its log-probs to the old ones; drop it, or "
+        "give {--loss-type} sft_loss"),
     settled_values, idle_flags, extra_flags,
 )  # fmt: skip

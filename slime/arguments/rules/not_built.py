@@ -93,8 +93,8 @@ NOT_BUILT_RULES: tuple[Rule, ...] = (
         "get_qwen3_vl_model_provider, else {--debug-rollout-only}, or images in sets of {--eval-config}"),
     refused(lambda args: (args.rollout_top_p < 1 or args.rollout_top_k > 0) and args.has_engines
             and (has_roles(args) or args.sglang_speculative_algorithm is not None),
-        "{--rollout-top-p=}, {--rollout-top-k=}: engines that prefill or decode, or draft, tell no sets of kept tokens; give 1 "
-        "and -1"),
+        "{--rollout-top-p=}, {--rollout-top-k=}: engines that only prefill or decode, or that draft, do not report the kept "
+        "tokens; give 1 and -1"),
     *where(lambda args: args.sglang_config is not None, of_groups(not_yet_violations)),
     *where(lambda args: args.train_backend == "fsdp" and args.has_trainer, lambda args: (broken(args,
         "{0=} is not built for {--train-backend=}; drop it, or give {--train-backend} megatron", flag_of(name))

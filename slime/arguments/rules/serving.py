@@ -46,15 +46,15 @@ _DRAFTED = tuple(f"sglang_speculative_{name}" for name in ("num_steps", "eagle_t
 # Features that SGLang breaks or refuses with several pipeline stages, and with engines that only prefill or decode.
 _WITH_STAGES = {
     "use_rollout_routing_replay": "each stage keeps the experts of its layers, and the first, which answers, has 0 for others",
-    "sglang_speculative_algorithm": "SGLang drafts with stages where it only prefills, and ends at its start elsewhere",
-    "sglang_enable_hierarchical_cache": "the first stage answers that all are flushed, and another may have refused",
+    "sglang_speculative_algorithm": "SGLang only drafts with stages in engines that prefill, and ends at its start in others",
+    "sglang_enable_hierarchical_cache": "the first stage reports that all have flushed, even if another one has refused",
     **dict.fromkeys(("sglang_enable_return_hidden_states", "sglang_return_hidden_states_mode"),
-        "the last stage has them, and hands none to the first, which answers"),
+        "only the last stage has them, and the first stage, which answers, does not get them"),
 }  # fmt: skip
 WITH_ROLES = {
-    "use_rollout_routing_replay": "the experts of a prompt stay where it was read, and who decodes tells others in their place",
-    "update_weights_in_flight": "a paused engine moves no caches, and is not flushed while some are on their way (fully "
-    "asynchronous generation means it too)",
+    "use_rollout_routing_replay": "the engine that prefills keeps the experts of a prompt, and the other returns wrong ones",
+    "update_weights_in_flight": "a paused engine transfers no caches, and cannot be flushed during a transfer (fully "
+    "asynchronous generation implies the flag)",
 }
 _ADDRESS = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+(%\w+)?\]")
 
@@ -174,7 +174,7 @@ def models(args: argparse.Namespace) -> Iterator[Violation]:
         if trained and model.where and model.model_path != args.hf_checkpoint:
             problem = "the trainer's weights are those of --hf-checkpoint; leave model_path out, or give it there"
         elif args.has_trainer and position == 0 and not trained:
-            problem = "the first one generates what is trained on; give update_weights: true, or put another one first"
+            problem = "the first model generates training samples; give update_weights: true, or put another one first"
         elif not trained and model.where and not args.dry_run and not os.path.isfile(f"{model.model_path}/config.json"):
             problem = f"no config.json in {model.model_path}; give the directory of a Hugging Face checkpoint"
         elif model.where and not any(group.num_engines for group in model.groups):
@@ -333,23 +333,23 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     of_groups(refused(
         lambda args: args.sglang_speculative_algorithm and len({vars(args)[name] is None for name in _DRAFTED}) == 2,
         "{--sglang-speculative-num-steps}, {--sglang-speculative-eagle-topk} and {--sglang-speculative-num-draft-tokens} go "
-        "together: an engine ends where it finds some of them; give all three, such as 3, 1 and 4, or none")),
+        "together: an engine ends if it gets only some of them; give all three, such as 3, 1 and 4, or none")),
     of_groups(refused(
         lambda args: args.sglang_speculative_algorithm is not None and args.sglang_enable_deterministic_inference,
-        "{--sglang-speculative-algorithm=} with {--sglang-enable-deterministic-inference} ({--true-on-policy-mode} means it "
-        "too): which answer a seed gives would depend on the drafts; drop one of them")),
+        "{--sglang-speculative-algorithm=} with {--sglang-enable-deterministic-inference} (which {--true-on-policy-mode} "
+        "implies): the answer for a seed would depend on the drafts; drop one of them")),
     of_groups(refused(
         lambda args: args.sglang_speculative_algorithm and attention_groups(args) > 1 and not args.sglang_enable_dp_lm_head,
         "{--sglang-speculative-algorithm=} with {--sglang-enable-dp-attention} needs {--sglang-enable-dp-lm-head}: without it "
-        "SGLang writes over other memory where log-probs of a prompt are asked for; add it")),
+        "SGLang overwrites other memory when a request asks for log-probs of its prompt; add it")),
     of_groups(refused(lambda args: args.use_rollout_routing_replay and attention_groups(args) > 1
             and args.sglang_cuda_graph_backend_prefill not in (None, "disabled"),
         "{--sglang-cuda-graph-backend-prefill=} with {--sglang-enable-dp-attention} and {--use-rollout-routing-replay}: SGLang "
-        "tells experts of other tokens then; drop it")),
+        "would return the experts of other tokens; drop it")),
     refused(lambda args: any(len({arguments_of_group(args, group).sglang_speculative_algorithm is None
             for group in model.groups if group.worker_type in ("prefill", "decode")}) == 2 for model in served_models(args)),
-        "{--sglang-config}: of a model's engines that prefill and decode all draft, or none: the second go on from what the "
-        "first have drafted; give speculative_algorithm to all their groups"),
+        "{--sglang-config}: the engines of a model that prefill and decode must all draft, or none of them: those that decode "
+        "continue the drafts of the others; give speculative_algorithm to all their groups"),
     refused(lambda args: args.sglang_config is not None and args.sglang_tp_size is not None,
         "{--sglang-tp-size=}: in {--sglang-config} each group has a size of its own; drop it"),
     of_groups(groups_of_attention),
@@ -379,20 +379,20 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
         f": {reason}; drop it, or {{--prefill-num-servers}} and such worker types") for name, reason in WITH_ROLES.items()),
     refused(lambda args: any(group.worker_type in ("prefill", "decode") and
             (arguments_of_group(args, group).sglang_pp_size or 1) > 1 for group in served_groups(args)),
-        "{--sglang-pp-size} in engines that only prefill or decode: SGLang's stages carry out a push there before the next one "
-        "hears of it, and hang; drop it, or {--prefill-num-servers} and such worker types"),
+        "{--sglang-pp-size} in engines that only prefill or decode: there a stage of SGLang carries out a push before it "
+        "passes it on, and hangs; drop it, or {--prefill-num-servers} and such worker types"),
     *(of_groups(refused_each((name,), lambda args, value: value and (args.sglang_pp_size or 1) > 1,
         f"{{0=}} with {{--sglang-pp-size=}}: {reason}; drop one of them")) for name, reason in _WITH_STAGES.items()),
     of_groups(refused(lambda args: args.rollout_top_k > (args.sglang_sampling_mask_max_tokens or TOLD_TOKENS),
-        f"{{--rollout-top-k=}}: an engine tells at most {{--sglang-sampling-mask-max-tokens}} kept tokens ({TOLD_TOKENS} "
-        "unless that is given), and refuses to sample among more; give fewer")),
+        f"{{--rollout-top-k=}}: an engine reports at most {{--sglang-sampling-mask-max-tokens}} kept tokens ({TOLD_TOKENS} by "
+        "default), and refuses to sample from more; give fewer")),
     router_settings, engines_to_compare,
     refused(lambda args: args.router_dp_aware and all(attention_groups(arguments_of_group(args, group)) == 1
             for group in served_groups(args)),
         "{--router-dp-aware}: no engine has groups to choose among; drop it, or add {--sglang-enable-dp-attention}"),
     refused(lambda args: args.router_dp_aware and (has_roles(args) or args.router_policy == "power_of_two"),
-        "{--router-dp-aware} beside engines that only prefill or decode, or with {--router-policy} power_of_two: a dead engine "
-        "would stay with the router; drop one"),
+        "{--router-dp-aware} beside engines that only prefill or decode, or with {--router-policy} power_of_two: the router "
+        "would keep dead engines; drop one"),
     refused_each(("router_prefill_policy", "router_decode_policy", *OF_ROLES),
         lambda args, value: value not in (None, False) and not (has_roles(args) or args.rollout_external),
         "{0=} has no effect: no engine only prefills or decodes; give {--prefill-num-servers}, or drop it"),
@@ -409,8 +409,8 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
         "{--rollout-num-gpus} is not set: give the number of GPUs for the engines, or {--colocate}, or {--debug-train-only}"),
     refused(lambda args: args.has_engines and args.rollout_num_gpus == 0 and not args.rollout_external
             and args.router_api_key is None and args.sglang_router_ip is None,
-        "{--rollout-num-gpus=}: whoever starts engines for this run registers them with the key of its router; give that by "
-        "{--router-api-key}, or a router of yours by {--sglang-router-ip} and {--sglang-router-port}"),
+        "{--rollout-num-gpus=}: engines that you start for this run must register with the key of its router; give a key by "
+        "{--router-api-key}, or your own router by {--sglang-router-ip} and {--sglang-router-port}"),
     refused(lambda args: args.has_engines and args.hf_checkpoint is None,
         "{--hf-checkpoint} is needed: the engines load their config and tokenizer from it"),
     whole_engines, engine_around_a_sender, engines_over_nodes, external_addresses,

@@ -291,10 +291,10 @@ def test_a_copy_of_the_trained_model_may_stay_as_it_is(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        (group_lines("{num_gpus: 4, overrides: {model_path: /b}}"), 2, "the first one generates what is trained on"),
+        (group_lines("{num_gpus: 4, overrides: {model_path: /b}}"), 2, "the first model generates training samples"),
         (group_lines("{num_gpus: 4}") + "    model_path: /b\n    update_weights: true\n", 2,
          "the trainer's weights are those of --hf-checkpoint; leave model_path out, or give it there"),
-        (group_lines("{num_gpus: 4}") + "    update_weights: false\n", 2, "the first one generates what is trained on"),
+        (group_lines("{num_gpus: 4}") + "    update_weights: false\n", 2, "the first model generates training samples"),
         (group_lines("{num_gpus: 2}") + "  - {name: b, model_path: /b, server_groups: [{num_gpus: 2}]}\n", 5,
          "no config.json in /b; give the directory of a Hugging Face checkpoint"),
         (group_lines("{num_gpus: 2}") + "  - {name: default, server_groups: [{num_gpus: 2}]}\n", 5,

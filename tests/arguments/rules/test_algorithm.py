@@ -252,7 +252,7 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ("--loss-type sft_loss", "nobody has chosen experts for these samples before"),
+        ("--loss-type sft_loss", "no earlier pass has chosen experts for these samples"),
         ("--moe-router-fusion", "the kernel of --moe-router-fusion chooses experts by itself"),
     ],
 )
@@ -270,7 +270,7 @@ def test_the_flag_itself_is_no_reason_to_refuse(tmp_path):
 @pytest.mark.parametrize("types", ["sinkhorn", "aux_loss sinkhorn --moe-aux-loss-coeff 0.1 0.1"])
 def test_experts_for_which_tokens_compete_are_refused(tmp_path, types, further):
     lines = violations(tmp_path, f"{EXPERTS} --moe-router-load-balancing-type {types} {further}")
-    assert any("sinkhorn: by sinkhorn the tokens of a stream compete" in line for line in lines), "\n".join(lines)
+    assert any("sinkhorn: with sinkhorn, all tokens of a stream compete" in line for line in lines), "\n".join(lines)
 
 
 @pytest.mark.parametrize("types", ["global_aux_loss", "global_aux_loss aux_loss seq_aux_loss"])
@@ -286,7 +286,9 @@ def test_engines_that_weigh_what_experts_give_are_warned_about(tmp_path, caplog,
     config = write_config(tmp_path / "experts", model_type="qwen3_moe", **entries)
     args = parse(tmp_path, "--hf-checkpoint", str(config), "--moe-apply-probs-on-input", *words.split())
     assert args.moe_apply_probs_on_input
-    told = [line for line in caplog.messages if line.startswith("--moe-apply-probs-on-input: engines weigh")]
+    told = [
+        line for line in caplog.messages if line.startswith("--moe-apply-probs-on-input: engines multiply the output")
+    ]
     assert len(told) == warned
 
 
@@ -321,14 +323,16 @@ def test_one_advice_for_deltas_of_colocated_engines(tmp_path):
 def test_an_old_actor_in_the_synchronous_loop_is_warned_about(tmp_path, caplog):
     parse(tmp_path, "--keep-old-actor", "--dry-run")
     assert (
-        caplog.text.count("--keep-old-actor without train_async.py: a rollout trains on the weights that generated it")
+        caplog.text.count(
+            "--keep-old-actor without train_async.py: the weights that generated a rollout train on it, but"
+        )
         == 1
     )
     caplog.clear()
     parse(tmp_path, "--keep-old-actor", "--debug-train-only", "--dry-run")
     assert "--keep-old-actor" not in caplog.text
     parse(tmp_path, "--keep-old-actor", "--use-rollout-logprobs", "--dry-run")
-    assert "the old log-probs come from those before" not in caplog.text
+    assert "the old log-probs come from the weights before" not in caplog.text
 
 
 @pytest.mark.parametrize(

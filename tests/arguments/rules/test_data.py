@@ -101,7 +101,7 @@ def test_an_evaluation_set_may_say_it_alone(tmp_path):
         ),
         (
             ["--num-epoch", "2", "--load-debug-rollout-data", "x.pt"],
-            "--load-debug-rollout-data needs --num-rollout: a dump does not tell how many there are",
+            "--load-debug-rollout-data needs --num-rollout: the number of rollouts does not follow from a dump",
         ),
     ],
 )

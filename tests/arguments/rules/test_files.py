@@ -132,10 +132,10 @@ def test_unknown_placeholders(tmp_path, caplog, flag, known):
 @pytest.mark.parametrize("flag", ["--ci-save-grad-norm", "--ci-load-grad-norm"])
 def test_gradient_norms_of_steps_have_names_of_their_own(tmp_path, flag):
     lines = violations(tmp_path, [flag, f"{tmp_path}/{{rollout_id}}.json"])
-    assert [line for line in lines if line.startswith(f"{flag} {tmp_path}/{{rollout_id}}.json: steps of one name")]
+    assert [line for line in lines if line.startswith(f"{flag} {tmp_path}/{{rollout_id}}.json: several steps would")]
     parse(tmp_path, flag, f"{tmp_path}/{{rollout_id}}-{{step_id}}.json")
     lines = violations(tmp_path, [flag, f"{tmp_path}/{{rollout_id}}-{{step_id}}.json", "--advantage-estimator", "ppo"])
-    assert any("{role} where there is a critic" in line for line in lines)
+    assert any("with a critic also {role}" in line for line in lines)
 
 
 def test_a_dump_that_overwrites_itself_is_warned_about(tmp_path, caplog):

@@ -206,17 +206,17 @@ STAGES = "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --sglang-pp-size 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (f"{ROLES} 2 --use-rollout-routing-replay", "-replay beside .*: the experts of a prompt stay where it"),
-        (f"{ROLES} 2 --update-weights-in-flight", "-flight beside .*: a paused engine moves no caches"),
+        (f"{ROLES} 2 --use-rollout-routing-replay", "-replay beside .*: the engine that prefills keeps the experts of a"),
+        (f"{ROLES} 2 --update-weights-in-flight", "-flight beside .*: a paused engine transfers no caches"),
         (
             f"{ROLES} 4 --rollout-num-gpus-per-engine 2 --sglang-pp-size 2",
-            "--sglang-pp-size in engines that only prefill or decode: SGLang's stages carry out a push there before the next",
+            "--sglang-pp-size in engines that only prefill or decode: there a stage of SGLang carries out a push before it",
         ),
         (f"{STAGES} --use-rollout-routing-replay", "-replay with --sglang-pp-size 2: each stage keeps the experts"),
-        (f"{STAGES} --sglang-speculative-algorithm EAGLE", "EAGLE with --sglang-pp-size 2: SGLang drafts with stages where"),
-        (f"{STAGES} --sglang-enable-hierarchical-cache", "-cache with --sglang-pp-size 2: the first stage answers that all"),
-        (f"{STAGES} --sglang-enable-return-hidden-states", "-states with --sglang-pp-size 2: the last stage has them"),
-        (f"{STAGES} --sglang-return-hidden-states-mode last", "-mode last with --sglang-pp-size 2: the last stage has them"),
+        (f"{STAGES} --sglang-speculative-algorithm EAGLE", "EAGLE with --sglang-pp-size 2: SGLang only drafts with stages in"),
+        (f"{STAGES} --sglang-enable-hierarchical-cache", "-cache with --sglang-pp-size 2: the first stage reports that all"),
+        (f"{STAGES} --sglang-enable-return-hidden-states", "-states with --sglang-pp-size 2: only the last stage has them"),
+        (f"{STAGES} --sglang-return-hidden-states-mode last", "-mode last with --sglang-pp-size 2: only the last stage has"),
         ("--update-weights-in-flight --sglang-enable-hierarchical-cache", "-in-flight: a paused engine does not see that"),
         ("--sglang-encoder-only", "--sglang-encoder-only: engines of SGLang that only encode media take no weights"),
     ],
@@ -336,7 +336,7 @@ def test_engines_of_a_file_that_train_tell_enough_kept_tokens(tmp_path):
     serving.write_text(f"sglang:\n  - name: actor\n    server_groups:\n      {group % 6000}\n{grader}")
     assert parse(tmp_path, *words.split()).rollout_top_k == 5000
     serving.write_text(f"sglang:\n  - name: actor\n    server_groups:\n      {group % 600}\n{grader}")
-    assert "serving.yaml:4: --rollout-top-k 5000: an engine tells at most" in refusal(tmp_path, words)
+    assert "serving.yaml:4: --rollout-top-k 5000: an engine reports at most" in refusal(tmp_path, words)
 
 
 def test_a_run_that_only_trains_ignores_the_flags_of_engines(tmp_path):
@@ -438,7 +438,7 @@ def test_a_router_chooses_among_the_groups_that_engines_have(tmp_path):
     words = f"{GROUPS} --rollout-num-gpus 4 --router-dp-aware"
     assert parse_drafting(tmp_path, words, num_experts=8).router_dp_aware
     for others in ("--router-policy power_of_two", "--prefill-num-servers 1"):
-        with pytest.raises(UserError, match="--router-dp-aware beside .*a dead engine would stay with the router"):
+        with pytest.raises(UserError, match="--router-dp-aware beside .*the router would keep dead engines"):
             parse_drafting(tmp_path, f"{words} {others}", num_experts=8)
 
 
@@ -488,17 +488,17 @@ def test_drafts_groups_of_attention_and_roles_go_together(tmp_path, drafts, grou
         (
             f"{EAGLE} --true-on-policy-mode",
             {},
-            r"\(--true-on-policy-mode means it too\): which answer a seed gives would",
+            r"\(which --true-on-policy-mode implies\): the answer for a seed would",
         ),
         (
             f"{EAGLE} --rollout-top-p 0.9",
             {},
-            "--rollout-top-p 0.9, --rollout-top-k .*: engines that .* draft, tell no sets",
+            "--rollout-top-p 0.9, --rollout-top-k .*: engines that .* draft, do not report the kept",
         ),
         (
             f"{EAGLE} {GROUPS} --rollout-num-gpus 2",
             {"num_experts": 8},
-            "EAGLE with --sglang-enable-dp-attention needs --sglang-enable-dp-lm-head: .* of a prompt are asked for; add it",
+            "EAGLE with --sglang-enable-dp-attention needs --sglang-enable-dp-lm-head: .* log-probs of its prompt; add it",
         ),
     ],
 )
@@ -533,7 +533,9 @@ def test_engines_that_prefill_and_decode_draft_together_or_not_at_all(tmp_path, 
     if prefill == decode:
         assert len(parse_drafting(tmp_path, words).served_models) == 2
         return
-    with pytest.raises(UserError, match="--sglang-config: .* all draft, or none: .* give speculative_algorithm to all"):
+    with pytest.raises(
+        UserError, match="--sglang-config: .* must all draft, or none of them: .* give speculative_algorithm to all"
+    ):
         parse_drafting(tmp_path, words)
 
 
@@ -545,6 +547,6 @@ def test_replay_of_experts_wants_no_graphs_of_prefill_in_groups_of_attention(tmp
             parse_with_heads(tmp_path, 4, *words.split(), num_experts=8)
             continue
         with pytest.raises(
-            UserError, match="-backend-prefill breakable with .*: SGLang tells experts of other tokens then"
+            UserError, match="-backend-prefill breakable with .*: SGLang would return the experts of other tokens"
         ):
             parse_with_heads(tmp_path, 4, *words.split(), num_experts=8)
