@@ -25,7 +25,8 @@ from slime.utils.run_values import with_run_values
 logger = logging.getLogger(__name__)
 
 _FIRST_PORT = 3000
-_REGISTRATION_SECONDS = 60.0
+# How long a router may take to ask engines that it is told of what they are: some time, and more for each of them.
+_REGISTRATION_SECONDS, _REGISTRATION_SECONDS_EACH = 60.0, 0.25
 _FAREWELL_SECONDS = 10.0
 
 
@@ -103,7 +104,7 @@ class ModelRouters(Mapping[str, RouterHandle]):
         for model, router in self.items() if workers else ():
             found = [worker for name, worker in workers.items() if self._model_of(name) == model]
             router.refuse_other_workers([worker.url for worker in found])
-            router.add_workers(found, _REGISTRATION_SECONDS, self._api_key)
+            self._tell(router, found)
             shown = "" if len(self) == 1 else f" of model {model}"
             logger.info("%d engines%s are ready behind the router %s", len(found), shown, router.url)
 
@@ -115,7 +116,7 @@ class ModelRouters(Mapping[str, RouterHandle]):
             if not found:
                 continue
             try:
-                router.add_workers(list(found.values()), _REGISTRATION_SECONDS, self._api_key)
+                self._tell(router, list(found.values()))
             except EnginesLacking as error:
                 lacking |= {name: error.of(worker.url) for name, worker in found.items() if worker.url in error.reasons}
             except RunError as error:
@@ -150,6 +151,9 @@ class ModelRouters(Mapping[str, RouterHandle]):
         """End the routers that this run started."""
         for router in self.values():
             router.shutdown()
+
+    def _tell(self, router: RouterHandle, workers: Sequence[Worker]) -> None:
+        router.add_workers(workers, _REGISTRATION_SECONDS + _REGISTRATION_SECONDS_EACH * len(workers), self._api_key)
 
     def _model_of(self, name: EngineName) -> str:
         return self._topology.find(name.engine_id)[0].name

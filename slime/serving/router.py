@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 _ARRIVAL_POLL_SECONDS = 0.5
 REQUEST_SECONDS = 10.0
-# How many requests about engines a router has at the same time.
-_ASKED_AT_A_TIME = 64
+# How many engines a router is told of at the same time.
+_TOLD_AT_A_TIME = 64
 _SHUTDOWN_SECONDS = 3.0
 _START_SECONDS = 60.0
 # How often we look whether our router has ended.
@@ -258,13 +258,17 @@ class RouterHandle:
             }
             told = {name: value for name, value in told.items() if value}
             try:
-                with _told_in(self._call_in_time("POST", "/workers", told, deadline)) as accepted:
+                if time.monotonic() > deadline:
+                    # Many that wait for their turn would each have a moment more.
+                    raise RunError(f"router {self.url}: no time was left to tell it of workers")
+                with _told_in(self._call("POST", "/workers", told, deadline)) as accepted:
                     self._registered[worker.url] = accepted.get("worker_id")
             except RunError as error:
                 return str(error)
             return None
 
-        return _side_by_side(tell, workers)
+        with ThreadPoolExecutor(max(1, min(len(workers), _TOLD_AT_A_TIME)), "telling a router") as threads:
+            return list(threads.map(tell, workers))
 
     def wait_for_workers(self, timeout: float) -> int:
         """Return when the router calls engines healthy that somebody else has registered, and how many by then.
@@ -305,8 +309,9 @@ class RouterHandle:
 
     def _take_out(self, urls: list[str], timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        listed = [worker["id"] for worker in self.workers(deadline) if worker["url"] in urls]
-        _side_by_side(lambda worker_id: self._call_in_time("DELETE", f"/workers/{worker_id}", None, deadline), listed)
+        for worker in self.workers(deadline):
+            if worker["url"] in urls:
+                self._call("DELETE", f"/workers/{worker['id']}", None, deadline)
         left = self._left_at_last(lambda: set(urls) & {worker["url"] for worker in self.workers(deadline)}, deadline)
         if left:
             raise RunError(f"router {self.url}: workers not removed after {timeout:g} s: {', '.join(sorted(left))}")
@@ -491,14 +496,6 @@ class RouterHandle:
             time.sleep(_POLL_SECONDS)
         return left
 
-    def _call_in_time(
-        self, method: str, path: str, payload: dict[str, Any] | None, deadline: float
-    ) -> requests.Response:
-        """`_call`, but not after the deadline: many that wait for their turn would each have a moment more."""
-        if time.monotonic() > deadline:
-            raise RunError(f"router {self.url}: no time was left for {method} {path}")
-        return self._call(method, path, payload, deadline)
-
     def _call(
         self, method: str, path: str, payload: dict[str, Any] | None = None, deadline: float | None = None
     ) -> requests.Response:
@@ -525,12 +522,6 @@ def _told_in(response: requests.Response) -> Iterator[Any]:
         yield response.json()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"no router answers at {response.url}: {_begin_of(response)}") from error
-
-
-def _side_by_side(ask: Callable[[Any], Any], about: Sequence[Any]) -> list[Any]:
-    """What `ask` answers about each, in order; an error of one is raised when all were asked."""
-    with ThreadPoolExecutor(max(1, min(len(about), _ASKED_AT_A_TIME)), thread_name_prefix="asking a router") as threads:
-        return list(threads.map(ask, about))
 
 
 def _begin_of(response: requests.Response) -> str:

@@ -527,6 +527,57 @@ def test_successors_are_registered_together_and_one_that_is_refused_keeps_no_oth
     assert ("remove", ["http://1.1"]) in owner.events and owner.deaths("default") == 6
 
 
+def test_an_engine_whose_process_is_gone_when_routers_ask_for_its_port_keeps_no_other_from_serving(
+    make_owner, monkeypatch
+):
+    owner = serving(make_owner(engines=4, prefill_num_servers=2, use_fault_tolerance=True))
+    for number in range(2):
+        owner.outcomes["end", EngineName(number)] = died(f"engine {number} died")
+    wait_until(lambda: states(owner)[:2] == [EngineState.STALE] * 2)
+    workers = owner._engines.workers
+    with monkeypatch.context() as lost:
+        gone = {EngineName(0, 1): RunError("engine 0 was ended")}
+        lost.setattr(owner._engines, "workers", lambda urls: workers(urls) | gone)
+        owner.begin_push_to_stale()
+        owner.end_push([EngineName(0, 1), EngineName(1, 1)], 1, {})
+    assert states(owner)[1] is EngineState.SERVING and ("add", ["http://1.1"]) in owner.events
+    wait_until(lambda: owner._fleet.record(0).name == EngineName(0, 2))
+    assert owner.deaths("default") == 3
+
+
+def test_a_run_does_not_begin_without_one_of_its_engines(make_owner, monkeypatch):
+    owner = make_owner(prefill_num_servers=1, process=Process())
+    owner.start()
+    monkeypatch.setattr(owner._engines, "workers", lambda urls: dict.fromkeys(urls, RunError("engine 0 was ended")))
+    with pytest.raises(RunError, match="^engine 0 was ended$"):
+        owner.wait_ready()
+    assert not any(event[0] == "add" for event in owner.events)
+
+
+def test_a_router_has_more_time_for_more_engines_that_start(make_owner, monkeypatch):
+    """It asks each what it is; with a minute for hundreds on a busy machine, those that come last would count as dead."""
+    limits = []
+    for engines in (1, 512):
+        owner = make_owner(engines=engines)
+        owner.start()
+        monkeypatch.setattr(
+            owner.routers["default"], "add_workers", lambda workers, timeout, key: limits.append(timeout)
+        )
+        owner.wait_ready()
+    assert limits == [60.25, 188.0]
+
+
+def test_a_router_has_a_moment_to_forget_an_engine_that_still_runs_and_a_minute_when_it_is_ended(
+    make_owner, monkeypatch
+):
+    """It may wait for requests that the engine has, which end with the engine."""
+    owner, limits = serving(make_owner(use_fault_tolerance=True)), []
+    monkeypatch.setattr(owner.routers["default"], "remove_workers", lambda urls, timeout: limits.append(timeout))
+    owner.outcomes["end", FIRST] = died()
+    wait_until(owner.lacks_weights)
+    assert limits == [10.0, 60.0]
+
+
 def test_what_a_push_says_of_a_life_that_ended_meanwhile_is_late(make_owner):
     owner = serving(make_owner(use_fault_tolerance=True))
     _, names = owner.begin_push()

@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import threading
+import time
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -365,7 +366,8 @@ class Crowd(HalfRouter):
 
     def __init__(self, healthy, refused=()):
         super().__init__(healthy, refused)
-        self.together = threading.Barrier(router_module._ASKED_AT_A_TIME)
+        # A moment in which more would come, if they might.
+        self.together = threading.Barrier(router_module._TOLD_AT_A_TIME, lambda: time.sleep(0.3))
         self.under_way, self.most = set(), 0
 
     def request(self, method, url, json=None, timeout=None):
@@ -378,13 +380,13 @@ class Crowd(HalfRouter):
 
 
 def test_a_router_that_is_slow_is_told_of_many_engines_at_a_time_and_not_of_all(monkeypatch):
-    urls = [f"http://e:{number}" for number in range(4 * router_module._ASKED_AT_A_TIME)]
+    urls = [f"http://e:{number}" for number in range(4 * router_module._TOLD_AT_A_TIME)]
     crowd = Crowd(urls[2:], refused=urls[:1])
     monkeypatch.setattr(router_module, "session_with", lambda api_key: crowd)
     router = RouterHandle("10.0.0.9", 80, None, None)
     with pytest.raises(EnginesLacking) as raised:
         router.add_workers([Worker(url) for url in urls], 2.0)
-    assert sorted(crowd.posts) == sorted(urls) and crowd.most == router_module._ASKED_AT_A_TIME
+    assert sorted(crowd.posts) == sorted(urls) and crowd.most == router_module._TOLD_AT_A_TIME
     assert raised.value.reasons == {
         urls[0]: "the router answered 400 to POST /workers: refused",
         urls[1]: "router http://10.0.0.9:80: workers not healthy after 2 s",
