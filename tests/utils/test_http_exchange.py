@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from slime.utils import http_exchange
 from slime.utils.http_exchange import Exchanges, Response, new_session
 from tests.support.processes.http_server import serving
 
@@ -196,6 +197,43 @@ def test_two_exchanges_at_once_one_of_them_large_have_connections_and_answers_of
             bodies = (b"{large}", b"{}", b"{large}")
             answers = await asyncio.gather(*[ask(exchanges, url, data=body) for body in bodies])
             assert [content for _, content in answers] == [large, b"ok", large]
+
+    run(main())
+
+
+def test_a_session_does_not_repeat_a_request_whose_kept_connection_breaks():
+    async def main():
+        async with told(FINE, b"", FINE) as (url, connections), new_session() as session:
+            async with session.get(url) as response:
+                await response.read()
+            with pytest.raises(aiohttp.ServerDisconnectedError):
+                await session.get(url)
+            assert [len(received) for received in connections] == [2]
+
+    run(main())
+
+
+def test_a_redirect_without_a_place_is_an_answer_and_one_with_a_place_frees_its_connection():
+    async def main():
+        nowhere = FINE.replace(b"200 OK", b"301 Moved")
+        elsewhere = nowhere.replace(b"Moved\r\n", b"Moved\r\nLocation: /new\r\n")
+        async with told(nowhere, elsewhere, FINE) as (url, connections), new_session() as session:
+            exchanges = Exchanges(session)
+            response, content = await ask(exchanges, url)
+            assert (response.status, content) == (301, b"ok")
+            assert (await ask(exchanges, url))[1] == b"ok" and not session.connector._acquired
+
+    run(main())
+
+
+def test_what_many_targets_have_in_common_is_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(http_exchange, "_MOST_TARGETS", 2)
+
+    async def main():
+        async with told(*[FINE] * 5) as (url, _), new_session() as session:
+            exchanges = Exchanges(session)
+            for number in range(5):
+                assert (await ask(exchanges, f"{url}{number}"))[1] == b"ok" and len(exchanges._targets) <= 2
 
     run(main())
 
