@@ -190,55 +190,49 @@ def compute_server_arguments(
         UserError: `--sglang-tp-size` contradicts `--rollout-num-gpus-per-engine`; sizes do not divide, or not over the nodes;
             caches cannot be moved here; or engines are to draft, and cannot.
     """
+    stages, nodes = args.sglang_pp_size or 1, part.nodes if part else 1
     for problem in engine_sizes(args):
         raise UserError(problem.message)
-    require_drafts(args, on_cpu)
-    stages, nodes = args.sglang_pp_size or 1, part.nodes if part else 1
     if stages % nodes and nodes % stages:
         raise UserError(
             f"engine {rank}: {stages} pipeline stages on {nodes} nodes; a server has whole stages, or a part of one: give a "
             "--sglang-pp-size that divides, or is a multiple of, the number of nodes of an engine"
         )
-    typed = typed_fields(args)
-    if role == "decode":
-        # Only engines that prefill look prefixes up, and keep them in host memory.
-        typed = {
-            name: value
-            for name, value in typed.items()
-            if name != "enable_hierarchical_cache" and not name.startswith("hicache_")
-        }
-    values = _values_of_run(args, on_cpu)
-    if role in _LOAD_BALANCE and on_cpu:
-        values["disaggregation_transfer_backend"] = _TRANSFER_ON_CPU
-    values.update(typed)
+    require_drafts(args, on_cpu)
     if role in _LOAD_BALANCE:
         require_cache_transfer(args, on_cpu)
-        values |= {"disaggregation_mode": role, "load_balance_method": _LOAD_BALANCE[role]}
-    if bootstrap_port is not None:
-        values["disaggregation_bootstrap_port"] = bootstrap_port
-    values.update(
-        model_path=args.hf_checkpoint,
-        trust_remote_code=args.trust_remote_code,
-        random_seed=args.seed + rank * args.num_gpus_per_node,
-        host=host,
-        port=port,
-        nccl_port=nccl_port,
-        nnodes=nodes,
-        node_rank=part.node_rank if part else 0,
-        dist_init_addr=first_port or (part.meeting_point if part else None),
+    # Only engines that prefill look prefixes up, and keep them in host memory.
+    not_of_role = ("enable_hierarchical_cache", "hicache_") if role == "decode" else ()
+    typed = {name: value for name, value in typed_fields(args).items() if not name.startswith(not_of_role)}
+    derived = {
+        "model_path": args.hf_checkpoint,
+        "trust_remote_code": args.trust_remote_code,
+        "random_seed": args.seed + rank * args.num_gpus_per_node,
+        "tp_size": tensor_parallel_size(args),
+        "skip_server_warmup": True,
+        "api_key": args.router_api_key,
+        "host": host,
+        "port": port,
+        "nccl_port": nccl_port,
+        "nnodes": nodes,
+        "node_rank": part.node_rank if part else 0,
+        "dist_init_addr": first_port or (part.meeting_point if part else None),
         # Without a GPU the server would take this number for that of a NUMA node.
-        base_gpu_id=0 if on_cpu else base_gpu_id,
-        gpu_id_step=1,
-        tp_size=tensor_parallel_size(args),
-        skip_server_warmup=True,
-        api_key=args.router_api_key,
-    )
-    return ServerArguments(values, frozenset(typed))
+        "base_gpu_id": 0 if on_cpu else base_gpu_id,
+        "gpu_id_step": 1,
+    }
+    if role in _LOAD_BALANCE:
+        derived |= {"disaggregation_mode": role, "load_balance_method": _LOAD_BALANCE[role]}
+    if bootstrap_port is not None:
+        derived["disaggregation_bootstrap_port"] = bootstrap_port
+    return ServerArguments({**_values_of_run(args, role, on_cpu), **typed, **derived}, frozenset(typed))
 
 
-def _values_of_run(args: Any, on_cpu: bool) -> dict[str, Any]:
+def _values_of_run(args: Any, role: str, on_cpu: bool) -> dict[str, Any]:
     """What the run has engines start with, unless a flag of theirs was typed."""
     values: dict[str, Any] = {**RUN_DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
+    if on_cpu and role in _LOAD_BALANCE:
+        values["disaggregation_transfer_backend"] = _TRANSFER_ON_CPU
     if not on_cpu and args.fp16:
         values["dtype"] = "float16"
     if args.use_rollout_routing_replay:
