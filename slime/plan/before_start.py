@@ -1,16 +1,12 @@
 """What would end a run later, found after its arguments and before Ray starts, and whether anything is left to do.
 
 The run would find these problems anyway, but only after the 10 to 20 seconds that its processes take to start, or after the
-minutes that weights take to load. Rows are read for a few seconds at most; the data source reads the rest when it loads them.
-Of weights only headers, metadata and sizes of files are read.
+minutes that weights take to load. Of weights only headers, metadata and sizes of files are read.
 """
 
 import argparse
 import logging
-import os
 import re
-import sys
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +19,12 @@ from slime.arguments.checkpoints import (
     source_of_reference,
     source_of_teacher,
 )
-from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.config_files.role_config import CRITIC, critic_args, place_in
 from slime.arguments.config_files.serving_config import served_models
 from slime.arguments.flag import attribute_of, flag_of
 from slime.arguments.hf_config import differing_flags, read_hf_config
-from slime.arguments.rules.data import SFT_FUNCTION, OwnFile, names_reward, own_files
 from slime.models.families import model_args_from_hf
+from slime.plan.prompt_files import SCAN_SECONDS, files_of_the_run, prompt_problems
 from slime.utils.checkpoint_directory import (
     FSDP2,
     POINTER,
@@ -39,24 +34,11 @@ from slime.utils.checkpoint_directory import (
     read_torch_metadata,
     sharded_backend,
 )
-from slime.utils.data_files import estimated_rows
-from slime.utils.dataset import scan_rows
 from slime.utils.errors import UserError
-from slime.utils.eval_config import EvalDatasetConfig
-from slime.utils.processing_utils import (
-    lacks_chat_template,
-    lacks_tokenizer,
-    load_processor,
-    no_chat_template,
-    no_processor,
-)
-from slime.utils.reward_types import needs_label
-from slime.utils.types import Sample
+from slime.utils.processing_utils import lacks_tokenizer
 from slime.weights.hf_reader import places_of_checkpoint
 
 logger = logging.getLogger(__name__)
-
-SCAN_SECONDS = 5.0
 
 
 def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECONDS) -> None:
@@ -67,8 +49,7 @@ def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECO
     """
     for warning in late_evaluations(args):
         logger.warning("%s", warning)
-    problems = [*_checkpoint_problems(args), *_model_problems(args), *_template_problems(args)]
-    problems += [*_processor_problems(args), *_row_problems(args, time.monotonic() + scan_seconds)]
+    problems = [*_checkpoint_problems(args), *_model_problems(args), *prompt_problems(args, scan_seconds)]
     if problems:
         # The actor may start from the weights of the reference.
         raise UserError("\n".join(dict.fromkeys(problems)))
@@ -290,99 +271,3 @@ def _loads_of_engines(args: argparse.Namespace) -> Iterator[_Load]:
         ways_out = ("--sglang-load-format dummy for engines",) if args.has_trainer and model.update_weights else ()
         if groups:
             yield _Load(place, model.model_path, files, ways_out, tokenizer=True)
-
-
-def _template_problems(args: argparse.Namespace) -> Iterator[str]:
-    if args.hf_checkpoint is None or not lacks_chat_template(args.hf_checkpoint):
-        return
-    files = list(files_of_the_run(args))
-    if args.prompt_data and args.rollout_function_path == SFT_FUNCTION and args.load_debug_rollout_data is None:
-        yield no_chat_template("supervised fine-tuning renders chats", args.hf_checkpoint)
-    elif any(file.in_template for file in files):
-        yield no_chat_template("--apply-chat-template is given", args.hf_checkpoint)
-
-
-def _processor_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Why prompts with images cannot be encoded. Files that a user's generate function encodes are not checked."""
-    seeing = [file for file in files_of_the_run(args) if file.keys.images and file.prompts != "any"]
-    if not seeing or args.hf_checkpoint is None:
-        return
-    try:
-        if load_processor(args.hf_checkpoint, trust_remote_code=args.trust_remote_code) is None:
-            sets = [one for one in args.eval_datasets if one.path == seeing[0].path and one.multimodal_keys]
-            in_set = seeing[0].flag != "--prompt-data"
-            yield no_processor(args.hf_checkpoint, place_of_images(args, sets[0]) if in_set else "--multimodal-keys")
-    except UserError as error:
-        yield str(error)
-
-
-def place_of_images(args: argparse.Namespace, dataset: EvalDatasetConfig) -> str:
-    """The place that names the image field of an evaluation set, `file:line: multimodal_keys` or the flag, and the set."""
-    in_file = places_in(args.eval_config)(dataset.name, "multimodal_keys")
-    key = "--multimodal-keys" if in_file is None else f"{in_file}: multimodal_keys"
-    return f"{key} (evaluation set {dataset.name})"
-
-
-def files_of_the_run(args: argparse.Namespace) -> Iterator[OwnFile]:
-    """The files that are read when the run starts."""
-    for file in own_files(args):
-        trains = file.flag == "--prompt-data"
-        if args.load_debug_rollout_data is None if trains else args.has_engines and args.eval_interval is not None:
-            yield file
-
-
-def _row_problems(args: argparse.Namespace, deadline: float) -> Iterator[str]:
-    if args.allow_bad_rows:
-        return  # bad rows are skipped then; the reader counts them
-    from tqdm import tqdm
-
-    no_template = args.hf_checkpoint is not None and lacks_chat_template(args.hf_checkpoint)
-    may_label = bool(args.rollout_sample_hook_path or args.buffer_filter_path)
-    for file in files_of_the_run(args):
-
-        def objection(sample: Sample, file: OwnFile = file) -> str | None:
-            tokenizer = args.hf_checkpoint if no_template else None
-            return _objection(sample, file, tokenizer, may_label=may_label)
-
-        total = estimated_rows(file.path) if sys.stderr.isatty() else None
-        name = os.path.basename(file.path)
-        # There is no bar if the output is no terminal, nor for a file that is read in less than half a second.
-        with tqdm(desc=f"checking {name}", total=total, unit="row", leave=False, disable=None, delay=0.5) as bar:
-            scan = scan_rows(
-                file.path,
-                file.keys,
-                flag=file.flag,
-                objection=objection,
-                deadline=deadline,
-                advance=bar.update,
-            )
-        yield from scan.problems
-        if not scan.finished and not scan.problems and not scan.rows:
-            logger.info("%s: its rows are read while the run starts", file.path)
-        elif not scan.finished and not scan.problems:
-            logger.info(
-                "%s: the first %d rows can be used; the others are read while the run starts", file.path, scan.rows
-            )
-
-
-def _objection(sample: Sample, file: OwnFile, without_template: str | None, *, may_label: bool) -> str | None:
-    """Why a row would end the run later although it can be read; None if it would not.
-
-    `without_template`: the path of the tokenizer if it has no chat template, else None. `may_label`: a function of the user's
-    sees samples before they are graded, and may give them labels.
-    """
-    chat = not isinstance(sample.prompt, str)
-    if file.prompts == "messages" and not chat:
-        return (
-            "the prompt is text, and supervised fine-tuning needs a list of messages; name that field with --input-key"
-        )
-    if file.prompts == "renderable" and chat and not file.in_template and without_template is not None:
-        return no_chat_template("the prompt is a list of messages", without_template)
-    if file.reward == "" and not names_reward(sample.metadata):
-        return f"nothing says how responses are graded: no `rm_type` in {file.keys.metadata!r}; give --rm-type"
-    # Which of the two holds where both are named is not asked here.
-    rewards = [str(name) for name in (sample.metadata.get("rm_type"), file.reward) if name]
-    is_graded = file.reward is not None and bool(rewards) and not may_label
-    if is_graded and sample.label in (None, "") and all(map(needs_label, rewards)):
-        return f"there is no label, which the reward {rewards[0]} needs; {file.keys.flags[1]} names its field"
-    return None

@@ -43,7 +43,7 @@ from slime.backends.sglang_utils.server_arguments import require_cache_transfer,
 from slime.observability.waiting import watch_nothing
 from slime.plan import require_memory_of_machine
 from slime.plan.batch import kept_tokens, train_batch_bytes
-from slime.plan.before_start import place_of_images
+from slime.plan.prompt_files import place_of_images
 from slime.utils import env
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError, UserError

@@ -387,12 +387,13 @@ def check_first_row(path: str, keys: RowKeys, flag: str) -> dict[str, Any] | Non
 
 @dataclass(frozen=True)
 class RowScan:
-    """The result of a scan of one file: messages that name file and line, the number of rows read, and whether these were
-    all."""
+    """The result of a scan of one file: messages that name file and line, the number of rows read, whether these were all, and
+    the fields that some of them have."""
 
     problems: tuple[str, ...]
     rows: int
     finished: bool
+    fields: frozenset[str]
 
 
 def scan_rows(
@@ -403,6 +404,7 @@ def scan_rows(
     objection: Callable[[Sample], str | None],
     deadline: float,
     advance: Callable[[], object] = lambda: None,
+    allow_bad_rows: bool = False,
 ) -> RowScan:
     """Read rows as `Dataset` does, without a tokenizer, until the end, until `deadline`, or until a few problems were found.
 
@@ -412,16 +414,20 @@ def scan_rows(
         objection: tells why a readable row is still of no use to the run; None if it is of use.
         deadline: on the clock of `time.monotonic`, seconds.
         advance: called after each row.
+        allow_bad_rows: say nothing of rows that cannot be read.
 
     Raises:
         UserError: something is wrong with the file as a whole.
     """
     problems: list[str] = []
+    fields: set[str] = set()
     reader = RowReader(None, {})
     of_file: RowKeys | None = None
     rows = 0
 
-    def tell(problem: str) -> None:
+    def tell(problem: str, is_bad_row: bool = True) -> None:
+        if is_bad_row and allow_bad_rows:
+            return
         problems.append(problem)
         if len(problems) >= _MOST_PROBLEMS:
             raise _EndOfScan
@@ -435,6 +441,7 @@ def scan_rows(
         for place, row in iterate_rows(path, flag, lambda place, cause: tell(bad_row(place, cause)), watch):
             of_file = of_file or keys.resolve(row, place)
             rows += 1
+            fields.update(row)
             advance()
             try:
                 cause = objection(reader.read(PromptRow(of_file, place, row)))
@@ -442,10 +449,10 @@ def scan_rows(
                 tell(bad_row(place, str(error)))
             else:
                 if cause is not None:
-                    tell(f"{place}: {cause}")
+                    tell(f"{place}: {cause}", is_bad_row=False)
     except _EndOfScan:
-        return RowScan(tuple(problems), rows, finished=False)
-    return RowScan(tuple(problems), rows, finished=True)
+        return RowScan(tuple(problems), rows, False, frozenset(fields))
+    return RowScan(tuple(problems), rows, True, frozenset(fields))
 
 
 def filter_long_prompt(
