@@ -73,8 +73,6 @@ class trace_span:
         self.attrs: dict[str, Any] = dict(attrs) if attrs else {}
         self.span_id: str | None = None
         self._targets: list[Any] = [target]
-        # The traces that have this span, by id, each with its record there.
-        self._put_into: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._outer: _Open = ()
         self._token: contextvars.Token[Any] | None = None
 
@@ -90,15 +88,12 @@ class trace_span:
         """Put the span also into the traces of `target`: the results of the block, which may be copies of its samples."""
         with _harmless(f"what span {self.name!r} includes"):
             self._targets.append(target)
-            for trace in _traces_of(target):
-                if self._record_in(trace) is None:
-                    self._put(trace)
+            self._put_into([trace for trace in _traces_of(target) if self._record_in(trace) is None])
 
     def child(self, name: str, start: float, end: float, attrs: dict[str, Any] | None = None) -> None:
         """Add a span within this one that was measured elsewhere; `start` and `end` are seconds from the start of this one."""
         with _harmless("a span of somebody else's"):
-            traces = {id(trace): trace for target in self._targets for trace in _traces_of(target)}
-            for trace in traces.values():
+            for trace in _traces_of(self._targets):
                 own = self._record_in(trace)
                 if own is None:
                     continue
@@ -113,14 +108,11 @@ class trace_span:
         try:
             if self._targets[0] is None:
                 self._targets[0] = _bound.get()
-            target, self._outer, self._put_into = self._targets[0], _open.get(), {}
+            target, self._outer = self._targets[0], _open.get()
             self.span_id, self._started, self._start = unique_hex(16), time.perf_counter(), time.time()
-            ids = set() if target or not isinstance(target, list | tuple) else None
-            for trace in _traces_of(target):
-                ids.add(trace["trace_id"])
-                # What came of one sample may share its trace.
-                if id(trace) not in self._put_into:
-                    self._put(trace)
+            traces = _traces_of(target)
+            self._put_into(traces)
+            ids = {trace["trace_id"] for trace in traces} if target or not isinstance(target, list | tuple) else None
             self._token = _open.set((*self._outer, (self.span_id, ids)))
         except Exception as error:
             _tell_once(f"span {self.name!r}", error)
@@ -147,20 +139,18 @@ class trace_span:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self.__exit__(kind, error, trace)
 
-    def _put(self, trace: dict[str, Any]) -> None:
-        """Add a record of the span to `trace`."""
-        record = _record("span", self.name, trace["attempt"], _parent_in(trace, self._outer), self.attrs)
-        record["span_id"], record["start"], record["end"], record["status"] = self.span_id, self._start, None, None
-        self._put_into[id(trace)] = trace, record
-        _append(trace, record)
+    def _put_into(self, traces: list[dict[str, Any]]) -> None:
+        """Add a record of the span, which has not ended, to each of `traces`."""
+        for trace in traces:
+            record = _record("span", self.name, trace["attempt"], _parent_in(trace, self._outer), self.attrs)
+            record["span_id"], record["start"], record["end"], record["status"] = self.span_id, self._start, None, None
+            _append(trace, record)
 
     def _record_in(self, trace: dict[str, Any]) -> dict[str, Any] | None:
         """The span's record in `trace`, which may be a copy of a trace that has the span, since functions may return copies."""
-        put = self._put_into.get(id(trace))
-        if put is not None:
-            return put[1]
-        for record in trace["events"]:
-            if record.get("span_id") == self.span_id:
+        # Few records follow that of a span that ends.
+        for record in reversed(trace["events"]):
+            if "span_id" in record and record["span_id"] == self.span_id:
                 return record
         return None
 
@@ -301,36 +291,43 @@ def build_sglang_meta_trace_attrs(meta_info: dict[str, Any]) -> dict[str, Any]:
 
 def trace_engine_answer(span: trace_span, answer: dict[str, Any]) -> None:
     """Give a request's span the attributes of `meta_info`, and spans of prefill and decode if two engines shared it."""
-    with _harmless("an engine's answer"):
+    try:
         meta_info = answer.get("meta_info") or {}
         span.attrs |= build_sglang_meta_trace_attrs(meta_info)
         # Most engines do all of it, and their answers have many names: one look for all of these.
-        if _OF_TWO_ENGINES not in " ".join(meta_info):
-            return
-        parts = {name: value for name, value in meta_info.items() if name.startswith((_PREFILL, _DECODE, _TRANSFER))}
-        parts = {name: value for name, value in parts.items() if isinstance(value, int | float)}
-        lengths = {
-            prefix: sum(value for name, value in parts.items() if name.startswith(prefix) and name.endswith(_DURATION))
-            for prefix in (_PREFILL, _DECODE)
-        }
-        begin = 0.0
-        for name, prefix in (("sglang_pd_prefill", _PREFILL), ("sglang_pd_decode", _DECODE)):
-            own = {key.removeprefix(prefix): value for key, value in parts.items() if key.startswith(prefix)}
-            if own:
-                span.child(name, begin, begin + lengths[prefix], own)
-                begin += lengths[prefix]
-        span.child("sglang_pd_summary", 0.0, begin, parts)
+        if _OF_TWO_ENGINES in " ".join(meta_info):
+            _add_parts(span, meta_info)
+    except Exception as error:
+        _tell_once("an engine's answer", error)
+
+
+def _add_parts(span: trace_span, meta_info: dict[str, Any]) -> None:
+    """Give `span` the spans of prefill and decode, and a summary of both."""
+    parts = {name: value for name, value in meta_info.items() if name.startswith((_PREFILL, _DECODE, _TRANSFER))}
+    parts = {name: value for name, value in parts.items() if isinstance(value, int | float)}
+    lengths = {
+        prefix: sum(value for name, value in parts.items() if name.startswith(prefix) and name.endswith(_DURATION))
+        for prefix in (_PREFILL, _DECODE)
+    }
+    begin = 0.0
+    for name, prefix in (("sglang_pd_prefill", _PREFILL), ("sglang_pd_decode", _DECODE)):
+        own = {key.removeprefix(prefix): value for key, value in parts.items() if key.startswith(prefix)}
+        if own:
+            span.child(name, begin, begin + lengths[prefix], own)
+            begin += lengths[prefix]
+    span.child("sglang_pd_summary", 0.0, begin, parts)
 
 
 def _traces_of(target: Any) -> list[dict[str, Any]]:
-    target = _bound.get() if target is None else target
-    if target is None:
-        return []
+    """The traces of `target`, each once: what came of one sample may share its trace."""
     if isinstance(target, Sample):
         return [target.__dict__.get("trace") or _new_trace(target)]
+    if target is None:
+        bound = _bound.get()
+        return [] if bound is None else _traces_of(bound)
     if isinstance(target, dict):
         return list(target["traces"])
-    return [trace for entry in target for trace in _traces_of(entry)]
+    return list({id(trace): trace for entry in target for trace in _traces_of(entry)}.values())
 
 
 def _samples_of(entry: Any) -> list[Sample]:
@@ -379,12 +376,12 @@ def _plain(value: Any) -> Any:
     """`value` in plain types, which every dump can hold."""
     if type(value) in _NUMBERS or (type(value) is str and len(value) <= _LONGEST_TEXT):
         return value
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bool | int | float | type(None)):
         return value
-    if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     text = value if isinstance(value, str) else repr(value)

@@ -121,6 +121,16 @@ def test_a_span_of_samples_that_share_a_trace_is_in_it_once_and_ends(sample):
     assert len({record["span_id"] for record in other.trace["events"]}) == 3
 
 
+def test_what_happened_to_samples_that_share_a_trace_is_in_it_once(sample):
+    other = Sample()
+    trace_event(sample, "made")
+    carry_trace(sample, other)
+    trace_event([sample, [other]], "graded")
+    trace_next_attempt([sample, other])
+    assert [record["name"] for record in sample.trace["events"]] == ["made", "graded"]
+    assert sample.trace["attempt"] == 1
+
+
 def test_a_span_whose_block_raises_says_so_and_lets_it_pass(sample):
     with pytest.raises(KeyError), trace_span(sample, "broken"):
         raise KeyError("no such tool")
