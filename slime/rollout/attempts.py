@@ -67,7 +67,7 @@ _COUNTERS = frozenset({SpecInfo, PrefixCacheInfo})
 
 
 def _own_values(values: dict[Any, Any]) -> dict[Any, Any]:
-    own = values.copy()
+    own = {**values}
     for name, value in values.items():
         # The usual types are handled here, without a call, which would take longer than the copy itself.
         kind = type(value)
@@ -79,7 +79,7 @@ def _own_values(values: dict[Any, Any]) -> dict[Any, Any]:
             own[name] = _own_values(value) if value else {}
         elif kind in _COUNTERS:
             own[name] = counters = object.__new__(kind)
-            counters.__dict__.update(value.__dict__)
+            counters.__dict__ = {**value.__dict__}
         else:
             own[name] = _own_containers(value)
     return own

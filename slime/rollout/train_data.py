@@ -181,7 +181,9 @@ def _reward_of(args: argparse.Namespace, sample: Sample) -> float:
 
 def _raw_reward(sample: Sample, value: float) -> float:
     """What is reported as the sample's reward: `metadata["raw_reward"]`, else `value`."""
-    raw = sample.metadata.get("raw_reward", value)
+    if "raw_reward" not in sample.metadata:
+        return value
+    raw = sample.metadata["raw_reward"]
     number = finite_number(raw)
     if number is None:
         raise UserError(f'metadata["raw_reward"] of sample {sample.index} is {raw!r}; expected a finite number')
@@ -268,5 +270,5 @@ def _unit_keys(group_of_sample: np.ndarray, execution_ids: Sequence[int | None])
 
 def _dense_ids(keys: Sequence) -> np.ndarray:
     """Number the distinct keys 0, 1, … in order of first occurrence."""
-    numbers: dict = {}
-    return np.fromiter((numbers.setdefault(key, len(numbers)) for key in keys), dtype=np.int64, count=len(keys))
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return np.array([numbers[key] for key in keys], dtype=np.int64)

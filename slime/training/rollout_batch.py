@@ -52,26 +52,32 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
             and nothing that a processor made of them.
     """
     packed = [_pack(sample) for sample in samples]
-    _require_prompts(samples, packed)
+    response_lengths = np.array([p.response_length for p in packed], dtype=np.int64)
+    total_lengths = np.array([p.total_length for p in packed], dtype=np.int64)
+    _require_prompts(samples, total_lengths, response_lengths)
     masks = [
         np.zeros_like(p.loss_mask) if s.remove_sample else p.loss_mask for s, p in zip(samples, packed, strict=True)
     ]
+    mask_sums = _mask_sums(masks)
+    trained = [mask_sum > 0 for mask_sum in mask_sums]
+    execution_of_sample = execution_ids([s.rollout_id for s in samples])
     batch: TrainBatch = {
         "tokens": [p.tokens for p in packed],
         "loss_masks": masks,
-        "response_lengths": np.array([p.response_length for p in packed], dtype=np.int64),
+        "response_lengths": response_lengths,
+        "total_lengths": total_lengths,
         "rewards": np.asarray(rewards, dtype=np.float32),
         "raw_reward": np.asarray(raw_rewards, dtype=np.float64),
         "truncated": np.array([s.status == Sample.Status.TRUNCATED for s in samples], dtype=np.int64),
         "sample_indices": np.array([-1 if s.index is None else s.index for s in samples], dtype=np.int64),
-        "rollout_ids": execution_ids([s.rollout_id for s in samples]),
+        "rollout_ids": execution_of_sample,
+        "rollout_mask_sums": rollout_mask_sums(mask_sums, execution_of_sample.tolist()),
     }
-    trained = [bool(mask.any()) for mask in masks]
     optional: dict[str, list[np.ndarray | None]] = {
         "rollout_log_probs": [p.rollout_log_probs for p in packed],
         "teacher_log_probs": [p.teacher_log_probs for p in packed],
-        "rollout_top_p_token_ids": [_as_int32(s.rollout_top_p_token_ids) for s in samples],
-        "rollout_top_p_token_offsets": [_as_int32(s.rollout_top_p_token_offsets) for s in samples],
+        "rollout_top_p_token_ids": _as_int32([s.rollout_top_p_token_ids for s in samples]),
+        "rollout_top_p_token_offsets": _as_int32([s.rollout_top_p_token_offsets for s in samples]),
     }
     _drop_halves_of_kept_sets(optional, trained)
     for name, rows in optional.items():
@@ -91,7 +97,7 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
     sources = [get_source(s) for s in samples]
     if any(source is not None for source in sources):
         batch["source_names"] = sources
-    return _complete(batch)
+    return batch
 
 
 def train_batch_from_columns(columns: dict[str, Any], source: str, samples: Sequence[Sample] = ()) -> TrainBatch:
@@ -149,7 +155,10 @@ def train_batch_from_columns(columns: dict[str, Any], source: str, samples: Sequ
             batch[name] = _as_array(batch[name], known.dtype, f"{source}: `{name}`")
     for position, where in enumerate(of_samples):
         _require_fitting_rows({name: batch[name][position] for name in columns}, where)
-    return _complete(batch)
+    batch["total_lengths"] = np.array([len(row) for row in batch["tokens"]], dtype=np.int64)
+    if "rollout_mask_sums" not in batch:
+        batch["rollout_mask_sums"] = rollout_mask_sums(_mask_sums(batch["loss_masks"]), batch["rollout_ids"].tolist())
+    return batch
 
 
 def _samples_of_rows(samples: Sequence[Sample], sample_indices: Sequence[Any]) -> Iterator[tuple[int, Sample]]:
@@ -299,12 +308,9 @@ def process_rollout_data(
     return to_tensors(fetch_shard(refs[dp_rank], args.http_control_timeout), device)
 
 
-def _complete(batch: TrainBatch) -> TrainBatch:
-    batch["total_lengths"] = np.array([len(row) for row in batch["tokens"]], dtype=np.int64)
-    if "rollout_mask_sums" not in batch:
-        mask_sums = [int(row.sum()) for row in batch["loss_masks"]]
-        batch["rollout_mask_sums"] = rollout_mask_sums(mask_sums, batch["rollout_ids"].tolist())
-    return batch
+def _mask_sums(masks: Sequence[np.ndarray]) -> list[int]:
+    """How many tokens each of these masks of ones and zeros trains."""
+    return [int(np.add.reduce(mask)) for mask in masks]
 
 
 def _pack(sample: Sample) -> PackedSample:
@@ -343,17 +349,17 @@ def _images_column(samples: Sequence[Sample], trained: Sequence[bool]) -> list[d
     return [one and {name: as_array(value) for name, value in one.items()} for one in inputs]
 
 
-def _as_int32(values: Any) -> np.ndarray | None:
-    return None if values is None else np.asarray(values, np.int32)
+def _as_int32(rows: list[Any]) -> list[np.ndarray | None]:
+    return [None if row is None else np.asarray(row, np.int32) for row in rows]
 
 
-def _require_prompts(samples: Sequence[Sample], packed: Sequence[PackedSample]) -> None:
-    for sample, arrays in zip(samples, packed, strict=True):
-        if arrays.response_length >= arrays.total_length:
-            raise UserError(
-                f"sample {sample.index} has {arrays.total_length} tokens, all of them in the response; its first token "
-                "cannot be predicted, so a sample needs at least one prompt token"
-            )
+def _require_prompts(samples: Sequence[Sample], total_lengths: np.ndarray, response_lengths: np.ndarray) -> None:
+    wrong = np.flatnonzero(response_lengths >= total_lengths)
+    if len(wrong):
+        raise UserError(
+            f"sample {samples[wrong[0]].index} has {total_lengths[wrong[0]]} tokens, all of them in the response; its first "
+            "token cannot be predicted, so a sample needs at least one prompt token"
+        )
 
 
 def _drop_halves_of_kept_sets(optional: dict[str, list[np.ndarray | None]], trained: Sequence[bool]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from slime.utils.sample_fields import TOKEN_FIELDS, hold_arrays, token_array
 from slime.utils.types import Sample
 
 
-@dataclass(frozen=True, eq=False)
-class PackedSample:
+class PackedSample(NamedTuple):
     """Per-token fields of one sample; T tokens, the last R of them are the response."""
 
     tokens: np.ndarray  # [T] int64
@@ -57,10 +56,9 @@ def pack_sample(sample: Sample) -> PackedSample:
     values = sample.__dict__
     for name, dtype in TOKEN_FIELDS.items():
         array = values.get(name)
-        if isinstance(array, list):
-            hold_arrays(sample)
-            array = values[name]
         if array is not None and not (type(array) is np.ndarray and array.dtype == dtype and array.ndim == 1):
+            if isinstance(array, list):
+                hold_arrays(sample)
             array = token_array(sample, name)
             if name != "loss_mask":
                 array = array.astype(dtype, copy=False)

@@ -25,10 +25,10 @@ from slime.utils.misc import decode_int32_meta_array
 
 # The dtypes of the train batch. A field with values that its dtype cannot hold exactly keeps a wider dtype.
 TOKEN_FIELDS = {
-    "tokens": np.int64,
-    "loss_mask": np.int32,
-    "rollout_log_probs": np.float32,
-    "teacher_log_probs": np.float32,
+    "tokens": np.dtype(np.int64),
+    "loss_mask": np.dtype(np.int32),
+    "rollout_log_probs": np.dtype(np.float32),
+    "teacher_log_probs": np.dtype(np.float32),
 }
 # Readers in two threads must get the same list, because each may change it.
 _becoming_list = threading.Lock()
@@ -73,9 +73,10 @@ class TokenField:
 
 def held(sample: Sample, name: str) -> Any:
     """The field as it is held: an array, the assigned value, or None. Nothing is converted; do not change it."""
-    if name == "tokens" and name not in sample.__dict__:
-        sample.__dict__.setdefault(name, [])
-    return sample.__dict__.get(name)
+    values = sample.__dict__
+    if name in values:
+        return values[name]
+    return values.setdefault(name, []) if name == "tokens" else None
 
 
 def without_numpy(values: Iterable[Any]) -> list[Any]:
@@ -156,7 +157,7 @@ def exactly_as(array: np.ndarray, dtype: np.dtype | type) -> np.ndarray | None:
 
 
 def _require_array(sample: Sample, name: str, values: Any) -> np.ndarray:
-    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == TOKEN_FIELDS[name]:
+    if type(values) is np.ndarray and values.ndim == 1 and values.dtype == TOKEN_FIELDS[name]:
         return values
     array = _exact_array(name, values)
     if array is None:

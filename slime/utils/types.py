@@ -294,8 +294,8 @@ class Sample:
         if not 0 <= response <= total:
             raise ValueError(f"sample {self.index}: response_length {response} does not fit {total} tokens")
         for name, more in _ENTRIES_BESIDE_RESPONSE:
-            value = values.get(name)
-            if value is not None and len(value) != response + more:
+            # A field that was deleted has its default, None.
+            if name in values and (value := values[name]) is not None and len(value) != response + more:
                 raise ValueError(f"sample {self.index}: {name} has {len(value)} entries, expected {response + more}")
         experts = self.rollout_routed_experts
         if experts is not None and len(experts) > max(total - 1, 0):
@@ -306,9 +306,10 @@ class Sample:
     def _check_append(
         self, tokens: list[int] | np.ndarray, log_probs: list[float] | np.ndarray | None, trainable: bool
     ) -> None:
-        if log_probs is not None and len(log_probs) != len(tokens):
-            raise ValueError(f"sample {self.index}: {len(log_probs)} log_probs for {len(tokens)} tokens")
-        if not len(tokens):
+        count = len(tokens)
+        if log_probs is not None and len(log_probs) != count:
+            raise ValueError(f"sample {self.index}: {len(log_probs)} log_probs for {count} tokens")
+        if not count:
             return
         if trainable and log_probs is None:
             raise ValueError(f"sample {self.index}: trainable response tokens require rollout log probabilities")
@@ -350,12 +351,16 @@ class Sample:
             present["rollout_log_probs"] = held(self, "rollout_log_probs")
         if present["rollout_log_probs"] is None:
             del present["rollout_log_probs"]
-        # Lists stay lists as long as lists are added, so that a stream which grows token by token copies nothing.
-        growing = [name for name in present if type(added[name]) is list and isinstance(present[name], list)]
-        joined = {name: join(self, name, present[name], added[name]) for name in present if name not in growing}
+        growing = []
+        for name, before in present.items():
+            # Lists stay lists as long as lists are added, so that a stream which grows token by token copies nothing.
+            if type(added[name]) is list and isinstance(before, list):
+                growing.append(name)
+            else:
+                present[name] = join(self, name, before, added[name])
         for name in growing:
             present[name].extend(added[name])
-        self.__dict__.update(present | joined)
+        self.__dict__.update(present)
         self.response_length += count
 
 
