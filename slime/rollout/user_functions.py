@@ -24,7 +24,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from slime.utils.async_utils import Slots, run, time_limit
 from slime.utils.errors import RunError, UserError
@@ -53,12 +53,9 @@ class CallKind(enum.IntEnum):
     REWARD = 2
 
 
-class _HeldSlot(NamedTuple):
-    place: tuple[int, CallKind]  # (level, kind)
-    slots: Slots
-
-
-_held_slots: contextvars.ContextVar[tuple[_HeldSlot, ...]] = contextvars.ContextVar("held_slots", default=())
+# (level, kind, its slots, the same of the slot that encloses it) of the innermost slot that is held here.
+_Held = tuple[int, CallKind, Slots, "_Held | None"]
+_held: contextvars.ContextVar[_Held | None] = contextvars.ContextVar("held_slot", default=None)
 
 
 class CallSlots:
@@ -78,33 +75,30 @@ class CallSlots:
         self._slots = weakref.WeakKeyDictionary()
 
     async def __aenter__(self) -> None:
-        held = _held_slots.get()
-        level = self._level(held)
-        slots = self._at(level)
+        enclosing = _held.get()
+        level, slots = self._place_in(enclosing)
         await slots.acquire()
-        _held_slots.set((*held, _HeldSlot((level, self.kind), slots)))
+        _held.set((level, self.kind, slots, enclosing))
 
     async def __aexit__(self, *exc_info: object) -> None:
-        *enclosing, own = _held_slots.get()
-        _held_slots.set(tuple(enclosing))
-        own.slots.release()
+        _, _, slots, enclosing = _held.get()
+        _held.set(enclosing)
+        slots.release()
 
     def locked(self) -> bool:
         """Whether a call that is made here and now would have to wait."""
-        return self._at(self._level(_held_slots.get())).locked()
+        return self._place_in(_held.get())[1].locked()
 
-    def _level(self, held: tuple[_HeldSlot, ...]) -> int:
-        if not held:
-            return 0
-        level, kind = held[-1].place
-        return level if self.kind > kind else level + 1
-
-    def _at(self, level: int) -> Slots:
+    def _place_in(self, enclosing: _Held | None) -> tuple[int, Slots]:
+        """The level of a call inside `enclosing`, and its slots there."""
+        level = 0
+        if enclosing is not None:
+            level = enclosing[0] if self.kind > enclosing[1] else enclosing[0] + 1
+        loop = asyncio.get_running_loop()
         try:
-            return self._slots[asyncio.get_running_loop()][level]
+            return level, self._slots[loop][level]
         except KeyError:
-            per_level = self._slots.setdefault(asyncio.get_running_loop(), {})
-            return per_level.setdefault(level, Slots(self.size))
+            return level, self._slots.setdefault(loop, {}).setdefault(level, Slots(self.size))
 
 
 @functools.cache
