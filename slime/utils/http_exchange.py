@@ -56,7 +56,8 @@ class Response:
 
     async def read(self) -> bytes:
         """The whole body."""
-        return await self.content.read()
+        # A short one comes along with its head.
+        return self.content.read_nowait() if self.content.is_eof() else await self.content.read()
 
     def release(self) -> None:
         """Let others use the connection; it is closed if the body was not read to its end."""
@@ -81,7 +82,7 @@ class Exchanges:
     """Requests over the connections of `session`, on its event loop."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+        self._session, self._timeout = session, session.timeout
         self._targets: dict[tuple[str, str], _Target] = {}
 
     async def request(
@@ -93,8 +94,10 @@ class Exchanges:
             aiohttp.ClientConnectionError: there is no connection, or it broke.
             aiohttp.ClientResponseError: the answer is not HTTP.
         """
-        target = self._target(method, url)
-        if target is None or self._session.closed or not target.names.isdisjoint(map(str.lower, headers)):
+        target = self._targets.get((method, url)) or self._new_target(method, url)
+        connector = self._session.connector
+        is_closed = connector is None or connector.closed
+        if target is None or is_closed or not target.names.isdisjoint(map(str.lower, headers)):
             return await self._session.request(method, url, data=data, headers=headers)
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         if len(_BREAKS_A_LINE.findall(lines)) != 2 * len(headers):
@@ -102,7 +105,7 @@ class Exchanges:
         length = "" if data is None and method == "GET" else f"Content-Length: {len(data or b'')}\r\n"
         head, body = f"{target.head}{lines}{length}\r\n".encode(), data or b""
         try:
-            connection = await self._session.connector.connect(target.request, [], self._session.timeout)
+            connection = await connector.connect(target.request, [], self._timeout)
         except TimeoutError as error:
             raise aiohttp.ConnectionTimeoutError(f"Connection timeout to host {url}") from error
         try:
@@ -143,16 +146,15 @@ class Exchanges:
             headers = {name: value for name, value in headers.items() if name.lower() not in _OF_ONE_ORIGIN}
         return await self._session.request(method, place, data=data, headers=headers)
 
-    def _target(self, method: str, url: str) -> _Target | None:
+    def _new_target(self, method: str, url: str) -> _Target | None:
         """The target of a URL; None if its requests are left to the session, which also tells what is wrong with a URL."""
-        target = self._targets.get((method, url))
-        is_known = aiohttp.__version__.startswith(_KNOWN_VERSIONS)
-        if target is None and is_known and url.startswith("http://") and "@" not in url:
-            try:
-                target = _Target(self._session, method, url)
-            except ValueError:
-                return None
-            if len(self._targets) >= _MOST_TARGETS:
-                self._targets.clear()
-            self._targets[method, url] = target
+        if not aiohttp.__version__.startswith(_KNOWN_VERSIONS) or not url.startswith("http://") or "@" in url:
+            return None
+        try:
+            target = _Target(self._session, method, url)
+        except ValueError:
+            return None
+        if len(self._targets) >= _MOST_TARGETS:
+            self._targets.clear()
+        self._targets[method, url] = target
         return target

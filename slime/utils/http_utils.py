@@ -555,9 +555,10 @@ def _plain(value: Any) -> Any:
 
 def _decode(content: bytes) -> Any:
     """The parsed JSON. The standard parser reads NaN and Infinity, which orjson refuses; what neither reads stays text."""
-    with contextlib.suppress(orjson.JSONDecodeError):
+    try:
         return orjson.loads(content)
-    text = content.decode("utf-8", "replace")
+    except orjson.JSONDecodeError:
+        text = content.decode("utf-8", "replace")
     try:
         return standard_json.loads(text)
     except ValueError:
