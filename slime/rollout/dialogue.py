@@ -128,7 +128,7 @@ async def _append(args: Any, sample: Sample, sampling_params: dict[str, Any], sa
     if sources:
         images = await state.in_encoder(lambda: [as_data_uri(source) for source in sources])
         tokens = await state.encode_reply(text, images)
-    if len(tokens) >= token_budget(args, sample, sampling_params):
+    if len(tokens) >= token_budget(sample, sampling_params, state.context_length(args)):
         return False
     if sources:
         seen = {"at": sample.response_length, "text": text, "images": images}

@@ -41,7 +41,7 @@ _LISTED_SECONDS = 0.5
 _AVOIDED_SECONDS = 10.0
 
 
-def token_budget(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> int:
+def token_budget(sample: Sample, sampling_params: dict[str, Any], context_length: int | None) -> int:
     """Tokens that `sample` may still get: the response limit minus what it has, within the context length.
 
     Raises:
@@ -50,7 +50,6 @@ def token_budget(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> 
     limits = []
     if sampling_params.get("max_new_tokens") is not None:
         limits.append(sampling_params["max_new_tokens"] - sample.response_length)
-    context_length = GenerateState(args).context_length(args)
     if context_length is not None:
         limits.append(context_length - len(held(sample, "tokens")))
     if not limits:
@@ -68,21 +67,21 @@ def build_payload(state: GenerateState, sample: Sample, sampling_params: dict[st
         UserError: an id outside the vocabulary, or `min_p` together with deterministic inference; both would end the
             engine. Or `min_p` of engines that draft, which would not heed it.
     """
-    check_token_ids(state, sample)
-    if sampling_params.get("min_p") and deterministic_inference(state.args):
+    token_ids = checked_token_ids(state, sample)
+    min_p, drafting = sampling_params.get("min_p"), state.args.sglang_speculative_algorithm
+    if min_p and deterministic_inference(state.args):
         raise UserError(
-            f"min_p {sampling_params['min_p']} cannot be used with --sglang-enable-deterministic-inference: "
+            f"min_p {min_p} cannot be used with --sglang-enable-deterministic-inference: "
             "it ends the engine; leave one of them out"
         )
-    drafting = state.args.sglang_speculative_algorithm
-    if sampling_params.get("min_p") and drafting is not None:
+    if min_p and drafting is not None:
         raise UserError(
-            f"min_p {sampling_params['min_p']} has no effect with --sglang-speculative-algorithm {drafting}: drafts are "
+            f"min_p {min_p} has no effect with --sglang-speculative-algorithm {drafting}: drafts are "
             "accepted without it; leave one of them out"
         )
     params = {name: value for name, value in sampling_params.items() if value is not None}
     params["max_new_tokens"] = budget
-    payload = {"input_ids": token_array(sample, "tokens"), "sampling_params": params, "return_logprob": True}
+    payload = {"input_ids": token_ids, "sampling_params": params, "return_logprob": True}
     if state.args.use_rollout_routing_replay:
         experts = sample.rollout_routed_experts
         payload |= {"return_routed_experts": True, "routed_experts_start_len": 0 if experts is None else len(experts)}
@@ -105,15 +104,19 @@ def check_kept_sets(args: Any, sample: Sample) -> None:
         raise SampleFailed("it was begun under another --rollout-top-p or --rollout-top-k; it starts from its prompt")
 
 
-def check_token_ids(state: GenerateState, sample: Sample) -> None:
-    """Raise UserError, naming sample, id and vocabulary size, when an id lies outside the vocabulary."""
+def checked_token_ids(state: GenerateState, sample: Sample) -> np.ndarray:
+    """`sample.tokens`, read-only. Raises UserError, naming sample, id and vocabulary size, when an id lies outside the
+    vocabulary."""
     tokens, size = token_array(sample, "tokens"), state.vocab_size
+    if tokens is state.checked_ids:
+        return tokens
     # Of whole numbers at one look: those below zero are large ones without their sign.
     if tokens.dtype == np.int64 and np.maximum.reduce(tokens.view(np.uint64), initial=0) < size:
-        return
+        state.checked_ids = tokens
+        return tokens
     outside = (tokens < 0) | (tokens >= size)
     if not outside.any():
-        return
+        return tokens
     position = int(np.argmax(outside))
     raise UserError(
         f"sample {sample.index}: token id {tokens[position]} at position {position} is outside the vocabulary of "
@@ -121,14 +124,14 @@ def check_token_ids(state: GenerateState, sample: Sample) -> None:
     )
 
 
-def check_prompt_length(args: Any, sample: Sample) -> None:
+def check_prompt_length(sample: Sample, context_length: int | None) -> None:
     """Raise SampleFailed when the prompt is empty or leaves no room for a single token."""
-    length, limit = len(held(sample, "tokens")), GenerateState(args).context_length(args)
+    length = len(held(sample, "tokens"))
     if length == 0:
         raise SampleFailed("the prompt has no tokens", retryable=False)
-    if limit is not None and length >= limit:
+    if context_length is not None and length >= context_length:
         raise SampleFailed(
-            f"the prompt has {length} tokens, the context length is {limit} "
+            f"the prompt has {length} tokens, the context length is {context_length} "
             "(--rollout-max-context-len or, in evaluation, --eval-max-context-len; --sglang-context-length; the model's own)",
             retryable=False,
         )

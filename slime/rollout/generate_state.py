@@ -73,6 +73,8 @@ class GenerateState(metaclass=SingletonMeta):
         self.args = args
         self.semaphore = CallSlots(CallKind.GENERATE, generation_concurrency(args))
         self.sampling_params = rollout_sampling_params(args)
+        # The array, read-only, that was last found to have ids of the vocabulary alone: siblings share that of their prompt.
+        self.checked_ids: np.ndarray | None = None
         self._warned: set[str] = set()
         self._shown: dict[str, int] = {}
         # One thread is enough. It has a tokenizer of its own, because fast tokenizers refuse to be used by two threads at once,
@@ -165,7 +167,7 @@ class GenerateState(metaclass=SingletonMeta):
 
     async def encode_prompt(self, sample: Sample) -> np.ndarray:
         """As `prompt_ids`, off the event loop: a read-only int64 array that siblings share."""
-        if type(sample.prompt) is not str or images_of(sample):
+        if type(sample.prompt) is not str or sample.multimodal_inputs:
             return await self.in_encoder(self._prompt_array, sample)
         text, rendered = self._prompt_source(sample)[:2]
         ids = self._ids_of_text.get((text, rendered))

@@ -93,10 +93,11 @@ async def _next_request(args: Any, sample: Sample, sampling_params: dict[str, An
         return None
     if images is not None and not call.evaluation:
         sample.multimodal_train_inputs = dict(images.train_inputs)
+    context_length = state.context_length(args)
     if sample.response_length == 0:
-        check_prompt_length(args, sample)
+        check_prompt_length(sample, context_length)
     check_kept_sets(args, sample)
-    budget = token_budget(args, sample, sampling_params)
+    budget = token_budget(sample, sampling_params, context_length)
     if budget <= 0:
         sample.status = Status.TRUNCATED
         return None
@@ -157,15 +158,17 @@ def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> N
         UserError: the engine counts generated tokens and does not tell them.
     """
     meta_info = output["meta_info"]
-    _require_log_probs(args, meta_info)
-    generated = TokenLogProbs.of(meta_info.get("output_token_logprobs"))
+    entries = meta_info.get("output_token_logprobs")
+    if entries is None:
+        _require_no_tokens(args, meta_info)
+    generated = TokenLogProbs.of(entries)
     try:
         sample.append_response_tokens(
             args,
             tokens=generated.tokens,
             log_probs=generated.log_probs,
             meta_info=meta_info,
-            text=output.get("text") if len(generated) else None,
+            text=output.get("text") if len(generated.tokens) else None,
         )
     except ValueError as error:
         wrong = first_not_finite(generated.log_probs)
@@ -178,11 +181,11 @@ def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> N
         ) from error
 
 
-def _require_log_probs(args: Any, meta_info: dict[str, Any]) -> None:
-    """Raise UserError if the request had lost its wish for log-probs by the time it reached the engine. Only an answer that was
-    aborted while it waited may lack them."""
+def _require_no_tokens(args: Any, meta_info: dict[str, Any]) -> None:
+    """Raise UserError if the request of an answer without log-probs had lost its wish for them by the time it reached the
+    engine. Only an answer that was aborted while it waited may lack them."""
     count, finish = meta_info.get("completion_tokens"), meta_info.get("finish_reason") or {}
-    if not count or meta_info.get("output_token_logprobs") is not None or finish.get("type") == "abort":
+    if not count or finish.get("type") == "abort":
         return
     raise UserError(
         f"an engine behind {get_model_url(args, 'default', '')} generated {count} tokens and answered without "
@@ -424,8 +427,9 @@ async def _generate_batch(
 async def _hook_and_grade(args: Any, entry: Sample | list[Any], evaluation: bool) -> Sample | list[Any]:
     if is_aborted(entry):
         return entry
-    rollout_id = current_call().rollout_id
-    entry = await apply_rollout_sample_hooks(args, entry, rollout_id=rollout_id, evaluation=evaluation)
+    if args.rollout_sample_hook_path:
+        rollout_id = current_call().rollout_id
+        entry = await apply_rollout_sample_hooks(args, entry, rollout_id=rollout_id, evaluation=evaluation)
     if evaluation or not args.group_rm:
         await _grade_or_fail(args, entry, evaluation)
     return entry

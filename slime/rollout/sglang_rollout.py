@@ -283,9 +283,11 @@ class RolloutStep:
         for task, origin in self.origins.items():
             if not task.done() or task.cancelled() or task.exception() is not None:
                 returning[task] = self._after_failed_task(task, origin)
+            elif id(task.result()) in kept:
+                continue
             elif is_aborted(task.result()):
                 returning[task] = self.ledger.unfinished(origin, task.result(), self.rollout_id)
-            elif id(task.result()) not in kept:
+            else:
                 returning[task] = self._surplus(origin, task.result())
         await self._return_to_source(returning)
 

@@ -105,10 +105,11 @@ def test_r1_the_budget_is_limited_by_the_context_length(server, checkpoint):
 
 def test_r23_ids_outside_the_vocabulary_never_reach_the_engine(server, checkpoint):
     args = make_args(checkpoint, server.port)
+    run(generate(args, Sample(tokens=[1, 2, 3]), params(args)))
     for bad in (VOCAB_SIZE, -1):
         with pytest.raises(UserError, match=rf"sample 7: token id {bad} at position 2 .* vocabulary of {VOCAB_SIZE}"):
             run(generate(args, Sample(index=7, tokens=[1, 2, bad]), params(args)))
-    assert server.requests == []
+    assert [request["input_ids"] for request in server.requests] == [[1, 2, 3]]
 
 
 @pytest.mark.parametrize("name, value", [("enable-deterministic-inference", True), ("speculative-algorithm", "EAGLE")])
