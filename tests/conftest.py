@@ -12,6 +12,9 @@ from unittest import mock
 
 import pytest
 
+# What a test file imports that starts processes.
+_STARTING = frozenset({"ray", "rehearse_rank", "run_distributed", "subprocess"})
+
 
 def pytest_report_header() -> str:
     import torch
@@ -25,10 +28,17 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where processes share the files, whole runs come first: they are few and long, and one that is left for the end keeps a
-    process busy alone. Then the files with many tests. `scripts/test.sh` keeps pytest-xdist from an order of its own."""
+    process busy alone. Then the files whose tests start processes, of which a single one may take many seconds, and then the
+    others; of either those with many tests first. `scripts/test.sh` keeps pytest-xdist from an order of its own."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         tests_of = Counter(item.path for item in items)
-        items.sort(key=lambda item: ("e2e" not in item.path.parts, -tests_of[item.path]))
+        items.sort(
+            key=lambda item: (
+                "e2e" not in item.path.parts,
+                _STARTING.isdisjoint(vars(item.module)),
+                -tests_of[item.path],
+            )
+        )
 
 
 @pytest.hookimpl(wrapper=True)

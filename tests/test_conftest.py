@@ -43,8 +43,20 @@ def test_processes_that_share_the_files_begin_with_whole_runs(monkeypatch):
         "tests/e2e/test_b.py": 1,
         "tests/e2e/test_c.py": 2,
         "tests/utils/test_d.py": 3,
+        "tests/utils/test_e.py": 1,
+        "tests/utils/test_f.py": 2,
     }
-    items = [SimpleNamespace(path=Path(path), number=i) for path, count in counts.items() for i in range(count)]
+    starting = {
+        "tests/e2e/test_b.py": "subprocess",
+        "tests/utils/test_e.py": "run_distributed",
+        "tests/utils/test_f.py": "ray",
+    }
+    modules = {path: SimpleNamespace(**{starting[path]: None} if path in starting else {}) for path in counts}
+    items = [
+        SimpleNamespace(path=Path(path), number=i, module=modules[path])
+        for path, count in counts.items()
+        for i in range(count)
+    ]
 
     def order():
         found = list(items)
@@ -54,7 +66,7 @@ def test_processes_that_share_the_files_begin_with_whole_runs(monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     assert order() == [(item.path.stem, item.number) for item in items]
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
-    files = [("test_c", 2), ("test_b", 1), ("test_d", 3), ("test_a", 2)]
+    files = [("test_b", 1), ("test_c", 2), ("test_f", 2), ("test_e", 1), ("test_d", 3), ("test_a", 2)]
     assert order() == [(name, number) for name, count in files for number in range(count)]
 
 
