@@ -1,22 +1,57 @@
-"""What importing megatron-core brings along."""
+"""What importing the public modules, and megatron-core, brings along: asked in one fresh process, step by step."""
 
+import importlib.util
+import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 PROGRAM = """
-import sys, tempfile, os
-import slime.backends.megatron_utils
+import json, os, sys, tempfile
+found = {}
+import slime.backends.megatron_utils.cp_utils as cp_utils
+cp_utils.slice_log_prob_with_cp([1.0], 3, 1)
+found["context parallelism"] = "megatron" in sys.modules
+import slime.backends.megatron_utils.loss as loss
+from slime.backends.megatron_utils.loss import *
+found["functions"] = [vanilla_tis_function.__name__, icepop_function.__name__]
+found["losses"] = "megatron" in sys.modules
+loss.mpu.get_tensor_model_parallel_rank
+found["groups"] = "megatron" in sys.modules
 import megatron.core.timers
-assert megatron.core.timers.wandb is None
-assert [name for name in os.listdir(tempfile.gettempdir()) if "wandb" in name] == []
-import wandb
-assert wandb.__version__
+found["tracker of megatron"] = megatron.core.timers.wandb is not None
+found["directories"] = [name for name in os.listdir(tempfile.gettempdir()) if "wandb" in name]
+try:
+    import wandb
+    found["tracker"] = bool(wandb.__version__)
+except ImportError:
+    found["tracker"] = False
+print(json.dumps(found))
 """
 
 
-def test_megatron_imports_no_tracker_and_everybody_else_can(tmp_path):
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, Any]:
+    """What the program says."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM], env={"TMPDIR": str(tmp_path_factory.mktemp("temporary"))},
+        stdout=subprocess.PIPE, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_context_parallel_helpers_need_no_megatron(found):
+    assert not found["context parallelism"]
+
+
+def test_losses_need_no_megatron_until_its_groups_are_asked_for(found):
+    assert found["functions"] == ["vanilla_tis_function", "icepop_function"]
+    assert (found["losses"], found["groups"]) == (False, True)
+
+
+def test_megatron_imports_no_tracker_and_everybody_else_can(found):
     """wandb makes temporary directories when it is imported, which a killed rank would leave."""
-    pytest.importorskip("wandb")
-    subprocess.run([sys.executable, "-c", PROGRAM], env={"TMPDIR": str(tmp_path)}, check=True, timeout=120)
+    assert not found["tracker of megatron"] and found["directories"] == []
+    assert found["tracker"] == (importlib.util.find_spec("wandb") is not None)

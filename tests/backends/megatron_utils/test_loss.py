@@ -1,8 +1,5 @@
 """The public module of losses: documented names, argument lists, and the numbers of a process without Megatron's groups."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -30,13 +27,7 @@ def logits(columns=VOCABULARY):
     return torch.randn(8, columns, generator=torch.Generator().manual_seed(0))
 
 
-def test_importing_the_module_needs_no_megatron():
-    script = (
-        "import sys; import slime.backends.megatron_utils.loss as loss; assert 'megatron' not in sys.modules; "
-        "from slime.backends.megatron_utils.loss import *; assert vanilla_tis_function and icepop_function; "
-        "assert 'megatron' not in sys.modules; loss.mpu.get_tensor_model_parallel_rank; assert 'megatron' in sys.modules"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
+def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'mpo'"):
         loss.mpo  # noqa: B018
 

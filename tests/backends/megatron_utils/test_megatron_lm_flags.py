@@ -1,6 +1,8 @@
 """Where `megatron.training` can be imported, the flags of its parser are accepted too."""
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -8,7 +10,8 @@ import sys
 
 from slime.arguments import groups as megatron
 from slime.arguments.surface import FlagSpec, add_flag
-from tests.support.processes.distributed import REPOSITORY
+from slime.backends.megatron_utils import flag_surface
+from tests.support.processes.distributed import REPOSITORY, run_distributed
 
 PARSER = """
 import enum
@@ -29,21 +32,26 @@ def add_megatron_arguments(parser):
 """
 
 
-def described(tmp_path, source) -> tuple[list[FlagSpec], str]:
-    """What the describer says with a `megatron.training` beside the installed Megatron-Core, and its other output."""
+def beside_megatron(tmp_path, source) -> None:
+    """Write a `megatron.training` that comes beside the installed Megatron-Core where `tmp_path` is searched for modules."""
     (tmp_path / "megatron/training").mkdir(parents=True)
     (tmp_path / "megatron/training/arguments.py").write_text(source)
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}"}
-    answer = subprocess.run(
-        [sys.executable, "-m", "slime.backends.megatron_utils.flag_surface"],
-        capture_output=True, text=True, timeout=120, check=True, env=environment,
-    )  # fmt: skip
-    rows = json.loads(answer.stdout.splitlines()[-1])
-    return [FlagSpec(**{**row, "flags": tuple(row["flags"])}) for row in rows], answer.stderr
+
+
+def specs_of(printed: str) -> list[FlagSpec]:
+    """What the describer prints on its last line."""
+    rows = json.loads(printed.splitlines()[-1])
+    return [FlagSpec(**{**row, "flags": tuple(row["flags"])}) for row in rows]
 
 
 def test_flags_of_the_parser_come_on_top(tmp_path):
-    specs, _ = described(tmp_path, PARSER)
+    beside_megatron(tmp_path, PARSER)
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}"}
+    answer = subprocess.run(
+        [sys.executable, "-m", "slime.backends.megatron_utils.flag_surface"],
+        stdout=subprocess.PIPE, text=True, timeout=120, check=True, env=environment,
+    )  # fmt: skip
+    specs = specs_of(answer.stdout)
     extra = {spec.dest: spec for spec in specs if spec.metadata.get("megatron_lm")}
     # --hidden-size is a field, and of --data-path it is said where prompts come from.
     assert set(extra) == {"swiglu", "warp_gate", "kind", "decks", "either"}
@@ -57,7 +65,18 @@ def test_flags_of_the_parser_come_on_top(tmp_path):
     assert merged["swiglu"].help == "gated SiLU in the MLP" and "warp_gate" in merged
 
 
+def describe(directory: str) -> tuple[str, str]:
+    """What the describer prints in this process, and says beside it, with modules of `directory`."""
+    sys.path.insert(0, directory)
+    printed, said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
+        flag_surface.main()
+    return printed.getvalue(), said.getvalue()
+
+
 def test_a_parser_that_cannot_be_imported_is_left_out_with_a_word(tmp_path):
-    specs, said = described(tmp_path, "import a_package_that_is_not_there\n")
+    beside_megatron(tmp_path, "import a_package_that_is_not_there\n")
+    ((printed, said),) = run_distributed(describe, 1, (str(tmp_path),))
+    specs = specs_of(printed)
     assert len(specs) > 300 and not [spec for spec in specs if spec.metadata.get("megatron_lm")]
     assert "megatron.training" in said and "a_package_that_is_not_there" in said

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slime.backends.megatron_utils.optimizer import l2_norm
 from tests.support.models.args import default_args
 from tests.support.models.tiny_model import tiny_args, write_tiny_model
 from tests.support.oracles.device_waits import Waiting, counted_waits
@@ -255,6 +254,9 @@ def test_schedule_counts_rollouts():
 
 
 def test_the_norm_of_all_tensors_is_that_of_their_norms_and_nothing_is_waited_for():
+    # It imports Megatron: seconds, which this test alone costs then, and not whoever collects it.
+    from slime.backends.megatron_utils.optimizer import l2_norm
+
     tensors = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (1, 7, 300, 4096)]
     for dtype in (torch.float32, torch.bfloat16):
         of_dtype = [tensor.to(dtype) for tensor in tensors]
