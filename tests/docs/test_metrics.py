@@ -1,6 +1,7 @@
 """The reference of metrics names what the code logs, and nothing else. Whole runs compare their event files with it as well."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -17,25 +18,24 @@ SOURCES = [
     for path in sorted((ROOT / directory).rglob("*.py"))
 ]
 CODE = "\n".join(SOURCES)
-TREES = [ast.parse(source) for source in SOURCES]
 _METRIC = re.compile(rf"(?:{'|'.join(AXES)})/[\w@/-]*[^\W_]")
+
+
+@functools.cache
+def texts() -> tuple[list[ast.Constant], list[ast.JoinedStr]]:
+    """The texts of the code, and its f-strings."""
+    nodes = [node for source in SOURCES for node in ast.walk(ast.parse(source))]
+    constants = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return constants, [node for node in nodes if isinstance(node, ast.JoinedStr)]
 
 
 def literals() -> set[str]:
     """Texts of the code that look like a whole metric."""
-    inner = {id(part) for node in composed() for part in node.values}
-    return {
-        node.value
-        for tree in TREES
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner
-        if _METRIC.fullmatch(node.value)
-    } - set(AXES.values())
-
-
-def composed() -> list[ast.JoinedStr]:
-    """The f-strings of the code."""
-    return [node for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    constants, composed = texts()
+    inner = {id(part) for node in composed for part in node.values}
+    return {node.value for node in constants if id(node) not in inner and _METRIC.fullmatch(node.value)} - set(
+        AXES.values()
+    )
 
 
 def is_made(name: str, patterns: list[re.Pattern[str]]) -> bool:
@@ -80,10 +80,11 @@ def test_columns_of_the_train_batch_are_named():
 
 
 def test_no_name_is_invented():
-    texts = [[part.value if isinstance(part, ast.Constant) else None for part in node.values] for node in composed()]
+    _, composed = texts()
+    of_strings = [[part.value if isinstance(part, ast.Constant) else None for part in node.values] for node in composed]
     patterns = [
         re.compile("".join(r"\w*" if text is None else re.escape(text) for text in parts))
-        for parts in texts
+        for parts in of_strings
         if any(text is not None and re.search("[a-z]{4}", re.sub(r"^\w+/", "", text)) for text in parts)
     ]
     assert not is_made("train/no_such_thing", patterns) and is_made("perf/finish_save_time", patterns)

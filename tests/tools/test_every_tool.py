@@ -82,26 +82,23 @@ def said_by(commands):
 
 
 @pytest.fixture(scope="module")
-def explained():
-    return dict(zip(TOOLS, said_by([[tool, "--help"] for tool in TOOLS]), strict=True))
-
-
-@pytest.fixture(scope="module")
-def refused(tmp_path_factory):
+def said(tmp_path_factory):
+    """The directory that bad input names, and what each tool says when it is asked for help, and of each bad input."""
     directory = str(tmp_path_factory.mktemp("refused"))
     commands = [f"tools/{words}".format(tmp=directory).split() for words in REFUSED]
-    return directory, dict(zip(REFUSED, said_by(commands), strict=True))
+    answers = said_by([*([tool, "--help"] for tool in TOOLS), *commands])
+    return directory, dict(zip([*TOOLS, *REFUSED], answers, strict=True))
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_o10_every_tool_explains_itself(explained, tool):
-    status, output, errors = explained[tool]
+def test_o10_every_tool_explains_itself(said, tool):
+    status, output, errors = said[1][tool]
     assert status == 0, errors
     assert output.startswith("usage: ")
 
 
-def test_options_that_two_tools_share_are_explained_by_both(explained):
-    _, output, _ = explained["tools/convert_torch_dist_to_hf_parallel.py"]
+def test_options_that_two_tools_share_are_explained_by_both(said):
+    _, output, _ = said[1]["tools/convert_torch_dist_to_hf_parallel.py"]
     options = (
         "--input-dir INPUT_DIR",
         "--output-dir OUTPUT_DIR",
@@ -112,9 +109,9 @@ def test_options_that_two_tools_share_are_explained_by_both(explained):
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_bad_input_ends_a_tool_with_a_message(refused, words):
-    directory, said = refused
-    status, _, errors = said[words]
+def test_bad_input_ends_a_tool_with_a_message(said, words):
+    directory, answers = said
+    status, _, errors = answers[words]
     expected, named = REFUSED[words]
     assert status == expected, errors
     assert named.format(tmp=directory) in errors and "Traceback" not in errors and "--load-debug" not in errors

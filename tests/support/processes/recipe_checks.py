@@ -7,11 +7,12 @@ from pathlib import Path
 
 
 def an_estimator_can_be_asked_for_and_trains(directory: Path) -> None:
-    from slime.training.advantages import compute_advantages_and_returns
     from tests.support.models.args import parse
-    from tests.support.models.objective_step import case_args, make_logits, make_samples, rollout_data, run_step
 
     assert parse(directory, "--advantage-estimator", "reinforce").advantage_estimator == "reinforce"
+    from slime.training.advantages import compute_advantages_and_returns
+    from tests.support.models.objective_step import case_args, make_logits, make_samples, rollout_data, run_step
+
     wide = {"eps_clip": 1.0, "eps_clip_high": 1e9}  # nothing is clipped
     alone = {"kl_loss_coef": 0.0, "entropy_coef": 0.0}
     args = case_args(advantage_estimator="reinforce", kl_coef=0.1, kl_loss_type="k1", **wide, **alone)
