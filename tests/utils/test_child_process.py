@@ -368,8 +368,8 @@ def test_one_that_left_the_group_holds_its_streams_for_the_time_that_is_given():
         ran(
             sys.executable,
             "-c",
-            "import os, time\nr, w = os.pipe()\nif os.fork() == 0:\n os.setsid(); os.write(w, b'.'); time.sleep(30)\n"
-            "os.read(r, 1); print(1)",
+            "import os, time\nr, w = os.pipe()\nif os.fork() == 0:\n"
+            " os.setsid(); os.write(w, b'.'); time.sleep(30); os._exit(0)\nos.read(r, 1); print(1)",
             timeout=2,
         )
     assert error.value.so_far[0] == b"1\n"
