@@ -24,6 +24,7 @@ from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import cancelled_error, is_aborted, start_group
 from slime.rollout.generation_call import GenerationCall, current_call
 from slime.rollout.group_ledger import GroupLedger
+from slime.rollout.sglang_rollout import REPORT_AFTER_S
 from slime.rollout.staleness import is_too_old
 from slime.rollout.user_functions import run_in_daemon_thread
 from slime.utils.async_utils import run
@@ -33,7 +34,6 @@ from slime.utils.misc import SingletonMeta
 
 logger = logging.getLogger(__name__)
 
-_REPORT_AFTER_S = 30.0
 _WORKER = "the generation that never stops"
 
 
@@ -133,7 +133,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
                         "(--rollout-batch-size), and none is in flight"
                     )
                 try:
-                    await asyncio.wait_for(self._changed.wait(), _REPORT_AFTER_S)
+                    await asyncio.wait_for(self._changed.wait(), REPORT_AFTER_S)
                 except TimeoutError:
                     flying = len(self.in_flight)
                     logger.info("rollout %d: waiting for %d more groups; %d are in flight", rollout_id, missing, flying)
