@@ -54,7 +54,7 @@ _CONVENTIONAL_NAMES = {
 }
 # Flags whose functions may be `async`, because `call_user_function` calls them. No other caller awaits what comes back, so
 # there a coroutine would never run.
-_AWAITED = frozenset({
+AWAITED = frozenset({
     "--custom-generate-function-path", "--rollout-sample-hook-path", _REWARD_FLAG, "--rollout-all-samples-process-path",
     "--rollout-sample-filter-path", "--custom-reward-post-process-path", "--custom-convert-samples-to-train-data-path",
     "--custom-rollout-log-function-path", "--custom-eval-rollout-log-function-path",
@@ -79,7 +79,7 @@ def load_function(path: str, flag: str | None = None, *, batched: bool = False) 
     found = _load_cached(_key_of(path, "" if path.startswith(os.sep) else os.getcwd()), path, flag, batched)
     if _observer is not None:
         found = _observer(flag, path, found)
-    if flag is not None and flag not in _AWAITED and is_coroutine_function(found):
+    if flag is not None and flag not in AWAITED and is_coroutine_function(found):
         raise UserError(nobody_awaits(subject_of(flag, path)))
     return found
 

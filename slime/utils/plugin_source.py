@@ -16,9 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slime.utils.plugin_loader import (
+    AWAITED,
     conventional_names,
     no_attribute,
     no_conventional_name,
+    nobody_awaits,
     split_path,
     subject_of,
 )
@@ -59,12 +61,12 @@ def problem_of_path(path: str, flag: str | None = None, *, batched: bool = False
         return None
     real_file = os.path.realpath(file)
     if attribute:
-        return _problem_of_attribute(attribute, names, real_file, subject)
+        return _problem_of_attribute(attribute, names, real_file, flag, subject)
     return _problem_of_convention(names, flag, batched, subject)
 
 
-def _problem_of_attribute(attribute: str, names: _Names, file: str, subject: str) -> str | None:
-    owner = file
+def _problem_of_attribute(attribute: str, names: _Names, file: str, flag: str | None, subject: str) -> str | None:
+    owner, node = file, None
     for part in attribute.split("."):
         if part not in names.nodes:
             beside = os.path.join(os.path.dirname(file), part)
@@ -74,9 +76,17 @@ def _problem_of_attribute(attribute: str, names: _Names, file: str, subject: str
             return None if names.open or is_module else no_attribute(subject, owner, part, names.nodes)
         node = names.nodes[part]
         if not isinstance(node, ast.ClassDef) or node.bases or node.keywords or node.decorator_list:
-            return None
+            break
         names, owner = _names_of(node), part
-    return None
+    return _problem_of_coroutine(node, flag, subject) if part == attribute else None
+
+
+def _problem_of_coroutine(node: ast.AST | None, flag: str | None, subject: str) -> str | None:
+    """Why the function of the module that a path names is of no use to a flag whose functions nobody awaits."""
+    if flag is None or flag in AWAITED or not isinstance(node, ast.AsyncFunctionDef) or node.decorator_list:
+        return None
+    is_generator = any(isinstance(inner, ast.Yield) for inner in ast.walk(node))
+    return None if is_generator else nobody_awaits(subject)
 
 
 def _problem_of_convention(names: _Names, flag: str | None, batched: bool, subject: str) -> str | None:
@@ -95,7 +105,9 @@ def _problem_of_convention(names: _Names, flag: str | None, batched: bool, subje
     assigned = any(isinstance(node, ast.Name) for node in public.values())
     # Only loading shows which class is a reward, because the method may be inherited.
     classes = "compute_reward" in tried and any(isinstance(public[name], ast.ClassDef) for name in own)
-    if names.open or assigned or classes or len(own) == 1 or found is not None:
+    if found is not None or (len(own) == 1 and not (names.open or assigned or classes)):
+        return _problem_of_coroutine(names.nodes[found or own[0]], flag, subject)
+    if names.open or assigned or classes:
         return None
     return no_conventional_name(subject, own, tried)
 

@@ -482,8 +482,6 @@ def test_several_functions_work_together_and_a_class(file):
         ),
         ("--custom-loss-function-path", "old_log_probs", "its loss has no gradient"),
         ("--custom-loss-function-path", "plain_metrics", "returned the metrics 'own', float; expected {name: scalar"),
-        ("--dynamic-sampling-filter-path", "awaited_filter", "is async, and nobody awaits it here; write `def`"),
-        ("--rollout-data-postprocess-path", "awaited", "is async, and nobody awaits it here; write `def`"),
         ("--rollout-data-postprocess-path", "own_number", "left int in rollout_data['mine']; expected a list"),
         (
             "--data-source-path",
@@ -501,6 +499,16 @@ def test_what_a_run_would_stumble_over(file, flag, name, problem):
     finding = checked(file, flag, name)
     assert any(problem in found for found in finding.problems), finding.problems
     assert f"{flag} {file}:{name}" in finding.text()
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [("--dynamic-sampling-filter-path", "awaited_filter"), ("--rollout-data-postprocess-path", "awaited")],
+)
+def test_a_coroutine_that_nobody_awaits_is_refused_by_its_source(file, flag, name):
+    with pytest.raises(UserError, match="is async, and nobody awaits it here; write `def`") as refused:
+        checked(file, flag, name)
+    assert f"{flag} {file}:{name}" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,32 @@ def test_a_name_that_is_imported_is_not_taken_for_what_the_file_defines(module):
     assert problem_of_path(str(file), flag) is None
 
 
+@pytest.mark.parametrize(
+    ("source", "flag", "refused"),
+    [
+        ("async def f(*given): ...", "--buffer-filter-path", True),
+        ("async def f(*given): ...", "--custom-rm-path", False),
+        ("def f(*given): ...", "--buffer-filter-path", False),
+        ("async def f(*given):\n    yield 1", "--buffer-filter-path", False),
+        ("def plain(fn): return lambda *given: None\n@plain\nasync def f(*given): ...", "--buffer-filter-path", False),
+        ("async def f(*given): ...\nf = print", "--buffer-filter-path", False),
+    ],
+)
+@pytest.mark.parametrize("name", [":f", ""])
+def test_a_coroutine_that_nobody_awaits_is_told_as_the_loader_does(tmp_path, source, flag, refused, name):
+    (tmp_path / "own.py").write_text(source)
+    # What a bare file means is clear where it has this one function.
+    path = f"{tmp_path}/own.py{name if source.count('def') == 1 and '=' not in source else ':f'}"
+    said = problem_of_path(path, flag)
+    assert (said is not None) is refused
+    if refused:
+        with pytest.raises(UserError) as error:
+            load_function(path, flag)
+        assert said == str(error.value)
+    else:
+        load_function(path, flag)
+
+
 def test_nothing_is_imported(module):
     problem_of_path("plugged_package.sub.deep.f")
     assert not [name for name in sys.modules if name.startswith("plugged_package")]
