@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_refused_by_name(directories, monkeypatch):
     from slime.utils.errors import UserError
 
     monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
-    args = SimpleNamespace(hf_checkpoint=str(directories / "packed"), role="actor")
+    args = SimpleNamespace(hf_checkpoint=str(directories / "packed"), role="actor", fp8=None)
     with pytest.raises(UserError, match="needs OPEN_TRAINING_INT4_GROUP_SIZE"):
         round_weights_to_int4(args, [])
     monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", "32")
@@ -164,6 +164,9 @@ def test_what_does_not_fit_is_refused_by_name(directories, monkeypatch):
         round_weights_to_int4(args, [])
     args.hf_checkpoint = str(directories / "plain")
     with pytest.raises(UserError, match="is not an INT4 checkpoint"):
+        round_weights_to_int4(args, [])
+    args.fp8 = "hybrid"
+    with pytest.raises(UserError, match="with --fp8-format hybrid"):
         round_weights_to_int4(args, [])
     monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "false")
     with pytest.raises(UserError, match="=false: give 1 to train with INT4 numbers, or 0"):
