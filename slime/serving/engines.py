@@ -31,7 +31,7 @@ from slime.serving.fleet import EngineName, EngineRecord, EngineSnapshot, Engine
 from slime.serving.router import Worker
 from slime.serving.topology import Topology, topology_of
 from slime.utils import env
-from slime.utils.bundles import are_consecutive, locate_bundles
+from slime.utils.bundles import are_consecutive, locate_bundles, nodes_of_bundles
 from slime.utils.errors import RunError
 from slime.utils.ports import host_for_url, service_host
 from slime.utils.run_values import with_run_values
@@ -188,7 +188,8 @@ class Engines:
         self._log_dir = Path(log_dir)
         self._environment = dict(environment)
         # A Ray that the run starts has one node, which no bundle leaves.
-        self._bundles_move = env.ray_address() is not None
+        joined = env.ray_address() is not None and placement_group is not None
+        self._nodes = nodes_of_bundles(placement_group) if joined else None
         # Read here, in the driver: in the processes that Ray starts it sets the variable itself, if the user did not.
         self._threads = env.threads_of_user()
         self._handles: dict[EngineName, Any] = {}
@@ -244,13 +245,21 @@ class Engines:
         self._handles[name], *helpers = parts
         if helpers:
             self._helpers[name] = helpers
-        if self._bundles_move and name.generation > 0:
-            bundles = [[device.bundle for device in devices] for devices in engine.nodes]
+        bundles = [[device.bundle for device in devices] for devices in engine.nodes]
+        if name.generation > 0 and self._have_moved(bundles):
             return self._handles[name].init_where_it_is.remote(self._placement_group, bundles, helpers)
         first_gpus = [devices[0].device_id for devices in engine.nodes]
         if not helpers:
             return self._handles[name].init.remote(base_gpu_id=first_gpus[0])
         return self._handles[name].init_over_nodes.remote(first_gpus, helpers)
+
+    def _have_moved(self, bundles: Sequence[Sequence[int]]) -> bool:
+        """Whether a node of these bundles was lost. Otherwise their devices are those from before, and are not looked for:
+        ranks of actor and critic, and an engine, may leave nothing of a device to whoever would look."""
+        if self._nodes is None:
+            return False
+        nodes = nodes_of_bundles(self._placement_group)
+        return any(nodes.get(index) != self._nodes.get(index) for part in bundles for index in part)
 
     def workers(self, urls: Mapping[EngineName, str]) -> dict[EngineName, Worker | RunError]:
         """The engines, whose servers answer at `urls`, as their routers are told of them; an error where an engine's process is

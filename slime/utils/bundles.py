@@ -17,8 +17,13 @@ from slime.observability.waiting import wait_for_all
 from slime.utils import env
 
 _LOCATION_SECONDS = 300.0
-# Of a bundle's device, for the process that looks which one it is: ranks and engines on it leave more than that.
+# Of a bundle's device, for the process that looks which one it is; an engine may be there already.
 _SHARE = 0.01
+
+
+def nodes_of_bundles(group: PlacementGroup) -> dict[int, str]:
+    """The id of the node that each bundle is on, by index; of a bundle that Ray has to move it is missing, or empty."""
+    return placement_group_table(group)["bundles_to_node_id"]
 
 
 def locate_bundles(
@@ -30,7 +35,7 @@ def locate_bundles(
     Raises:
         RunError: some have not been found within `seconds`; Ray may have no place for them.
     """
-    nodes = placement_group_table(group)["bundles_to_node_id"]
+    nodes = nodes_of_bundles(group)
     wanted = sorted(nodes) if indices is None else indices
     places: dict[int, tuple[str, int]] = {}
     on_node: dict[str, list[int]] = {}

@@ -60,10 +60,10 @@ def actors(monkeypatch):
     return found
 
 
-def make_engines(tmp_path, **spec):
+def make_engines(tmp_path, placement_group=None, **spec):
     engine = EngineSpec(0, **{"nodes": NODES, "gpu_offset": 0, **spec})
     topology = Topology((ServedModel("default", True, (EngineGroup("regular", (engine,)),)),))
-    return Engines(SimpleNamespace(), None, topology, tmp_path, {})
+    return Engines(SimpleNamespace(), placement_group, topology, tmp_path, {})
 
 
 def test_an_engine_on_one_node_is_one_actor(actors, tmp_path):
@@ -119,21 +119,29 @@ def test_an_engine_over_nodes_is_an_actor_on_each_and_all_of_them_end(actors, tm
 
 
 @pytest.mark.parametrize("nodes", [NODES, NODES[1:]], ids=["over two nodes", "on one node"])
-def test_a_later_life_looks_where_its_bundles_are_by_then_unless_the_run_has_a_ray_of_its_own(
+def test_a_later_life_looks_where_its_bundles_are_by_then_if_a_node_of_theirs_was_lost(
     actors, tmp_path, monkeypatch, nodes
 ):
+    """Whoever looks needs a part of their devices, all of which ranks and the engine may have."""
+    places = {index: "a" if index < 8 else "b" for index in range(12)}
+    monkeypatch.setattr(engines_module, "nodes_of_bundles", lambda group: dict(places))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    engines = make_engines(tmp_path, nodes=nodes)
+    engines = make_engines(tmp_path, nodes=nodes, placement_group="group")
     # As in the manager, whose process has other variables.
     monkeypatch.delenv("RAY_ADDRESS")
     first = "init_over_nodes" if len(nodes) == 2 else "init"
     assert engines.start(EngineName(0))[1] == first
-    assert engines.start(EngineName(0, 1))[1] == "init_where_it_is"
+    assert engines.start(EngineName(0, 1))[1] == first
+    # Ray has a place for one bundle, and none for the other yet.
+    places[8] = "c"
+    del places[9]
+    assert engines.start(EngineName(0, 2))[1] == "init_where_it_is"
     (_, _, (group, bundles, helpers), _) = actors.asked[-1]
-    assert group is None and bundles == [[3, 4], [8, 9]][-len(nodes) :] and len(helpers) == len(nodes) - 1
+    assert group == "group" and bundles == [[3, 4], [8, 9]][-len(nodes) :] and len(helpers) == len(nodes) - 1
     engines.stop()
     assert len(actors.killed) == len(nodes), "and every part of it ends"
-    of_its_own = make_engines(tmp_path, nodes=nodes)
+    of_its_own = make_engines(tmp_path, nodes=nodes, placement_group="group")
+    places[8] = "d"
     assert of_its_own.start(EngineName(0, 1))[1] == first
 
 
