@@ -96,9 +96,10 @@ def kept_parsers() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def log_of_a_run() -> Iterator[None]:
-    """For tests that start a run in this process: its handlers go with it, for they write to what is closed afterwards."""
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """What a test that starts a run in this process has set of the log goes with it: its level would give later tests lines
+    that they do not expect, and its handlers write to what is closed by then."""
     before, level = logging.root.handlers[:], logging.root.level
     yield
     for handler in [handler for handler in logging.root.handlers if handler not in before]:

@@ -28,7 +28,7 @@ PLAIN_PROMPTS = '{"prompt": "a", "label": "1"}\n'
 
 
 @pytest.fixture(autouse=True)
-def no_ray(monkeypatch, log_of_a_run):
+def no_ray(monkeypatch):
     def start(args):
         raise AssertionError("Ray was started")
 

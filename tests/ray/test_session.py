@@ -22,7 +22,7 @@ from tests.support.models.args import command_line, write_config, write_iteratio
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys, log_of_a_run):
+def run(tmp_path, monkeypatch, capsys):
     """Runs `main` with `train`; gives its exit status and the lines that it printed, without their times.
 
     `whole`: whether the model has more than a config.
