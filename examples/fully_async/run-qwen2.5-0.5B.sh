@@ -3,9 +3,12 @@
 #
 #   bash examples/fully_async/run-qwen2.5-0.5B.sh --dry-run
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib/launch.sh"
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
-TRAIN_SCRIPT="$REPOSITORY/train_async.py"
+# What the library gives another default.
+RUN_NAME="${RUN_NAME:-fully_async-qwen2.5-0.5B}" TRAIN_SCRIPT="${TRAIN_SCRIPT:-$ROOT/train_async.py}"
+source "$ROOT/scripts/lib/launch.sh"
+
 checkpoint_paths Qwen2.5-0.5B-Instruct
 source "$SCRIPTS_DIR/models/qwen2.5-0.5B.sh"
 

@@ -6,7 +6,8 @@
 set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
-export SFT_DATA="${SFT_DATA:-${DATA_DIR:-${BASE_DIR:-$HOME/slime}/data}/geometry3k/train_sft.jsonl}"
+# What the library gives another default.
+SFT_DATA="${SFT_DATA:-${DATA_DIR:-${BASE_DIR:-$HOME/slime}/data}/geometry3k/train_sft.jsonl}"
 RUN_NAME="${RUN_NAME:-geo3k_vlm-sft-qwen3.5-4B}"
 source "$HERE/../../scripts/lib/launch.sh"
 

@@ -6,8 +6,9 @@
 set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
+# What the library gives another default.
 DATA_DIR="${DATA_DIR:-${BASE_DIR:-$HOME/slime}/data}"
-export PROMPT_DATA="${PROMPT_DATA:-$DATA_DIR/geometry3k/train.jsonl}" EVAL_DATA="${EVAL_DATA:-$DATA_DIR/geometry3k/test.jsonl}"
+PROMPT_DATA="${PROMPT_DATA:-$DATA_DIR/geometry3k/train.jsonl}" EVAL_DATA="${EVAL_DATA:-$DATA_DIR/geometry3k/test.jsonl}"
 RUN_NAME="${RUN_NAME:-geo3k_vlm-qwen3.5-4B}"
 source "$HERE/../../scripts/lib/launch.sh"
 

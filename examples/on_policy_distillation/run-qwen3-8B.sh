@@ -6,6 +6,9 @@
 #   bash examples/on_policy_distillation/run-qwen3-8B.sh --dry-run
 set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+
+# What the library gives another default.
+RUN_NAME="${RUN_NAME:-on_policy_distillation-qwen3-8B}"
 source "$HERE/../../scripts/lib/launch.sh"
 
 checkpoint_paths Qwen3-8B

@@ -10,6 +10,9 @@
 SCRIPTS_DIR="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 SAY_AS="$(basename "${BASH_SOURCE[-1]}" .sh)"
 source "$SCRIPTS_DIR/lib/ray_node.sh"
+# What the user has to type: from the root of the repository, or the whole path of a script elsewhere.
+SCRIPT="$(cd "$(dirname "${BASH_SOURCE[-1]}")" && pwd)/$(basename "${BASH_SOURCE[-1]}")"
+SCRIPT="${SCRIPT#"$REPOSITORY/"}"
 # What the user set, before defaults are put beside it: it belongs to the command that starts the run again.
 GIVEN_SETTINGS=()
 for name in MODEL NUM_GPUS RUN_NAME BASE_DIR MODELS_DIR DATA_DIR CHECKPOINTS_DIR TOY_DIR HF_CHECKPOINT REF_LOAD LOAD SAVE PROMPT_DATA \
@@ -33,19 +36,19 @@ declare -A RUNTIME_ENV=([CUDA_DEVICE_MAX_CONNECTIONS]=1 [PYTHONPATH]="$REPOSITOR
 
 launch_usage() {
   cat <<HELP
-usage: bash scripts/$SAY_AS.sh [--dry-run] [FLAGS OF train.py...]
+usage: bash $SCRIPT [--dry-run | --rehearse | --check | --help-grep WORD] [FLAGS OF train.py...]
 
 Further flags come after those of the script, and win. All flags: python train.py --help
 --model-args-from-hf among them takes the model's shape from the config of HF_CHECKPOINT, not from the script.
 
-On a small machine, without GPUs too: MODEL=toy NUM_GPUS=2 bash scripts/$SAY_AS.sh
+On a small machine, without GPUs too: MODEL=toy NUM_GPUS=2 bash $SCRIPT
 
-  --dry-run         print what the run would do (placement, memory, batch arithmetic), without Ray and without GPUs
+  --dry-run         print what the run would do (placement, memory, batch arithmetic), without Ray and without GPUs;
+                    DRY_RUN=1 before the command does the same
   --rehearse        do one step of a training rank on fake GPU tensors, print what it takes; without Ray and without GPUs
-  DRY_RUN=1         the same
   --check           say whether something stands in the run's way, and start nothing
   --help-grep WORD  show the flags whose name or text has a word that begins so
-  PRINT_COMMAND=1   print the command of the run, one word per line as the shell would read it, and end
+  PRINT_COMMAND=1   before the command: print that of the run, one word per line as the shell would read it, and end
 
 Environment variables, with the values that hold now:
   MODEL             ${MODEL:-not set} (toy: the script's algorithm on a tiny model and task, made in $BASE_DIR/toy)
@@ -90,7 +93,7 @@ check_run() {
   if ((status)); then
     cat "$CHECK_MESSAGES" >&2
     if [[ "${MODEL:-}" != toy ]] && (($(detect_gpus) == 0)); then
-      say "to try this script on a machine without GPUs: MODEL=toy NUM_GPUS=2 bash scripts/$SAY_AS.sh" >&2
+      say "to try this script on a machine without GPUs: MODEL=toy NUM_GPUS=2 bash $SCRIPT" >&2
     fi
   fi
   if ((status)); then exit "$status"; fi

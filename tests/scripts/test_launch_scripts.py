@@ -210,11 +210,30 @@ def test_wandb_key_never_becomes_an_argument() -> None:
     assert "s3cret-key" not in result.stdout + result.stderr
 
 
-def test_help_names_the_variables_and_starts_nothing() -> None:
-    result = bash(f"bash {SCRIPTS['run-qwen3-4B']} --help", HF_CHECKPOINT="/my/model", RAY="/bin/false")
+@pytest.mark.parametrize(
+    "script",
+    ["scripts/run-qwen3-4B.sh", "scripts/low_precision/run-qwen3-4b-fp8.sh", "examples/geo3k_vlm/run-qwen3.5-4B.sh"],
+)
+def test_help_names_the_script_and_the_variables_and_starts_nothing(script: str, tmp_path: Path) -> None:
+    result = bash(f"bash {ROOT / script} --help", cwd=tmp_path, HF_CHECKPOINT="/my/model", RAY="/bin/false")
     assert result.returncode == 0
-    assert result.stdout.startswith("usage: bash scripts/run-qwen3-4B.sh")
+    assert result.stdout.startswith(f"usage: bash {script} ")
+    assert f"MODEL=toy NUM_GPUS=2 bash {script}\n" in result.stdout
     assert "/my/model" in result.stdout
+
+
+def test_runs_of_examples_are_named_after_them() -> None:
+    """So that none takes the checkpoints of another example, or of the script that it builds on, for its own."""
+    paths = sorted((ROOT / "examples").glob("*/run-*.sh"))
+    result = bash(
+        "set -e\n" + "\n".join(f"bash {path}" for path in paths), PRINT_COMMAND="1", RM_URL="http://h:1/grade"
+    )
+    assert result.returncode == 0, result.stderr
+    words = shlex.split(result.stdout)
+    places = [Path(words[place + 1]).name for place, word in enumerate(words) if word == "--save"]
+    assert len(places) == len(paths) == len(set(places)) > 15
+    names = [path.parent.name for path in paths]
+    assert [(name, place) for name, place in zip(names, places, strict=True) if not place.startswith(f"{name}-")] == []
 
 
 def test_shellcheck_finds_nothing() -> None:
