@@ -5,7 +5,7 @@
 #   EVAL_CONFIG=my_sets.yaml bash examples/eval_multi_task/run-qwen3-4B.sh
 set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-ROOT="$HERE/../.."
+ROOT="$(cd "$HERE/../.." && pwd)"
 
 export RUN_NAME="${RUN_NAME:-eval_multi_task-qwen3-4B}"
 if [[ -z "${EVAL_CONFIG:-}" ]]; then

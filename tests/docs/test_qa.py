@@ -5,13 +5,14 @@ import re
 import pytest
 
 from slime.arguments.parser import build_parser
+from slime.arguments.unknown_flags import answer_to
 from slime.utils.errors import UserError
 from tests.support.models.args import parse
 from tests.support.tables.page import blocks
 from tests.support.tables.shell_arrays import ROOT
 
 PAGE = ROOT / "docs/en/get_started/qa.md"
-ANSWERS = dict(re.findall(r"^### (.+)\n\n(.*?)(?=^#|\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+ANSWERS = dict(re.findall(r"^### ([^\n]+)\n\n(.*?)(?=^#|\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 
 
 @pytest.mark.parametrize("question", ANSWERS)
@@ -19,10 +20,23 @@ def test_an_answer_leads_to_a_page(question):
     assert question.endswith("?") and re.search(r"\]\([\w./#-]+\)", ANSWERS[question])
 
 
+def test_every_question_is_found():
+    assert len(ANSWERS) == PAGE.read_text().count("\n### ") > 20
+
+
 def test_flags_of_the_answers_are_flags_of_a_run():
     known = {word for action in build_parser()._actions for word in action.option_strings}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])", PAGE.read_text()))
     assert len(named) > 40 and sorted(named - known) == []
+
+
+def test_names_of_other_frameworks_are_answered_by_the_flags_beside_them():
+    known = {word for action in build_parser()._actions for word in action.option_strings}
+    section = PAGE.read_text().partition("| There | Here |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`([^`]+)`", line) for line in section.splitlines()]
+    pairs = [(name, {word for word in row if word.startswith("--")}) for row in rows for name in row if name[0] != "-"]
+    answered = {name: set(answer_to(name, known).flags) for name, _ in pairs}
+    assert len(pairs) > 20 and [(name, answered[name]) for name, meant in pairs if not answered[name] & meant] == []
 
 
 def test_batch_sizes_go_together_as_the_answer_says(tmp_path):
