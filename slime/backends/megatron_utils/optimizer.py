@@ -136,6 +136,9 @@ def build_optimizer_config(args: Any) -> OptimizerConfig:
         params_dtype=params_dtype(args),
         min_lr=args.min_lr,
         use_distributed_optimizer=args.use_distributed_optimizer,
+        # Layers may multiply in FP8, but weights are never in FP8. If they were, Megatron would hold float32 copies beside the
+        # states of a precision-aware optimizer, and their narrow moments would be saved without their scales.
+        fp8_recipe=None,
     )
     if not _takes_precision_aware_adam(args):
         return OptimizerConfig(**fields)

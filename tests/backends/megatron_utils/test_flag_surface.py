@@ -245,7 +245,6 @@ def test_defaults_of_the_command_line_are_megatrons_but_for_these(tmp_path):
     # These act only with a feature that is off.
     idle = {
         "DistributedDataParallelConfig.align_param_gather": "True",
-        "OptimizerConfig.fp8_recipe": "delayed",
         "OptimizerConfig.optimizer_offload_fraction": "1.0",
         "OptimizerConfig.barrier_with_L1_time": "True",
     }

@@ -3,7 +3,8 @@
 import copy
 import functools
 import math
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -299,3 +300,30 @@ def test_what_an_update_will_take_is_counted_in_the_dtypes_of_each_adam():
     assert of_ours(exp_avg_dtype=torch.bfloat16) == 10 * (2 + 4 + 2)
     assert of_ours(store_param_remainders=False, master_weight_dtype=torch.float16) == 10 * (4 + 4 + 2)
     assert of_ours(host=HostShare(fraction=1.0)) == 0
+
+
+def test_layers_in_fp8_change_nothing_about_the_optimizer(monkeypatch):
+    """Transformer Engine is not there. Its Adam is stood in for by the arguments that Megatron looks for."""
+    from megatron.core.optimizer import distrib_optimizer, optimizer_config
+
+    from slime.backends.megatron_utils.optimizer import build_optimizer_config
+
+    class FusedAdam:
+        def __init__(self, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use_decoupled_grad):
+            pass
+
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[name].FusedAdam = FusedAdam
+    monkeypatch.setattr(distrib_optimizer, "USING_TE_OPTIMIZER", True)
+    monkeypatch.setattr(optimizer_config, "is_te_min_version", lambda version: True)
+    flags = {
+        "bf16": True,
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bf16",
+        "use_distributed_optimizer": True,
+    }
+    plain = build_optimizer_config(default_args(lr=1.0, **flags))
+    assert plain.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8"):
+        assert build_optimizer_config(default_args(lr=1.0, fp8="e4m3", fp8_recipe=recipe, **flags)) == plain
