@@ -21,13 +21,18 @@ found["losses"] = "megatron" in sys.modules
 loss.mpu.get_tensor_model_parallel_rank
 found["groups"] = "megatron" in sys.modules
 import megatron.core.timers
-found["tracker of megatron"] = megatron.core.timers.wandb is not None
+found["trackers of megatron"] = [name for name in ("wandb", "tensorboard") if name in sys.modules]
 found["directories"] = [name for name in os.listdir(tempfile.gettempdir()) if "wandb" in name]
 try:
     import wandb
     found["tracker"] = bool(wandb.__version__)
 except ImportError:
     found["tracker"] = False
+try:
+    import torch.utils.tensorboard
+    found["event files"] = "tensorboard" in sys.modules
+except ImportError:
+    found["event files"] = False
 print(json.dumps(found))
 """
 
@@ -52,6 +57,7 @@ def test_losses_need_no_megatron_until_its_groups_are_asked_for(found):
 
 
 def test_megatron_imports_no_tracker_and_everybody_else_can(found):
-    """wandb makes temporary directories when it is imported, which a killed rank would leave."""
-    assert not found["tracker of megatron"] and found["directories"] == []
+    """Their imports take time, and wandb makes temporary directories, which a killed rank would leave."""
+    assert found["trackers of megatron"] == found["directories"] == []
     assert found["tracker"] == (importlib.util.find_spec("wandb") is not None)
+    assert found["event files"] == (importlib.util.find_spec("tensorboard") is not None)
