@@ -265,6 +265,8 @@ def _causes(args: argparse.Namespace, found: Finding) -> Iterator[str]:
         yield "routers of the trainer may choose other experts than the engine's did; give --use-rollout-routing-replay"
     if quantisation_settings(Path(args.hf_checkpoint)) is not None:
         yield "--hf-checkpoint is quantised: the engine computes with rounded weights; take a checkpoint that is not"
+    if args.fp8:
+        yield f"the trainer multiplies in FP8 (--fp8-format {args.fp8}), and no engine rounds in the same way; leave it out"
     engines = [arguments_of_group(args, group) for group in served_groups(args) if group.update_weights]
     for name in ("sglang_kv_cache_dtype", "sglang_dtype"):
         values = {_PRECISIONS.get(vars(engine)[name], vars(engine)[name]) for engine in engines}

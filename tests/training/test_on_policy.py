@@ -240,6 +240,7 @@ CAUSES = {
     "some samples, and none": ({}, finding(samples=(1, 16)), "^kernels add"),
     "experts": ({"num_experts": 8}, finding(LARGE), "--use-rollout-routing-replay"),
     "replayed experts": ({"num_experts": 8, "use_rollout_routing_replay": True}, finding(), "^kernels add"),
+    "products in 8 bits": ({"fp8": "e4m3"}, finding(LARGE), "the trainer multiplies in FP8 .--fp8-format e4m3"),
     "keys in 8 bits": ({"sglang_kv_cache_dtype": "fp8_e5m2"}, finding(LARGE), "--sglang-kv-cache-dtype fp8_e5m2, and"),
     "another precision": ({"sglang_dtype": "bfloat16"}, finding(LARGE), "--sglang-dtype bfloat16, and the trainer in float32"),
     "the same precision": ({"sglang_dtype": "float", "sglang_kv_cache_dtype": "auto"}, finding(), "^kernels add"),
