@@ -21,7 +21,7 @@ FLASH_ATTENTION = {
 ONLY_VALUES: dict[str, Any] = {
     "linear_attention_freq": None, "mtp_num_layers": None, "softmax_scale": None, "rotary_seq_len_interpolation_factor": None,
     "init_method_std": 0.02, "embedding_init_method_std": None, "attention_backend": "auto", "hidden_dropout": 0.0,
-    "fp16": False, "fp32_residual_connection": False, "disable_bf16_reduced_precision_matmul": False,
+    "fp16": False, "fp8": None, "fp32_residual_connection": False, "disable_bf16_reduced_precision_matmul": False,
     "deterministic_mode": False, "true_on_policy_mode": False, "recompute_granularity": None,
     "optimizer": "adam", "decoupled_weight_decay": True, "apply_wd_to_qk_layernorm": False, "use_stateless_adam": False,
     "use_precision_aware_optimizer": False, "decoupled_lr": None,
@@ -29,7 +29,8 @@ ONLY_VALUES: dict[str, Any] = {
     "log_num_zeros_in_grad": False, "log_params_norm": False, "manual_gc": False, "train_sync_interval": None,
     "timing_log_level": 0,
     "grad_reduce_in_bf16": False, "check_for_large_grads": False, "distributed_backend": "nccl",
-    "num_distributed_optimizer_instances": 1,
+    "num_distributed_optimizer_instances": 1, "nccl_communicator_config_path": None, "high_priority_stream_groups": None,
+    "data_parallel_random_init": False,
     "empty_unused_memory_level": 0, "distributed_timeout_seconds_after_init": None,
     "check_weight_hash_across_dp_replicas_interval": None, "async_save": False,
     "custom_model_provider_path": None, "custom_megatron_init_path": None,

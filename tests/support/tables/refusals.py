@@ -276,6 +276,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--train-backend fsdp --attn-implementation eager --context-parallel-size 2 --actor-num-gpus-per-node 2",
          "--attn-implementation --context-parallel-size", WRONG),
         ("--train-backend fsdp --save /s --save-interval 1 --async-save", "--async-save --train-backend", NOT_BUILT),
+        ("--train-backend fsdp --fp8-format e4m3", "--fp8-format --train-backend", NOT_BUILT),
         ("--train-backend fsdp --true-on-policy-mode", "--true-on-policy-mode --train-backend", NOT_BUILT),
         ("--train-backend fsdp --freeze-params-name-list norm", "--freeze-params-name-list --train-backend", NOT_BUILT),
         ("--train-backend fsdp --no-decoupled-weight-decay", "--decoupled-weight-decay --train-backend", NOT_BUILT),
