@@ -77,7 +77,7 @@ def build_transformer_config(args: Any) -> TransformerConfig:
 
     Raises:
         UserError: a kernel of Transformer Engine is asked for and not installed (the local layer spec would ignore it), or not
-            known to the version that is.
+            known to the version that is; or Megatron refuses the fields.
     """
     config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     fields = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **fields_from_args(config_class, args)}
@@ -100,7 +100,10 @@ def build_transformer_config(args: Any) -> TransformerConfig:
         # The model itself has no such layers; `put_prediction_layers` adds them, and they run in the training step alone.
         mtp_num_layers=None,
     )
-    config = config_class(**fields)
+    try:
+        config = config_class(**fields)
+    except (AssertionError, ValueError) as error:
+        raise UserError(f"Megatron-Core builds no model of these flags: {error}") from error
     if config.fp8:
         _require_fp8_recipe(config)
     return config

@@ -93,6 +93,7 @@ def _configuration(directory):
         _refusal(args, apply_rope_fusion=True),
         _refusal(args, fp8="hybrid"),
         _refusal(args, attention_backend="fused"),
+        _refusal(args, recompute_granularity="full", recompute_method=None),
     ]
     unasked = SimpleNamespace(**{**vars(args), "masked_softmax_fusion": True})
     refusals.append(build_transformer_config(unasked).masked_softmax_fusion)
@@ -132,10 +133,11 @@ def test_configuration_follows_the_flags(tmp_path):
     }
     assert silu
     assert groups_without_gqa == 4
-    fusion, fp8, attention, unasked, latent = refusals
+    fusion, fp8, attention, of_megatron, unasked, latent = refusals
     assert "--apply-rope-fusion needs Transformer Engine" in fusion
     assert "--fp8-format hybrid needs Transformer Engine" in fp8
     assert "--attention-backend fused needs Transformer Engine" in attention
+    assert "recompute_method" in of_megatron, "what Megatron refuses is an error of the user's too"
     assert unasked is False, "fusions that were not typed are left out where their kernels are missing"
     assert latent == 48
 
