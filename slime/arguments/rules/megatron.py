@@ -162,9 +162,9 @@ MEMORY_AND_PRECISION_RULES: tuple[Rule, ...] = (
         "{0=} needs {--transformer-impl} transformer_engine: the local layers would go without; drop one of them"),
     refused(lambda args: args.attention_backend == "fused" and args.multi_latent_attention,
         "{--attention-backend=}: latent attention of packed samples has kernels of PyTorch; give auto"),
-    refused(lambda args: args.fp8 and args.data_pad_size_multiplier % (32 if args.fp8_recipe == "mxfp8" else 16),
-        "{--data-pad-size-multiplier=} with {--fp8-format=}: FP8 products take rows in multiples of 16, and of 32 with "
-        "{--fp8-recipe} mxfp8; give 128"),
+    refused(lambda args: args.fp8 and args.data_pad_size_multiplier
+            % {"mxfp8": 32, "blockwise": 128 if args.sequence_parallel else 16}.get(args.fp8_recipe, 16),
+        "{--data-pad-size-multiplier=} with {--fp8-format=} {--fp8-recipe=}: products take more rows at a time; give 128"),
     refused(lambda args: args.grad_reduce_in_bf16 and "accumulate_allreduce_grads_in_fp32" in args.typed_flags,
         "{--grad-reduce-in-bf16} and {--accumulate-allreduce-grads-in-fp32} contradict each other; drop one"),
     refused(lambda args: args.ddp_num_buckets is not None and args.ddp_bucket_size is not None,

@@ -13,6 +13,8 @@ independently of each other, and a rank that has a part of the columns needs who
 does with an FP8 checkpoint of blocks: weights with a scale for each block of 128 × 128, as the next push sends them, inputs
 with a scale for each 128 numbers of a row, products summed in float32. Backward passes multiply unrounded numbers, in the dtype
 of the parameters. A rank has to hold whole blocks of each tensor of the checkpoint.
+
+With `--fp8-format` the layers of Transformer Engine multiply in FP8 by themselves, forwards and backwards.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.fp8_utils import get_fp8_align_size
 from torch.autograd.function import once_differentiable
 
 from slime.arguments.config_files.role_config import CRITIC
@@ -121,6 +124,27 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
+
+
+def require_fp8_shapes(chunks: Sequence[torch.nn.Module]) -> None:
+    """Refuse, with `--fp8-format`, a weight of Transformer Engine's layers that its kernels do not multiply in FP8.
+
+    It checks one side of a weight in forward passes; the other one is that of a product in the backward pass, which a kernel
+    would refuse without a name.
+    """
+    config = chunks[0].config
+    multiple = get_fp8_align_size(config.fp8_recipe) if config.fp8 else 1
+    for chunk in chunks:
+        names = {id(parameter): name for name, parameter in global_named_parameters(chunk)}
+        # By this attribute Megatron finds these layers as well.
+        for module in (module for module in chunk.modules() if hasattr(module, "is_first_microbatch")):
+            for parameter in module.parameters(recurse=False):
+                if parameter.ndim == 2 and any(size % multiple for size in parameter.shape):
+                    raise UserError(
+                        f"--fp8-format {config.fp8}: {names[id(parameter)]} is {list(parameter.shape)} on this rank, and FP8 "
+                        f"products need multiples of {multiple}; give a smaller --tensor-model-parallel-size, or leave the "
+                        "flag out"
+                    )
 
 
 # Rows and columns of a block of weights, and columns of a group of inputs.

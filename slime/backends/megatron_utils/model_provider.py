@@ -41,7 +41,7 @@ from slime.backends.megatron_utils.layer_spec import (
     rotates_by_position,
     transformer_engine_available,
 )
-from slime.backends.megatron_utils.low_precision import multiply_in_fp8, round_weights_to_int4
+from slime.backends.megatron_utils.low_precision import multiply_in_fp8, require_fp8_shapes, round_weights_to_int4
 from slime.backends.megatron_utils.optimizer import gather_behind_layers, takes_both_dtypes
 from slime.backends.megatron_utils.parameter_names import EMBEDDING, global_named_parameters, named_expert_biases
 from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
@@ -493,6 +493,7 @@ def setup_model(args: Any) -> list[DistributedDataParallel]:
         if args.data_parallel_random_init:
             wrapped.broadcast_params()
         chunks.append(wrapped)
+    require_fp8_shapes(chunks)
     round_weights_to_int4(args, chunks)
     multiply_in_fp8(args, chunks)
     return chunks

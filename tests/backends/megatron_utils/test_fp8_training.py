@@ -1,4 +1,5 @@
-"""What layers in FP8 keep of their weights, from micro-batch to micro-batch and from pass to pass; recipes that are not known.
+"""What layers in FP8 keep of their weights, from micro-batch to micro-batch and from pass to pass; recipes and shapes that are
+refused.
 
 Transformer Engine is not there. Its linear layers are stood in for by what Megatron and the passes know of them:
 `is_first_microbatch`, which has them make a copy of their weight anew, and `_fp8_workspaces`, where the copy is.
@@ -114,3 +115,31 @@ def test_a_recipe_that_the_engine_does_not_know_is_named_at_the_start(tmp_path):
     ((known, message),) = run_distributed(refusal_of_recipe, 1, (str(tmp_path),))
     assert known == ("e4m3", "blockwise")
     assert "--fp8-recipe blockwise" in message and "it needs version 2.3" in message
+
+
+def refusals_of_shapes(directory, recipes):
+    from slime.backends.megatron_utils.low_precision import require_fp8_shapes
+
+    run, refused = LayoutRun(layout_args(directory, **STREAMS)), {}
+    for recipe in recipes:
+        for chunk in run.model:
+            chunk.config.fp8, chunk.config.fp8_recipe = recipe and "e4m3", recipe
+            for module in chunk.modules():
+                if hasattr(module, "linear_fc2"):
+                    module.linear_fc2.is_first_microbatch = True
+        try:
+            require_fp8_shapes(run.model)
+        except UserError as error:
+            refused[recipe] = str(error)
+    return refused
+
+
+@pytest.mark.parametrize(("hidden", "refusing"), [(32, []), (48, ["mxfp8"]), (40, ["delayed", "blockwise", "mxfp8"])])
+def test_weights_that_no_kernel_multiplies_in_fp8_are_named_at_the_start(tmp_path, hidden, refusing):
+    """Those of latent attention, for example, over eight tensor-parallel ranks."""
+    write_tiny_model(tmp_path, hidden=hidden)
+    recipes = (None, "delayed", "blockwise", "mxfp8")
+    (refused,) = run_distributed(refusals_of_shapes, 1, (str(tmp_path), recipes))
+    assert [*refused] == refusing
+    for message in refused.values():
+        assert f"decoder.layers.0.mlp.linear_fc2.weight is [{hidden}, " in message

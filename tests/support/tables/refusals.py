@@ -355,6 +355,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--fp8-format hybrid --data-pad-size-multiplier 24", "--data-pad-size-multiplier --fp8-format --fp8-recipe", WRONG),
         ("--fp8-format e4m3 --fp8-recipe mxfp8 --data-pad-size-multiplier 16",
          "--data-pad-size-multiplier --fp8-format --fp8-recipe", WRONG),
+        ("--fp8-format e4m3 --fp8-recipe blockwise --data-pad-size-multiplier 64 --sequence-parallel",
+         "--data-pad-size-multiplier --fp8-format --fp8-recipe", WRONG),
         ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
          "--grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-topk 9", "--moe-router-topk --num-experts", WRONG),
