@@ -25,6 +25,7 @@ class Origin(StrEnum):
 
 
 _BOOKS = ("origins", "typed_flags")
+_FIXED = {bool, float, int, str, type(None)}  # nothing changes these in place
 
 
 def start_origins(args: argparse.Namespace, typed: set[str]) -> None:
@@ -42,7 +43,7 @@ def recording(args: argparse.Namespace, origin: Origin) -> Iterator[None]:
     What an inner block recorded stays. A value that the user typed stays his when it is only brought into another form
     (an absolute path, say); YAML alone takes precedence over the command line.
     """
-    before = {name: copy.deepcopy(value) for name, value in vars(args).items() if name not in _BOOKS}
+    before = {n: v if type(v) in _FIXED else copy.deepcopy(v) for n, v in vars(args).items() if n not in _BOOKS}
     origins_before = dict(args.origins)
     yield
     for name, value in vars(args).items():

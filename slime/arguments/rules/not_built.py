@@ -6,7 +6,7 @@ builds a feature deletes its rows.
 
 import argparse
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from slime.arguments import server_flags
 from slime.arguments.flag import NotYet, flag_of
@@ -23,15 +23,14 @@ def not_yet_violations(args: argparse.Namespace) -> Iterator[Violation]:
 
     A run that only trains ignores the flags of engines and router, so that one script serves both kinds of run.
     """
+    # If the value follows from another flag, that flag has a row of its own.
+    asked = [name for name in vars(args) if args.origins.get(name) not in (Origin.DEFAULT, Origin.DERIVED)]
     for row in rows():
-        if row in server_flags.NOT_YET and args.debug_train_only:
+        if args.debug_train_only and row in server_flags.NOT_YET:
             continue
-        for name in names_of(row, args):
+        for name in names_of(row, asked):
             value = vars(args)[name]
             if value is None or value is False or value in row.works:
-                continue
-            # If the value follows from another flag, that flag has a row of its own.
-            if args.origins.get(name) in (Origin.DEFAULT, Origin.DERIVED):
                 continue
             template = "{0=}: {feature} is not built yet; drop the flag ({--dry-run} plans with it)"
             if args.origins.get(name) is Origin.HF_CONFIG:
@@ -43,9 +42,9 @@ def not_yet_violations(args: argparse.Namespace) -> Iterator[Violation]:
             yield broken(args, template, flag_of(name), feature=row.feature)
 
 
-def names_of(row: NotYet, args: argparse.Namespace) -> list[str]:
-    """The attributes of `args` to which `row` applies."""
-    return fnmatch.filter(vars(args), row.name) if "*" in row.name else [row.name] if hasattr(args, row.name) else []
+def names_of(row: NotYet, names: Collection[str]) -> Collection[str]:
+    """Those of the attributes `names` to which `row` applies."""
+    return fnmatch.filter(names, row.name) if "*" in row.name else {row.name}.intersection(names)
 
 
 def rows() -> tuple[NotYet, ...]:
