@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # One step of GRPO on a board with one small GPU: does the installation work?
+# It neither evaluates nor saves: there is nothing to keep.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib/launch.sh"
 

@@ -98,14 +98,12 @@ def load_plug_ins(args: argparse.Namespace, names: tuple[str, ...]) -> None:
 def missing_plug_ins(args: argparse.Namespace) -> Iterator[Violation]:
     """A violation for every plug-in path whose file, package, module or name does not exist, as far as the source tells."""
     # A variable of the ranks, such as PYTHONPATH, may lead them to packages that this process does not see.
-    elsewhere = "PYTHONPATH" in (args.train_env_vars or {})
-    for name, path in _paths(args, MANAGER_PLUG_INS + RANK_PLUG_INS):
-        if name not in args.typed_flags:
-            continue
+    elsewhere = RANK_PLUG_INS if "PYTHONPATH" in (args.train_env_vars or {}) else ()
+    for name, path in _paths(args, tuple(n for n in MANAGER_PLUG_INS + RANK_PLUG_INS if n in args.typed_flags)):
         file = file_of_path(path)
         if file is not None and not os.path.isfile(file):
             problem = f"{flag_of(name)} {path}: there is no file {os.path.realpath(file)}"
-        elif file is None and elsewhere and name in RANK_PLUG_INS:
+        elif file is None and name in elsewhere:
             continue
         elif file is None and not _is_importable(path):
             problem = (
@@ -113,7 +111,8 @@ def missing_plug_ins(args: argparse.Namespace) -> Iterator[Violation]:
                 "into PYTHONPATH, or give a file: path/to/file.py:function"
             )
         else:
-            problem = problem_of_path(path, flag_of(name), batched=name == "custom_rm_path" and args.group_rm)
+            batched = name == "custom_rm_path" and args.group_rm
+            problem = problem_of_path(path, flag_of(name), batched=batched, imports=name not in elsewhere)
         yield from about([problem] if problem is not None else [], flag_of(name))
 
 

@@ -271,9 +271,9 @@ def _signature(found: Any) -> str:
 
 
 def _shared_state(given: list[Any]) -> dict[str, str]:
-    return {
-        name: repr(value) for one in given if isinstance(one, argparse.Namespace) for name, value in vars(one).items()
-    }
+    shared = [one for one in given if isinstance(one, argparse.Namespace)]
+    # A list at once: calls run side by side, and each may set attributes while another one is looked at.
+    return {name: repr(value) for one in shared for name, value in list(vars(one).items())}
 
 
 def _samples(value: Any) -> list[Sample]:

@@ -73,6 +73,11 @@ def parse_data_path(text: str, flag: str = "--prompt-data") -> DataFile:
         start, stop = (None if bound is None else int(bound) for bound in match.group(2, 3))
     if os.path.isdir(path):
         raise UserError(f"{flag} {text}: is a directory; name the .jsonl or .parquet files in it")
+    if not os.path.splitext(path)[1] and not os.path.exists(path):
+        raise UserError(
+            f"{flag} {text}: there is no such file; name a .jsonl or .parquet file (data sets of the Hugging Face hub are not "
+            "downloaded here: `hf download --repo-type dataset` does that)"
+        )
     if not path.endswith((".jsonl", ".parquet")):
         raise UserError(f"{flag} {text}: unknown kind of data file; use .jsonl or .parquet")
     if not os.path.isfile(path):
@@ -171,8 +176,13 @@ def _iterate_jsonl(file: DataFile, on_bad_row: BadRowHandler, watch: RowWatch) -
 def parse_row(line: bytes) -> dict[str, Any]:
     """The JSON object on a line. Raises BadRow if there is none."""
     try:
-        row = json.loads(line.decode("utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
+        text = line.decode("utf-8").rstrip(" \t\r\n")
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        # An array in place of lines, or an object that goes on in the next one.
+        cut = "; each line has to hold one whole object" if error.pos >= len(text) else ""
+        raise BadRow(f"no valid JSON ({error.msg}, at character {error.pos + 1}){cut}") from error
+    except UnicodeDecodeError as error:
         raise BadRow(f"no valid JSON ({error})") from error
     if not isinstance(row, dict):
         raise BadRow(f"expected a JSON object, found {type(row).__name__}")

@@ -27,6 +27,8 @@ from slime.utils.plugin_loader import (
 
 # Code that mentions one of these may make names that no statement shows.
 _MAKES_NAMES = {"globals", "locals", "vars", "exec", "modules", "__getattr__"}
+# Attributes of `sys` and `site` by which code makes modules importable that nobody finds before it runs.
+_EXTENDS_SEARCH = {"path", "meta_path", "path_hooks", "modules", "addsitedir"}
 
 
 @dataclass
@@ -37,13 +39,18 @@ class _Names:
     open: bool = False
 
 
-def problem_of_path(path: str, flag: str | None = None, *, batched: bool = False) -> str | None:
+def problem_of_path(path: str, flag: str | None = None, *, batched: bool = False, imports: bool = True) -> str | None:
     """Why `path` cannot be loaded, in the words of `load_function`; None if nothing is wrong, or if the source does not tell.
 
-    This function does not report a file or a top-level package that does not exist. Arguments as for `load_function`.
+    This function does not report a file or a top-level package of `path` itself that does not exist.
+
+    Args:
+        path, flag, batched: as for `load_function`.
+        imports: whether what the file imports has to be here. It need not if the process that loads it has another search path.
     """
     subject = subject_of(flag, path)
     file, module, attribute = split_path(path.strip())
+    own_directory = None if file is None else os.path.dirname(os.path.realpath(file))
     if file is None:
         if not module or not attribute:
             return f"{subject}: expected module.attribute, module:attribute, file.py:attribute or file.py"
@@ -54,15 +61,50 @@ def problem_of_path(path: str, flag: str | None = None, *, batched: bool = False
         return None
     try:
         with open(file, "rb") as source:
-            names = _names_of(ast.parse(source.read()))
+            tree = ast.parse(source.read())
     except SyntaxError as error:
         return f"{subject}: {os.path.realpath(file)}:{error.lineno}: {error.msg}"
     except (OSError, ValueError):
         return None
     real_file = os.path.realpath(file)
+    names = _names_of(tree)
     if attribute:
-        return _problem_of_attribute(attribute, names, real_file, flag, subject)
-    return _problem_of_convention(names, flag, batched, subject)
+        problem = _problem_of_attribute(attribute, names, real_file, flag, subject)
+    else:
+        problem = _problem_of_convention(names, flag, batched, subject)
+    return problem or (_problem_of_imports(tree, real_file, own_directory, subject) if imports else None)
+
+
+def _problem_of_imports(tree: ast.Module, file: str, directory: str | None, subject: str) -> str | None:
+    """Why a statement of the file certainly fails: it imports a top-level module or package that is nowhere.
+
+    Imports in functions and below `if`, `try` or `with` do not count, since they may never run, or may be allowed to fail.
+
+    Args:
+        directory: from where the file may import modules in addition to the search path; None if it is named as a module.
+    """
+    if any(
+        getattr(node, "attr", None) in _EXTENDS_SEARCH and _is_name(node.value, "sys", "site")
+        for node in ast.walk(tree)
+    ):
+        return None
+    for statement in tree.body:
+        names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+        if isinstance(statement, ast.ImportFrom) and not statement.level:
+            names = [statement.module]
+        for top in (name.partition(".")[0] for name in names):
+            if directory is not None and importlib.machinery.PathFinder.find_spec(top, [directory]):
+                return None  # a module of the user's own may extend the search path
+            if top not in sys.modules and find_top(top) is None:
+                return (
+                    f"{subject}: {file}:{statement.lineno} imports {top!r}, and there is no such module or package; install "
+                    "it, or put its directory into PYTHONPATH"
+                )
+    return None
+
+
+def _is_name(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
 
 
 def _problem_of_attribute(attribute: str, names: _Names, file: str, flag: str | None, subject: str) -> str | None:

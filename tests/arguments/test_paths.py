@@ -104,6 +104,10 @@ def test_ranks_may_have_a_search_path_of_their_own(tmp_path):
     variables = ["--train-env-vars", '{"PYTHONPATH": "/elsewhere"}']
     assert "'my'" in violations(tmp_path, words)[0]
     parse(tmp_path, *words, *variables)
+    (tmp_path / "own.py").write_text("import my\n\n\ndef loss(*given): ...\n")
+    words[-1] = f"{tmp_path}/own.py:loss"
+    assert "own.py:1 imports 'my'" in violations(tmp_path, words)[0]
+    parse(tmp_path, *words, *variables)
 
 
 def test_a_misspelt_name_is_told_before_anything_starts_and_nothing_is_run(tmp_path):

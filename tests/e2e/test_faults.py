@@ -109,16 +109,17 @@ def test_a_broken_row_is_named_by_file_and_line(flags, task, tmp_path):
 @pytest.mark.slow
 def test_a_plug_in_that_does_not_import_ends_the_run_before_it_generates(flags, tmp_path):
     plug_in = tmp_path / "reward.py"
-    plug_in.write_text("import no_such_package\n\n\ndef reward(args, sample):\n    return 1.0\n")
+    # What may be left out is no statement that certainly fails: only the import tells.
+    plug_in.write_text("if True:\n    import no_such_package\n\n\ndef reward(args, sample):\n    return 1.0\n")
     message = run_to_error([*flags, "--custom-rm-path", plug_in], tmp_path / "run", 2)
     assert message.startswith(f"--custom-rm-path {plug_in}: the import failed")
-    assert "No module named 'no_such_package'" in message and f'File "{plug_in}", line 1' in message
+    assert "No module named 'no_such_package'" in message and f'File "{plug_in}", line 2' in message
 
 
 @pytest.mark.slow
 def test_a_failing_rank_ends_the_run_while_engines_start(flags, tmp_path):
     plug_in = tmp_path / "advantages.py"
-    plug_in.write_text("import no_such_package\n\n\ndef advantages(args, data):\n    pass\n")
+    plug_in.write_text("if True:\n    import no_such_package\n\n\ndef advantages(args, data):\n    pass\n")
     message = run_to_error([*flags, "--custom-advantage-function-path", plug_in], tmp_path / "run", 2)
     assert message.startswith(f"--custom-advantage-function-path {plug_in}: the import failed")
     assert "engines are ready" not in (tmp_path / "run/output.txt").read_text()

@@ -64,7 +64,13 @@ class TestReadFile:
     @pytest.mark.parametrize(
         "broken, cause",
         [
-            ("{broken", "no valid JSON"),
+            ("{broken", r"no valid JSON \(Expecting property name enclosed in double quotes, at character 2\);"),
+            ('{"prompt": "a", label: 2}', r"no valid JSON \(Expecting .*, at character 17\);"),
+            (
+                '[{"prompt": "a"},',
+                r"no valid JSON \(Expecting value, at character 18\); each line has to hold one whole object;",
+            ),
+            ("{", r"no valid JSON \(.*\); each line has to hold one whole object;"),
             ("[1]", "expected a JSON object, found list"),
             ('{"a": "\\ud8', "no valid JSON"),
         ],
@@ -86,6 +92,7 @@ class TestReadFile:
         [
             ("missing.jsonl", "there is no file missing.jsonl"),
             ("data.csv", "unknown kind of data file"),
+            ("owner/data", "owner/data: there is no such file; .*`hf download --repo-type dataset`"),
             (".", "is a directory; name the .jsonl or .parquet files in it"),
             ("data.jsonl@[1]", "malformed slice"),
             ("data.jsonl@[1:2:3]", "malformed slice"),

@@ -156,6 +156,53 @@ def test_a_coroutine_that_nobody_awaits_is_told_as_the_loader_does(tmp_path, sou
         load_function(path, flag)
 
 
+MISSING = "import json\nimport no_such_package.part as part, json\ndef f(): ...\n"
+
+
+@pytest.mark.parametrize("path", ["{p}/own.py:f", "{p}/own.py", "plugged_package.own.f"])
+@pytest.mark.parametrize(
+    "source", [MISSING, MISSING.replace("import no_such_package.part as", "from no_such_package import")]
+)
+def test_a_package_that_the_file_imports_and_that_is_nowhere_is_told(module, path, source):
+    (module / "own.py").write_text(source)
+    path = path.format(p=module)
+    said = problem_of_path(path, "--buffer-filter-path")
+    assert said.startswith(
+        f"--buffer-filter-path {path}: {module}/own.py:2 imports 'no_such_package', and there is no such"
+    )
+    with pytest.raises(UserError, match="No module named 'no_such_package'"):
+        load_function(path, "--buffer-filter-path")
+    # The process that loads it may have another search path.
+    assert problem_of_path(path, "--buffer-filter-path", imports=False) is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os.path, beside, no_such_package",
+        "import sys\nsys.path.insert(0, 'elsewhere')\nimport no_such_package",
+        "import site\nsite.addsitedir('elsewhere')\nfrom no_such_package import f",
+        "import sys, types\nsys.modules['no_such_package'] = types\nimport no_such_package",
+        "try:\n    import no_such_package\nexcept ImportError: ...",
+        "if False:\n    import no_such_package",
+        "def g():\n    import no_such_package",
+    ],
+)
+def test_an_import_that_may_succeed_or_may_fail_is_left_to_the_loader(module, source):
+    """`beside` extends the search path."""
+    (module / "beside.py").write_text(f"import sys\nsys.path.append({str(module / 'sub')!r})\n")
+    (module / "sub" / "no_such_package.py").write_text("f = print\n")
+    (module / "own.py").write_text(f"{source}\ndef f(): ...\n")
+    assert problem_of_path(f"{module}/own.py:f") is None
+
+
+def test_a_module_beside_the_file_is_there_for_a_file_alone(module):
+    (module / "own.py").write_text("import code_beside\ndef f(): ...\n")
+    (module / "code_beside.py").write_text("")
+    assert problem_of_path(f"{module}/own.py:f") is None
+    assert "own.py:1 imports 'code_beside'" in problem_of_path("plugged_package.own.f")
+
+
 def test_nothing_is_imported(module):
     problem_of_path("plugged_package.sub.deep.f")
     assert not [name for name in sys.modules if name.startswith("plugged_package")]
