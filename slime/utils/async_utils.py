@@ -256,8 +256,7 @@ class Slots:
                 return
         self._free += 1
 
-    async def __aenter__(self) -> None:
-        await self.acquire()
+    __aenter__ = acquire
 
     async def __aexit__(self, *exc_info: object) -> None:
         self.release()

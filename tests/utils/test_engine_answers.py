@@ -119,6 +119,19 @@ def test_entries_that_were_parsed_become_arrays_too():
 
 
 @pytest.mark.parametrize(
+    ("log_probs", "dtype"),
+    [([-0.5, -1.25], "float32"), ([0, -3], "float32"), ([-0.5, -0.1], "float64"), ([-0.5, None], "float32")],
+    ids=["exact", "whole", "rounded", "missing"],
+)
+def test_log_probs_that_were_parsed_are_as_short_as_they_are_exact(log_probs, dtype):
+    table = TokenLogProbs.of([[log_prob, 2**40 + token, None] for token, log_prob in enumerate(log_probs)])
+    assert (table.log_probs.dtype, table.tokens.dtype) == (dtype, np.int64)
+    np.testing.assert_array_equal(table.log_probs, np.array(log_probs, np.float64))
+    assert table.tokens.tolist() == [2**40, 2**40 + 1]
+    assert not table.log_probs.flags.writeable and not table.tokens.flags.writeable
+
+
+@pytest.mark.parametrize(
     ("loads", "expected"),
     [
         ({"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 3}, {"num_running_reqs": 1}]}, 6),
