@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 _CHECKPOINTS_LOCK = ".checkpoints.lock"
 # The run that holds it was the first to write logs and metrics into its directory; the file says which process that is.
 _RUN_LOCK = ".run.lock"
+# How a user names the directory of a run.
+_RUN_DIRECTORY = "--tensorboard-dir, or TENSORBOARD_DIR"
 # Set by SIGTERM, so that it can be told from Ctrl-C: Ray turns whatever a signal handler raises into KeyboardInterrupt.
 _terminated = threading.Event()
 # Set by Ctrl-C and SIGTERM while the parts of a run end. They do not interrupt that, but the run must not start again.
@@ -293,16 +295,32 @@ def _places_of_checkpoints(args: argparse.Namespace) -> dict[str, Path]:
 
 
 @contextlib.contextmanager
+def _naming(said: str) -> Iterator[None]:
+    """The block writes where the flag in `said` tells.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{said}: {error}; make room there, or give a directory elsewhere") from error
+
+
+@contextlib.contextmanager
 def _checkpoints_claimed(args: argparse.Namespace) -> Iterator[None]:
     """In the block no other run writes checkpoints where this one does. A run that writes none, say an evaluation, claims
     nothing.
 
     Raises:
         UserError: another run already does.
+        RunError: nothing can be written there.
     """
     with contextlib.ExitStack() as claims:
         for said, directory in _places_of_checkpoints(args).items():
-            if not claim_directory(directory, _CHECKPOINTS_LOCK):
+            with _naming(said):
+                is_ours = claim_directory(directory, _CHECKPOINTS_LOCK)
+            if not is_ours:
                 raise UserError(
                     f"{said}: another run writes its checkpoints into this directory; end that run, or give a directory of "
                     "this one's own"
@@ -316,7 +334,9 @@ def _directory_claimed(directory: Path) -> Iterator[None]:
     """In the block, a run that begins in the same directory is warned that this one is here. If another one is here already,
     this run is warned; both may go on."""
     lock = directory / _RUN_LOCK
-    if not claim_directory(directory, _RUN_LOCK):
+    with _naming(_RUN_DIRECTORY):
+        is_ours = claim_directory(directory, _RUN_LOCK)
+    if not is_ours:
         name = ""
         with contextlib.suppress(OSError, UnicodeError):
             name = lock.read_text().strip()
@@ -346,12 +366,15 @@ def _session(args: argparse.Namespace, before: argparse.Namespace | None) -> Ite
     from slime.ray.cluster import ray_cluster
 
     if before is None:
-        directory, run_id = tracking_directory(args).absolute(), new_run_id() if args.use_wandb else None
+        with _naming(_RUN_DIRECTORY):
+            directory = tracking_directory(args).absolute()
+        run_id = new_run_id() if args.use_wandb else None
     else:
         directory, run_id = Path(before.run_dir), before.wandb_run_id
     run_id = args.wandb_run_id or run_id
     args = with_run_values(args, run_dir=str(directory), log_dir=str(directory / "logs"), wandb_run_id=run_id)
-    Path(args.log_dir).mkdir(parents=True, exist_ok=True)
+    with _naming(_RUN_DIRECTORY):
+        Path(args.log_dir).mkdir(parents=True, exist_ok=True)
     failed = True
     with _directory_claimed(directory), _sigterm_as_interrupt():
         try:
@@ -362,7 +385,9 @@ def _session(args: argparse.Namespace, before: argparse.Namespace | None) -> Ite
                 logger.info("%s", effective_configuration(args_of_cluster))
                 logger.debug("%s", derived_configuration(args_of_cluster))
                 # A directory with checkpoints also tells how they were made.
-                record = write_run_record(args_of_cluster, args.save if _places_of_checkpoints(args) else directory)
+                place, said = (args.save, "--save") if _places_of_checkpoints(args) else (directory, _RUN_DIRECTORY)
+                with _naming(f"{said}: {place}/args.json"):
+                    record = write_run_record(args_of_cluster, place)
                 logger.info("every value and where it came from: %s", record)
                 StartupClock().mark("Ray")
                 yield args_of_cluster

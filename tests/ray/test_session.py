@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -533,6 +534,33 @@ def test_the_directory_of_a_run_is_held_while_it_lives_and_let_go_of_however_it_
     assert held == [True] * (3 if isinstance(ending, RunError) else 1)
     assert is_free(lock) and not [line for line in lines if "another run" in line]
     assert lock.read_text().startswith(f"process {os.getpid()} on {socket.gethostname()}, since ")
+
+
+@pytest.mark.parametrize(
+    ("written", "flag"),
+    [("log directory", "--tensorboard-dir"), ("lock of logs", "--tensorboard-dir"), ("record", "--tensorboard-dir"),
+     ("lock of checkpoints", "--save"), ("record beside checkpoints", "--save")],
+)  # fmt: skip
+def test_a_full_disk_at_the_start_names_the_flag_of_its_directory(run, tmp_path, monkeypatch, written, flag):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    write, claim = session.write_run_record, session.claim_directory
+
+    def fail(*_):
+        raise full
+
+    locks = {"lock of logs": session._RUN_LOCK, "lock of checkpoints": session._CHECKPOINTS_LOCK}
+    monkeypatch.setattr(
+        session, "claim_directory", lambda path, lock: fail() if lock == locks.get(written) else claim(path, lock)
+    )
+    monkeypatch.setattr(session, "write_run_record", fail if written.startswith("record") else write)
+    if written == "log directory":
+        (tmp_path / "board").mkdir()
+        (tmp_path / "board" / "logs").write_text("in the way")
+    words = ["--save", str(tmp_path / "kept"), "--save-interval", "1"] if flag == "--save" else []
+    status, lines = run(lambda args, progress: None, "--tensorboard-dir", str(tmp_path / "board"), *words)
+    told = [line for line in lines if "make room there" in line]
+    assert status == 1 and len(told) == 1 and flag in told[0]
+    assert "record" not in written or f"{tmp_path / ('kept' if words else 'board')}/args.json" in told[0]
 
 
 def test_the_record_of_a_run_is_about_the_devices_of_its_cluster(run, tmp_path, monkeypatch):
