@@ -224,7 +224,8 @@ class RouterHandle:
                 if lacks_engines(self._fields, told):
                     return
                 self._waits = False
-                self._launch(told_at_start(told))
+                with self._meeting_obstacles():
+                    self._launch(told_at_start(told))
                 self.wait_ready(timeout)
         # Counted from here: a start had its own time.
         deadline, new = time.monotonic() + timeout, []
@@ -407,32 +408,49 @@ class RouterHandle:
             RunError: the process was started, and failed.
         """
         deadline, told = time.monotonic() + _OBSTACLE_SECONDS, ""
-        while obstacle := self._launch_again():
-            if obstacle != told:
-                logger.warning("the router cannot start: %s", obstacle)
-            told = obstacle
-            if time.monotonic() > deadline or self._ending.wait(_OBSTACLE_POLL_SECONDS):
-                raise _Obstacle(f"for {_OBSTACLE_SECONDS:g} s, {obstacle}")
-        self.wait_ready()
-        self._missing = self._lacking(list(self._told.values()), _START_SECONDS, logging.WARNING)
+        while True:
+            try:
+                self._launch_again()
+                self.wait_ready()
+                self._missing = self._lacking(list(self._told.values()), _START_SECONDS, logging.WARNING)
+                return
+            except _Obstacle as obstacle:
+                if str(obstacle) != told:
+                    told = str(obstacle)
+                    logger.warning("the router cannot start: %s", told)
+                if time.monotonic() > deadline or self._ending.wait(_OBSTACLE_POLL_SECONDS):
+                    raise _Obstacle(f"for {_OBSTACLE_SECONDS:g} s, {told}") from None
 
-    def _launch_again(self) -> str:
-        """Start another process at the same address. Returns what keeps it from that; empty: nothing."""
+    def _launch_again(self) -> None:
+        """Start another process at the same address; one that starts with its first engines starts when it is told of them.
+
+        Raises:
+            _Obstacle: something keeps it from that.
+        """
         if self._reservations[0].is_taken():
             if self.process.pid is not None and self.process.poll() is None:
-                return f"the dead one, which the kernel does not let go, has its port, {self.port}"
-            return f"another process has taken its port, {self.port} (`ss -ltnp` names it); end that process"
-        try:
+                raise _Obstacle(f"the dead one, which the kernel does not let go, has its port, {self.port}")
+            raise _Obstacle(f"another process has taken its port, {self.port} (`ss -ltnp` names it); end that process")
+        with self._meeting_obstacles():
             self.process, self._scratch = _new_process(self.process.name, self.process.log_path)
             self._late, self._waits, self._missing = 0, lacks_engines(self._fields), frozenset()
             self._registered.clear()
             if not self._waits:
                 self._launch()
+
+    @contextlib.contextmanager
+    def _meeting_obstacles(self) -> Iterator[None]:
+        """In the block a process starts.
+
+        Raises:
+            _Obstacle: the system refuses a file or a process.
+        """
+        try:
+            yield
         except OSError as error:
             self._remove_arguments()
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            return f"{error.strerror} ({error.filename or self._scratch}){'; free space there' if is_full else ''}"
-        return ""
+            way_out = "; free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise _Obstacle(f"{error.strerror} ({error.filename or self._scratch}){way_out}") from error
 
     def _lacking(self, workers: Sequence[Worker], timeout: float, level: int) -> frozenset[str]:
         """Register engines; those of all that it is to have that it lacks then, which is told at that level.
@@ -446,7 +464,7 @@ class RouterHandle:
             self._register(workers, timeout)
             return frozenset()
         except RunError as error:
-            if self._fault():
+            if isinstance(error, _Obstacle) or self._fault():
                 raise
             # Engines that answer get requests. Whether the others live is the owner's business.
             logger.log(level, "the router lacks engines: %s", error)
@@ -549,7 +567,8 @@ def launch_router(
     router = RouterHandle(place.host, place.port, api_key, process, _scratch=scratch, _fields=fields)
     router._reservations, router._waits = reservations, lacks_engines(fields)
     if not router._waits:
-        router._launch()
+        with router._meeting_obstacles():
+            router._launch()
     return router
 
 

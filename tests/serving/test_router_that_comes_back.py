@@ -373,8 +373,12 @@ FULL = OSError(errno.ENOSPC, "No space left on device", "/disk/router.log")
 
 @pytest.mark.parametrize("where", ["_new_process", "_launch"])
 @pytest.mark.parametrize("lasts", [False, True])
-def test_a_full_disk_is_waited_for_and_is_no_death_of_a_router(tmp_path, monkeypatch, caplog, where, lasts):
-    """More often than a router may die somebody looks for space, and the requests meanwhile are suspected of nothing."""
+@pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
+def test_a_full_disk_is_waited_for_and_is_no_death_of_a_router(tmp_path, monkeypatch, caplog, where, lasts, policy):
+    """More often than a router may die somebody looks for space, and the requests meanwhile are suspected of nothing.
+
+    A router of the second policy starts when it is told of its engines.
+    """
     monkeypatch.setattr(router_module, "_OBSTACLE_SECONDS", 0.0 if lasts else 60.0)
     monkeypatch.setattr(router_module, "_OBSTACLE_POLL_SECONDS", 0.01)
     owner_of_it = router_module if where == "_new_process" else RouterHandle
@@ -386,7 +390,7 @@ def test_a_full_disk_is_waited_for_and_is_no_death_of_a_router(tmp_path, monkeyp
             raise FULL
         return start(*arguments)
 
-    with FakeGenerateServer() as engine, running_router(tmp_path) as router:
+    with FakeGenerateServer() as engine, running_router(tmp_path, router_policy=policy) as router:
         router.add_workers([Worker(engine.url)], 60, KEY)
         monkeypatch.setattr(owner_of_it, where, full_at_first)
         kill(router)
@@ -397,6 +401,17 @@ def test_a_full_disk_is_waited_for_and_is_no_death_of_a_router(tmp_path, monkeyp
             wait_until(router.serves)
             assert generated(router) == "FGH" and len(attempts) == 6
         assert router.deaths == 1 and caplog.messages.count(f"the router cannot start: {full}") == 1
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
+def test_a_first_start_on_a_full_disk_says_where_to_free_space(tmp_path, monkeypatch, policy):
+    def fail(*_):
+        raise FULL
+
+    monkeypatch.setattr(RouterHandle, "_launch", fail)
+    with pytest.raises(RunError, match=r"\(/disk/router.log\); free space there"):
+        with running_router(tmp_path, router_policy=policy) as router:
+            router.add_workers([Worker("http://127.0.0.1:1")], 60, KEY)
 
 
 def test_no_router_starts_once_the_run_ends(tmp_path, monkeypatch):
