@@ -286,9 +286,11 @@ class Engines:
         """A reference that becomes an error when the server dies, and ready when it is shut down."""
         return self._handles[name].wait_for_end.remote()
 
-    def check(self, name: EngineName, timeout: float) -> ray.ObjectRef:
-        """A reference to whether the engine answers, False while it computes; an error when it does neither for `timeout` s."""
-        return self._handles[name].makes_progress.remote(timeout)
+    def check(self, name: EngineName, timeout: float) -> ray.ObjectRef | None:
+        """A reference to whether the engine answers, False while it computes; an error when it does neither for `timeout` s.
+        None: it was ended meanwhile."""
+        handle = self._handles.get(name)
+        return None if handle is None else handle.makes_progress.remote(timeout)
 
     def order(self, names: Sequence[EngineName], method: str) -> dict[EngineName, RunError | None]:
         """Call a method of these engines at the same time. Returns what went wrong with each, None where nothing did."""

@@ -380,8 +380,8 @@ class ServingOwner:
 
     def _watch_until_the_end(self) -> None:
         while not self._ending.is_set():
+            self._begin_checks()
             with self._changed:
-                self._begin_checks()
                 awaited = list(self._awaited)
             if awaited:
                 ray.wait(awaited, timeout=_WATCH_POLL_SECONDS)
@@ -508,13 +508,16 @@ class ServingOwner:
         """While samples are generated all engines are checked, and afterwards those that are doubted."""
         if not self._args.use_fault_tolerance:
             return
-        states = (EngineState.SERVING, EngineState.SUSPECT) if self._generations else (EngineState.SUSPECT,)
-        now, names = time.monotonic(), [name for name in self._named(*states) if not self._rests(name)]
-        for name in self._health.begin(now, names):
+        with self._changed:
+            states = (EngineState.SERVING, EngineState.SUSPECT) if self._generations else (EngineState.SUSPECT,)
+            now, names = time.monotonic(), [name for name in self._named(*states) if not self._rests(name)]
             # The version, since a push pauses the engine: if one comes meanwhile, this check says nothing.
-            version = self._fleet.record(name.engine_id).weight_version
-            take = functools.partial(self._checked, version)
-            self._awaited[self._engines.check(name, self._health.timeout)] = (take, name)
+            due = {name: self._fleet.record(name.engine_id).weight_version for name in self._health.begin(now, names)}
+        # Beside the lock, which each request asks for: to speak to hundreds of processes takes a while.
+        for name, version in due.items():
+            if (reference := self._engines.check(name, self._health.timeout)) is not None:
+                with self._changed:
+                    self._awaited[reference] = (functools.partial(self._checked, version), name)
 
     def _checked(self, version: int | None, name: EngineName, reference: ray.ObjectRef) -> None:
         answered, error = outcome_of(reference, str(name))

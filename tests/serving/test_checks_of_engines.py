@@ -1,6 +1,7 @@
 """When the owner checks engines, and what it makes of the answers; when a check is due: `test_fleet.py`."""
 
 import re
+import threading
 from types import SimpleNamespace
 
 from slime.serving import fleet as fleet_module
@@ -83,6 +84,36 @@ def test_an_answer_that_is_there_counts_although_the_watch_comes_late(make_owner
         owner.outcomes["end of something"] = None
         wait_until(lambda: ("check", FIRST) not in owner._awaited and ("check", EngineName(1)) not in owner._awaited)
     assert states(owner) == [EngineState.SERVING] * 2 and owner.deaths("default") == 0
+
+
+def test_requests_go_on_while_a_check_is_handed_to_the_process_of_an_engine(make_owner, monkeypatch):
+    owner = serving(make_owner(use_fault_tolerance=True))
+    handing, handed = threading.Event(), threading.Event()
+
+    def check(name, timeout):
+        handing.set()
+        assert handed.wait(30)
+        return ("check", name)
+
+    monkeypatch.setattr(owner._engines, "check", check)
+    request = threading.Thread(target=owner.is_serving, daemon=True)
+    with owner.generating():
+        assert handing.wait(10)
+        request.start()
+        request.join(5)
+        went_on = not request.is_alive()
+        handed.set()
+    assert went_on
+
+
+def test_one_that_ends_before_it_is_asked_is_not_waited_for(make_owner, monkeypatch):
+    owner = serving(make_owner(use_fault_tolerance=True))
+    asked = []
+    monkeypatch.setattr(owner._engines, "check", lambda name, timeout: asked.append(name))
+    with owner.generating():
+        wait_until(lambda: len(asked) == 2)
+        let_the_watch_turn(owner)
+    assert not any(what == "check" for what, _ in owner._awaited) and not owner.ended.done()
 
 
 def test_without_the_flag_nothing_is_checked(make_owner):

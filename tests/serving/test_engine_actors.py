@@ -114,6 +114,7 @@ def test_an_engine_over_nodes_is_an_actor_on_each_and_all_of_them_end(actors, tm
     engines.stop()
     assert [(number, method) for number, method, _, _ in actors.asked[-2:]] == [(0, "shutdown"), (1, "shutdown")]
     assert len(actors.killed) == 2
+    assert engines.check(EngineName(0), 1.0) is None, "the watch may be about to ask one that another thread ends"
     engines.stop()
     assert len(actors.killed) == 2
 
