@@ -2,8 +2,8 @@
 
 - What the loops pass around: `StartedRun`, `RunLength`, `RolloutResult`, and `RunProgress`, which outlives them.
 - What they ask: whether a save, a push or an evaluation is due after a rollout.
-- What they do: report a step (`StepReport`), save and publish (`Saver`), give the devices to one side or the other
-  (`SharedDevices`), generate ahead (`RolloutsAhead`).
+- What they do: report a step (`StepReport`), whose numbers a test run checks as they come (`check_numbers`), save and publish
+  (`Saver`), give the devices to one side or the other (`SharedDevices`), generate ahead (`RolloutsAhead`).
 
 Nothing here talks to Ray itself: ranks and engines are reached through `TrainGroup` and `RolloutClient`.
 """
