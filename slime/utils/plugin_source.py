@@ -84,7 +84,9 @@ def _problem_of_imports(tree: ast.Module, file: str, directory: str | None, subj
         directory: from where the file may import modules in addition to the search path; None if it is named as a module.
     """
     if any(
-        getattr(node, "attr", None) in _EXTENDS_SEARCH and _is_name(node.value, "sys", "site")
+        isinstance(node, ast.Attribute)
+        and node.attr in _EXTENDS_SEARCH
+        and getattr(node.value, "id", None) in ("sys", "site")
         for node in ast.walk(tree)
     ):
         return None
@@ -101,10 +103,6 @@ def _problem_of_imports(tree: ast.Module, file: str, directory: str | None, subj
                     "it, or put its directory into PYTHONPATH"
                 )
     return None
-
-
-def _is_name(node: ast.AST, *names: str) -> bool:
-    return isinstance(node, ast.Name) and node.id in names
 
 
 def _problem_of_attribute(attribute: str, names: _Names, file: str, flag: str | None, subject: str) -> str | None:
