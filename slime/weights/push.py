@@ -1,13 +1,15 @@
 """A weight push: new weights from the training ranks to all engines, whatever carries them.
 
-    connect → pause → flush → begin → send → put in place → version → verify → continue
+    connect → pause → flush → begin → send → put in place → verify → continue
 
 Where weights travel as files, engines go on generating while these are written and copied to their hosts:
 
-    connect → send → hook → fetch → pause → flush → put in place → version → verify → continue
+    connect → send → hook → fetch → pause → flush → put in place → verify → continue
 
-`connect`, `send` and the user's `hook` are steps of the trainer. All orders between two of these are given to an engine at
-once, and it carries them out by itself, one after the other: the way over the network costs more than most of them do.
+`connect`, `send` and the user's `hook` are steps of the trainer, which stays connected to engines as long as they are the same.
+Each bucket, or the order to load files, tells engines the version, which is verified when everything is in place. All orders
+between two steps of the trainer are given to an engine at once, and it carries them out by itself, one after the other: the way
+over the network costs more than most of them do.
 
 Invariants:
 - An engine that fails a step is left out of the rest, and the push goes on with the others. If it broke a connection or a
@@ -115,6 +117,8 @@ class WeightPush:
         # are as many as the weights have, all weights travel again.
         self._delta_bytes = 0
         self._next_is_whole = False
+        # The engines that all sources are connected to.
+        self._connected: list[Receiver] = []
         self._has_logged = False
         opening = sources.open_weight_push()
         self._num_sources = opening.num_sources
@@ -156,7 +160,8 @@ class WeightPush:
         served = _Engines(self._args, engines)
         through_files = self._transport.directory(self._args, version) is not None
         pause, opening = self._pausing_orders(), self._transport.opening_order(self._args, version)
-        self._connect(served)
+        if served.remaining != self._connected:
+            self._connect(served)
         if not through_files:
             joined = len(served.remaining)
             served.order(*pause, *([] if opening is None else [opening]))
@@ -183,18 +188,19 @@ class WeightPush:
         serves it in the end, the next push takes the same number."""
         return [
             self._transport.placing_order(self._args, version),
-            ("set_weight_version", str(version)),
             ("prove_weight_version", str(version)),
             ("continue_generation",),
         ]
 
     def _connect(self, served: _Engines) -> None:
         """Connect every source, in turn, to the engines that remain. If one connection fails, all sources connect again."""
-        source = 0
+        # Not known while some are connected, nor after an error.
+        self._connected, source = [], 0
         while served.remaining and source < self._num_sources:
             connected = self._sources.connect_engines(source, served.remaining)
             served.blame(connected)
             source = 0 if connected.failed else source + 1
+        self._connected = list(served.remaining)
 
     def _fetch(self, served: _Engines, version: int) -> list[Sent]:
         """Let the hosts of engines copy what was written. If some cannot use it, all weights are written again, whole.

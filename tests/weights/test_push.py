@@ -29,10 +29,10 @@ class Log(list):
 
 
 class Handle:
-    """An engine that carries out orders, and remembers its version."""
+    """An engine that carries out orders."""
 
     def __init__(self, id, log):
-        self.id, self.log, self.version, self.has_failed = id, log, "0", False
+        self.id, self.log, self.has_failed = id, log, False
 
     @property
     def carry_out(self):
@@ -44,8 +44,6 @@ class Handle:
             if (error := self.log.problems.pop((method, self.id), None)) is not None:
                 self.has_failed = isinstance(error, RunError)
                 return error
-            if method == "set_weight_version":
-                (self.version,) = arguments
         return None
 
 
@@ -148,13 +146,37 @@ def test_one_order_for_every_push():
         ("send", 0, 1),
         ("send", 1, 1),
         ("end_weight_update", 0),
-        ("set_weight_version", 0, "1"),
         ("prove_weight_version", 0, "1"),
         ("continue_generation", 0),
         ("pushed", 1),
     ]
     assert (report.version, report.failed) == (1, {})
     assert (report.metrics["perf/update_weights_bytes"], report.metrics["perf/update_weights_parts"]) == (20.0, 2.0)
+
+
+@pytest.mark.usefixtures("limits")
+def test_sources_connect_when_engines_are_others_than_before_or_it_is_not_known_to_whom_they_are_connected():
+    log = Log()
+    trainer = Trainer(log)
+    pushes, engines = WeightPush(ARGS, trainer), engines_of(log, 3)
+
+    def connected_in(engines):
+        log.clear()
+        pushes.push(engines)
+        return [entry[1:] for entry in log if entry[0] == "connect"]
+
+    assert connected_in(engines) == [(0, [0, 1, 2]), (1, [0, 1, 2])]
+    assert connected_in(engines) == []
+    log.problems["end_weight_update", 2] = RunError("engine 2 died")
+    assert connected_in(engines) == [], "it dies when the sources have done with it"
+    assert connected_in(engines[:2]) == [(0, [0, 1]), (1, [0, 1])]
+    restarted = [engines[0], Receiver(1, Handle(1, log), 1, 1)]
+    assert connected_in(restarted) == [(0, [0, 1]), (1, [0, 1])]
+    connect, trainer.connect_engines = trainer.connect_engines, lambda source, engines: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        connected_in(engines)
+    trainer.connect_engines = connect
+    assert connected_in(restarted) == [(0, [0, 1]), (1, [0, 1])]
 
 
 @pytest.mark.usefixtures("limits")
@@ -177,7 +199,7 @@ def test_who_missed_a_push_gets_it_under_its_version_and_the_trainer_pushes_noth
     log.clear()
     late = Receiver(1, Handle(1, log), 1, 1)
     assert pushes.repeat([late]).version == pushes.version == 7
-    assert ("send", 0, 7) in log and ("send", 1, 7) in log and ("set_weight_version", 1, "7") in log
+    assert ("send", 0, 7) in log and ("send", 1, 7) in log and ("prove_weight_version", 1, "7") in log
     assert ("settled",) in log and ("pushed", 7) not in log
     assert [entry for entry in log if entry[0] == "pause_generation"] == [("pause_generation", 1, "abort")]
 
@@ -203,7 +225,6 @@ def test_where_the_trainer_has_ended_who_missed_a_push_gets_the_files_that_are_t
         ("pause_generation", 1, "abort"),
         ("flush_cache", 1),
         ("update_weights_from_disk", 1, local or "/d/weight_v000007", "7"),
-        ("set_weight_version", 1, "7"),
         ("prove_weight_version", 1, "7"),
         ("continue_generation", 1),
     ]
@@ -224,8 +245,8 @@ def test_a_checkpoint_keeps_the_version_and_an_older_one_has_none(tmp_path):
 
 
 METHODS = (
-    "pause_generation", "flush_cache", "begin_weight_update", "end_weight_update", "set_weight_version",
-    "prove_weight_version", "continue_generation",
+    "pause_generation", "flush_cache", "begin_weight_update", "end_weight_update", "prove_weight_version",
+    "continue_generation",
 )  # fmt: skip
 
 
@@ -337,7 +358,7 @@ def test_without_an_engine_left_the_version_stays_and_the_trainer_hears_nothing(
     pushes = WeightPush(ARGS, Trainer(log, version=4))
     report = pushes.push(engines_of(log))
     assert report.version == pushes.version == 4 and report.failed == {0: "broken", 1: "broken"}
-    assert not [entry for entry in log if entry[0] in ("pushed", "continue_generation", "set_weight_version")]
+    assert not [entry for entry in log if entry[0] in ("pushed", "continue_generation", "prove_weight_version")]
     assert pushes.push(engines_of(log)).version == 5
 
 
@@ -382,7 +403,7 @@ def test_names_of_all_sources_are_checked_together(names, expected, message):
     log = Log()
     with pytest.raises(RunError, match=message):
         WeightPush(ARGS, Trainer(log, names, expected)).push(engines_of(log))
-    assert ("set_weight_version", 0, "1") not in log
+    assert ("prove_weight_version", 0, "1") not in log
 
 
 @pytest.mark.parametrize("control, load", [(60.0, 5000.0), (5000.0, 60.0)])
@@ -395,7 +416,7 @@ def test_engines_have_the_time_that_each_of_their_orders_may_take(limits, contro
     })  # fmt: skip
     log = Log()
     WeightPush(args, Trainer(log)).push(engines_of(log))
-    pausing, placing, answer = control + FLUSH_SECONDS, load + 3 * control, push._ANSWER_SECONDS
+    pausing, placing, answer = control + FLUSH_SECONDS, load + 2 * control, push._ANSWER_SECONDS
     if transport == "nccl":
         # The opening too.
         assert limits == [pausing + control + answer, placing + answer]
@@ -440,7 +461,6 @@ def test_engines_are_paused_when_the_files_are_on_their_hosts():
         ("pause_generation", 0, "abort"),
         ("flush_cache", 0),
         ("update_weights_from_disk", 0, "/local", "1"),
-        ("set_weight_version", 0, "1"),
         ("prove_weight_version", 0, "1"),
         ("continue_generation", 0),
         ("pushed", 1),

@@ -428,10 +428,16 @@ class SGLangEngine:
         self._call("POST", "/update_weights_from_distributed", payload, timeout=timeout)
 
     def update_weights_from_tensor(
-        self, handles: list[str], load_format: str | None = None, timeout: float | None = None
+        self,
+        handles: list[str],
+        load_format: str | None = None,
+        timeout: float | None = None,
+        weight_version: str | None = None,
     ) -> None:
         """Load the tensors that lie in memory which the server maps. `handles`: one per GPU of the engine, in base64."""
         payload = {"serialized_named_tensors": handles, "load_format": load_format, "flush_cache": False}
+        if weight_version is not None:
+            payload["weight_version"] = weight_version
         self._call("POST", "/update_weights_from_tensor", payload, timeout=timeout)
 
     def fetch_weights(self, published: str) -> str | None:
@@ -460,10 +466,6 @@ class SGLangEngine:
             payload["weight_version"] = weight_version
         self._call("POST", "/update_weights_from_disk", payload)
 
-    def set_weight_version(self, version: str) -> None:
-        """Tell the server the version of the weights it now holds."""
-        self._call("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
-
     def prove_weight_version(self, version: str) -> None:
         """Return when the server reports `version`, as text, for its weights.
 
@@ -472,7 +474,7 @@ class SGLangEngine:
         """
         found = self.get_weight_version()
         if found != version:
-            raise RunError(f"engine {self.rank} reports weight version {found} after it was told {version}")
+            raise RunError(f"engine {self.rank} reports weight version {found} after it was sent {version}")
 
     def reset_weights(self) -> None:
         """Overwrite every tensor with random numbers (self-test: a tensor that is not pushed again stays wrong)."""

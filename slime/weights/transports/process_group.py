@@ -81,6 +81,7 @@ class ProcessGroupTransport(Transport):
         # External engines may be on other machines, even if Ray has only this one.
         self._outside = [info.url for info in args.rollout_external_engine_infos or ()]
         self._timeout = 60.0 * args.distributed_timeout_minutes
+        self._version: str | None = None  # until a push begins
         self._engines: list[Receiver] = []
         self._group: Any = None
         # Processes that wait at the store get an error when it is closed. So it is closed only with the group, or after a
@@ -127,6 +128,7 @@ class ProcessGroupTransport(Transport):
         self._group = joining.result
 
     def begin(self, version: int) -> None:
+        self._version = str(version)
         # A push that the trainer has stopped may have left a bucket on its way.
         self._settle_bucket()
         if self._group is None:
@@ -135,7 +137,7 @@ class ProcessGroupTransport(Transport):
     def send(self, bucket: NamedTensors) -> None:
         announcement, sent = self._flat(bucket) if _goes_flat(bucket) else _as_it_is(bucket)
         self._settle_bucket()
-        announcement = (*announcement[:3], self._group_name, None, announcement[3], self._timeout)
+        announcement = (*announcement[:3], self._group_name, self._version, announcement[3], self._timeout)
         answers = {
             engine.id: engine.handle.update_weights_from_distributed.remote(*announcement) for engine in self._engines
         }

@@ -74,6 +74,7 @@ class SharedHandlesTransport(Transport):
         # See `relay_over`; None where every rank that takes part has the tensors.
         self._places: dist.ProcessGroup | None = None
         self._timeout = 60.0 * args.distributed_timeout_minutes
+        self._version: str | None = None  # until a push begins
         self._first_device = layout_of(args).first_rollout_gpu
         self._engines: list[Receiver] = []
         # Of each bucket on its way: the engines' answers.
@@ -107,6 +108,7 @@ class SharedHandlesTransport(Transport):
         self.connect(engines)
 
     def begin(self, version: int) -> None:
+        self._version = str(version)
         # A push that the trainer has stopped may have left buckets on their way.
         self._settle(keep=0)
 
@@ -120,7 +122,7 @@ class SharedHandlesTransport(Transport):
         for engine in self._engines:
             of_ranks = [handles[device] for device in self._devices_of(engine)]
             answers[engine.id] = engine.handle.update_weights_from_tensor.remote(
-                of_ranks, "flattened_bucket", self._timeout
+                of_ranks, "flattened_bucket", self._timeout, self._version
             )
         self._in_flight.append(answers)
         if not self._last.is_copy:

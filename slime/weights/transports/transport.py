@@ -146,7 +146,8 @@ class Transport(abc.ABC):
         """`connect`, on a rank that sends nothing itself."""
 
     def begin(self, version: int) -> None:
-        """Start to send the tensors of weights `version`; an unfinished transfer is forgotten."""
+        """Start to send the tensors of weights `version`, of which engines hear with them; an unfinished transfer is
+        forgotten."""
 
     def carry_all(self) -> None:
         """In the next push leave nothing out that engines had before: they have lost it, or to read all is less work for

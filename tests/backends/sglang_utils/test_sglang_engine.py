@@ -61,9 +61,9 @@ def test_an_engine_carries_out_orders_in_turn_until_one_fails(tmp_path, monkeypa
     assert asked == [("/pause_generation", {"mode": "retract"}), ("/model_info", None)]
     engine.prove_weight_version("4")
     asked.clear()
-    with pytest.raises(RunError, match="engine 3 reports weight version 4 after it was told 5"):
-        engine.carry_out([("set_weight_version", "5"), ("prove_weight_version", "5"), ("continue_generation",)])
-    assert [path for path, _ in asked] == ["/update_weight_version", "/model_info"]
+    with pytest.raises(RunError, match="engine 3 reports weight version 4 after it was sent 5"):
+        engine.carry_out([("end_weight_update",), ("prove_weight_version", "5"), ("continue_generation",)])
+    assert [path for path, _ in asked] == ["/end_weight_update", "/model_info"]
 
 
 @pytest.mark.parametrize(

@@ -119,12 +119,16 @@ class EnginePeer:
         self._ask("destroy_weights_update_group", [[name]] * len(self.ranks))
 
     def update_weights_from_distributed(self, *bucket):
-        self.told.append(("broadcast",))
+        self._take("broadcast", version=bucket[4])
         self._ask("update_weights_from_distributed", [bucket] * len(self.ranks))
 
-    def update_weights_from_tensor(self, handles, load_format, timeout):
-        self.told.append(("handles",))
+    def update_weights_from_tensor(self, handles, load_format, timeout, weight_version):
+        self._take("handles", weight_version)
         self._ask("open_handle", [[handle] for handle in handles])
+
+    def _take(self, way, version):
+        self.told.append((way, version))
+        self.version = version
 
     def carry_out(self, orders):
         result = None
@@ -143,10 +147,6 @@ class EnginePeer:
 
     def end_weight_update(self):
         self.told.append(("end",))
-
-    def set_weight_version(self, version):
-        self.told.append(("version", version))
-        self.version = version
 
     def get_weight_version(self):
         self.told.append(("version?",))

@@ -226,7 +226,7 @@ def test_s5_engines_inside_and_beside_get_one_version_whole_or_are_left_out(
         for version, _ in versions:
             # No other way reaches it, and the connection stands for the second push.
             joined = [("join", 1, 1 + sizes[1])] if (way, version) == ("broadcast", 1) else []
-            whole = [("begin",), *[(way,)] * 3, ("end",), ("version", str(version)), ("version?",)]
+            whole = [("begin",), *[(way, str(version))] * 3, ("end",), ("version?",)]
             expected += [*joined, ("pause", "abort"), ("flush",), *whole]
             expected += [] if id == wrong else [("continue",)]
         assert of_engine == expected

@@ -27,7 +27,7 @@ class Engine:
         self.received, self._refuses = [], refuses
         self.update_weights_from_tensor = SimpleNamespace(remote=self._order)
 
-    def _order(self, handles, load_format, timeout):
+    def _order(self, handles, load_format, timeout, version):
         from slime.utils.errors import RunError
 
         order = [open_bucket(handle)[1] for handle in handles]

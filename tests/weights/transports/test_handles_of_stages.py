@@ -40,7 +40,7 @@ class Engine:
         self.received, self.refuses = [], None
         self.update_weights_from_tensor = SimpleNamespace(remote=self._order)
 
-    def _order(self, handles, load_format, timeout):
+    def _order(self, handles, load_format, timeout, version):
         order = [open_bucket(handle) for handle in handles]
         if any(self.refuses in tensors for _, tensors in order):
             return RunError("the shape is another")

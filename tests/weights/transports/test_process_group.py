@@ -394,7 +394,7 @@ def test_engines_of_several_sizes_are_one_world(receivers, sizes):
         transport.close()
     assert received_by(receivers) == [RECEIVED] * 3
     told = ray.get([of.handle.all_told.remote() for of in engines], timeout=60)
-    broadcasts = [("broadcast",)] * len(BUCKETS)
+    broadcasts = [("broadcast", "1")] * len(BUCKETS)
     assert told == [[("join", 1, 4), *broadcasts], [("join", 1 + sizes[0], 4), *broadcasts]]
 
 

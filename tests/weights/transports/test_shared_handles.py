@@ -50,7 +50,7 @@ class Engine:
         self.go_on.set()
         self.update_weights_from_tensor = SimpleNamespace(remote=self._order)
 
-    def _order(self, handles, load_format, timeout):
+    def _order(self, handles, load_format, timeout, version):
         assert load_format == "flattened_bucket" and timeout == 60.0
         return self._server.submit(self._take, handles)
 
@@ -126,7 +126,7 @@ def test_memory_is_written_again_only_when_all_engines_have_answered(process):
     sending = threading.Thread(target=transport.send, args=(third,), daemon=True)
     sending.start()
     # It waits for the slow one: the quick one has both buckets, and no order for the third.
-    quick.update_weights_from_tensor.remote([], "flattened_bucket", 60.0).result(60)
+    quick.update_weights_from_tensor.remote([], "flattened_bucket", 60.0, None).result(60)
     sending.join(0.2)
     assert sending.is_alive() and quick.received == [[one] for one in seen([1.0, 2.0])] + [[]]
     slow.go_on.set()
