@@ -16,18 +16,18 @@ def args(tmp_path_factory):
 
 @pytest.mark.parametrize("row", NOT_YET, ids=lambda row: row.name)
 def test_every_row_is_about_flags_that_exist(args, row):
-    assert names_of(row, args)
+    assert names_of(row, vars(args))
 
 
 def test_a_flag_has_one_reason(args):
-    names = [name for row in NOT_YET for name in names_of(row, args)]
+    names = [name for row in NOT_YET for name in names_of(row, vars(args))]
     assert len(names) == len(set(names))
     assert not set(names) & set(REFUSED)
 
 
 def test_whatever_else_is_said_of_drafts_is_not_built(args):
     """A flag that a later server has is among them, or has a row here."""
-    settled = {name for row in NOT_YET for name in names_of(row, args)}
+    settled = {name for row in NOT_YET for name in names_of(row, vars(args))}
     open_flags = {name for name in vars(args) if name.startswith("sglang_speculative_")} - settled
     assert open_flags == {"sglang_speculative_num_steps", "sglang_speculative_num_draft_tokens"}
 
