@@ -154,6 +154,11 @@ def content_bytes(content: Content) -> bytes:
     return content.encode(errors="surrogateescape") if isinstance(content, str) else content
 
 
+def _said(ended: Ended) -> str:
+    """The end of what a command wrote to standard error, for a message. It need not be UTF-8: names of files are bytes."""
+    return ended.err.decode(errors="replace").strip()[-2000:]
+
+
 # -- the common part of sandboxes on this machine -------------------------------------------------------------------------
 
 
@@ -188,8 +193,8 @@ class _OwnProcesses:
             ended = Ended(EXIT_TIMED_OUT, *error.so_far)
         # Without the mark the command was not run, and the status is that of the program that should have run it.
         if not ended.err.startswith(_MARK):
-            said = ended.err.decode(errors="replace").strip()[-2000:]
-            raise SandboxError(f"sandbox {self.sandbox_id} ran no command: {said or f'nothing within {timeout:g} s'}")
+            said = _said(ended) or f"nothing within {timeout:g} s"
+            raise SandboxError(f"sandbox {self.sandbox_id} ran no command: {said}")
         # When a sandbox is ended its commands are killed, and there is no other sign of that. So try another command in it.
         if ended.code == _KILLED and cmd != _NOTHING and (await self._command(_NOTHING, user, _START_SECONDS)).code:
             raise SandboxError(f"sandbox {self.sandbox_id} runs no command any more: `{_NOTHING}` failed in it")
@@ -208,13 +213,13 @@ class _OwnProcesses:
         cmd = f'mkdir -p -- "$(dirname -- {shlex.quote(path)})" && cat > {shlex.quote(path)}'
         ended = await self._command(cmd, user, _TRANSFER_SECONDS, stdin=content_bytes(content))
         if ended.code != 0:
-            raise SandboxError(f"sandbox {self.sandbox_id}: {path} cannot be written: {ended.err.decode().strip()}")
+            raise SandboxError(f"sandbox {self.sandbox_id}: {path} cannot be written: {_said(ended)}")
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
         """See `Sandbox.read_file`."""
         ended = await self._command(f"cat -- {shlex.quote(path)}", user, _TRANSFER_SECONDS, most=_FILE_BYTES)
         if ended.code != 0:
-            raise SandboxError(f"sandbox {self.sandbox_id}: {path} cannot be read: {ended.err.decode().strip()}")
+            raise SandboxError(f"sandbox {self.sandbox_id}: {path} cannot be read: {_said(ended)}")
         if len(ended.out) > _FILE_BYTES:
             raise SandboxError(f"sandbox {self.sandbox_id}: {path} has more than {_FILE_BYTES} bytes")
         return ended.out.decode(errors="surrogateescape")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from slime.agent.sandbox import LocalSandbox
+from slime.agent.sandbox import LocalSandbox, SandboxError
 
 
 def inside(made, work):
@@ -92,3 +92,13 @@ def test_shared_memory_of_the_machine_is_its_own():
         assert libc.shmctl(segment, 2, bytes(256)) == 0
     finally:
         libc.shmctl(segment, 0, None)
+
+
+def test_a_file_with_a_name_that_is_not_utf_8_cannot_be_written_over_its_directory():
+    async def work(sb):
+        await sb.write_file("d\udcff/file", "x")
+        with pytest.raises(SandboxError, match="cannot be written: .*[Dd]irectory"):
+            await sb.write_file("d\udcff", "y")
+        return await sb.read_file("d\udcff/file")
+
+    assert inside(LocalSandbox(), work) == "x"
