@@ -22,18 +22,20 @@ from slime.rollout.base_types import RolloutFnTrainOutput, leaves
 from slime.rollout.draws import source_turn
 from slime.rollout.failures import FailureTally, failed_samples
 from slime.rollout.filter_hub.base_types import (
+    FILTER_FLAG,
     MetricGatherer,
     call_dynamic_filter,
     should_drop_dynamic_filter_output,
 )
 from slime.rollout.generate_state import GenerateState, rollout_sampling_params
 from slime.rollout.generation_call import current_call
+from slime.rollout.user_functions import call_within_request_time
 from slime.utils import env
 from slime.utils.async_utils import run
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError, generation_concurrency, post_control
 from slime.utils.misc import SingletonMeta
-from slime.utils.plugin_loader import calling_user_code, load_function
+from slime.utils.plugin_loader import load_function
 from slime.utils.ports import host_for_url
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer.samples import Group, samples_of
@@ -41,7 +43,6 @@ from slime_plugins.rollout_buffer.samples import Group, samples_of
 logger = logging.getLogger(__name__)
 
 _URL_FLAG = "--rollout-buffer-url"
-_FILTER_FLAG = "--dynamic-sampling-filter-path"
 # For so many seconds the service itself waits for groups before it answers that there are too few.
 _POLL_S = 5.0
 # The most groups in one answer. It is a single text in the memory of both sides, and while it is made the service answers
@@ -95,7 +96,7 @@ class BufferClient(metaclass=SingletonMeta):
         # How many groups the service had dropped when it was asked last.
         self._dropped = 0
         path = args.dynamic_sampling_filter_path
-        self._filter = load_function(path, flag=_FILTER_FLAG) if path else None
+        self._filter = load_function(path, flag=FILTER_FLAG) if path else None
         if args.offload_rollout:
             logger.warning(
                 "%s: generators ask the engines while the trainer works, and with --offload-rollout (--colocate) those sleep "
@@ -167,9 +168,11 @@ class BufferClient(metaclass=SingletonMeta):
         return kept, gatherer, metrics
 
     async def _filter_drops(self, samples: list[Sample], target: int, gatherer: MetricGatherer) -> bool:
-        path = self.args.dynamic_sampling_filter_path
-        with calling_user_code(_FILTER_FLAG, path, f"the group of sample {samples[0].metadata['instance_id']}"):
-            verdict = await asyncio.to_thread(call_dynamic_filter, self._filter, self.args, leaves(samples))
+        # The samples have no index yet, by which `verdict_on_group` would name them.
+        called = self.args.dynamic_sampling_filter_path, f"the group of sample {samples[0].metadata['instance_id']}"
+        verdict = await call_within_request_time(
+            self.args, FILTER_FLAG, *called, call_dynamic_filter, self._filter, self.args, leaves(samples)
+        )
         # As if more were always needed than there are: further groups can always be had, so the filter may drop any.
         drop = should_drop_dynamic_filter_output(verdict, remaining_batch_size=target + 1, target_data_size=target)
         if drop:

@@ -186,6 +186,18 @@ def test_what_the_dynamic_filter_drops_is_made_up_for(checkpoint, generator, tmp
     assert sorted(source.metadata[METADATA_KEY]["0"]) == ["0", "1", "2", "3"]
 
 
+def test_a_dynamic_filter_that_does_not_return_ends_the_rollout(checkpoint, generator, tmp_path):
+    (tmp_path / "slow_filter.py").write_text(
+        "import time\ndef keep(args, samples):\n    time.sleep(5)\n    return True\n"
+    )
+    path = f"{tmp_path}/slow_filter.py:keep"
+    with serving([str(generator)], tmp_path) as (url, _):
+        args = arguments(checkpoint, url, dynamic_sampling_filter_path=path)
+        args.http_request_timeout = 1.0
+        with pytest.raises(UserError, match=r"slow_filter.py:keep .*--http-request-timeout 1 s.*group of sample 0"):
+            generate_rollout(args, 0, Source())
+
+
 def test_groups_that_the_filter_kept_are_not_made_again_in_the_middle_of_a_rollout(
     checkpoint, generator, tmp_path, monkeypatch
 ):
