@@ -435,10 +435,8 @@ class SGLangEngine:
         weight_version: str | None = None,
     ) -> None:
         """Load the tensors that lie in memory which the server maps. `handles`: one per GPU of the engine, in base64."""
-        payload = {"serialized_named_tensors": handles, "load_format": load_format, "flush_cache": False}
-        if weight_version is not None:
-            payload["weight_version"] = weight_version
-        self._call("POST", "/update_weights_from_tensor", payload, timeout=timeout)
+        payload = {"serialized_named_tensors": handles, "load_format": load_format, "weight_version": weight_version}
+        self._call("POST", "/update_weights_from_tensor", payload | {"flush_cache": False}, timeout=timeout)
 
     def fetch_weights(self, published: str) -> str | None:
         """Update `--update-weight-local-checkpoint-dir` of this host to the weights in the directory `published`.
