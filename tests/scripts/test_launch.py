@@ -196,7 +196,8 @@ def test_environment_of_the_run(stub, tmp_path: Path, links: str, expected: str)
     smi.chmod(0o755)
     path = bash('printf %s "$PATH"').stdout
     result = bash(
-        f"bash {ONE_NODE}", RAY_ADDRESS="http://h:1", WANDB_API_KEY="s3cret", PATH=f"{smi.parent}:{path}", **stub
+        f"bash {ONE_NODE}", RAY_ADDRESS="http://h:1", WANDB_API_KEY="s3cret", PATH=f"{smi.parent}:{path}", PYTHONPATH="",
+        **stub,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert runtime_env(stub) == {
