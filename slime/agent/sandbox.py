@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import functools
@@ -162,15 +163,16 @@ def _said(ended: Ended) -> str:
 # -- the common part of sandboxes on this machine -------------------------------------------------------------------------
 
 
-class _OwnProcesses:
+class _OwnProcesses(abc.ABC):
     """A sandbox whose commands are run by programs of this machine; `_argv` says by which."""
 
     sandbox_id = ""
 
+    @abc.abstractmethod
     def _argv(self, cmd: str, user: str, env: Mapping[str, str], name: str) -> tuple[list[str], dict[str, str] | None]:
         """The program with its arguments, and its environment (None: that of this process)."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which program runs a command")
 
+    @abc.abstractmethod
     async def _end(self, name: str) -> None:
         """End the command `name`, if it does not end with the program that runs it."""
 
@@ -342,6 +344,9 @@ class LocalSandbox(_OwnProcesses):
     async def __aexit__(self, *error: Any) -> None:
         self.sandbox_id = ""
         await self._stack.aclose()
+
+    async def _end(self, name: str) -> None:
+        """A command ends with its program."""
 
     def _argv(self, cmd: str, user: str, env: Mapping[str, str], name: str) -> tuple[list[str], dict[str, str] | None]:
         if self._keeper.returncode is not None:

@@ -273,7 +273,8 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: Any) -> None:
     accelerator.set_device(tensors[0].device.index or 0)
     works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
     for work in works:
-        # On a GPU `wait` would wait for the device, which is gathering the next bucket. So wait only for these collectives.
+        # On a GPU `wait` would wait for the device, which is gathering the next bucket. So wait only for these collectives; who
+        # waits for this thread has the time limit, and a group that is aborted completes them.
         while tensors[0].device.type != "cpu" and not work.is_completed():
             time.sleep(_POLL_SECONDS)
         work.wait()
