@@ -31,6 +31,12 @@ still_there() {
   done
 }
 
+# Waits until none of the processes $1, $2, ... is there, for at most 5 s.
+await_end_of() {
+  local deadline=$((SECONDS + 5))
+  while [[ -n "$(still_there "$@")" ]] && ((SECONDS < deadline)); do sleep 0.1; done
+}
+
 # Ends by the signal $1, and before that the program that `run` waits for: it is sent the signals $2, $3, ... and waited for
 # after each. train.py ends what it has started; what others leave, and what does not end in time, is killed.
 stop() {
@@ -45,9 +51,9 @@ stop() {
     deadline=$((SECONDS + ${STOP_SECONDS:-60}))
     while [[ -n "$(jobs -rp)" ]] && ((SECONDS < deadline)); do sleep 0.1; done
   done
-  deadline=$((SECONDS + 5))
-  while [[ -n "$(still_there ${below[@]+"${below[@]}"})" ]] && ((SECONDS < deadline)); do sleep 0.1; done
+  await_end_of ${below[@]+"${below[@]}"}
   for number in $(still_there ${below[@]+"${below[@]}"}); do kill -s KILL "$number" 2>/dev/null || true; done
+  await_end_of ${below[@]+"${below[@]}"} # a killed process may hold its files and memory for a while
   # Whoever waits for the script, a loop in a terminal say, learns what ended it.
   trap - "$name"
   kill -s "$name" $$

@@ -37,12 +37,13 @@ require_ray() {
     "Install it with the pins of requirements/gpu.txt (without a GPU: bash scripts/install.sh), or set RAY=/path/to/ray."
 }
 
-# Prints the start time of process $1 in clock ticks; nothing when it does not exist.
+# Prints the start time of process $1 in clock ticks; nothing when it does not exist, or has ended and nobody has asked how:
+# in a container without an init it is never asked for.
 start_time() {
   local stat
   stat="$(cat "/proc/$1/stat" 2>/dev/null)" || return 0
   stat="${stat##*) }" # the name before it may contain anything
-  awk '{ print $20 }' <<<"$stat"
+  awk '$1 != "Z" { print $20 }' <<<"$stat"
 }
 
 # Prints the value of key $1 of the node that was started here.

@@ -273,6 +273,16 @@ def test_quickstart_ends_what_it_started_and_nothing_else(
     assert (int(ended.read_text()) if ended.exists() else None) == heard
 
 
+def test_a_process_that_ended_has_no_start_time() -> None:
+    """Also while nobody has asked how it ended."""
+    program = f'source {ROOT}/scripts/lib/ray_node.sh; start_time "$1"'
+    with subprocess.Popen(["sleep", "600"]) as process:
+        assert bash("-c", program, "-", str(process.pid)).stdout.strip().isdigit()
+        process.kill()
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE, 30)
+        assert bash("-c", program, "-", str(process.pid)).stdout == ""
+
+
 def hears_all_signals() -> None:
     """As in a terminal, whatever the tests were started with."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
