@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from slime.doctor import facts
-from tests.support.processes.waiting import wait_until
+from tests.support.processes.waiting import runs, wait_until
 
 
 def test_pins_are_read_beside_comments_and_extras():
@@ -62,14 +62,7 @@ time.sleep(600)
 """
     answer = facts.ask(code, 3)
     assert answer.timed_out and answer.problem == "no answer within 3 seconds"
-    wait_until(lambda: not facts.Path(f"/proc/{started.read_text()}").exists() or is_zombie(started.read_text()), 30)
-
-
-def is_zombie(pid: str) -> bool:
-    try:
-        return facts.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    wait_until(lambda: not runs(int(started.read_text())), 30)
 
 
 def test_packages_are_not_taken_from_the_current_directory(tmp_path, monkeypatch):

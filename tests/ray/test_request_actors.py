@@ -36,7 +36,7 @@ from slime.utils.http_utils import (
 )
 from tests.support.processes.http_server import forget_everything, make_args, serving
 from tests.support.processes.local_ray import start_ray
-from tests.support.processes.waiting import until, wait_until
+from tests.support.processes.waiting import runs, until, wait_until
 
 SECONDS = 200
 SECRET = "a-key-that-may-stand-nowhere"
@@ -108,7 +108,7 @@ def test_requests_are_spread_over_actors_that_take_no_processor_and_fail_as_thos
         asyncio.run(main())
         assert senders == {pids[0]: 3, pids[1]: 3}
         assert ray.available_resources()["CPU"] == 1
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), SECONDS)
+    wait_until(lambda: not any(map(runs, pids)), SECONDS)
 
 
 def test_a_long_answer_is_that_of_the_client_and_what_was_sent_stands_in_no_log(cluster):
@@ -454,7 +454,7 @@ def test_an_actor_that_hangs_is_ended_and_its_requests_go_out_from_here(cluster,
         [told] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert "is lost (it did not answer for 4 s): its 1 requests in flight" in told
         # Its connections end with it, and so does what an engine computes for it.
-        wait_until(lambda: not psutil.pid_exists(pids[0]), SECONDS)
+        wait_until(lambda: not runs(pids[0]), SECONDS)
 
 
 class Owner:
@@ -473,7 +473,7 @@ def test_they_end_with_their_manager_that_is_killed(cluster):
     pids = ray.get(owner.pids.remote(), timeout=SECONDS)
     assert len(pids) == 2
     os.kill(pids[0], signal.SIGKILL)
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), SECONDS)
+    wait_until(lambda: not any(map(runs, pids)), SECONDS)
 
 
 @pytest.mark.slow

@@ -6,9 +6,7 @@ import signal
 import subprocess
 import sys
 
-import psutil
-
-from tests.support.processes.waiting import wait_until
+from tests.support.processes.waiting import runs, wait_until
 
 
 def test_the_process_of_a_rank_ends_with_its_driver(tmp_path):
@@ -27,7 +25,7 @@ def test_the_process_of_a_rank_ends_with_its_driver(tmp_path):
         writer = wait_until(lambda: opened(tmp_path / "task"))
         driver.kill()
         driver.wait()
-        wait_until(lambda: not psutil.pid_exists(pid))
+        wait_until(lambda: not runs(pid))
         os.close(writer)
     finally:
         driver.kill()

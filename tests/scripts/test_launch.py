@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes.stub_ray import calls, make_stub_ray
-from tests.support.processes.waiting import wait_until
+from tests.support.processes.waiting import runs, wait_until
 from tests.support.tables.shell_arrays import ROOT, bash, script_environment
 
 ONE_NODE = ROOT / "scripts" / "run-qwen3-4B.sh"
@@ -108,7 +108,7 @@ def test_starts_a_head_of_its_own_and_ends_it(stub, bystander) -> None:
     assert [line.split()[0] for line in calls(stub)] == ["start", "job"]
     assert "--num-gpus 8" in calls(stub)[0] and "--node-ip-address 127.0.0.1" in calls(stub)[0]
     ended = re.search(r"ended the head \(process (\d+)\)", result.stdout)
-    assert not Path(f"/proc/{ended[1]}").exists()
+    assert not runs(int(ended[1]))
     assert bystander.poll() is None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.processes.waiting import wait_until
+from tests.support.processes.waiting import runs, wait_until
 from tools.tied import ROOT, run_tied, tied
 
 # Tells the processes that there are, and waits.
@@ -55,10 +55,6 @@ def test_no_program_outlives_its_bench(tmp_path, start, number):
             bench.kill()
             for process in filter(runs, started):
                 process.kill()
-
-
-def runs(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_program_that_ends_is_told_with_what_it_wrote(tmp_path):

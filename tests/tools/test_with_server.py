@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from slime.utils.http_utils import find_available_port
-from tests.support.processes.waiting import wait_until
+from tests.support.processes.waiting import runs, wait_until
 from tests.support.tables.shell_arrays import ROOT
 
 SERVER = (
@@ -107,7 +107,7 @@ def test_neither_outlives_what_started_them(tmp_path, port, number):
             command = psutil.Process(int((tmp_path / "running").read_text()))
             process.send_signal(number)
             assert process.wait(30) == (-number if number == signal.SIGKILL else 42)
-            wait_until(lambda: not command.is_running() or command.status() == psutil.STATUS_ZOMBIE, 30)
+            wait_until(lambda: not runs(command), 30)
             wait_until(lambda: not listens(port), 30)
         finally:
             process.terminate()

@@ -1,5 +1,6 @@
 """Shards that travel between real processes of a real Ray: their values, what stays of them, and a sender that dies."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -132,11 +133,14 @@ class Rank(Process):
         transport = batch_transport._nixl()
         begin = type(transport).fetch_multiple_tensors
 
-        ends = {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, psutil.STATUS_STOPPED}
+        def has_heard():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, psutil.STATUS_STOPPED)
+            return True
 
         def signal_and_begin(*arguments):
             os.kill(pid, gets)
-            wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() in ends)
+            wait_until(has_heard)
             return begin(transport, *arguments)
 
         transport.fetch_multiple_tensors = signal_and_begin

@@ -21,7 +21,7 @@ from slime.utils.child_process import (
     run_to_end,
 )
 from slime.utils.errors import RunError
-from tests.support.processes.waiting import wait_until
+from tests.support.processes.waiting import runs, wait_until
 
 # A child that follows its parent and has a child of its own, as a server has. It holds the interpreter lock, as the
 # router does, so that no Python thread could watch the parent.
@@ -64,14 +64,6 @@ if copy:
     open(sys.argv[2] + ".others", "w").write(f"{copy} {call.pid}\\n")
 time.sleep(60)
 """
-
-
-def runs(pid: int) -> bool:
-    """Whether `pid` is a process that is no zombie (who collects orphans is the machine's business)."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def pids_in(path: Path) -> list[int]:

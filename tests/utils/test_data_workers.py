@@ -21,7 +21,7 @@ from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.prompt_rows import PromptRow
 from tests.support.models.tokenizer import build_tokenizer, save_tokenizer
 from tests.support.models.vision import make_seeing_checkpoint, save_image
-from tests.support.processes.waiting import wait_until
+from tests.support.processes.waiting import runs, wait_until
 
 LIMIT = 60
 TOOLS = [{"name": "calc", "description": "adds"}]
@@ -414,13 +414,6 @@ def test_workers_are_light_and_end_with_a_manager_that_is_killed(checkpoint, tmp
     finally:
         manager.kill()
         manager.wait(60)
-    wait_until(lambda: not any(is_there(worker) for worker in workers), 60)
+    wait_until(lambda: not any(map(runs, workers)), 60)
     for other in others:
         other.kill()
-
-
-def is_there(process):
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -18,7 +18,7 @@ from slime_plugins.rollout_buffer.service import RolloutBuffer, WrongRun
 from slime_plugins.rollout_buffer.store import Store
 from tests.support.processes.buffer_service import IDLE, buffer_service, group_of, item
 from tests.support.processes.http_server import status_with_token
-from tests.support.processes.waiting import until, wait_until
+from tests.support.processes.waiting import runs, until, wait_until
 
 # Sends what the run tells it to, and ends.
 SENDS = """
@@ -469,7 +469,7 @@ def test_the_command_serves_and_its_generator_ends_with_it(tmp_path):
         # As when it is killed: the pipe to its child closes.
         process.kill()
         process.wait(30)
-        wait_until(lambda: not _lives(pid), 30)
+        wait_until(lambda: not runs(pid), 30)
     finally:
         process.kill()
         process.wait(30)
@@ -485,12 +485,6 @@ def _posted(port, path, body):
         return urllib.request.urlopen(request, timeout=10).status == 200
     except urllib.error.URLError:
         return False
-
-
-def _lives(pid):
-    import psutil
-
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(

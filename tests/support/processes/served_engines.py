@@ -19,7 +19,7 @@ from slime.serving.owner import ServingOwner
 from slime.utils.env import actor_environment
 from tests.support.oracles.log_probs import ReferenceModel, response_of
 from tests.support.processes.local_ray import start_ray
-from tests.support.processes.waiting import wait_until
+from tests.support.processes.waiting import runs, wait_until
 
 API_KEY = "key-of-this-test-run"
 # An integer with a suffix, a list of integers, JSON, a text that only sglang can parse, a switch turned off, a word.
@@ -184,7 +184,7 @@ def server_tree(pid: int) -> list[psutil.Process]:
 
 
 def wait_until_ended(processes):
-    wait_until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes))
+    wait_until(lambda: not any(map(runs, processes)))
 
 
 class Trainer:

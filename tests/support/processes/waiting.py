@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import psutil
+
 T = TypeVar("T")
 _POLL_SECONDS = 0.02
 
@@ -16,6 +18,17 @@ def wait_until(condition: Callable[[], T], seconds: float = 60.0) -> T:
         assert time.monotonic() < deadline, f"nothing happened within {seconds:g} s"
         time.sleep(_POLL_SECONDS)
     return result
+
+
+def runs(process: int | psutil.Process) -> bool:
+    """Whether a process, or the one of a number, has not ended; one that ended and was not collected does not run (who collects
+    orphans is the machine's business)."""
+    try:
+        process = psutil.Process(process) if isinstance(process, int) else process
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        # It may go between any two questions.
+        return False
 
 
 async def until(condition: Callable[[], T], seconds: float = 60.0) -> T:

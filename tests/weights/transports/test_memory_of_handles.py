@@ -16,7 +16,7 @@ import torch.multiprocessing
 from slime.utils.errors import RunError
 from slime.weights.buckets import BucketFlattener
 from slime.weights.transports.shared_handles import SharedMemory, handle_of
-from tests.support.processes.waiting import wait_until
+from tests.support.processes.waiting import runs, wait_until
 
 READ = """
 import base64, pickle, sys
@@ -169,5 +169,5 @@ def test_of_a_process_that_is_killed_nothing_stays_when_its_readers_end(reader):
     finally:
         sharing.end()
         reader.end()
-    wait_until(lambda: not left[0].is_running() or left[0].status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: not runs(left[0]))
     assert not list(Path("/dev/shm").glob(f"torch_{sharing.process.pid}_*"))
