@@ -59,12 +59,16 @@ def test_a_directory_that_is_not_there_is_told_as_output():
 
 def test_over_budget_the_group_is_ended_and_the_end_of_the_output_is_there():
     async def still(sb):
-        _, pids, _ = await sb.exec("cat pids", check=True)
+        _, pids, _ = await sb.exec("cat pids")
         return [(await sb.exec(f"kill -0 {pid}"))[0] for pid in pids.split()]
 
     cmd = "trap '' TERM; echo begun; sleep 1000 & echo $! $$ > pids; wait"
-    (code, output), alive = waited(cmd, after=still, time_budget_sec=1.5)
-    assert (code, output) == (EXIT_TIME_BUDGET_EXCEEDED, "begun\n") and len(alive) == 2 and 0 not in alive
+    for seconds in (1.5, 30.0):
+        (code, output), alive = waited(cmd, after=still, time_budget_sec=seconds)
+        assert code == EXIT_TIME_BUDGET_EXCEEDED
+        if alive:
+            break  # else the machine was too busy for it to come so far
+    assert output == "begun\n" and len(alive) == 2 and 0 not in alive
 
 
 def test_the_same_tag_may_run_again():

@@ -60,8 +60,11 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open({str(started)!r}, "w").write(str(child.pid))
 time.sleep(600)
 """
-    answer = facts.ask(code, 3)
-    assert answer.timed_out and answer.problem == "no answer within 3 seconds"
+    for seconds in (3, 30):
+        answer = facts.ask(code, seconds)
+        assert answer.timed_out and answer.problem == f"no answer within {seconds} seconds"
+        if started.exists() and started.read_text():
+            break  # else the machine was too busy for it to come so far
     wait_until(lambda: not runs(int(started.read_text())), 30)
 
 
