@@ -154,9 +154,12 @@ def test_the_deadline_names_what_is_missing(ray, actor):
         wait_for_all([ray.put(1), actor.hang.remote(), actor.hang.remote()], "a step", 1, **late)
 
 
-def test_the_death_behind_a_lost_connection_is_named(actor, worker):
+def test_the_death_behind_a_lost_connection_is_named(actor, worker, monkeypatch):
+    from slime.observability import waiting
     from slime.observability.waiting import wait_for_all
 
+    # Its process starts first, which takes long where the machine is busy.
+    monkeypatch.setattr(waiting, "_DEATH_SECONDS", 60.0)
     refs = [actor.raise_error.remote(RuntimeError("Connection closed by peer")), worker.remote().die.remote()]
     with pytest.raises(RunError, match="a process of the run died"):
         wait_for_all(refs, "a step", 60)
