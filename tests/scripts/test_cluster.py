@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.utils.ports import reserve_port
 from tests.support.processes.stub_ray import calls, make_stub_ray
 from tests.support.tables.shell_arrays import ROOT, bash
 
@@ -19,10 +20,12 @@ CLUSTER = "bash scripts/cluster.sh"
 
 
 @pytest.fixture
-def stub(tmp_path: Path) -> dict[str, str]:
-    ports = {"RAY_PORT": str(free_port()), "DASHBOARD_PORT": str(free_port())}
-    return {**make_stub_ray(tmp_path), **ports, "NUM_GPUS": "4", "CONNECT_SECONDS": "2", "START_SECONDS": "3",
-            "STATUS_SECONDS": "0"}  # fmt: skip
+def stub(tmp_path: Path) -> Iterator[dict[str, str]]:
+    # Nobody listens at ports that are held.
+    with reserve_port("127.0.0.1", 26000) as of_ray, reserve_port("127.0.0.1", 26000) as of_dashboard:
+        ports = {"RAY_PORT": str(of_ray.port), "DASHBOARD_PORT": str(of_dashboard.port)}
+        yield {**make_stub_ray(tmp_path), **ports, "NUM_GPUS": "4", "CONNECT_SECONDS": "2", "START_SECONDS": "3",
+               "STATUS_SECONDS": "0"}  # fmt: skip
 
 
 def free_port() -> int:
@@ -202,7 +205,7 @@ def test_without_tokens_when_asked(stub) -> None:
 
 def test_stop_ends_nothing_that_it_did_not_start(stub) -> None:
     """A file that names somebody else's process: the number was given away after our node ended."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
         directory = Path(stub["CLUSTER_DIR"])
         directory.mkdir()
         (directory / "node").write_text(f"role=head\npid={other.pid}\nstarted=1\naddress=127.0.0.1:1\nauth=token\n")

@@ -455,24 +455,23 @@ def test_the_command_serves_and_its_generator_ends_with_it(tmp_path):
         "    pathlib.Path(data['note']).write_text(str(os.getpid()))\n    time.sleep(600)\n"
     )
     note = tmp_path / "pid"
-    with reserve_port("127.0.0.1", 21000) as reserved:
-        port = reserved.port
-    command = [sys.executable, "-m", "slime_plugins.rollout_buffer", "--port", str(port), "--generator", str(tmp_path)]
-    with (tmp_path / "output").open("wb") as output:
+    with reserve_port("127.0.0.1", 26500) as reserved, (tmp_path / "output").open("wb") as output:
+        words = ["--port", str(reserved.port), "--generator", str(tmp_path)]
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=Path(__file__).parents[3]
-        )
-    try:
-        body = {"task_type": "note", "num_repeat_per_sample": 1, "note": str(note)}
-        wait_until(lambda: _posted(port, "/start_rollout", body), 60)
-        pid = int(wait_until(lambda: note.exists() and note.read_text(), 60))
-        # As when it is killed: the pipe to its child closes.
-        process.kill()
-        process.wait(30)
-        wait_until(lambda: not runs(pid), 30)
-    finally:
-        process.kill()
-        process.wait(30)
+            [sys.executable, "-m", "slime_plugins.rollout_buffer", *words],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=Path(__file__).parents[3],
+        )  # fmt: skip
+        try:
+            body = {"task_type": "note", "num_repeat_per_sample": 1, "note": str(note)}
+            wait_until(lambda: _posted(reserved.port, "/start_rollout", body), 60)
+            pid = int(wait_until(lambda: note.exists() and note.read_text(), 60))
+            # As when it is killed: the pipe to its child closes.
+            process.kill()
+            process.wait(30)
+            wait_until(lambda: not runs(pid), 30)
+        finally:
+            process.kill()
+            process.wait(30)
 
 
 def _posted(port, path, body):
