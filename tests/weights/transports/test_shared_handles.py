@@ -202,7 +202,8 @@ def test_engines_that_stay_are_given_the_memory_that_they_have_mapped():
     kept = [buffer.numel() for buffer in transport._flattener._buffers if buffer is not None]
     assert len(kept) == 1 and kept[0] < 2**20, "the other one is larger than a bucket"
     transport.connect([])
-    assert files() == of_others
+    # Those of others may go at any time.
+    assert files() <= of_others
     transport.close()
 
 
