@@ -113,7 +113,9 @@ def test_the_kernel_tells_parents_seconds_and_who_forgets_children():
             child.stdin.close()
             child.wait(60)
     assert bench_start.forgets_children(child.pid) is False
-    assert bench_start.processes()[os.getpid()].seconds == pytest.approx(sum(os.times()[:4]), abs=0.1)
+    before, found, after = sum(os.times()[:4]), bench_start.processes()[os.getpid()].seconds, sum(os.times()[:4])
+    # Of each of the four numbers the kernel tells whole hundredths.
+    assert before - 0.05 < found < after + 0.05
 
 
 @pytest.mark.slow
