@@ -1,11 +1,9 @@
 """A command beside a server: it starts when the server listens, and the server ends with it."""
 
-import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -14,9 +12,7 @@ from slime.utils.http_utils import find_available_port
 from tests.support.processes.waiting import runs, wait_until
 from tests.support.tables.shell_arrays import ROOT
 
-SERVER = (
-    "import socket, sys, time\ns = socket.create_server(('127.0.0.1', {port}))\nprint('up', flush=True)\ntime.sleep(60)"
-)
+SERVER = "import socket, sys, time\ns = socket.create_server(('127.0.0.1', {port}))\nprint('up', flush=True)\ntime.sleep(600)"
 
 
 @pytest.fixture
@@ -49,12 +45,15 @@ def test_the_command_finds_the_server_and_the_server_ends_with_it(tmp_path, port
 
 
 @pytest.mark.parametrize(
-    ("server", "told"),
-    [("print('cannot bind'); raise SystemExit(5)", "cannot bind"), ("import time; time.sleep(60)", "does not listen")],
+    ("server", "timeout", "told"),
+    [
+        ("print('cannot bind'); raise SystemExit(5)", "50", "cannot bind"),
+        ("import time; time.sleep(600)", "1", "does not listen"),
+    ],
 )
-def test_a_server_that_does_not_come_up_is_told_with_its_log(tmp_path, port, server, told):
+def test_a_server_that_does_not_come_up_is_told_with_its_log(tmp_path, port, server, timeout, told):
     done = subprocess.run(
-        words(tmp_path, port, server, "touch", str(tmp_path / "ran"), timeout="1"),
+        words(tmp_path, port, server, "touch", str(tmp_path / "ran"), timeout=timeout),
         capture_output=True,
         text=True,
         timeout=60,
@@ -72,13 +71,11 @@ def test_a_port_that_is_taken_is_refused(tmp_path, port):
 def test_a_signal_ends_both(tmp_path, port):
     mark = tmp_path / "running"
     process = subprocess.Popen(
-        words(tmp_path, port, SERVER.format(port=port), "sh", "-c", f"touch {mark}; exec sleep 60")
+        words(tmp_path, port, SERVER.format(port=port), "sh", "-c", f"touch {mark}; exec sleep 600")
     )
-    deadline = time.monotonic() + 30
-    while not mark.exists() and time.monotonic() < deadline:
-        os.sched_yield()
+    wait_until(mark.exists)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 128 + signal.SIGTERM
+    assert process.wait(60) == 128 + signal.SIGTERM
     assert not listens(port)
 
 
@@ -106,7 +103,7 @@ def test_neither_outlives_what_started_them(tmp_path, port, number):
             wait_until((tmp_path / "running").exists, 60)
             command = psutil.Process(int((tmp_path / "running").read_text()))
             process.send_signal(number)
-            assert process.wait(30) == (-number if number == signal.SIGKILL else 42)
+            assert process.wait(60) == (-number if number == signal.SIGKILL else 42)
             wait_until(lambda: not runs(command), 30)
             wait_until(lambda: not listens(port), 30)
         finally:
