@@ -186,7 +186,8 @@ def asked(ray):
 def test_an_agent_listens_to_this_machine_alone_and_sleeps_while_nothing_travels(sender, ranks, asked):
     for addresses in asked([process.opened.remote() for process in (sender, *ranks)]):
         assert set(addresses) == {"127.0.0.1"}
-    assert max(asked([process.awake.remote(1.0) for process in (sender, *ranks)])) < 0.5
+    # What sleeps may be woken for other things, and wait for a core of a busy machine, but not all the time.
+    wait_until(lambda: max(asked([process.awake.remote(1.0) for process in (sender, *ranks)])) < 0.5, SECONDS)
 
 
 def test_ranks_get_the_same_bits_as_from_the_object_store(sender, ranks, asked):
