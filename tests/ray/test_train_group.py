@@ -270,7 +270,7 @@ def make_group():
         has_trainer=True,
         has_engines=False,
         colocate=False,
-        train_start_timeout=60.0,
+        train_start_timeout=300.0,
         role="actor",
         **NOTHING_TO_LOAD,
     )

@@ -409,7 +409,7 @@ def test_what_lies_on_another_machine_is_not_checked_here(stub) -> None:
 @pytest.fixture
 def bystander() -> Iterator[subprocess.Popen]:
     """A process that looks like a part of Ray and must survive."""
-    process = subprocess.Popen(["bash", "-c", "exec -a raylet sleep 60"])
+    process = subprocess.Popen(["bash", "-c", "exec -a raylet sleep 600"])
     yield process
     process.kill()
     process.wait()

@@ -92,15 +92,15 @@ def test_requests_go_on_while_a_check_is_handed_to_the_process_of_an_engine(make
 
     def check(name, timeout):
         handing.set()
-        assert handed.wait(30)
+        assert handed.wait(120)
         return ("check", name)
 
     monkeypatch.setattr(owner._engines, "check", check)
     request = threading.Thread(target=owner.is_serving, daemon=True)
     with owner.generating():
-        assert handing.wait(10)
+        assert handing.wait(60)
         request.start()
-        request.join(5)
+        request.join(60)
         went_on = not request.is_alive()
         handed.set()
     assert went_on

@@ -136,7 +136,7 @@ def test_one_that_dies_asleep_ends_a_run_that_replaces_none(make_owner):
     owner.hold(Holds.NOTHING)
     owner.outcomes["end", RIGHT] = died("exit code -9")
     with pytest.raises(RunError, match="exit code -9"):
-        owner.ended.result(5)
+        owner.ended.result(60)
     with pytest.raises(RunError, match="exit code -9"):
         owner.hold(Holds.WEIGHTS)
 

@@ -332,18 +332,18 @@ def test_one_that_comes_too_late_or_is_cancelled_is_ended(late):
 
         send_through(Carriers([Slow(is_here=False)]))
         init_http_client(
-            make_args(http_request_timeout=0.05 if late else 60, sglang_server_concurrency=1, rollout_num_engines=1)
+            make_args(http_request_timeout=0.5 if late else 60, sglang_server_concurrency=1, rollout_num_engines=1)
         )
         asking = asyncio.create_task(post(ELSEWHERE, {}))
-        await asyncio.wait_for(began.wait(), 10)
+        await asyncio.wait_for(began.wait(), 60)
         if not late:
             asking.cancel()
         # Until then its slot is no other's.
-        done, _ = await asyncio.wait([asking], timeout=0.3)
+        done, _ = await asyncio.wait([asking], timeout=0.8)
         locked = http_utils._client().generation_slots.locked()
         closed.set()
         assert not done and locked
-        expected = pytest.raises(HttpError, match="did not answer within 0.05 s") if late else contextlib.nullcontext()
+        expected = pytest.raises(HttpError, match="did not answer within 0.5 s") if late else contextlib.nullcontext()
         with expected, contextlib.suppress(asyncio.CancelledError):
             await asking
         assert ended.is_set() and not http_utils._client().generation_slots.locked()

@@ -62,11 +62,12 @@ def test_a_stream_that_comes_too_late_is_left_at_once():
             return response
 
         async with serving(begin) as url:
-            init_http_client(make_args(http_request_timeout=0.2))
-            with pytest.raises(HttpError, match="did not answer within 0.2 s") as caught:
+            # A busy machine connects within it, too.
+            init_http_client(make_args(http_request_timeout=1.0))
+            with pytest.raises(HttpError, match="did not answer within 1 s") as caught:
                 await post_generate_stream(f"{url}/generate", {}, lambda answer: None)
             # Nothing is thrown away before the test ends.
-            await asyncio.wait_for(left.wait(), 10)
+            await asyncio.wait_for(left.wait(), 60)
             del caught
 
     asyncio.run(main())
@@ -341,8 +342,8 @@ def test_a_request_that_is_cancelled_gives_back_its_slot_and_its_engine_sees_the
             await asyncio.wait([second], timeout=0.1)
             assert not second.done()
             first.cancel()
-            assert await asyncio.wait_for(second, 5) == "second"
-            await asyncio.wait_for(left.wait(), 5)
+            assert await asyncio.wait_for(second, 60) == "second"
+            await asyncio.wait_for(left.wait(), 60)
             assert first.cancelled()
 
     asyncio.run(main())
@@ -390,21 +391,23 @@ def test_a_server_that_is_not_there_is_named():
 
 def test_time_limits_of_generation_and_control_are_separate_and_not_retried():
     async def main():
-        seen = []
+        seen, others_are_late = [], asyncio.Event()
 
         async def slow(request):
             seen.append(request)
-            await asyncio.sleep(2.0)
+            await others_are_late.wait()
             return web.json_response(1)
 
         async with serving(slow) as url:
             # A busy machine connects within the shorter limit, too.
-            init_http_client(make_args(http_request_timeout=60.0, http_control_timeout=1.0))
-            calls = post(url, {}), get(url), post_control(url, {})
-            answer, *errors = await asyncio.gather(*calls, return_exceptions=True)
-        assert answer == 1 and len(seen) == 3
+            init_http_client(make_args(http_request_timeout=60.0, http_control_timeout=2.0))
+            answering = asyncio.create_task(post(url, {}))
+            errors = await asyncio.gather(get(url), post_control(url, {}), return_exceptions=True)
+            others_are_late.set()
+            assert await answering == 1
+        assert len(seen) == 3
         for error in errors:
-            assert isinstance(error, HttpError) and "within 1 s (--http-request-timeout" in str(error), error
+            assert isinstance(error, HttpError) and "within 2 s (--http-request-timeout" in str(error), error
 
     asyncio.run(main())
 
@@ -420,7 +423,7 @@ def test_r16_in_flight_limit_is_exactly_concurrency_times_engines():
             peak = max(peak, running)
             if running == 150:
                 full.set()
-            await asyncio.wait_for(full.wait(), 10)
+            await asyncio.wait_for(full.wait(), 60)
             await asyncio.sleep(0.01)
             running -= 1
             return web.json_response(1)
@@ -440,14 +443,14 @@ def test_control_requests_pass_while_every_generation_connection_is_busy():
 
         async def handler(request):
             if request.path == "/generate":
-                await asyncio.wait_for(release.wait(), 10)
+                await asyncio.wait_for(release.wait(), 120)
             return web.json_response(request.path)
 
         async with serving(handler) as url:
             init_http_client(make_args(sglang_server_concurrency=1, rollout_num_engines=1))
             busy = asyncio.create_task(post(f"{url}/generate", {}))
             await asyncio.sleep(0.05)
-            assert await asyncio.wait_for(post_control(f"{url}/abort_request", {}), 5) == "/abort_request"
+            assert await asyncio.wait_for(post_control(f"{url}/abort_request", {}), 60) == "/abort_request"
             release.set()
             assert await busy == "/generate"
 

@@ -41,7 +41,7 @@ def publish(args, value, version=1):
     return DiskTransport.directory(args, version)
 
 
-def host_of(args, timeout=5.0):
+def host_of(args, timeout=60.0):
     return LocalCheckpoint(args.update_weight_local_checkpoint_dir, args.hf_checkpoint, timeout)
 
 
@@ -85,7 +85,7 @@ def test_a_directory_of_somebody_is_left_alone(args, local):
 def bring(args, published, holding, ending):
     host_of(args).bring_to(published)
     holding.set()
-    ending.wait(30)
+    ending.wait(600)
 
 
 def test_two_runs_do_not_share_a_directory_and_one_that_ended_leaves_it(args, local):
@@ -94,7 +94,7 @@ def test_two_runs_do_not_share_a_directory_and_one_that_ended_leaves_it(args, lo
     first = publish(args, 3.0)
     engine = context.Process(target=bring, args=(args, first, holding, ending))
     engine.start()
-    assert holding.wait(30)
+    assert holding.wait(300)
     sibling = host_of(args)
     assert sibling.bring_to(first) is None
     other = publish(args, 4.0, version=2)
@@ -103,7 +103,7 @@ def test_two_runs_do_not_share_a_directory_and_one_that_ended_leaves_it(args, lo
     assert value(local) == 3.0
     # Killed in the middle of its work, with a sibling alive: the run goes on.
     engine.kill()
-    engine.join(30)
+    engine.join(60)
     (local / ".slime-state.json").unlink()
     assert sibling.bring_to(first) is None
     with pytest.raises(UserError, match="another run"):
