@@ -62,19 +62,18 @@ def test_ranks_find_all_that_they_train_with_imported(tmp_path, backend):
 def _raise_on_rank_one():
     if os.environ["RANK"] == "1":
         raise KeyError("the cause")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_a_failing_rank_ends_all_and_shows_its_traceback():
-    started = time.monotonic()
-    with pytest.raises(DistributedFailure, match="KeyError: 'the cause'"):
+    with pytest.raises(DistributedFailure, match="KeyError: 'the cause'") as error:
         run_distributed(_raise_on_rank_one, 2)
-    assert time.monotonic() - started < 30
+    assert "not finished" not in str(error.value), "nobody waits for the other"
 
 
 def _announce_then_hang(directory):
     (directory / os.environ["RANK"]).write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_a_timeout_names_itself_and_leaves_no_process(tmp_path):
