@@ -17,6 +17,7 @@ from slime.utils.errors import UserError
 from slime.utils.types import Sample
 from tests.support.models.toy_rows import toy_rows
 from tests.support.processes.spoken import spoken
+from tests.support.processes.waiting import wait_until
 
 
 def ran(program, seconds=20.0):
@@ -120,8 +121,13 @@ def test_a_program_without_end_is_ended_with_all_that_it_is(program, tmp_path, m
     before = time.monotonic()
     assert ran(program, seconds=1.5).endswith("[out of time]")
     assert time.monotonic() - before < 30
-    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert [line for line in left.splitlines() if str(LIMITED) in line and str(tmp_path) in line] == []
+
+    def left():
+        found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        return [line for line in found.splitlines() if str(LIMITED) in line and str(tmp_path) in line]
+
+    # What has been killed may take a moment.
+    wait_until(lambda: left() == [])
 
 
 def test_megabytes_of_output_are_cut():
