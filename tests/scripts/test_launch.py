@@ -136,11 +136,11 @@ def test_a_head_whose_agent_is_not_up_is_asked_again(stub, settings, submissions
 
 
 def test_interrupt_stops_the_job_and_the_own_head(stub) -> None:
-    environment = script_environment(NUM_GPUS="8", STUB_JOB_SECONDS="60", **stub)
+    environment = script_environment(NUM_GPUS="8", STUB_JOB_SECONDS="600", **stub)
     with subprocess.Popen(["bash", str(ONE_NODE)], env=environment, stdout=subprocess.PIPE, text=True) as process:
         wait_until(lambda: any(line.startswith("job submit") for line in calls(stub)))
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
     assert process.returncode == 143
     assert [line.split()[:2] for line in calls(stub)][-1] == ["job", "stop"]
     assert calls(stub)[-1].split()[-1] in next(line for line in calls(stub) if line.startswith("job submit"))
@@ -274,7 +274,7 @@ def test_a_check_goes_by_the_cluster_that_is_there(stub, tmp_path: Path) -> None
 
 def test_an_interrupted_check_leaves_nothing(stub, tmp_path: Path) -> None:
     python = tmp_path / "python-of-the-run"
-    python.write_text('#!/bin/sh\n: >"$STUB_LOG.checking"\nexec sleep 60\n')
+    python.write_text('#!/bin/sh\n: >"$STUB_LOG.checking"\nexec sleep 600\n')
     environment = script_environment(NUM_GPUS="8", **stub)
     # What runs in the background ignores Ctrl-C, and so would what the tests start there.
     listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -282,7 +282,7 @@ def test_an_interrupted_check_leaves_nothing(stub, tmp_path: Path) -> None:
     with subprocess.Popen(script, env=environment, start_new_session=True, preexec_fn=listens) as process:
         wait_until(Path(stub["STUB_LOG"] + ".checking").exists)
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(timeout=30)
+        process.wait(timeout=120)
     assert process.returncode == 130
     assert not list(tmp_path.glob("slime-check-*")) and calls(stub) == []
 

@@ -59,7 +59,7 @@ def generator(checkpoint, engine, cls=Own, **data):
 def awaited(coroutine):
     async def main():
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 return await coroutine
         finally:
             await close_http_client()

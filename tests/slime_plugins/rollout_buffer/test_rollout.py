@@ -218,7 +218,7 @@ def test_groups_that_the_filter_kept_are_not_made_again_in_the_middle_of_a_rollo
             running = pool.submit(generate_rollout, args, 0, source)
             wait_until(lambda: groups_of(url)["handed"] + groups_of(url)["received"] == 3)
             client.url = args.rollout_buffer_url = other_url
-            output = running.result(60)
+            output = running.result(300)
     assert numbers(output) == [1, 3]
     assert sorted(source.metadata[METADATA_KEY]["0"]) == ["0", "1", "2", "3"]
     assert output.metrics["buffer/dropped_groups"] == 0
@@ -459,5 +459,5 @@ def test_answers_that_a_push_interrupts_are_asked_for_again(checkpoint, prompts,
 
         request = urllib.request.Request(f"{engine.url}/abort_request", json.dumps({"abort_all": True}).encode())
         urllib.request.urlopen(request, timeout=30).read()
-        output = running.result(60)
+        output = running.result(300)
     assert all(sample.response_length == 3 for sample in leaves(output.samples))

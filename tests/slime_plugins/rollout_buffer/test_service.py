@@ -48,7 +48,7 @@ def run_rollout(data):
 
 def served(test, tmp_path, *texts, **options):
     async def main():
-        async with buffer_service(tmp_path, *texts, **options) as client, asyncio.timeout(60):
+        async with buffer_service(tmp_path, *texts, **options) as client, asyncio.timeout(300):
             return await test(client)
 
     return asyncio.run(main())
@@ -219,7 +219,7 @@ def test_a_stop_that_comes_late_leaves_the_generator_of_the_next_run(tmp_path):
     wanted = {"task_type": "idle", "num_repeat_per_sample": 2}
 
     async def test():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             await buffer.start({**wanted, "run_id": "one"}, "http://127.0.0.1:9")
             starting = asyncio.create_task(buffer.start({**wanted, "run_id": "two"}, "http://127.0.0.1:9"))
             await until(buffer._starting.locked)
@@ -463,15 +463,15 @@ def test_the_command_serves_and_its_generator_ends_with_it(tmp_path):
         )  # fmt: skip
         try:
             body = {"task_type": "note", "num_repeat_per_sample": 1, "note": str(note)}
-            wait_until(lambda: _posted(reserved.port, "/start_rollout", body), 60)
-            pid = int(wait_until(lambda: note.exists() and note.read_text(), 60))
+            wait_until(lambda: _posted(reserved.port, "/start_rollout", body), 240)
+            pid = int(wait_until(lambda: note.exists() and note.read_text(), 240))
             # As when it is killed: the pipe to its child closes.
             process.kill()
-            process.wait(30)
-            wait_until(lambda: not runs(pid), 30)
+            process.wait(60)
+            wait_until(lambda: not runs(pid))
         finally:
             process.kill()
-            process.wait(30)
+            process.wait(60)
 
 
 def _posted(port, path, body):

@@ -21,7 +21,7 @@ SPECS = (
 
 def _wait_for_another(directory: Path) -> None:
     (directory / str(os.getpid())).touch()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while len(list(directory.iterdir())) < 2:
         if time.monotonic() > deadline:
             sys.exit("nobody came")

@@ -11,7 +11,7 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.02
 
 
-def wait_until(condition: Callable[[], T], seconds: float = 60.0) -> T:
+def wait_until(condition: Callable[[], T], seconds: float = 120.0) -> T:
     """Wait for a true result of `condition` and return it; AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
@@ -31,7 +31,7 @@ def runs(process: int | psutil.Process) -> bool:
         return False
 
 
-async def until(condition: Callable[[], T], seconds: float = 60.0) -> T:
+async def until(condition: Callable[[], T], seconds: float = 120.0) -> T:
     """`wait_until` for coroutines: the event loop goes on meanwhile. TimeoutError after `seconds`."""
     async with asyncio.timeout(seconds):
         while not (result := condition()):
