@@ -131,7 +131,8 @@ explain_failure() {
 # Prints the CPUs that Ray is told of: this machine's, or what a run takes, one for each device and one for its manager.
 cpus_for_ray() {
   local cores
-  cores="$(nproc)"
+  # The program would count the threads that these variables give a process.
+  cores="$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)"
   printf '%s' "$((cores > NUM_GPUS ? cores : NUM_GPUS + 1))"
 }
 
