@@ -13,10 +13,8 @@ import re
 import shlex
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from slime.agent.sandbox import Sandbox
+from slime.agent.sandbox_protocol import Sandbox
 
 # The status of a command that was killed because its time was over.
 EXIT_TIME_BUDGET_EXCEEDED = -1

@@ -1,13 +1,10 @@
-"""Sandboxes: places in which an agent works and its work is graded, all with the same few methods.
+"""The sandboxes that come with slime: places in which an agent works and its work is graded.
 
 `LocalSandbox` is on this machine, `DockerSandbox` a container of this machine's Docker, `E2BSandbox` a machine of a service.
-Any class with the methods of `Sandbox` can take their place.
+What all of them can do, and any class that takes their place, is `slime.agent.sandbox_protocol.Sandbox`.
 
-Invariants
-- Whatever was started in a sandbox ends with it, even if this process ends first (in a container and at a service, it then ends
-  with the lifetime).
-- A call that fails because of the sandbox, and not because of the command, raises SandboxError: nothing can be learned from
-  such a sample.
+Whatever was started in a sandbox ends with it, even if this process ends first. In a container and at a service it then goes on
+until the lifetime of the sandbox is over.
 """
 
 from __future__ import annotations
@@ -30,15 +27,25 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import psutil
 
 from slime.agent.limited import ARCHITECTURES, LANDLOCK_VERSION, READABLE, landlock_version
 from slime.agent.long_commands import EXIT_TIME_BUDGET_EXCEEDED, exec_and_wait
+from slime.agent.sandbox_protocol import (
+    EXIT_TIMED_OUT,
+    CommandFailed,
+    Content,
+    Result,
+    Sandbox,
+    SandboxError,
+    checked,
+    content_bytes,
+)
 from slime.utils import env as variables
 from slime.utils.child_process import Ended, StillRunning, kill_group, run_to_end
-from slime.utils.errors import RunError, UserError
+from slime.utils.errors import UserError
 
 __all__ = [
     "EXIT_TIMED_OUT", "EXIT_TIME_BUDGET_EXCEEDED", "LIMITED", "NAMESPACES", "CommandFailed", "DockerSandbox", "E2BSandbox",
@@ -47,11 +54,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-Content = str | bytes | Path
-Result = tuple[int, str, str]
-
-# The status of a command that `exec` ended because its time was over; timeout(1) has the same.
-EXIT_TIMED_OUT = 124
 LIMITED = Path(__file__).with_name("limited.py")
 NAMESPACES = ("--user", "--map-current-user", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 # So much of each of a command's two streams is kept; a larger file is not read.
@@ -61,11 +63,13 @@ _TRANSFER_SECONDS = 300.0
 _KILLED, _NOTHING = 128 + signal.SIGKILL, "true"
 # The sandbox's shell writes this before it runs a command: without it the command was not run.
 _MARK, _WRITE_MARK = b"\0begun\0", r"printf '\000begun\000' >&2"
-# The program of a namespace's first process, the keeper. All other processes of the namespace end with it, and it ends when our
-# end of its pipe closes. Orphans become its children; since it ignores SIGCHLD, the kernel reaps them. It mounts all files of
-# the machine but the directory's read-only for commands, which keeps their modes, owners and times, too. At its end it removes
-# the directory, in case our process was killed and cannot; for that it goes back to the first mount namespace, because in its
-# own one the directory is a mount.
+# The program of the keeper, the first process of a sandbox's namespaces.
+# - It ends when our end of its pipe closes, and all other processes of the namespaces end with it.
+# - Processes that lose their parent become its children. It ignores SIGCHLD, so the kernel reaps them.
+# - It makes all files of the machine read-only for commands, with their modes, owners and times; only the sandbox's directory
+#   can be changed.
+# - At its end it removes that directory, because our process may have been killed. In its own mount namespace the directory is
+#   a mount, which cannot be removed, so it first goes back to the mount namespace in which it was started.
 _KEEPER = """\
 import contextlib, ctypes, os, shutil, signal, struct, sys
 CLONE_NEWNS, MS_BIND, AT_FDCWD, AT_RECURSIVE, MOUNT_SETATTR, MOUNT_ATTR_RDONLY = 0x20000, 4096, -100, 0x8000, 442, 1
@@ -92,67 +96,6 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 # How long a killed process may take to end, and namespaces to be set up.
 _END_SECONDS, _START_SECONDS = 30.0, 60.0
-
-
-class SandboxError(RunError):
-    """The sandbox failed, not the command."""
-
-
-class CommandFailed(SandboxError):
-    """A command that was run with `check` ended with another status than 0."""
-
-
-class Sandbox(Protocol):
-    """An async context manager: the sandbox exists inside the block, and its contents are gone afterwards.
-
-    `sandbox_id` names it in messages. A sandbox that runs all commands as one user, whatever `user` says, has
-    `single_user = True`.
-    """
-
-    sandbox_id: str
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *error: Any) -> None: ...
-
-    async def exec(
-        self, cmd: str, *, user: str = "root", env: Mapping[str, str] | None = None, timeout: float = 120,
-        check: bool = False, idempotent: bool = True,
-    ) -> Result:  # fmt: skip
-        """(exit status, standard output, standard error) of a shell command.
-
-        Args:
-            timeout: in seconds; after that the command is ended, and its status is `EXIT_TIMED_OUT`.
-            check: raise CommandFailed for a status other than 0.
-            idempotent: the call may be repeated if it is not known whether it arrived.
-
-        Raises:
-            SandboxError: the sandbox cannot be reached, or is gone.
-        """
-        ...
-
-    async def write_file(self, path: str, content: Content, *, user: str = "root") -> None:
-        """Write text, bytes, or the content of a file of this machine (a Path). Missing parent directories are created."""
-        ...
-
-    async def read_file(self, path: str, *, user: str = "root") -> str:
-        """The text of a file. Bytes that are no UTF-8 become surrogates (surrogateescape); writing the text restores them."""
-        ...
-
-
-def checked(cmd: str, result: Result, check: bool) -> Result:
-    """`result`. Raises CommandFailed if `check` is set and the status is not 0."""
-    code, out, err = result
-    if check and code != 0:
-        raise CommandFailed(f"`{cmd[:500]}` ended with status {code}: {(err or out).strip()[-2000:]}")
-    return result
-
-
-def content_bytes(content: Content) -> bytes:
-    """`content` as bytes."""
-    if isinstance(content, Path):
-        return content.read_bytes()
-    return content.encode(errors="surrogateescape") if isinstance(content, str) else content
 
 
 def _said(ended: Ended) -> str:
@@ -268,7 +211,7 @@ def require_namespaces() -> tuple[str, ...]:
             f"(Linux 6.2), and its kernel has version {landlock_version()} (0: none, or not switched on)"
         )
     words = (unshare, *NAMESPACES)
-    with _no_fault_of_a_command():
+    with _machine_errors_as_sandbox_errors():
         done = subprocess.run([*words, "--net", "true"], capture_output=True, text=True, timeout=_START_SECONDS)
     if done.returncode:
         raise UserError(
@@ -309,7 +252,7 @@ class LocalSandbox(_OwnProcesses):
     async def __aenter__(self) -> Self:
         words = await asyncio.to_thread(require_namespaces)
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(_no_fault_of_a_command())
+            stack.enter_context(_machine_errors_as_sandbox_errors())
             made = tempfile.TemporaryDirectory(prefix="slime-sandbox-", ignore_cleanup_errors=True)
             stack.push_async_callback(asyncio.to_thread, made.cleanup)
             self.directory = Path(made.name).resolve()
@@ -380,9 +323,9 @@ class LocalSandbox(_OwnProcesses):
 
 
 @contextlib.contextmanager
-def _no_fault_of_a_command() -> Iterator[None]:
-    """In the block this machine may lack what a sandbox takes: time, room on its disk, another process, files that may be
-    open."""
+def _machine_errors_as_sandbox_errors() -> Iterator[None]:
+    """Raise SandboxError where the machine lacks what the block needs to start a sandbox: time, room on the disk, another
+    process, another open file."""
     try:
         yield
     except (OSError, subprocess.TimeoutExpired) as error:

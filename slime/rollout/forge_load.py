@@ -1,5 +1,3 @@
 """Public import path of replayed rollouts; their home is `slime.rollout.rollout_dump`."""
 
-from slime.rollout.rollout_dump import replay_rollout as generate_rollout
-
-__all__ = ["generate_rollout"]
+from slime.rollout.rollout_dump import replay_rollout as generate_rollout  # noqa: F401

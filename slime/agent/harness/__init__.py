@@ -14,13 +14,10 @@ import json
 import logging
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slime.agent.harness.base import AGENT_USER, BaseHarness, HarnessContext, ensure_agent_user, home_of, run_agent
+from slime.agent.sandbox_protocol import Sandbox
 from slime.utils import env as variables
-
-if TYPE_CHECKING:
-    from slime.agent.sandbox import Sandbox
 
 __all__ = [
     "AGENT_USER", "BaseHarness", "ClaudeCodeHarness", "CodexHarness", "HarnessContext", "ensure_agent_user", "home_of",

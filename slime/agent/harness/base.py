@@ -6,12 +6,9 @@ import logging
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from slime.agent.long_commands import POLL_INTERVAL_SEC, exec_and_wait
-
-if TYPE_CHECKING:
-    from slime.agent.sandbox import Sandbox
+from slime.agent.sandbox_protocol import Sandbox
 
 logger = logging.getLogger(__name__)
 
