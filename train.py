@@ -17,8 +17,8 @@ with installed_packages():
         StartedRun,
         StepReport,
         Turn,
-        evaluates,
         evaluates_before_training,
+        evaluation_is_due,
     )
     from slime.ray.session import main, started
 
@@ -59,7 +59,7 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
                     saver.after(rollout_id)
                 if sync:
                     report.add_metrics(sync.push())
-            if evaluates(args, run.length, rollout_id):
+            if evaluation_is_due(args, run.length, rollout_id):
                 report.evaluation(rollout_manager.evaluate(rollout_id).result())
 
 

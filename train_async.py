@@ -17,9 +17,9 @@ with installed_packages():
         SharedDevices,
         StartedRun,
         StepReport,
-        evaluates,
         evaluates_before_training,
-        pushes,
+        evaluation_is_due,
+        push_is_due,
     )
     from slime.ray.session import main, started
 
@@ -60,11 +60,11 @@ def loop(args: argparse.Namespace, run: StartedRun, progress: RunProgress) -> No
                 del rollout
                 if actor:
                     saver.after(rollout_id)
-                if sync and pushes(args, run.length, rollout_id):
+                if sync and push_is_due(args, run.length, rollout_id):
                     with ahead.ready_for_push():
                         report.add_metrics(sync.push())
             ahead.start(rollout_id + 1)
-            if evaluates(args, run.length, rollout_id):
+            if evaluation_is_due(args, run.length, rollout_id):
                 report.evaluation(rollout_manager.evaluate(rollout_id).result())
 
 

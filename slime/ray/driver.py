@@ -96,12 +96,12 @@ class RunProgress:
     rollout_saved: int | None = None
 
 
-def saves(args: argparse.Namespace, length: RunLength, rollout_id: int) -> bool:
+def save_is_due(args: argparse.Namespace, length: RunLength, rollout_id: int) -> bool:
     """Whether a checkpoint is due after this rollout. Driver and rollout manager must agree."""
     return length.is_due(args.save_interval, rollout_id)
 
 
-def pushes(args: argparse.Namespace, length: RunLength, rollout_id: int) -> bool:
+def push_is_due(args: argparse.Namespace, length: RunLength, rollout_id: int) -> bool:
     """Whether the engines get new weights after this rollout: every `--update-weights-interval`, and at the end."""
     return (rollout_id + 1) % args.update_weights_interval == 0 or rollout_id + 1 == length.num_rollout
 
@@ -116,7 +116,7 @@ def evaluates_before_training(args: argparse.Namespace, run: StartedRun) -> bool
     return num_rollout == 0 or (start == 0 and not args.skip_eval_before_train)
 
 
-def evaluates(args: argparse.Namespace, length: RunLength, rollout_id: int) -> bool:
+def evaluation_is_due(args: argparse.Namespace, length: RunLength, rollout_id: int) -> bool:
     """Whether an evaluation is due after this rollout."""
     return args.has_engines and length.is_due(args.eval_interval, rollout_id)
 
@@ -134,10 +134,10 @@ class RolloutResult:
 
 
 def probe_memory(args: argparse.Namespace, run: StartedRun) -> None:
-    """Before the first step, have the training ranks find out whether the longest step fits while the engines have the memory
-    that they have in a step.
+    """Before the first step, try out whether the memory suffices for the longest one, while the engines hold as much memory as
+    they do in any step.
 
-    `--memory-probe` and `--no-memory-probe` decide whether that is done; without either, it is on GPUs.
+    `--memory-probe` and `--no-memory-probe` decide whether this is tried; without either flag it is tried on GPUs alone.
 
     Raises:
         UserError: memory ran out on a rank.
@@ -158,12 +158,12 @@ def probe_memory(args: argparse.Namespace, run: StartedRun) -> None:
 
 
 def log_probe(args: argparse.Namespace, probe: Callable[[list[Lengths]], list[ProbedMemory]]) -> None:
-    """Have a model's ranks go through its longest micro-batches, and log what that took; or that no flag says how long these
-    are.
+    """Have the ranks of a model go through its longest micro-batches, and log how much memory that took. Where no flag limits
+    the length of micro-batches, only a warning is logged.
 
     Args:
-        args: those of the model's role.
-        probe: takes all ranks through the micro-batches that it is given.
+        args: the arguments of the model's role, actor or critic.
+        probe: has all ranks go through the micro-batches that it is given, and returns what each rank measured.
     """
     # Importing the plan takes as long as all that `--help` does.
     from slime.plan.longest_batch import longest_micro_batches, probe_line
@@ -193,7 +193,7 @@ class RolloutsAhead:
         length = self._run.length
         last = min(rollout_id + self._args.async_buffer_size, length.num_rollout - 1)
         while self._next <= last:
-            pushes_ahead = sum(pushes(self._args, length, before) for before in range(rollout_id, self._next))
+            pushes_ahead = sum(push_is_due(self._args, length, before) for before in range(rollout_id, self._next))
             self._calls[self._next] = self._run.rollout_manager.generate(self._next, pushes_ahead)
             self._next += 1
 
@@ -371,7 +371,7 @@ class Saver:
         Raises:
             RunError: a checkpoint could not be written, this one or that of an earlier rollout.
         """
-        actor, due = self._run.actor, saves(self._args, self._run.length, rollout_id)
+        actor, due = self._run.actor, save_is_due(self._args, self._run.length, rollout_id)
         if self._unpublished is not None and (due or actor.save_has_ended()):
             self.finish()
         if not due:

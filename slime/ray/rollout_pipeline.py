@@ -25,7 +25,7 @@ from slime.observability.rollout_metrics import (
     compute_rollout_perf_metrics,
     merge_extra_metrics,
 )
-from slime.ray.driver import RolloutResult, RunLength, saves
+from slime.ray.driver import RolloutResult, RunLength, save_is_due
 from slime.rollout.base_types import call_rollout_fn, check_eval_output, check_metrics
 from slime.rollout.data_source import create_data_source
 from slime.rollout.data_source_files import prompts_per_epoch
@@ -137,7 +137,7 @@ class RolloutPipeline:
         """Keep the data state for the checkpoint of `rollout_id`, if one will be written."""
         args = self.args
         writes_checkpoints = self.states is not None and args.save is not None and args.has_trainer
-        if writes_checkpoints and saves(args, self.length, rollout_id):
+        if writes_checkpoints and save_is_due(args, self.length, rollout_id):
             self.states.remember(rollout_id)
 
     def samples_of(self, rollout_id: int) -> tuple[list[Any], dict[str, Any] | None]:

@@ -1,10 +1,8 @@
 """Start and end of a run in the driver: arguments, Ray, trackers, signals, and the exit status.
 
-However a run ends, the way out is the same: trackers are flushed, ranks, engines and router end, Ray is left. The exit
-status is 0 when the run is done or there is nothing to do, 2 when the user can mend what is wrong, 1 when a part of the run
-failed, 130 after Ctrl-C, 143 after SIGTERM.
-
-The last lines of a run tell what was kept, what was lost since, and the command that goes on.
+However a run ends, the way out is the same: trackers are flushed, ranks, engines and router end, Ray is left, and the last
+lines tell what was kept and how to go on (`slime.ray.continuation`). The exit status is 0 when the run is done or there is
+nothing to do, 2 when the user can mend what is wrong, 1 when a part of the run failed, 130 after Ctrl-C, 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import argparse
 import contextlib
 import datetime
 import functools
-import json
 import logging
 import os
 import shlex
@@ -21,30 +18,25 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from slime.arguments import build_parser, parse_args
 from slime.arguments.config_files.role_config import CRITIC, place_in
-from slime.arguments.flag import attribute_of, flag_of
-from slime.arguments.origins import Origin
 from slime.observability.console import StartupClock
 from slime.observability.logging_utils import configure_logger, finish_tracking, init_tracking, tracking_directory
 from slime.observability.run_record import (
-    REDACTED,
     derived_configuration,
     effective_configuration,
-    mentions_secret,
-    redacted,
     write_run_record,
 )
 from slime.observability.trackers import new_run_id
 from slime.plan import show_plan
 from slime.plan.before_start import check_before_start, nothing_left
+from slime.ray.continuation import closing_lines, words_of_restart
 from slime.ray.driver import RunProgress, StartedRun, probe_memory
 from slime.utils import env
-from slime.utils.checkpoint_directory import is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import claim_directory, release_directory, sweep_scratch_directories
 from slime.utils.run_values import with_run_values
@@ -52,13 +44,13 @@ from slime.utils.run_values import with_run_values
 logger = logging.getLogger(__name__)
 
 
-# The run that holds it is the only one that writes checkpoints into `--save`. Weight pushes by files, which may go through the
-# same directory, have a lock of their own.
+# Lock file in `--save`: only the run that holds it writes checkpoints there. Pushes of weights by files may go through the same
+# directory, and have a lock of their own.
 _CHECKPOINTS_LOCK = ".checkpoints.lock"
-# The run that holds it was the first to write logs and metrics into its directory; the file says which process that is.
+# Lock file in the directory of a run's logs and metrics: held by the run that first wrote there, which the text in it names.
 _RUN_LOCK = ".run.lock"
-# How a user names the directory of a run.
-_RUN_DIRECTORY = "--tensorboard-dir, or TENSORBOARD_DIR"
+# What says where that directory is, for messages.
+_RUN_DIRECTORY_FLAGS = "--tensorboard-dir, or TENSORBOARD_DIR"
 # Set by SIGTERM, so that it can be told from Ctrl-C: Ray turns whatever a signal handler raises into KeyboardInterrupt.
 _terminated = threading.Event()
 # Set by Ctrl-C and SIGTERM while the parts of a run end. They do not interrupt that, but the run must not start again.
@@ -85,6 +77,8 @@ def main(
     configure_logger(stream=stream)
     _terminated.clear()
     _told_to_end.clear()
+    # `args` is what the words say, `args_of_start` the same for one start (`--max-restarts` starts a run again with other
+    # words), and `args_of_run` what a start then runs with: it also has what only Ray and the trackers tell.
     args, args_of_first_start, progress = None, None, RunProgress()
     parse = functools.partial(parse_args, add_custom_arguments=add_custom_arguments, asynchronous=asynchronous)
     try:
@@ -98,13 +92,13 @@ def main(
             return 0
         for restarts_left in range(args.max_restarts, -1, -1):
             # Everything up to the session happens before Ray, trackers or directories are touched.
-            args_of_start = _ready(args_of_start, stream)
+            args_of_start = _checked_before_start(args_of_start, stream)
             if args_of_start is None:
-                # A restart ends here too, if all was trained before a part of the run failed.
+                # Nothing is to start. This may also be a restart: all was trained before a part of the run failed.
                 break
             with _checkpoints_claimed(args), _session(args_of_start, args_of_first_start) as args_of_run:
                 args_of_first_start = args_of_first_start or args_of_run
-                if _comes_to_its_end(train, args_of_run, progress, restarts_left):
+                if _trained_to_the_end(train, args_of_run, progress, restarts_left):
                     break
             args_of_start = parse(argv=words_of_restart(args, progress, words))
         _tell_what_is_kept(args, progress, words, finished=True)
@@ -145,8 +139,11 @@ def _show_plan(
         show_plan(args, build_parser(add_custom_arguments))
 
 
-def _ready(args: argparse.Namespace, stream: TextIO) -> argparse.Namespace | None:
-    """Check all that can be known before a run starts. Returns its arguments; None where nothing is to start, after saying so.
+def _checked_before_start(args: argparse.Namespace, stream: TextIO) -> argparse.Namespace | None:
+    """Check all that can be known before a run starts.
+
+    Returns:
+        The arguments of the run; None where nothing is to start (`--check`, or all is trained already), which is then told.
 
     Raises:
         UserError: the run cannot start.
@@ -172,19 +169,20 @@ def _ready(args: argparse.Namespace, stream: TextIO) -> argparse.Namespace | Non
     return args
 
 
-def _comes_to_its_end(
+def _trained_to_the_end(
     train: Callable[[argparse.Namespace, RunProgress], None],
     args: argparse.Namespace,
     progress: RunProgress,
     restarts_left: int,
 ) -> bool:
-    """Run `train`. Returns False where a part of the run failed and it is to start again; the error is logged then."""
+    """Run `train`. Returns True when it is done, False when a part of the run failed and the run is to start again; the error
+    is then logged, not raised."""
     try:
         train(args, progress)
     except UserError:
         raise
     except Exception as error:
-        # An error before the loop would come again.
+        # An error before the loop would only come again at the next start.
         if restarts_left == 0 or progress.rollouts_done is None or _told_to_end.is_set():
             raise
         known = isinstance(error, RunError) and not env.debug_enabled()
@@ -222,7 +220,7 @@ def _tell_result(line: str, stream: TextIO) -> None:
 def _tell_what_is_kept(
     args: argparse.Namespace, progress: RunProgress, words: Sequence[str], *, finished: bool = False
 ) -> None:
-    """The last lines of a run, where its log went; nothing for one that ended before its loop."""
+    """Log the last lines of a run; nothing for one that ended before its loop."""
     if progress.rollouts_done is None:
         return
     # The exit status is settled by now, whatever goes wrong with these lines.
@@ -244,7 +242,7 @@ def _start_command(words: Sequence[str]) -> list[str]:
 @contextlib.contextmanager
 def started(args: argparse.Namespace) -> Iterator[StartedRun]:
     """Place and start all parts of a run; they end with the block."""
-    # Importing Ray takes longer than all that `--help` does, which parsing answers.
+    # Imported late, because it imports Ray, which takes longer than the whole of `--help`.
     from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
 
     placement = create_placement_groups(args)
@@ -281,30 +279,26 @@ def _end(end: Callable[[], None] | None, part: Any) -> None:
             logger.error("ending %s: %s", type(part).__name__, error)
 
 
-def _places_of_checkpoints(args: argparse.Namespace) -> dict[str, Path]:
-    """The directories that the run writes checkpoints into, by the flag that names each; empty for a run that writes none."""
+def _checkpoint_directories(args: argparse.Namespace) -> dict[str, Path]:
+    """The directories that the run writes checkpoints into, keyed by what the user gave for each (`--save DIRECTORY`, or the
+    line of a file); empty for a run that writes none."""
     if args.save is None or args.save_interval is None or args.num_rollout == 0 or not args.has_trainer:
         return {}
-    places = {f"--save {args.save}": Path(args.save)}
+    directories = {f"--save {args.save}": Path(args.save)}
     of_critic = args.role_overrides.get(CRITIC, {}).get("save") if args.use_critic else None
     if of_critic is not None:
-        places[f"{place_in(args.megatron_config_path, CRITIC, 'save')}: role critic: save {of_critic}"] = Path(
-            of_critic
-        )
-    return places
+        line = place_in(args.megatron_config_path, CRITIC, "save")
+        directories[f"{line}: role critic: save {of_critic}"] = Path(of_critic)
+    return directories
 
 
 @contextlib.contextmanager
-def _naming(said: str) -> Iterator[None]:
-    """The block writes where the flag in `said` tells.
-
-    Raises:
-        RunError: the disk refuses.
-    """
+def _disk_errors_name(given: str) -> Iterator[None]:
+    """Where the block cannot write, raise RunError with `given`, the flag and value that say where it writes."""
     try:
         yield
     except OSError as error:
-        raise RunError(f"{said}: {error}; make room there, or give a directory elsewhere") from error
+        raise RunError(f"{given}: {error}; make room there, or give a directory elsewhere") from error
 
 
 @contextlib.contextmanager
@@ -317,12 +311,12 @@ def _checkpoints_claimed(args: argparse.Namespace) -> Iterator[None]:
         RunError: nothing can be written there.
     """
     with contextlib.ExitStack() as claims:
-        for said, directory in _places_of_checkpoints(args).items():
-            with _naming(said):
+        for given, directory in _checkpoint_directories(args).items():
+            with _disk_errors_name(given):
                 is_ours = claim_directory(directory, _CHECKPOINTS_LOCK)
             if not is_ours:
                 raise UserError(
-                    f"{said}: another run writes its checkpoints into this directory; end that run, or give a directory of "
+                    f"{given}: another run writes its checkpoints into this directory; end that run, or give a directory of "
                     "this one's own"
                 )
             claims.callback(release_directory, directory, _CHECKPOINTS_LOCK)
@@ -334,7 +328,7 @@ def _directory_claimed(directory: Path) -> Iterator[None]:
     """In the block, a run that begins in the same directory is warned that this one is here. If another one is here already,
     this run is warned; both may go on."""
     lock = directory / _RUN_LOCK
-    with _naming(_RUN_DIRECTORY):
+    with _disk_errors_name(_RUN_DIRECTORY_FLAGS):
         is_ours = claim_directory(directory, _RUN_LOCK)
     if not is_ours:
         name = ""
@@ -366,14 +360,14 @@ def _session(args: argparse.Namespace, before: argparse.Namespace | None) -> Ite
     from slime.ray.cluster import ray_cluster
 
     if before is None:
-        with _naming(_RUN_DIRECTORY):
+        with _disk_errors_name(_RUN_DIRECTORY_FLAGS):
             directory = tracking_directory(args).absolute()
         run_id = new_run_id() if args.use_wandb else None
     else:
         directory, run_id = Path(before.run_dir), before.wandb_run_id
     run_id = args.wandb_run_id or run_id
     args = with_run_values(args, run_dir=str(directory), log_dir=str(directory / "logs"), wandb_run_id=run_id)
-    with _naming(_RUN_DIRECTORY):
+    with _disk_errors_name(_RUN_DIRECTORY_FLAGS):
         Path(args.log_dir).mkdir(parents=True, exist_ok=True)
     failed = True
     with _directory_claimed(directory), _sigterm_as_interrupt():
@@ -385,8 +379,10 @@ def _session(args: argparse.Namespace, before: argparse.Namespace | None) -> Ite
                 logger.info("%s", effective_configuration(args_of_cluster))
                 logger.debug("%s", derived_configuration(args_of_cluster))
                 # A directory with checkpoints also tells how they were made.
-                place, said = (args.save, "--save") if _places_of_checkpoints(args) else (directory, _RUN_DIRECTORY)
-                with _naming(f"{said}: {place}/args.json"):
+                place, flags = (
+                    (args.save, "--save") if _checkpoint_directories(args) else (directory, _RUN_DIRECTORY_FLAGS)
+                )
+                with _disk_errors_name(f"{flags}: {place}/args.json"):
                     record = write_run_record(args_of_cluster, place)
                 logger.info("every value and where it came from: %s", record)
                 StartupClock().mark("Ray")
@@ -427,167 +423,3 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-# Flags that say what this start took from its checkpoint, and how many values each has. The command that goes on drops them: it
-# takes everything (weights, optimizer, generators, place in the data) from the newest checkpoint.
-OF_THIS_START = {
-    "--ckpt-step": 1, "--start-rollout-id": 1, "--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0,
-    "--fresh-data-state": 0,
-}  # fmt: skip
-
-
-def closing_lines(
-    args: argparse.Namespace, progress: RunProgress, command: Sequence[str], *, finished: bool
-) -> list[str]:
-    """What a person should know at the end of a run; empty for one that trains nothing.
-
-    Args:
-        progress: how far the loop has come, once it has begun.
-        command: the words that started the run.
-        finished: whether the run came to its end by itself.
-    """
-    if not args.has_trainer or progress.num_rollout == 0:
-        return []
-    done, start = progress.rollouts_done, progress.start_rollout_id
-    if args.save is None:
-        lost = f"; what {_rollouts(start, done - 1)} taught is lost" if done > start else ""
-        return [f"kept: no checkpoint, since --save was not given{lost}"]
-    kept, of_this_start = _kept(args, progress)
-    if kept is None:
-        again = f"start again: {_shown(command)}"
-        return [f"kept: no checkpoint of this run{_why_none(args)}{_lost(start, done)}", again]
-    line = f"kept: the checkpoint of rollout {kept} in {iteration_directory(args.save, kept)}"
-    # If this start published nothing, the same words load the same checkpoint again, and nothing in them changes.
-    line += _lost(kept + 1, done) if of_this_start else f", where this start began{_lost(start, done)}"
-    values = {"--load": args.save} if of_this_start else {}
-    if finished:
-        values["--num-rollout"] = str(2 * progress.num_rollout)
-        return [line, f"to train on, raise --num-rollout: {_continuing(command, args, values)}"]
-    return [line, f"go on: {_continuing(command, args, values)}"]
-
-
-def _kept(args: argparse.Namespace, progress: RunProgress) -> tuple[int | None, bool]:
-    """The iteration in `--save` to go on from, and whether this start made it. One of an earlier run counts only if this start
-    resumed from it."""
-    if progress.rollout_saved is not None and is_megatron_checkpoint(args.save):
-        newest = latest_iteration(args.save)
-        if progress.start_rollout_id <= newest <= progress.rollout_saved:
-            return newest, True
-    return _resumed_from(args), False
-
-
-def _resumed_from(args: argparse.Namespace) -> int | None:
-    """The iteration in `--save` that this start resumed from; None where it did not."""
-    source = args.initial_weights
-    if source is None or not source.resume or Path(source.path).absolute() != Path(args.save).absolute():
-        return None
-    return latest_iteration(source.path) if source.step is None else source.step
-
-
-def _why_none(args: argparse.Namespace) -> str:
-    if args.save_interval is None:
-        return ", since --save-interval was not given"
-    if is_megatron_checkpoint(args.save):
-        return f" yet (--save-interval {args.save_interval}); those in --save {args.save} are of an earlier one"
-    return f" yet (--save-interval {args.save_interval})"
-
-
-def _lost(first: int, done: int) -> str:
-    if done <= first:
-        return ""
-    return f"; {_rollouts(first, done - 1)} {'is' if first == done - 1 else 'are'} lost"
-
-
-def _rollouts(first: int, last: int) -> str:
-    return f"rollout {first}" if first == last else f"rollouts {first} to {last}"
-
-
-def words_of_restart(args: argparse.Namespace, progress: RunProgress, words: Sequence[str]) -> list[str]:
-    """The words that let a run go on from its newest checkpoint; the same words where it has none.
-
-    Args:
-        args: what the first start parsed from `words`.
-
-    Raises:
-        UserError: flags stand where no command line reaches them, so other words are not enough.
-    """
-    if not _kept(args, progress)[1]:
-        return list(words)
-    values = {"--load": args.save}
-    if notes := _beside_the_words(words, args, values):
-        raise UserError(f"--max-restarts: the run cannot start again by itself, only {' and '.join(notes)}")
-    return _going_on(words, values, _changed(args, values))
-
-
-def _continuing(command: Sequence[str], args: argparse.Namespace, values: Mapping[str, str]) -> str:
-    """The command with `values`, followed by a comment on flags of this start that stand where no command line reaches them."""
-    words = _going_on(command, values, _changed(args, values))
-    return "    # ".join([_shown(words), *_beside_the_words(command, args, values)])
-
-
-def _changed(args: argparse.Namespace, values: Mapping[str, str]) -> dict[str, str]:
-    return {flag: value for flag, value in values.items() if flag != "--load" or args.load != value}
-
-
-def _beside_the_words(command: Sequence[str], args: argparse.Namespace, values: Mapping[str, str]) -> list[str]:
-    """What a person has to change beside the command, to go on with `values`: flags of this start that stand elsewhere."""
-    typed = {word.partition("=")[0] for word in command}
-    flags = {flag_of(name) for name in args.typed_flags} if "--load" in values else set()
-    elsewhere = [flag for flag in OF_THIS_START if flag in flags and flag not in typed]
-    notes = [f"without {' '.join(elsewhere)}, which the script or its file of flags gives"] if elsewhere else []
-    of_role = args.role_overrides.get("actor", {})
-    in_yaml = [
-        f"`{name}: {value}` in {args.megatron_config_path if name in of_role else args.custom_config_path}"
-        for name, value in ((attribute_of(flag), value) for flag, value in _changed(args, values).items())
-        if args.origins.get(name) is Origin.YAML
-    ]
-    if in_yaml:
-        notes.append(f"with {' and '.join(in_yaml)}, which goes before the command line")
-    return notes
-
-
-def _going_on(command: Sequence[str], values: Mapping[str, str], changed: Mapping[str, str]) -> list[str]:
-    """The words with the flags in `changed` replaced. If `values` say what to load, flags that held for this start's checkpoint
-    (`OF_THIS_START`) are dropped."""
-    dropped = {
-        **(OF_THIS_START if "--load" in values else {}),
-        **dict.fromkeys(changed, 1),
-        **({"--num-epoch": 1} if "--num-rollout" in changed else {}),
-    }
-    words: list[str] = []
-    position = 0
-    while position < len(command):
-        flag, joined, _ = command[position].partition("=")
-        if flag in dropped:
-            position += 1 if joined else 1 + dropped[flag]
-            continue
-        words.append(command[position])
-        position += 1
-    return [*words, *(word for pair in changed.items() for word in pair)]
-
-
-def _shown(command: Sequence[str]) -> str:
-    """The words as a shell takes them, without secrets."""
-    words: list[str] = []
-    name = ""
-    for word in command:
-        flag, joined, value = word.partition("=")
-        if not word.startswith("--"):
-            words.append(_without_secrets(name, word))
-            continue
-        name = flag.lstrip("-").replace("-", "_")
-        words.append(f"{flag}={_without_secrets(name, value)}" if joined else word)
-    text = shlex.join(words)
-    return f"{text}    # with what is redacted put back in" if REDACTED in text else text
-
-
-def _without_secrets(name: str, word: str) -> str:
-    value: Any = word
-    if word.lstrip().startswith("{"):
-        try:
-            value = json.loads(word)
-        except ValueError:
-            return REDACTED if mentions_secret(word) else word
-    value = redacted({name: value})[name]
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

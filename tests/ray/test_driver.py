@@ -18,10 +18,10 @@ from slime.ray.driver import (
     StepReport,
     Turn,
     check_numbers,
-    evaluates,
     evaluates_before_training,
-    pushes,
-    saves,
+    evaluation_is_due,
+    push_is_due,
+    save_is_due,
 )
 from slime.scheduling.device_turns import IllegalTurn
 from slime.utils.errors import RunError
@@ -43,9 +43,9 @@ def started(start=0, num_rollout=12, manager=None, actor=None):
 
 
 def test_evaluation_is_periodic_and_at_the_end():
-    assert [r for r in range(12) if evaluates(make(), RunLength(12), r)] == [4, 9, 11]
-    assert [r for r in range(12) if saves(make(), RunLength(12), r)] == [4, 9, 11]
-    assert [r for r in range(12) if saves(make(save_interval=100), RunLength(12, 3), r)] == [2, 5, 8, 11]
+    assert [r for r in range(12) if evaluation_is_due(make(), RunLength(12), r)] == [4, 9, 11]
+    assert [r for r in range(12) if save_is_due(make(), RunLength(12), r)] == [4, 9, 11]
+    assert [r for r in range(12) if save_is_due(make(save_interval=100), RunLength(12, 3), r)] == [2, 5, 8, 11]
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,8 @@ def test_no_more_rollouts_are_ahead_than_the_buffer_holds_and_none_is_older_than
 
 
 def test_weights_are_pushed_at_intervals_of_the_whole_run_and_at_its_end(run_ahead):
-    assert [r for r in range(8) if pushes(SimpleNamespace(update_weights_interval=3), RunLength(8), r)] == [2, 5, 7]
+    args, length = SimpleNamespace(update_weights_interval=3), RunLength(8)
+    assert [r for r in range(8) if push_is_due(args, length, r)] == [2, 5, 7]
     events = run_ahead(1, 5, update_weights_interval=2)
     assert of(events, "train", "push") == [
         ("push", None), ("train", 1), ("push", None), ("train", 2), ("train", 3), ("push", None), ("train", 4), ("push", None),

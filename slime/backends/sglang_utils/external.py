@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fnmatch
 import logging
 import os
 import socket
@@ -25,6 +24,7 @@ import requests
 
 from slime.arguments.flag import flag_of
 from slime.arguments.hf_config import read_hf_config
+from slime.arguments.rules.not_built import names_of
 from slime.arguments.rules.serving import WITH_ROLES
 from slime.arguments.server_flags import NOT_YET, REFUSED
 from slime.arguments.surface import version_of
@@ -283,9 +283,9 @@ def _what_is_not_built(told: dict[str, Any]) -> Iterator[str]:
             f"it was started with --speculative-algorithm {told['speculative_algorithm']}: speculative decoding by engines of "
             "others is not built yet; start it without"
         )
-    for name in _UNBUILT_SWITCHES:
-        if told.get(name):
-            yield f"it was started with --{name.replace('_', '-')}: {_unbuilt(name)} is not built yet"
+    for name in filter(told.get, _UNBUILT_SWITCHES):
+        feature = next(row.feature for row in NOT_YET if names_of(row, {f"sglang_{name}"}))
+        yield f"it was started with --{name.replace('_', '-')}: {feature} is not built yet"
     groups = told.get("dp_size") or told.get("dp") or 1
     if groups > 1:
         yield (
@@ -322,10 +322,6 @@ def serves_model(told: dict[str, Any], hf_checkpoint: str) -> bool:
 
 def _kind_of(told: dict[str, Any]) -> str:
     return ", ".join(told.get("architectures") or [str(told.get("model_type"))])
-
-
-def _unbuilt(field_name: str) -> str:
-    return next(row.feature for row in NOT_YET if fnmatch.fnmatch(f"sglang_{field_name}", row.name))
 
 
 def _cause(error: Exception) -> str:

@@ -10,8 +10,8 @@ from slime.arguments.groups.training_flags import CHECKPOINTS
 from slime.arguments.origins import Origin
 from slime.arguments.parser import build_parser
 from slime.ray import session
+from slime.ray.continuation import OF_THIS_START, closing_lines, words_of_restart
 from slime.ray.driver import RunProgress
-from slime.ray.session import OF_THIS_START, closing_lines, words_of_restart
 from slime.utils.checkpoint_directory import POINTER
 from slime.utils.errors import UserError
 
