@@ -1,14 +1,14 @@
 """The Hugging Face config as source of the model's flags and as check on them. It reads `config.json` without transformers.
 
-`slime.models` knows what the config of each family says. Here the file is found and opened, `args` are filled and compared, and
-what cannot be trained yet is told.
+`slime.models` knows what the config of each family says, and what of it can be trained. Here the file is found and opened, and
+`args` are filled and compared.
 
 Invariant: after `apply_hf_config` every flag that the config knows agrees with it, or the run has not started.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from slime.arguments.flag import flag_of
 from slime.arguments.violations import Kind, Violation, about
 from slime.estimates.shape import expert_layers
 from slime.models import fsdp
-from slime.models.config_entries import FIXED_BY_SCALING, rope_scaling, rope_type, text_config_of
-from slime.models.families import SUPPORTED_MODEL_TYPES, TRAINED_MODEL_TYPES, family_of, misnomer, model_args_from_hf
+from slime.models.config_entries import text_config_of
+from slime.models.families import SUPPORTED_MODEL_TYPES, family_of, misnomer, model_args_from_hf, training_limits
 from slime.models.layer_pattern import written_pattern
 from slime.models.shape_of_flags import SHAPE_FLAGS
 from slime.utils.errors import UserError
@@ -135,50 +135,6 @@ _MEANINGS: dict[str, Callable[[argparse.Namespace, ModelArgs], bool]] = {
     # Unset means the neutral value.
     **{name: _equal_or(name, neutral) for name, neutral in _NEUTRAL.items()},
 }
-
-
-def training_limits(config: Config, derived: ModelArgs) -> Iterator[str]:
-    """One message for everything that would be built differently from what the engines serve.
-
-    Args:
-        config: of a known `model_type`.
-        derived: its flags (`model_args_from_hf`).
-    """
-    model_type = config["model_type"]
-    if model_type not in TRAINED_MODEL_TYPES:
-        yield (
-            f"model_type {model_type!r} of --hf-checkpoint is planned by --dry-run, but its layers are not built yet; "
-            f"models of type {' or '.join(TRAINED_MODEL_TYPES)} can be trained"
-        )
-    rope, scaling = rope_type(config), rope_scaling(config)
-    attention_bias = bool(config.get("attention_bias", False))
-    has_biases = derived["add_qkv_bias"] and not derived["multi_latent_attention"]
-    scores = derived.get("moe_router_score_function")
-    normalised = (True,) if scores == "sigmoid" else (True, False)
-    found = (
-        ("hidden_act", config.get("hidden_act", "silu"), ("silu",)),
-        ("rope_type", rope, family_of(config).rope_types),
-        ("use_sliding_window", bool(config.get("use_sliding_window", False)), (False,)),
-        ("attention_bias", attention_bias, (True, False) if has_biases else (False,)),
-        ("rope_interleave", config.get("rope_interleave", True), (True,)),
-        ("mlp_bias", bool(config.get("mlp_bias", False)), (False,)),
-        ("scoring_func", scores and config.get("scoring_func") or scores, (scores,)),
-        ("norm_topk_prob", config.get("norm_topk_prob") is not False, normalised),
-        *((name, scaling.get(name, only), (only,)) for name, only in FIXED_BY_SCALING.get(rope, {}).items()),
-    )
-    for name, value, supported in found:
-        if value not in supported:
-            yield (
-                f"config.json of --hf-checkpoint: {name} {value!r} cannot be trained; only "
-                f"{' or '.join(repr(option) for option in supported)} is built"
-            )
-    groups, of_groups = derived.get("moe_router_num_groups") or 1, derived.get("moe_router_group_topk") or 1
-    if groups > 1 and derived["moe_router_topk"] // of_groups != 2:
-        # The engines take two experts of each chosen group, Megatron as many as the group gives.
-        yield (
-            "config.json of --hf-checkpoint: groups of experts are chosen by their best two; num_experts_per_tok "
-            f"{derived['moe_router_topk']} of topk_group {of_groups} groups cannot be trained"
-        )
 
 
 # Filled in when `--model-args-from-hf` is given and nothing was typed, never compared: how to compute, not what.

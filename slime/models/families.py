@@ -1,4 +1,5 @@
-"""The families of models that are known, and how the family of a model is found: by its config, or by its name.
+"""The families of models that are known; how the family of a model is found, by its config or by its name; and what of a config
+cannot be trained.
 
 The families in this file are made of shared parts alone. Those of one maker, and those with rules of their own, have files
 beside this one.
@@ -151,6 +152,51 @@ def misnomer(model_name: str, config: Config) -> Iterator[str]:
         yield (
             f"--model-name {model_name} means {named.names[0]}, and config.json of --hf-checkpoint is of type "
             f"{config['model_type']}; drop --model-name, or give {' or '.join(family.names)}"
+        )
+
+
+def training_limits(config: Config, derived: dict[str, Any]) -> Iterator[str]:
+    """One message for everything in a config that the trainer would build otherwise than the engines, so that it cannot be
+    trained.
+
+    Args:
+        config: of a known `model_type`.
+        derived: its flags (`model_args_from_hf`).
+    """
+    model_type = config["model_type"]
+    if model_type not in TRAINED_MODEL_TYPES:
+        yield (
+            f"model_type {model_type!r} of --hf-checkpoint is planned by --dry-run, but its layers are not built yet; "
+            f"models of type {' or '.join(TRAINED_MODEL_TYPES)} can be trained"
+        )
+    rope, scaling = hf.rope_type(config), hf.rope_scaling(config)
+    attention_bias = bool(config.get("attention_bias", False))
+    has_biases = derived["add_qkv_bias"] and not derived["multi_latent_attention"]
+    scores = derived.get("moe_router_score_function")
+    normalised = (True,) if scores == "sigmoid" else (True, False)
+    found = (
+        ("hidden_act", config.get("hidden_act", "silu"), ("silu",)),
+        ("rope_type", rope, family_of(config).rope_types),
+        ("use_sliding_window", bool(config.get("use_sliding_window", False)), (False,)),
+        ("attention_bias", attention_bias, (True, False) if has_biases else (False,)),
+        ("rope_interleave", config.get("rope_interleave", True), (True,)),
+        ("mlp_bias", bool(config.get("mlp_bias", False)), (False,)),
+        ("scoring_func", scores and config.get("scoring_func") or scores, (scores,)),
+        ("norm_topk_prob", config.get("norm_topk_prob") is not False, normalised),
+        *((name, scaling.get(name, only), (only,)) for name, only in hf.FIXED_BY_SCALING.get(rope, {}).items()),
+    )
+    for name, value, supported in found:
+        if value not in supported:
+            yield (
+                f"config.json of --hf-checkpoint: {name} {value!r} cannot be trained; only "
+                f"{' or '.join(repr(option) for option in supported)} is built"
+            )
+    groups, of_groups = derived.get("moe_router_num_groups") or 1, derived.get("moe_router_group_topk") or 1
+    if groups > 1 and derived["moe_router_topk"] // of_groups != 2:
+        # The engines take two experts of each chosen group, Megatron as many as the group gives.
+        yield (
+            "config.json of --hf-checkpoint: groups of experts are chosen by their best two; num_experts_per_tok "
+            f"{derived['moe_router_topk']} of topk_group {of_groups} groups cannot be trained"
         )
 
 

@@ -8,12 +8,14 @@ string flag is "0012"). A key that stands twice is an error, because only one of
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from slime.utils.errors import UserError
+from slime.utils.misc import near_name
 
 Text = str | list[str | None] | None
 
@@ -42,6 +44,16 @@ class YamlMapping(dict[str, Any]):
     def where(self, key: str | None = None) -> str:
         """`file:line` of a key, or of the mapping itself."""
         return f"{self.path}:{self.line if key is None else self._lines[key]}"
+
+    def unknown(self, key: str, known: Collection[str], subject: str = "") -> str:
+        """The message about a key that is not among those that are `known`: the one that was probably meant, else all of them.
+
+        `subject`: whose keys these are.
+        """
+        name = key.lstrip("-").replace("-", "_")
+        near = name if name in known else near_name(name, known)
+        hint = f"did you mean {near}?" if near else f"known: {', '.join(sorted(known))}"
+        return f"{self.where(key)}: {f'{subject}: ' if subject else ''}unknown key {key}: {hint}"
 
     def text(self, key: str) -> Text:
         """The value's text in the file: of a scalar, or of every item of a list of scalars; None for other values."""

@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from slime.arguments import hf_config, parse_args
+from slime.arguments import parse_args
 from slime.arguments.derivation import resolve_aliases
 from slime.arguments.hf_config import apply_hf_config, is_hf_checkpoint, read_hf_config, text_config_of
 from slime.arguments.parser import build_parser, parse_known
 from slime.arguments.violations import NOTED
-from slime.models.families import SUPPORTED_MODEL_TYPES, TRAINED_MODEL_TYPES, model_args_from_hf
+from slime.models.families import SUPPORTED_MODEL_TYPES, TRAINED_MODEL_TYPES, model_args_from_hf, training_limits
 from slime.utils.errors import UserError
 from tests.support.models.args import TINY_QWEN3_CONFIG, command_line, parse, write_config
 from tests.support.tables.model_scripts import script_flags
@@ -298,7 +298,7 @@ def test_directory_without_config_is_no_checkpoint(tmp_path):
 
 
 def limits_of(config: dict) -> list[str]:
-    return list(hf_config.training_limits(config, model_args_from_hf(config)))
+    return list(training_limits(config, model_args_from_hf(config)))
 
 
 @pytest.mark.parametrize("name", PUBLISHED_MODELS)

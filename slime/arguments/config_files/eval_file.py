@@ -14,7 +14,6 @@ from typing import Any
 from slime.arguments.paths import absolute_plug_in
 from slime.utils.errors import UserError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, eval_dataset_keys, value_problem
-from slime.utils.misc import near_name
 from slime.utils.plugin_loader import file_of_path
 from slime.utils.plugin_source import problem_of_path
 from slime.utils.yaml_file import YamlMapping, load_yaml, plain
@@ -85,9 +84,7 @@ def _parts(mapping: YamlMapping) -> tuple[YamlMapping, list[tuple[str, YamlMappi
             )
     for key in root:
         if key not in ("defaults", "datasets"):
-            near = near_name(key, ("defaults", "datasets"))
-            hint = f"did you mean {near}?" if near else "known: defaults, datasets"
-            raise UserError(f"{root.where(key)}: unknown key {key}: {hint}")
+            raise UserError(root.unknown(key, ("defaults", "datasets")))
     defaults = root.get("defaults")
     if defaults is None:
         defaults = YamlMapping(root.path, root.line)
@@ -120,9 +117,7 @@ def _named_entries(root: YamlMapping) -> list[tuple[str, YamlMapping]]:
 def _check(mapping: YamlMapping, keys: Collection[str], subject: str, violations: list[str]) -> None:
     for key, value in mapping.items():
         if key not in keys:
-            near = near_name(key, keys)
-            hint = f"did you mean {near}?" if near else f"known: {', '.join(sorted(keys))}"
-            violations.append(f"{mapping.where(key)}: {subject}: unknown key {key}: {hint}")
+            violations.append(mapping.unknown(key, keys, subject))
             continue
         problem = value_problem(key, plain(value))
         file = file_of_path(value) if problem is None and key in _PLUG_INS and value else None

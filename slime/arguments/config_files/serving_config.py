@@ -33,7 +33,6 @@ from slime.arguments.surface import add_flag, load_surface
 from slime.arguments.unknown_flags import DERIVED, unknown
 from slime.scheduling.served_models import WORKER_TYPES, ModelServing, ServerGroup
 from slime.utils.errors import UserError
-from slime.utils.misc import near_name
 from slime.utils.yaml_file import YamlMapping, load_yaml, plain
 
 logger = logging.getLogger(__name__)
@@ -217,13 +216,7 @@ class _Reader:
         return updates
 
     def _check_keys(self, mapping: YamlMapping, known: Collection[str]) -> None:
-        for key in mapping:
-            name = attribute_name(key)
-            if name in known:
-                continue
-            near = near_name(name, known)
-            hint = f"did you mean {near}?" if near else f"known: {', '.join(sorted(known))}"
-            self.violations.append(f"{mapping.where(key)}: unknown key {key}: {hint}")
+        self.violations += [mapping.unknown(key, known) for key in mapping if attribute_name(key) not in known]
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ does not need them.
 import argparse
 import dataclasses
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from slime.arguments.flag import Bounds, Caller, Flag, Group
@@ -196,11 +196,6 @@ class _OneOrMore(argparse.Action):
         if hasattr(parser, "note_given"):
             parser.note_given(self.dest, option_string or "", values)
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
-
-
-def titles() -> Iterator[str]:
-    """The titles of the groups, in their order."""
-    return (f"Megatron: {title}" for title in _ORDER)
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
