@@ -14,6 +14,9 @@ import numpy as np
 
 Bins = list[list[int]]
 
+# Partitions count as balanced when the heaviest is at most this share above their mean.
+_BALANCED_WITHIN = 0.01
+
 
 def first_fit_pack(lengths: Sequence[int], capacity: int) -> Bins:
     """Items in the given order, each into the first bin that has room; O(n log n).
@@ -153,17 +156,17 @@ def _differencing_entry(parts: list[tuple]) -> tuple:
     return negated_spread, parts[0], parts
 
 
-def balance_by_swaps(partitions: Bins, weights: Sequence[int], tolerance: float = 0.01) -> Bins:
+def balance_by_swaps(partitions: Bins, weights: Sequence[int]) -> Bins:
     """Exchange items between the heaviest partition and another while that lowers the heavier of the two.
 
-    Sizes stay as they are. Partitions whose heaviest is within `tolerance` of the mean come back unchanged. Differencing with
+    Sizes stay as they are. Partitions whose heaviest is within 1 % of the mean come back unchanged. Differencing with
     equal sizes pairs items of similar rank, so it cannot answer a few outliers with many small ones; these swaps can.
     """
     partition_of = np.concatenate([np.full(len(part), number) for number, part in enumerate(partitions)])
     items = np.concatenate([np.asarray(part, dtype=np.int64) for part in partitions])
     weight_of = np.asarray(weights, dtype=np.float64)[items]
     sums = np.bincount(partition_of, weight_of, minlength=len(partitions))
-    while sums.max() > (1 + tolerance) * sums.mean():
+    while sums.max() > (1 + _BALANCED_WITHIN) * sums.mean():
         heaviest = int(sums.argmax())
         candidates = np.flatnonzero(partition_of == heaviest)
         moved = weight_of[candidates, None] - weight_of[None, :]

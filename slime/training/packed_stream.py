@@ -202,29 +202,34 @@ def pack_stream(
     tokens: Sequence[torch.Tensor],
     response_lengths: Sequence[int],
     pad_multiple: int,
-    pad_token: int = 0,
     cp: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> PackedStream:
-    """Concatenate `tokens` (one [T_i] int64 tensor per sample); each rank's stream is a multiple of `pad_multiple`."""
+    """Concatenate samples into the stream of this context-parallel rank.
+
+    Args:
+        tokens: one int64 tensor [T_i] per sample.
+        response_lengths: how many of the last tokens of each sample are its response.
+        pad_multiple: the length of every rank's stream is a multiple of it; padding is token 0.
+    """
     if cp.size == 1:
-        return _whole_stream(tokens, response_lengths, pad_multiple, pad_token, cp)
+        return _whole_stream(tokens, response_lengths, pad_multiple, cp)
     if cp.all_gather:
-        return _contiguous_part(tokens, response_lengths, pad_multiple, pad_token, cp)
-    return _zigzag_part(tokens, response_lengths, pad_multiple, pad_token, cp)
+        return _contiguous_part(tokens, response_lengths, pad_multiple, cp)
+    return _zigzag_part(tokens, response_lengths, pad_multiple, cp)
 
 
 def _whole_stream(
     tokens: Sequence[torch.Tensor],
     response_lengths: Sequence[int],
     pad_multiple: int,
-    pad_token: int,
     cp: ContextParallel,
 ) -> PackedStream:
+    """The stream of all samples, one behind the other, with the padding at its end."""
     device = tokens[0].device
     lengths = [len(sample) for sample in tokens]
     padding = rows_on_rank(lengths, pad_multiple) - sum(lengths)
     if padding:
-        tokens = [*tokens, torch.full((padding,), pad_token, dtype=torch.int64, device=device)]
+        tokens = [*tokens, torch.zeros(padding, dtype=torch.int64, device=device)]
     stream = torch.cat(list(tokens))
     padded_lengths = [*lengths, padding] if padding else lengths
     starts = [(start, start) for start in _starts(lengths)]
@@ -246,10 +251,10 @@ def _contiguous_part(
     tokens: Sequence[torch.Tensor],
     response_lengths: Sequence[int],
     pad_multiple: int,
-    pad_token: int,
     cp: ContextParallel,
 ) -> PackedStream:
-    whole = _whole_stream(tokens, response_lengths, pad_multiple * cp.size, pad_token, cp)
+    """With `--allgather-cp`: the whole stream is cut into equal pieces, and this rank has the piece of its number."""
+    whole = _whole_stream(tokens, response_lengths, pad_multiple * cp.size, cp)
     rows = len(whole.tokens) // cp.size
     mine = slice(cp.rank * rows, (cp.rank + 1) * rows)
     return dataclasses.replace(
@@ -264,9 +269,10 @@ def _zigzag_part(
     tokens: Sequence[torch.Tensor],
     response_lengths: Sequence[int],
     pad_multiple: int,
-    pad_token: int,
     cp: ContextParallel,
 ) -> PackedStream:
+    """Each sample is padded and cut into 2 x `cp.size` chunks, and this rank has two of them: the one of its number, counted
+    from the front, and the one of its number counted from the back. So all ranks have equally much causal attention to do."""
     device = tokens[0].device
     lengths = [len(sample) for sample in tokens]
     padded_lengths = [2 * cp.size * chunk_size(length, cp.size) for length in lengths]
@@ -274,7 +280,7 @@ def _zigzag_part(
     if padding:
         padded_lengths.append(padding * cp.size)
     # One cell more, for what lies behind the end of a sequence.
-    flat = torch.cat([*tokens, torch.full((1,), pad_token, dtype=torch.int64, device=device)])
+    flat = torch.cat([*tokens, torch.zeros(1, dtype=torch.int64, device=device)])
     begins, ends = _starts(lengths), list(itertools.accumulate(lengths))
     positions = [slice_with_cp(torch.arange(length), 0, cp) for length in padded_lengths]
     places, following = (

@@ -95,9 +95,9 @@ def _weight(text: str, number: str, flag: str) -> float:
     return float(number)
 
 
-def read_file(path: str, flag: str = "--prompt-data", on_bad_row: BadRowHandler | None = None) -> Iterator[dict]:
-    """The rows of `path` (see `parse_data_path`), each a dict. Arguments as for `iterate_rows`."""
-    for _, row in iterate_rows(path, flag, on_bad_row):
+def read_file(path: str, flag: str = "--prompt-data") -> Iterator[dict[str, Any]]:
+    """The rows of `path` (see `parse_data_path`), each a dict. Errors, which name `flag`, as of `iterate_rows`."""
+    for _, row in iterate_rows(path, flag):
         yield row
 
 

@@ -91,9 +91,9 @@ def reserve_row(count: int) -> list[PortReservation]:
     return row
 
 
-def random_port_start(base: int, spread: int = 1000) -> int:
-    """`base` plus a random offset below `spread`, so that runs side by side seldom probe the same ports."""
-    return base + random.SystemRandom().randrange(spread)
+def random_port_start(base: int) -> int:
+    """`base` plus a random offset below 1000, so that runs side by side seldom probe the same ports."""
+    return base + random.SystemRandom().randrange(1000)
 
 
 def service_host(clients: Iterable[str] = ()) -> str:

@@ -15,6 +15,9 @@ from slime.utils.errors import RunError
 # `{rank of the engine}/{tensor name}` → checksum of what the rank holds of the tensor.
 ChecksumReport = Mapping[str, str]
 
+# A message lists so many names of tensors, and counts the others.
+_NAMES_SHOWN = 10
+
 
 class NamesDiffer(RunError):
     """The tensors of a push are not those that the engines' checkpoint has."""
@@ -100,5 +103,6 @@ def _check(report: ChecksumReport, reference: ChecksumReport, message: str) -> N
         raise RunError(f"weight check: {message}: {len(names)} of {len(reference)} tensors: {_shorten(names)}")
 
 
-def _shorten(names: Sequence[str], limit: int = 10) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+def _shorten(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
