@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -27,11 +28,14 @@ from typing import Any
 
 from slime.arguments.rules.serving import engine_sizes
 from slime.arguments.server_flags import OTHER_NAMES, attention_groups, tensor_parallel_size
-from slime.arguments.surface import FlagSpec
+from slime.arguments.surface import FlagSpec, version_of
 from slime.plan.placement import sleeping_sides
+from slime.utils import env
 from slime.utils.child_process import describe_exit_status, environment_for_python
 from slime.utils.errors import UserError
 from slime.utils.ports import group_environment
+
+logger = logging.getLogger(__name__)
 
 # Fields that follow from the run, so that a value of the user could only contradict them.
 NOT_EXPOSED = frozenset(
@@ -357,6 +361,24 @@ def compute_server_environment(
     environment.update(group_environment(host), SGLANG_HOST_IP=host)
     ranks = arguments.values["tp_size"] * arguments.values.get("pp_size", 1)
     return environment_on_cpu(environment, ranks, threads) if on_cpu else environment
+
+
+def kernel_cache() -> Path | None:
+    """The user's directory for kernels that servers compile, one for each installed version; created if missing, never cleaned.
+
+    None: there is no home directory, it cannot be written, or other users can write there, whose code a server would load.
+    """
+    home = env.cache_home()
+    if home is None:
+        return None
+    path = home / "slime" / "-".join(f"{name}-{version_of(name)}" for name in ("sglang", "torch"))
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError as error:
+        logger.info("servers keep no compiled kernels of their versions: %s", error)
+        return None
+    return path if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(path, os.W_OK) else None
 
 
 def environment_on_cpu(environment: dict[str, str], ranks: int, threads: int = 1) -> dict[str, str]:

@@ -10,7 +10,6 @@ The class is plain; the serving layer makes it a Ray actor. Invariants:
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -23,16 +22,15 @@ from typing import Any
 import urllib3
 
 from slime.arguments.server_flags import attention_groups
-from slime.arguments.surface import version_of
 from slime.backends.sglang_utils.server_arguments import (
     EnginePart,
     compute_server_arguments,
     compute_server_environment,
+    kernel_cache,
     share_of_cores,
 )
 from slime.backends.sglang_utils.server_process import CAUSE_FILE, write_arguments_file
 from slime.backends.sglang_utils.worker_watch import computing_seconds
-from slime.utils import env
 from slime.utils.child_process import ChildProcess
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError
@@ -72,24 +70,6 @@ _NOBODY = "2.2.2.2"
 _IDLE_TOKEN_SECONDS = 1.0
 # The least share of a check's time that an engine computes if it compiles or loads; one that hangs computes less.
 _COMPUTING_SHARE = 0.02
-
-
-def kernel_cache() -> Path | None:
-    """The user's directory for kernels compiled by servers of the installed versions; created if missing, never cleaned.
-
-    None: there is no home directory, it cannot be written, or other users can write there, whose code a server would load.
-    """
-    home = env.cache_home()
-    if home is None:
-        return None
-    path = home / "slime" / "-".join(f"{name}-{version_of(name)}" for name in ("sglang", "torch"))
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
-    except OSError as error:
-        logger.info("servers keep no compiled kernels of their versions: %s", error)
-        return None
-    return path if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(path, os.W_OK) else None
 
 
 class SGLangEngine:
