@@ -25,11 +25,11 @@ from slime.plan.longest_batch import Lengths, ProbedMemory, out_of_memory
 from slime.plan.structure import GIB
 from slime.training.backend import Backend
 from slime.training.keep_set import OFFSETS, TOKEN_IDS
+from slime.training.loss_guard import LossGuard
 from slime.training.metric_reduction import step_denominator
 from slime.training.rollout_data import RolloutData
 from slime.training.step_statistics import needs_log_prob_pass
 from slime.training.train_step import (
-    LossGuard,
     forward_log_probs,
     forward_values,
     micro_batches,
@@ -41,7 +41,7 @@ from slime.utils.errors import UserError
 
 # So many different tokens are enough to spread over experts. Marks for images are not among the first ones of a vocabulary.
 _MOST_TOKENS = 1024
-# Coprime to every smaller number of tokens.
+# A prime, so that its multiples go through all tokens of any smaller vocabulary.
 _STRIDE = 7919
 # Users' functions, none of which is called.
 _OWN_FUNCTIONS = dict.fromkeys(

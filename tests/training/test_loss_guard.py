@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from slime.training.train_step import BadMicroBatch, Report, describe
+from slime.training.loss_guard import BadMicroBatch, Report, describe
 from tests.support.processes.distributed import run_distributed
 
 NAN = math.nan
@@ -54,7 +54,7 @@ def guard_worker(cases) -> dict:
 
     import torch.distributed as dist
 
-    from slime.training.train_step import LossGuard
+    from slime.training.loss_guard import LossGuard
     from slime.utils.errors import RunError
 
     dist.init_process_group("gloo")
@@ -62,7 +62,7 @@ def guard_worker(cases) -> dict:
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("slime.training.train_step").addHandler(handler)
+    logging.getLogger("slime.training.loss_guard").addHandler(handler)
     results = {}
     for name, (losses, slopes, grad_norm, overflowed, stops) in cases.items():
         guard = LossGuard("rollout 5, step 0", stops, lambda: ["decoder.final_layernorm.weight"])
@@ -116,7 +116,7 @@ def test_only_rank_1_has_the_nan_and_both_answer_alike():
 
 
 def test_looking_at_gradients_keeps_no_copy_of_them():
-    from slime.training.train_step import LossGuard
+    from slime.training.loss_guard import LossGuard
     from tools.bench.live_tensors import LiveTensors
 
     guard = LossGuard("here", True, group=object())

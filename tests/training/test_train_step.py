@@ -311,8 +311,9 @@ def what_a_loss_keeps(cases):
     each call of the loss recorded a gradient."""
     import torch
 
+    from slime.training.loss_guard import LossGuard
     from slime.training.rollout_data import RolloutData
-    from slime.training.train_step import LossGuard, step_loss
+    from slime.training.train_step import step_loss
     from tests.training.test_train_step import calls
 
     torch.distributed.init_process_group("gloo")
@@ -356,8 +357,9 @@ def gradient_buffers(args):
     import torch
 
     from slime.training import log_probs
+    from slime.training.loss_guard import LossGuard
     from slime.training.rollout_data import RolloutData
-    from slime.training.train_step import LossGuard, step_loss
+    from slime.training.train_step import step_loss
 
     torch.distributed.init_process_group("gloo")
     written, arrived, write = [], [], log_probs._chunked_gradient

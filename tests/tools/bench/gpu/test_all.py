@@ -119,7 +119,7 @@ def test_waits_of_a_rehearsal(records):
         assert "counted no waits" in records["waits"]["notes"][0]
     else:
         assert total["step"] == sum(of_step.values()) - total["step"] > 0
-        assert of_step["slime/training/train_step.py: accepts"] == 1
+        assert of_step["slime/training/loss_guard.py: accepts"] == 1
 
 
 @pytest.mark.slow

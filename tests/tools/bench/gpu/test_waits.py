@@ -2,7 +2,7 @@
 
 import torch
 
-from slime.training.train_step import LossGuard
+from slime.training.loss_guard import LossGuard
 from tools.bench.gpu.waits import BACKWARD, _profiled, beside, by_function, counts_agree, place_of_frame, waits_of
 
 
@@ -61,7 +61,7 @@ def test_a_trace_by_hand():
 def test_a_planted_read_of_a_value_is_found(monkeypatch):
     """On a GPU the operation that reads a value waits for the stream: the wait is planted into what the CPU's profiler saw."""
     guard = LossGuard("here", True)
-    monkeypatch.setattr("slime.training.train_step.all_reduce_sum", lambda flags, group: flags)
+    monkeypatch.setattr("slime.training.loss_guard.all_reduce_sum", lambda flags, group: flags)
 
     def step():
         guard.watch(torch.ones((), requires_grad=True) * 2, torch.ones(1), [0])
@@ -73,7 +73,7 @@ def test_a_planted_read_of_a_value_is_found(monkeypatch):
     assert len(reads) == 1
     planted = [{**e, "cat": "cuda_runtime", "name": "cudaStreamSynchronize"} for e in reads]
     assert waits_of({"traceEvents": [*trace["traceEvents"], *planted]}) == {
-        "cudaStreamSynchronize in slime/training/train_step.py: accepts": 1
+        "cudaStreamSynchronize in slime/training/loss_guard.py: accepts": 1
     }
 
 
@@ -81,15 +81,15 @@ def test_a_rehearsals_lines_become_functions():
     source = LossGuard.accepts.__code__
     line = source.co_firstlineno + 9
     waits = {
-        f"a value at slime/training/train_step.py:{line}": 2,
-        f"a value at slime/training/train_step.py:{line + 1}": 1,
-        f"values at slime/training/train_step.py:{line}": 1,
+        f"a value at slime/training/loss_guard.py:{line}": 2,
+        f"a value at slime/training/loss_guard.py:{line + 1}": 1,
+        f"values at slime/training/loss_guard.py:{line}": 1,
         "a copy to the host at megatron/core/no_such_file.py:7": 3,
         "a value at the backward pass": 4,
     }
     assert by_function(waits) == {
-        "a value in slime/training/train_step.py: accepts": 3,
-        "values in slime/training/train_step.py: accepts": 1,
+        "a value in slime/training/loss_guard.py: accepts": 3,
+        "values in slime/training/loss_guard.py: accepts": 1,
         "a copy to the host in megatron/core/no_such_file.py:7": 3,
         f"a value in {BACKWARD}": 4,
     }
