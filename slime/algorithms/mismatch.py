@@ -115,7 +115,7 @@ def worst_tokens(
     if positions is None:
         positions = [torch.arange(len(mask)) for mask in loss_masks]
     columns = zip(samples, train_log_probs, rollout_log_probs, loss_masks, positions, strict=True)
-    # By sample, which is the order that breaks ties: the stable sort below keeps it.
+    # Ties are broken by the number of the sample: rows are brought into that order, and the sort below is stable.
     rows = sorted(columns, key=lambda row: int(row[0]))
     if not rows:
         return []

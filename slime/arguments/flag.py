@@ -93,8 +93,8 @@ class Caller(Enum):
 class Idle:
     """If `when` holds a flag has no effect, for the `reason` with which a warning ends.
 
-    Not an error: launch scripts switch one flag off and leave those that belong to it in place. `tells_default`: who types
-    the default is told too.
+    Not an error: launch scripts switch one flag off and leave those that belong to it in place. `tells_default`: warn also if
+    the typed value is the default.
     """
 
     when: Condition
@@ -113,7 +113,8 @@ class Flag:
         path: what its path leads to; plug_in: who calls what its path names.
         placeholders: what is filled in where the value has `{name}`.
         idle: where it has no effect.
-        needs: what it cannot do without: the other flag in braces, and more about it, as they end "--x needs …".
+        needs: the end of the message "--x needs …", for a flag that is given without another one: that flag in braces, then
+            whatever helps to choose its value.
     """
 
     names: tuple[str, ...]

@@ -102,7 +102,7 @@ def about_import(distribution: str, answer: Answer) -> Finding:
     return wrong(text, "install it, and what it needs, as requirements/ pins them")
 
 
-# Of a GPU's memory; a driver keeps some.
+# The share of a GPU's memory that has to be free: the driver always keeps some for itself.
 _FREE_SHARE = 0.9
 
 
@@ -339,7 +339,7 @@ def about_extras(installed: Callable[[str], bool], on_gpus: bool) -> Iterator[Fi
     yield ok(f"here: {', '.join(there) or 'none'}")
     for extra in asked:
         if extra.module not in there:
-            # Either of the two packages will do.
+            # Either version of flash-attn will do: they are two packages.
             replaced = extra.module == "flash_attn" and "flash_attn_interface" in there
             level = WARNING if on_gpus and extra.module in _EXPECTED_ON_GPUS and not replaced else OK
             yield Finding(level, f"{extra.module} is not here; it is for {extra.use}", extra.way)

@@ -148,7 +148,7 @@ class trace_span:
 
     def _record_in(self, trace: dict[str, Any]) -> dict[str, Any] | None:
         """The span's record in `trace`, which may be a copy of a trace that has the span, since functions may return copies."""
-        # Few records follow that of a span that ends.
+        # Searched from the end: few records come after that of a span which ends.
         for record in reversed(trace["events"]):
             if "span_id" in record and record["span_id"] == self.span_id:
                 return record

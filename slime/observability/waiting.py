@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25
 _REPORT_AFTER_SECONDS = 30.0
 _DEATH_SECONDS = 5.0
+# For fetching a result that Ray says is ready.
+_FETCH_SECONDS = 60.0
 _WATCHED_SECONDS = 1.0
 _ASK_SECONDS = 1.0
 
@@ -198,7 +200,7 @@ def wait_for(ref: ray.ObjectRef, name: str, timeout_s: float, **options: Any) ->
 
 def _get(ref: ray.ObjectRef, name: str, others: Sequence[ray.ObjectRef]) -> Any:
     try:
-        return ray.get(ref, timeout=60)
+        return ray.get(ref, timeout=_FETCH_SECONDS)
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, UserError):
@@ -213,7 +215,7 @@ def _get(ref: ray.ObjectRef, name: str, others: Sequence[ray.ObjectRef]) -> Any:
     except RayActorError as error:
         raise RunError(f"{name}: a process of the run died. {_death_cause(error)}") from None
     except GetTimeoutError:
-        raise RunError(f"{name}: the result is ready but could not be fetched within 60 s") from None
+        raise RunError(f"{name}: the result is ready but could not be fetched within {_FETCH_SECONDS:g} s") from None
 
 
 def _open_questions() -> dict[ray.ObjectRef, Any]:
@@ -231,7 +233,7 @@ def _raise_if_one_died(others: Sequence[ray.ObjectRef], name: str) -> None:
     ready, _ = ray.wait(list(others), num_returns=len(others), timeout=_DEATH_SECONDS) if others else ([], [])
     for ref in ready:
         try:
-            ray.get(ref, timeout=60)
+            ray.get(ref, timeout=_FETCH_SECONDS)
         except RayActorError as error:
             raise RunError(f"{name}: a process of the run died. {_death_cause(error)}") from None
         except RayTaskError:

@@ -267,7 +267,7 @@ def _loads_of_engines(args: argparse.Namespace) -> Iterator[_Load]:
         if model.model_path != args.hf_checkpoint:
             place = f"{model.where}: model {model.name}: {model.model_path}"
         files = ("*.safetensors", "*.bin", "*.pt") if formats & {None, "auto"} else ()
-        # The first push brings them.
+        # Engines need not load weights that the first push brings anyway.
         ways_out = ("--sglang-load-format dummy for engines",) if args.has_trainer and model.update_weights else ()
         if groups:
             yield _Load(place, model.model_path, files, ways_out, tokenizer=True)

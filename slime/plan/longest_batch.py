@@ -23,7 +23,7 @@ from slime.plan.memory import planned_critic
 from slime.plan.setup import parallel_layout, planned_sample, prompt_is_limited, shape_of, step_memory
 from slime.plan.structure import GIB
 
-# For each sample of a micro-batch: how many tokens it has, and how many of them are response.
+# A micro-batch as (tokens of the sample, response tokens among them) per sample.
 Lengths = list[tuple[int, int]]
 
 # How many micro-batches show the memory of a step, unless a pipeline holds more at once: two, since the second one adds its

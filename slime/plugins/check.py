@@ -212,7 +212,7 @@ def _engine(args: argparse.Namespace, answers: Sequence[str]) -> Iterator[tuple[
 
     async def generate(request: web.Request) -> web.Response:
         payload = await request.json()
-        # Whoever sends a text has no ids.
+        # A request has either token ids or a text.
         sent = tuple(payload.get("input_ids") or payload.get("text") or ())
         turns[sent] = max((turn + 1 for ids, turn in turns.items() if ids != sent == ids + sent[len(ids) :]), default=0)
         ids = tokenizer.encode(answers[turns[sent] % len(answers)], add_special_tokens=False)

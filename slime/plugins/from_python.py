@@ -438,7 +438,7 @@ async def _adapter(asked: list[str]) -> AsyncIterator[str]:
     choice = {"index": 0, "finish_reason": "stop"}
     said = {"role": "assistant", "content": block["text"]}
     delta = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": block["text"]}}
-    # For each of the two protocols: the answer, and the events of a stream that are equal to it.
+    # Path of a protocol → (the answer, the events of a stream that say the same).
     answers = {
         "/v1/chat/completions": (
             {**common, "object": "chat.completion", "choices": [{**choice, "message": said}]},

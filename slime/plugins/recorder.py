@@ -38,7 +38,7 @@ class Point:
     call: str
     keeps_samples: bool = False
     words: tuple[str, ...] = ()
-    # A run goes on if it raises.
+    # Whether a run goes on if the function raises.
     is_forgiven: bool = False
     in_megatron: bool = False
     in_python: bool = False

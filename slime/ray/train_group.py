@@ -70,7 +70,7 @@ class RankProcess:
 
     def __init__(self, environment: dict[str, str], description: bytes) -> None:
         os.environ.update(environment)
-        # Most of what follows are imports.
+        # What follows mostly imports modules, whose objects all stay.
         with no_garbage_collection():
             actor_cls, args, rank, *arguments = ray.cloudpickle.loads(description)
             self._name = f"{'critic ' if args.role == 'critic' else ''}rank {rank}"
@@ -116,7 +116,7 @@ class TrainGroup:
         actor_cls: class of a rank, or the path of one; None takes the trainer's own.
     """
 
-    # What messages call a rank.
+    # What messages call one of these ranks.
     rank_name = "training rank"
 
     def __init__(
@@ -132,7 +132,7 @@ class TrainGroup:
         self._actor_cls = actor_cls or _ACTOR_RANK
         self._actors: list[Any] = []
         self._starting: list[ray.ObjectRef] = []
-        # Each rollout changes the weights: whoever pushes them remembers this number.
+        # Counted because each rollout changes the weights: whoever pushes them remembers the number at the push.
         self.rollouts_trained = 0
 
     @property
@@ -353,9 +353,9 @@ class TrainGroup:
         at_start = {
             **env.actor_environment(),
             **env.allocator_of_ranks(),
-            # In Transformer Engine scales of FP8 blocks are float32, as engines have them, and no powers of two.
+            # Transformer Engine then scales FP8 blocks by any float32, as the engines do, and not by powers of two alone.
             "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
-            # Every collective has a ring, which adds in one order; sums that NVSwitch adds up (NVLS) have none.
+            # A ring adds in one fixed order. Sums that NVSwitch computes (NVLS) have no fixed order.
             **({"NCCL_ALGO": "Ring"} if self._args.deterministic_mode else {}),
             **env.library_environment(),
             "NCCL_CUMEM_ENABLE": "0",
@@ -370,6 +370,7 @@ class TrainGroup:
 
 
 def _cores() -> int:
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from slime.weights.buckets import NamedTensors
 
 _TRANSPORT = "rehearsal"
-# Rollouts.
+# A number of rollouts that is beyond the warm-up of any schedule.
 _LONGER_THAN_ANY_WARM_UP = 10**9
 
 
@@ -322,7 +322,7 @@ class RehearsedCritic(RehearsedRank, CriticRank):
         return ["returns"]
 
 
-# By the role in their arguments.
+# The class of a rehearsed rank, by the role in its arguments.
 RANKS: dict[str, type[RehearsedRank]] = {"actor": RehearsedActor, "critic": RehearsedCritic}
 
 

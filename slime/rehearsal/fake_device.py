@@ -44,7 +44,7 @@ class FakeCuda(CudaAccelerator):
     def host_buffer(self, size: int) -> torch.Tensor:
         return Accelerator.host_buffer(self, size)
 
-    # Nothing is queued.
+    # As on the CPU: no work is queued on this device.
     aside, join_aside, mark = Accelerator.aside, Accelerator.join_aside, Accelerator.mark
     # The recorder counts what is live, and no device does.
     peak_memory_allocated, reset_peak_memory = Accelerator.peak_memory_allocated, Accelerator.reset_peak_memory
@@ -133,7 +133,7 @@ def enter(device_type: str, rank: int, world_size: int) -> tuple[Recorder, FakeT
     lift_segments(_OPERATORS)
     # Tensors that were made before the modes were entered, as constants of modules are, count as fake ones.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    # The recorder remembers.
+    # The recorder has a cache of its own.
     fake.cache_enabled = False
     return recorder, fake
 
@@ -172,7 +172,7 @@ def _lifts_of_torch() -> dict[tuple[Any, str], Callable[..., Any]]:
         objects[:] = [own] * len(objects)
 
     def broadcast_object_list(objects: list[Any], src: Any = None, group: Any = None, **options: Any) -> None:
-        # The same.
+        # The same assumption: here every rank has what the sender would send.
         return None
 
     return {

@@ -151,7 +151,8 @@ class Fleet:
         self._part_of = dict(sorted(parts.items()))
         self.parts = tuple(dict.fromkeys(self._part_of.values()))
         self._records: dict[int, EngineRecord] = {}
-        # (part, state) → how many engines of that part are in it: every request asks, and there may be hundreds of engines.
+        # (part, state) → how many engines of that part are in that state. Kept because every request asks for it, and there may
+        # be hundreds of engines.
         self._numbers: Counter[tuple[tuple[str, str], EngineState]] = Counter()
         for engine_id in self._part_of:
             self._put(EngineRecord(EngineName(engine_id), EngineState.STARTING))
@@ -301,7 +302,13 @@ _ANSWER_SECONDS = 25.0
 
 @dataclasses.dataclass
 class _Course:
-    """An engine's checks: when the next one is due, when the one under way began, and since when it has not answered."""
+    """The checks of one engine.
+
+    Attributes:
+        due: when the next check is to begin.
+        began: when the check under way began; None if there is none.
+        silent_since: when the first of the checks in a row began that found it computing without an answer.
+    """
 
     due: float
     began: float | None = None

@@ -48,10 +48,10 @@ def _start_limit(args: argparse.Namespace) -> float:
 
 
 def longest_push_wait(args: argparse.Namespace, num_engines: int) -> float:
-    """Seconds that `ServingOwner.begin_push` takes at most, if all engines have trouble and one does after the other.
+    """Seconds that `ServingOwner.begin_push` takes at most: every engine fails, each after the one before it has settled.
 
-    An engine is doubted for no longer than a start may take. Then it is replaced `REPLACEMENTS` times before it is given up,
-    each time within the limit of a start, which counts from the death before.
+    For one engine that is `1 + REPLACEMENTS` times the limit of a start: it is doubted for no longer than that, and then
+    replaced up to `REPLACEMENTS` times, each time within that limit, before it is given up.
     """
     return num_engines * (1 + REPLACEMENTS) * _start_limit(args)
 
@@ -91,10 +91,10 @@ class ServingOwner:
         )
         self._generations = 0
         self._deaths: Counter[str] = Counter()  # by model
-        # Whether the engines sleep, and those that died meanwhile: new servers follow them when the others wake.
+        # Whether the engines sleep. Those that die meanwhile get new servers when the others wake.
         self._asleep = False
         self._cleared: list[EngineName] = []
-        # Guards all of this, and is notified whenever something changes that others wait for.
+        # Guards all attributes above, and is notified whenever something changes that others wait for.
         self._changed = threading.Condition(threading.RLock())
         self._ending = threading.Event()
         self._watching: threading.Thread | None = None
@@ -224,14 +224,14 @@ class ServingOwner:
         return self._topology.find(name.engine_id)[2].sleeps
 
     def _rests(self, name: EngineName) -> bool:
-        # True also while it goes to sleep, which may take longer than a check.
+        # True from the moment at which it is told to sleep: going to sleep may take longer than a check.
         return self._asleep and self._sleeps(name)
 
     def _admit(self, names: Sequence[EngineName], version: int | None) -> None:
         """Let engines serve that hold `version` whole. Those that took another's place are first registered at their routers,
         all together; one of them that fails there counts as dead."""
         with self._changed:
-            # Another thread may be admitting some: the watch began to when they had started again, while the others woke.
+            # The thread of the watch may be admitting some of these already: engines that started again while the others woke.
             names = [name for name in names if name not in self._admitting]
             new = {name: self._urls[name] for name in names if name in self._urls and name not in self._registered}
             self._serve([name for name in names if name not in new], version)
@@ -243,7 +243,7 @@ class ServingOwner:
             served = self._serve([name for name in new if name not in lost], version)
             self._registered.update(served)
             self._admitting.difference_update(new)
-        # `_replace` takes only engines out of the router that were registered here.
+        # Engines that could not serve are taken out again here: `_replace` only takes out those in `_registered`.
         with contextlib.suppress(RunError):
             self.routers.remove({name: url for name, url in new.items() if name not in served})
         for name, error in lost.items():
@@ -385,7 +385,8 @@ class ServingOwner:
                 awaited = list(self._awaited)
             if awaited:
                 ray.wait(awaited, timeout=_WATCH_POLL_SECONDS)
-            # Taking results may last. Lateness is judged by this moment, at which everything that had arrived was seen.
+            # To take the results may last. Whether an engine is late is judged by this moment, at which all that had arrived is
+            # seen.
             now = time.monotonic()
             ready = ray.wait(awaited, num_returns=len(awaited), timeout=0)[0] if awaited else []
             for reference in ready:
@@ -464,7 +465,8 @@ class ServingOwner:
     def _replace(self, name: EngineName) -> None:
         """Clear away a dead engine, and start the server of its next life unless it was given up."""
         known = {name: self._urls[name]} if name in self._registered else {}
-        # A first attempt, cut short: the router may wait for requests that the engine has, and these end with it.
+        # The router may not let go of the engine before its requests have ended, and they end with the engine. So this first
+        # attempt is a short one, and the last one comes when the engine has ended.
         with contextlib.suppress(RunError):
             self.routers.remove(known)
         self._engines.stop([name])
@@ -511,9 +513,9 @@ class ServingOwner:
         with self._changed:
             states = (EngineState.SERVING, EngineState.SUSPECT) if self._generations else (EngineState.SUSPECT,)
             now, names = time.monotonic(), [name for name in self._named(*states) if not self._rests(name)]
-            # The version, since a push pauses the engine: if one comes meanwhile, this check says nothing.
+            # The version is noted because a push pauses the engine: if one comes during the check, the check says nothing.
             due = {name: self._fleet.record(name.engine_id).weight_version for name in self._health.begin(now, names)}
-        # Beside the lock, which each request asks for: to speak to hundreds of processes takes a while.
+        # Without the lock, for which every request asks: to speak to hundreds of processes takes a while.
         for name, version in due.items():
             if (reference := self._engines.check(name, self._health.timeout)) is not None:
                 with self._changed:

@@ -161,7 +161,7 @@ def _serve(arguments_file: Path) -> None:
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs
 
-    # Pairs have become lists on their way.
+    # JSON has made lists of the pairs.
     fields["prefill_urls"] = [tuple(worker) for worker in fields.get("prefill_urls", ())]
     Router.from_args(RouterArgs(**fields)).start()
 

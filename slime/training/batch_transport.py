@@ -24,13 +24,13 @@ from slime.utils.errors import RunError, UserError
 from slime.utils.misc import Box
 from slime.utils.ports import interface_of, service_host
 
-# Under which Ray knows the transport below, beside its own one.
+# The name under which Ray knows the transport of `_nixl`; Ray's own transport by NIXL keeps its name.
 _NAME = "SLIME_NIXL"
-# Whose inner agent is made here, by what is no public part of it.
+# The version of nixl that is known to work: `_make_agent` replaces the inner agent, which is no public part of nixl.
 _VERSION = "1.5.1"
-# Of every array in the memory that is registered, as NumPy and torch want it for all dtypes.
+# Each array begins at a multiple of this in the memory that is registered, as NumPy and torch want it for any dtype.
 _ALIGNMENT = 64
-# How long the agent's thread sleeps at most while nobody asks it for something; what comes from others wakes it.
+# The longest sleep of the agent's thread while this process asks it for nothing; what comes from other processes wakes it.
 _SLEEP_MICROSECONDS = 100_000
 
 
@@ -127,7 +127,7 @@ def fetch_shard(box: Box, seconds: float) -> Any:
 
 
 def _keep(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
-    """Add the bytes of `buffer` to `buffers`; true where there are none, which are pickled then."""
+    """Add the bytes of `buffer` to `buffers`. Returns whether pickle is to store the buffer itself: only where it is empty."""
     if raw := buffer.raw().nbytes:
         buffers.append(buffer.raw())
     return not raw

@@ -33,7 +33,7 @@ class ContextParallel:
 
 NO_CONTEXT_PARALLEL = ContextParallel(size=1, rank=0, group=None)
 
-# As the backend of this process told it.
+# The place of this process, as its backend told it (`tell_place`).
 _told = NO_CONTEXT_PARALLEL
 
 

@@ -307,7 +307,7 @@ def _by_one_kernel(chunks: _Chunks, function: Callable[..., Any], *arguments: An
     """`function` of the logits and the temperature first, in one kernel where this device has a compiler; else None."""
     logits_TV, accelerator = chunks.logits_TV, get_accelerator()
     is_there = logits_TV.device.type == accelerator.current_device().type
-    # Of one row more kernels would be made.
+    # A compiler makes further kernels for a chunk of one row, which is not worth its time.
     if not is_there or chunks.is_asked_for or len(chunks) < 2:
         return None
     compiled = fused(function, accelerator)
@@ -349,7 +349,7 @@ def gradient_of_rows(
     place_T = torch.full((len(logits_TV),), -1, dtype=torch.int64, device=logits_TV.device)
     place_T[rows_R] = torch.arange(len(rows_R), device=logits_TV.device)
     of_T = place_T.clamp(min=0)
-    # In the place of a row that nobody asks for the first one is read, which is in the cache.
+    # For a row that nobody asks for, the first asked row is read in its place, because that one is in the cache.
     shifted_TV = logits_TV.index_select(0, rows_R[of_T]).to(temperature.dtype) / temperature - max_R[of_T][:, None]
     if slope_R is None:
         gradient_TV = shifted_TV.exp() * factor_R[of_T][:, None]
@@ -469,7 +469,7 @@ def for_row_chunks(
     inference = torch.is_inference_mode_enabled()
 
     def work_in_thread(scratch: Sequence[torch.Tensor]) -> None:
-        # Modes belong to threads.
+        # Each thread has modes of its own, so those of the caller are entered again here.
         with torch.inference_mode() if inference else contextlib.nullcontext(), torch.no_grad():
             work(scratch)
 

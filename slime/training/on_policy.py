@@ -36,7 +36,7 @@ from slime.weights.quantisers import quantisation_settings
 
 MODE = "--true-on-policy-mode"
 _THRESHOLD = "--ci-train-rollout-logprob-abs-diff-threshold"
-# By precision of the parameters: a larger difference of two log-probs does not come from other kernels.
+# Precision of the parameters → the largest difference of two log-probs that other kernels can explain.
 _ROUNDING = {"float32": 1e-3, "float16": 0.2, "bfloat16": 1.0}
 # Other names that SGLang has for precisions.
 _PRECISIONS = {"half": "float16", "float": "float32", "bf16": "bfloat16", "auto": None}

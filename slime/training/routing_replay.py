@@ -43,7 +43,7 @@ from slime.training.rollout_data import MicroBatch
 from slime.utils.errors import RunError, UserError
 from slime.utils.types import Sample
 
-# Of a micro-batch and layer numbers (from 1): expert ids [rows of this rank's routers, layers, k] on the host.
+# Takes a micro-batch and the numbers of layers (from 1); gives expert ids [rows of this rank's routers, layers, k] on the host.
 ExpertSource = Callable[[MicroBatch, Sequence[int]], torch.Tensor]
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

@@ -148,12 +148,12 @@ def needs_log_prob_pass(args: argparse.Namespace, steps: int) -> bool:
         args.loss_type != "policy_loss"
         or steps > 1
         or args.keep_old_actor
-        # Advantages read them.
+        # Advantages are computed from the log-probs.
         or (args.kl_coef != 0 or args.use_critic or args.use_opd or args.custom_advantage_function_path is not None)
         # The loss compares them: with the engine's, with those of whole sequences, or over whole steps.
         or (args.use_rollout_logprobs or args.get_mismatch_metrics)
         or estimator(args.advantage_estimator).ratio_of_sequence
         or (path is not None and wants_step_statistics(load_function(path, flag=FLAG), args))
-        # The pass records the routing.
+        # The log-prob pass is the one that records the routing.
         or (args.use_routing_replay and not args.use_rollout_routing_replay)
     )

@@ -28,7 +28,7 @@ from slime.training.packed_stream import PackedStream
 # Queries, keys and values of any number of sequences, the boundaries of the sequences' queries and keys, the largest numbers of
 # both in one sequence, and `scale=`, to the output of each query, whose sequence's last one sees all of its keys.
 Kernel = Callable[..., torch.Tensor]
-# Of every group of keys a key and a value, [groups, dim] each.
+# One key and one value for every group of heads, [groups, dim] each.
 FirstKey = tuple[torch.Tensor, torch.Tensor]
 
 

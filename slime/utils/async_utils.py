@@ -235,7 +235,7 @@ class Slots:
     async def acquire(self) -> None:
         """Take a slot, as soon as there is one."""
         if self._free:
-            # Nobody waits.
+            # A free slot means that nobody else waits for one.
             self._free -= 1
             return
         turn = asyncio.get_running_loop().create_future()
@@ -262,7 +262,7 @@ class Slots:
         self.release()
 
 
-# By event loop, because slots belong to one, and are freed with it.
+# Slots belong to an event loop, and are freed with it.
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Slots]] = WeakKeyDictionary()
 
 

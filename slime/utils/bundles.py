@@ -17,7 +17,7 @@ from slime.observability.waiting import wait_for_all
 from slime.utils import env
 
 _LOCATION_SECONDS = 300.0
-# Of a bundle's device, for the process that looks which one it is; an engine may be there already.
+# The share of a bundle's device that the process takes which looks where the device is; an engine may have most of it.
 _SHARE = 0.01
 
 

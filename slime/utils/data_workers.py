@@ -152,7 +152,7 @@ class _Worker:
             self.close(time.monotonic() + _EXIT_SECONDS)
             what = describe_exit_status(self._process.exitcode)
         except TimeoutError:
-            # It may be unable to end by itself.
+            # A process that does not answer may be unable to end by itself.
             self._process.kill()
             what = f"no answer for {_BATCH_SECONDS:g} s"
         except Exception as error:

@@ -45,7 +45,7 @@ class Accelerator:
 
     name = "cpu"
     process_group_backend = "gloo"
-    # Whether its memory is that of the host.
+    # Whether the device has no memory of its own and uses the host's.
     shares_host_memory = True
     # The backend of groups whose collectives are on tensors of the host and on objects.
     host_group_backend = "gloo"
@@ -251,7 +251,7 @@ class CudaAccelerator(Accelerator):
         torch.cuda.check_error(driver.cudaHostRegister(address, size, 0))
 
         def give_back() -> None:
-            # The device may still read from the buffer.
+            # Wait, because the device may still read from the buffer.
             self.synchronize()
             torch.cuda.check_error(driver.cudaHostUnregister(address))
 
@@ -357,7 +357,7 @@ class CudaAccelerator(Accelerator):
         torch.cuda.ipc_collect()
 
 
-# For how many combinations of dtypes and sizes a function may be compiled.
+# The most combinations of dtypes and sizes for which a function is compiled.
 _KINDS = 64
 
 

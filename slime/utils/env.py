@@ -56,7 +56,7 @@ def allocator_of_ranks() -> dict[str, str]:
     segments, in addition to its present settings."""
     if os.environ.get("SLIME_ENABLE_EXPANDABLE_SEGMENTS", "0") in ("", "0"):
         return {}
-    # Torch takes either name.
+    # Torch reads its allocator's settings from either variable.
     given = {name: os.environ[name].split(",") for name in _ALLOCATOR if os.environ.get(name)} or {_ALLOCATOR[0]: []}
     others = {name: [part for part in parts if "expandable_segments" not in part] for name, parts in given.items()}
     return {name: ",".join([*parts, "expandable_segments:True"]) for name, parts in others.items()}

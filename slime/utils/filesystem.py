@@ -141,7 +141,7 @@ _LOCK = ".lock"
 _SHARED_MEMORY = Path("/dev/shm")
 _CLOCKS_DIFFER_SECONDS = 3600.0
 
-# By scratch directory of this process, or by lock file in a claimed directory, the descriptor that holds the lock.
+# Descriptors that hold locks, by the scratch directory of this process or the lock file in a claimed directory.
 _locks: dict[Path, int] = {}
 
 

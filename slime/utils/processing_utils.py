@@ -181,7 +181,7 @@ def no_processor(checkpoint: str, keys: str) -> str:
     )
 
 
-# For messages about a prompt of which it is not known which of the two names its images.
+# What messages say where it is not known whether the flag or the file names the field of a prompt's images.
 ANY_KEYS = "--multimodal-keys (of an evaluation set: multimodal_keys in --eval-config)"
 
 
@@ -405,7 +405,7 @@ def _file_of(source: Any) -> Any:
     path = path_of(source)
     if "://" in path:
         raise ValueError("nothing is fetched from a network; store it beside the data")
-    # A read of a pipe might never end.
+    # Only regular files are read: a read of a pipe might never end.
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError("it is no regular file")
     content = None if os.path.exists(path) else decoded_base64(source)

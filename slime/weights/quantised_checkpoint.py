@@ -128,7 +128,7 @@ class _Fp8:
             height, scales = self._block[0], _scales_of_rows(self._scale, rows, columns, self._block)
         else:
             height, scales = max(STRIP_NUMBERS // max(codes.shape[1], 1), 1), itertools.repeat(self._scale[...].float())
-        # In strips of rows that share their scales and fit into a cache.
+        # Converted in strips of rows that share their scales and fit into a cache.
         ends = [*range((rows.start // height + 1) * height, rows.stop, height), rows.stop]
         for first, last, scale in zip([rows.start, *ends], ends, scales, strict=False):
             own = slice(first - rows.start, last - rows.start)

@@ -8,10 +8,10 @@ The run's arguments are those of the actor, so its overrides are merged into the
 before anything is derived or checked. Of the critic's arguments those stay aside that it may have for itself.
 
 The overrides of a critic may say how it is built and trained. What it is trained on, and where, is the run's: it is a second
-model on the devices of the training ranks. Its arguments (`critic_args`) are the run's but for what it has for itself, from
-which the same values are derived as from the run's, and for what does not concern it, which is switched off. It follows the
-actor: it starts where the actor starts, and resumes at the iteration at which the actor resumes. Unless its overrides say
-otherwise, its checkpoints lie in `critic/` below the actor's.
+model on the devices of the training ranks. Its arguments (`critic_args`) are those of the run, with two differences: it has
+values of its own, from which the same further values are derived as for the actor; and what concerns the actor alone is
+switched off. The critic follows the actor: it starts where the actor starts, and resumes at the iteration at which the actor
+resumes. Unless its overrides say otherwise, its checkpoints lie in `critic/` below the actor's.
 """
 
 import argparse
@@ -191,6 +191,7 @@ def switch_off(critic: argparse.Namespace) -> None:
 
 
 def _not_of_critic(args: argparse.Namespace) -> dict[str, Any]:
+    """Attribute → the value with which what concerns the actor alone is off, unless the critic's overrides set it."""
     overrides = _overrides(args)
     return {**{name: value for name, value in CRITIC_DEFAULTS.items() if name not in overrides}, **_OF_THE_ACTOR}
 

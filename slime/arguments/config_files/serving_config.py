@@ -60,9 +60,9 @@ def served_groups(args: argparse.Namespace) -> list[ServerGroup]:
 
 
 def arguments_of_group(args: argparse.Namespace, group: ServerGroup, *, sleeps: bool = True) -> argparse.Namespace:
-    """A copy of `args`: those of a run in which all engines are as the group's, and nothing but its overrides was given.
+    """A copy of `args` as if every engine of the run were one of this group, with its overrides as the only typed flags.
 
-    `sleeps`: where engines give their memory back, these do.
+    `sleeps`: whether these engines give their memory back where a run's engines do.
     """
     values = {PREFIX + name: value for name, value in group.overrides.items()}
     copied = copy.copy(args)
@@ -185,7 +185,7 @@ class _Reader:
             with self._noting():
                 flags = _server_flags()
                 if flags is None or name == "model_path":
-                    # The latter is for the model to judge.
+                    # `_model_path` checks the path, since all groups of a model share it.
                     values[name] = plain(overrides[key])
                 else:
                     name, value = _converted(overrides, key, name, flags, self._generates)
@@ -242,7 +242,7 @@ def _positive(mapping: YamlMapping, key: str, default: int) -> int:
 
 
 PREFIX = "sglang_"
-# By the first three goes whoever asks the first model.
+# The first three are what requests to the first model rely on. Other models may have other values of them.
 _OF_THE_RUN = (
     "context_length", "enable_deterministic_inference", "speculative_algorithm", "enable_nccl_nvls", "enable_symm_mem",
 )  # fmt: skip

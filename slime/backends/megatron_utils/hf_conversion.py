@@ -37,7 +37,7 @@ from slime.weights.quantisers import moves_when_read, quantise_by_names
 
 logger = logging.getLogger(__name__)
 
-# For each parameter: global name, weight, its rule, and the HF tensors of which it is made.
+# (global name of a parameter, its weight, its rule, names of the HF tensors of which it is made).
 Plan = list[tuple[str, torch.Tensor, Rule, tuple[str, ...]]]
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -463,7 +463,7 @@ def _gather_experts(
 def _of_group(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The tensors of all ranks of the group, [ranks, …]."""
     shards = local.new_empty(group.size(), *local.shape)
-    # Gloo needs the parts end to end.
+    # Gloo wants the output as one tensor in which the parts of all ranks follow each other.
     dist.all_gather_into_tensor(shards.flatten(0, 1), local.contiguous(), group=group)
     return shards
 

@@ -136,7 +136,7 @@ def require_fp8_shapes(chunks: Sequence[torch.nn.Module]) -> None:
     multiple = get_fp8_align_size(config.fp8_recipe) if config.fp8 else 1
     for chunk in chunks:
         names = {id(parameter): name for name, parameter in global_named_parameters(chunk)}
-        # By this attribute Megatron finds these layers as well.
+        # Megatron itself recognises layers of Transformer Engine by this attribute.
         for module in (module for module in chunk.modules() if hasattr(module, "is_first_microbatch")):
             for parameter in module.parameters(recurse=False):
                 if parameter.ndim == 2 and any(size % multiple for size in parameter.shape):

@@ -317,7 +317,7 @@ def prediction_loss(
             something.
         chunk_size: rows per float32 chunk; 0 or less: by device.
     """
-    # No other prediction can count.
+    # Only rows whose predicted token is of a response can count.
     rows = batch.stream.rows_predicting(1 + layer)
     labels, counted = (of_rows[rows.index] for of_rows in (tokens_ahead(batch, 1 + layer), counted_rows(batch, layer)))
     log_probs, _ = calculate_log_probs_and_entropy(
@@ -343,7 +343,7 @@ class PredictionStep:
         denominator: float,
     ) -> None:
         self._args = args
-        # Of each rank the last chunk has the layers, or the output layer.
+        # The prediction layers, or the output layer, are in the last chunk of a rank.
         self._model = unwrap_model(model[-1])
         self._embedding = embedding_weight(model, stage_apart(args))
         counts = counted_predictions(step_data, args.mtp_num_layers, parallel_state.get_data_parallel_group())

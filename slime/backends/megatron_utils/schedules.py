@@ -137,7 +137,7 @@ def _run_schedule(
     """
 
     replay = routing_replay_of(model)
-    # Only steps balance the load of experts.
+    # The load of experts is balanced by the loss of a step; passes without gradient balance nothing.
     balance = None if forward_only else SampleBalance(model, batches)
 
     def forward_step(
@@ -282,7 +282,7 @@ def set_schedule_functions(
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if model[0].ddp_config.overlap_grad_reduce:
-        # With these, only the backward pass of the last micro-batch starts to reduce gradients.
+        # Within these contexts no backward pass starts to reduce gradients; only that of the last micro-batch runs outside.
         functions = [chunk.no_sync for chunk in model]
         config.no_sync_func = functions if len(model) > 1 else functions[0]
         if args.align_grad_reduce and args.num_distributed_optimizer_instances == 1:

@@ -122,7 +122,7 @@ def computing_seconds(server_pid: int) -> float:
         except psutil.Error:
             continue
         if name is None or name.startswith("scheduler"):
-            # Of children that have ended, too.
+            # What children computed that have ended counts, too.
             seconds += times.user + times.system + times.children_user + times.children_system
     return seconds
 

@@ -41,7 +41,7 @@ def exec_command(
         check=False,
     )
     if done.returncode:
-        # Not the words, which may hold secrets.
+        # The message leaves the words of the command out, because they may hold secrets.
         raise RunError(
             f"{Path(words[0]).name} ended with status {done.returncode}\n{(done.stdout or '')[-2000:]}".rstrip()
         )

@@ -73,7 +73,7 @@ class ProcessGroupTransport(Transport):
 
     # Large, because nothing is sent while engines are being told to receive a bucket.
     host_bucket_bytes = 128 * 2**20
-    # For ending the collective, leaving the group, the remaining answers, and the probes.
+    # Time for ending the collective, leaving the group, waiting for the remaining answers, and the probes.
     giving_up_seconds = 6 * _AFTER_FAILURE_SECONDS
 
     def __init__(self, args: Any, source: int, num_sources: int) -> None:

@@ -77,7 +77,7 @@ class SharedHandlesTransport(Transport):
         self._version: str | None = None  # until a push begins
         self._first_device = layout_of(args).first_rollout_gpu
         self._engines: list[Receiver] = []
-        # Of each bucket on its way: the engines' answers.
+        # The engines' answers, by engine id, for each bucket that is on its way.
         self._in_flight: list[dict[int, Any]] = []
         on_host = get_accelerator().shares_host_memory
         self._bucket_bytes = self.bucket_bytes(args)

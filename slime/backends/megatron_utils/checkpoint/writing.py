@@ -160,7 +160,7 @@ class UnfinishedCheckpoint:
         if self.error is None:
             return self._final
         if self._is_late:
-            # Whoever touches a disk that hangs hangs too.
+            # Nothing is deleted: whoever touches a disk that hangs would hang, too.
             there = f"What there is of it stays in {self.directory}"
         else:
             run_on_rank_zero(lambda: shutil.rmtree(self.directory, ignore_errors=True))
@@ -182,7 +182,7 @@ class UnfinishedCheckpoint:
     def _let_parts_go(self) -> None:
         for writer in (writer for _, writers in self._parts for writer in writers):
             writer.kill()
-        # Tensors of the device have copies in them.
+        # The requests hold host copies of the device's tensors, so forgetting them frees memory.
         self._parts = []
 
     def _left(self) -> float:
@@ -207,7 +207,7 @@ class UnfinishedCheckpoint:
                     answers[part][index] = writer.result(max(0.0, self._left()))
             for (request, writers), of_part in zip(self._parts, answers, strict=True):
                 if writers:
-                    # Megatron asks for them when it finishes.
+                    # Megatron takes the answers out of this queue when it finishes the save.
                     request.async_fn_args[2].put(of_part)
         except TimeoutError:
             self._is_late = True
@@ -393,7 +393,7 @@ def sharded_state(
         metadata["non_homogeneous_layers"] = True
     state = described(stored.weights)
     if optimizer is not None:
-        # Of stacked layers those that are not trained would be missing.
+        # Layers are stored one by one: a stack of all layers would have gaps where some are not trained.
         metadata["non_homogeneous_layers"] = bool(selection_of(args)) or keeps_layers_apart(stored.optimized)
         of_optimizer = described(stored.optimized)
         if float32_prefix is None:
