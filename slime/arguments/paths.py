@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from slime.arguments.flag import Caller, PathKind, flag_of
 from slime.arguments.groups import OWN_FLAGS, plug_ins_of
 from slime.arguments.violations import Violation, about, broken
-from slime.utils.plugin_loader import file_of_path, load_function
+from slime.utils.plugin_loader import file_of_path, load_to_call
 from slime.utils.plugin_source import find_top, problem_of_path
 
 PATHS = tuple(name for name, flag in OWN_FLAGS.items() if flag.path in (PathKind.READ, PathKind.WRITTEN))
@@ -92,7 +92,7 @@ def load_plug_ins(args: argparse.Namespace, names: tuple[str, ...]) -> None:
     """
     for name, path in _paths(args, names):
         if name in args.typed_flags:
-            load_function(path, flag=flag_of(name), batched=name == "custom_rm_path" and args.group_rm)
+            load_to_call(path, flag=flag_of(name), batched=name == "custom_rm_path" and args.group_rm)
 
 
 def missing_plug_ins(args: argparse.Namespace) -> Iterator[Violation]:

@@ -6,6 +6,6 @@ too, in the same words; and it tells of what nothing in a run would show.
 """
 
 from slime.plugins.check import Finding, check
-from slime.plugins.recorder import POINTS
+from slime.utils.plugin_points import POINTS
 
 __all__ = ["POINTS", "Finding", "check"]

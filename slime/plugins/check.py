@@ -36,7 +36,7 @@ from slime.plugins.from_python import (
     try_rank,
     try_sandbox,
 )
-from slime.plugins.recorder import FORGIVEN, LATE, POINTS, Recorder
+from slime.plugins.recorder import FORGIVEN, LATE, Recorder
 from slime.ray.rollout_pipeline import RolloutPipeline, batch_schedule, flatten_rollout_output
 from slime.rollout.draws import draw_groups
 from slime.rollout.rm_hub.grading import clear_reward_instances
@@ -46,6 +46,7 @@ from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client
 from slime.utils.misc import SingletonMeta, get_free_port, near_name
 from slime.utils.plugin_loader import call_plug_in, calling_user_code, observing_plug_ins
+from slime.utils.plugin_points import POINTS
 from slime.utils.ports import host_for_url
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.run_values import with_run_values

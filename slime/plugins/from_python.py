@@ -30,12 +30,13 @@ from slime.agent.sandbox import (
     exec_and_wait,
 )
 from slime.arguments.paths import absolute_plug_in
-from slime.plugins.recorder import POINTS, Recorder
+from slime.plugins.recorder import Recorder
 from slime.utils import async_utils, device
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client, post
 from slime.utils.misc import Box
 from slime.utils.plugin_loader import calling_user_code, load_function
+from slime.utils.plugin_points import POINTS
 from slime.utils.ports import host_for_url
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.run_values import with_run_values

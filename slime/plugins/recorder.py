@@ -1,4 +1,4 @@
-"""The list of plug-in points, and a recorder of a plug-in's calls: their arguments, results and costs.
+"""A recorder of a plug-in's calls: their arguments, results and costs.
 
 A watched function is called unchanged, and the framework gets and judges its result as usual. The recorder itself finds only
 what the framework cannot see: changes to shared arguments.
@@ -19,137 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.rollout.base_types import leaves
-from slime.utils.plugin_loader import is_coroutine_function
+from slime.utils.plugin_loader import description_of, is_coroutine_function
+from slime.utils.plugin_points import POINTS
 from slime.utils.types import Sample
 
-
-@dataclass(frozen=True)
-class Point:
-    """A place where a user's function is called.
-
-    Attributes:
-        call: its signature, and the required result.
-        keeps_samples: whether it must not change samples.
-        words: further flags that a run needs to make use of it.
-        in_megatron: whether a real training rank calls it, which takes some seconds to start.
-        in_python: whether a user's own driver passes it; no flag of a run names it.
-    """
-
-    call: str
-    keeps_samples: bool = False
-    words: tuple[str, ...] = ()
-    # Whether a run goes on if the function raises.
-    is_forgiven: bool = False
-    in_megatron: bool = False
-    in_python: bool = False
-
-
-_REWARD = (
-    "fn(args, sample) → float or dict; fn(args, samples) → list; or a class with compute_reward(prompts, responses)"
-)
-_TIS = "fn(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kw) → (pg_loss, masks, metrics)"
-POINTS = {
-    "--rollout-function-path": Point(
-        "fn(args, rollout_id, data_source, evaluation=False) → RolloutFnTrainOutput, or a list of groups"
-    ),
-    "--eval-function-path": Point(
-        "fn(args, rollout_id, data_source, evaluation=True) → RolloutFnEvalOutput, or {set: {rewards, truncated, samples}}"
-    ),
-    "--custom-generate-function-path": Point(
-        "async fn(args, sample, sampling_params[, evaluation]) → Sample or list of them; fn(args, samples, evaluation) → list"
-    ),
-    "--rollout-sample-hook-path": Point("fn(args, sample, *, rollout_id=None, evaluation=False) → Sample or None"),
-    "--custom-rm-path": Point(_REWARD),
-    "--dynamic-sampling-filter-path": Point(
-        "fn(args, samples, **kw) → DynamicFilterOutput(keep, reason) or bool", keeps_samples=True
-    ),
-    "--buffer-filter-path": Point("fn(args, rollout_id, buffer, num_samples) → groups, taken out of buffer"),
-    "--rollout-sample-filter-path": Point("fn(args, data): sets remove_sample of samples; returns nothing"),
-    "--rollout-all-samples-process-path": Point(
-        "fn(args, all_groups, data_source): returns nothing", keeps_samples=True
-    ),
-    "--custom-reward-post-process-path": Point("fn(args, samples) → (raw rewards, rewards), one for each sample"),
-    "--custom-convert-samples-to-train-data-path": Point(
-        "fn(args, samples) → {tokens, response_lengths, rewards, raw_reward, truncated, sample_indices, loss_masks}"
-    ),
-    "--data-source-path": Point(
-        "class(args) with get_samples(num_samples) → groups or prompts, and add_samples(groups)"
-    ),
-    "--custom-rollout-log-function-path": Point(
-        "fn(rollout_id, args, samples, rollout_extra_metrics, rollout_time) → True to leave out the usual metrics",
-        keeps_samples=True,
-        is_forgiven=True,
-    ),
-    "--custom-eval-rollout-log-function-path": Point(
-        "fn(rollout_id, args, data, extra_metrics) → True to leave out the usual metrics", is_forgiven=True
-    ),
-    "--rollout-data-postprocess-path": Point(
-        "fn(args, rollout_id, rollout_data): edits in place, on each training rank"
-    ),
-    "--custom-advantage-function-path": Point(
-        "fn(args, rollout_data): sets advantages and returns, lists of tensors shaped as log_probs"
-    ),
-    "--custom-loss-function-path": Point(
-        "fn(args, batch, logits, sum_of_sample_mean) → (loss, {name: scalar tensor})",
-        words=("--loss-type", "custom_loss"),
-    ),
-    "--custom-tis-function-path": Point(_TIS, words=("--use-tis",)),
-    "--custom-pg-loss-reducer-function-path": Point(
-        "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss[, rollout_mask_sums]) → fn(flat tensor)"
-    ),
-    "--custom-update-weight-post-write-path": Point(
-        "fn(args, version_dir, rollout_engines), on each training rank when its files are written",
-        words=("--update-weight-transport", "disk"),
-    ),
-    "--sglang-custom-pull-weights-pre-read-hook": Point(
-        "fn(source_dir, target_version), on each host of engines before it reads what a push has written",
-        words=("--update-weight-transport", "disk"),
-    ),
-    "--custom-model-provider-path": Point(
-        "fn(pre_process, post_process[, vp_stage][, config][, args]) → GPTModel", in_megatron=True
-    ),
-    "--spec": Point(
-        "fn(args, config, vp_stage) → spec of the layers; or, with a parameter pre_process, what a model provider is",
-        in_megatron=True,
-    ),
-    "--custom-megatron-init-path": Point("fn(args), on each rank once Megatron is initialised", in_megatron=True),
-    "--custom-megatron-before-log-prob-hook-path": Point(
-        "fn(args, model, store_prefix), before each pass without gradient", in_megatron=True
-    ),
-    "--custom-megatron-before-train-step-hook-path": Point(
-        "fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), when gradients are zero",
-        in_megatron=True,
-    ),
-    "--actor-cls": Point(
-        "class(args, rank, world_size, local_rank) for create_training_models, with rendezvous_address(), init(address) → "
-        "first rollout, train(rollout_id, shards) → [(metrics, step key)], open_weight_push() → Opening, dispose()",
-        in_python=True,
-    ),
-    "--adapter-cls": Point(
-        "class(tokenizer, sglang_url), a subclass of OpenAIAdapter or AnthropicAdapter of slime.agent.adapters: its endpoint "
-        "answers two turns, and finish_session(sid, base_sample=…) → samples",
-        in_python=True,
-    ),
-    "--buffer-generator": Point(
-        "module with TASK_TYPE and run_rollout(data), in a process of its own, which sends items {uid, instance_id, messages, "
-        "reward, extra_info} to data['remote_buffer_url']",
-        in_python=True,
-    ),
-    "--accelerator": Point(
-        "class() for register_accelerator: a subclass of slime.utils.device.Accelerator with a name of its own",
-        in_python=True,
-    ),
-    "--sandbox-cls": Point(
-        "class(), an async context manager with sandbox_id, async exec(cmd, *, user, env, timeout, check, idempotent) → "
-        "(status, out, err), write_file(path, content, *, user), read_file(path, *, user) → text",
-        in_python=True,
-    ),
-    "--harness-cls": Point(
-        "class() with name and async run(sb, *, workdir, session_id, adapter_url, time_budget_sec, prompt) → exit status; "
-        "a subclass of slime.agent.harness.BaseHarness has launch_and_wait(sb, ctx, prompt, time_budget_sec)",
-        in_python=True,
-    ),
-}
 _LOSS = "--custom-loss-function-path"
 _CONSTANT = (
     "its loss has no gradient, so that nothing would be trained: was it detached, or made of batch['log_probs'], which are "
@@ -190,7 +63,7 @@ class Recorder:
 
     def named(self, found: Any) -> None:
         """Note the signature of `found`."""
-        self.signature = _signature(found)
+        self.signature = description_of(found)
 
     def watched_function(self, function: Callable[..., Any], skipped: int = 0) -> Callable[..., Any]:
         """`function` with its calls recorded. The first `skipped` arguments (`self`) are not recorded."""
@@ -260,14 +133,6 @@ class Recorder:
     def _note(self, problem: str) -> None:
         if problem not in self.problems:
             self.problems.append(problem)
-
-
-def _signature(found: Any) -> str:
-    kind = "class" if inspect.isclass(found) else "async def" if is_coroutine_function(found) else "def"
-    try:
-        return f"{kind} {getattr(found, '__name__', 'function')}{inspect.signature(found)}"
-    except (TypeError, ValueError):
-        return kind
 
 
 def _shared_state(given: list[Any]) -> dict[str, str]:

@@ -35,6 +35,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 from slime.utils.errors import RunError, UserError
+from slime.utils.plugin_points import POINTS, REWARD_CLASS, REWARD_METHOD, Call
 
 # Without it other threads would find an unfinished module while one runs the file. The file itself may load further ones.
 _running_a_file = threading.RLock()
@@ -82,6 +83,23 @@ def load_function(path: str, flag: str | None = None, *, batched: bool = False) 
     if flag is not None and flag not in AWAITED and is_coroutine_function(found):
         raise UserError(nobody_awaits(subject_of(flag, path)))
     return found
+
+
+def load_to_call(path: str, flag: str, *, batched: bool = False) -> None:
+    """`load_function`, for a process that will call what it loads.
+
+    Raises:
+        UserError: also if its parameters are others than what functions of the flag are given.
+    """
+    found, subject = load_function(path, flag, batched=batched), subject_of(flag, path)
+    is_reward = flag == _REWARD_FLAG and inspect.isclass(found)
+    problem = problem_of_call(subject, flag, found, description_of(found), REWARD_CLASS if is_reward else None)
+    method = inspect.getattr_static(found, _REWARD_METHOD) if is_reward else None
+    if problem is None and inspect.isfunction(method):
+        defined = f"class {found.__name__}, {description_of(method)}"
+        problem = problem_of_call(subject, flag, functools.partial(method, None), defined, REWARD_METHOD)
+    if problem is not None:
+        raise UserError(problem)
 
 
 def is_coroutine_function(fn: Callable[..., Any]) -> bool:
@@ -389,6 +407,44 @@ def no_conventional_name(subject: str, own: Iterable[str], tried: Iterable[str])
 
 def _kind_of(flag: str | None) -> str:
     return flag.removeprefix("--").replace("-", "_").removesuffix("_path") if flag else ""
+
+
+def problem_of_call(
+    subject: str, flag: str | None, function: Callable[..., Any], defined: str, call: Call | None = None
+) -> str | None:
+    """Why `function` cannot be given what functions of `flag` are given; None if it can, or if its signature is unknown.
+
+    Args:
+        defined: how it is defined, for the message.
+        call: what it is given; unset, what the table of plug-in points says.
+    """
+    point = POINTS.get(flag)
+    if point is None:
+        return None
+    names = parameters_of(function).names
+    call = call or next((call for call in point.calls if call.fits(names)), None)
+    try:
+        # What a decorator puts around a function is called, whatever is in it.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
+    if call is None:
+        return None
+    named = dict.fromkeys(call.named) | accepted_keywords(function, dict.fromkeys(call.offered))
+    try:
+        (signature.bind_partial if call.takes_more else signature.bind)(*call.given, **named)
+    except TypeError as error:
+        return f"{subject}: is `{defined}` ({error}), and it is called as {point.call}; write it with these parameters"
+    return None
+
+
+def description_of(found: Any) -> str:
+    """How a function or a class is defined: its kind, its name and its parameters, as far as they are known."""
+    kind = "class" if inspect.isclass(found) else "async def" if is_coroutine_function(found) else "def"
+    try:
+        return f"{kind} {getattr(found, '__name__', 'function')}{inspect.signature(found, follow_wrapped=False)}"
+    except (TypeError, ValueError):
+        return kind
 
 
 class Parameters(NamedTuple):

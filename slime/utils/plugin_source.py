@@ -8,11 +8,12 @@ made by code, compiled modules) is left to the process that loads the plug-in.
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slime.utils.plugin_loader import (
@@ -21,9 +22,11 @@ from slime.utils.plugin_loader import (
     no_attribute,
     no_conventional_name,
     nobody_awaits,
+    problem_of_call,
     split_path,
     subject_of,
 )
+from slime.utils.plugin_points import REWARD_CLASS, REWARD_METHOD
 
 # Code that mentions one of these may make names that no statement shows.
 _MAKES_NAMES = {"globals", "locals", "vars", "exec", "modules", "__getattr__"}
@@ -118,7 +121,58 @@ def _problem_of_attribute(attribute: str, names: _Names, file: str, flag: str | 
         if not isinstance(node, ast.ClassDef) or node.bases or node.keywords or node.decorator_list:
             break
         names, owner = _names_of(node), part
-    return _problem_of_coroutine(node, flag, subject) if part == attribute else None
+    return _problem_of_definition(node, names, flag, subject) if part == attribute else None
+
+
+def _problem_of_definition(node: ast.AST, names: _Names, flag: str | None, subject: str) -> str | None:
+    """Why what a path names, which the module binds to `node`, is of no use to the flag."""
+    problem = _problem_of_coroutine(node, flag, subject)
+    is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    # An indented one may be one of several, of which a condition decides.
+    if problem is not None or not is_definition or node.decorator_list or node.col_offset or names.open:
+        return problem
+    if not isinstance(node, ast.ClassDef):
+        return problem_of_call(subject, flag, _stub(node.args), _defined(node))
+    return None if node.bases or node.keywords else _problem_of_class(node, flag, subject)
+
+
+def _problem_of_class(node: ast.ClassDef, flag: str | None, subject: str) -> str | None:
+    names, method = _names_of(node), "compute_reward"
+    is_reward = method in conventional_names(flag, batched=False)
+    nothing = ast.arguments([], [ast.arg("self")], None, [], [], None, [])
+    for name, call in [("__init__", REWARD_CLASS if is_reward else None), (method, REWARD_METHOD)][: 1 + is_reward]:
+        bound = names.nodes.get(name)
+        known = bound is None or (
+            isinstance(bound, ast.FunctionDef | ast.AsyncFunctionDef) and not bound.decorator_list
+        )
+        if names.open or "__new__" in names.nodes or not known:
+            continue
+        given = nothing if bound is None else bound.args
+        defined = f"class {node.name}" + (f", {_defined(bound)}" if bound is not None else "")
+        problem = problem_of_call(subject, flag, _stub(given, skipped=1), defined, call)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _defined(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    kind = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    return f"{kind} {node.name}({ast.unparse(node.args)})"
+
+
+def _stub(given: ast.arguments, skipped: int = 0) -> Callable[..., None]:
+    """A function with these parameters, but the first `skipped` ones, and without the user's code: defaults are None."""
+    given = copy.deepcopy(given)
+    for _ in range(skipped):
+        del (given.posonlyargs or given.args)[:1]
+    names = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
+    for name in names:
+        name.annotation = None
+    positional = len(given.posonlyargs) + len(given.args)
+    given.defaults = [ast.Constant(None) for _ in given.defaults][:positional]
+    given.kw_defaults = [default and ast.Constant(None) for default in given.kw_defaults]
+    function = ast.Expression(ast.Lambda(given, ast.Constant(None)))
+    return eval(compile(ast.fix_missing_locations(function), "<parameters of a plug-in>", "eval"))
 
 
 def _problem_of_coroutine(node: ast.AST | None, flag: str | None, subject: str) -> str | None:
@@ -146,7 +200,7 @@ def _problem_of_convention(names: _Names, flag: str | None, batched: bool, subje
     # Only loading shows which class is a reward, because the method may be inherited.
     classes = "compute_reward" in tried and any(isinstance(public[name], ast.ClassDef) for name in own)
     if found is not None or (len(own) == 1 and not (names.open or assigned or classes)):
-        return _problem_of_coroutine(names.nodes[found or own[0]], flag, subject)
+        return _problem_of_definition(names.nodes[found or own[0]], names, flag, subject)
     if names.open or assigned or classes:
         return None
     return no_conventional_name(subject, own, tried)

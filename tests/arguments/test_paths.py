@@ -60,7 +60,7 @@ def test_typed_paths_are_imported(tmp_path):
     with pytest.raises(UserError, match=rf"--custom-rm-path {path}: the import failed"):
         load_plug_ins(args_with(custom_rm_path=path, typed_flags={"custom_rm_path"}), MANAGER_PLUG_INS)
     with pytest.raises(UserError, match="--rollout-sample-hook-path math.pi: is a float"):
-        hooks = ["math.sqrt", "math.pi"]
+        hooks = ["builtins.print", "math.pi"]
         load_plug_ins(
             args_with(rollout_sample_hook_path=hooks, typed_flags={"rollout_sample_hook_path"}), MANAGER_PLUG_INS
         )

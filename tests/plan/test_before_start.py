@@ -125,7 +125,7 @@ def test_a_label_that_a_built_in_reward_needs(tmp_path):
      "--rm-type math --rollout-function-path {file}:fn --eval-function-path {file}:fn"],
 )  # fmt: skip
 def test_a_label_that_nobody_needs_or_a_function_may_give(tmp_path, words):
-    file = write(tmp_path / "own.py", "def fn(args, sample): ...\n")
+    file = write(tmp_path / "own.py", "def fn(args, *given, **named): ...\n")
     path = write(tmp_path / "rows.jsonl", *UNLABELLED[:2])
     check_before_start(parse(tmp_path, "--prompt-data", path, *words.format(file=file).split()))
 

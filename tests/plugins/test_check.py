@@ -19,7 +19,7 @@ from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 
 PLUG_INS = """
-import asyncio, threading, time
+import asyncio, functools, threading, time
 import torch
 from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -31,7 +31,6 @@ from slime.training.actor_rank import ActorRank
 from slime.utils.accelerator import Accelerator
 
 forever = threading.Event()
-
 def written(args, version_dir, rollout_engines): assert rollout_engines == []
 def before_read(source_dir, target_version): assert target_version == 1
 def at_start(args): assert (args.rank, args.world_size) == (0, 1)
@@ -131,9 +130,9 @@ class Lossy(Accelerator):
 class Broken(Accelerator):
     name = "broken"
     def synchronize(self): raise RuntimeError("no such device")
-
 def nothing(args, sample, sampling_params): return None
 async def two_arguments(args, sample): return sample
+wrapped_wrongly = functools.partial(two_arguments)
 async def raises(args, sample, sampling_params): raise KeyError("no such tool")
 async def hangs(args, sample, sampling_params): await asyncio.Event().wait()
 def hangs_plainly(args, rollout_id, data_source, evaluation=False): forever.wait()
@@ -460,12 +459,8 @@ def test_several_functions_work_together_and_a_class(file):
 @pytest.mark.parametrize(
     ("flag", "name", "problem"),
     [
-        (
-            "--custom-generate-function-path",
-            "nothing",
-            "returned None (NoneType) for sample ",
-        ),
-        ("--custom-generate-function-path", "two_arguments", "takes 2 positional arguments but 3 were given"),
+        ("--custom-generate-function-path", "nothing", "returned None (NoneType) for sample "),
+        ("--custom-generate-function-path", "wrapped_wrongly", "takes 2 positional arguments but 3 were given"),
         ("--custom-generate-function-path", "raises", "raised KeyError for sample "),
         (
             "--custom-rm-path",
@@ -501,10 +496,15 @@ def test_what_a_run_would_stumble_over(file, flag, name, problem):
     assert f"{flag} {file}:{name}" in finding.text()
 
 
-def test_coroutines_that_nobody_awaits_are_refused_by_their_source(file):
-    asked = {"--dynamic-sampling-filter-path": "awaited_filter", "--rollout-data-postprocess-path": "awaited"}
-    for flag, name in asked.items():
-        with pytest.raises(UserError, match="is async, and nobody awaits it here; write `def`") as refused:
+def test_coroutines_that_nobody_awaits_and_other_parameters_are_refused_by_their_source(file):
+    awaited, other = "is async, and nobody awaits it here; write `def`", "is `async def two_arguments(args, sample)`"
+    asked = {
+        "--dynamic-sampling-filter-path": ("awaited_filter", awaited),
+        "--rollout-data-postprocess-path": ("awaited", awaited),
+        "--custom-generate-function-path": ("two_arguments", other),
+    }
+    for flag, (name, message) in asked.items():
+        with pytest.raises(UserError, match=re.escape(message)) as refused:
             checked(file, flag, name)
         assert f"{flag} {file}:{name}" in str(refused.value)
 

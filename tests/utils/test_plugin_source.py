@@ -108,7 +108,10 @@ def test_a_bare_file_is_resolved_as_the_loader_does(module):
         with pytest.raises(UserError) as error:
             load_function(str(two), flag)
         assert problem_of_path(str(two), flag) == str(error.value)
-    for name, source in {"only": "def any_name(): ...", "named": "def a(): ...\ndef buffer_filter(): ..."}.items():
+    for name, source in {
+        "only": "def any_name(*given): ...",
+        "named": "def a(): ...\ndef buffer_filter(*given): ...",
+    }.items():
         (module / f"{name}.py").write_text(source + "\n")
         assert callable(load_function(f"{module}/{name}.py", "--buffer-filter-path"))
         assert problem_of_path(f"{module}/{name}.py", "--buffer-filter-path") is None
@@ -156,7 +159,7 @@ def test_a_coroutine_that_nobody_awaits_is_told_as_the_loader_does(tmp_path, sou
         load_function(path, flag)
 
 
-MISSING = "import json\nimport no_such_package.part as part, json\ndef f(): ...\n"
+MISSING = "import json\nimport no_such_package.part as part, json\ndef f(*given): ...\n"
 
 
 @pytest.mark.parametrize("path", ["{p}/own.py:f", "{p}/own.py", "plugged_package.own.f"])
