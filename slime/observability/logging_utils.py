@@ -221,6 +221,24 @@ def drain_outbox() -> list[LoggedMetrics]:
     return drained
 
 
+def logged_pairs(logged: Any, rank_name: str, actor_cls: type | str) -> list[LoggedMetrics]:
+    """`logged` as a list of (metrics, step key). It is what `train` of a rank returned, whose class may be a user's own.
+
+    Raises:
+        RunError: it is something else.
+    """
+    if not isinstance(logged, list | tuple) or not all(
+        isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], dict) and isinstance(entry[1], str)
+        for entry in logged
+    ):
+        name = actor_cls if isinstance(actor_cls, str) else f"{actor_cls.__module__}.{actor_cls.__qualname__}"
+        raise RunError(
+            f"train of the {rank_name}s returned {logged!r}; expected a list of (metrics, step key), such as "
+            f"[({{'train/loss': 0.5, 'train/step': 3}}, 'train/step')] (their class is {name})"
+        )
+    return [(metrics, step_key) for metrics, step_key in logged]
+
+
 def write_to_trackers(logged: list[LoggedMetrics]) -> None:
     """Driver only: give metrics that came back from actors to the trackers.
 

@@ -25,11 +25,12 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.arguments.checkpoints import WeightSource
-from slime.observability.logging_utils import LoggedMetrics, drain_outbox
+from slime.observability.logging_utils import LoggedMetrics, drain_outbox, logged_pairs
 from slime.observability.waiting import unwatch_actors, wait_for, wait_for_all, watch_actors
 from slime.ray.driver import RolloutResult, log_probe
 from slime.scheduling.device_turns import Holds
 from slime.utils import env
+from slime.utils.bundles import Whereabouts
 from slime.utils.checkpoint_directory import is_megatron_checkpoint, latest_iteration
 from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
@@ -209,7 +210,7 @@ class TrainGroup:
         self.rollouts_trained += 1
         with self._reporting_errors(report):
             logged = self._call_all("train", rollout_id, rollout.shards)[0]
-        report(_logged_pairs(logged, self.rank_name, self._actor_cls))
+        report(logged_pairs(logged, self.rank_name, self._actor_cls))
 
     def hold(self, holds: Holds) -> None:
         """Have all ranks hold that much of their memory on the devices."""
@@ -374,24 +375,6 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _logged_pairs(logged: Any, rank_name: str, actor_cls: type | str) -> list[LoggedMetrics]:
-    """`logged` as a list of (metrics, step key). It is what `train` of a rank returned, whose class may be a user's own.
-
-    Raises:
-        RunError: it is something else.
-    """
-    if not isinstance(logged, list | tuple) or not all(
-        isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], dict) and isinstance(entry[1], str)
-        for entry in logged
-    ):
-        name = actor_cls if isinstance(actor_cls, str) else f"{actor_cls.__module__}.{actor_cls.__qualname__}"
-        raise RunError(
-            f"train of the {rank_name}s returned {logged!r}; expected a list of (metrics, step key), such as "
-            f"[({{'train/loss': 0.5, 'train/step': 3}}, 'train/step')] (their class is {name})"
-        )
-    return [(metrics, step_key) for metrics, step_key in logged]
-
-
 class EndingTrainGroup(TrainGroup):
     """Ranks that end when they are to hold nothing, and are created again when they are to hold something: `--release-train`.
 
@@ -407,6 +390,8 @@ class EndingTrainGroup(TrainGroup):
         actor_cls: type | str | None = None,
     ) -> None:
         super().__init__(_with_fixed_iterations(args), group, places, actor_cls)
+        # A node of a cluster that the run joined may die while no rank lives.
+        self._whereabouts = Whereabouts(group) if env.ray_address() is not None else None
         # The rollout that they train next; None before the first of them are ready.
         self._next: int | None = None
         # (version, chain) of the last push, which may be one of ranks that have ended; None before the first.
@@ -537,6 +522,13 @@ class EndingTrainGroup(TrainGroup):
 
     def _create_again(self) -> None:
         self._holds = Holds.ALL
+        bundles = [bundle for bundle, _ in self._places]
+        if self._whereabouts and (moved := self._whereabouts.moved(bundles, self._args.train_start_timeout)):
+            self._places = [(bundle, device) for bundle, (_, device) in zip(bundles, moved, strict=True)]
+            # The ranks of a node share its cores.
+            vars(self).pop("_threads", None)
+            found = ", ".join(f"{address} GPU {device}" for address, device in moved)
+            logger.warning("a node was lost; the devices of the %ss are %s from here on", self.rank_name, found)
         self.create()
         if self._pushed is None:
             self.open_weight_push()

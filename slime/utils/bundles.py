@@ -48,6 +48,24 @@ def locate_bundles(
     return [places[index] for index in wanted]
 
 
+class Whereabouts:
+    """Tells when Ray has moved bundles of a placement group since it was last asked."""
+
+    def __init__(self, group: PlacementGroup) -> None:
+        self._group = group
+        self._nodes = nodes_of_bundles(group)
+
+    def moved(self, indices: Sequence[int], seconds: float) -> list[tuple[str, int]] | None:
+        """As `locate_bundles`, of which this raises the errors; None if each of the bundles is where it was."""
+        nodes = nodes_of_bundles(self._group)
+        if all(nodes.get(index) == self._nodes.get(index) for index in indices):
+            return None
+        found = locate_bundles(self._group, indices, seconds)
+        # By now Ray has a place for those that had none.
+        self._nodes = nodes_of_bundles(self._group)
+        return found
+
+
 def are_consecutive(devices: Sequence[tuple[str, int]]) -> bool:
     """Whether devices, given as `locate_bundles` gives them, lie on one node and their ids follow each other."""
     node, first = devices[0]
