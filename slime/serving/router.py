@@ -30,6 +30,7 @@ from slime.serving.router_process import lacks_engines, told_at_start
 from slime.utils.child_process import ChildProcess, environment_for_python
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
+from slime.utils.misc import SharedAnswer
 from slime.utils.ports import PortReservation, engine_url, host_for_url
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,8 @@ class RouterHandle:
     _ending: threading.Event = dataclasses.field(default_factory=threading.Event)
     # Held while a process starts; none starts after `shutdown`.
     _changing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    # When many engines die at once, as many threads want to know which ones it lists.
+    _listing: SharedAnswer = dataclasses.field(default_factory=SharedAnswer)
     # Held while it starts with its first engines: whoever tells it of others meanwhile waits until it answers.
     _opening: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -204,6 +207,14 @@ class RouterHandle:
                 engines[url] = worker if others is None or not worker["is_healthy"] else others
         return list(engines.values())
 
+    def _listed(self, deadline: float) -> dict[str, dict[str, Any]]:
+        """`workers` by URL, as of now; raises as it."""
+        try:
+            ask = lambda: {worker["url"]: worker for worker in self.workers(deadline)}  # noqa: E731
+            return self._listing.get(ask, _seconds_left(deadline))
+        except TimeoutError:
+            raise RunError(f"the router {self.url} did not list its engines in time") from None
+
     def add_workers(self, workers: Sequence[Worker], timeout: float = 60.0, worker_api_key: str | None = None) -> None:
         """Register engines that it does not list, and wait until the router calls every one of them healthy.
 
@@ -230,7 +241,7 @@ class RouterHandle:
         # Counted from here: a start had its own time.
         deadline, new = time.monotonic() + timeout, []
         if not knows_them:
-            listed = {worker["url"] for worker in self.workers(deadline)}
+            listed = self._listed(deadline)
             new = [worker for worker in workers if worker.url not in listed]
         reasons = dict(zip((worker.url for worker in new), self._tell(new, deadline), strict=True))
         reasons = {url: reason for url, reason in reasons.items() if reason is not None}
@@ -239,7 +250,7 @@ class RouterHandle:
             # An engine may be taken out meanwhile, and is not waited for then.
             lambda: (
                 (accepted & self._told.keys())
-                - {worker["url"] for worker in self.workers(deadline) if worker["is_healthy"]}
+                - {url for url, worker in self._listed(deadline).items() if worker["is_healthy"]}
             ),
             deadline,
         )
@@ -310,10 +321,10 @@ class RouterHandle:
 
     def _take_out(self, urls: list[str], timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        for worker in self.workers(deadline):
-            if worker["url"] in urls:
-                self._call("DELETE", f"/workers/{worker['id']}", None, deadline)
-        left = self._left_at_last(lambda: set(urls) & {worker["url"] for worker in self.workers(deadline)}, deadline)
+        listed = self._listed(deadline)
+        for url in [url for url in urls if url in listed]:
+            self._call("DELETE", f"/workers/{listed[url]['id']}", None, deadline)
+        left = self._left_at_last(lambda: set(urls) & self._listed(deadline).keys(), deadline)
         if left:
             raise RunError(f"router {self.url}: workers not removed after {timeout:g} s: {', '.join(sorted(left))}")
 

@@ -24,6 +24,7 @@ from slime.utils.plugin_loader import load_function
 
 __all__ = [
     "Box",
+    "SharedAnswer",
     "SingletonMeta",
     "chunk_named_params_by_size",
     "collect_garbage_rarely",
@@ -84,6 +85,37 @@ class Box:
     def inner(self) -> Any:
         """The object in the box."""
         return self._inner
+
+
+class SharedAnswer:
+    """The answer to a question that many threads have at the same time. One of them asks for all that wait, and nobody gets an
+    answer to a question that was asked before they came."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        # Questions are numbered; the answer is that to the last one that had one.
+        self._asked = 0
+        self._answered = 0
+        self._answer: Any = None
+
+    def get(self, ask: Callable[[], Any], seconds: float) -> Any:
+        """What `ask`, of this thread or of one that waits beside it, gives after this call has begun.
+
+        Raises:
+            TimeoutError: the threads before this one took more than `seconds`.
+            Exception: what this thread's `ask` raises, which the others do not get.
+        """
+        wanted = self._asked + 1
+        if not self._turn.acquire(timeout=seconds):
+            raise TimeoutError
+        try:
+            if self._answered < wanted:
+                self._asked += 1
+                self._answer = ask()
+                self._answered = self._asked
+            return self._answer
+        finally:
+            self._turn.release()
 
 
 def collect_garbage_rarely() -> None:

@@ -8,6 +8,7 @@ import signal
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -392,6 +393,44 @@ def test_a_router_that_is_slow_is_told_of_many_engines_at_a_time_and_not_of_all(
         urls[1]: "router http://10.0.0.9:80: workers not healthy after 2 s",
     }, "the others are waited for although one is refused"
     assert str(raised.value.of(urls[1])) == f"router http://10.0.0.9:80: workers not healthy after 2 s: {urls[1]}"
+
+
+class CountedTurn:
+    """A lock that counts who has come for it."""
+
+    def __init__(self):
+        self.lock, self.came = threading.Lock(), []
+        self.release = self.lock.release
+
+    def acquire(self, timeout):
+        self.came.append(timeout)
+        return self.lock.acquire(timeout=timeout)
+
+
+def test_one_question_is_for_all_threads_that_take_engines_out(monkeypatch):
+    """When a node dies, each of its engines is taken out by a thread of its own."""
+    urls, asked, turn = [f"http://e:{number}" for number in range(48)], [], CountedTurn()
+    listed = dict.fromkeys(urls)
+
+    class Router:
+        def request(self, method, url, json=None, timeout=None):
+            if method == "DELETE":
+                listed.pop(url.removeprefix("http://10.0.0.9:80/workers/"))
+            else:
+                asked.append(url)
+                # By the first answer all others have come.
+                wait_until(lambda: len(turn.came) >= len(urls))
+            workers = [{"url": url, "id": url, "is_healthy": True} for url in listed.copy()]
+            return SimpleNamespace(ok=True, json=lambda: {"workers": workers})
+
+    monkeypatch.setattr(router_module, "session_with", lambda api_key: Router())
+    router = RouterHandle("10.0.0.9", 80, None, None)
+    router._listing._turn = turn
+    with ThreadPoolExecutor(len(urls)) as threads:
+        list(threads.map(lambda url: router.remove_workers([url], 60.0), urls))
+    assert listed == {}
+    # The first one for itself, one for the others, and a look of each whether its engine is gone, at most.
+    assert len(asked) <= 2 + len(urls)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import random
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from slime.utils.misc import (
     Box,
+    SharedAnswer,
     SingletonMeta,
     chunk_named_params_by_size,
     decode_int32_meta_array,
@@ -132,6 +135,44 @@ class TestDecodeInt32:
     def test_garbage_names_the_key(self, value):
         with pytest.raises(ValueError, match="meta_info\\['a'\\]"):
             decode_int32_meta_array({"a": value}, "a")
+
+
+class TestSharedAnswer:
+    def test_an_answer_is_of_a_question_that_was_asked_after_one_came(self):
+        shared, asked, answers = SharedAnswer(), threading.Event(), iter("abcd")
+        released = threading.Event()
+
+        def ask():
+            asked.set()
+            assert released.wait(60)
+            return next(answers)
+
+        with ThreadPoolExecutor(4) as threads:
+            first = threads.submit(shared.get, ask, 60.0)
+            assert asked.wait(60)
+            later = [threads.submit(shared.get, ask, 60.0) for _ in range(3)]
+            released.set()
+            assert first.result(60) == "a"
+            assert "a" not in {one.result(60) for one in later}
+        assert shared.get(lambda: "new", 60.0) == "new"
+
+    def test_an_error_is_of_the_thread_that_asked_and_the_next_one_asks_itself(self):
+        shared = SharedAnswer()
+        with pytest.raises(KeyError):
+            shared.get(lambda: {}["none"], 1.0)
+        assert shared.get(lambda: "answer", 1.0) == "answer"
+
+    def test_nobody_waits_longer_than_they_say_for_those_before_them(self):
+        shared, asked, released = SharedAnswer(), threading.Event(), threading.Event()
+        with ThreadPoolExecutor(1) as threads:
+            slow = threads.submit(shared.get, lambda: asked.set() or released.wait(60), 60.0)
+            try:
+                assert asked.wait(60)
+                with pytest.raises(TimeoutError):
+                    shared.get(lambda: "never", 0.01)
+            finally:
+                released.set()
+            assert slow.result(60) is True
 
 
 def test_chunks_by_size():
