@@ -402,7 +402,10 @@ class PromptWithImages:
         written.append(response[done:])
         placeholders = {part.placeholder for part in (self, *(reply for _, reply in self.replies))} - {None}
         if are_ours and np.isin(np.concatenate(written), list(placeholders)).any():
-            raise SampleFailed("it has placeholders of images that it was not shown, and cannot be gone on with")
+            raise SampleFailed(
+                "it has placeholders of images that it was not shown, which the model or the text of a reply has written: an "
+                "engine would look for images of them, so it cannot be gone on with"
+            )
         return {"input_ids": np.concatenate([*ids, written[-1]]), "image_data": self.image_data}
 
 

@@ -18,6 +18,7 @@ micro-batch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -271,21 +272,55 @@ class _Images:
         if len(self.pixels) != patches:
             raise UserError(f"its pixel_values are of {len(self.pixels)} patches, and its image_grid_thw has {patches}")
         shapes = [(t, h // merged, w // merged) for t, h, w in self.grids.tolist()]
-        self.count = sum(map(math.prod, shapes))
+        counts = list(map(math.prod, shapes))
+        self.count = sum(counts)
         is_feature = tokens == config.image_token_id
         of_prompt, of_response = is_feature.tensor_split([len(tokens) - len(mask)])
-        # A placeholder that the model has generated is text. It is trained or, where the mask leaves it out, one too many.
+        # A placeholder that the model has generated is text. It is trained, or one too many where the mask leaves it out.
         of_response &= ~mask
-        if of_prompt.sum() == self.count:
-            of_response.zero_()
+        told = int(is_feature.sum())
+        if told > self.count:
+            _leave_out_generated(of_response, int(of_prompt.sum()), counts)
         self.places = is_feature.nonzero().flatten()
         if len(self.places) != self.count:
             raise UserError(
-                f"it has {len(self.places)} placeholder tokens of images (id {config.image_token_id}) outside of what is "
-                f"trained, and its {len(shapes)} images have {self.count} features; the tokens must be those that the "
-                "processor of --hf-checkpoint makes of the prompt with these images"
+                f"it has {told} placeholder tokens of images (id {config.image_token_id}) outside of what is trained, and its "
+                f"{len(shapes)} images have {self.count} features; the tokens must be those that the processor of "
+                "--hf-checkpoint makes of the prompt with these images, and what the model has written itself must be trained "
+                "where it cannot be told apart from them (loss_mask), or the sample left out (remove_sample)"
             )
         self.positions = image_positions(len(tokens), self.places.tolist(), shapes)
+
+
+def _leave_out_generated(of_response: torch.Tensor, of_prompt: int, counts: Sequence[int]) -> None:
+    """Clear in `of_response`, the masked placeholders of a response, those that the model has generated.
+
+    An image is a run of as many placeholders as it has features. Nothing is cleared if that tells several ways, or none, in
+    which the images behind the prompt's are runs of the response in their order.
+
+    Args:
+        of_response: bool [response].
+        of_prompt: the number of placeholders in the prompt.
+        counts: the features of each image.
+    """
+    ends = list(itertools.accumulate(counts, initial=0))
+    if of_prompt not in ends:
+        return
+    values, lengths = of_response.unique_consecutive(return_counts=True)
+    # Features that have their place → which runs they are in, in at most two ways: more are not needed to know of several.
+    ways: dict[int, list[frozenset[int]]] = {of_prompt: [frozenset()]}
+    for run, (is_placeholder, length) in enumerate(zip(values.tolist(), lengths.tolist(), strict=True)):
+        if not is_placeholder:
+            continue
+        for placed in sorted(ways, reverse=True):
+            if placed + length in ends:
+                longer = ways.get(placed + length, []) + [runs | {run} for runs in ways[placed]]
+                ways[placed + length] = longer[:2]
+    found = ways.get(ends[-1], [])
+    if len(found) == 1:
+        of_images = torch.zeros(len(values), dtype=torch.bool)
+        of_images[list(found[0])] = True
+        of_response &= of_images.repeat_interleave(lengths)
 
 
 def _images_of(batch: MicroBatch, config: Any) -> list[_Images | None]:

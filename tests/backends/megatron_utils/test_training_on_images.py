@@ -77,6 +77,15 @@ def generated_a_placeholder_that_is_not_trained():
     return [sample]
 
 
+def replied_with_an_image_behind_a_placeholder_that_is_not_trained():
+    """As where the model has written one in a turn that is masked, and an environment has shown an image then."""
+    (sample,) = replied_with_an_image()
+    assert sample.loss_mask[:4] == [1, 1, 0, 0]
+    sample.tokens[2 - sample.response_length] = IMAGE
+    sample.metadata["generated_and_masked"] = [2]
+    return [sample]
+
+
 def begins_and_ends_with_an_image():
     (sample,) = replied_with_an_image(goes_on=False)
     sample.tokens = sample.tokens[sample.tokens.index(IMAGE) :]
@@ -89,6 +98,7 @@ OWN = {
     "generated": generated_a_placeholder,
     "generated and masked": generated_a_placeholder_that_is_not_trained,
     "replied": replied_with_an_image,
+    "generated, masked and replied": replied_with_an_image_behind_a_placeholder_that_is_not_trained,
 }
 
 
@@ -355,3 +365,50 @@ def test_positions_are_those_of_transformers(seeing, shapes):
     grids = torch.tensor([(t, 2 * h, 2 * w) for t, h, w in shapes]) if shapes else None
     expected, _ = model.model.get_rope_index(torch.zeros(1, len(kinds)).long(), torch.tensor([kinds]), grids)
     assert image_positions(len(kinds), places, shapes).equal(expected[:, 0])
+
+
+def places_of_images(prompt, response, counts):
+    """Where `_Images` finds images of these many features; "i" is a placeholder, "I" one that is trained, "." another token."""
+    from slime_plugins.models.sight import _Images
+
+    config = SimpleNamespace(image_token_id=9, vision_config=SimpleNamespace(spatial_merge_size=1))
+    tokens = torch.tensor([9 if token in "iI" else 1 for token in prompt + response])
+    grids = torch.tensor([(1, 1, count) for count in counts])
+    inputs = {"pixel_values": torch.zeros(sum(counts), 3), "image_grid_thw": grids}
+    return _Images(inputs, tokens, torch.tensor([token == "I" for token in response]), config).places.tolist()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "counts", "places"),
+    [
+        (".ii.", ".i.", [2], [1, 2]),
+        (".ii.", ".i.iii.", [2, 3], [1, 2, 7, 8, 9]),
+        (".", ".i.iii.i.", [3], [4, 5, 6]),
+        (".", ".I.iii.I.", [3], [4, 5, 6]),
+        # The turn of the model begins or ends with one, beside what is trained.
+        (".", "iI.iii.Ii", [3], [4, 5, 6]),
+        # Two images of a reply without anything between them.
+        (".", ".ii.iii.", [1, 2], [5, 6, 7]),
+        (".", ".i.iii..iii.", [2, 1, 3], [4, 5, 6, 9, 10, 11]),
+    ],
+)
+def test_placeholders_that_the_model_wrote_are_known_by_their_number(prompt, response, counts, places):
+    assert places_of_images(prompt, response, counts) == places
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "counts"),
+    [
+        # One of both is the image.
+        (".", ".ii..ii.", [2]),
+        (".ii.", ".iii..iii.", [2, 3]),
+        # None is.
+        (".", ".i.i.", [3]),
+        (".i.", ".iii.", [2, 3]),
+        # They are in another order.
+        (".", ".iii.ii.i.", [2, 3]),
+    ],
+)
+def test_placeholders_of_which_it_is_not_known_who_wrote_them_are_told(prompt, response, counts):
+    with pytest.raises(UserError, match="placeholder tokens of images .*must be trained .* or the sample left out"):
+        places_of_images(prompt, response, counts)

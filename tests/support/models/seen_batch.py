@@ -129,6 +129,7 @@ def seen_alone(model: Any, sample: Sample) -> Any:
     generated = kinds[:, -sample.response_length :] * is_trained.int()
     if kinds[:, : -sample.response_length].sum() == inputs["image_grid_thw"].prod(-1).sum() // MERGE**2:
         generated = kinds[:, -sample.response_length :].clone()
+    generated[:, sample.metadata.get("generated_and_masked", [])] = 1
     if not generated.any():
         return model(tokens, **inputs, mm_token_type_ids=kinds).logits[0]
     # Image tokens in the response were generated and are ordinary tokens; the class would take them for features.
