@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from slime.arguments.hf_config import is_hf_checkpoint
-from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, iteration_directory
+from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, iteration_directory, why_no_directory
 from slime.utils.errors import UserError
 
 # Files that a run which ended before its first checkpoint leaves in its directory, beside hidden temporary directories.
@@ -77,7 +77,7 @@ def checkpoint_source(directory: str, step: int | None, flag: str, step_flag: st
     """
     path = Path(directory)
     if not path.is_dir():
-        raise UserError(f"{flag} {path}: no such directory; give a Megatron or Hugging Face checkpoint")
+        raise UserError(f"{flag} {path}: {why_no_directory(path)}; give a Megatron or Hugging Face checkpoint")
     if is_megatron_checkpoint(path):
         _require_iteration(path, step, step_flag or flag)
         return WeightSource("megatron", str(path), step)
@@ -102,11 +102,12 @@ def _source_of_load(args: argparse.Namespace) -> WeightSource | None:
     contents = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     visible = [name for name in contents if not name.startswith(".") and name not in _OWN_LEFTOVERS]
     same_as_save = args.save is not None and path.absolute() == Path(args.save).absolute()
-    if same_as_save and not visible:
+    if same_as_save and not visible and not path.is_file():
         if args.exit_on_missing_checkpoint:
             raise UserError(f"--load {path} holds no checkpoint; for a first launch drop --exit-on-missing-checkpoint")
         return None
-    state = f"holds {', '.join(visible[:5])} but no checkpoint" if visible else "is missing or empty"
+    nothing = "is a file" if path.is_file() else "is missing or empty"
+    state = f"holds {', '.join(visible[:5])} but no checkpoint" if visible else nothing
     raise UserError(
         f"--load {path} {state}; give a Megatron directory (with {POINTER}) or a Hugging Face directory. "
         "A directory that does not exist yet is allowed only when --save names it too"

@@ -20,6 +20,7 @@ from slime.models.config_entries import text_config_of
 from slime.models.families import SUPPORTED_MODEL_TYPES, family_of, misnomer, model_args_from_hf, training_limits
 from slime.models.layer_pattern import written_pattern
 from slime.models.shape_of_flags import SHAPE_FLAGS
+from slime.utils.checkpoint_directory import why_no_directory
 from slime.utils.errors import UserError
 
 Config = dict[str, Any]
@@ -199,8 +200,8 @@ def read_hf_config(checkpoint: str | Path, flag: str = "--hf-checkpoint") -> Con
 
 
 def no_directory(flag: str, path: str | Path) -> str:
-    """The message about a missing checkpoint; `OWNER/MODEL`, typed as on the hub, is no path and deserves a hint."""
-    message = f"{flag} {path}: no such directory; give a Hugging Face checkpoint directory"
+    """The message about what is no directory; `OWNER/MODEL`, typed as on the hub, is no path and deserves a hint."""
+    message = f"{flag} {path}: {why_no_directory(path)}; give a Hugging Face checkpoint directory"
     owner = Path(path).absolute().parent
     if owner.parent == Path.cwd() and not owner.exists():
         message += (

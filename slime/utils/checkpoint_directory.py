@@ -24,6 +24,11 @@ WEIGHT_VERSION = "weight_version.json"
 FSDP2 = "fsdp2"
 
 
+def why_no_directory(path: str | os.PathLike[str]) -> str:
+    """What there is at `path` in the place of the directory of a checkpoint."""
+    return "it is a file, and a checkpoint is a directory" if Path(path).is_file() else "no such directory"
+
+
 def is_megatron_checkpoint(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / POINTER).is_file()
 

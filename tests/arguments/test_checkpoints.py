@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from slime.utils.checkpoint_directory import POINTER
@@ -111,6 +113,26 @@ def test_load_that_is_no_checkpoint(tmp_path, prepare, message):
     prepare(path)
     with pytest.raises(UserError, match=message):
         parse(tmp_path, "--load", str(path))
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--load", "{} is a file; give a Megatron directory"),
+        ("--ref-load", "{}: it is a file, and a checkpoint is a directory; give a Megatron"),
+        ("--initial-megatron-checkpoint", "{}: it is a file, and a checkpoint is a directory; give a Megatron"),
+        ("--hf-checkpoint", "{}: it is a file, and a checkpoint is a directory; give a Hugging Face"),
+        ("--save", "{0}: {0} is a file, not a directory; give a place where you may write"),
+    ],
+)
+def test_a_file_in_the_place_of_a_checkpoint_is_called_a_file(tmp_path, flag, message):
+    file = tmp_path / "model.safetensors"
+    file.write_text("weights")
+    with pytest.raises(UserError, match=re.escape(f"{flag} {message.format(file)}")):
+        parse(tmp_path, "--use-kl-loss", flag, str(file))
+    if flag == "--load":
+        with pytest.raises(UserError, match=re.escape(f"--load {message.format(file)}")):
+            parse(tmp_path, flag, str(file), "--save", str(file))
 
 
 def test_complete_iteration_without_pointer_names_the_way_out(tmp_path):
