@@ -32,6 +32,7 @@ from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._private.state import GlobalState
 
+from slime.arguments.config_files.role_config import critic_args
 from slime.arguments.config_files.serving_config import arguments_of_group, served_groups
 from slime.arguments.derivation import settle_precision
 from slime.arguments.origins import Origin, recording
@@ -186,6 +187,14 @@ def object_store_bytes(args: argparse.Namespace) -> int:
 _ASKING = ("slime.rollout.sglang_rollout.", "slime.rollout.fully_async_rollout.")
 
 
+def refuse_what_would_fail(args: argparse.Namespace) -> None:
+    """Raise UserError for what the functions below find."""
+    refuse_images_on_cpus(args)
+    refuse_recording(args)
+    refuse_transport(args)
+    refuse_attention_variables(args)
+
+
 def refuse_images_on_cpus(args: argparse.Namespace) -> None:
     """Raise UserError if engines of ours on CPUs would be asked about images. Engines are known to run on CPUs if this machine,
     on which Ray starts, has no GPU, or if `SLIME_ACCELERATOR=cpu` says so of a cluster."""
@@ -228,6 +237,29 @@ def refuse_transport(args: argparse.Namespace) -> None:
             "--rollout-data-transport nixl needs the package nixl, which is not installed here: pip install nixl, or leave the "
             "flag out"
         )
+
+
+# What Megatron-Core makes of the variables of Transformer Engine, for each --attention-backend. It takes no other values.
+_ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+_ATTENTION_VALUES = {"auto": "111", "flash": "100", "fused": "010", "unfused": "001", "local": "000"}
+
+
+def refuse_attention_variables(args: argparse.Namespace) -> None:
+    """Raise UserError if a variable of the environment, or of `--train-env-vars`, chooses other kernels for attention than
+    `--attention-backend` does: Megatron-Core ends the ranks with an assertion then."""
+    if not args.has_trainer or args.train_backend != "megatron":
+        return
+    given = {**env.library_environment(), **{name: str(value) for name, value in (args.train_env_vars or {}).items()}}
+    for model in (args, *([critic_args(args)] if args.use_critic else ())):
+        wanted = dict(zip(_ATTENTION_VARIABLES, _ATTENTION_VALUES[model.attention_backend], strict=True))
+        other = [name for name, value in wanted.items() if given.get(name, value) != value]
+        if other:
+            shown = ", ".join(f"{name}={given[name]}" for name in other)
+            raise UserError(
+                f"{shown}: --attention-backend {model.attention_backend} needs "
+                f"{', '.join(f'{name}={wanted[name]}' for name in other)}; unset {' and '.join(other)} (they may be in "
+                "--train-env-vars), and choose the kernels by --attention-backend alone"
+            )
 
 
 def _asks(function: str, generate: str | None) -> bool:

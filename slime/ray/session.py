@@ -150,11 +150,9 @@ def _checked_before_start(args: argparse.Namespace, stream: TextIO) -> argparse.
     """
     finished = nothing_left(args)
     if finished is None:
-        from slime.ray.cluster import check_machine, refuse_images_on_cpus, refuse_recording, refuse_transport
+        from slime.ray.cluster import check_machine, refuse_what_would_fail
 
-        refuse_images_on_cpus(args)
-        refuse_recording(args)
-        refuse_transport(args)
+        refuse_what_would_fail(args)
         check_before_start(args)
         if not args.check:
             _sweep()
