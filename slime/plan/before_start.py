@@ -19,6 +19,7 @@ from slime.arguments.checkpoints import (
     source_of_reference,
     source_of_teacher,
 )
+from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.config_files.role_config import CRITIC, critic_args, place_in
 from slime.arguments.config_files.serving_config import served_models
 from slime.arguments.flag import attribute_of, flag_of
@@ -49,7 +50,12 @@ def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECO
     """
     for warning in late_evaluations(args):
         logger.warning("%s", warning)
-    problems = [*_checkpoint_problems(args), *_model_problems(args), *prompt_problems(args, scan_seconds)]
+    problems = [
+        *_checkpoint_problems(args),
+        *_model_problems(args),
+        *_stop_token_problems(args),
+        *prompt_problems(args, scan_seconds),
+    ]
     if problems:
         # The actor may start from the weights of the reference.
         raise UserError("\n".join(dict.fromkeys(problems)))
@@ -205,6 +211,28 @@ def _model_problems(args: argparse.Namespace) -> Iterator[str]:
             yield (
                 f"{place} has no tokenizer (tokenizer.json, or a vocabulary of another kind), which is loaded from there; "
                 "download its files, or copy them there"
+            )
+
+
+def _stop_token_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Stop token ids that no token of the model has: no answer would end at them, and engines that forbid them in the first
+    tokens of an answer would die of them."""
+    if not args.has_engines or args.hf_checkpoint is None:
+        return
+    given = {"--rollout-stop-token-ids": args.rollout_stop_token_ids}
+    if args.eval_interval is not None:
+        place = places_in(args.eval_config)
+        for one in args.eval_datasets:
+            in_file = place(one.name, "stop_token_ids")
+            if in_file is not None:
+                given[f"{in_file}: stop_token_ids"] = one.stop_token_ids
+    vocabulary = read_hf_config(args.hf_checkpoint).get("vocab_size") if any(given.values()) else None
+    for where, ids in given.items():
+        beyond = [str(token) for token in ids or () if vocabulary is not None and token >= vocabulary]
+        if beyond:
+            yield (
+                f"{where} {' '.join(beyond)}: the model of --hf-checkpoint {args.hf_checkpoint} has the tokens 0 to "
+                f"{vocabulary - 1} (`vocab_size` in its config.json); give ids of its tokenizer"
             )
 
 

@@ -45,6 +45,7 @@ from slime.observability.waiting import watch_nothing
 from slime.plan import require_memory_of_machine
 from slime.plan.batch import kept_tokens, train_batch_bytes
 from slime.plan.prompt_files import place_of_images
+from slime.serving.model_routers import require_given_router
 from slime.utils import env
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import RunError, UserError
@@ -58,6 +59,7 @@ _OBJECT_STORE_SLACK = 1.25
 # The store gets at most this share of the machine's memory: training ranks and engines want theirs.
 _OBJECT_STORE_SHARE = 0.3
 _CONNECT_SECONDS = 10.0
+_ROUTER_SECONDS = 5.0
 # A head that takes connections may say nothing: it hangs, or another service has the port. Ray 2.60 waits 40 s for each answer,
 # and asks 20 times, a quarter of an hour.
 _QUESTIONS_TO_A_HEAD = 2
@@ -193,6 +195,8 @@ def refuse_what_would_fail(args: argparse.Namespace) -> None:
     refuse_recording(args)
     refuse_transport(args)
     refuse_attention_variables(args)
+    if args.has_engines:
+        require_given_router(args, _ROUTER_SECONDS)
 
 
 def refuse_images_on_cpus(args: argparse.Namespace) -> None:

@@ -194,14 +194,22 @@ def start_router(
     return launch_router(name, Path(log_dir) / f"{name}.log", fields, (port, prometheus_port), api_key)
 
 
-def _given_router(args: Any, api_key: str | None, ours: Sequence[str] | None, pairs: bool) -> RouterHandle:
+def require_given_router(args: Any, seconds: float) -> None:
+    """Raise UserError unless the router that `--sglang-router-ip/port` names, if they do, answers our key within `seconds`."""
+    if args.sglang_router_ip is not None:
+        _given_router(args, vars(args).get("router_api_key"), None, False, seconds)
+
+
+def _given_router(
+    args: Any, api_key: str | None, ours: Sequence[str] | None, pairs: bool, seconds: float = REQUEST_SECONDS
+) -> RouterHandle:
     ip, port = args.sglang_router_ip, args.sglang_router_port
     address = f"--sglang-router-ip {ip} --sglang-router-port {port}"
     if port is None:
         raise UserError(f"--sglang-router-ip {ip} needs --sglang-router-port")
     handle, session = RouterHandle(ip.strip("[]"), port, api_key, process=None), session_with(api_key)
     try:
-        response = session.get(f"{handle.url}/workers", timeout=REQUEST_SECONDS)
+        response = session.get(f"{handle.url}/workers", timeout=seconds)
         if response.status_code in (401, 403):
             raise UserError(f"{address}: the router refuses our key; give its key by --router-api-key")
         if response.ok and isinstance(response.json().get("workers"), list):

@@ -1,6 +1,10 @@
 """What the environment, and what is to run already, keep from starting: told by `--check`, before Ray starts."""
 
+import http.server
+import json
 import os
+import socket
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -72,3 +76,31 @@ def test_a_check_tells_the_variable_of_attention(monkeypatch, tmp_path, capsys):
     assert status == 2 and "NVTE_FLASH_ATTN=0: --attention-backend auto needs NVTE_FLASH_ATTN=1" in told
     monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
     assert checked(tmp_path, capsys)[0] == 0
+
+
+class Router(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/workers" else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps({"workers": []}).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_router_that_is_to_run_already_answers_before_a_run_starts(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cluster, "_ROUTER_SECONDS", 0.5)
+    with http.server.HTTPServer(("127.0.0.1", 0), Router) as server:
+        words = ["--sglang-router-ip", "127.0.0.1", "--sglang-router-port", str(server.server_port)]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        status, result, told = checked(tmp_path, capsys, *words)
+        assert status == 0 and result.startswith("ready to start"), told
+        server.shutdown()
+    status, result, told = checked(tmp_path, capsys, *words)
+    assert status == 2 and result == "" and f"{' '.join(words)}: no SGLang router there" in told
+    # Without engines nobody asks it.
+    assert checked(tmp_path, capsys, *words, "--debug-train-only")[0] == 0
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        words[-1] = str(silent.getsockname()[1])
+        status, _, told = checked(tmp_path, capsys, *words)
+    assert status == 2 and f"{' '.join(words)}: no SGLang router there (ReadTimeout" in told
