@@ -51,6 +51,9 @@ OPTIMIZER_ARGS=("${ADAM_ARGS[@]}" "${CPU_OPTIMIZER_ARGS[@]}")
 SGLANG_ARGS=(
   --rollout-num-gpus-per-engine 16
   --sglang-mem-fraction-static 0.7
+  --sglang-enable-dp-attention
+  --sglang-dp-size 2
+  --sglang-enable-dp-lm-head
   --sglang-ep-size 16
 )
 

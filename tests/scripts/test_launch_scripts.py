@@ -131,6 +131,23 @@ def test_serving_file_covers_all_gpus_of_the_run() -> None:
     assert sum(int(number) for number in re.findall(r" num_gpus: (\d+)", text)) == 32 * 8
 
 
+def test_kimi_from_int4_differs_from_the_other_script_in_where_training_starts_and_in_the_temperature(commands) -> None:
+    """The engines of both serve the same weights."""
+
+    def by_flag(name: str) -> dict[str, list[str]]:
+        values: dict[str, list[str]] = {}
+        for word in commands[name]:
+            if word.startswith("--"):
+                values[word] = []
+            else:
+                values[list(values)[-1]].append(word)
+        return values
+
+    base, int4 = by_flag("run-kimi-k2-Thinking"), by_flag("low_precision/run-kimi-k2-Thinking-int4")
+    differing = {flag for flag in base.keys() | int4.keys() if base.get(flag) != int4.get(flag)}
+    assert differing == {"--load", "--ref-load", "--save", "--rollout-temperature"}
+
+
 def test_nodes_and_context_parallelism_come_from_the_environment() -> None:
     script = SCRIPTS["run-qwen3-next-80B-A3B"]
     result = bash(f"bash {script}", PRINT_COMMAND="1", ACTOR_NUM_NODES="8", CONTEXT_PARALLEL_SIZE="4")

@@ -105,7 +105,7 @@ NOTES = {
     "low_precision/run-qwen3-30B-A3B-int4": _INT4,
     "low_precision/run-qwen3-235B-A22B-int4": _INT4,
     "low_precision/run-moonlight-16B-A3B-int4": _INT4,
-    "low_precision/run-kimi-k2-Thinking-int4": _INT4,
+    "low_precision/run-kimi-k2-Thinking-int4": f"{_INT4} --sglang-enable-dp-attention --sglang-dp-size=2",
 }
 
 _COLUMNS = (
