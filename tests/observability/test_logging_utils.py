@@ -58,7 +58,7 @@ def test_metrics_without_their_step_are_refused_where_they_are_logged(metrics):
 def test_what_is_logged_in_a_block_stays_with_it_also_from_its_threads():
     def block(number, both_inside):
         with collected_metrics() as collected:
-            both_inside.wait(10)
+            both_inside.wait(60)
             log(None, {"rollout/x": number, "rollout/step": number}, "rollout/step")
             asyncio.run(asyncio.to_thread(log, None, {"eval/x": number, "eval/step": number}, "eval/step"))
         return [(metrics, key) for metrics, key in collected]

@@ -90,7 +90,7 @@ def test_a_long_answer_is_parsed_when_its_slot_is_free_again(monkeypatch):
     served = threading.Event()
 
     def decode(content, decode_json):
-        assert served.wait(10), "the second request never got the slot"
+        assert served.wait(60), "the second request never got the slot"
         return len(decode_json(content)["text"])
 
     monkeypatch.setattr(engine_answers, "decode_engine_answer", decode)

@@ -475,14 +475,14 @@ def test_the_command_serves_and_its_generator_ends_with_it(tmp_path):
 
 
 def _posted(port, path, body):
-    import urllib.error
     import urllib.request
 
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
     try:
-        return urllib.request.urlopen(request, timeout=10).status == 200
-    except urllib.error.URLError:
+        return urllib.request.urlopen(request, timeout=60).status == 200
+    except OSError:
+        # Nobody listens yet, or whoever does is not ready.
         return False
 
 

@@ -70,12 +70,12 @@ def registered(directory: str) -> int:
             )  # fmt: skip
             manager.register_to_bootstrap()
         everything = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-        answers.append(requests.get(f"{url}/route?{everything}", timeout=30).status_code)
+        answers.append(requests.get(f"{url}/route?{everything}", timeout=120).status_code)
 
     def answers_at(url: str) -> bool:
         try:
-            return requests.get(f"{url}/health", timeout=5).ok
-        except requests.ConnectionError:
+            return requests.get(f"{url}/health", timeout=60).ok
+        except requests.RequestException:
             return False
 
     _as_rank(directory, register, host=host, disaggregation_mode="prefill")

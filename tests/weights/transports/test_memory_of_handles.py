@@ -55,7 +55,7 @@ class Reader:
 
     def end(self):
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 @pytest.fixture(scope="module")

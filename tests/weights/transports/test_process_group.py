@@ -293,7 +293,7 @@ def test_the_store_stays_until_engines_on_their_way_have_found_it(monkeypatch):
         for connection in own:
             connection.close()
         visitor.kill()
-        visitor.wait(10)
+        visitor.wait(60)
 
 
 def test_engines_that_do_not_come_are_waited_for_no_longer_than_a_moment(monkeypatch):
