@@ -156,10 +156,11 @@ def test_the_deadline_names_what_is_missing(ray, actor):
 
 def test_the_death_behind_a_lost_connection_is_named(actor, worker, monkeypatch):
     from slime.observability import waiting
-    from slime.observability.waiting import wait_for_all
+    from slime.observability.waiting import wait_for, wait_for_all
 
-    # Its process starts first, which takes long where the machine is busy.
+    # Its process starts first, which takes long where the machine is busy; the other one has, and fails at once.
     monkeypatch.setattr(waiting, "_DEATH_SECONDS", 60.0)
+    assert wait_for(actor.answer.remote(1), "an answer", 60) == 1
     refs = [actor.raise_error.remote(RuntimeError("Connection closed by peer")), worker.remote().die.remote()]
     with pytest.raises(RunError, match="a process of the run died"):
         wait_for_all(refs, "a step", 60)
