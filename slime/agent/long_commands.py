@@ -14,7 +14,7 @@ import shlex
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
-from slime.agent.sandbox_protocol import Sandbox
+from slime.agent.sandbox_base import Sandbox
 
 # The status of a command that was killed because its time was over.
 EXIT_TIME_BUDGET_EXCEEDED = -1

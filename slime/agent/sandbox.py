@@ -1,7 +1,7 @@
 """The sandboxes that come with slime: places in which an agent works and its work is graded.
 
 `LocalSandbox` is on this machine, `DockerSandbox` a container of this machine's Docker, `E2BSandbox` a machine of a service.
-What all of them can do, and any class that takes their place, is `slime.agent.sandbox_protocol.Sandbox`.
+What all of them can do, and any class that takes their place, is `slime.agent.sandbox_base.Sandbox`.
 
 Whatever was started in a sandbox ends with it, even if this process ends first. In a container and at a service it then goes on
 until the lifetime of the sandbox is over.
@@ -9,7 +9,6 @@ until the lifetime of the sandbox is over.
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import functools
@@ -17,9 +16,7 @@ import importlib
 import json
 import logging
 import os
-import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -33,18 +30,24 @@ import psutil
 
 from slime.agent.limited import ARCHITECTURES, LANDLOCK_VERSION, READABLE, landlock_version
 from slime.agent.long_commands import EXIT_TIME_BUDGET_EXCEEDED, exec_and_wait
-from slime.agent.sandbox_protocol import (
+from slime.agent.sandbox_base import (
+    END_SECONDS,
     EXIT_TIMED_OUT,
+    START_SECONDS,
+    TRANSFER_SECONDS,
+    WRITE_MARK,
     CommandFailed,
     Content,
+    OwnProcesses,
     Result,
     Sandbox,
     SandboxError,
     checked,
     content_bytes,
+    said_by,
 )
 from slime.utils import env as variables
-from slime.utils.child_process import Ended, StillRunning, kill_group, run_to_end
+from slime.utils.child_process import kill_group, run_to_end
 from slime.utils.errors import UserError
 
 __all__ = [
@@ -56,13 +59,6 @@ logger = logging.getLogger(__name__)
 
 LIMITED = Path(__file__).with_name("limited.py")
 NAMESPACES = ("--user", "--map-current-user", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
-# So much of each of a command's two streams is kept; a larger file is not read.
-_OUTPUT_BYTES, _FILE_BYTES = 2**20, 64 * 2**20
-_TRANSFER_SECONDS = 300.0
-# The status of a command that was killed; and a command that any sandbox can run.
-_KILLED, _NOTHING = 128 + signal.SIGKILL, "true"
-# The sandbox's shell writes this before it runs a command: without it the command was not run.
-_MARK, _WRITE_MARK = b"\0begun\0", r"printf '\000begun\000' >&2"
 # The program of the keeper, the first process of a sandbox's namespaces.
 # - It ends when our end of its pipe closes, and all other processes of the namespaces end with it.
 # - Processes that lose their parent become its children. It ignores SIGCHLD, so the kernel reaps them.
@@ -94,80 +90,8 @@ with contextlib.suppress(ProcessLookupError):
 done(libc.setns(first, CLONE_NEWNS))
 shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
-# How long a killed process may take to end, and namespaces to be set up.
-_END_SECONDS, _START_SECONDS = 30.0, 60.0
-
-
-def _said(ended: Ended) -> str:
-    """The end of what a command wrote to standard error, for a message. It need not be UTF-8: names of files are bytes."""
-    return ended.err.decode(errors="replace").strip()[-2000:]
-
-
-# -- the common part of sandboxes on this machine -------------------------------------------------------------------------
-
-
-class _OwnProcesses(abc.ABC):
-    """A sandbox whose commands are run by programs of this machine; `_argv` says by which."""
-
-    sandbox_id = ""
-
-    @abc.abstractmethod
-    def _argv(self, cmd: str, user: str, env: Mapping[str, str], name: str) -> tuple[list[str], dict[str, str] | None]:
-        """The program with its arguments, and its environment (None: that of this process)."""
-
-    @abc.abstractmethod
-    async def _end(self, name: str) -> None:
-        """End the command `name`, if it does not end with the program that runs it."""
-
-    async def _command(
-        self, cmd: str, user: str, timeout: float, env: Mapping[str, str] | None = None, stdin: bytes = b"",
-        most: int = _OUTPUT_BYTES,
-    ) -> Ended:  # fmt: skip
-        if not self.sandbox_id:
-            raise SandboxError(f"{type(self).__name__} is used outside of its `async with` block")
-        name = uuid.uuid4().hex
-        argv, environment = self._argv(cmd, user, env or {}, name)
-        try:
-            ended = await run_to_end(argv, timeout=timeout, stdin=stdin, env=environment, most=most)
-        except BaseException as error:
-            await self._end(name)
-            if not isinstance(error, OSError):
-                raise
-            if not isinstance(error, StillRunning):
-                raise SandboxError(f"sandbox {self.sandbox_id}: {error}") from error
-            ended = Ended(EXIT_TIMED_OUT, *error.so_far)
-        # Without the mark the command was not run, and the status is that of the program that should have run it.
-        if not ended.err.startswith(_MARK):
-            said = _said(ended) or f"nothing within {timeout:g} s"
-            raise SandboxError(f"sandbox {self.sandbox_id} ran no command: {said}")
-        # When a sandbox is ended its commands are killed, and there is no other sign of that. So try another command in it.
-        if ended.code == _KILLED and cmd != _NOTHING and (await self._command(_NOTHING, user, _START_SECONDS)).code:
-            raise SandboxError(f"sandbox {self.sandbox_id} runs no command any more: `{_NOTHING}` failed in it")
-        return Ended(ended.code, ended.out, ended.err[len(_MARK) :])
-
-    async def exec(
-        self, cmd: str, *, user: str = "root", env: Mapping[str, str] | None = None, timeout: float = 120,
-        check: bool = False, idempotent: bool = True,
-    ) -> Result:  # fmt: skip
-        """See `Sandbox.exec`."""
-        ended = await self._command(cmd, user, timeout, env)
-        return checked(cmd, (ended.code, ended.out.decode(errors="replace"), ended.err.decode(errors="replace")), check)
-
-    async def write_file(self, path: str, content: Content, *, user: str = "root") -> None:
-        """See `Sandbox.write_file`. A process of the sandbox writes the file, so it has only the sandbox's rights."""
-        cmd = f'mkdir -p -- "$(dirname -- {shlex.quote(path)})" && cat > {shlex.quote(path)}'
-        ended = await self._command(cmd, user, _TRANSFER_SECONDS, stdin=content_bytes(content))
-        if ended.code != 0:
-            raise SandboxError(f"sandbox {self.sandbox_id}: {path} cannot be written: {_said(ended)}")
-
-    async def read_file(self, path: str, *, user: str = "root") -> str:
-        """See `Sandbox.read_file`."""
-        ended = await self._command(f"cat -- {shlex.quote(path)}", user, _TRANSFER_SECONDS, most=_FILE_BYTES)
-        if ended.code != 0:
-            raise SandboxError(f"sandbox {self.sandbox_id}: {path} cannot be read: {_said(ended)}")
-        if len(ended.out) > _FILE_BYTES:
-            raise SandboxError(f"sandbox {self.sandbox_id}: {path} has more than {_FILE_BYTES} bytes")
-        return ended.out.decode(errors="surrogateescape")
+# How long Docker may take to make a container for which nobody waits any more, and how often it is looked for.
+_LATE_SECONDS, _LATE_POLL_SECONDS = 5.0, 0.5
 
 
 # -- on this machine ------------------------------------------------------------------------------------------------------
@@ -212,7 +136,7 @@ def require_namespaces() -> tuple[str, ...]:
         )
     words = (unshare, *NAMESPACES)
     with _machine_errors_as_sandbox_errors():
-        done = subprocess.run([*words, "--net", "true"], capture_output=True, text=True, timeout=_START_SECONDS)
+        done = subprocess.run([*words, "--net", "true"], capture_output=True, text=True, timeout=START_SECONDS)
     if done.returncode:
         raise UserError(
             f"programs of a model need namespaces of user, network and processes, and `{' '.join(words)} --net true` says: "
@@ -222,7 +146,7 @@ def require_namespaces() -> tuple[str, ...]:
     return words
 
 
-class LocalSandbox(_OwnProcesses):
+class LocalSandbox(OwnProcesses):
     """A directory of this machine, which is all that commands can change, and namespaces, with which all their processes end.
 
     Commands start in `directory`. They see only their own processes, can read only programs and libraries of the machine, and
@@ -269,11 +193,11 @@ class LocalSandbox(_OwnProcesses):
                 if keeper.returncode is None:
                     kill_group(keeper.pid)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(keeper.communicate(), _END_SECONDS)
+                    await asyncio.wait_for(keeper.communicate(), END_SECONDS)
 
             stack.push_async_callback(end_all)
             with contextlib.suppress(TimeoutError, ValueError, psutil.Error):
-                if await asyncio.wait_for(keeper.stdout.readline(), _START_SECONDS) == b"ready\n":
+                if await asyncio.wait_for(keeper.stdout.readline(), START_SECONDS) == b"ready\n":
                     # The keeper is the one child of `unshare`, which stays outside of the namespaces and waits for it.
                     (self._first,) = psutil.Process(keeper.pid).children()
                     self.sandbox_id = self.directory.name
@@ -281,8 +205,12 @@ class LocalSandbox(_OwnProcesses):
                     return self
             if keeper.returncode is None:
                 kill_group(keeper.pid)
-            said = (await keeper.communicate())[1].decode(errors="replace").strip()
-        raise SandboxError(f"a sandbox did not start within {_START_SECONDS:g} s: {said or 'it said nothing'}")
+            said = b""
+            # Whoever else has its streams, or a kernel that cannot end it, must not hold us up.
+            with contextlib.suppress(TimeoutError):
+                said = (await asyncio.wait_for(keeper.communicate(), END_SECONDS))[1]
+        told = said.decode(errors="replace").strip() or "it said nothing"
+        raise SandboxError(f"a sandbox did not start within {START_SECONDS:g} s: {told}")
 
     async def __aexit__(self, *error: Any) -> None:
         self.sandbox_id = ""
@@ -317,7 +245,7 @@ class LocalSandbox(_OwnProcesses):
         argv = [
             shutil.which("nsenter"), "--preserve-credentials", *(word.replace("=", f"={of_keeper}/") for word in own), "--",
             sys.executable, "-I", "-S", "-B", str(LIMITED), json.dumps(given),
-            "sh", "-c", f'{_WRITE_MARK}; exec sh -c "$0"', cmd,
+            "sh", "-c", f'{WRITE_MARK}; exec sh -c "$0"', cmd,
         ]  # fmt: skip
         return argv, environment
 
@@ -343,7 +271,7 @@ _OF_SHELLS = (
 # -- containers -----------------------------------------------------------------------------------------------------------
 
 
-class DockerSandbox(_OwnProcesses):
+class DockerSandbox(OwnProcesses):
     """A container of `image`, started by Docker's command line; it is removed with its contents.
 
     The image's `sh` runs the commands, in the image's working directory. The container ends by itself after the lifetime.
@@ -372,7 +300,9 @@ class DockerSandbox(_OwnProcesses):
             if ended.code != 0:
                 raise SandboxError(f"no container of {self.image} starts: {ended.err.decode(errors='replace').strip()}")
         except BaseException as error:
-            await self._remove(name)
+            # Docker may still make the container for a client that was killed.
+            was_killed = isinstance(error, TimeoutError | asyncio.CancelledError)
+            await self._remove(name, _LATE_SECONDS if was_killed else 0.0)
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"no container of {self.image} started within {self._lifetime} s") from None
             if isinstance(error, OSError):
@@ -385,10 +315,30 @@ class DockerSandbox(_OwnProcesses):
         name, self.sandbox_id = self.sandbox_id, ""
         await self._remove(name)
 
-    async def _remove(self, name: str) -> None:
-        # Also where this machine starts no client any more: the container ends by itself.
-        with contextlib.suppress(OSError):
-            await run_to_end(["docker", "rm", "--force", "--volumes", name], timeout=_END_SECONDS)
+    async def _remove(self, name: str, late: float = 0.0) -> None:
+        """Remove the container `name`, which may come into being only within the next `late` seconds. A warning tells if it may
+        be left."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + late
+        while True:
+            # Also where this machine starts no client any more: the container ends by itself.
+            try:
+                ended = await run_to_end(["docker", "rm", "--force", "--volumes", name], timeout=END_SECONDS)
+            except OSError as error:
+                said = str(error)
+            else:
+                # The status does not tell: some versions of Docker have 0 for one that is not there.
+                if name.encode() in ended.out:
+                    return
+                said = said_by(ended)
+            if clock() >= deadline:
+                break
+            await asyncio.sleep(_LATE_POLL_SECONDS)
+        if "No such container" not in said:
+            logger.warning(
+                "container %s was not removed (%s); it ends %d s after its start, or by: docker rm --force %s",
+                name, said or "docker said nothing", self._lifetime, name,
+            )  # fmt: skip
 
     def _argv(self, cmd: str, user: str, env: Mapping[str, str], name: str) -> tuple[list[str], dict[str, str] | None]:
         # Everybody on the machine can read command lines, so the client has the values in its environment. What it has there
@@ -399,7 +349,7 @@ class DockerSandbox(_OwnProcesses):
         # On this machine only a client of Docker runs, whose end does not end the command. So the command gets a process group
         # in the container, by which `_end` can kill it.
         leading = (
-            f'{_WRITE_MARK}; echo $$ > /tmp/.slime-{name}; sh -c "$0"; code=$?; rm -f /tmp/.slime-{name}; exit $code'
+            f'{WRITE_MARK}; echo $$ > /tmp/.slime-{name}; sh -c "$0"; code=$?; rm -f /tmp/.slime-{name}; exit $code'
         )
         return [
             "docker",
@@ -419,7 +369,7 @@ class DockerSandbox(_OwnProcesses):
         kill = f'kill -s KILL -- "-$(cat /tmp/.slime-{name})"; rm -f /tmp/.slime-{name}'
         with contextlib.suppress(OSError):
             await run_to_end(
-                ["docker", "exec", "--user", "root", self.sandbox_id, "sh", "-c", kill], timeout=_END_SECONDS
+                ["docker", "exec", "--user", "root", self.sandbox_id, "sh", "-c", kill], timeout=END_SECONDS
             )
 
 
@@ -448,6 +398,7 @@ class E2BSandbox:
     ) -> None:
         self.image = image
         self.sandbox_id = ""
+        self._sandbox: Any = None
         self._size = variables.e2b_sandbox_size() if size is None else size
         self._lifetime = variables.sandbox_lifetime_sec() if lifetime_sec is None else lifetime_sec
         self._retries = variables.sandbox_rpc_retries() if rpc_retries is None else rpc_retries
@@ -462,23 +413,44 @@ class E2BSandbox:
         names = [name for name in _FINAL if hasattr(self._package, name)]
         self._final = tuple(getattr(self._package, name) for name in names)
         # Not idempotent: a repeated call could make a second sandbox, which would be paid for until the end of its lifetime.
-        self._sandbox = await self._call(
-            f"a sandbox of {self.image}",
-            lambda: self._package.AsyncSandbox.create(
-                template=self._size, timeout=self._lifetime, metadata={key: self.image}
-            ),
-            idempotent=False,
+        creating = asyncio.ensure_future(
+            self._call(
+                f"a sandbox of {self.image}",
+                lambda: self._package.AsyncSandbox.create(
+                    template=self._size, timeout=self._lifetime, metadata={key: self.image}
+                ),
+                TRANSFER_SECONDS,
+                idempotent=False,
+            )
         )
+        try:
+            self._sandbox = await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            # The service makes it nevertheless, and nobody else would end it before the end of its lifetime.
+            await asyncio.wait([creating], timeout=END_SECONDS)
+            if creating.done() and creating.exception() is None:
+                self._sandbox = creating.result()
+                await self._end()
+            elif not creating.done():
+                creating.cancel()
+                logger.warning("a sandbox of %s may be left; it ends %d s after its start", self.image, self._lifetime)
+            raise
         self.sandbox_id = self._sandbox.sandbox_id
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        try:
-            await self._call("the end", lambda: self._sandbox.kill())
-        except SandboxError:
-            # The work in it is over, so this is no error. The service ends the sandbox at the end of its lifetime.
-            logger.warning("sandbox %s was not ended; it ends %d s after its start", self.sandbox_id, self._lifetime)
         self.sandbox_id = ""
+        await self._end()
+
+    async def _end(self) -> None:
+        try:
+            await self._call("the end", lambda: self._sandbox.kill(), END_SECONDS)
+        except SandboxError as error:
+            # The work in it is over, so this is no error. The service ends the sandbox at the end of its lifetime.
+            logger.warning(
+                "sandbox %s was not ended; it ends %d s after its start (%s)",
+                self._sandbox.sandbox_id, self._lifetime, error,
+            )  # fmt: skip
 
     async def exec(
         self, cmd: str, *, user: str = "root", env: Mapping[str, str] | None = None, timeout: float = 120,
@@ -486,13 +458,15 @@ class E2BSandbox:
     ) -> Result:  # fmt: skip
         """See `Sandbox.exec`."""
 
+        commands = self._entered().commands
+
         async def run() -> Result:
             out: list[str] = []
             err: list[str] = []
             clock = asyncio.get_running_loop().time
             started = clock()
             try:
-                done = await self._sandbox.commands.run(
+                done = await commands.run(
                     cmd, envs=dict(env or {}), user=user, timeout=timeout, on_stdout=out.append, on_stderr=err.append
                 )
             except self._package.CommandExitException as exited:
@@ -504,20 +478,28 @@ class E2BSandbox:
                 return EXIT_TIMED_OUT, "".join(out), "".join(err)
             return done.exit_code, done.stdout, done.stderr
 
-        return checked(cmd, await self._call(f"`{cmd[:200]}`", run, idempotent=idempotent), check)
+        # The service itself ends the command in time, if it answers at all.
+        limit = timeout + END_SECONDS
+        return checked(cmd, await self._call(f"`{cmd[:200]}`", run, limit, idempotent=idempotent), check)
 
     async def write_file(self, path: str, content: Content, *, user: str = "root") -> None:
         """See `Sandbox.write_file`."""
-        data = content_bytes(content)
-        await self._call(f"writing {path}", lambda: self._sandbox.files.write(path, data, user=user))
+        data = await asyncio.to_thread(content_bytes, content)
+        write = functools.partial(self._entered().files.write, path, data, user=user)
+        await self._call(f"writing {path}", write, TRANSFER_SECONDS)
 
     async def read_file(self, path: str, *, user: str = "root") -> str:
         """See `Sandbox.read_file`."""
-        data = await self._call(f"reading {path}", lambda: self._sandbox.files.read(path, format="bytes", user=user))
-        return bytes(data).decode(errors="surrogateescape")
+        read = functools.partial(self._entered().files.read, path, format="bytes", user=user)
+        return bytes(await self._call(f"reading {path}", read, TRANSFER_SECONDS)).decode(errors="surrogateescape")
 
-    async def _call(self, what: str, call: Callable[[], Awaitable[Any]], idempotent: bool = True) -> Any:
-        """The result of `call`, which is repeated after transport errors.
+    def _entered(self) -> Any:
+        if not self.sandbox_id:
+            raise SandboxError("E2BSandbox is used outside of its `async with` block")
+        return self._sandbox
+
+    async def _call(self, what: str, call: Callable[[], Awaitable[Any]], limit: float, idempotent: bool = True) -> Any:
+        """The result of `call`, which is repeated after transport errors. Each time it may take `limit` seconds.
 
         Raises:
             SandboxError: the service refuses, or cannot be reached.
@@ -525,14 +507,17 @@ class E2BSandbox:
         wait = _FIRST_WAIT_SECONDS
         for left in reversed(range(self._retries + 1 if idempotent else 1)):
             try:
-                return await call()
+                async with asyncio.timeout(limit) as time_limit:
+                    return await call()
             except (TypeError, AttributeError):
                 raise
             except Exception as error:
                 # Transports raise errors of several libraries, and which ones changes from version to version.
                 if isinstance(error, self._final) or not left:
-                    raise SandboxError(
-                        f"E2B sandbox {self.sandbox_id or '(none yet)'}: {what} failed: {type(error).__name__}: {error}"
-                    ) from error
+                    name = getattr(self._sandbox, "sandbox_id", "(none yet)")
+                    told = (
+                        f"no answer within {limit:g} s" if time_limit.expired() else f"{type(error).__name__}: {error}"
+                    )
+                    raise SandboxError(f"E2B sandbox {name}: {what} failed: {told}") from error
             await asyncio.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT_SECONDS)

@@ -6,13 +6,12 @@ import os
 import signal
 import sys
 import textwrap
-import types
 from pathlib import Path
 
 import psutil
 import pytest
 
-from slime.agent import sandbox
+from slime.agent import sandbox, sandbox_base
 from slime.agent.sandbox import (
     EXIT_TIMED_OUT,
     CommandFailed,
@@ -25,52 +24,8 @@ from slime.agent.sandbox import (
 )
 from slime.utils.errors import UserError
 from tests.support.processes.clocks import run_in_no_time
+from tests.support.processes.fake_sandboxes import CommandExitException, Dropped, NotFoundException, TimeoutException
 from tests.support.processes.waiting import until, wait_until
-
-# Containers are directories, and what runs in one runs here. As with Docker, a command goes on when its client is killed.
-DOCKER = """\
-#!{python}
-import json, os, pathlib, shutil, subprocess, sys
-home = pathlib.Path(os.environ["FAKE_DOCKER"])
-with open(home / "calls", "a") as calls:
-    calls.write(json.dumps(sys.argv[1:]) + "\\n")
-kind, *words = sys.argv[1:]
-if kind == "run":
-    if "absent" in words:
-        sys.exit("Unable to find image 'absent' locally")
-    (home / words[words.index("--name") + 1] / "tmp").mkdir(parents=True)
-elif kind == "rm":
-    shutil.rmtree(home / words[-1], ignore_errors=True)
-else:
-    env = {{"PATH": os.environ["PATH"]}}
-    while words[0].startswith("--"):
-        flag = words.pop(0)
-        value = words.pop(0) if flag != "--interactive" else ""
-        if flag == "--env":
-            name, told, value = value.partition("=")
-            env[name] = value if told else os.environ[name]
-        if flag == "--user":
-            env["USER"] = value
-    name, *command = words
-    if not (home / name).is_dir():
-        sys.exit(f"Error response from daemon: No such container: {{name}}")
-    env |= {{"TMPDIR": f"{{home}}/{{name}}/tmp", "HOME": f"{{home}}/{{name}}"}}
-    sys.exit(subprocess.run(command, cwd=home / name, env=env, start_new_session=True).returncode)
-"""
-
-
-@pytest.fixture
-def docker(tmp_path, monkeypatch):
-    """A `docker` on PATH; the directory in which its containers are."""
-    home = tmp_path / "containers"
-    home.mkdir()
-    program = tmp_path / "bin" / "docker"
-    program.parent.mkdir()
-    program.write_text(DOCKER.format(python=sys.executable))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_DOCKER", str(home))
-    return home
 
 
 @pytest.fixture(params=["local", "docker"])
@@ -152,7 +107,7 @@ def test_files_that_cannot_be_read_or_written(make):
 
 
 def test_a_file_that_is_too_large_is_refused_and_long_output_is_cut(make, monkeypatch):
-    monkeypatch.setattr(sandbox, "_FILE_BYTES", 1000)
+    monkeypatch.setattr(sandbox_base, "_FILE_BYTES", 1000)
     with pytest.raises(SandboxError, match="has more than 1000 bytes"):
         inside(make(), lambda sb: _written_and_read(sb, "x" * 1001))
     assert inside(make(), lambda sb: _written_and_read(sb, "x" * 1000)) == "x" * 1000
@@ -357,7 +312,7 @@ def test_many_at_once_are_apart():
 ])  # fmt: skip
 def test_a_machine_without_namespaces_refuses_by_name(tmp_path, monkeypatch, script, seconds, error, told):
     sandbox.require_namespaces.cache_clear()
-    monkeypatch.setattr(sandbox, "_START_SECONDS", seconds)
+    monkeypatch.setattr(sandbox, "START_SECONDS", seconds)
     refusing = tmp_path / "unshare"
     refusing.write_text(f"#!/bin/sh\n{script}\n")
     refusing.chmod(0o755)
@@ -416,100 +371,6 @@ def test_a_machine_without_docker(monkeypatch):
 
 
 # -- a service ------------------------------------------------------------------------------------------------------------
-
-
-class SandboxException(Exception):
-    pass
-
-
-class TimeoutException(SandboxException):
-    pass
-
-
-class NotFoundException(SandboxException):
-    pass
-
-
-class CommandExitException(SandboxException):
-    def __init__(self, code, out, err):
-        super().__init__(f"Command exited with code {code}")
-        self.exit_code, self.stdout, self.stderr = code, out, err
-
-
-class Dropped(Exception):
-    """An error of a transport."""
-
-
-class Service:
-    """The package e2b: what its calls do stands in `events`, one after the other: an error, or what comes back."""
-
-    def __init__(self):
-        self.calls, self.events, self.files = [], [], {}
-        self.killed = 0
-        service = self
-
-        class AsyncSandbox:
-            sandbox_id = "sb-1"
-
-            @classmethod
-            async def create(cls, template=None, timeout=None, metadata=None, envs=None, **more):
-                service.happens("create", template=template, timeout=timeout, metadata=metadata)
-                return cls()
-
-            def __init__(self):
-                self.commands = types.SimpleNamespace(run=self.run)
-                self.files = types.SimpleNamespace(write=self.write, read=self.read)
-
-            async def run(
-                self, cmd, background=None, envs=None, user=None, cwd=None, on_stdout=None, on_stderr=None, timeout=60
-            ):
-                event = service.happens("run", cmd=cmd, envs=envs, user=user, timeout=timeout)
-                if event == "hangs":
-                    on_stdout("so far")
-                    await asyncio.sleep(timeout)
-                    raise TimeoutException("context deadline exceeded")
-                return types.SimpleNamespace(exit_code=0, stdout=event or "", stderr="")
-
-            async def write(self, path, data, user=None):
-                service.happens("write", path=path, user=user)
-                service.files[path] = data
-
-            async def read(self, path, format="text", user=None):
-                service.happens("read", path=path, format=format, user=user)
-                return bytearray(service.files[path])
-
-            async def kill(self):
-                service.happens("kill")
-                service.killed += 1
-                return True
-
-        self.module = types.ModuleType("e2b")
-        vars(self.module).update(
-            AsyncSandbox=AsyncSandbox, CommandExitException=CommandExitException, TimeoutException=TimeoutException,
-            NotFoundException=NotFoundException,
-        )  # fmt: skip
-
-    def happens(self, kind, **given):
-        self.calls.append((kind, given, asyncio.get_running_loop().time()))
-        event = self.events.pop(0) if self.events and kind not in ("create", "kill") else None
-        if isinstance(event, Exception):
-            raise event
-        return event
-
-    def waits(self, kind):
-        times = [time for name, _, time in self.calls if name == kind]
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
-
-
-@pytest.fixture
-def service(monkeypatch):
-    running = Service()
-    monkeypatch.setitem(sys.modules, "e2b", running.module)
-    for name in list(os.environ):
-        if name.startswith(("SLIME_AGENT_", "SWE_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "image_of")
-    return running
 
 
 def served(work, **options):

@@ -16,7 +16,7 @@ import shlex
 from pathlib import Path
 
 from slime.agent.harness.base import AGENT_USER, BaseHarness, HarnessContext, ensure_agent_user, home_of, run_agent
-from slime.agent.sandbox_protocol import Sandbox
+from slime.agent.sandbox_base import Sandbox
 from slime.utils import env as variables
 
 __all__ = [

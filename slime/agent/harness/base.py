@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slime.agent.long_commands import POLL_INTERVAL_SEC, exec_and_wait
-from slime.agent.sandbox_protocol import Sandbox
+from slime.agent.sandbox_base import Sandbox
 
 logger = logging.getLogger(__name__)
 
