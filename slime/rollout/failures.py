@@ -105,9 +105,20 @@ class FailureTally:
         failed = [sample for sample in samples if failed_and_masked(sample)]
         if failed and not self._first:
             reason = failed[0].metadata.get("fail_reason", "no reason was given (metadata['fail_reason'])")
-            self._first = f"sample {failed[0].index}: {reason}"
+            # One that was made elsewhere may have no number yet.
+            name = "sample" if failed[0].index is None else f"sample {failed[0].index}"
+            self._first = f"{name}: {reason}"
         self.samples += len(samples)
         self.failed += len(failed)
+
+    def stop_if_a_service_seems_dead(self, enough: int) -> None:
+        """Call `stop_when_most_failed` if `enough` samples were counted, or more.
+
+        To a filter all failed samples look alike, so it drops every group of a dead reward service. Without this check that
+        service would be asked for ever.
+        """
+        if self.samples >= enough:
+            self.stop_when_most_failed()
 
     def stop_when_most_failed(self, total: int | None = None) -> None:
         """Raise RunError with the first cause when more than half failed of `total` samples; None: of those counted."""

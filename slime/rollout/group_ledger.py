@@ -91,10 +91,5 @@ class GroupLedger:
         return drop
 
     def stop_if_a_service_seems_dead(self) -> None:
-        """Raise RunError if most samples failed of as many as a rollout has, or more.
-
-        To a filter all failed samples look alike, so it drops every group of a dead reward service. Without this check that
-        service would be asked for ever.
-        """
-        if self.failures.samples >= self._args.rollout_batch_size * self._args.n_samples_per_prompt:
-            self.failures.stop_when_most_failed()
+        """Raise RunError if most samples failed of as many as a rollout has, or more."""
+        self.failures.stop_if_a_service_seems_dead(self._args.rollout_batch_size * self._args.n_samples_per_prompt)

@@ -46,7 +46,7 @@ def main() -> int:
         "--trajectory-timeout",
         type=float,
         default=14400.0,
-        help="seconds for a trajectory of BaseGenerator, then it counts as failed",
+        help="seconds for a trajectory of BaseGenerator, then it counts as failed; no generator may be silent for longer",
     )
     parser.add_argument(
         "--trust-remote-code",

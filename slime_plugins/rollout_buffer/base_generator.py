@@ -254,7 +254,10 @@ class BaseGenerator(abc.ABC):
         self._failed_instances.append(instance_id)
         # All trajectories of one group may fail because of their prompt.
         if len(self._failed_instances) >= _MOST_FAILURES and len(set(self._failed_instances)) > 1:
-            raise RunError(f"{len(self._failed_instances)} trajectories in a row failed, the last with {told}")
+            raise RunError(
+                f"{len(self._failed_instances)} trajectories in a row failed, the last with {told}; start again what they ask "
+                "for and does not answer, or mend what they do, and then start the run"
+            )
 
     async def send(self, item: dict[str, Any]) -> None:
         """Send an item of this run to the buffer, after a wait if enough groups wait there.

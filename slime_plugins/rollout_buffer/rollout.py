@@ -64,7 +64,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
     Raises:
         UserError: the call is for an evaluation; the service refuses; or the generator failed, or ended too early.
-        RunError: the service does not answer, or there were too few groups after `--fetch-trajectory-retry-times` polls.
+        RunError: the service does not answer, or there were too few groups after `--fetch-trajectory-retry-times` polls; or of
+            as many trajectories as a rollout has, most failed.
     """
     if evaluation:
         raise UserError(
@@ -95,6 +96,8 @@ class BufferClient(metaclass=SingletonMeta):
         self._is_last_taken = False
         # How many groups the service had dropped when it was asked last.
         self._dropped = 0
+        # How many trajectories had come to the service, and failed, when it handed out groups last.
+        self._trajectories = Counter[str]()
         path = args.dynamic_sampling_filter_path
         self._filter = load_function(path, flag=FILTER_FLAG) if path else None
         if args.offload_rollout:
@@ -139,6 +142,7 @@ class BufferClient(metaclass=SingletonMeta):
         target, size = self.args.rollout_batch_size, self.args.n_samples_per_prompt
         kept: list[Group] = []
         gatherer, told, counts = MetricGatherer(), _Means(), Counter[str]()
+        tally = FailureTally(f"rollout {rollout_id}")
         with current_call().progress.start(f"rollout {rollout_id}", target * size) as progress:
             part = 0
             while len(kept) < target:
@@ -147,6 +151,7 @@ class BufferClient(metaclass=SingletonMeta):
                 part += 1
                 groups = await asyncio.to_thread(samples_of, self.args, answer["groups"], counts)
                 for group in groups:
+                    tally.add(group.samples)
                     if self._filter is not None and await self._filter_drops(group.samples, target, gatherer):
                         continue
                     kept.append(group)
@@ -154,6 +159,9 @@ class BufferClient(metaclass=SingletonMeta):
                 # Remembered at once, for a service that is started again without its groups: it must not make these again.
                 self._remember(rollout_id, [group.instance_id for group in groups])
                 told.add(answer["meta_info"], len(groups))
+                # A filter drops what failed, and further groups would be asked for without end.
+                if len(kept) < target:
+                    tally.stop_if_a_service_seems_dead(target * size)
         groups_of_service = answer["status"]["groups"]
         total = groups_of_service["dropped"]
         # A service that was started again without its groups counts from zero.
@@ -188,10 +196,11 @@ class BufferClient(metaclass=SingletonMeta):
             told = list(self._received)
             answer = await self._post("/get_rollout_data", {**body, "received": told})
             self._received = [name for name in self._received if name not in told]
+            status = answer["status"]
             if answer["groups"]:
                 self._received.append(request_id)
+                self._trajectories = Counter(status["trajectories"])
                 return answer
-            status = answer["status"]
             rollout, groups = request_id.partition(".")[0], status["groups"]
             needed = self.args.rollout_batch_size
             there = f"{kept + groups['waiting']} of {needed} groups that rollout {rollout} needs are there"
@@ -206,6 +215,7 @@ class BufferClient(metaclass=SingletonMeta):
                     f"({groups['open']} are not full, {groups['dropped']} were dropped); give it more "
                     "prompts or epochs, or the run fewer rollouts"
                 )
+            self._stop_when_most_failed(Counter(status["trajectories"]), f"{generator} failed, and {there}")
             if status["generator"] in ("lost", "none"):
                 logger.warning("%s %s: the service was started again; so is its generator", _URL_FLAG, self.url)
                 async with self._starting:
@@ -222,6 +232,21 @@ class BufferClient(metaclass=SingletonMeta):
                     f"{_URL_FLAG} {self.url}: {there} after {polls} polls of {_POLL_S:g} s "
                     "(--fetch-trajectory-retry-times; -1: no limit)"
                 )
+
+    def _stop_when_most_failed(self, trajectories: Counter[str], told: str) -> None:
+        """Raise RunError if most trajectories failed since groups were handed out last, of as many as a rollout has, or more.
+
+        The service drops their groups, so a run whose reward service is dead would wait for ever.
+        """
+        if trajectories["sent"] < self._trajectories["sent"]:
+            # The generator was started again.
+            self._trajectories = Counter()
+        sent, failed = (trajectories[name] - self._trajectories[name] for name in ("sent", "failed"))
+        if sent >= self.args.rollout_batch_size * self.args.n_samples_per_prompt and 2 * failed > sent:
+            raise RunError(
+                f"{_URL_FLAG} {self.url}: {failed} of the last {sent} trajectories of {told}; start again what they ask for "
+                "and does not answer, a service of rewards or tools say, and then the run"
+            )
 
     async def _start(self) -> None:
         """Have the generator started, unless it works already."""

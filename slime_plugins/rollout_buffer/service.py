@@ -6,7 +6,7 @@
 | `POST /buffer/write` | an item, or `{items: [...]}`, `[run_id]` → `{written, known}`; 429: enough groups wait, come again |
 | `POST /get_rollout_data` | `{request_id, num_groups[, run_id, received, wait_s]}` → `{groups, meta_info, status}` |
 | `POST /stop_rollout` | `{[run_id]}` → `{status}`: the generator is ended, what there is stays |
-| `GET /status` | → `{run_id, task_type, generator, groups, failure, refused}` |
+| `GET /status` | → `{run_id, task_type, generator, groups, trajectories, failure, refused}` |
 
 Bodies are JSON and must be declared as JSON, because a browser does not let a web page send that to a foreign service.
 
@@ -27,6 +27,7 @@ import json
 import logging
 import sys
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -46,6 +47,8 @@ logger = logging.getLogger("rollout_buffer")
 LONGEST_WAIT_S = 30.0
 _WATCH_S = 0.2
 _END_S = 10.0
+# For a trajectory that has taken as long as it may to be sent.
+_SENDING_S = 60.0
 _SECRET = "remote_engine_api_key"
 _JSON = "application/json"
 
@@ -92,6 +95,9 @@ class RolloutBuffer:
         self._failure: str | None = None
         # Why the last item or group that was refused was refused.
         self._refused: str | None = None
+        # How many trajectories came since the generator was started, how many of them had failed, and when one was last sent.
+        self._trajectories = self._failed = 0
+        self._sent_at = time.monotonic()
         self._most_asked_for = 0
         self._starting = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -137,6 +143,8 @@ class RolloutBuffer:
                 self.store.begin({name: data[name] for name in data if name != "skip_instance_ids"})
                 self._most_asked_for = 0
             self._ended = self._failure = self._refused = None
+            self._trajectories = self._failed = 0
+            self._sent_at = time.monotonic()
             self._process = await asyncio.to_thread(self._started, data, key)
         logger.info("run %s: generator %r %s", data["run_id"], task, "goes on" if again else "starts")
         await self._tell()
@@ -169,6 +177,7 @@ class RolloutBuffer:
             FunctionFailed: a function of the generator failed.
         """
         run = self._run(run_id)
+        self._sent_at = time.monotonic()
         try:
             checked = [checked_item(item) for item in items]
         except ItemError as error:
@@ -181,7 +190,10 @@ class RolloutBuffer:
             for item in checked:
                 if self.store.waiting() >= room and not self.store.is_known(item):
                     raise Busy(f"{room} groups wait to be taken; send it again in a while")
-                written += self.store.add(item, settle)
+                if self.store.add(item, settle):
+                    written += 1
+                    self._trajectories += 1
+                    self._failed += item["reward"] is None
         except UserError as error:
             self._failure = str(error)
             raise FunctionFailed(str(error)) from error
@@ -248,7 +260,8 @@ class RolloutBuffer:
         await self._tell()
 
     def status(self) -> dict[str, Any]:
-        """The run, its generator (none, running, lost with an earlier service, ended, failed), and groups by state."""
+        """The run, its generator (none, running, lost with an earlier service, ended, failed), groups by state, and how many
+        trajectories the generator has sent since it was started, and how many of these without a reward."""
         run = self.store.run
         if run is None:
             generator = "none"
@@ -263,6 +276,7 @@ class RolloutBuffer:
             "task_type": None if run is None else run["task_type"],
             "generator": generator,
             "groups": self.store.counts(),
+            "trajectories": {"sent": self._trajectories, "failed": self._failed},
             "failure": self._failure,
             "refused": self._refused,
         }
@@ -286,7 +300,10 @@ class RolloutBuffer:
 
     async def _look_after_process(self) -> None:
         process = self._process
-        if process is None or self._starting.locked() or process.poll() is None:
+        if process is None or self._starting.locked():
+            return
+        if process.poll() is None:
+            await self._end_silent(process)
             return
         self._process = None
         if process.poll() == 0:
@@ -295,6 +312,19 @@ class RolloutBuffer:
         else:
             self._failure = f"{process.name}: {process.describe_end()}"
             logger.error("%s", self._failure)
+        await self._tell()
+
+    async def _end_silent(self, process: ChildProcess) -> None:
+        """End the generator if it has sent nothing for longer than a trajectory may take. One that waits for room sends on."""
+        limit, silent = self._trajectory_timeout, time.monotonic() - self._sent_at
+        if limit is None or silent <= limit + _SENDING_S:
+            return
+        self._failure = (
+            f"{process.name}: it has sent no trajectory for {silent:.0f} s (--trajectory-timeout {limit:g} of the service): "
+            f"does everything that it asks still answer, services of rewards and tools among it? {process.describe_log()}"
+        )
+        logger.error("%s", self._failure)
+        await self._end_process()
         await self._tell()
 
     async def _end_process(self) -> None:

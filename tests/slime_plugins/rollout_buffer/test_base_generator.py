@@ -138,7 +138,9 @@ def test_a_prompt_whose_trajectories_all_fail_does_not_end_the_generator(checkpo
     made = generator(checkpoint, engine, Fails)
     awaited(fail(made, ["0-0"] * 40))
     assert len(made.sent) == 40
-    with pytest.raises(RunError, match="41 trajectories in a row failed, the last with KeyError: 'no such tool'"):
+    with pytest.raises(
+        RunError, match="41 trajectories in a row failed, the last with KeyError: 'no such tool'; start again"
+    ):
         awaited(fail(made, ["0-1"]))
 
 

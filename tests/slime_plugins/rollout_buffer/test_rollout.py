@@ -336,6 +336,34 @@ def test_polls_are_limited(checkpoint, generator, tmp_path, monkeypatch):
             generate_rollout(args, 0, Source())
 
 
+GRADES = "HttpError: POST http://127.0.0.1:9/grade failed: nobody listens"
+
+
+@pytest.mark.parametrize(("failing", "told"), [(2, "trajectories of the generator"), (1, "after 40 polls")])
+def test_a_run_whose_service_of_rewards_is_dead_ends_with_its_address(
+    checkpoint, generator, tmp_path, monkeypatch, failing, told
+):
+    """And not where one trajectory of each prompt fails, which may be its own fault."""
+    monkeypatch.setattr(rollout, "_POLL_S", 0.05)
+    text = COUNTS.replace('"truncated": copy == 1', f'"error": {GRADES!r}')
+    generator.write_text(text.replace("float(copy * (number % 2))", f"None if copy < {failing} else 1.0"))
+    with serving([str(generator)], tmp_path) as (url, _):
+        args = arguments(checkpoint, url, n_samples_per_prompt=3, fetch_trajectory_retry_times=40)
+        with pytest.raises(RunError, match=f"{told}(.|\n)*0 of 2 groups|0 of 2 groups(.|\n)*{told}") as failed:
+            generate_rollout(args, 0, Source())
+    assert GRADES in str(failed.value) and ("start again what they ask for" in str(failed.value)) == (failing == 2)
+
+
+def test_a_filter_does_not_hide_that_all_samples_failed(checkpoint, generator, tmp_path):
+    text = COUNTS.replace('"truncated": copy == 1', f'"failed": {GRADES!r}').replace("LAST = None", "LAST = 20")
+    generator.write_text(text.replace("float(copy * (number % 2))", "0.0"))
+    path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    with serving([str(generator)], tmp_path) as (url, _):
+        args = arguments(checkpoint, url, dynamic_sampling_filter_path=path)
+        with pytest.raises(RunError, match=f"4 of 4 samples of rollout 0 failed, .* the first was sample: {GRADES}"):
+            generate_rollout(args, 0, Source())
+
+
 def test_items_that_are_refused_are_told_of(checkpoint, generator, tmp_path, monkeypatch):
     monkeypatch.setattr(rollout, "_POLL_S", 0.2)
     text = COUNTS.replace('"reward": float', '"reward": str').replace(

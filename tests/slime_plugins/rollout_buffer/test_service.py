@@ -13,6 +13,7 @@ import pytest
 
 from slime.utils.child_process import ChildProcess
 from slime.utils.ports import reserve_port
+from slime_plugins.rollout_buffer import service
 from slime_plugins.rollout_buffer.generators import find_generators
 from slime_plugins.rollout_buffer.service import RolloutBuffer, WrongRun
 from slime_plugins.rollout_buffer.store import Store
@@ -346,6 +347,24 @@ def test_a_generator_that_fails_is_told_with_its_last_lines(tmp_path):
     assert late["status"]["generator"] == "failed"
     assert "generator sends: exit code 1" in late["status"]["failure"]
     assert "RuntimeError: the tool is broken" in late["status"]["failure"]
+
+
+def test_a_generator_that_hangs_is_ended_and_one_that_waits_for_room_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(service, "_SENDING_S", 1.0)
+
+    async def test(client):
+        await client.start("idle", max_waiting_groups=1)
+        await client.post("/buffer/write", {"items": group_of("a")})
+        for _ in range(20):
+            await asyncio.sleep(0.1)
+            await client.post("/buffer/write", item("b.0", "b"), status=429)
+        waits, process = await client.status(), client.buffer._process
+        await client.take("1")
+        return waits, (await client.take("2", wait_s=30))["status"], process.poll()
+
+    waits, hangs, code = served(test, tmp_path, trajectory_timeout=0.5)
+    assert (waits["generator"], hangs["generator"]) == ("running", "failed") and code is not None
+    assert "generator idle: it has sent no trajectory for" in hangs["failure"] and "still answer" in hangs["failure"]
 
 
 def test_stopping_ends_the_generator_and_keeps_the_groups(tmp_path):
