@@ -65,9 +65,10 @@ class FakeGenerateServer:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(60)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)
+        self._loop.close()
 
     def release(self) -> None:
         """Let held requests finish as usual."""
@@ -86,6 +87,14 @@ class FakeGenerateServer:
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.port = site._server.sockets[0].getsockname()[1]
+
+    async def _end(self) -> None:
+        """Leave no task: one that still waits when it is thrown away is in the log of whatever test runs then."""
+        await self._runner.cleanup()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _workers(self, request: web.Request) -> web.Response:
         urls = [self.url, *self.other_workers]
