@@ -1,7 +1,7 @@
 """The families of models that are known; how the family of a model is found, by its config or by its name; and what of a config
 cannot be trained.
 
-The families in this file are made of shared parts alone. Those of one maker, and those with rules of their own, have files
+Most families stand in this file. Those of Qwen, and those with latent attention, share parts among each other, and have files
 beside this one.
 """
 
@@ -14,6 +14,7 @@ from slime.models.family import (
     ATTENTION,
     DENSE_LAYER,
     ENDS,
+    EXPERT_BIAS,
     LAYER,
     LAYER_NORMS,
     Config,
@@ -21,11 +22,11 @@ from slime.models.family import (
     layer_rule,
     prediction_layer,
     routed_experts,
+    shared_experts,
 )
-from slime.models.glm import GLM4, GLM4_MOE
 from slime.models.latent import LATENT
 from slime.models.qwen import QWEN
-from slime.models.tensor_layouts import Replicated, SwappedInputs
+from slime.models.tensor_layouts import FusedGatedLinear, Replicated, Sharded, SwappedInputs
 from slime.utils.errors import UserError
 
 _DENSE = (hf.decoder, hf.grouped_query_attention)
@@ -87,6 +88,55 @@ MINIMAX_M2 = Family(
         layer_rule("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias", Replicated()),
     ),
     predictions_follow=True,
+)
+
+# GLM-4 and GLM-Z1 are dense. They have one tensor for gate and up, and further norms behind attention and MLP of every layer.
+_GLM_NORMS = tuple(
+    layer_rule(f"{name}.weight", f"{name}.weight", Replicated())
+    for name in ("post_self_attn_layernorm", "post_mlp_layernorm")
+)
+_GLM_MLP = (
+    layer_rule("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", FusedGatedLinear()),
+    layer_rule("mlp.linear_fc2.weight", "mlp.down_proj.weight", Sharded(dim=1)),
+)
+
+GLM4 = Family(
+    model_types=("glm4",),
+    names=("glm4",),
+    other_models=("glm4v",),
+    parts=(hf.decoder, hf.grouped_query_attention, hf.qkv_bias, hf.partial_rope),
+    constants={
+        "post_self_attn_layernorm": True,
+        "post_mlp_layernorm": True,
+        "rotary_interleaved": True,
+        "apply_rope_fusion": False,
+    },
+    absent={"partial_rotary_factor": 0.5, "attention_bias": True},
+    layer_spec="slime_plugins.models.glm4.get_glm_spec",
+    rules=ENDS + LAYER_NORMS + ATTENTION + _GLM_NORMS + _GLM_MLP,
+    fsdp=True,
+)
+
+# GLM-4.5 and later have leading dense layers, then layers with experts.
+_GLM_LAYER_WITH_EXPERTS = DENSE_LAYER + routed_experts() + EXPERT_BIAS + shared_experts("mlp.shared_experts")
+GLM4_MOE = Family(
+    model_types=("glm4_moe",),
+    names=("glm4moe",),
+    parts=(
+        hf.decoder,
+        hf.grouped_query_attention,
+        hf.experts,
+        hf.sigmoid_router,
+        hf.frozen_expert_bias,
+        hf.qkv_bias,
+        hf.qk_norm,
+        hf.partial_rope,
+    ),
+    constants={"moe_token_dispatcher_type": "alltoall"},
+    absent={"partial_rotary_factor": 0.5, "first_k_dense_replace": 1},
+    rules=ENDS + _GLM_LAYER_WITH_EXPERTS + prediction_layer(_GLM_LAYER_WITH_EXPERTS),
+    predictions_follow=True,
+    engines_draft=True,
 )
 
 ALL: tuple[Family, ...] = (

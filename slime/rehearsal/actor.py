@@ -132,7 +132,7 @@ class RehearsedRank(TrainRank, abc.ABC):
 
     def __init__(self, task: Task, recorder: Recorder) -> None:
         # Megatron must not be imported before its adapter is installed, which the caller does.
-        from slime.backends.megatron_utils.model_provider import FUSIONS
+        from slime.backends.megatron_utils.transformer_config import FUSIONS
 
         args = task.args
         self._task = task

@@ -1,8 +1,8 @@
 """From `args` to the model of one training rank.
 
-`build_transformer_config` turns flags into Megatron's configuration, `build_model` builds the bare model, or has a function of
-the user's build it, `setup_model` wraps it for mixed precision and data parallelism, and where no checkpoint gives weights,
-random ones are drawn that depend on the seed and on the parameter's global name alone.
+`build_model` builds the bare model of Megatron's configuration (`slime.backends.megatron_utils.transformer_config`), or has a
+function of the user's build it. `setup_model` wraps it for mixed precision and data parallelism. Where no checkpoint gives
+weights, random ones are drawn that depend on the seed and on the parameter's global name alone.
 
 Megatron draws one weight after the other from a single generator, so what a layer gets depends on which layers came before
 it on the same rank: every pipeline stage would start like the first one. Here every matrix is drawn whole from a seed of its
@@ -12,18 +12,15 @@ own, and each tensor-parallel rank keeps its part. The whole matrix is made on t
 from __future__ import annotations
 
 import hashlib
-import importlib
 import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.fp8_utils import get_fp8_recipe
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -32,220 +29,28 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from slime.arguments.config_files.role_config import CRITIC
 from slime.backends.megatron_utils.attention import PackedAttention
-from slime.backends.megatron_utils.config_fields import fields_from_args, params_dtype
+from slime.backends.megatron_utils.config_fields import fields_from_args
 from slime.backends.megatron_utils.hf_conversion import family_of_run, keep_float32
 from slime.backends.megatron_utils.initialize import has_contiguous_context
 from slime.backends.megatron_utils.layer_spec import (
     get_decoder_spec,
     rotate_by_position,
     rotates_by_position,
-    transformer_engine_available,
 )
 from slime.backends.megatron_utils.low_precision import multiply_in_fp8, require_fp8_shapes, round_weights_to_int4
 from slime.backends.megatron_utils.optimizer import gather_behind_layers, takes_both_dtypes
 from slime.backends.megatron_utils.parameter_names import EMBEDDING, global_named_parameters, named_expert_biases
 from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
 from slime.backends.megatron_utils.prediction_layers import put_prediction_layers
+from slime.backends.megatron_utils.transformer_config import build_transformer_config, virtual_stages
 from slime.backends.megatron_utils.value_head import put_value_head
-from slime.estimates.layout import parts_of_layout
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import accepted_keywords, calling_user_code, load_function, parameters_of
 
 ModelProvider = Callable[..., GPTModel]
 
-# Each needs a kernel of Transformer Engine or Apex: on by default where those are, off with the local layer spec.
-FUSIONS = (
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "masked_softmax_fusion",
-    "gradient_accumulation_fusion",
-    "apply_rope_fusion",
-    "persist_layer_norm",
-    "moe_router_fusion",
-)
-# Megatron's output layer adds weight gradients into their buffer by it, also beside Transformer Engine, and raises without it.
-_FUSED_GRADIENTS = "fused_weight_gradient_mlp_cuda"
-_DEEPEP = "deep_ep"
 _ROUTES = {"probs", "routing_map", "reversed_local_input_permutation_mapping"}
-
-
-def build_transformer_config(args: Any) -> TransformerConfig:
-    """Megatron's model configuration for `args`.
-
-    Every field that `args` has a value for is taken over, dropout apart from that 0: log-probs must not depend on chance.
-
-    Raises:
-        UserError: a kernel of Transformer Engine is asked for and not installed (the local layer spec would ignore it), or not
-            known to the version that is; or Megatron refuses the fields.
-    """
-    config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
-    fields = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **fields_from_args(config_class, args)}
-    fields.update(_model_fields(args))
-    fields.update(_layer_implementation_fields(args))
-    dtype = params_dtype(args)
-    fields.update(
-        params_dtype=dtype,
-        pipeline_dtype=torch.float32 if args.fp32_residual_connection else dtype,
-        # Weights then start the same for every tensor-parallel size; on a GPU that would cost host memory for nothing.
-        use_cpu_initialization=get_accelerator().name == "cpu" or args.use_cpu_initialization,
-        # Packed streams differ in length from micro-batch to micro-batch; Megatron allows that with this dispatcher
-        # only, for dense models as well.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type=_dispatcher(args),
-        # The loss is normalised by the step's own denominator in both reductions; Megatron's must not come on top.
-        calculate_per_token_loss=False,
-        # No kernel here rounds the scores that it is for, and Transformer Engine wants a variable of the environment with it.
-        apply_query_key_layer_scaling=False,
-        # The model itself has no such layers; `put_prediction_layers` adds them, and they run in the training step alone.
-        mtp_num_layers=None,
-    )
-    try:
-        config = config_class(**fields)
-    except (AssertionError, ValueError) as error:
-        raise UserError(f"Megatron-Core builds no model of these flags: {error}") from error
-    if config.fp8:
-        _require_fp8_recipe(config)
-    return config
-
-
-def _require_fp8_recipe(config: TransformerConfig) -> None:
-    try:
-        get_fp8_recipe(config)
-    except (AssertionError, ValueError) as error:
-        raise UserError(
-            f"--fp8-recipe {config.fp8_recipe} is not known to the Transformer Engine that is installed here: {error}"
-        ) from error
-
-
-def _dispatcher(args: Any) -> str:
-    wanted = args.moe_token_dispatcher_type
-    if wanted == "flex" and not _imports(_DEEPEP):
-        raise UserError(
-            f"--moe-token-dispatcher-type flex needs the kernels of DeepEP (module {_DEEPEP}), which do not import here; "
-            "install them, or give alltoall"
-        )
-    return "alltoall" if wanted == "allgather" else wanted
-
-
-def _model_fields(args: Any) -> dict[str, Any]:
-    """Fields that several flags make up."""
-    fields: dict[str, Any] = {
-        "num_query_groups": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        "bias_activation_fusion": (
-            args.bias_activation_fusion and (args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion)
-        ),
-        **_pipeline_fields(args),
-        **_initialization_fields(args),
-    }
-    if isinstance(args.moe_layer_freq, list) and all(args.moe_layer_freq):
-        # Megatron keeps layers apart in checkpoints where it is given a pattern, and stacks them else.
-        fields["moe_layer_freq"] = 1
-    if args.multi_latent_attention:
-        # Unset it means that queries have no latent vector; Megatron would take a number of its own.
-        fields["q_lora_rank"] = args.q_lora_rank
-        # No kernel does that for latent attention here; its layers refuse the flag where somebody gives it.
-        fields["apply_rope_fusion"] = args.apply_rope_fusion and "apply_rope_fusion" in args.typed_flags
-    if args.swiglu:
-        fields.update(gated_linear_unit=True, activation_func=F.silu)
-    return fields
-
-
-def _pipeline_fields(args: Any) -> dict[str, Any]:
-    pipelined = args.pipeline_model_parallel_size > 1
-    interleaved = virtual_stages(args) > 1
-    layout = args.pipeline_model_parallel_layout
-    return {
-        # The model itself has no layers for multi-token prediction; a stage of nothing else is empty for Megatron.
-        "pipeline_model_parallel_layout": layout
-        and "|".join(part.replace("m", "") for part in parts_of_layout(layout)),
-        # Only the interleaved schedule can overlap messages with computation, and it must: with both directions in one
-        # batch of messages, Gloo hands a stage the message that was meant for its other chunk.
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved and args.batch_p2p_comm,
-        # A stage's output is not needed any more once it is sent; backward asks for its shape only. The interleaved schedule
-        # frees it when the sending is merely queued before, which streams on a GPU put in order, and Gloo's threads do not.
-        "deallocate_pipeline_outputs": pipelined and not (interleaved and get_accelerator().name == "cpu"),
-    }
-
-
-def _initialization_fields(args: Any) -> dict[str, Any]:
-    if torch.get_default_device().type == "meta":
-        # There is no memory to draw into, and to go through the motions torch imports its compiler, which takes a second.
-        return {"perform_initialization": False}
-    if args.perform_initialization:
-        return {}
-    # Where Megatron is told to draw nothing, it does not mark the parts of tensor-parallel ranks either, and gradient norms
-    # then count the first rank's only. So it draws, by functions that do nothing.
-    functions = ("init_method", "output_layer_init_method", "embedding_init_method")
-    return {"perform_initialization": True, **dict.fromkeys(functions, _leave_as_allocated)}
-
-
-def _leave_as_allocated(weight: torch.Tensor) -> torch.Tensor:
-    return weight
-
-
-def _layer_implementation_fields(args: Any) -> dict[str, Any]:
-    wanted = args.transformer_impl
-    if wanted == "transformer_engine" and transformer_engine_available() and get_accelerator().name != "cpu":
-        # Latent attention has `PackedAttention` inside of Transformer Engine's layers too.
-        if has_contiguous_context(args) and not args.multi_latent_attention:
-            raise UserError(
-                "--allgather-cp: Transformer Engine's attention knows only zigzag chunks; give --transformer-impl local"
-            )
-        if args.cp_comm_type is not None and not args.multi_latent_attention:
-            raise UserError(
-                f"--cp-comm-type {args.cp_comm_type}: Transformer Engine's attention passes the keys of packed samples round; "
-                "give --transformer-impl local, or leave the flag out"
-            )
-        if args.fp32_residual_connection:
-            raise UserError(
-                "--fp32-residual-connection: the norms of Transformer Engine's layers take one dtype; give --transformer-impl "
-                "local, or leave the flag out"
-            )
-        if args.attention_backend == "flash":
-            _require_flash_attention()
-        fused = args.gradient_accumulation_fusion
-        if fused and not _imports(_FUSED_GRADIENTS):
-            if "gradient_accumulation_fusion" in args.typed_flags:
-                raise UserError(
-                    f"--gradient-accumulation-fusion needs the module {_FUSED_GRADIENTS} of Apex, which does not import here; "
-                    "install Apex with its CUDA extensions, or leave the flag out"
-                )
-            fused = False
-        return {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": fused}
-    of_engine = {"--fp8-format": args.fp8, "--attention-backend": args.attention_backend == "fused" and "fused"}
-    for flag, value in of_engine.items():
-        if value:
-            raise UserError(f"{flag} {value} needs Transformer Engine; install it or leave the flag out")
-    for name in FUSIONS:
-        if name in args.typed_flags and getattr(args, name):
-            raise UserError(
-                f"--{name.replace('_', '-')} needs Transformer Engine and --transformer-impl transformer_engine; install "
-                "it or leave the flag out"
-            )
-    # Model scripts ask for these two, and mean speed: without a kernel experts and their tokens are taken one after the other.
-    return {"transformer_impl": "local", **dict.fromkeys((*FUSIONS, "moe_grouped_gemm", "moe_permute_fusion"), False)}
-
-
-def _require_flash_attention() -> None:
-    """Transformer Engine that is told to take flash attention takes nothing else, and some versions of it only."""
-    from transformer_engine.pytorch.attention.dot_product_attention.backends import fa_utils
-
-    if not (fa_utils.is_installed or fa_utils.v3_is_installed):
-        raise UserError(
-            f"--attention-backend flash: Transformer Engine takes flash-attn {fa_utils.version_required} to "
-            f"{fa_utils.max_version}, or flash-attn-3, and finds none of these; install one, or leave the flag out: auto takes "
-            "the kernels that are there"
-        )
-
-
-def _imports(module: str) -> bool:
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        return False
-    return True
 
 
 def get_model_provider_func(args: Any) -> ModelProvider:
@@ -497,11 +302,6 @@ def setup_model(args: Any) -> list[DistributedDataParallel]:
     round_weights_to_int4(args, chunks)
     multiply_in_fp8(args, chunks)
     return chunks
-
-
-def virtual_stages(args: Any) -> int:
-    """Model chunks per rank: 1 unless the pipeline is interleaved."""
-    return args.virtual_pipeline_model_parallel_size or 1
 
 
 def _build_chunk(args: Any, vp_stage: int | None) -> GPTModel:

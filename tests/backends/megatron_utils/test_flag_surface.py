@@ -198,8 +198,9 @@ def _defaults(args: SimpleNamespace) -> dict[str, str]:
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils.model_provider import build_ddp_config, build_transformer_config
+    from slime.backends.megatron_utils.model_provider import build_ddp_config
     from slime.backends.megatron_utils.optimizer import build_optimizer_config
+    from slime.backends.megatron_utils.transformer_config import build_transformer_config
 
     shape = {
         "num_layers": args.num_layers, "hidden_size": args.hidden_size, "ffn_hidden_size": args.ffn_hidden_size,

@@ -90,21 +90,21 @@ def refusal_of_recipe(directory):
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils import model_provider
+    from slime.backends.megatron_utils import transformer_config
 
     args = tiny_args(directory, bf16=True, fp8="e4m3", fp8_recipe="blockwise", transformer_impl="transformer_engine")
     args.apply_rope_fusion = False
     args.typed_flags = set()
-    model_provider.transformer_engine_available = lambda: True
-    model_provider.get_accelerator = lambda: SimpleNamespace(name="cuda")
-    known = model_provider.build_transformer_config(args)
+    transformer_config.transformer_engine_available = lambda: True
+    transformer_config.get_accelerator = lambda: SimpleNamespace(name="cuda")
+    known = transformer_config.build_transformer_config(args)
 
     def unknown(config):
         raise ValueError("it needs version 2.3")
 
-    model_provider.get_fp8_recipe = unknown
+    transformer_config.get_fp8_recipe = unknown
     try:
-        model_provider.build_transformer_config(args)
+        transformer_config.build_transformer_config(args)
     except UserError as error:
         return (known.fp8, known.fp8_recipe), str(error)
     return (known.fp8, known.fp8_recipe), None

@@ -286,11 +286,9 @@ def random_starts(cases):
     for name, args in cases.items():
         megatron.start(args)
         number = torch.rand(()).item()
-        from slime.backends.megatron_utils import model_provider
+        from slime.backends.megatron_utils import model_provider, transformer_config
 
-        model_provider.get_accelerator = lambda: SimpleNamespace(
-            name="cuda", current_device=lambda: torch.device("cpu")
-        )
+        transformer_config.get_accelerator = lambda: SimpleNamespace(name="cuda")
         (chunk,) = model_provider.setup_model(args)
         found[name] = number, {name: weight.detach().numpy().copy() for name, weight in chunk.named_parameters()}
     return found

@@ -70,9 +70,9 @@ def _weights_drawn_as_on_a_gpu(cases) -> dict:
     cpu_runtime.install()
     from megatron.core import parallel_state
 
-    from slime.backends.megatron_utils import model_provider
+    from slime.backends.megatron_utils import model_provider, transformer_config
 
-    model_provider.get_accelerator = lambda: SimpleNamespace(name="cuda")
+    transformer_config.get_accelerator = lambda: SimpleNamespace(name="cuda")
     found = {}
     for name, args in cases.items():
         parallel_state.destroy_model_parallel()

@@ -79,7 +79,7 @@ def _configuration(directory):
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils.model_provider import build_transformer_config
+    from slime.backends.megatron_utils.transformer_config import build_transformer_config
 
     args = tiny_args(
         directory, bf16=True, num_query_groups=1, rotary_interleaved=False, recompute_granularity="selective"
@@ -108,7 +108,7 @@ def _configuration(directory):
 
 
 def _refusal(args, **changes):
-    from slime.backends.megatron_utils.model_provider import build_transformer_config
+    from slime.backends.megatron_utils.transformer_config import build_transformer_config
 
     try:
         build_transformer_config(SimpleNamespace(**{**vars(args), **changes}))
@@ -147,17 +147,17 @@ def _fusion_beside_transformer_engine(directory):
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils import model_provider
+    from slime.backends.megatron_utils import transformer_config
 
-    model_provider.transformer_engine_available = lambda: True
-    model_provider.get_accelerator = lambda: SimpleNamespace(name="cuda")
+    transformer_config.transformer_engine_available = lambda: True
+    transformer_config.get_accelerator = lambda: SimpleNamespace(name="cuda")
     args = tiny_args(directory, transformer_impl="transformer_engine", gradient_accumulation_fusion=True)
     args.typed_flags = set()
-    found = [model_provider._layer_implementation_fields(args)]
+    found = [transformer_config._layer_implementation_fields(args)]
     args.typed_flags = {"gradient_accumulation_fusion"}
-    found.append(_refusal_of(model_provider._layer_implementation_fields, args))
+    found.append(_refusal_of(transformer_config._layer_implementation_fields, args))
     sys.modules["fused_weight_gradient_mlp_cuda"] = SimpleNamespace()
-    found.append(model_provider._layer_implementation_fields(args))
+    found.append(transformer_config._layer_implementation_fields(args))
     return found
 
 
@@ -166,10 +166,10 @@ def _flash_attention_beside_transformer_engine(directory, found):
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils import model_provider
+    from slime.backends.megatron_utils import transformer_config
 
-    model_provider.transformer_engine_available = lambda: True
-    model_provider.get_accelerator = lambda: SimpleNamespace(name="cuda")
+    transformer_config.transformer_engine_available = lambda: True
+    transformer_config.get_accelerator = lambda: SimpleNamespace(name="cuda")
     attention = "transformer_engine.pytorch.attention.dot_product_attention"
     parts = attention.split(".")
     stand_ins = {".".join(parts[:depth]): ModuleType("") for depth in range(1, len(parts) + 1)}
@@ -181,7 +181,7 @@ def _flash_attention_beside_transformer_engine(directory, found):
             is_installed=second, v3_is_installed=third, version_required="2.1.1", max_version="2.8.3"
         )
         args = tiny_args(directory, transformer_impl="transformer_engine", attention_backend=backend)
-        outcomes.append(_refusal_of(model_provider._layer_implementation_fields, args))
+        outcomes.append(_refusal_of(transformer_config._layer_implementation_fields, args))
     return outcomes
 
 
@@ -190,14 +190,15 @@ def _context_in_one_piece_beside_transformer_engine(directory):
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils import model_provider
+    from slime.backends.megatron_utils import transformer_config
 
-    model_provider.transformer_engine_available = lambda: True
-    model_provider.get_accelerator = lambda: SimpleNamespace(name="cuda")
+    transformer_config.transformer_engine_available = lambda: True
+    transformer_config.get_accelerator = lambda: SimpleNamespace(name="cuda")
     flags = {"transformer_impl": "transformer_engine", "context_parallel_size": 2, "allgather_cp": True}
     return [
         _refusal_of(
-            model_provider._layer_implementation_fields, tiny_args(directory, multi_latent_attention=is_latent, **flags)
+            transformer_config._layer_implementation_fields,
+            tiny_args(directory, multi_latent_attention=is_latent, **flags),
         )
         for is_latent in (False, True)
     ]
@@ -208,14 +209,14 @@ def _flags_beside_transformer_engine(directory, flags):
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils import model_provider
+    from slime.backends.megatron_utils import transformer_config
 
-    model_provider.transformer_engine_available = lambda: True
-    model_provider.get_accelerator = lambda: SimpleNamespace(name="cuda")
+    transformer_config.transformer_engine_available = lambda: True
+    transformer_config.get_accelerator = lambda: SimpleNamespace(name="cuda")
     return [
         [
             _refusal_of(
-                model_provider._layer_implementation_fields, tiny_args(directory, transformer_impl=layers, **flag)
+                transformer_config._layer_implementation_fields, tiny_args(directory, transformer_impl=layers, **flag)
             )
             for flag in flags
         ]

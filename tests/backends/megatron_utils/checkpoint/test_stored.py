@@ -34,7 +34,7 @@ def stand_in_for_transformer_engine() -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import multi_token_prediction
 
-    from slime.backends.megatron_utils import model_provider
+    from slime.backends.megatron_utils import transformer_config
     from slime.backends.megatron_utils.attention import PackedAttention
     from slime.backends.megatron_utils.layer_spec import RMSNorm
 
@@ -63,8 +63,8 @@ def stand_in_for_transformer_engine() -> None:
     gpt_layer_specs.TENorm = transformer_engine.TENorm = RMSNorm
     transformer_engine.TEColumnParallelLinear = ColumnParallelLinear
     transformer_engine.TERowParallelLinear = RowParallelLinear
-    fields = dict.fromkeys((*model_provider.FUSIONS, "moe_grouped_gemm", "moe_permute_fusion"), False)
-    model_provider._layer_implementation_fields = lambda args: {"transformer_impl": "transformer_engine", **fields}
+    fields = dict.fromkeys((*transformer_config.FUSIONS, "moe_grouped_gemm", "moe_permute_fusion"), False)
+    transformer_config._layer_implementation_fields = lambda args: {"transformer_impl": "transformer_engine", **fields}
 
 
 def names_worker(directories) -> list[dict[str, set[str]]]:
@@ -104,10 +104,10 @@ def test_tensors_have_the_same_names_whatever_layers_are_made_of(tmp_path):
 
 def as_older_versions_did() -> None:
     """Have local layers the names on disk that Megatron gives them, and patterns of ones kept apart."""
-    from slime.backends.megatron_utils import layer_spec, model_provider
+    from slime.backends.megatron_utils import layer_spec, transformer_config
 
-    fields = model_provider._model_fields
-    model_provider._model_fields = lambda args: {**fields(args), "moe_layer_freq": args.moe_layer_freq}
+    fields = transformer_config._model_fields
+    transformer_config._model_fields = lambda args: {**fields(args), "moe_layer_freq": args.moe_layer_freq}
     layer_spec._names_on_disk = lambda layer, config: (
         {}
         if config.multi_latent_attention
@@ -124,13 +124,13 @@ def older_worker(cases) -> dict[str, tuple]:
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
-    from slime.backends.megatron_utils import layer_spec, model_provider
+    from slime.backends.megatron_utils import layer_spec, transformer_config
     from slime.backends.megatron_utils.checkpoint.stored import read_stored
 
-    now = model_provider._model_fields, layer_spec._names_on_disk
+    now = transformer_config._model_fields, layer_spec._names_on_disk
     as_older_versions_did()
     saved = {name: train_and_save(saving) for name, (saving, _) in cases.items()}
-    model_provider._model_fields, layer_spec._names_on_disk = now
+    transformer_config._model_fields, layer_spec._names_on_disk = now
     found = {}
     for name, (saving, resuming) in cases.items():
         stored = read_stored(Path(saving.save) / "iter_0000003")
