@@ -78,6 +78,17 @@ def test_a_check_tells_the_variable_of_attention(monkeypatch, tmp_path, capsys):
     assert checked(tmp_path, capsys)[0] == 0
 
 
+def test_a_check_tells_the_parameters_of_a_plug_in(tmp_path, capsys):
+    (tmp_path / "own.py").write_text("async def generate(sample): ...\n")
+    path = f"{tmp_path}/own.py:generate"
+    status, result, told = checked(tmp_path, capsys, "--custom-generate-function-path", path)
+    assert status == 2 and result == ""
+    assert f"--custom-generate-function-path {path}: is `async def generate(sample)`" in told
+    assert "it is called as async fn(args, sample, sampling_params[, evaluation])" in told
+    (tmp_path / "own.py").write_text("async def generate(args, sample, sampling_params): ...\n")
+    assert checked(tmp_path, capsys, "--custom-generate-function-path", path)[0] == 0
+
+
 class Router(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/workers" else 404)
