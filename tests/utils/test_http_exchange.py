@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import gzip
+import socket
 import zlib
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -48,8 +50,8 @@ async def told(*answers):
         server.close()
 
 
-async def ask(exchanges, url, data=b"{}", headers=None):
-    response = await exchanges.request("POST", url, data=data, headers=headers or {})
+async def ask(exchanges, url, data=b"{}", headers=None, method="POST"):
+    response = await exchanges.request(method, url, data=data, headers=headers or {})
     try:
         return response, await response.read()
     finally:
@@ -247,9 +249,13 @@ def test_a_long_body_arrives_whole():
     run(main())
 
 
-@pytest.mark.parametrize("kind", [web.HTTPMovedPermanently, web.HTTPSeeOther, web.HTTPPermanentRedirect])
+@pytest.mark.parametrize(
+    "kind",
+    [web.HTTPMovedPermanently, web.HTTPFound, web.HTTPSeeOther, web.HTTPTemporaryRedirect, web.HTTPPermanentRedirect],
+)
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_redirect_is_followed_as_a_session_follows_it(kind, elsewhere):
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_a_redirect_is_followed_as_a_session_follows_it(kind, elsewhere, method):
     async def main():
         asked, places = [], []
 
@@ -263,8 +269,8 @@ def test_a_redirect_is_followed_as_a_session_follows_it(kind, elsewhere):
         async with serving(handler) as url, serving(handler) as other, new_session() as session:
             places.append(other if elsewhere else "")
             headers = {"X-Request-Id": "7", "Authorization": "Bearer key"}
-            _, ours = await ask(Exchanges(session), f"{url}/old", headers=headers)
-            async with session.post(f"{url}/old", data=b"{}", headers=headers) as response:
+            _, ours = await ask(Exchanges(session), f"{url}/old", headers=headers, method=method)
+            async with session.request(method, f"{url}/old", data=b"{}", headers=headers) as response:
                 theirs = await response.read()
         assert ours == theirs and ours.endswith(b" None 7" if elsewhere else b" Bearer key 7")
         assert asked == ["/old", "/new"] * 2
@@ -284,6 +290,197 @@ def test_headers_that_say_otherwise_than_the_session_are_sent_by_it(name):
             assert request.lower().count(name.lower().encode()) == 1 and b": own\r\n" in request
 
     run(main())
+
+
+@pytest.fixture
+def left_to_sessions(monkeypatch):
+    """What sessions are asked for, by URL and headers, when no exchange has a connection; they give None."""
+    asked = []
+
+    async def request(self, method, url, *, data, headers):
+        assert not self.connector._acquired
+        asked.append((str(url), headers))
+
+    monkeypatch.setattr(aiohttp.ClientSession, "request", request)
+    return asked
+
+
+@pytest.mark.parametrize(
+    "name", ["Connection", "Content-Encoding", "Content-Length", "Expect", "Transfer-Encoding", "Upgrade"]
+)
+def test_headers_that_change_how_a_request_is_read_are_left_to_the_session(left_to_sessions, name):
+    async def main():
+        async with told(FINE) as (url, connections), new_session() as session:
+            assert await Exchanges(session).request("POST", url, data=b"{}", headers={name: "x"}) is None
+            assert left_to_sessions == [(url, {name: "x"})] and connections == []
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("place", "keeps"),
+    [
+        ("http://127.0.0.1:{port}/new", True),
+        ("https://127.0.0.1:{port}/new", False),
+        ("http://127.0.0.2:{port}/new", False),
+        ("http://127.0.0.1:1/new", False),
+    ],
+)
+def test_a_redirect_takes_keys_to_no_other_origin(left_to_sessions, place, keeps):
+    """Scheme, host and port are an origin together."""
+
+    async def main():
+        keys = {"Authorization": "a", "cookie": "b", "Proxy-Authorization": "c"}
+        async with asyncio.timeout(30), new_session() as session:
+            server = await asyncio.start_server(serve, "127.0.0.1", 0)
+            port = server.sockets[0].getsockname()[1]
+            places.append(place.format(port=port))
+            url = f"http://127.0.0.1:{port}/old"
+            await Exchanges(session).request("POST", url, data=b"{}", headers={**keys, "X-Request-Id": "7"})
+            assert left_to_sessions == [(places[0], {**(keys if keeps else {}), "X-Request-Id": "7"})]
+            server.close()
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"{}")
+        writer.write(f"HTTP/1.1 307 Elsewhere\r\nLocation: {places[0]}\r\nContent-Length: 0\r\n\r\n".encode())
+        await writer.drain()
+        writer.close()
+
+    places = []
+    run(main())
+
+
+def test_a_redirect_gives_its_connection_back_before_its_body_is_there(left_to_sessions):
+    async def main():
+        async with told(b"HTTP/1.1 307 Elsewhere\r\nLocation: /new\r\nContent-Length: 9\r\n\r\nno") as (url, _):
+            async with new_session() as session:
+                assert await Exchanges(session).request("POST", url, data=b"{}", headers={}) is None
+                assert [place for place, _ in left_to_sessions] == [url.replace("generate?a=1", "new")]
+
+    run(main())
+
+
+def test_a_redirect_to_no_url_is_told_as_a_session_tells_it():
+    async def main():
+        nowhere = b"HTTP/1.1 307 Elsewhere\r\nLocation: http://[\r\nContent-Length: 0\r\n\r\n"
+        async with told(nowhere, nowhere) as (url, _), new_session() as session:
+            with pytest.raises(aiohttp.InvalidUrlRedirectClientError) as ours:
+                await ask(Exchanges(session), url)
+            with pytest.raises(aiohttp.InvalidUrlRedirectClientError) as theirs:
+                await session.post(url, data=b"{}")
+            assert str(ours.value.url) == str(theirs.value.url)
+
+    run(main())
+
+
+@pytest.mark.parametrize("closes", ["session", "connector"])
+def test_what_was_closed_says_so_as_a_session_does(closes):
+    async def main():
+        async with told(FINE) as (url, connections), new_session() as session:
+            await (session if closes == "session" else session.connector).close()
+            with pytest.raises((RuntimeError, aiohttp.ClientError)) as ours:
+                await ask(Exchanges(session), url)
+            with pytest.raises((RuntimeError, aiohttp.ClientError)) as theirs:
+                await session.post(url, data=b"{}")
+            assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value)) and connections == []
+
+    run(main())
+
+
+def test_a_connection_that_is_lost_as_soon_as_it_is_there_is_one_that_broke(monkeypatch):
+    closed = []
+
+    async def connect(self, request, traces, timeout):
+        return SimpleNamespace(protocol=None, transport=None, close=lambda: closed.append(1))
+
+    async def main():
+        async with new_session() as session:
+            monkeypatch.setattr(aiohttp.TCPConnector, "connect", connect)
+            with pytest.raises(aiohttp.ClientConnectionError, match="closed as soon as it was there"):
+                await ask(Exchanges(session), "http://127.0.0.1:1/")
+            assert closed == [1]
+
+    run(main())
+
+
+def test_a_server_that_takes_no_connection_is_given_up_as_a_session_gives_it_up(monkeypatch):
+    monkeypatch.setattr(http_exchange, "CONNECT_TIMEOUT_S", 0.3)
+
+    async def main():
+        with contextlib.ExitStack() as stack:
+            full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+            port = full.getsockname()[1]
+            for _ in range(4):
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(("127.0.0.1", port))
+            async with new_session() as session:
+                with pytest.raises(aiohttp.ConnectionTimeoutError) as ours:
+                    await ask(Exchanges(session), f"http://127.0.0.1:{port}/")
+                with pytest.raises(aiohttp.ConnectionTimeoutError) as theirs:
+                    await session.post(f"http://127.0.0.1:{port}/", data=b"{}")
+                assert str(ours.value) == str(theirs.value)
+
+    run(main())
+
+
+def test_what_is_asked_of_one_url_by_another_method_is_another_request():
+    async def main():
+        async with told(FINE, FINE, FINE) as (url, connections), new_session() as session:
+            exchanges = Exchanges(session)
+            for method, data in (("POST", b"{}"), ("GET", None), ("GET", b"{}")):
+                response, _ = await ask(exchanges, url, data=data, method=method)
+                assert str(response.url) == url
+            return connections
+
+    ((post, get, with_body),) = run(main())
+    assert [request.split()[0] for request in (post, get, with_body)] == [b"POST", b"GET", b"GET"]
+    assert b"Content-Length" not in get and b"\r\nContent-Length: 2\r\n" in with_body and with_body.endswith(b"{}")
+
+
+def test_an_answer_without_a_length_ends_with_its_connection():
+    async def main():
+        async def serve(reader, writer):
+            await reader.readuntil(b"{}")
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\nok")
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server, new_session() as session:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+            assert (await ask(Exchanges(session), url))[1] == b"ok"
+
+    run(main())
+
+
+def test_a_server_that_would_speak_another_protocol_is_answered_by_its_status():
+    async def main():
+        switching = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: other\r\n\r\n"
+        async with told(switching) as (url, _), new_session() as session:
+            response = await Exchanges(session).request("POST", url, data=b"{}", headers={})
+            response.release()
+            assert response.status == 101
+
+    run(main())
+
+
+def test_a_session_keeps_no_cookies_and_asks_no_proxy_of_the_environment(monkeypatch):
+    """For the requests that are left to it."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+
+    async def main():
+        given = FINE.replace(b"OK\r\n", b"OK\r\nSet-Cookie: who=me\r\n")
+        async with told(given, FINE) as (url, connections), new_session() as session:
+            # Of an address without a name no session takes cookies.
+            url = url.replace("127.0.0.1", "localhost")
+            for _ in range(2):
+                async with session.post(url, data=b"{}") as response:
+                    await response.read()
+            return connections
+
+    assert b"ookie" not in b"".join(request for received in run(main()) for request in received)
 
 
 @pytest.mark.parametrize("value", ["a\r\nX-Other: b", "a\nb", "a\0b"])
