@@ -3,16 +3,25 @@
 import asyncio
 import contextlib
 
+import numpy as np
 import pytest
 from aiohttp import web
 
 from slime.rollout import engine_request
-from slime.rollout.engine_request import EnginesOfRouter, ask_engine, get_model_url
+from slime.rollout.engine_request import (
+    EnginesOfRouter,
+    ask_engine,
+    check_prompt_length,
+    checked_token_ids,
+    get_model_url,
+)
+from slime.rollout.failures import SampleFailed
 from slime.rollout.generate_state import GenerateState
 from slime.utils import http_utils
 from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError, close_http_client
 from slime.utils.misc import SingletonMeta
+from slime.utils.sample_fields import read_only
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args, make_checkpoint
 from tests.support.processes.fake_generate_server import FakeGenerateServer
@@ -127,6 +136,88 @@ def test_an_engine_that_refuses_at_once_does_not_draw_all_requests(servers, monk
     assert [failure.status for failure in failures] == ([400] * 3 if status == 400 else [])
 
 
+def test_a_field_that_is_false_is_no_wish_for_its_answer(servers):
+    router, engine, args = servers
+    run(ask_engine(args, Sample(index=0), payload(return_routed_experts=False)))
+    assert len(router.requests) == 1 and engine.requests == []
+
+
+def test_past_the_router_a_session_stays_with_its_engine(servers):
+    router, engine, args = servers
+    args.router_policy = "consistent_hashing"
+
+    async def main():
+        for number in range(12):
+            before = len(asked(router))
+            for _ in range(3):
+                await ask_engine(args, Sample(index=number, session_id=f"session {number}"), payload(**EXPERTS))
+            assert len(asked(router)) - before in (0, 3)
+
+    run(main())
+    assert asked(router) and asked(engine)
+
+
+def test_several_prompts_of_one_request_have_an_answer_each(monkeypatch):
+    answers = [{"meta_info": {"id": "a"}}, {"meta_info": {"id": "b"}}]
+
+    async def post_generate(url, request, **options):
+        return answers
+
+    monkeypatch.setattr(engine_request, "post_generate", post_generate)
+    assert asyncio.run(ask_engine(make_args(""), Sample(index=0), payload(input_ids=[[65], [66]]))) == answers
+    answers[1] = "<html>"
+    with pytest.raises(HttpError, match="was not answered by an engine") as failure:
+        asyncio.run(ask_engine(make_args(""), Sample(index=0), payload(input_ids=[[65], [66]])))
+    assert failure.value.url.endswith("/generate")
+
+
+def test_an_engine_that_says_where_its_experts_begin_is_believed(servers, monkeypatch):
+    router, _, args = servers
+    monkeypatch.setattr(router, "_scores", lambda request: {"routed_experts": "AAAA", "routed_experts_start_len": 1})
+    answer = run(ask_engine(args, Sample(index=0), payload(**EXPERTS)))
+    assert answer["meta_info"]["routed_experts_start_len"] == 1
+
+
+def test_a_probe_samples_among_one_token_since_engines_tell_of_a_limited_set_alone(servers):
+    router, _, args = servers
+    run(ask_engine(args, Sample(index=0), payload(**EXPERTS)))
+    assert router.requests[0]["sampling_params"] == {"max_new_tokens": 1, "top_k": 1}
+
+
+@pytest.mark.parametrize("kind", [list, np.int32, np.int64])
+@pytest.mark.parametrize("beyond", [None, -1, 0, 2**31 - 1])
+def test_ids_outside_of_the_vocabulary_are_told_whatever_holds_them(tmp_path, kind, beyond):
+    state = GenerateState(make_args(make_checkpoint(tmp_path)))
+    last = state.vocab_size - 1
+    # The first id behind the last, or one far away.
+    added = [] if beyond is None else [beyond or last + 1]
+    ids = [0, last, *added, 2]
+    sample = Sample(index=5, tokens=ids if kind is list else np.array(ids, kind))
+    if not added:
+        assert checked_token_ids(state, sample).tolist() == ids
+        return
+    with pytest.raises(UserError, match=f"sample 5: token id {added[0]} at position 2 is outside"):
+        checked_token_ids(state, sample)
+
+
+def test_ids_that_siblings_share_are_looked_at_once(tmp_path):
+    """A prompt may have very many."""
+    state = GenerateState(make_args(make_checkpoint(tmp_path)))
+    shared = read_only(np.array([1, 2, 3], np.int64))
+    assert checked_token_ids(state, Sample(tokens=shared)) is shared
+    state.__dict__["vocab_size"] = 0
+    assert checked_token_ids(state, Sample(tokens=shared)) is shared
+    with pytest.raises(UserError):
+        checked_token_ids(state, Sample(tokens=shared.copy()))
+
+
+@pytest.mark.parametrize(("tokens", "limit"), [([], None), ([1, 2], 2)])
+def test_a_prompt_without_tokens_or_room_is_not_tried_again(tokens, limit):
+    with pytest.raises(SampleFailed) as failure:
+        check_prompt_length(Sample(tokens=tokens), limit)
+    assert not failure.value.retryable
+
+
 def test_a_request_may_bring_a_text(servers):
     router, engine, args = servers
     text = {"text": "A", "sampling_params": {"max_new_tokens": 8}, "return_routed_experts": True}
@@ -234,6 +325,29 @@ def test_the_list_of_engines_is_the_routers(servers, monkeypatch):
 
     run(main())
     assert (len(asked(router)), len(asked(engine))) == (4, 2)
+
+
+def test_the_list_of_engines_is_believed_for_a_shorter_time_than_a_failed_request_waits(monkeypatch):
+    now, lists = [100.0], [["a"], ["b"], ["c"]]
+    monkeypatch.setattr(engine_request.time, "monotonic", lambda: now[0])
+
+    async def listed(model_name, router_url):
+        return lists.pop(0)
+
+    monkeypatch.setattr(engine_request, "list_engine_urls", listed)
+    choice = EnginesOfRouter("default", "http://router/generate")
+
+    async def one():
+        async with choice.one() as url:
+            return url
+
+    def after(seconds):
+        now[0] += seconds
+        return asyncio.run(one())
+
+    assert [after(0.0), after(0.1), after(http_utils.RETRY_DELAY_S), after(0.1)] == [
+        "a/generate", "a/generate", "b/generate", "b/generate",
+    ]  # fmt: skip
 
 
 def engines(monkeypatch, urls):
