@@ -93,6 +93,12 @@ class GenerateFunction:
         except SampleFailed:
             raise
         except Exception as error:
+            if isinstance(error, ExceptionGroup) and error.split(SampleFailed)[1] is None:
+                # The function has asked for several answers in a task group of its own.
+                first: Exception = error
+                while isinstance(first, ExceptionGroup):
+                    first = first.exceptions[0]
+                raise first from error
             raise user_function_error(GENERATE_FLAG, self.path, describe_samples(samples), error) from error
 
     async def _checked_entry(self, args: Any, sample: Sample, entry: Any) -> Sample | list[Any]:

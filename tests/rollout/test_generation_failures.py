@@ -71,6 +71,25 @@ def test_with_fault_tolerance_a_function_that_raises_fails_its_samples_and_not_t
         assert f"raised {raised} for sample" in sample.metadata["fail_reason"]
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_what_fails_one_sample_fails_no_run_from_a_task_group_either(server, checkpoint, tmp_path, other):
+    """A user's function may ask for several answers at once; errors of its own in the group are told as such."""
+    program = (
+        "import asyncio\nfrom slime.rollout.failures import SampleFailed\n"
+        "async def asked():\n    raise SampleFailed('it cannot be gone on with')\n"
+        "async def own():\n    raise KeyError('no entry')\n"
+        "async def fn(args, sample, params):\n    async with asyncio.TaskGroup() as group:\n"
+        f"        group.create_task(asked())\n        group.create_task({'own' if other else 'asked'}())\n"
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=plugin(tmp_path, program))
+    if other:
+        with pytest.raises(UserError, match="fn raised ExceptionGroup for sample"):
+            run(generate_and_rm_group(args, [Sample(index=4, prompt="p")], params(args)))
+        return
+    (sample,) = run(generate_and_rm_group(args, [Sample(index=4, prompt="p")], params(args)))
+    assert sample.status is Status.FAILED and sample.metadata["fail_reason"] == "it cannot be gone on with"
+
+
 def test_the_traceback_of_a_cause_is_told_once(server, checkpoint, tmp_path, caplog):
     program = "def fn(args, sample, *arguments):\n    raise KeyError(f'no entry of {sample.index}')\n"
     path = plugin(tmp_path, program)
