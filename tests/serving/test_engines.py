@@ -261,6 +261,24 @@ def test_a_request_that_comes_to_a_sleeping_engine_waits_and_is_answered_when_it
     serving.call_all("health")
 
 
+def test_a_paused_engine_leaves_the_processor_to_the_push(serving):
+    pid = ray.get(serving.engines[0].server_pid.remote(), timeout=120)
+    (scheduler,) = [process for process in server_tree(pid) if process.cmdline()[0].startswith("sglang::scheduler")]
+    serving.call_all("pause_generation", "retract")
+    try:
+        before = sum(scheduler.cpu_times()[:2])
+        time.sleep(2.0)
+        computed = sum(scheduler.cpu_times()[:2]) - before
+        assert computed <= 0.05, "it sleeps"
+        started = time.monotonic()
+        for _ in range(10):
+            serving.call_all("flush_cache")
+        assert time.monotonic() - started < 5, "an order wakes it: its sleep would be of a second each time"
+    finally:
+        serving.call_all("continue_generation")
+    assert post(f"{serving.urls[0]}/generate", generation_request(PROMPT, 1)).ok
+
+
 def test_both_engines_are_registered_and_healthy(serving):
     workers = serving.router.workers()
     assert sorted(worker["url"] for worker in workers) == sorted(serving.urls)

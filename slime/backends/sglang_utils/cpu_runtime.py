@@ -408,6 +408,19 @@ def _let_the_controller_wait(module: types.ModuleType) -> None:
     module.sock_recv = wait_and_receive
 
 
+def _sleep_while_paused(module: types.ModuleType) -> None:
+    """sglang 0.5.21, `/pause_generation` with `retract`: the scheduler then polls for requests without a pause, and so
+    occupies a core, which a push needs."""
+    scheduler = module.Scheduler
+    record = scheduler._record_scheduler_state_for_paused_engine
+
+    def record_and_sleep(self):
+        record(self)
+        self.maybe_sleep_on_idle()
+
+    scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
+
+
 def _copy_weights_less(module: types.ModuleType) -> None:
     _keep_buckets_mapped(module)
     _load_while_receiving(module)
@@ -436,6 +449,7 @@ _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "sglang.srt.layers.rotary_embedding.factory": _rotate_without_scaling,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latent_vectors,
     "sglang.srt.managers.data_parallel_controller": _let_the_controller_wait,
+    "sglang.srt.managers.scheduler": _sleep_while_paused,
     "sglang.srt.models.minimax_m2": _norms_over_all_heads,
     "sglang.srt.utils.weight_checker": _weight_checker_without_cuda,
     "sglang.srt.model_executor.model_runner_components.weight_updater": _copy_weights_less,

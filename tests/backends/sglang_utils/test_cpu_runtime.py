@@ -73,6 +73,10 @@ def test_still_needed_inert_packages(package):
             "sglang.srt.managers.data_parallel_controller",
             "recv_req = sock_recv(self.recv_from_tokenizer, flags=zmq.NOBLOCK)",
         ),
+        (
+            "sglang.srt.managers.scheduler",
+            "self._record_scheduler_state_for_paused_engine()\n                continue\n",
+        ),
         ("sglang.srt.models.minimax_m2", "    assert x1.is_cuda and x2.is_cuda\n    B, D1 = x1.shape\n"),
         ("sglang.srt.utils.weight_checker", "torch.cuda.synchronize()"),
         (
@@ -96,7 +100,7 @@ def test_still_needed_batched_attention():
 
 
 def test_every_patch_is_checked():
-    assert len(cpu_runtime._PATCHES) == 13
+    assert len(cpu_runtime._PATCHES) == 14
 
 
 def test_still_needed_start_method_and_gc_freeze():
