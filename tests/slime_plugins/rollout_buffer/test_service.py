@@ -350,12 +350,13 @@ def test_a_generator_that_fails_is_told_with_its_last_lines(tmp_path):
 
 
 def test_a_generator_that_hangs_is_ended_and_one_that_waits_for_room_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(service, "_SENDING_S", 1.0)
+    monkeypatch.setattr(service, "_SENDING_S", 3.0)
 
     async def test(client):
         await client.start("idle", max_waiting_groups=1)
         await client.post("/buffer/write", {"items": group_of("a")})
-        for _ in range(20):
+        # For longer than it may be silent.
+        for _ in range(45):
             await asyncio.sleep(0.1)
             await client.post("/buffer/write", item("b.0", "b"), status=429)
         waits, process = await client.status(), client.buffer._process

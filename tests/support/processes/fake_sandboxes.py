@@ -19,7 +19,7 @@ if kind == "run":
     made = home / words[words.index("--name") + 1] / "tmp"
     if "slow" in words:
         # It is made even if the client is killed meanwhile.
-        later = f"sleep 1; mkdir -p {{made}}; touch {{home}}/made"
+        later = f"touch {{home}}/ordered; sleep 1; mkdir -p {{made}}; touch {{home}}/made"
         subprocess.run(["sh", "-c", later], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     else:
         made.mkdir(parents=True)
