@@ -293,12 +293,14 @@ stop_node() {
   while node_is_alive && ((SECONDS < deadline)); do sleep 0.2; done
   # shellcheck disable=SC2046 # one word per process number
   kill -KILL $(session_of "$pid") 2>/dev/null || true
+  deadline=$((SECONDS + 5)) # a killed process may hold its ports and memory for a while
+  while [[ -n "$(session_of "$pid")" ]] && ((SECONDS < deadline)); do sleep 0.1; done
   say "ended the $(node_value role) (process $pid)"
   rm -f "$NODE_FILE"
 }
 
-# Prints the processes of session $1.
-session_of() { ps -e -o pid=,sess= | awk -v session="$1" '$2 == session { print $1 }'; }
+# Prints the processes of session $1 that have not ended.
+session_of() { ps -e -o pid=,sess=,stat= | awk -v session="$1" '$2 == session && $3 !~ /^Z/ { print $1 }'; }
 
 main() {
   DRY_RUN=""

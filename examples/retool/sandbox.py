@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 
 from slime.agent.limited import READABLE
-from slime.agent.sandbox import LIMITED, require_namespaces
+from slime.agent.sandbox import LIMITED, SandboxError, require_namespaces
 
 CUT = "\n[cut]"
 # Between the kill of a program and its end.
@@ -41,7 +41,7 @@ async def run_python(program: str, limits: Limits = Limits()) -> str:
         UserError: this machine has no sandbox.
         SandboxError: it does not tell, since no process starts or ends on it.
     """
-    words = (*require_namespaces(), "--net")
+    words = (*await asyncio.to_thread(require_namespaces), "--net")
     given = {
         "readable": READABLE,
         "rlimits": {
@@ -68,11 +68,16 @@ async def run_python(program: str, limits: Limits = Limits()) -> str:
         except TimeoutError:
             pass
         finally:
-            # Of its group, which is its own; what it started lives in its process namespace, and ends with that.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # Of its group, which is its own; what it started lives in its process namespace, and ends with that. When the
+            # process has ended, its number may be another one's.
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             # What the pipe still holds has to be read: until then the process does not count as ended.
-            async with asyncio.timeout(END_SECONDS):
-                await process.communicate()
+            try:
+                async with asyncio.timeout(END_SECONDS):
+                    await process.communicate()
+            except TimeoutError:
+                raise SandboxError(f"a program was killed and did not end within {END_SECONDS:g} s") from None
     text = output[: limits.output_bytes].decode(errors="replace")
     return text.rstrip("\n") + (CUT if len(output) > limits.output_bytes else "") + over
