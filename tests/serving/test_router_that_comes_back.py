@@ -123,7 +123,9 @@ def test_one_that_compares_engines_comes_back_to_a_single_one_or_to_none(tmp_pat
         wait_until(lambda: router.deaths == 1 and router._is_back.is_set())
         assert router.serves() is bool(left) and router.trouble() is None
         router.add_workers([first], 60, KEY)
-        assert router.serves() and urls(router) == {worker.url for worker in [first, *rest]}
+        # It started with the rest too, which nobody waits for.
+        wait_until(lambda: urls(router) == {worker.url for worker in [first, *rest]})
+        assert router.serves()
         router.add_workers([second], 60, KEY)
         assert urls(router) == {worker.url for worker in [first, second, *rest]}
         assert [generated(router) for _ in range(20)] == ["FGH"] * 20
