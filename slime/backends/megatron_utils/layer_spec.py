@@ -43,6 +43,9 @@ from slime.backends.megatron_utils.routers import PredictionRouter, Router
 from slime.utils.device import fused, get_accelerator
 from slime.utils.errors import UserError
 
+# The prefix of a norm → the prefix of its name in checkpoints.
+_NORM_OF_QUERY_LATENTS = {"self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_"}
+
 
 def transformer_engine_available() -> bool:
     """Whether Transformer Engine can be imported (looked up without importing it)."""
@@ -112,6 +115,17 @@ def with_attention(layer: ModuleSpec, config: TransformerConfig, attention: Modu
     return layer
 
 
+def with_normed_query_latents(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """A copy of the spec of a layer of latent attention, in which others than the projection up can read the normed latent
+    vectors of the queries: Transformer Engine fuses their norm into that projection."""
+    layer = copy.deepcopy(layer)
+    submodules = layer.submodules.self_attention.submodules
+    submodules.q_layernorm = norm_class(config) if config.qk_layernorm else IdentityOp
+    submodules.linear_q_up_proj = submodules.linear_q_proj
+    layer.submodules.sharded_state_dict_keys_map.update(_NORM_OF_QUERY_LATENTS)
+    return layer
+
+
 def with_core_attention(layer: ModuleSpec, core_attention: type[PackedAttention]) -> ModuleSpec:
     """A copy of the spec of a layer, with another softmax attention between its projections, if it has softmax attention."""
     layer = copy.deepcopy(layer)
@@ -172,7 +186,7 @@ def _names_on_disk(layer: ModuleSpec, config: TransformerConfig) -> dict[str, st
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if config.multi_latent_attention:
         names = {
-            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            **_NORM_OF_QUERY_LATENTS,
             "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
         }
     if layer.submodules.mlp.module is not MoELayer:

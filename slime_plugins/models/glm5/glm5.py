@@ -10,7 +10,6 @@ time, and layers that are recomputed, never see the choice of another stream.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slime.backends.megatron_utils.attention import LatentAttention, StreamParams
-from slime.backends.megatron_utils.layer_spec import get_decoder_spec
+from slime.backends.megatron_utils.layer_spec import get_decoder_spec, with_normed_query_latents
 from slime.training.context_parallel import gather_rows
 from slime.training.packed_stream import PackedStream
 from slime.utils.errors import UserError
@@ -64,7 +63,8 @@ def get_glm5_spec(args: Any, config: TransformerConfig, vp_stage: int | None = N
             "change --pipeline-model-parallel-size or the numbers of layers of its stages so that each begins with a layer "
             "that has an indexer"
         )
-    block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
+    # An indexer reads the latent vectors.
+    block.layer_specs = [with_normed_query_latents(layer, config) for layer in block.layer_specs]
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
         attention.module = SparseLatentAttention
