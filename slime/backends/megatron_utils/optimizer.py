@@ -308,8 +308,23 @@ def l2_norm(
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2, torch.float32)))[None], None
 
 
+def creating_states_alone(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Transformer Engine's Adam that need not be told of which parameters it keeps remainders when it creates their states:
+    Megatron, which creates them before it loads a checkpoint, does not tell."""
+
+    class EngineAdam(adam):
+        def keeps_remainder(self, param: torch.Tensor) -> bool:
+            return self.store_param_remainders and param.dtype == torch.bfloat16
+
+        def initialize_state(self, param: torch.Tensor, keeps_remainder: bool | None = None) -> None:
+            super().initialize_state(param, self.keeps_remainder(param) if keeps_remainder is None else keeps_remainder)
+
+    return EngineAdam
+
+
 def install() -> None:
-    """Make Megatron's optimizers use this Adam, and `l2_norm`, where they would fall back to others. Idempotent."""
+    """Make Megatron's optimizers use this Adam, and `l2_norm`, where they would fall back to others, and else an Adam that
+    creates its states alone. Idempotent."""
     import megatron.core.optimizer as optimizer
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.utils import local_multi_tensor_l2_norm
@@ -317,6 +332,8 @@ def install() -> None:
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = l2_norm
     if not optimizer.USING_PYTORCH_OPTIMIZER:
+        if distrib_optimizer.USING_TE_OPTIMIZER and not hasattr(optimizer.Adam, "keeps_remainder"):
+            optimizer.Adam = distrib_optimizer.Adam = creating_states_alone(optimizer.Adam)
         return
     # These names tell Megatron that Adam has the layout of the fused one, by which it saves and loads states.
     optimizer.Adam = distrib_optimizer.Adam = Adam

@@ -302,6 +302,27 @@ def test_what_an_update_will_take_is_counted_in_the_dtypes_of_each_adam():
     assert of_ours(host=HostShare(fraction=1.0)) == 0
 
 
+def test_transformer_engines_adam_is_not_told_which_parameters_have_remainders():
+    """It asks when it creates their states; Megatron calls it with the parameter alone, and its own step with an answer."""
+    from slime.backends.megatron_utils.optimizer import creating_states_alone
+
+    class FusedAdam(torch.optim.SGD):
+        store_param_remainders = True
+
+        def initialize_state(self, param, store_param_remainders):
+            self.state[param]["has_remainder"] = store_param_remainders
+
+    weights = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
+    adam = creating_states_alone(FusedAdam)(weights)
+    for remainders, expected in ((True, [True, False]), (False, [False, False])):
+        adam.store_param_remainders = remainders
+        for weight in weights:
+            adam.initialize_state(weight)
+        assert [adam.state[weight]["has_remainder"] for weight in weights] == expected
+    adam.initialize_state(weights[0], True)
+    assert adam.state[weights[0]]["has_remainder"]
+
+
 def test_layers_in_fp8_change_nothing_about_the_optimizer(monkeypatch):
     """Transformer Engine is not there. Its Adam is stood in for by the arguments that Megatron looks for."""
     from megatron.core.optimizer import distrib_optimizer, optimizer_config
