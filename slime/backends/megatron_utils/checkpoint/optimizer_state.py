@@ -140,6 +140,8 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], director
     for part, holder in zip(parts, _holders_of_groups(state), strict=True):
         # Parameter numbers and settings are those of this run, so the groups are found whatever was saved.
         holder["param_groups"] = [_without(group, ("step",)) for group in part.optimizer.state_dict()["param_groups"]]
+        # An optimizer without moments, like SGD without momentum, has none in what was loaded, not even their place.
+        holder.setdefault("state", {})
     gathered = [of_part.pop("param_state", {}) for of_part in _states_of_parts(state)]
     require_owned(parts, gathered, STATES)
     numbered = [of_part.pop(_NUMBERED, {}) for of_part in _states_of_parts(state)]

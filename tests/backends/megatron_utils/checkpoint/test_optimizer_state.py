@@ -195,11 +195,13 @@ LENGTHS = {
 
 
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "use_distributed_optimizer": False, "bf16": True}
+MOMENTUM = SGD | {"sgd_momentum": 0.9}
 RESUMED_SGD = {"again": {}, "by the checkpoint": {"sgd_momentum": 0.9, "use_checkpoint_opt_param_scheduler": True}}
 
 
-def one_rank_worker(cases, schedule, resumes, sgd):
-    return settings_worker(cases), schedule_worker(schedule, resumes), schedule_worker(sgd, RESUMED_SGD)
+def one_rank_worker(cases, schedule, resumes, sgd, momentum):
+    of_sgd = schedule_worker(sgd, RESUMED_SGD) | schedule_worker(momentum, {"without": {"sgd_momentum": 0.0}})
+    return settings_worker(cases), schedule_worker(schedule, resumes), of_sgd
 
 
 @pytest.fixture(scope="module")
@@ -207,8 +209,10 @@ def one_rank(hf_dir, tmp_path_factory):
     root = tmp_path_factory.mktemp("one")
     cases = {kind: make_args(hf_dir, root / kind, **SAVED, **flags) for kind, flags in KINDS.items()}
     schedule = make_args(hf_dir, root / "schedule", lr_decay_iters=None)
-    sgd = make_args(hf_dir, root / "sgd", **SGD)
-    return run_distributed(one_rank_worker, 1, (cases, schedule, LENGTHS, sgd), timeout=300)[0]
+    sgd, momentum = (
+        make_args(hf_dir, root / name, **flags) for name, flags in {"sgd": SGD, "momentum": MOMENTUM}.items()
+    )
+    return run_distributed(one_rank_worker, 1, (cases, schedule, LENGTHS, sgd, momentum), timeout=300)[0]
 
 
 def assert_by_the_formula(update, expected_step) -> None:
@@ -244,9 +248,9 @@ def test_a_stateless_run_in_16_bits_takes_the_float32_weights_and_no_moments(one
     assert one_rank[0]["narrow"] == (True, True, 0)
 
 
-@pytest.mark.parametrize("case", RESUMED_SGD)
+@pytest.mark.parametrize("case", [*RESUMED_SGD, "without"])
 def test_an_optimizer_without_moments_does_not_start_fresh(one_rank, case):
-    """It is the same after a resume, so nothing is said of it; and it has none if the checkpoint says so."""
+    """It is the same after a resume, so nothing is said of it; and it has none if the checkpoint says so, or the flags."""
     [of_the_weights] = one_rank[2][case]
     assert "are stored in float32 and rounded to the 16 bits" in of_the_weights
 
