@@ -58,8 +58,10 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("heading", CHECKS)
 def test_a_recipe_does_what_it_promises(heading: str, tree: Path) -> None:
-    touched = follow(recipe(heading), tree)
+    text = recipe(heading)
+    touched = follow(text, tree)
     assert len(touched) <= 3, "a row and a function, or a file and a row for it here and there"
+    assert len(text.splitlines()) < 100
     result = run_check(tree, CHECKS[heading])
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     ruff = [sys.executable, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml"), *sorted(touched)]

@@ -50,6 +50,7 @@ def a_family_is_loaded_trained_and_exported(directory: Path) -> None:
         reference,
         run_families,
     )
+    from tests.support.processes.layout_steps import layout_args, train_steps
 
     model = TINY_FAMILIES["seed_oss"].save(directory / "seed_oss")
     args = parse(directory, "--hf-checkpoint", str(directory / "seed_oss"))
@@ -58,6 +59,9 @@ def a_family_is_loaded_trained_and_exported(directory: Path) -> None:
     assert not isinstance(found[None]["seed_oss"], str), found[None]["seed_oss"]
     assert_gives_checkpoint_back([found[None]["seed_oss"]], directory / "seed_oss")
     assert_like_reference(found[None]["seed_oss"], reference(model, directory / "gradients"))
+    (found,) = run_distributed(train_steps, 1, ({"one": layout_args(directory / "seed_oss")},))
+    before, after = found["one"]["loaded"], found["one"]["weights"]
+    assert all((after[name] != before[name]).any() for name in before), "weights that steps of GRPO leave as they were"
 
 
 def a_transport_can_be_asked_for_and_carries_a_push(directory: Path) -> None:
