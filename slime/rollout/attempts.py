@@ -60,9 +60,9 @@ def own_copy(sample: Sample) -> Sample:
     return copied
 
 
-# The types of most fields' values.
+# Values of these types can be shared by copies, and most fields have one.
 _WITHOUT_CONTAINERS = frozenset({str, int, float, bool, type(None), np.ndarray, Sample.Status})
-# They hold numbers alone.
+# These hold numbers alone, so a copy of their attributes is a whole one.
 _COUNTERS = frozenset({SpecInfo, PrefixCacheInfo})
 
 

@@ -126,7 +126,7 @@ def leaves(entry: Any) -> list[Sample]:
     if not isinstance(entry, list | tuple):
         return [entry]
     if set(map(type, entry)) == {Sample}:
-        # As most groups are.
+        # Most groups are like this, and need no look at each entry.
         return list(entry)
     found = []
     for inner in entry:

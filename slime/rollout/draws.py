@@ -59,11 +59,11 @@ source_turn = threading.RLock()
 # Groups made of plain prompts get the number rollout · this + position, so that a resumed run gives new numbers, too.
 _NUMBERS_PER_ROLLOUT = 2**20
 
-# (the `Draws` that note it, the rollout that draws here). Tasks and threads inherit it as they do the call.
+# This holds (the `Draws` that note it, the rollout that draws here). Tasks and threads inherit it as they do the call.
 _drawing: contextvars.ContextVar[tuple[Draws, int] | None] = contextvars.ContextVar("drawing", default=None)
-# Stands for the unknown rollouts that will take what is drawn ahead; it is later than every rollout.
+# It stands for the unknown rollouts that will take what is drawn ahead, and is later than every rollout.
 _AHEAD = sys.maxsize
-# The groups that go back here, as they were drawn, if that is known.
+# While groups go back, it holds them as they were drawn, if that is known: the source may be given copies.
 _origins: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("origins", default=None)
 
 
@@ -108,7 +108,7 @@ class Draws:
         self._begun: set[int] = set()
         self._under_way: set[int] = set()
         self._noted: dict[int, list[_Drawn]] = {}
-        # By rollout: the first position that groups of an earlier run do not have, and the first that is free now.
+        # For each rollout these hold the first position that no group of an earlier run has, and the first that is free.
         self._first_positions: dict[int, int] = {}
         self._positions: dict[int, int] = {}
 
@@ -455,7 +455,7 @@ class DataSourceSnapshots:
     def __init__(self, args: Any, source: Any) -> None:
         self._args = args
         self._source = source
-        # By rollout: the state after it, and what later rollouts had drawn by then.
+        # For each rollout this holds the state after it, and what later rollouts had drawn by then.
         self._kept: dict[int, tuple[Any, DrawnAhead]] = {}
         self._saves_given_state = has_method(source, "save") and "state" in inspect.signature(source.save).parameters
         has_state = has_method(source, "state_dict")

@@ -36,7 +36,7 @@ class GroupLedger:
         self._args, self._whole = args, whole
         path = args.dynamic_sampling_filter_path
         self._filter = load_function(path, flag=FILTER_FLAG) if path else None
-        # By the name of a group; a group that comes back may belong to another page.
+        # Groups are known by their names here, and not by page, because a group that comes back may belong to another one.
         self._interruptions: Counter[str] = Counter()
         self.begin_page()
 

@@ -16,17 +16,17 @@ from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 CONNECT_TIMEOUT_S = 30.0
-# The versions in which `connector.connect`, `protocol.set_response_params` and `protocol.read` are as they are used here.
+# In these versions `connector.connect`, `protocol.set_response_params` and `protocol.read` are as they are used here.
 _KNOWN_VERSIONS = "3.14."
 # For so many URLs a session keeps what their requests have in common.
 _MOST_TARGETS = 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
-# Headers that only the origin may see which a request was meant for.
+# Only the origin that a request was meant for may see these headers.
 _OF_ONE_ORIGIN = frozenset({"authorization", "cookie", "proxy-authorization"})
 # A body up to this length is sent in one piece with its head; a longer one is not copied.
 _JOINED_BYTES = 64 * 2**10
 _BREAKS_A_LINE = re.compile(r"[\r\n\0]")
-# Headers that say how the rest of a request is to be read, or what becomes of the connection.
+# These headers say how the rest of a request is to be read, or what becomes of the connection.
 _OF_THE_WAY = frozenset({"connection", "content-encoding", "content-length", "expect", "transfer-encoding", "upgrade"})
 
 

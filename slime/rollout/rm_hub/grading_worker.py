@@ -26,14 +26,14 @@ import sys
 import types
 from pathlib import Path
 
-# It must be longer than the parent waits.
+# It must be longer than the parent waits, and only ends a worker whose parent is gone.
 ALARM_S = 60
-# In addition to the memory of the libraries.
+# This comes in addition to the memory of the libraries, which differs between their versions.
 MEMORY_LIMIT_BYTES = 1 << 30
-# Decimal digits to which two values must agree if no exact comparison decides.
+# Two values must agree to so many decimal digits if no exact comparison decides.
 NUMERIC_DIGITS = 50
 
-# The letter i as a factor or alone, but not in a word, in the name of a command, or as an index.
+# It finds the letter i as a factor or alone, but not in a word, in the name of a command, or as an index.
 _IMAGINARY_UNIT = re.compile(r"(?<![a-zA-Z\\_])i(?![a-zA-Z])")
 _ODD_ROOT = re.compile(r"\\sqrt\[\s*(\d*[13579])\s*\]\s*\{\s*-")
 
@@ -76,7 +76,7 @@ def _united(tree: object) -> object:
     return tree
 
 
-# The modules of IFBench (its own directory, on PYTHONPATH) and of IFEval. Both have INSTRUCTION_DICT: id -> class of checks.
+# They belong to IFBench (its own directory, on PYTHONPATH) and to IFEval. Both have INSTRUCTION_DICT: id -> class of checks.
 REGISTRIES = ("instructions_registry", "lm_eval.tasks.ifeval.instructions_registry")
 
 
@@ -154,11 +154,12 @@ def _load_instructions() -> None:
     socket.socket.connect = socket.socket.connect_ex = refused
     if checks_by_id()[0]:
         with contextlib.suppress(ImportError):
-            # Seeded, so that the same text has the same language each time.
+            # With a seed the same text has the same language each time.
             importlib.import_module("langdetect").DetectorFactory.seed = 0
 
 
-# Kind → (preparation before the first question, function that answers a question, answer if the library fails).
+# Each kind has a preparation before the first question, a function that answers a question, and an answer for a question at
+# which the library fails.
 _KINDS = {
     "formulas": (_load_formulas, lambda question: bool(are_equal(*question)), False),
     "instructions": (_load_instructions, lambda question: follow(*question), "grading failed"),
