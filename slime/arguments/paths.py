@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from slime.arguments.flag import Caller, PathKind, flag_of
 from slime.arguments.groups import OWN_FLAGS, plug_ins_of
 from slime.arguments.violations import Violation, about, broken
-from slime.utils.plugin_loader import file_of_path, load_to_call
+from slime.utils.errors import UserError
+from slime.utils.plugin_loader import file_of_path, load_to_call, subject_of
 from slime.utils.plugin_source import find_top, problem_of_path
 
 PATHS = tuple(name for name, flag in OWN_FLAGS.items() if flag.path in (PathKind.READ, PathKind.WRITTEN))
@@ -67,6 +68,8 @@ def _absolute(args: argparse.Namespace) -> None:
             setattr(args, name, [absolute_plug_in(path) for path in value])
         elif value is not None:
             setattr(args, name, absolute_plug_in(value))
+    if args.spec is not None and len(args.spec) == 1:
+        args.spec = [absolute_plug_in(*args.spec)]
 
 
 def absolute(path: str) -> str:
@@ -82,38 +85,66 @@ def absolute_plug_in(path: str) -> str:
 
 # Attributes of `args`; each holds a path, a list of paths, or None.
 MANAGER_PLUG_INS, RANK_PLUG_INS = plug_ins_of(Caller.MANAGER), plug_ins_of(Caller.RANKS)
+# Megatron's flag `--spec` names a function of the user, too, by a module and a name, or by one path.
+LOADED_BY_RANKS = (*RANK_PLUG_INS, "spec")
+# Evaluation sets may have functions of their own, by keys that are called as the flags.
+PLUG_INS_OF_SETS = ("custom_rm_path", "custom_generate_function_path")
 
 
 def load_plug_ins(args: argparse.Namespace, names: tuple[str, ...]) -> None:
-    """Import what the flags `names` point to, as far as it was typed: our own defaults need no proof.
+    """Import what the flags `names` point to, as far as it was typed (our own defaults need no proof), and what evaluation sets
+    have in their places.
 
     Raises:
-        UserError: a path that does not import, or names nothing that can be called.
+        UserError: a path that does not import, or names nothing that can be called as the flag's functions are.
     """
     for name, path in _paths(args, names):
         if name in args.typed_flags:
-            load_to_call(path, flag=flag_of(name), batched=name == "custom_rm_path" and args.group_rm)
+            load_to_call(path, flag_of(name), batched=_for_groups(args, name))
+    for dataset in args.eval_datasets if args.eval_interval is not None else ():
+        for name in PLUG_INS_OF_SETS:
+            path = vars(dataset)[name]
+            if not path or name not in names:
+                continue
+            try:
+                load_to_call(path, flag_of(name), batched=_for_groups(args, name))
+            except UserError as error:
+                raise UserError(f"evaluation set {dataset.name}: {error}") from error
 
 
 def missing_plug_ins(args: argparse.Namespace) -> Iterator[Violation]:
     """A violation for every plug-in path whose file, package, module or name does not exist, as far as the source tells."""
     # A variable of the ranks, such as PYTHONPATH, may lead them to packages that this process does not see.
-    elsewhere = RANK_PLUG_INS if "PYTHONPATH" in (args.train_env_vars or {}) else ()
-    for name, path in _paths(args, tuple(n for n in MANAGER_PLUG_INS + RANK_PLUG_INS if n in args.typed_flags)):
-        file = file_of_path(path)
-        if file is not None and not os.path.isfile(file):
-            problem = f"{flag_of(name)} {path}: there is no file {os.path.realpath(file)}"
-        elif file is None and name in elsewhere:
-            continue
-        elif file is None and not _is_importable(path):
-            problem = (
-                f"{flag_of(name)} {path}: there is no module or package {path.split('.')[0]!r}; install it, put its directory "
-                "into PYTHONPATH, or give a file: path/to/file.py:function"
-            )
-        else:
-            batched = name == "custom_rm_path" and args.group_rm
-            problem = problem_of_path(path, flag_of(name), batched=batched, imports=name not in elsewhere)
+    elsewhere = LOADED_BY_RANKS if "PYTHONPATH" in (args.train_env_vars or {}) else ()
+    for name, path in _paths(args, tuple(n for n in MANAGER_PLUG_INS + LOADED_BY_RANKS if n in args.typed_flags)):
+        problem = problem_of_plug_in(args, name, path, flag_of(name), is_elsewhere=name in elsewhere)
         yield from about([problem] if problem is not None else [], flag_of(name))
+
+
+def problem_of_plug_in(
+    args: argparse.Namespace, name: str, path: str, key: str, *, is_elsewhere: bool = False
+) -> str | None:
+    """Why `path` is of no use to the flag with the attribute `name`, as far as the source tells; None if nothing is wrong.
+
+    Args:
+        key: what the path is given by, for the message.
+        is_elsewhere: whether the process that loads it may have another search path.
+    """
+    file, subject = file_of_path(path), subject_of(key, path)
+    if file is not None and not os.path.isfile(file):
+        return f"{subject}: there is no file {os.path.realpath(file)}"
+    if file is None and is_elsewhere:
+        return None
+    if file is None and not _is_importable(path):
+        return (
+            f"{subject}: there is no module or package {path.split('.')[0]!r}; install it, put its directory into PYTHONPATH, "
+            "or give a file: path/to/file.py:function"
+        )
+    return problem_of_path(path, flag_of(name), key=key, batched=_for_groups(args, name), imports=not is_elsewhere)
+
+
+def _for_groups(args: argparse.Namespace, name: str) -> bool:
+    return name == "custom_rm_path" and args.group_rm
 
 
 def _is_importable(path: str) -> bool:
@@ -126,6 +157,9 @@ def _is_importable(path: str) -> bool:
 def _paths(args: argparse.Namespace, names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     for name in names:
         value = vars(args)[name]
+        if name == "spec":
+            # The layers of FSDP are those of transformers, whatever it says.
+            value = ".".join(value) if value and args.train_backend != "fsdp" else None
         for path in value if isinstance(value, list) else [value]:
             if path is not None:
                 yield name, path

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slime.arguments.paths import RANK_PLUG_INS, load_plug_ins
+from slime.arguments.paths import LOADED_BY_RANKS, load_plug_ins
 from slime.observability.logging_utils import LoggedMetrics, collected_metrics, configure_logger, drain_outbox
 from slime.observability.timer import PeakMemory, Timer, phase
 from slime.plan.longest_batch import Lengths, ProbedMemory
@@ -160,7 +160,7 @@ class TrainRank:
     def _join(self, rendezvous: tuple[str, int]) -> None:
         """Join the group and build the model, with weights that do not count yet."""
         args = self.args
-        load_plug_ins(args, RANK_PLUG_INS)
+        load_plug_ins(args, LOADED_BY_RANKS)
         master_address, master_port = rendezvous
         # Engines that the run did not start join a group with this rank too, and may be on other machines.
         host = service_host(info.url for info in args.rollout_external_engine_infos or ())

@@ -42,16 +42,19 @@ class _Names:
     open: bool = False
 
 
-def problem_of_path(path: str, flag: str | None = None, *, batched: bool = False, imports: bool = True) -> str | None:
+def problem_of_path(
+    path: str, flag: str | None = None, *, key: str | None = None, batched: bool = False, imports: bool = True
+) -> str | None:
     """Why `path` cannot be loaded, in the words of `load_function`; None if nothing is wrong, or if the source does not tell.
 
     This function does not report a file or a top-level package of `path` itself that does not exist.
 
     Args:
         path, flag, batched: as for `load_function`.
+        key: what the path is given by, for the message; None: the flag.
         imports: whether what the file imports has to be here. It need not if the process that loads it has another search path.
     """
-    subject = subject_of(flag, path)
+    subject = subject_of(key or flag, path)
     file, module, attribute = split_path(path.strip())
     own_directory = None if file is None else os.path.dirname(os.path.realpath(file))
     if file is None:

@@ -8,9 +8,16 @@ import pytest
 
 from slime.arguments import build_parser
 from slime.arguments.flag import flag_of
-from slime.arguments.paths import MANAGER_PLUG_INS, RANK_PLUG_INS, load_plug_ins, make_paths_absolute
+from slime.arguments.paths import (
+    LOADED_BY_RANKS,
+    MANAGER_PLUG_INS,
+    RANK_PLUG_INS,
+    load_plug_ins,
+    make_paths_absolute,
+)
 from slime.utils.errors import UserError
-from tests.support.models.args import parse
+from slime.utils.eval_config import EvalDatasetConfig
+from tests.support.models.args import command_line, parse
 from tests.support.tables.rules import violations
 
 
@@ -50,8 +57,9 @@ def test_every_plug_in_flag_is_loaded_by_one_process():
 
 
 def args_with(**values) -> SimpleNamespace:
-    names = dict.fromkeys((*MANAGER_PLUG_INS, *RANK_PLUG_INS))
-    return SimpleNamespace(**{**names, "rollout_sample_hook_path": [], "group_rm": False, **values})
+    names = dict.fromkeys((*MANAGER_PLUG_INS, *LOADED_BY_RANKS))
+    others = {"rollout_sample_hook_path": [], "group_rm": False, "eval_interval": None, "train_backend": "megatron"}
+    return SimpleNamespace(**{**names, **others, **values})
 
 
 def test_typed_paths_are_imported(tmp_path):
@@ -128,3 +136,80 @@ def test_a_misspelt_name_of_ours_is_told(tmp_path):
     path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_sdt"
     (line,) = violations(tmp_path, ["--dynamic-sampling-filter-path", path])
     assert line.endswith("has no attribute 'check_reward_nonzero_sdt'; did you mean 'check_reward_nonzero_std'?")
+
+
+def of_set(tmp_path, *lines, words=()):
+    """The words of a run with one evaluation set, whose entry has `lines` from line 4 of its file on."""
+    command_line(tmp_path)
+    entry = "".join(f"    {line}\n" for line in lines)
+    (tmp_path / "eval.yaml").write_text(f"datasets:\n  - name: own\n    path: {tmp_path}/prompts.jsonl\n{entry}")
+    return ["--eval-interval", "2", "--eval-config", f"{tmp_path}/eval.yaml", *words]
+
+
+def test_functions_of_evaluation_sets_are_looked_for_as_those_of_flags_are(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "async def generate(args, sample, sampling_params): ...\nasync def reward(args, sample, **kwargs): ...\n"
+        "async def of_text(text): ...\n"
+    )
+    good = [f"custom_generate_function_path: {own}:generate", f"custom_rm_path: {own}:reward"]
+    parse(tmp_path, *of_set(tmp_path, *good))
+    for key, path, said in [
+        ("custom_generate_function_path", f"{own}:of_text", "is `async def of_text(text)`"),
+        ("custom_rm_path", f"{own}:of_text", "and it is called as fn(args, sample)"),
+        ("custom_rm_path", f"{own}:rewards", "did you mean 'reward'?"),
+        ("custom_rm_path", "my.module.missing", "there is no module or package 'my'"),
+        ("custom_generate_function_path", f"{tmp_path}/none.py:f", "there is no file"),
+    ]:
+        words = of_set(tmp_path, f"{key}: {path}")
+        (line,) = violations(tmp_path, words)
+        assert line.startswith(f"{tmp_path}/eval.yaml:4: {key} {path}: ") and said in line
+        assert any(said in note for note in parse(tmp_path, *words, "--dry-run").plan_notes)
+
+
+def test_a_function_of_the_defaults_is_told_once_and_one_that_no_set_uses_not_at_all(tmp_path):
+    words = of_set(tmp_path)
+    sets = "".join(f"  {name}: {{path: {tmp_path}/prompts.jsonl}}\n" for name in "ab")
+    head = f"defaults: {{custom_rm_path: {tmp_path}/none.py:f}}\ndatasets:\n"
+    (tmp_path / "eval.yaml").write_text(head + sets)
+    (line,) = violations(tmp_path, words)
+    assert line.startswith(f"{tmp_path}/eval.yaml:1: custom_rm_path {tmp_path}/none.py:f: there is no file")
+    (tmp_path / "eval.yaml").write_text(head + sets.replace("}", ", custom_rm_path: tests.support.grade}"))
+    assert not any("none.py" in line for line in violations(tmp_path, [*words, "--rollout-temperature", "0"]))
+
+
+def test_a_bare_file_of_a_set_is_looked_into_as_it_will_be_loaded(tmp_path):
+    (tmp_path / "own.py").write_text("def batched_custom_rm(args, samples): ...\ndef other(args, sample): ...\n")
+    words = of_set(tmp_path, f"custom_rm_path: {tmp_path}/own.py")
+    assert "the file defines batched_custom_rm, other" in violations(tmp_path, words)[0]
+    parse(tmp_path, *words, "--group-rm")
+
+
+def test_functions_of_evaluation_sets_are_loaded_by_the_manager_at_its_start(tmp_path):
+    (tmp_path / "own.py").write_text("def made(text): ...\nrewards = {'made': made}\nglobals().update(f=made)\n")
+    path = f"{tmp_path}/own.py:f"
+    args = args_with(typed_flags=set(), eval_interval=1)
+    for key, names in (("custom_rm_path", MANAGER_PLUG_INS), ("custom_generate_function_path", MANAGER_PLUG_INS)):
+        args.eval_datasets = [EvalDatasetConfig("own", "/a", **{key: path})]
+        with pytest.raises(UserError, match=rf"evaluation set own: {flag_of(key)} {path}: is `def made\(text\)`"):
+            load_plug_ins(args, names)
+    load_plug_ins(args, LOADED_BY_RANKS)
+    args.eval_interval = None
+    load_plug_ins(args, MANAGER_PLUG_INS)
+
+
+def test_a_layer_spec_is_looked_for_and_loaded_as_the_plug_ins_of_ranks_are(tmp_path, monkeypatch):
+    own = tmp_path / "own.py"
+    own.write_text("def layers(args, config): ...\ndef model(pre_process, post_process): ...\n")
+    monkeypatch.chdir(tmp_path)
+    (line,) = violations(tmp_path, ["--spec", "own.py:layers"])
+    assert line.startswith(f"--spec {own}:layers: is `def layers(args, config)`")
+    assert "'my'" in violations(tmp_path, ["--spec", "my.package", "layers"])[0]
+    parse(tmp_path, "--spec", "my.package", "layers", "--train-env-vars", '{"PYTHONPATH": "/elsewhere"}')
+    assert parse(tmp_path, "--spec", "own.py:model").spec == [f"{own}:model"], "ranks run elsewhere"
+    parse(tmp_path, "--spec", "own", "model")
+    args = args_with(spec=[f"{own}:layers"], typed_flags={"spec"})
+    with pytest.raises(UserError, match="it is called as fn"):
+        load_plug_ins(args, LOADED_BY_RANKS)
+    args.train_backend = "fsdp"
+    load_plug_ins(args, LOADED_BY_RANKS)

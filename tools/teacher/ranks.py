@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slime.arguments.checkpoints import WeightSource
-from slime.arguments.paths import RANK_PLUG_INS, load_plug_ins
+from slime.arguments.paths import LOADED_BY_RANKS, load_plug_ins
 from slime.scheduling.device_turns import Holds
 from slime.training.backend import make_backend
 from slime.training.model_states import HostCopy
@@ -71,13 +71,14 @@ class TeacherRank:
         Raises:
             UserError: flags and checkpoint do not fit.
         """
-        load_plug_ins(self.args, RANK_PLUG_INS)
         threads = env.threads_of_user() or max(len(os.sched_getaffinity(0)) // self._local_world_size, 1)
         torch.set_num_threads(threads)
         get_accelerator().set_device(self._local_rank)
         # Most of its time are imports.
         with no_garbage_collection():
             self.backend = make_backend(self.args)
+            # Behind the backend, without which some of them cannot be imported.
+            load_plug_ins(self.args, LOADED_BY_RANKS)
             self.backend.place()
         # Nothing is trained: the room that Megatron has made for gradients goes back.
         ResidentMemory(self.backend.residents, ends=True).hold(Holds.WEIGHTS)

@@ -11,15 +11,12 @@ import os
 from collections.abc import Callable, Collection
 from typing import Any
 
-from slime.arguments.paths import absolute_plug_in
+from slime.arguments.paths import PLUG_INS_OF_SETS, absolute_plug_in
 from slime.utils.errors import UserError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, eval_dataset_keys, value_problem
-from slime.utils.plugin_loader import file_of_path
-from slime.utils.plugin_source import problem_of_path
 from slime.utils.yaml_file import YamlMapping, load_yaml, plain
 
 FLAG = "--eval-config"
-_PLUG_INS = ("custom_rm_path", "custom_generate_function_path")
 
 
 def load_eval_config(args: argparse.Namespace, path: str) -> tuple[list[EvalDatasetConfig], list[str]]:
@@ -120,11 +117,6 @@ def _check(mapping: YamlMapping, keys: Collection[str], subject: str, violations
             violations.append(mapping.unknown(key, keys, subject))
             continue
         problem = value_problem(key, plain(value))
-        file = file_of_path(value) if problem is None and key in _PLUG_INS and value else None
-        if file is not None and not os.path.isfile(file):
-            problem = f"{key} {value}: there is no file {os.path.realpath(file)}"
-        elif problem is None and key in _PLUG_INS and value:
-            problem = problem_of_path(value, key)
         if problem is not None:
             violations.append(f"{mapping.where(key)}: {subject}: {problem}")
 
@@ -133,4 +125,6 @@ def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     # Like paths of the command line, relative ones start where the command was typed.
     if values.get("path"):
         values = {**values, "path": os.path.abspath(values["path"])}
-    return {key: absolute_plug_in(value) if key in _PLUG_INS and value else value for key, value in values.items()}
+    return {
+        key: absolute_plug_in(value) if key in PLUG_INS_OF_SETS and value else value for key, value in values.items()
+    }

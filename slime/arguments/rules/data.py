@@ -18,7 +18,7 @@ from slime.arguments.derivation import FULLY_ASYNC, source_of_actor
 from slime.arguments.flag import PathKind, flag_of
 from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.hf_config import no_directory
-from slime.arguments.paths import missing_plug_ins
+from slime.arguments.paths import PLUG_INS_OF_SETS, missing_plug_ins, problem_of_plug_in
 from slime.arguments.sizes import longest_sample, micro_batches_at_a_time, positions_of_model
 from slime.arguments.violations import Rule, Violation, about, broken, refused, refused_each, warned, where
 from slime.scheduling.dp_schedule import most_micro_batches
@@ -100,6 +100,17 @@ def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
                 in_template=bool(dataset.apply_chat_template),
                 prompts="any" if generate or args.eval_function_path != _GRADING_FUNCTION else "renderable",
             )
+
+
+def plug_ins_of_sets(args: argparse.Namespace) -> Iterator[Violation]:
+    """What `missing_plug_ins` tells about flags, for the functions that evaluation sets have in their places."""
+    place = places_in(args.eval_config if args.eval_datasets else None)
+    for key in PLUG_INS_OF_SETS:
+        # Several sets may have the function of the defaults.
+        found = {place(one.name, key): vars(one)[key] for one in args.eval_datasets if vars(one)[key]}
+        for line, path in found.items():
+            problem = problem_of_plug_in(args, key, path, key)
+            yield from (told.at(line) for told in about([problem] if problem is not None else [], "--eval-config"))
 
 
 def _key_of_set(args: argparse.Namespace, in_file: str | None, key: str) -> str:
@@ -335,7 +346,8 @@ DATA_RULES: tuple[Rule, ...] = (
     media, first_rows,
 )  # fmt: skip
 FILE_RULES: tuple[Rule, ...] = (
-    hf_checkpoint, data_files, rollout_dumps, other_models, initial_weights, missing_plug_ins, writable_places,
+    hf_checkpoint, data_files, rollout_dumps, other_models, initial_weights, missing_plug_ins, plug_ins_of_sets,
+    writable_places,
 )  # fmt: skip
 CHECKPOINT_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.save_hf is not None and args.hf_checkpoint is None,

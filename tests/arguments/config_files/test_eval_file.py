@@ -72,8 +72,6 @@ def one(line):
         (one("top_p: 3"), 4, "top_p is 3, must be a share of the probability, above 0 and at most 1"),
         (one("top_k: 0"), 4, "top_k is 0, must be -1 for no cut, or at least 1"),
         (one("stop: ['']"), 4, "stop holds an empty string"),
-        (one("custom_rm_path: none.py:grade"), 4, "custom_rm_path none.py:grade: there is no file"),
-        (one("custom_rm_path: slime.data.Sampel"), 4, "has no attribute 'Sampel'; did you mean 'Sample'?"),
         ("defaults: {temprature: 1}\ndatasets: {a: {path: /a}}\n", 1, "eval.defaults: unknown key temprature"),
         ("defaults: {path: /a}\ndatasets: {a: {path: /a}}\n", 1, "eval.defaults: unknown key path"),
         ("datasets:\n  - {path: /a}\n", 2, "the evaluation set needs a `name`"),

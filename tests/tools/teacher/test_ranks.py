@@ -14,11 +14,12 @@ def test_all_ranks_load_what_rank_0_has_found(tmp_path, monkeypatch):
     """A run that trains may have saved between the looks of two ranks."""
     pointer = tmp_path / "latest_checkpointed_iteration.txt"
     pointer.write_text("3")
-    source, loaded = WeightSource("megatron", str(tmp_path)), []
+    source, loaded, done = WeightSource("megatron", str(tmp_path)), [], []
     backend = SimpleNamespace(place=lambda: None, residents=None, load_weights=loaded.append)
     accelerator = SimpleNamespace(set_device=lambda index: None, keep_freed_memory=lambda: None)
     stubs = {
-        "make_backend": lambda args: backend, "load_plug_ins": lambda *given: None, "get_gloo_group": lambda: "all ranks",
+        "make_backend": lambda args: done.append("backend") or backend, "get_gloo_group": lambda: "all ranks",
+        "load_plug_ins": lambda *given: done.append("plug-ins"),
         "ResidentMemory": lambda *given, ends: SimpleNamespace(hold=lambda holds: None),
         "get_accelerator": lambda: accelerator,
     }  # fmt: skip
@@ -41,3 +42,5 @@ def test_all_ranks_load_what_rank_0_has_found(tmp_path, monkeypatch):
         rank.start()
     assert [source.step for (source,) in told] == [3, 5]
     assert [source.step for source in loaded] == [3, 3]
+    # Plug-ins may import what only a backend makes importable.
+    assert done == ["backend", "plug-ins"] * 2
