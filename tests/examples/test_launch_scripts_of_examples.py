@@ -1,0 +1,37 @@
+"""Launch scripts of examples: each is taken by the real argument code and fits its GPUs, and its functions are there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from slime.arguments import parse_args
+from slime.plan import make_plan, render
+from slime.utils.plugin_loader import load_function
+from tests.support.tables.launch_table import Launch, write_configs
+from tests.support.tables.shell_arrays import bash
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = {str(path.relative_to(EXAMPLES)): path for path in sorted(EXAMPLES.glob("*/run-*.sh"))}
+
+
+def test_every_example_that_learns_a_toy_task_has_one():
+    learned = {path.parent.name for path in EXAMPLES.glob("*/quickstart.sh")}
+    assert len(learned) > 10 and learned - {path.parent.name for path in SCRIPTS.values()} == set()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_it_makes_a_plan_and_its_functions_are_there(name, tmp_path, monkeypatch):
+    result = bash(f"bash {SCRIPTS[name]}", HOME=str(tmp_path), PRINT_COMMAND="1", RM_URL="http://h:1/grade")
+    assert result.returncode == 0, result.stderr
+    _, program, *words = shlex.split(result.stdout)
+    write_configs(words, Launch(re.fullmatch(r"run-(.+?)(?:-sft)?\.sh", SCRIPTS[name].name)[1], {}))
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
+    asynchronous = Path(program).name == "train_async.py"
+    args = parse_args(argv=[*words, "--dry-run", "--dry-run-gpu-memory-gib", "80"], asynchronous=asynchronous)
+    plan = make_plan(args)
+    assert render(plan).strip() and not [note for note in args.plan_notes if "not built" in note]
+    assert [phase.name for phase in plan.memory.phases if phase.fits is False] == []
+    own = [word for word in words if word.startswith(str(EXAMPLES)) and ".py:" in word]
+    assert all(callable(load_function(word)) for word in own)
