@@ -5,6 +5,7 @@ import json
 import random
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -19,6 +20,7 @@ from slime.rollout.data_source import (
 from slime.utils.data_workers import DataWorkers
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
+from tests.support.models.args import parse
 from tests.support.models.data_sources import prompts
 from tests.support.models.tokenizer import save_tokenizer
 from tests.support.models.vision import make_seeing_checkpoint, save_image
@@ -314,6 +316,50 @@ class TestBuffer:
 
 
 class TestCreate:
+    @pytest.mark.parametrize("streaming", [[], ["--streaming-data"]], ids=["in memory", "streamed"])
+    def test_files_fields_template_and_order_are_those_of_the_flags_of_a_run(self, tmp_path, streaming):
+        """Three of ten rows of a table, one of which is too long for a prompt, and a file that counts twice."""
+        chats = [
+            {
+                "question": [{"role": "user", "content": f"a{number}" + "!" * 200 * (number == 3)}],
+                "answer": number,
+                "functions": json.dumps([{"name": f"tool{number}"}]),
+                "more": {"rm_type": "f1"},
+            }
+            for number in range(10)
+        ]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "a.parquet")
+        texts = [{"question": f"b{number}", "answer": -number} for number in range(3)]
+        (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+        save_tokenizer(tmp_path / "model")
+        words = [
+            "--prompt-data", f"{tmp_path}/a.parquet@[2:-5]", f"{tmp_path}/b.jsonl*2", "--input-key", "question", "--label-key",
+            "answer", "--tool-key", "functions", "--metadata-key", "more", "--apply-chat-template",
+            "--rollout-max-prompt-len", "150", "--rollout-shuffle", "--rollout-seed", "3", *streaming,
+        ]  # fmt: skip
+        args = parse(tmp_path, *words)
+        groups = create_data_source(args).get_samples(40)
+        tools = {label: [{"name": f"tool{label}"}] for label in (2, 4)}
+        rendered = {
+            label: f"<|im_start|>system\n# Tools\n{json.dumps(tool)}\n<|im_end|>\n<|im_start|>user\na{label}<|im_end|>\n"
+            for label, [tool] in tools.items()
+        } | {-number: f"<|im_start|>user\nb{number}<|im_end|>\n" for number in range(3)}
+        assert {group[0].label for group in groups} == set(rendered)
+        for number, group in enumerate(groups):
+            label = group[0].label
+            assert [(sample.group_index, sample.index) for sample in group] == [
+                (number, 2 * number + i) for i in range(2)
+            ]
+            assert {sample.prompt for sample in group} == {rendered[label] + "<|im_start|>assistant\n"}
+            assert group[0].metadata == ({"rm_type": "f1", "tools": tools[label]} if label > 0 else {})
+        drawn = [group[0].label for group in groups]
+        assert all(0 < drawn.count(of_a) < drawn.count(of_b) for of_a in (2, 4) for of_b in (0, -1, -2))
+        again, otherwise = (
+            create_data_source(parse(tmp_path, *words, *more)) for more in ([], ["--rollout-seed", "4"])
+        )
+        assert drawn == [group[0].label for group in again.get_samples(40)]
+        assert drawn != [group[0].label for group in otherwise.get_samples(40)]
+
     def test_default(self, make_args):
         assert type(create_data_source(make_args())) is RolloutDataSourceWithBuffer
 
