@@ -55,30 +55,37 @@ def test_boxed_answers_by_default():
     assert graded(boxed, samples(r"\boxed{2}", r"\boxed{3}", "2")) == [1.0, 0.0, 0.0]
 
 
-def test_what_waits_is_graded_together():
-    """While the first batch is held, the others gather: 40 requests in at most four calls of 16."""
-    calls, arrived = [], threading.Event()
+def test_what_waits_is_graded_together(monkeypatch):
+    """While the first batch is held, the others gather: behind it every batch is full but the last."""
+    calls, arrived, held = [], [], threading.Event()
+    batcher = make_app.__globals__["Batcher"]
+    queued = batcher.grade
+
+    async def counted(self, request):
+        arrived.append(request)
+        return await queued(self, request)
 
     def slow(requests):
         calls.append(len(requests))
-        arrived.wait(60)
+        held.wait(60)
         return [len(request["response"]) for request in requests]
+
+    monkeypatch.setattr(batcher, "grade", counted)
 
     async def main():
         async with running(slow, max_batch=16) as url:
             args = make_args("", rm_type="remote_rm")
             args.rm_url = url
             rewards = asyncio.create_task(batched_async_rm(args, samples(*("x" * i for i in range(40)))))
-            async with asyncio.timeout(60), aiohttp.ClientSession() as session:
-                # Answered behind those that arrived before it.
-                await session.get(url.replace("grade", "health"))
-                while not calls:
+            async with asyncio.timeout(60):
+                while not calls or len(arrived) < 40:
                     await asyncio.sleep(0.01)
-            arrived.set()
+            held.set()
             return await rewards
 
     assert asyncio.run(main()) == [float(i) for i in range(40)]
-    assert sum(calls) == 40 and max(calls) <= 16 and len(calls) < 40
+    first, *others = calls
+    assert first <= 16 and others == [16] * ((40 - first) // 16) + [(40 - first) % 16] * ((40 - first) % 16 > 0)
 
 
 def test_the_token(monkeypatch):

@@ -3,12 +3,13 @@
 import asyncio
 import functools
 import itertools
+import threading
 import time
 
 import pytest
 from aiohttp import web
 
-from slime.rollout.rm_hub import batched_async_rm, worker_pool
+from slime.rollout.rm_hub import batched_async_rm, grading, worker_pool
 from slime.utils.reward_types import BOXED, REMOTE, REWARD_TYPES
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args
@@ -100,6 +101,14 @@ def grade_all(rm_type, tmp_path, monkeypatch):
         for i, text in enumerate(hostile_answers())
     ]
 
+    computing, compute = set(), grading.compute_builtin_reward
+
+    def computed(args, sample):
+        computing.add(threading.current_thread())
+        return compute(args, sample)
+
+    monkeypatch.setattr(grading, "compute_builtin_reward", computed)
+
     async def service(request):
         body = await request.json(loads=lambda text: len(text))
         return web.json_response(body > 0)
@@ -109,14 +118,16 @@ def grade_all(rm_type, tmp_path, monkeypatch):
             # What takes longer than this for one answer fails the test: its sample has no reward.
             args = make_args("", rm_type=rm_type, rm_timeout=60.0, reward_key="score" if name == "dapo" else None)
             args.rm_url = url
-            ticks = asyncio.create_task(ticking())
+            stops = []
+            ticks = asyncio.create_task(ticking(stops))
             rewards = await batched_async_rm(args, samples)
-            assert not ticks.done()
             ticks.cancel()
-            return rewards
+            return rewards, max(stops, default=0.0)
 
     started = time.process_time()
-    rewards = asyncio.run(main())
+    rewards, longest_stop = asyncio.run(main())
+    # The loop goes on meanwhile: it computes nothing itself, and no single step of a grader holds it up for long.
+    assert (threading.current_thread() in computing) == (rm_type == REMOTE) and longest_stop < 10
     numbers = [reward["score"] if name == "dapo" else reward for reward in rewards]
     if name not in ("random", REMOTE):
         assert set(numbers) <= {-1.0 if name == "dapo" else 0.0}, [
@@ -127,6 +138,9 @@ def grade_all(rm_type, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-async def ticking():
+async def ticking(stops):
+    """Note how much processor time of this process lies between two turns of the loop, in seconds."""
     while True:
+        before = time.process_time()
         await asyncio.sleep(0.01)
+        stops.append(time.process_time() - before)
