@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.plugins import POINTS
 from slime.plugins.__main__ import main as try_functions
 from slime.rollout.base_types import leaves
 from slime.rollout.data_source import create_data_source
@@ -385,3 +386,11 @@ def test_every_plug_in_is_on_the_page():
 
     text = PAGE.read_text()
     assert [flag_of(name) for name in MANAGER_PLUG_INS + RANK_PLUG_INS if flag_of(name) not in text] == []
+
+
+def test_the_table_of_needs_leads_to_every_point_at_which_a_run_can_be_changed():
+    """What no flag of a run names stands on the pages to which the rows lead, with the command that tries it."""
+    table = PAGE.read_text().partition("| I want to")[2].partition("\n\n")[0]
+    linked = {(PAGE.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+\.md)", table)}
+    text = PAGE.read_text() + "".join(page.read_text() for page in sorted(linked))
+    assert [flag for flag in POINTS if not re.search(rf"{flag}(?![\w-])", text)] == []
