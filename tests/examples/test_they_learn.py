@@ -1,5 +1,6 @@
 """Every example that has a toy task learns it, by the command of its README. Each trains for some minutes."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from tests.support.processes.quickstart import quickstart
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PAGE = EXAMPLES.parent / "docs/en/advanced/examples.md"
 # Held-out accuracy: below the first before, above the second after so many rollouts.
 ACCURACIES = {
     "calculator": (0.4, 0.65, 30),
@@ -33,6 +35,17 @@ def test_every_example_with_a_task_is_here():
 @pytest.mark.parametrize("name", ACCURACIES)
 def test_its_readme_has_the_command(name):
     assert f"bash scripts/quickstart.sh --example {name}" in (EXAMPLES / name / "README.md").read_text()
+
+
+def test_the_page_shows_how_each_learned_and_that_was_enough():
+    kept = json.loads(PAGE.with_name("learning-examples.json").read_text())
+    assert sorted(kept) == sorted(ACCURACIES)
+    for name, (below, above, rollouts) in ACCURACIES.items():
+        curve = kept[name]["curves"]["eval/held_out"]
+        before, after = curve["0"], curve[str(rollouts)]
+        assert before < below and after > above and max(map(int, curve)) == rollouts, name
+        assert f"| `{name}` | {before:.3f} | {after:.3f} | {kept[name]['seconds']:.0f} |" in PAGE.read_text()
+        assert f"[{name}](../../../examples/{name}/README.md)" in PAGE.read_text()
 
 
 @pytest.mark.learns
