@@ -43,10 +43,10 @@ class TokenLogProbs:
         """Of the entries `[log-prob, id, …]` of an answer's `…_token_logprobs`; a `TokenLogProbs` is returned as it is."""
         if isinstance(entries, cls):
             return entries
-        log_probs, ids = [*zip(*entries, strict=False)][:2] if entries else ((), ())
-        tokens, narrow = np.array(ids, np.int64), np.array(log_probs, np.float32)
+        log_probs = [entry[0] for entry in entries or ()]
+        tokens, narrow = np.array([entry[1] for entry in entries or ()], np.int64), np.array(log_probs, np.float32)
         # So few Python numbers are compared faster than arrays are.
-        if narrow.tolist() == list(log_probs):
+        if narrow.tolist() == log_probs:
             return cls(read_only(narrow), read_only(tokens))
         return cls._exact(np.array(log_probs, np.float64), tokens)
 

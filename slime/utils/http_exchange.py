@@ -7,6 +7,7 @@ aiohttp has another version than the one whose inner names are used here.
 """
 
 import asyncio
+import functools
 import re
 from typing import Any
 
@@ -64,12 +65,20 @@ class Response:
         self._connection.release()
 
 
+class _Request(ClientRequest):
+    """It stands for all requests of a target where aiohttp is given one, so the key of their connections is made once."""
+
+    @functools.cached_property
+    def connection_key(self) -> Any:
+        return super().connection_key
+
+
 class _Target:
     """The parts that all requests by `method` to a URL have in common."""
 
     def __init__(self, session: aiohttp.ClientSession, method: str, url: str) -> None:
         loop = asyncio.get_running_loop()
-        self.request = ClientRequest(method, URL(url), headers=session.headers, loop=loop, session=session)
+        self.request = _Request(method, URL(url), headers=session.headers, loop=loop, session=session)
         self.url = self.request.url
         headers = self.request.headers
         headers.pop("Content-Length", None)

@@ -335,7 +335,8 @@ class _Body:
     its own id, since an engine refuses one on which it still works, as it may after a connection broke."""
 
     def __init__(self, payload: Any, ids: set[str] | None = None) -> None:
-        self._payload, self._own = payload, set[str]()
+        self._payload = payload
+        self._own: set[str] = set()
         self._ids = None if ids is None or _is_multiplied(payload) else ids
         self._plain = _encode(payload) if self._ids is None else None
 
