@@ -19,6 +19,7 @@ import contextvars
 import functools
 import inspect
 import logging
+import operator
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ _LONGEST_TEXT = 1000
 # Types of most attributes, which are plain as they are.
 _NUMBERS = frozenset({bool, int, float, type(None)})
 _told: set[str] = set()
+_trace_id = operator.itemgetter("trace_id")
 
 # The spans that are open in this context, outermost first: (span id, ids of the traces that it is in; None: it encloses spans
 # of any trace).
@@ -73,6 +75,8 @@ class trace_span:
         self.attrs: dict[str, Any] = dict(attrs) if attrs else {}
         self.span_id: str | None = None
         self._targets: list[Any] = [target]
+        # In the traces of all targets. Copies of a sample share the record, but for those that `include` finds one in.
+        self._records: list[dict[str, Any]] = []
         self._outer: _Open = ()
         self._token: contextvars.Token[Any] | None = None
 
@@ -88,7 +92,12 @@ class trace_span:
         """Put the span also into the traces of `target`: the results of the block, which may be copies of its samples."""
         with _harmless(f"what span {self.name!r} includes"):
             self._targets.append(target)
-            self._put_into([trace for trace in _traces_of(target) if self._record_in(trace) is None])
+            for trace in _traces_of(target):
+                record = self._record_in(trace)
+                if record is None:
+                    self._put_into(trace)
+                else:
+                    self._records.append(record)
 
     def child(self, name: str, start: float, end: float, attrs: dict[str, Any] | None = None) -> None:
         """Add a span within this one that was measured elsewhere; `start` and `end` are seconds from the start of this one."""
@@ -97,9 +106,10 @@ class trace_span:
                 own = self._record_in(trace)
                 if own is None:
                     continue
-                record = _record("span", name, own["attempt"], self.span_id, attrs)
-                record["span_id"] = unique_hex(16)
-                record.update(start=self._start + start, end=self._start + end, status="ok")
+                record = _span_record(
+                    name, unique_hex(16), self.span_id, own["attempt"], self._start + start, attrs or {}
+                )
+                record.update(end=self._start + end, status="ok")
                 _append(trace, record)
 
     def __enter__(self) -> trace_span:
@@ -111,8 +121,9 @@ class trace_span:
             target, self._outer = self._targets[0], _open.get()
             self.span_id, self._started, self._start = unique_hex(16), time.perf_counter(), time.time()
             traces = _traces_of(target)
-            self._put_into(traces)
-            ids = {trace["trace_id"] for trace in traces} if target or not isinstance(target, list | tuple) else None
+            for trace in traces:
+                self._put_into(trace)
+            ids = [*map(_trace_id, traces)] if target or not isinstance(target, list | tuple) else None
             self._token = _open.set((*self._outer, (self.span_id, ids)))
         except Exception as error:
             _tell_once(f"span {self.name!r}", error)
@@ -126,10 +137,8 @@ class trace_span:
             attrs = _plain(self.attrs) if self.attrs else {}
             if error is not None:
                 attrs["error"], status = _plain(f"{kind.__name__}: {error}"), "error"
-            for target in self._targets:
-                for own in _traces_of(target):
-                    if (record := self._record_in(own)) is not None:
-                        record["end"], record["status"], record["attrs"] = end, status, attrs
+            for record in self._records:
+                record["end"], record["status"], record["attrs"] = end, status, attrs
         except Exception as own_error:
             _tell_once(f"the end of span {self.name!r}", own_error)
 
@@ -139,18 +148,19 @@ class trace_span:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self.__exit__(kind, error, trace)
 
-    def _put_into(self, traces: list[dict[str, Any]]) -> None:
-        """Add a record of the span, which has not ended, to each of `traces`."""
-        for trace in traces:
-            record = _record("span", self.name, trace["attempt"], _parent_in(trace, self._outer), self.attrs)
-            record["span_id"], record["start"], record["end"], record["status"] = self.span_id, self._start, None, None
-            _append(trace, record)
+    def _put_into(self, trace: dict[str, Any]) -> None:
+        """Add a record of the span, which has not ended, to `trace`."""
+        parent_id = _parent_in(trace, self._outer)
+        record = _span_record(self.name, self.span_id, parent_id, trace["attempt"], self._start, self.attrs)
+        self._records.append(record)
+        _append(trace, record)
 
     def _record_in(self, trace: dict[str, Any]) -> dict[str, Any] | None:
         """The span's record in `trace`, which may be a copy of a trace that has the span, since functions may return copies."""
         # Searched from the end: few records come after that of a span which ends.
+        span_id = self.span_id
         for record in reversed(trace["events"]):
-            if "span_id" in record and record["span_id"] == self.span_id:
+            if record.get("span_id") == span_id:
                 return record
         return None
 
@@ -160,7 +170,8 @@ def trace_event(target: Any, name: str, attrs: dict[str, Any] | None = None) -> 
     with _harmless(f"event {name!r}"):
         now = time.time()
         for trace in _traces_of(target):
-            _append(trace, {**_record("event", name, trace["attempt"], _parent_in(trace), attrs), "time": now})
+            record = {"kind": "event", "name": name, "parent_id": _parent_in(trace), "attempt": trace["attempt"]}
+            _append(trace, {**record, "time": now, "attrs": _plain(attrs or {})})
 
 
 def trace_function(
@@ -355,9 +366,21 @@ def _parent_in(trace: dict[str, Any], spans: _Open | None = None) -> str | None:
     return None
 
 
-def _record(kind: str, name: str, attempt: int, parent_id: str | None, attrs: dict[str, Any] | None) -> dict[str, Any]:
-    plain = _plain(attrs) if attrs else {}
-    return {"kind": kind, "name": name, "parent_id": parent_id, "attempt": attempt, "attrs": plain}
+def _span_record(
+    name: str, span_id: str | None, parent_id: str | None, attempt: int, start: float, attrs: dict[str, Any]
+) -> dict[str, Any]:
+    """The record of a span that has not ended."""
+    return {
+        "kind": "span",
+        "name": name,
+        "span_id": span_id,
+        "parent_id": parent_id,
+        "attempt": attempt,
+        "start": start,
+        "end": None,
+        "status": None,
+        "attrs": _plain(attrs) if attrs else {},
+    }
 
 
 def _append(trace: dict[str, Any], record: dict[str, Any]) -> None:
