@@ -33,7 +33,7 @@ from slime.utils.processing_utils import (
     no_processor,
 )
 from slime.utils.prompt_rows import PromptRow, RowKeys, RowReader, prompt_lengths
-from slime.utils.reward_types import needs_label
+from slime.utils.reward_types import compares_as_text, lacks_label, needs_label
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -288,6 +288,13 @@ def _objection(sample: Sample, file: OwnFile, without_template: str | None, *, m
     # Which of the two holds where both are named is not asked here.
     rewards = [str(name) for name in (sample.metadata.get("rm_type"), file.reward) if name]
     is_graded = file.reward is not None and bool(rewards) and not may_label
-    if is_graded and sample.label in (None, "") and all(map(needs_label, rewards)):
+    if not is_graded or not all(map(needs_label, rewards)):
+        return None
+    if lacks_label(sample.label):
         return f"there is no label, which the reward {rewards[0]} needs; {file.keys.flags[1]} names its field"
+    if not compares_as_text(sample.label):
+        return (
+            f"the label is {type(sample.label).__name__}, and the reward {rewards[0]} compares with one text or number; "
+            f"{file.keys.flags[1]} names a field that holds one, or --custom-rm-path a function of yours that grades"
+        )
     return None

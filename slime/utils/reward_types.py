@@ -1,6 +1,8 @@
 """The names of the built-in rewards, in one list for the check of `--rm-type` and for the graders themselves."""
 
+import numbers
 from importlib.util import find_spec
+from typing import Any
 
 BOXED = "boxed_"
 # A service at --rm-url grades it.
@@ -34,6 +36,17 @@ def bare_reward_type(name: str) -> str:
 def needs_label(name: str) -> bool:
     """Whether `name` is a built-in reward that cannot grade a row without a label."""
     return bare_reward_type(name) in _WITH_LABEL
+
+
+def lacks_label(label: Any) -> bool:
+    """Whether a row has no label: None, an empty text, or the NaN that tables put in the place of a missing value."""
+    return label is None or (isinstance(label, str | numbers.Number) and (label == "" or label != label))
+
+
+def compares_as_text(label: Any) -> bool:
+    """Whether a reward that compares a response with the label's text can be asked about `label`: a text or a number. The text
+    of a list, an object or bytes is Python's notation, which no response has, so every reward would be 0."""
+    return isinstance(label, str | numbers.Number)
 
 
 def known_reward_types() -> str:

@@ -77,6 +77,17 @@ def test_of_rows_that_are_not_read_nothing_is_refused(tmp_path, told, caplog):
     assert "--metadata-key: none of the first 1 rows of" in caplog.text
 
 
+def test_a_label_that_is_no_text_and_no_number_is_told_where_a_built_in_reward_compares_with_it(tmp_path, told):
+    labels = [3.5, True, ["1"], {"ground_truth": "1"}, float("nan")]
+    path = tmp_path / "rows.jsonl"
+    write(path, *({"prompt": "a", "label": label} for label in labels))
+    assert [line.partition(",")[0] for line in told("--rm-type f1")] == [
+        f"{path}:3: the label is list", f"{path}:4: the label is dict", f"{path}:5: there is no label",
+    ]  # fmt: skip
+    # A service makes of it what it likes.
+    assert told("--rm-type remote_rm --rm-url http://127.0.0.1:1") == []
+
+
 EVALUATED = "--eval-interval 1 --eval-prompt-data a {}/more.jsonl"
 
 

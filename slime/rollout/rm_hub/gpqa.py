@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slime.utils.errors import UserError
+from slime.utils.reward_types import compares_as_text
 
 # Only so much of a response's end is read, since the answer stands there and the patterns below look at every letter.
 _TAIL_CHARACTERS = 20_000
@@ -98,6 +99,10 @@ def _correct_letter(named: Any, label: Any, valid: Sequence[str], choices: Seque
     letter = text.strip("()").upper()
     if not text:
         raise UserError("gpqa: a sample needs a label (--label-key), or correct_letter in its metadata")
+    if not compares_as_text(right):
+        raise UserError(
+            f"gpqa: the right answer is {type(right).__name__}; give a letter, the index of a choice, or its text"
+        )
     if letter in valid:
         return letter
     if named is None:

@@ -56,7 +56,14 @@ from slime.utils.plugin_loader import (
     parameters_of,
     user_function_error,
 )
-from slime.utils.reward_types import BOXED, REMOTE, bare_reward_type, known_reward_types
+from slime.utils.reward_types import (
+    BOXED,
+    REMOTE,
+    bare_reward_type,
+    compares_as_text,
+    known_reward_types,
+    lacks_label,
+)
 from slime.utils.types import Sample, failed_and_masked
 
 logger = logging.getLogger(__name__)
@@ -219,8 +226,13 @@ def _type_of(args: Any, sample: Sample) -> str:
 
 
 def _label(sample: Sample, rm_type: str) -> str:
-    if sample.label is None or sample.label == "":
+    if lacks_label(sample.label):
         raise UserError(f"sample {sample.index} has no label, which --rm-type {rm_type} needs; see --label-key")
+    if not compares_as_text(sample.label):
+        raise UserError(
+            f"sample {sample.index}: the label is {type(sample.label).__name__}, and --rm-type {rm_type} compares with one "
+            "text or number; name a field that holds one with --label-key, or grade with a function of yours (--custom-rm-path)"
+        )
     return str(sample.label)
 
 

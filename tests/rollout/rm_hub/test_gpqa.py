@@ -111,6 +111,8 @@ def test_w2_texts_of_choices(response, verdict):
         ("A", {"correct_letter": "Z"}, "'Z' is none of the letters"),
         ("A", {**CITIES, "valid_letters": "AB"}, "one letter for each of 3 choices"),
         (3, CITIES, "'3' is none"),
+        (["A"], {}, "the right answer is list"),
+        ("A", {"correct_letter": {"letter": "A"}}, "the right answer is dict"),
     ],
 )
 def test_a_row_without_a_right_letter_is_an_error(label, metadata, message):

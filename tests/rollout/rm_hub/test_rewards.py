@@ -2,8 +2,10 @@
 
 import socket
 import subprocess
+from decimal import Decimal
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from slime.rollout.rm_hub import grading as builtin_rewards
@@ -152,6 +154,24 @@ def test_unknown_types_list_the_known_ones(rm_type, metadata):
 def test_a_missing_label_is_named():
     with pytest.raises(UserError, match=r"sample 3 has no label, which --rm-type math needs; see --label-key"):
         grade("math", r"\boxed{5}", None)
+
+
+@pytest.mark.parametrize("rm_type", ["dapo", "deepscaler", "f1", "math"])
+@pytest.mark.parametrize("label", [["5"], {"ground_truth": "5"}, b"5", ()])
+def test_a_label_whose_text_no_answer_has_is_an_error_and_no_reward_of_0(rm_type, label):
+    with pytest.raises(UserError, match=rf"sample 3: the label is {type(label).__name__}, .*--label-key"):
+        grade(rm_type, r"</think> Answer: \boxed{5}", label)
+
+
+@pytest.mark.parametrize("label", [float("nan"), np.float64("nan"), ""])
+def test_the_mark_of_a_missing_value_is_no_label(label):
+    with pytest.raises(UserError, match="sample 3 has no label"):
+        grade("math", r"\boxed{nan}", label)
+
+
+def test_labels_of_tables_are_numbers_and_texts():
+    for label in (np.int64(5), np.float32(5), np.str_("5"), Decimal("5.0")):
+        assert grade("math", r"\boxed{5}", label) == 1
 
 
 @pytest.mark.parametrize("boxed", ["", BOXED])
