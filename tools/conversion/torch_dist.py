@@ -228,9 +228,9 @@ def convert_hf_to_torch_dist(
         source, target, {"flags": list(words), "format": "torch_dist", "chunk_size": largest}, workers, force
     )
     units = split_into_units(sizes, workers, largest)
-    from slime.backends.megatron_utils.checkpoint.stored import model_sizes
+    from slime.backends.megatron_utils.checkpoint.stored import model_notes
 
-    conversion.run(units, write, functools.partial(_finish_torch_dist, objects, model_sizes(args)))
+    conversion.run(units, write, functools.partial(_finish_torch_dist, objects, model_notes(args)))
 
 
 def _sizes(args: argparse.Namespace) -> TensorSizes:

@@ -34,7 +34,7 @@ from slime.backends.megatron_utils.checkpoint.optimizer_state import (
     put_settings,
     trained_parts,
 )
-from slime.backends.megatron_utils.checkpoint.stored import Stored, other_sizes, read_stored
+from slime.backends.megatron_utils.checkpoint.stored import Stored, other_settings, other_sizes, read_stored
 from slime.backends.megatron_utils.checkpoint.writing import (
     chunks_by_key,
     has_layout,
@@ -86,6 +86,7 @@ def load_checkpoint(
         )
     common, stored = dist_checkpointing.load_common_state_dict(str(directory)), read_stored(directory)
     _require_same_sizes(args, directory, common, stored)
+    _compare_settings(args, directory, common, resumes=source.resume)
     if optimizer is None:
         _load_state(args, directory, stored, model, None)
     else:
@@ -130,6 +131,18 @@ def _require_same_sizes(args: argparse.Namespace, directory: Path, common: dict[
             f"{directory} is of another model than the flags describe: {'; '.join(differences)}; give the flags that it was "
             "saved with, or a checkpoint of this model"
         )
+
+
+def _compare_settings(args: argparse.Namespace, directory: Path, common: dict[str, Any], *, resumes: bool) -> None:
+    """Tell where the weights would compute something else than they were trained to. A run that does not resume may mean it."""
+    differences = other_settings(args, common)
+    if differences and resumes:
+        raise UserError(
+            f"{directory} was trained with other flags of the model: {'; '.join(differences)}; give the flags that it was "
+            "saved with, or begin a new run with its weights: --finetune"
+        )
+    if differences:
+        _tell(logging.WARNING, f"{directory}: its weights compute something else here: {'; '.join(differences)}")
 
 
 def _load_with_optimizer(

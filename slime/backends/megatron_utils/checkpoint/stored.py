@@ -10,7 +10,7 @@ and those of other programs, may differ in two ways, and are read all the same:
 Transformer Engine's layers have objects beside their weights, for FP8, which depend on its version, and which other layers do
 not have. Those that a checkpoint lacks stay as they are in the model.
 
-A checkpoint also notes those sizes of its model that do not follow from shapes.
+A checkpoint also notes what of its model does not follow from shapes: some sizes, and settings of what its weights compute.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from slime.arguments.hf_config import differing_flags
 from slime.backends.megatron_utils.hf_conversion import tensor_sizes
 from slime.utils.errors import UserError
 
@@ -47,6 +48,14 @@ _STATE_OF_WEIGHT = re.compile(r"^optimizer\.state\.[^.]+\.")
 _LAYER_APART = re.compile(r"^decoder\.layers\.\d+\.")
 # Tensors whose rows are padded for the tensor-parallel ranks of a run.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+# What these say no weight has, but other weights would be learned: a model that has other values gives other log-probs.
+_COMPUTATION = (
+    "layernorm_epsilon", "layernorm_zero_centered_gamma", "position_embedding_type", "rotary_base", "rotary_percent",
+    "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor", "rope_type", "rotary_scaling_factor", "mscale",
+    "mscale_all_dim", "softmax_scale", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+)  # fmt: skip
 
 
 class Stored:
@@ -121,12 +130,13 @@ def _other_names(name: str) -> Iterator[str]:
                 yield name.replace(one, other)
 
 
-def model_sizes(args: argparse.Namespace) -> dict[str, Any]:
-    """The sizes of its model that a checkpoint notes: how the rows of fused queries, keys and values are divided, which does
-    not follow from their number, and how many rows of the vocabulary are not padding."""
+def model_notes(args: argparse.Namespace) -> dict[str, Any]:
+    """What a checkpoint notes of its model: how the rows of fused queries, keys and values are divided, which does not follow
+    from their number; how many rows of the vocabulary are not padding; and settings of what the weights compute."""
     sizes = tensor_sizes(args)
     heads = {"num_attention_heads": sizes.num_attention_heads, "num_query_groups": sizes.num_query_groups}
-    return {"attention_heads": heads, "vocab_size": args.vocab_size}
+    computation = {name: vars(args)[name] for name in _COMPUTATION if name in vars(args)}
+    return {"attention_heads": heads, "vocab_size": args.vocab_size, "computation": computation}
 
 
 def other_sizes(args: argparse.Namespace, common: Mapping[str, Any], stored: Stored) -> list[str]:
@@ -135,7 +145,7 @@ def other_sizes(args: argparse.Namespace, common: Mapping[str, Any], stored: Sto
     Args:
         common: the checkpoint's notes; in older ones the vocabulary, or everything, is missing.
     """
-    own = model_sizes(args)
+    own = model_notes(args)
     noted = {"vocab_size": common.get("vocab_size")}
     if not args.multi_latent_attention:
         # In latent attention heads simply follow each other, so their division needs no check.
@@ -154,3 +164,15 @@ def other_sizes(args: argparse.Namespace, common: Mapping[str, Any], stored: Sto
             if found < args.vocab_size
         ]
     return lines
+
+
+def other_settings(args: argparse.Namespace, common: Mapping[str, Any]) -> list[str]:
+    """Lines that say in which settings of what its weights compute a checkpoint differs from the flags.
+
+    Args:
+        common: the checkpoint's notes; older ones have no settings.
+    """
+    return [
+        f"{flag} {there} in the checkpoint, and {here} by the flags"
+        for flag, here, there in differing_flags(args, common.get("computation", {}))
+    ]

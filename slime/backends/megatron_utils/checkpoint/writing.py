@@ -43,7 +43,7 @@ from slime.backends.megatron_utils.checkpoint.stored import (
     Stored,
     ask_by_stored_names,
     keeps_layers_apart,
-    model_sizes,
+    model_notes,
 )
 from slime.backends.megatron_utils.generator_states import save_generators
 from slime.backends.megatron_utils.parameter_names import unwrap_model
@@ -344,7 +344,7 @@ def _common_state(args: argparse.Namespace, iteration: int, optimizer: Any, sche
         "parameter_groups": group_settings(optimizer),
         "loss_scales": loss_scales(optimizer),
         "layout": layout_of(args),
-        **model_sizes(args),
+        **model_notes(args),
         "parameter_selection": selection_of(args),
     }
 

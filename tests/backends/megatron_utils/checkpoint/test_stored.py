@@ -240,6 +240,45 @@ def test_a_checkpoint_of_another_vocabulary_or_other_heads_is_refused(hf_dir, tm
         assert "--num-query-groups 2 in the checkpoint, and 4 by the flags" in found[name]
 
 
+def settings_worker(args, cases) -> list[str]:
+    """The name of each case, then what is said of a checkpoint of `args` by a run with its flags: first all that resume."""
+    Trainer(args).save(3)
+    from slime.backends.megatron_utils.checkpoint import load_checkpoint, reading
+    from slime.backends.megatron_utils.model_provider import setup_model
+
+    said: list[str] = []
+    reading._tell = lambda level, line: said.append(line)
+    for resumes in (True, False):
+        for name, flags in cases.items():
+            case = SimpleNamespace(**{**vars(args), **flags})
+            start(case)
+            said.append(f"{name}, resumed" if resumes else name)
+            try:
+                load_checkpoint(case, WeightSource("megatron", args.save, resume=resumes), setup_model(case))
+            except UserError as error:
+                said.append(f"refused: {error}")
+    return said
+
+
+def test_weights_that_would_compute_something_else_are_refused_in_a_resume_and_told_elsewhere(hf_dir, tmp_path):
+    args = make_args(hf_dir, tmp_path / "save")
+    cases = {
+        "same": {},
+        "neutral": {"moe_router_topk_scaling_factor": 1.0},
+        "other": {"rotary_base": 500, "layernorm_epsilon": 0.1, "moe_router_topk": args.moe_router_topk},
+    }
+    assert args.moe_router_topk_scaling_factor is None
+    (said,) = run_distributed(settings_worker, 1, (args, cases))
+    differences = (
+        f"--norm-epsilon {args.layernorm_epsilon} in the checkpoint, and 0.1 by the flags; --rotary-base {args.rotary_base} in "
+        "the checkpoint, and 500 by the flags"
+    )
+    refused, told = (said.pop(place) for place in (3, -1))
+    assert said == ["same, resumed", "neutral, resumed", "other, resumed", "same", "neutral", "other"]
+    assert refused.startswith("refused: ") and f"{differences}; give the flags" in refused and "--finetune" in refused
+    assert told.endswith(f"its weights compute something else here: {differences}")
+
+
 def test_metadata_that_are_damaged_or_missing_are_told_by_file(tmp_path):
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
