@@ -9,13 +9,18 @@ which loads them, and for the plan, which counts their memory.
 """
 
 import argparse
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from slime.arguments.hf_config import is_hf_checkpoint
-from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, iteration_directory, why_no_directory
+from slime.utils.checkpoint_directory import (
+    POINTER,
+    is_megatron_checkpoint,
+    iteration_directory,
+    newest_whole,
+    why_no_directory,
+)
 from slime.utils.errors import UserError
 
 # Files that a run which ended before its first checkpoint leaves in its directory, beside hidden temporary directories.
@@ -115,14 +120,8 @@ def _source_of_load(args: argparse.Namespace) -> WeightSource | None:
 
 
 def _refuse_headless_checkpoint(path: Path, flag: str) -> None:
-    iterations = sorted(path.glob("iter_*")) if path.is_dir() else []
-    complete = [directory for directory in iterations if (directory / "metadata.json").is_file()]
-    if iterations:
-        way_out = "none is complete"
-        if complete:
-            number = int(re.sub(r"\D", "", complete[-1].name))
-            way_out = f"the newest complete one is {complete[-1].name}: write {number} into {path / POINTER}"
-        raise UserError(f"{flag} {path} holds iter_* directories but no {POINTER}; {way_out}")
+    if path.is_dir() and any(path.glob("iter_*")):
+        raise UserError(f"{flag} {path} holds iter_* directories but no {POINTER}; {newest_whole(path)}")
 
 
 def _require_iteration(path: Path, step: int | None, flag: str) -> None:

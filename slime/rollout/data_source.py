@@ -261,7 +261,7 @@ class RolloutDataSource(DataSource):
         try:
             state = self._completed(read_state(directory), directory)
         except UserError as error:
-            if left_for_a_fresh_start(self.args, directory, error):
+            if left_for_a_fresh_start(self.args, error):
                 return False
             raise
         difference = describe_difference(state["fingerprint"], self._fingerprint)

@@ -72,13 +72,12 @@ def find_state(args: Any, rollout_id: int) -> Path | None:
     )
 
 
-def left_for_a_fresh_start(args: Any, place: Path, error: UserError) -> bool:
-    """Whether `error`, about the state at `place`, is only a warning: another program wrote that state, and with
-    `--fresh-data-state` the data may start from zero."""
-    left = args.fresh_data_state and place.suffix == PICKLED
-    if left:
+def left_for_a_fresh_start(args: Any, error: UserError) -> bool:
+    """Whether `error`, about a state that cannot be read, is only a warning: with `--fresh-data-state` the data may start from
+    zero."""
+    if args.fresh_data_state:
         logger.warning("--fresh-data-state: the data starts from zero: %s", error)
-    return left
+    return args.fresh_data_state
 
 
 def write_state(directory: str | Path, state: dict[str, Any]) -> None:
@@ -103,6 +102,8 @@ def read_state(directory: str | Path) -> dict[str, Any]:
     Raises:
         UserError: the directory is incomplete or its content is broken; or the file holds something else.
     """
+    from safetensors import SafetensorError
+
     directory = Path(directory)
     if directory.suffix == PICKLED:
         return _read_pickled(directory)
@@ -113,9 +114,15 @@ def read_state(directory: str | Path) -> dict[str, Any]:
             from safetensors.numpy import load_file
 
             arrays = load_file(str(directory / _ARRAY_FILE))
-        return decode_plain(value, functools.partial(_decode, arrays))
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{directory}: no readable data-source state ({type(error).__name__}: {error})") from error
+        state = decode_plain(value, functools.partial(_decode, arrays))
+        if not isinstance(state, dict):
+            raise ValueError(f"{_JSON_FILE} holds {type(state).__name__} in place of an object")
+        return state
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
+        raise UserError(
+            f"{directory}: no readable data-source state ({type(error).__name__}: {error}); copy the checkpoint again, or give "
+            "--fresh-data-state to start the data from zero"
+        ) from error
 
 
 def _read_pickled(file: Path) -> dict[str, Any]:
@@ -161,10 +168,17 @@ def write_drawn_ahead(directory: str | Path, ahead: DrawnAhead) -> None:
         shutil.rmtree(place)
 
 
-def read_drawn_ahead(directory: str | Path) -> DrawnAhead:
-    """What `write_drawn_ahead` wrote, which may be nothing. Raises as `read_state`."""
+def read_drawn_ahead(args: Any, directory: str | Path) -> DrawnAhead:
+    """What `write_drawn_ahead` wrote, which may be nothing; nothing also if it cannot be read and `args.fresh_data_state` is
+    set. Else raises as `read_state`."""
     place = Path(directory) / _DRAWN_AHEAD
-    return DrawnAhead(**read_state(place)) if place.is_dir() else DrawnAhead()
+    try:
+        return DrawnAhead(**read_state(place)) if place.is_dir() else DrawnAhead()
+    except UserError as error:
+        if not args.fresh_data_state:
+            raise
+        logger.warning("--fresh-data-state: what rollouts behind this state had drawn is left out: %s", error)
+        return DrawnAhead()
 
 
 def groups_to_plain(entry: Any) -> Any:

@@ -546,7 +546,8 @@ class DataSourceSnapshots:
     def _drawn_ahead(self, rollout_id: int, restored: bool) -> DrawnAhead:
         """What is to be drawn again; nothing if the source was not `restored`, since a fresh one gives the prompts anyway, or
         never had them."""
-        ahead, fresh = read_drawn_ahead(state_directory(self._args.load, rollout_id)), self._args.fresh_data_state
+        fresh, place = self._args.fresh_data_state, state_directory(self._args.load, rollout_id)
+        ahead = read_drawn_ahead(self._args, place)
         if ahead.entries and not restored:
             logger.warning(
                 "--fresh-data-state: %d prompts that rollouts behind %d had drawn are not drawn again",
@@ -576,7 +577,7 @@ class DataSourceSnapshots:
         try:
             state = read_state(directory)
         except UserError as error:
-            if left_for_a_fresh_start(self._args, directory, error):
+            if left_for_a_fresh_start(self._args, error):
                 return False
             raise
         with calling_source(self._args, self._source, "load_state_dict", str(directory)):

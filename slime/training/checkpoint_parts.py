@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -161,11 +162,21 @@ def save_generators(directory: Path, further: Mapping[str, torch.Tensor]) -> Non
 
 
 def load_generators(directory: Path) -> dict[str, torch.Tensor]:
-    """Put this rank's generators where they were; only for the parallel layout that saved them. Returns the further ones."""
+    """Put this rank's generators where they were; only for the parallel layout that saved them. Returns the further ones.
+
+    Raises:
+        UserError: their file is damaged.
+    """
     if not _file(directory).is_file():
         logger.warning("%s was saved without random generators: they start from --seed", directory)
         return {}
-    states = load_file(_file(directory))
+    try:
+        states = load_file(_file(directory))
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{_file(directory)} cannot be read ({error}); copy the checkpoint again, or give --no-load-rng to start random "
+            "generators from --seed"
+        ) from error
     torch.set_rng_state(states.pop("torch"))
     if _DEVICE in states:
         get_accelerator().set_generator_state(states.pop(_DEVICE))

@@ -8,6 +8,7 @@ directory name its tensors, and the places of these in its files.
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from slime.utils.errors import UserError
 
 POINTER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
+# What Megatron writes into the pointer file, and calls the directory, where weights were converted and not trained.
+_RELEASE = "release"
 TORCH_METADATA = ".metadata"
 # The file with the version of its weights' push, or of the last push before it.
 WEIGHT_VERSION = "weight_version.json"
@@ -37,12 +40,28 @@ def latest_iteration(path: str | os.PathLike[str]) -> int:
     """The iteration that the pointer file of a Megatron checkpoint names.
 
     Raises:
-        UserError: the pointer holds no number.
+        UserError: the pointer holds no number; the message names what to write there.
     """
-    text = (Path(path) / POINTER).read_text().strip()
-    if not text.isdigit():
-        raise UserError(f"{Path(path) / POINTER} holds {text!r}, not an iteration number")
+    # Power that was lost may leave anything in a file.
+    text = (Path(path) / POINTER).read_text(errors="replace").strip()
+    if text == _RELEASE and (Path(path) / _RELEASE).is_dir():
+        raise UserError(
+            f"{Path(path) / POINTER} holds {text!r}, Megatron's name for weights without a training: rename "
+            f"{Path(path) / _RELEASE} to iter_0000000 and write 0 into the file; --load then needs --finetune"
+        )
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f"{Path(path) / POINTER} holds {text[:40]!r}, not an iteration number; {newest_whole(path)}")
     return int(text)
+
+
+def newest_whole(path: str | os.PathLike[str]) -> str:
+    """The way out where the pointer file of a directory is missing or damaged, as the end of a sentence."""
+    found = [one for one in Path(path).glob("iter_*") if re.fullmatch(r"iter_\d+", one.name)]
+    whole = sorted(int(one.name.removeprefix("iter_")) for one in found if (one / METADATA).is_file())
+    if not whole:
+        return "none is complete" if found else "there are no iter_* directories beside it"
+    newest = iteration_directory(path, whole[-1])
+    return f"the newest complete one is {newest.name}: write {whole[-1]} into {Path(path) / POINTER}"
 
 
 def iteration_directory(path: str | os.PathLike[str], iteration: int) -> Path:

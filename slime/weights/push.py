@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.utils.checkpoint_directory import WEIGHT_VERSION
-from slime.utils.errors import RunError
+from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import write_json_atomically
 from slime.weights.source import Connected, Sent
 from slime.weights.transports import Order, Receiver, transport_of
@@ -281,9 +281,20 @@ def write_weight_version(checkpoint: Path, version: int) -> None:
 
 
 def read_weight_version(checkpoint: Path) -> int:
-    """What `write_weight_version` noted; 0, as in a new run, in a checkpoint that was saved before versions were."""
+    """What `write_weight_version` noted; 0, as in a new run, in a checkpoint that was saved before versions were.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     path = checkpoint / WEIGHT_VERSION
-    return json.loads(path.read_text())["weight_version"] if path.is_file() else 0
+    if not path.is_file():
+        return 0
+    try:
+        return int(json.loads(path.read_bytes())["weight_version"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{path} holds no weight version ({error}); copy the checkpoint again, or remove this file to count from 0"
+        ) from error
 
 
 class _Engines:

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from slime.utils.checkpoint_directory import POINTER
+from slime.utils.checkpoint_directory import POINTER, iteration_directory, latest_iteration
 from slime.utils.errors import UserError
 from tests.support.models.args import parse, write_config
 
@@ -142,6 +142,23 @@ def test_complete_iteration_without_pointer_names_the_way_out(tmp_path):
         parse(tmp_path, "--load", str(run), "--save", str(run))
     with pytest.raises(UserError, match="--ref-load .* the newest complete one is iter_0000012: write 12 into"):
         parse(tmp_path, "--ref-load", str(run))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\x00", b"\xff\xfe", b"12.5", "²".encode(), b"-1"])
+def test_a_pointer_without_a_number_names_the_way_out(tmp_path, content):
+    run = megatron_checkpoint(tmp_path / "run", 12)
+    iteration_directory(run, 13).mkdir()
+    (run / POINTER).write_bytes(content)
+    with pytest.raises(UserError, match=f"{run / POINTER} holds .*newest complete one is iter_0000012: write 12 into"):
+        latest_iteration(run)
+
+
+def test_weights_that_megatron_has_converted_are_told_to_be_renamed(tmp_path):
+    run = megatron_checkpoint(tmp_path / "run", 12)
+    iteration_directory(run, 12).rename(run / "release")
+    (run / POINTER).write_text("release\n")
+    with pytest.raises(UserError, match=f"rename {run}/release to iter_0000000 and write 0"):
+        latest_iteration(run)
 
 
 def test_first_launch_may_hold_only_its_own_leftovers(tmp_path):

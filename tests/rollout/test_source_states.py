@@ -1,10 +1,12 @@
 """What a source has for saving, a state or methods that save and load, is written and read for it."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from slime.rollout.data_source_files import DrawnAhead, state_directory, write_drawn_ahead
 from slime.rollout.draws import DataSourceSnapshots
 from slime.utils.errors import RunError, UserError
 from tests.support.models.data_sources import make_args
@@ -119,6 +121,30 @@ def test_a_source_that_stands_before_another_is_asked_for_its_own_state(args):
     states.save(0)
     states.load(0)
     assert source.inner.calls == [] and source.state["position"] == [0]
+
+
+@pytest.mark.parametrize(("name", "content"), [("state.json", b"{"), ("state.json", b"\xff"), ("state.json", b"[]"),
+                                               ("arrays.safetensors", b"\x10"), ("arrays.safetensors", None)])  # fmt: skip
+@pytest.mark.parametrize("part", ["state", "drawn ahead"])
+def test_a_damaged_state_names_the_flag_that_leaves_it(args, caplog, name, content, part):
+    states = DataSourceSnapshots(args, Cursor())
+    states.remember(0)
+    states.save(0)
+    directory = state_directory(args.save, 0)
+    if part != "state":
+        array = {"array": np.ones(3, np.float32)}
+        write_drawn_ahead(directory, DrawnAhead(entries=[array]))
+        directory /= "drawn_ahead"
+    if content is None:
+        (directory / name).unlink()
+    else:
+        (directory / name).write_bytes(content)
+    source = Cursor()
+    with pytest.raises(UserError, match=f"{directory}: .*--fresh-data-state"):
+        DataSourceSnapshots(args, source).load(0)
+    args.fresh_data_state, before = True, copy.deepcopy(Cursor().state["position"])
+    DataSourceSnapshots(args, source).load(0)
+    assert source.state["position"] == before and str(directory) in caplog.text
 
 
 def test_a_source_that_cannot_be_restored_is_named(args):

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.utils.errors import RunError
+from slime.utils.checkpoint_directory import WEIGHT_VERSION
+from slime.utils.errors import RunError, UserError
 from slime.weights import push
 from slime.weights.push import Opening, WeightPush, read_weight_version, write_weight_version
 from slime.weights.source import Connected, Sent
@@ -242,6 +243,13 @@ def test_a_checkpoint_keeps_the_version_and_an_older_one_has_none(tmp_path):
     write_weight_version(tmp_path, 12)
     assert read_weight_version(tmp_path) == 12
     assert read_weight_version(tmp_path / "older") == 0
+
+
+@pytest.mark.parametrize("content", [b"", b'{"weight_ver', b"\xff\x00", b"{}", b"[1]", b'{"weight_version": null}'])
+def test_a_damaged_version_is_told_by_file(tmp_path, content):
+    (tmp_path / WEIGHT_VERSION).write_bytes(content)
+    with pytest.raises(UserError, match=f"{tmp_path / WEIGHT_VERSION} .*remove this file to count from 0"):
+        read_weight_version(tmp_path)
 
 
 METHODS = (

@@ -272,7 +272,7 @@ DATA = Group("data and batches", (
         "{\"image\": \"images\"}; prompts have <image> for each"),
     flag("--metadata-key", str, "metadata", "field with the metadata object"),
     flag("--tool-key", str, "tools", "field with tool schemas for the chat template"),
-    switch("--fresh-data-state", "start from the first row if the checkpoint has no data state, or one of other data"),
+    switch("--fresh-data-state", "start from the first row where a checkpoint has no readable data state of this data"),
     flag("--loss-mask-type", str, "qwen", "how supervised fine-tuning finds assistant tokens", "qwen", "qwen3", "qwen3_5",
         "distill_qwen"),
     # Batches

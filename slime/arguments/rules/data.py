@@ -295,7 +295,7 @@ def saved_among_others(args: argparse.Namespace) -> Iterator[Violation]:
         logger.warning(
             "--save %s holds the checkpoint of rollout %s, and this run does not go on from it: it writes its own among those "
             "of the earlier run; give --load %s to go on, or another --save",
-            args.save, (save / POINTER).read_text().strip(), args.save,
+            args.save, (save / POINTER).read_text(errors="replace").strip(), args.save,
         )  # fmt: skip
     yield from ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from slime.rollout.data_source_files import read_drawn_ahead, read_state, state_directory
@@ -33,6 +34,9 @@ def assert_none_is_lost(rollouts: Sequence[Samples], save: Path) -> None:
     """Each group that had been drawn when the last rollout was saved was trained once, or waits in the saved data state."""
     directory = state_directory(save, len(rollouts) - 1)
     state = read_state(directory)
-    waiting = [*state["buffer"], *(entry["samples"] for entry in read_drawn_ahead(directory).entries)]
+    waiting = [
+        *state["buffer"],
+        *(entry["samples"] for entry in read_drawn_ahead(SimpleNamespace(fresh_data_state=False), directory).entries),
+    ]
     numbers = group_numbers(rollouts) + [group[0]["group_index"] for group in waiting]
     assert sorted(numbers) == list(range(state["sample_group_index"]))

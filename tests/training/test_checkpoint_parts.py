@@ -1,0 +1,24 @@
+"""Parts of a checkpoint that all backends read."""
+
+import pytest
+import torch
+
+from slime.training import checkpoint_parts
+from slime.training.checkpoint_parts import load_generators, save_generators
+from slime.utils.errors import UserError
+
+
+def test_generators_whose_file_is_damaged_are_told_with_the_way_out(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoint_parts.dist, "get_rank", lambda: 3)
+    save_generators(tmp_path, {"own": torch.arange(4, dtype=torch.uint8)})
+    expected = torch.rand(2)
+    assert load_generators(tmp_path)["own"].tolist() == [0, 1, 2, 3]
+    assert torch.equal(torch.rand(2), expected)
+    file = tmp_path / "rng_00003.safetensors"
+    whole = file.read_bytes()
+    for length in (0, 7, 40, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(UserError, match=f"{file} cannot be read .*--no-load-rng"):
+            load_generators(tmp_path)
+    file.unlink()
+    assert load_generators(tmp_path) == {} and "saved without random generators" in caplog.text
