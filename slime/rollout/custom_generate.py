@@ -73,7 +73,9 @@ class GenerateFunction:
         if not isinstance(result, list) or len(result) != len(group):
             expected = f"a list of {len(group)} entries, one per sample, in order"
             raise wrong_result_error(GENERATE_FLAG, self.path, describe_samples(group), result, expected)
-        return [await self._checked_entry(args, sample, entry) for sample, entry in zip(group, result, strict=True)]
+        entries = [await self._checked_entry(args, sample, entry) for sample, entry in zip(group, result, strict=True)]
+        self._require_objects_of_their_own(group, entries)
+        return entries
 
     async def _call(self, args: Any, samples: list[Sample], *arguments: Any, keywords: dict[str, Any]) -> Any:
         limit = args.http_request_timeout
@@ -112,8 +114,19 @@ class GenerateFunction:
             else:
                 complete_sample(args, leaf, f"{GENERATE_FLAG} {self.path}")
         if isinstance(entry, list):
+            self._require_objects_of_their_own([sample], found)
             share_execution_id(sample, found, f"{GENERATE_FLAG} {self.path}")
         return entry
+
+    def _require_objects_of_their_own(self, samples: list[Sample], entries: list[Any]) -> None:
+        """Refuse a Sample that was returned twice: as a list of turns, say, of which each would be what the last one made of
+        it."""
+        found = leaves(entries)
+        if len(set(map(id, found))) < len(found):
+            raise UserError(
+                f"{GENERATE_FLAG} {self.path} returned one Sample object several times for {describe_samples(samples)}, so "
+                "these would be trained as one answer; return objects of their own (copy.deepcopy(sample) keeps one as it is)"
+            )
 
 
 def _own_parameters(sampling_params: dict[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,38 @@ def test_batch_form_gets_private_parameters_and_a_seed_for_each_sample(checkpoin
     assert alone.metadata["seed"] == 7
 
 
+TURNS = """
+import copy
+def fn(args, sample, sampling_params):
+    turns = []
+    for token in (5, 6):
+        sample.append_response_tokens(args, tokens=[token], log_probs=[-1.0])
+        sample.status = Sample.Status.COMPLETED
+        turns.append(KEPT)
+    return turns
+"""
+GROUP = """
+import copy
+def fn(args, samples, evaluation):
+    samples[0].append_response_tokens(args, tokens=[5], log_probs=[-1.0])
+    samples[0].status = Sample.Status.COMPLETED
+    sample = samples[0]
+    return [KEPT for _ in samples]
+"""
+
+
+@pytest.mark.parametrize(("source", "named"), [(TURNS, "sample 0"), (GROUP, "samples 0, 1")])
+def test_one_object_in_the_place_of_several_samples_is_refused(checkpoint, make_plugin, source, named):
+    """It would be trained several times, each time as what the last change made of it."""
+    group = [Sample(index=i, tokens=[9]) for i in range(2)]
+    args = make_args(checkpoint, custom_generate_function_path=make_plugin(source.replace("KEPT", "sample")))
+    with pytest.raises(UserError, match=f"fn returned one Sample object several times for {named}, "):
+        asyncio.run(generate_and_rm_group(args, group, {}))
+    copied = make_plugin(source.replace("KEPT", "copy.deepcopy(sample)").replace("fn", "copies"), name="copies")
+    args = make_args(checkpoint, custom_generate_function_path=copied)
+    assert len(asyncio.run(generate_and_rm_group(args, group, {}))) == 2
+
+
 CONTINUES = """
 def one(args, sample, sampling_params):
     sample.append_response_tokens(args, tokens=[7], log_probs=[-1.0])
