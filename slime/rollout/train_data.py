@@ -41,8 +41,8 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
 
     Raises:
         UserError: a reward is missing or no finite number; a plug-in raised, did not return, or returned something unusable;
-            the experts to replay, or the sets that sampling kept, are missing or impossible; or samples have images, which the
-            model does not take.
+            the experts to replay, or the sets that sampling kept, are missing or impossible; samples have images, which the
+            model does not take; or a token is none of the model's.
     """
     path = args.custom_convert_samples_to_train_data_path
     if path is not None:
@@ -57,11 +57,27 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
         if args.true_on_policy_mode:
             batch["weight_version_spans"] = [list(sample.weight_version_spans) for sample in samples]
     refuse_images(args, batch)
+    _require_tokens_of_model(args, batch)
     if args.use_rollout_routing_replay:
         check_routed_experts(args, batch)
     if args.loss_type != "sft_loss" and samples_among_some(args):
         _require_kept_sets(batch)
     return batch
+
+
+def _require_tokens_of_model(args: argparse.Namespace, batch: TrainBatch) -> None:
+    """Raise UserError if a token is none of the model's. One of another tokenizer would train a row that pads the embedding or,
+    where ranks share the vocabulary, be zeros; else it ends the ranks."""
+    if args.vocab_size is None:
+        return
+    for index, tokens in zip(batch["sample_indices"], batch["tokens"], strict=True):
+        # Those below zero are large numbers without their sign.
+        if np.maximum.reduce(tokens.astype(np.int64, copy=False).view(np.uint64), initial=0) >= args.vocab_size:
+            [position, *_] = np.flatnonzero((tokens < 0) | (tokens >= args.vocab_size))
+            raise UserError(
+                f"sample {index}: token id {tokens[position]} at position {position} is none of the {args.vocab_size} tokens "
+                "of the model (--vocab-size, or config.json of --hf-checkpoint); make tokens with its tokenizer"
+            )
 
 
 def _require_kept_sets(batch: TrainBatch) -> None:

@@ -29,7 +29,7 @@ def objective(**changes):
         "advantage_estimator": "grpo", "loss_type": "policy_loss", "use_rollout_routing_replay": False,
         "rewards_normalization": True, "grpo_std_normalization": True, "n_samples_per_prompt": 2,
         "rollout_top_p": 1.0, "rollout_top_k": -1, "http_request_timeout": 60.0,
-        "true_on_policy_mode": False, **changes,
+        "true_on_policy_mode": False, "vocab_size": None, **changes,
     }  # fmt: skip
     return SimpleNamespace(**values)
 
@@ -48,6 +48,29 @@ def test_a_batch_without_the_sets_that_sampling_kept_is_refused(limit):
         sample.rollout_top_p_token_offsets = [0, 1, 3]
     batch = convert_samples_to_train_batch(objective(**limit), samples)
     assert [row.tolist() for row in batch["rollout_top_p_token_ids"]] == [[2, 3, 9]] * 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wrong"), [((0, 9, 10, 3), "10 at position 2"), ((0, -1, 9, 12), "-1 at position 1")]
+)
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_token_that_the_model_does_not_have_is_refused_by_sample_and_position(tmp_path, tokens, wrong, columns):
+    """A row that pads the embedding, or zeros where ranks share the vocabulary, would be trained in silence."""
+    path = tmp_path / "columns.py"
+    path.write_text(
+        "def fn(args, samples):\n"
+        "    own = {name: [getattr(sample, field) for sample in samples] for name, field in (('tokens', 'tokens'),\n"
+        "        ('response_lengths', 'response_length'), ('sample_indices', 'index'), ('rewards', 'reward'),\n"
+        "        ('raw_reward', 'reward'))}\n"
+        "    return {**own, 'truncated': [0] * len(samples), 'loss_masks': [[1, 1]] * len(samples)}\n"
+    )
+    changes = {"custom_convert_samples_to_train_data_path": f"{path}:fn"} if columns else {}
+    samples = make([1.0, 0.0], [0, 0])
+    samples[1].tokens = list(tokens)
+    with pytest.raises(UserError, match=f"sample 1: token id {wrong} is none of the 10 tokens"):
+        convert_samples_to_train_batch(objective(vocab_size=10, **changes), samples)
+    samples[1].tokens = [0, 9, 9]
+    assert convert_samples_to_train_batch(objective(vocab_size=10, **changes), samples)
 
 
 def test_a_proof_is_told_which_weights_made_a_token():
