@@ -123,6 +123,9 @@ explain_failure() {
   elif grep -qiE "unauthenticated|authentication token|AuthenticationError" "$LOG"; then
     printf 'cluster: %s\n' "the head does not accept this node's token." \
       "Copy ~/.ray/auth_token from the head, or use the same RAY_AUTH_TOKEN and RAY_AUTH_MODE on both." >&2
+  elif grep -q "AF_UNIX path length" "$LOG"; then
+    printf 'cluster: %s\n' "the directory of Ray's sessions has a path that is too long for the sockets in it." \
+      "set TMPDIR (or RAY_TEMP_DIR, the sessions' own) to a directory with a shorter one, such as /tmp" >&2
   fi
   printf 'cluster: %s\n' "Ray's output is in $LOG; its end:" >&2
   tail -n 12 "$LOG" >&2

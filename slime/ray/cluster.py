@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._private.state import GlobalState
@@ -276,7 +277,7 @@ def check_machine(args: argparse.Namespace) -> None:
 
     Raises:
         UserError: the machine has fewer GPUs than the run needs or, without GPUs, less memory; or it lacks what moves caches
-            from engines that prefill to those that decode, or what engines draft with.
+            from engines that prefill to those that decode, or what engines draft with; or Ray's directory has too long a path.
     """
     if env.ray_address() is not None:
         return
@@ -303,6 +304,22 @@ def check_machine(args: argparse.Namespace) -> None:
         if group.worker_type in ("prefill", "decode"):
             require_cache_transfer(of_group, on_cpu=real == 0)
     require_memory_of_machine(args)
+    _check_paths_of_sockets()
+
+
+# What Ray 2.60 puts behind the path of its directory to name a socket, at the longest, and how long the whole may be.
+_SOCKET = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+_LONGEST_PATH_OF_SOCKET = 107
+
+
+def _check_paths_of_sockets() -> None:
+    directory = get_default_ray_temp_dir()
+    over = len(os.fsencode(directory + _SOCKET)) - _LONGEST_PATH_OF_SOCKET
+    if over > 0:
+        raise UserError(
+            f"{directory}, the directory of Ray, has a path that is {over} characters too long for the sockets in it; set "
+            "RAY_TMPDIR (else TMPDIR) to a directory with a shorter one, such as /tmp"
+        )
 
 
 _SYSTEM_CONFIG = {

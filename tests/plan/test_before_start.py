@@ -334,6 +334,16 @@ def test_engines_that_prefill_need_a_way_for_their_caches(tmp_path, monkeypatch,
     cluster.check_machine(parse(tmp_path, "--rollout-num-gpus", "2", *layout, "--debug-train-only"))
 
 
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_directory_of_ray_that_is_too_deep_for_sockets_is_told(tmp_path, monkeypatch, variable):
+    monkeypatch.setattr(cluster, "require_memory_of_machine", lambda args: None)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    for characters in (39, 40):
+        monkeypatch.setenv(variable, "/".ljust(characters, "d"))
+        with pytest.raises(UserError, match="RAY_TMPDIR") if characters > 39 else contextlib.nullcontext():
+            cluster.check_machine(parse(tmp_path))
+
+
 @pytest.mark.parametrize(("gpus", "accelerator"), [(0, "cpu"), (2, None)])
 def test_a_run_on_a_machine_without_gpus_computes_on_its_cpu(tmp_path, monkeypatch, gpus, accelerator):
     args = parse(tmp_path)

@@ -105,7 +105,7 @@ def test_a_worker_needs_the_heads_token(stub) -> None:
 @pytest.mark.parametrize(
     ("start", "said"),
     [("mismatch", "another version of Ray or Python"), ("token", "does not accept this node's token"),
-     ("hang", "did not start within 3 seconds")],
+     ("deep", "set TMPDIR (or RAY_TEMP_DIR"), ("hang", "did not start within 3 seconds")],
 )  # fmt: skip
 def test_a_failed_start_is_explained_and_leaves_nothing(stub, start: str, said: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as head:

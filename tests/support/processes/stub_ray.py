@@ -1,9 +1,9 @@
 """Programs that replace `ray`, and the `python` of a run, in tests of the scripts; they record their arguments. The words of
 the latest submission are in STUB_LOG.submission, each followed by a null byte. If the job is a file, STUB_LOG.job is its copy.
 
-Variables: STUB_LOG (file of calls; those of `python` are in STUB_LOG.python), STUB_START (ok, mismatch, token, hang, or slow:
-the second start succeeds), STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (its duration), STUB_REFUSALS (number of
-submissions that are refused first), STUB_REFUSAL (message of a refusal), STUB_CHECK (output of the check of a run),
+Variables: STUB_LOG (file of calls; those of `python` are in STUB_LOG.python), STUB_START (ok, mismatch, token, deep, hang, or
+slow: the second start succeeds), STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (its duration), STUB_REFUSALS
+(number of submissions that are refused first), STUB_REFUSAL (message of a refusal), STUB_CHECK (output of the check of a run),
 STUB_CHECK_STATUS (its exit status).
 """
 
@@ -18,6 +18,7 @@ case "$1" in
     case "${STUB_START:-ok}" in
       mismatch) echo "RuntimeError: Version mismatch: The cluster was started with: Ray: 1.0" && exit 1 ;;
       token) echo "ray.exceptions.AuthenticationError: token is invalid" && exit 1 ;;
+      deep) echo "OSError: validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: /x" && exit 1 ;;
       hang) exec sleep 100 ;;
       slow)
         if (($(grep -c '^start' "$STUB_LOG") < 2)); then echo "The current node timed out during startup." && exit 1; fi
