@@ -28,6 +28,8 @@ class RowKeys:
         flags: the flags that name the prompt's and the label's field, for messages.
         images: the field of the images; None: prompts are text.
         folder: the directory of the file, to which paths of images are relative; `resolve` fills it in.
+        fills_fields: whether the file gives every object in a column all fields that any row has there, null in those that the
+            row lacks, as Parquet does; `resolve` fills it in.
     """
 
     prompt: str | None
@@ -37,6 +39,7 @@ class RowKeys:
     flags: tuple[str, str] = ("--input-key", "--label-key")
     images: str | None = None
     folder: str = ""
+    fills_fields: bool = False
 
     def resolve(self, row: dict[str, Any], place: str) -> RowKeys:
         """These names, completed for a file whose first row is `row`. Raises UserError if the row lacks a named field."""
@@ -49,7 +52,9 @@ class RowKeys:
         for name, flag in zip((prompt, self.label), self.flags, strict=True):
             if name is not None and name not in row:
                 raise UserError(f"{place}: there is no field {name!r} ({flag}); the row has {has}")
-        return replace(self, prompt=prompt, folder=os.path.dirname(os.path.abspath(place.rpartition(":")[0])))
+        file = place.rpartition(":")[0]
+        folder = os.path.dirname(os.path.abspath(file))
+        return replace(self, prompt=prompt, folder=folder, fills_fields=file.endswith(".parquet"))
 
 
 class PromptRow(NamedTuple):
@@ -78,6 +83,8 @@ class RowReader:
     def read(self, of: PromptRow) -> Sample:
         """The sample of a row. Raises `BadRow` if the row breaks a rule."""
         keys, place, row = of
+        if keys.fills_fields:
+            row = _without_filled_fields(row, keys)
         metadata = self._metadata(row, keys)
         prompt, images = self._prompt(row, keys), []
         if keys.images is not None:
@@ -130,6 +137,25 @@ class RowReader:
         if tools is not None:
             metadata = {**metadata, "tools": _parse_tools(tools, keys.tools)}
         return metadata
+
+
+def _without_filled_fields(row: dict[str, Any], keys: RowKeys) -> dict[str, Any]:
+    """`row` with messages and tools as a file of lines would have them: a chat template would show the parameters of other
+    rows' tools, or take a part of a message for an image. What `content` says may be null."""
+    messages, tools = row.get(keys.prompt), row.get(keys.tools)
+    own: dict[str | None, Any] = {}
+    if isinstance(messages, list):
+        own[keys.prompt] = [_without_nulls(message, kept="content") for message in messages]
+    if isinstance(tools, list):
+        own[keys.tools] = _without_nulls(tools)
+    return {**row, **own}
+
+
+def _without_nulls(value: Any, kept: str = "") -> Any:
+    """`value` without fields that are null, at any depth. `kept`: a field that stays, of `value` itself."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None or name == kept}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _parse_tools(tools: Any, key: str) -> list[Any]:

@@ -117,6 +117,40 @@ class TestReadFile:
             list(read_file(str(tmp_path / "broken.parquet")))
 
 
+def tool(name: str, parameter: str) -> dict:
+    properties = {parameter: {"type": "string"}}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_messages_and_tools_of_parquet_have_no_fields_of_other_rows(write_rows, tmp_path, tokenizer, is_streamed):
+    """A table gives every object all fields: a chat template would show the parameters of each tool to every row."""
+    import pyarrow
+    from pyarrow import parquet
+
+    call = {"function": {"name": "calculate", "arguments": {"expression": "1+1"}}}
+    parts = [{"type": "text", "text": "look"}, {"type": "image", "image": "a.png"}]
+    rows = [
+        {"prompt": [{"role": "user", "content": "a"}], "tools": [tool("weather", "city")], "metadata": {"n": 1}},
+        {"prompt": [{"role": "user", "content": "b"}, {"role": "assistant", "content": None, "tool_calls": [call]}],
+         "tools": [tool("calculate", "expression"), tool("weather", "city")], "metadata": {"m": 2}},
+    ]  # fmt: skip
+    in_parts = [{"prompt": [{"role": "user", "content": [part]}]} for part in parts]
+
+    def samples(path: str) -> list[Sample]:
+        data = streamed(path, tokenizer) if is_streamed else Dataset(path, tokenizer)
+        return [data[position] for position in range(len(data))]
+
+    for name, written in (("tools", rows), ("parts", in_parts)):
+        path = str(tmp_path / f"{name}.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(written), path)
+        found, expected = samples(path), samples(write_rows(written))
+        assert [sample.prompt for sample in found] == [sample.prompt for sample in expected]
+        assert [sample.metadata.get("tools") for sample in found] == [row.get("tools") for row in written]
+    # Of a user's own objects no field goes: a function may look for it.
+    assert [sample.metadata.get("n", "none") for sample in samples(str(tmp_path / "tools.parquet"))] == [1, None]
+
+
 def test_fingerprint_is_of_the_content(write_rows):
     first = fingerprint(write_rows(numbered(2), "a.jsonl") + "@[0:1]")
     second = fingerprint(write_rows(numbered(2), "b.jsonl"))
