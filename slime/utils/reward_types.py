@@ -1,6 +1,8 @@
 """The names of the built-in rewards, in one list for the check of `--rm-type` and for the graders themselves."""
 
+import math
 import numbers
+from decimal import Decimal
 from importlib.util import find_spec
 from typing import Any
 
@@ -47,6 +49,14 @@ def compares_as_text(label: Any) -> bool:
     """Whether a reward that compares a response with the label's text can be asked about `label`: a text or a number. The text
     of a list, an object or bytes is Python's notation, which no response has, so every reward would be 0."""
     return isinstance(label, str | numbers.Number)
+
+
+def text_of_label(label: Any) -> str:
+    """The text that a response is compared with. Numbers are written out: rewards that compare texts would not take 1e-05 for
+    0.00001."""
+    if isinstance(label, numbers.Real | Decimal) and not isinstance(label, numbers.Rational) and math.isfinite(label):
+        return format(Decimal(str(label)), "f")
+    return str(label)
 
 
 def known_reward_types() -> str:

@@ -63,6 +63,7 @@ from slime.utils.reward_types import (
     compares_as_text,
     known_reward_types,
     lacks_label,
+    text_of_label,
 )
 from slime.utils.types import Sample, failed_and_masked
 
@@ -233,7 +234,7 @@ def _label(sample: Sample, rm_type: str) -> str:
             f"sample {sample.index}: the label is {type(sample.label).__name__}, and --rm-type {rm_type} compares with one "
             "text or number; name a field that holds one with --label-key, or grade with a function of yours (--custom-rm-path)"
         )
-    return str(sample.label)
+    return text_of_label(sample.label)
 
 
 def _math(args: Any, sample: Sample, response: str) -> int:

@@ -169,6 +169,13 @@ def test_the_mark_of_a_missing_value_is_no_label(label):
         grade("math", r"\boxed{nan}", label)
 
 
+@pytest.mark.parametrize("label", [0.00001, np.float32(0.00001), Decimal("1e-5")])
+def test_a_number_is_compared_as_it_is_written_out(label):
+    assert grade("math", r"\boxed{0.00001}", label) == grade("f1", "0.00001", label) == 1
+    assert grade("math", r"\boxed{0.0001}", label) == 0
+    assert grade("dapo", "Answer: 100000000000000000000000", 1e23)["acc"]
+
+
 def test_labels_of_tables_are_numbers_and_texts():
     for label in (np.int64(5), np.float32(5), np.str_("5"), Decimal("5.0")):
         assert grade("math", r"\boxed{5}", label) == 1
