@@ -229,10 +229,10 @@ class TestSameErrors:
                 held(path, tokenizer, workers)
             if 0 in changes:
                 continue
-            dataset, first = streamed(path, tokenizer, workers), min(changes)
-            assert len([dataset.in_order(range(300), offset) for offset in range(first)]) == first
+            dataset, first, order = streamed(path, tokenizer, workers), min(changes), range(300)
+            assert len([dataset.in_order(order, offset) for offset in range(first)]) == first
             with pytest.raises(UserError, match=message):
-                dataset.in_order(range(300), first)
+                dataset.in_order(order, first)
 
     @pytest.mark.parametrize("changes, found", [({100: "[1]", 70: REFUSED}, 71), ({100: REFUSED, 70: "[1]"}, 71)])
     def test_a_chat_that_is_only_measured(self, write_rows, checkpoint, measuring, changes, found):
@@ -247,10 +247,10 @@ class TestSameErrors:
         for workers in (None, measuring):
             with pytest.raises(UserError, match=f"rows.jsonl:{found}: {message}.*--allow-bad-rows"):
                 held(path, tokenizer, workers, template=False)
-            dataset = streamed(path, tokenizer, workers, template=False)
-            assert len([dataset.in_order(range(300), offset) for offset in range(70)]) == 70
+            dataset, order = streamed(path, tokenizer, workers, template=False), range(300)
+            assert len([dataset.in_order(order, offset) for offset in range(70)]) == 70
             with pytest.raises(UserError, match=f"rows.jsonl:{found}: {message}.*--allow-bad-rows"):
-                dataset.in_order(range(300), 70)
+                dataset.in_order(order, 70)
             kept = held(path, tokenizer, workers, template=False, bad=True)
             read = streamed(path, tokenizer, workers, template=False, bad=True)
             taken = [sample for sample in drawn(read, [range(300)]) if sample is not None]
