@@ -13,13 +13,12 @@ lack is an error.
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from slime.rollout import abort
-from slime.rollout.attempts import as_continuable_group
+from slime.rollout.attempts import as_continuable_group, own_copy
 from slime.rollout.base_types import RolloutFnEvalOutput, leaves, sample_line
 from slime.rollout.failures import FailureTally
 from slime.rollout.generate_state import GenerateState
@@ -128,7 +127,10 @@ async def _evaluate_set(
         advance(len(group))
         return entries
 
-    groups = [_copies(config, prompt, number) for number, prompt in enumerate(prompts)]
+    # In a thread, because a set may have a hundred thousand samples, and other calls are under way on this event loop.
+    groups = await run_in_daemon_thread(
+        lambda: [_copies(config, prompt, number) for number, prompt in enumerate(prompts)]
+    )
     tasks = [
         asyncio.create_task(evaluate_group(group), name=f"prompt {number} of {whole}")
         for number, group in enumerate(groups)
@@ -188,7 +190,8 @@ async def _end(tasks: list[asyncio.Task[Any]], reason: str, timeout: float) -> N
 
 def _copies(config: EvalDatasetConfig, prompt: Sample, number: int) -> list[Sample]:
     n = config.n_samples_per_eval_prompt
-    copies = [copy.deepcopy(prompt) for _ in range(n)]
+    # Rows of files hold nothing but containers and immutable values.
+    copies = [own_copy(prompt) for _ in range(n)]
     for position, sample in enumerate(copies):
         sample.group_index = number
         sample.index = number * n + position

@@ -5,6 +5,7 @@ An evaluation set that ends before its last prompt.
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from slime.rollout.evaluation import eval_rollout, finished_prompts
 from slime.utils.errors import RunError, UserError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs
 from slime.utils.http_utils import close_http_client
+from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args
 from tests.support.models.rollout_steps import plugin
 from tests.support.processes.clocks import LeapingLoop, run_in_no_time
@@ -71,6 +73,30 @@ def test_all_sets_are_generated_and_graded_in_order(server, checkpoint, tmp_path
     by_temperature = [r["sampling_params"] for r in server.requests if r["sampling_params"]["temperature"] == 0.0]
     assert len(by_temperature) == 2
     assert all((p["min_new_tokens"], p["max_new_tokens"]) == (1, 3) for p in by_temperature)
+
+
+def test_copies_of_a_set_are_made_beside_the_event_loop(server, checkpoint, tmp_path, monkeypatch):
+    """A set may have a hundred thousand samples, and a rollout may be under way on this loop."""
+    threads, copies = [], evaluation._copies
+
+    def noted(*given):
+        threads.append(threading.current_thread())
+        return copies(*given)
+
+    monkeypatch.setattr(evaluation, "_copies", noted)
+    run(make_eval_args(checkpoint, server, tmp_path))
+    assert len(threads) == 5 and threading.main_thread() not in threads
+
+
+def test_samples_of_a_prompt_have_containers_of_their_own(tmp_path):
+    prompt = Sample(prompt=[{"role": "user", "content": ["a"]}], metadata={"tools": [{"name": "b"}]})
+    config = EvalDatasetConfig("set", "/set", n_samples_per_eval_prompt=2)
+    first, second = evaluation._copies(config, prompt, 3)
+    assert [(sample.group_index, sample.index) for sample in (first, second)] == [(3, 6), (3, 7)]
+    first.prompt[0]["content"].append("changed")
+    first.metadata["tools"][0]["name"] = "changed"
+    assert second.prompt == prompt.prompt == [{"role": "user", "content": ["a"]}]
+    assert second.metadata == prompt.metadata == {"tools": [{"name": "b"}]}
 
 
 def test_engines_are_not_asked_for_the_tokens_that_they_kept(server, checkpoint, tmp_path):
