@@ -17,6 +17,7 @@ the text of every token, which is compared with the student's.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -60,8 +61,9 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
     headers = {"Authorization": f"Bearer {key}"} if key else None
     answer = await post_generate(url, _request(args, sample, with_text=is_first), headers)
     sample.teacher_log_probs = _response_log_probs(answer, sample, url)
-    if is_first:
-        _compare_tokenizers(args, answer, url)
+    if is_first and url not in _compared:
+        # In a thread: it loads a tokenizer, and looks at each token of a response that may be long.
+        await asyncio.to_thread(_compare_tokenizers, args, answer, url)
         _compared.add(url)
     return 0.0
 

@@ -1,5 +1,6 @@
 import asyncio
 import math
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,6 +68,19 @@ def test_w7_the_teacher_scores_at_the_students_temperature(server, checkpoint):
     assert second == {**expected, "input_ids": [50, 51, 52]}, "tokenizers are compared once"
     assert samples[0].teacher_log_probs == pytest.approx([-0.2, -0.3, -0.4])
     assert samples[1].teacher_log_probs == pytest.approx([-0.2])
+
+
+def test_tokenizers_are_compared_beside_the_event_loop(server, checkpoint, monkeypatch):
+    threads, load = [], on_policy_distillation.load_tokenizer
+
+    def load_tokenizer(*given):
+        threads.append(threading.current_thread())
+        return load(*given)
+
+    with_own_text(server, checkpoint)
+    monkeypatch.setattr(on_policy_distillation, "load_tokenizer", load_tokenizer)
+    run(reward_func(teacher_args(checkpoint, server.url), a_sample(0)))
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
 def test_the_token_of_the_service_at_rm_url_is_for_that_service_alone(server, checkpoint, monkeypatch):
