@@ -25,7 +25,7 @@ from slime.utils.types import Sample
 Reply = str | dict[str, Any] | list[dict[str, Any]] | None
 
 _SPOKEN = "probe answer"
-# In the metadata of a sample: the character of the response at which the model's turn begins.
+# This entry of a sample's metadata is the character of the response at which the model's turn begins.
 _TURN_START = "turn_start"
 
 
@@ -118,12 +118,8 @@ async def _append(args: Any, sample: Sample, sampling_params: dict[str, Any], sa
     if not is_text and not (are_messages and all(isinstance(message, dict) for message in messages)):
         raise TypeError(f"reply returned {type(said).__name__}; expected chat messages, one at least, a str or None")
     state = GenerateState(args)
-    text = said if is_text else _rendered_reply(args, state.tokenizer, messages)
-    tokens = state.tokenizer.encode(text, add_special_tokens=False)
-    if not is_text and tokens[:1] == [int(held(sample, "tokens")[-1])]:
-        # The mark that ends a turn: the model itself has written it.
-        tokens = tokens[1:]
-        text = state.tokenizer.decode(tokens)
+    last_token = int(held(sample, "tokens")[-1])
+    text, tokens = await state.with_tokenizer(_characters(messages), _encoded_reply, args, messages, last_token)
     sources = [] if is_text else images_of(Sample(prompt=messages))
     if sources:
         images = await state.in_encoder(lambda: [as_data_uri(source) for source in sources])
@@ -135,6 +131,27 @@ async def _append(args: Any, sample: Sample, sampling_params: dict[str, Any], sa
         sample.metadata.setdefault(REPLIES_WITH_IMAGES, []).append(seen)
     sample.append_response_tokens(args, tokens=tokens, trainable=False, text=text)
     return True
+
+
+def _characters(value: Any) -> int:
+    """How many characters the texts within a reply have together."""
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 0
+
+
+def _encoded_reply(
+    tokenizer: Any, args: Any, said: str | list[dict[str, Any]], last_token: int
+) -> tuple[str, list[int]]:
+    """The text that is put behind an answer that ends in `last_token`, and its tokens."""
+    is_text = isinstance(said, str)
+    text = said if is_text else _rendered_reply(args, tokenizer, said)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if not is_text and tokens[:1] == [last_token]:
+        # The model itself has written the mark that ends a turn.
+        tokens = tokens[1:]
+        text = tokenizer.decode(tokens)
+    return text, tokens
 
 
 def _rendered_reply(args: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> str:

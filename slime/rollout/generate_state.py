@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 # How many prompts' ids are kept. One job tokenises few texts ahead, so that a caller who asks for another waits only for these.
 _PROMPTS_KEPT = 1024
 _TEXTS_PER_JOB = 16
+# A text of so many characters is encoded in a thread, which is reached sooner than a shorter one is encoded.
+_LONG_TEXT = 4096
 # The limit of Linux; images that are given as text are longer than any path.
 _LONGEST_PATH = 4096
 
@@ -220,6 +222,21 @@ class GenerateState(metaclass=SingletonMeta):
         """The result of `function`, which may encode and runs in the encoder's thread, for the call that is under way here."""
         work = partial(contextvars.copy_context().run, function, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+
+    async def with_tokenizer(self, characters: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of `function(tokenizer, *arguments)`, which encodes or decodes so many characters.
+
+        It runs in the encoder's thread if the texts are long: a megabyte takes seconds, and everything else on the event loop
+        would wait.
+        """
+        if characters < _LONG_TEXT:
+            return function(self.tokenizer, *arguments)
+
+        def in_turn() -> Any:
+            with self._encoding:
+                return function(self.encoder_tokenizer, *arguments)
+
+        return await self.in_encoder(in_turn)
 
     def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Thread-safe."""

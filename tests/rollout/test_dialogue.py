@@ -1,6 +1,7 @@
 """Dialogues of the model with an environment: which tokens they consist of, who is trained on what, and how they end."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -185,3 +186,38 @@ def test_answers_of_several_contexts_are_asked_for_at_once_and_come_in_their_ord
     )
     assert [answer.response for answer in answers] == ["A", "B", "C"]
     assert len({answer.session_id for answer in answers}) == 3
+
+
+def test_a_long_reply_is_encoded_while_the_event_loop_goes_on(talk, monkeypatch):
+    """A megabyte takes seconds. To reach a thread takes longer than to encode a short reply, which is encoded at once."""
+    kind, threads, ticked = type(TOKENIZER), [], threading.Event()
+    encode_of_kind = kind.encode
+
+    def encode(self, text, **options):
+        if text.startswith("."):
+            threads.append(threading.current_thread())
+        if len(text) > 10_000:
+            assert ticked.wait(60), "the event loop stands still"
+        return encode_of_kind(self, text, **options)
+
+    async def reply(said):
+        asyncio.get_running_loop().call_later(0.2, ticked.set)
+        return {"a": "." * 20, "b": "." * 20_000}.get(said)
+
+    monkeypatch.setattr(kind, "encode", encode)
+    limits = {"rollout_max_response_len": 50_000, "sglang_context_length": 60_000}
+    sample, _ = talk(["a", "b", "c"], reply, **limits)
+    assert sample.response == "a" + "." * 20 + "b" + "." * 20_000 + "c"
+    assert len(sample.tokens) - len(encode_of_kind(TOKENIZER, render_chat(TOKENIZER, PROMPT))) == sample.response_length
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+def test_a_long_message_becomes_the_same_tokens_as_a_short_one(talk):
+    def lengths(content):
+        sample, _ = talk(
+            ["a<|im_end|>", "b<|im_end|>"], replies({"role": "tool", "content": content}, None),
+            rollout_max_response_len=50_000, sglang_context_length=60_000,
+        )  # fmt: skip
+        return sample.response_length - len(encode(content)), sample.response.replace(content, "")
+
+    assert lengths("x" * 20_000) == lengths("y")
