@@ -18,7 +18,8 @@ PROGRAMS_AT_A_TIME = 32
 
 def program_of(said: str) -> str | None:
     """The last program of a turn, without the fence of Markdown."""
-    found = CODE.findall(said)
+    # Without what follows the last end: there, each begin would be a search through all of the rest.
+    found = CODE.findall("".join(said.rpartition(STOP)[:2]))
     if not found:
         return None
     fenced = FENCE.match(found[-1])

@@ -17,7 +17,7 @@ from slime.utils.types import Sample
 
 # A turn ends behind them, so that the model cannot go on with results of its own invention.
 STOP = ("</search>", "</answer>")
-ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+BEGIN = re.compile("<(search|answer)>")
 # Without marks of its own: what is graded is the last complete action of the whole text.
 INVALID = "This was neither a search nor an answer."
 MARKS = re.compile(r"</?(?:search|answer)>")
@@ -25,8 +25,15 @@ MARKS = re.compile(r"</?(?:search|answer)>")
 
 def action(said: str) -> tuple[str, str] | None:
     """The last complete action of a turn: ("search", query) or ("answer", text)."""
-    found = ACTION.findall(said)
-    return (found[-1][0], found[-1][1].strip()) if found else None
+    last, at = None, 0
+    # A begin behind the last end of its kind is left alone, or each one would be a search through all of the rest.
+    last_ends = {kind: said.rfind(f"</{kind}>") for kind in ("search", "answer")}
+    while (begin := BEGIN.search(said, at)) is not None:
+        kind, at = begin[1], begin.end()
+        if at <= last_ends[kind]:
+            end = said.index(f"</{kind}>", at)
+            last, at = (kind, said[at:end].strip()), end
+    return last
 
 
 def as_information(documents: list[dict[str, Any]]) -> str:

@@ -38,6 +38,13 @@ def test_the_last_program_of_a_turn_is_run(said, program):
     assert program_of(said) == program
 
 
+@pytest.mark.parametrize("said", ["<code>" * 20_000, "<code>a</code>" + "<code>" * 20_000])
+def test_a_model_that_repeats_itself_holds_nobody_up(said):
+    started = time.process_time()
+    assert program_of(said) == ("a" if "a" in said else None)
+    assert time.process_time() - started < 5
+
+
 def test_a_program_computes_with_the_standard_library_and_threads():
     program = """
 import fractions, itertools, math, threading

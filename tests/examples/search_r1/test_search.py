@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,11 +48,21 @@ SETTINGS = {"search_topk": 2, "search_concurrency": 2, "search_format_score": 0.
         ("I know.<answer>x\ny</answer>", ("answer", "x\ny")),
         ("<search>open", None),
         ("<search>a</answer>", None),
+        ("<search>a<search>b</search>", ("search", "a<search>b")),
+        ("<search>a</search><search>b<answer>c</answer>", ("answer", "c")),
+        ("<answer>a</answer><answer>b<search>c</search>", ("search", "c")),
+        ("<search></search>", ("search", "")),
         ("nothing", None),
     ],
 )
 def test_the_last_complete_action_counts(said, asked):
     assert action(said) == asked
+
+
+def test_a_model_that_repeats_itself_holds_nobody_up():
+    said, started = "<answer>a</answer>" + "<search>" * 20_000, time.process_time()
+    assert action(said) == ("answer", "a")
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(
