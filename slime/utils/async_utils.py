@@ -11,11 +11,13 @@ import asyncio
 import functools
 import logging
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +30,11 @@ ASK_EVERY_S = 5.0
 _WAITS = 10
 # One task polls so many times for all that wait for its condition; then another takes over.
 _LOOKS = 300
+# Functions whose files lie below these directories are no user's.
+_NOT_USERS = (
+    *(f"{directory}/" for directory in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}),
+    f"{Path(__file__).resolve().parents[1]}/", "<frozen",
+)  # fmt: skip
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -66,16 +73,23 @@ def _watch(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
         except RuntimeError:  # the loop has been closed
             return
         if not any(answered.wait(STALL_S / _WAITS) for _ in range(_WAITS)) and thread.is_alive():
-            stack = traceback.format_stack(sys._current_frames().get(thread.ident))
+            stack = traceback.extract_stack(sys._current_frames().get(thread.ident))
             logger.warning(
                 "the event loop has been held up for %.0f s: generation, rewards and their time limits wait for what blocks "
-                "here; await it, or make its function a plain `def`, which gets a thread of its own\n%s",
-                time.monotonic() - asked_at, "".join(stack).rstrip(),
+                "in %s; await it, or make its function a plain `def`, which gets a thread of its own\n%s",
+                time.monotonic() - asked_at, _users_function(stack), "".join(stack.format()).rstrip(),
             )  # fmt: skip
             while not answered.wait(ASK_EVERY_S) and thread.is_alive():
                 pass
             logger.warning("the event loop goes on after %.0f s", time.monotonic() - asked_at)
         thread.join(ASK_EVERY_S)
+
+
+def _users_function(stack: traceback.StackSummary) -> str:
+    """The innermost function that belongs neither to us nor to Python or its packages, with its place; else the innermost."""
+    others = [frame for frame in stack if not frame.filename.startswith(_NOT_USERS)]
+    found = (others or stack)[-1]
+    return f"{found.name} ({found.filename}:{found.lineno})"
 
 
 def run(coro: Coroutine[Any, Any, Any]) -> Any:

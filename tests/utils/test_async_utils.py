@@ -96,6 +96,7 @@ def test_what_holds_up_the_loop_is_told_with_its_place_once_and_that_it_goes_on(
         try:
             wait_until(lambda stalls=stalls: len(blocked_here()) == stalls)
             assert f'{__file__}", line ' in blocked_here()[-1]
+            assert f" in blocks ({__file__}:" in blocked_here()[-1].splitlines()[0], "and not the wait that it calls"
         finally:
             release.set()
         assert blocked.result(60)
