@@ -9,6 +9,7 @@ aiohttp has another version than the one whose inner names are used here.
 import asyncio
 import functools
 import re
+import time
 from typing import Any
 
 import aiohttp
@@ -17,6 +18,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 CONNECT_TIMEOUT_S = 30.0
+# An outage of which nothing was heard for so long may be over. Attempts at a service are at most 30 s apart.
+_REMEMBERED_S = 45.0
 # In these versions `connector.connect`, `protocol.set_response_params` and `protocol.read` are as they are used here.
 _KNOWN_VERSIONS = "3.14."
 # For so many URLs a session keeps what their requests have in common.
@@ -44,6 +47,30 @@ def new_session() -> aiohttp.ClientSession:
     # By itself a session repeats a GET whose connection broke, possibly to a router that has come back without engines.
     session._retry_connection = False
     return session
+
+
+class Outages:
+    """For how long servers, by their origin, have not been reached, so that not every request to a dead one tries as long as
+    the first did."""
+
+    def __init__(self) -> None:
+        # Each origin has the times of the first failure since its last answer, and of the last one.
+        self._failures: dict[str, tuple[float, float]] = {}
+
+    def seconds(self, origin: str) -> float:
+        """The time for which requests have not reached the server; 0 if it was reached, or nobody has asked it lately."""
+        first, last = self._failures.get(origin, (0.0, 0.0))
+        return last - first if time.monotonic() - last <= _REMEMBERED_S else 0.0
+
+    def failed(self, origin: str) -> None:
+        """Note that a request was not answered, because the connection failed."""
+        now = time.monotonic()
+        first, last = self._failures.get(origin, (now, now))
+        self._failures[origin] = (first if now - last <= _REMEMBERED_S else now, now)
+
+    def answered(self, origin: str) -> None:
+        """Note that the server is there, whatever it answers."""
+        self._failures.pop(origin, None)
 
 
 class Response:

@@ -4,9 +4,10 @@ Invariants:
 - At most `max_connections` requests of `post` are in flight; there is no smaller hidden pool. Control requests
   (`get`, `post_control`) are not counted: an abort must pass while every generation slot is busy.
 - Proxies of the environment are ignored.
-- Connection errors, answers that are not HTTP, 429 and 5xx are tried again after one second, up to the limit. Every other
-  status from 400 on fails at once with the body of the answer. A request that exceeds its total time fails at once. Nothing
-  else retries: neither the router nor the caller. All attempts bear one `X-Request-Id`.
+- Connection errors, answers that are not HTTP, 429 and 5xx are tried again after one second, up to the limit; but a server of
+  others that earlier requests have not reached for as long is tried once. Every other status from 400 on fails at once with the
+  body of the answer. A request that exceeds its total time fails at once. Nothing else retries: neither the router nor the
+  caller. All attempts bear one `X-Request-Id`.
 - If dead engines and routers are replaced (`set_engine_supply`), a generation waits while there is none, and an attempt that
   failed because one died does not count. A request that outlives several is suspected of ending them, and fails.
 - An answer that is parsed in a thread (`post_generate`) is parsed after its slot and its connection are free again.
@@ -37,7 +38,7 @@ from slime.utils import env
 from slime.utils.async_utils import Slots, time_limit, until_true
 from slime.utils.errors import RunError
 from slime.utils.http_carriers import CarriedAnswer, CarrierLost, Carriers, ExchangeFailed
-from slime.utils.http_exchange import Exchanges, Response, new_session
+from slime.utils.http_exchange import Exchanges, Outages, Response, new_session
 from slime.utils.misc import get_host_info as get_host_info
 from slime.utils.misc import unique_hex
 from slime.utils.ports import find_available_port as find_available_port
@@ -138,6 +139,7 @@ _noted_ids: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("no
 _supplies: dict[str, EngineSupply] = {}
 _carriers: Carriers | None = None
 _told_until: dict[tuple[str, int | None], float] = {}
+outages = Outages()
 _clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopClient]" = weakref.WeakKeyDictionary()
 
 
@@ -181,15 +183,15 @@ def trust_engine_urls(urls: Iterable[str], listed_by: str | None = None) -> None
         listed_by: the URL of the router that lists them. If it is not ours nothing changes; None: it is ours.
     """
     if listed_by is None or _is_trusted(listed_by):
-        _engine_origins.update(_origin(url) for url in urls)
+        _engine_origins.update(origin_of(url) for url in urls)
 
 
 def set_engine_supply(router_url: str, supply: EngineSupply | None) -> None:
     """Let requests to this router ask `supply` about the engines behind it; with None they no longer do."""
     if supply is None:
-        _supplies.pop(_origin(router_url), None)
+        _supplies.pop(origin_of(router_url), None)
     else:
-        _supplies[_origin(router_url)] = supply
+        _supplies[origin_of(router_url)] = supply
 
 
 def send_through(carriers: Carriers | None) -> None:
@@ -408,7 +410,7 @@ async def post_control(
 
 async def get(url: str, max_retries: int | None = None) -> Any:
     """GET within `--http-control-timeout`; each attempt waits for a router if it has died. Otherwise as `post`."""
-    client, supply = _client(), _supplies.get(_origin(url))
+    client, supply = _client(), _supplies.get(origin_of(url))
     limit, ready = client.settings.control_timeout, supply and supply.has_router
     return await _send(client.exchanges, _UNLIMITED, limit, "GET", url, _Body(None), None, max_retries, ready=ready)
 
@@ -418,7 +420,7 @@ def _generation(url: str, body: "_Body", *, parse: bool | None, **options: Any) 
 
     `parse`: whether carriers may parse the answer; None: this process sends the request itself.
     """
-    client, supply = _client(), _supplies.get(_origin(url))
+    client, supply = _client(), _supplies.get(origin_of(url))
     options |= {"supply": supply, "ready": supply and supply.is_serving}
     slots, limit = client.generation_slots, client.settings.request_timeout
     if _carriers is not None and parse is not None:
@@ -448,6 +450,8 @@ async def _send(
     token = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     headers = {"X-Request-Id": request_id, **token, **(headers or {})}
     attempts = max(1, _settings.max_retries if max_retries is None else max_retries)
+    if not _is_trusted(url) and outages.seconds(origin_of(url)) > attempts * RETRY_DELAY_S:
+        attempts = 1
     attempt, survived = 1, 0
     while True:
         address = url
@@ -462,6 +466,7 @@ async def _send(
                         response = None if carry is None else await carry(method, address, body, headers)
                         if response is None:
                             response = await exchanges.request(method, address, data=body(), headers=headers)
+                        outages.answered(origin_of(address))
                         try:
                             if response.status < 400:
                                 return await receive(response) if receive else _decode(await response.read())
@@ -484,6 +489,7 @@ async def _send(
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientResponseError) as error:
             cause = error if isinstance(error, ExchangeFailed) else f"{type(error).__name__}: {error}"
             failure = HttpError(f"{method} {address} failed: {cause}", url=address)
+            outages.failed(origin_of(address))
         except TimeoutError as error:
             raise HttpError(
                 f"{method} {address} did not answer within {limit:g} s "
@@ -584,11 +590,11 @@ def _client() -> _LoopClient:
 
 
 def _is_trusted(url: str) -> bool:
-    origin = _origin(url)
+    origin = origin_of(url)
     return origin in _settings.trusted_origins or origin in _engine_origins
 
 
 @functools.lru_cache(maxsize=1024)
-def _origin(url: str) -> str:
+def origin_of(url: str) -> str:
     """Scheme, host and port: what stands before the third slash."""
     return "/".join(url.split("/", 3)[:3])

@@ -1,17 +1,19 @@
 """The HTTP client against a real local server."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import pickle
 import threading
 from types import SimpleNamespace
 
+import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
 
-from slime.utils import engine_answers, http_utils
+from slime.utils import engine_answers, http_exchange, http_utils
 from slime.utils.http_utils import (
     HttpError,
     close_http_client,
@@ -535,3 +537,44 @@ def test_short_and_long_answers_have_the_same_log_probs(entries):
 def test_single_numbers_of_numpy_are_sent_whoever_writes_them(other):
     body = http_utils._encode({"id": np.int64(3), "value": np.float32(0.5), "other": other})
     assert json.loads(body) == {"id": 3, "value": 0.5, "other": other}
+
+
+def test_a_server_of_others_that_was_not_reached_for_long_is_tried_once_until_it_answers(monkeypatch):
+    now, attempts, is_there = [0.0], [], False
+    body = b"{}"
+
+    async def request(self, method, url, **options):
+        attempts.append(url)
+        now[0] += 0.02
+        if not is_there:
+            raise aiohttp.ClientConnectionError("refused")
+
+        async def read():
+            return body
+
+        return SimpleNamespace(status=200, read=read, release=lambda: None)
+
+    async def tried(url):
+        attempts.clear()
+        with contextlib.suppress(HttpError):
+            await post_control(f"{url}/grade", {})
+        return len(attempts)
+
+    async def main():
+        nonlocal is_there
+        init_http_client(make_args(sglang_router_ip="127.0.0.1", sglang_router_port=7))
+        counts = [await tried("http://a:1") for _ in range(3)]
+        assert counts == [3, 1, 1], "three attempts take longer than two pauses of 0.01 s"
+        assert await tried("http://b:1") == 3, "another server"
+        assert [await tried("http://127.0.0.1:7") for _ in range(2)] == [3, 3], "a router of ours is replaced"
+        now[0] += 46
+        assert [await tried("http://a:1") for _ in range(2)] == [3, 1], "nobody knows how it was meanwhile"
+        is_there = True
+        assert await tried("http://a:1") == 1
+        is_there = False
+        assert await tried("http://a:1") == 3
+        await close_http_client()
+
+    monkeypatch.setattr(http_exchange, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(http_utils.Exchanges, "request", request)
+    asyncio.run(main())

@@ -16,7 +16,7 @@ from typing import Any
 from slime.observability.run_record import redacted_text
 from slime.utils import env
 from slime.utils.errors import UserError
-from slime.utils.http_utils import HttpError, is_news, post_control
+from slime.utils.http_utils import HttpError, is_news, origin_of, outages, post_control
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,8 @@ async def remote_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
 
     After a failure that may pass (no connection, 429, 5xx) the request is made again, up to 10 times in all, after 1, 2, 4, …
     30 s and up to half a second more, within 120 s in all. Other refusals (4xx) are final, since the same request would be
-    refused again.
+    refused again. While the service has not been reached for these 120 s it is asked once for each sample, so that a run whose
+    service is dead ends after them and not after as long for each sample.
 
     Raises:
         UserError: there is no address.
@@ -46,7 +47,8 @@ async def remote_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + TOTAL_TIMEOUT_S
     failure = HttpError(f"{redacted_text(args.rm_url)} did not answer")
-    for attempt in range(1, MAX_ATTEMPTS + 1):
+    attempts = 1 if outages.seconds(origin_of(args.rm_url)) > TOTAL_TIMEOUT_S else MAX_ATTEMPTS
+    for attempt in range(1, attempts + 1):
         try:
             async with asyncio.timeout_at(deadline) as limit:
                 return await post_control(args.rm_url, payload, 1, headers)
@@ -59,7 +61,7 @@ async def remote_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
         if failure.status is not None and failure.status < 500 and failure.status not in _RETRIED_REFUSALS:
             raise failure
         wait = min(2.0 ** (attempt - 1), MAX_WAIT_S) + random.uniform(0.0, 0.5)
-        if attempt == MAX_ATTEMPTS or loop.time() + wait >= deadline:
+        if attempt == attempts or loop.time() + wait >= deadline:
             break
         if is_news(args.rm_url, failure.status):
             logger.warning("%s; trying again for up to %.0f s", failure, deadline - loop.time())

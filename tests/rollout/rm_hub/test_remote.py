@@ -1,8 +1,10 @@
 """Rewards from a service over HTTP."""
 
 import asyncio
+import itertools
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -10,7 +12,7 @@ from aiohttp import web
 from slime.rollout import user_functions
 from slime.rollout.rm_hub import async_rm, batched_async_rm, remote
 from slime.rollout.rm_hub.remote import remote_rm
-from slime.utils import http_utils
+from slime.utils import http_exchange, http_utils
 from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample
@@ -25,6 +27,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(remote, "MAX_WAIT_S", 0.01)
     monkeypatch.setattr(remote.random, "uniform", lambda low, high: 0.0)
     monkeypatch.setattr(http_utils, "_told_until", {})
+    monkeypatch.setattr(http_utils.outages, "_failures", {})
     for name in ("SLIME_RM_API_KEY", "SLIME_RM_API_KEY_FILE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -196,3 +199,22 @@ def test_requests_are_limited_by_rm_concurrency_and_not_by_generation(monkeypatc
     many = [sample(index=i) for i in range(16)]
     assert graded(gathers, *many, grade=grade, rm_concurrency=8, sglang_server_concurrency=1) == [1.0] * 16
     assert peak == 8
+
+
+def test_a_dead_service_is_not_waited_for_as_long_for_each_sample(monkeypatch):
+    """Else a rollout whose service is dead would take as many times 120 s as there are turns of its samples."""
+    seconds = itertools.count(step=10)
+    monkeypatch.setattr(http_exchange, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
+    async def nobody():
+        args = make_args("", rm_type="remote_rm")
+        args.rm_url = f"http://127.0.0.1:{http_utils.find_available_port(20000)}/"
+        try:
+            return await asyncio.gather(async_rm(args, sample()), return_exceptions=True) + await asyncio.gather(
+                *(async_rm(args, sample()) for _ in range(2)), return_exceptions=True
+            )
+        finally:
+            await http_utils.close_http_client()
+
+    first, *others = map(str, asyncio.run(nobody()))
+    assert "(10 attempts" in first and all("(1 attempts" in other for other in others)

@@ -39,6 +39,7 @@ def forget_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_utils, "_engine_origins", set())
     monkeypatch.setattr(http_utils, "_supplies", {})
     monkeypatch.setattr(http_utils, "_carriers", None)
+    monkeypatch.setattr(http_utils.outages, "_failures", {})
     monkeypatch.setattr(http_utils, "_SUPPLY_POLL_SECONDS", 0.01)
     http_utils._warn_of_lost_ids.cache_clear()
 
