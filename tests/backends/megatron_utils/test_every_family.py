@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 from slime.arguments.hf_config import read_hf_config
 from slime.models.families import FAMILIES, TRAINED_MODEL_TYPES, model_args_from_hf
 from slime.weights.hf_reader import SafetensorsDirectory
+from tests.support.kernels.transformer_engine_on_cpu import call_with_transformer_engine
 from tests.support.models.args import parse
 from tests.support.models.tiny_families import LAYOUTS, TINY_FAMILIES, ranks_of
-from tests.support.models.tiny_model import tiny_args
+from tests.support.models.tiny_model import tiny_args, write_tiny_latent
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.family_checks import (
     assert_gives_checkpoint_back,
@@ -74,6 +75,18 @@ def two_ranks(models, selected):
     return run_distributed(run_families, 2, (whole | _directories(models, cases),))
 
 
+@pytest.fixture(scope="module")
+def with_transformer_engine(models, selected):
+    """What one rank finds whose layers are Transformer Engine's."""
+    cases = selected(test_layers_of_transformer_engine_are_the_same_model)
+    whole = {None: {name: str(directory) for name, (directory, _) in models.items()}}
+    layouts = whole | _directories(models, cases)
+    (found,) = run_distributed(
+        call_with_transformer_engine, 1, (run_families, layouts), start_method="spawn", timeout=300
+    )
+    return found
+
+
 def _directories(models, cases):
     """By layout but the plain one, and by name, the directories of the cases' models."""
     layouts: dict[str, dict[str, str]] = {}
@@ -103,6 +116,22 @@ def test_logits_and_gradients_are_those_of_the_reference(one_rank, expected, nam
     found = one_rank[layout][name]
     assert not isinstance(found, str), found
     assert_like_reference(found, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=() if layout is None else pytest.mark.slow)
+        for name, row in TINY_FAMILIES.items()
+        for layout in ONE_RANK
+        if layout in (None, *row.layouts)
+    ],
+)
+def test_layers_of_transformer_engine_are_the_same_model(models, with_transformer_engine, expected, name, layout):
+    found = with_transformer_engine[layout][name]
+    assert not isinstance(found, str), found
+    assert_like_reference(found, expected[name])
+    assert_gives_checkpoint_back([found], models[name][0])
 
 
 @EVERY
@@ -154,6 +183,46 @@ def test_every_layout_trains_as_one_rank_does(models, name, count):
     ranks = run_distributed(train_steps, count, (cases,), timeout=300)
     for layout in layouts:
         assert_equal_runs([rank[layout] for rank in ranks], one["one"])
+
+
+def _has_its_attention(name):
+    """Latent attention is the trainer's own beside Transformer Engine's layers, and linear attention is so everywhere."""
+    return TINY_FAMILIES[name].write is not write_tiny_latent
+
+
+@pytest.fixture(scope="module")
+def steps_with_transformer_engine(models, selected):
+    """By name and layout, what every rank finds in some steps of GRPO with layers and optimizer of Transformer Engine."""
+    chosen = selected(test_layers_of_transformer_engine_train_in_every_layout_as_local_ones_do)
+    cases: dict[int, dict] = {}
+    for name, layout in ((case["name"], case["layout"]) for case in chosen):
+        args = layout_args(models[name][0], **LAYOUTS[layout])
+        cases.setdefault(ranks_of(LAYOUTS[layout]), {})[name, layout] = args
+    found: dict[tuple, list] = {}
+    for count, of_count in cases.items():
+        ranks = run_distributed(
+            call_with_transformer_engine, count, (train_steps, of_count), start_method="spawn", timeout=560
+        )
+        found |= {case: [rank[case] for rank in ranks] for case in of_count}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        (name, layout)
+        for name in KINDS
+        for layout in TINY_FAMILIES[name].layouts
+        # Without a kernel of flash attention its attention takes no part of a sample.
+        if layout in ("tp2", "pp2", "ep2", "tp2 pp2") or ("cp2" in layout and not _has_its_attention(name))
+    ],
+)
+def test_layers_of_transformer_engine_train_in_every_layout_as_local_ones_do(
+    models, steps_with_transformer_engine, name, layout
+):
+    (one,) = run_distributed(train_steps, 1, ({"one": layout_args(models[name][0])},))
+    assert_equal_runs(steps_with_transformer_engine[name, layout], one["one"])
 
 
 BFLOAT16 = {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
