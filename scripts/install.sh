@@ -12,6 +12,8 @@ readonly WANTED_GLIBC=2.34
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 readonly ROOT="$PWD" VENV="$PWD/.venv" REQUIREMENTS=requirements/cpu.txt
+# Outside of site-packages: there Megatron would import it, and fail for want of its CUDA libraries.
+readonly LAYERS=requirements/transformer-engine.txt LAYERS_TARGET=.venv/transformer-engine
 readonly STAMP="$VENV/installed.sha256" LOG="$VENV/install.log"
 
 say() { printf 'install: %s\n' "$*"; }
@@ -76,7 +78,7 @@ find_python() {
 # What an installation depends on: the place (scripts in .venv hold its path), the pins, and the package's metadata
 # (without the settings of lint and tests, which stand last in the file).
 fingerprint() {
-  { echo "$ROOT" && cat "$REQUIREMENTS" && sed '/^\[tool\.ruff/,$d' pyproject.toml; } | sha256sum | cut -d ' ' -f 1
+  { echo "$ROOT" && cat "$REQUIREMENTS" "$LAYERS" && sed '/^\[tool\.ruff/,$d' pyproject.toml; } | sha256sum | cut -d ' ' -f 1
 }
 
 make_venv() {
@@ -165,7 +167,8 @@ plan() {
     python="$(find_python)"
     printf '%q -m venv .venv\n' "$python"
   fi
-  printf '.venv/bin/python -m pip install --no-deps %s\n' "$(torch_pin)+cpu" "-r $REQUIREMENTS" "-e ."
+  printf '.venv/bin/python -m pip install --no-deps %s\n' "$(torch_pin)+cpu" "-r $REQUIREMENTS" \
+    "--target $LAYERS_TARGET --upgrade -r $LAYERS" "-e ."
 }
 
 main() {
@@ -209,6 +212,8 @@ main() {
   prefer_cpu_torch
   pip_install "$total" -r "$REQUIREMENTS"
   complete_torch
+  say "installing the Python of Transformer Engine, for tests"
+  pip_install 1 --target "$LAYERS_TARGET" --upgrade -r "$LAYERS"
   say "installing slime itself"
   pip_install 1 -e .
   check_result

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from tests.support.processes.waiting import runs, wait_until
 
@@ -92,7 +93,7 @@ def test_install_refuses_an_interpreter_that_does_not_exist(tmp_path: Path) -> N
 @pytest.fixture
 def fresh_copy(tmp_path: Path) -> Path:
     """The installer in a copy of the repository without an environment."""
-    for file in ("scripts/install.sh", "requirements/cpu.txt", "pyproject.toml"):
+    for file in ("scripts/install.sh", "requirements/cpu.txt", "requirements/transformer-engine.txt", "pyproject.toml"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text((ROOT / file).read_text())
     return tmp_path / "scripts" / "install.sh"
@@ -315,7 +316,8 @@ def test_the_installer_says_what_it_would_run(fresh_copy: Path) -> None:
     )
     pip = ".venv/bin/python -m pip install --no-deps"
     assert result.stdout.splitlines() == [
-        f"{sys.executable} -m venv .venv", f"{pip} {torch}+cpu", f"{pip} -r requirements/cpu.txt", f"{pip} -e .",
+        f"{sys.executable} -m venv .venv", f"{pip} {torch}+cpu", f"{pip} -r requirements/cpu.txt",
+        f"{pip} --target .venv/transformer-engine --upgrade -r requirements/transformer-engine.txt", f"{pip} -e .",
     ]  # fmt: skip
     assert not (fresh_copy.parents[1] / ".venv").exists()
 
@@ -326,7 +328,7 @@ def test_a_planned_installation_is_refused_like_a_real_one(fresh_copy: Path, oth
 
 
 def test_pins_are_exact_and_unique() -> None:
-    for file in ("requirements/cpu.txt", "requirements/gpu.txt"):
+    for file in ("requirements/cpu.txt", "requirements/gpu.txt", "requirements/transformer-engine.txt"):
         lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]
         assert all(re.fullmatch(r"[A-Za-z0-9._\-\[\]]+==[A-Za-z0-9.+]+", line) for line in lines)
         names = [re.split(r"[\[=]", line)[0].lower().replace("_", "-").replace(".", "-") for line in lines]
@@ -351,6 +353,10 @@ def test_transformer_engine_is_installed_in_the_range_that_megatron_core_declare
     text = (ROOT / "requirements/gpu.txt").read_text()
     written = [Requirement(found) for found in re.findall(r"transformer-engine\[pytorch\][^'\"\s]+", text)]
     assert [str(found.specifier) for found in written] == [wanted]
+    (tested,) = map(Requirement, pin_lines((ROOT / "requirements/transformer-engine.txt").read_text()))
+    assert tested.name == "transformer-engine" and SpecifierSet(wanted).contains(
+        str(tested.specifier).removeprefix("==")
+    )
 
 
 def test_gpu_pins_go_together() -> None:
