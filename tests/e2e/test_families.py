@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from tests.support.models.tiny_task import make_tiny_task
+from tests.support.models.tiny_task import TinyTask, make_tiny_task
 from tests.support.processes.plain_engine import KEY, PlainEngine
 from tests.support.processes.train_process import TrainProcess
 
@@ -27,7 +27,7 @@ _LATENT = {
     },
 }  # fmt: skip
 # It refuses this with latent attention on CPU.
-_DETERMINISTIC = "--sglang-enable-deterministic-inference"
+_DETERMINISTIC, _TRUSTED = "--sglang-enable-deterministic-inference", "--trust-remote-code"
 # Types whose config is code that lies beside the checkpoint.
 OF_CODE = ("mimo",)
 # Family -> its config, beside that of every tiny checkpoint.
@@ -69,20 +69,26 @@ SERVED = {
 }  # fmt: skip
 
 
+def flags_of(name: str, task: TinyTask) -> list[str]:
+    """Flags of generation and training, as far as the engine takes them for the family."""
+    flags = [*task.rollout_flags, *task.train_flags]
+    if "kv_lora_rank" in SERVED[name]:
+        flags.remove(_DETERMINISTIC)
+    if SERVED[name]["model_type"] in OF_CODE:
+        flags.append(_TRUSTED)
+    return flags
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
 def test_trainer_and_engine_agree_on_log_probs_after_every_weight_update(name, tmp_path):
     task = make_tiny_task(tmp_path / "task", **SERVED[name])
     flags = [
-        *task.rollout_flags, *task.train_flags, "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1",
+        *flags_of(name, task), "--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1",
         "--num-rollout", str(len(ROLLOUTS)), "--check-weight-update-equal",
         # In many buckets.
         "--update-weight-buffer-size", "4096",
     ]  # fmt: skip
-    if "kv_lora_rank" in SERVED[name]:
-        flags.remove(_DETERMINISTIC)
-    if SERVED[name]["model_type"] in OF_CODE:
-        flags.append("--trust-remote-code")
     with TrainProcess(flags, tmp_path / "run") as process:
         process.wait_for_success(300)
         process.assert_no_process_left()
@@ -108,21 +114,22 @@ def generated_greedily(engine: PlainEngine) -> list[tuple[list[int], list[float]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3", "glm4_moe"])
+@pytest.mark.parametrize("name", SERVED)
 def test_an_export_generates_what_the_engine_of_the_run_does(name, tmp_path):
     """The engine is somebody else's, so that it is there when the run has ended, with the weights of the last push."""
     task = make_tiny_task(tmp_path / "task", **SERVED[name])
+    words = [word.replace("--sglang-", "--") for word in flags_of(name, task) if word in (_DETERMINISTIC, _TRUSTED)]
     with contextlib.ExitStack() as stack:
 
         def serve(model) -> PlainEngine:
-            engine = PlainEngine(model, tmp_path / f"{model.name}.log")
+            engine = PlainEngine(model, tmp_path / f"{model.name}.log", words)
             stack.callback(engine.end)
             return engine
 
         engine = serve(task.model)
         before = generated_greedily(engine)
         flags = [
-            *task.rollout_flags, *task.train_flags, "--actor-num-gpus-per-node", "1", "--num-rollout", "2",
+            *flags_of(name, task), "--actor-num-gpus-per-node", "1", "--num-rollout", "2",
             "--rollout-external-engine-addrs", engine.address, "--router-api-key", KEY,
             "--save", tmp_path / "checkpoints", "--save-interval", "2", "--save-hf", tmp_path / "export",
         ]  # fmt: skip

@@ -266,6 +266,7 @@ TRAINED_ON_TWO = {
     "recomputed pipeline": {**PIPELINE, **RECOMPUTED},
     "zigzag": {"context_parallel_size": 2, **EXPERTS},
     "gathered": {"context_parallel_size": 2, "allgather_cp": True, **EXPERTS},
+    "cut over context ranks, the rest whole": {"context_parallel_size": 2, "expert_tensor_parallel_size": 2},
 }
 # Those of every change: experts spread over data, tensor and context ranks, and in stages that recompute.
 SHARPEST = ("experts", "experts, averaged", "whole, spread over the tensor group", "recomputed pipeline", "zigzag")
@@ -281,6 +282,7 @@ TRAINED_ON_FOUR = {
     },
     "experts x pipeline x tensor": {**PIPELINE, **TENSOR, **EXPERTS, **WHOLE_EXPERTS},
     "experts x context": {**DATA, "context_parallel_size": 2, "expert_model_parallel_size": 4},
+    "experts x cut x context": {**TENSOR, **EXPERTS, "context_parallel_size": 2},
 }
 
 

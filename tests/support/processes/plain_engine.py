@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import requests
@@ -19,14 +20,14 @@ KEY = "key-of-somebody-else"
 
 
 class PlainEngine:
-    """`tools/serve_on_cpu.py` in a process of its own: a server that knows nothing of runs."""
+    """`tools/serve_on_cpu.py` in a process of its own: a server that knows nothing of runs. `further`: flags of SGLang."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, further: Sequence[str] = ("--enable-deterministic-inference",)) -> None:
         with reserve_port("127.0.0.1", random_port_start(32000)) as reservation:
             self.address = f"127.0.0.1:{reservation.port}"
-            words = ["--model-path", str(model), "--port", str(reservation.port), "--enable-deterministic-inference"]
+            words = ["--model-path", str(model), "--port", str(reservation.port), "--api-key", KEY, *further]
             self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "tools/serve_on_cpu.py"), *words, "--api-key", KEY],
+                [sys.executable, str(ROOT / "tools/serve_on_cpu.py"), *words],
                 stdin=subprocess.DEVNULL, stdout=log.open("wb"), stderr=subprocess.STDOUT, start_new_session=True,
                 env={**os.environ, "SLIME_ACCELERATOR": "cpu"},
             )  # fmt: skip
