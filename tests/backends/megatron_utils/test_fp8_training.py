@@ -1,8 +1,9 @@
-"""What layers in FP8 keep of their weights, from micro-batch to micro-batch and from pass to pass; recipes and shapes that are
-refused.
+"""Layers in FP8: what they compute, what they keep of their weights, from micro-batch to micro-batch and from pass to pass;
+recipes and shapes that are refused.
 
-Transformer Engine is not there. Its linear layers are stood in for by what Megatron and the passes know of them:
-`is_first_microbatch`, which has them make a copy of their weight anew, and `_fp8_workspaces`, where the copy is.
+Transformer Engine's own layers run here over kernels in plain PyTorch. In layouts of several ranks its linear layers are stood
+in for by what Megatron and the passes know of them: `is_first_microbatch`, which has them make a copy of their weight anew, and
+`_fp8_workspaces`, where the copy is.
 """
 
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from slime.utils.errors import UserError
+from tests.support.kernels.transformer_engine_on_cpu import call_with_transformer_engine
+from tests.support.models.tiny_families import TINY_FAMILIES
 from tests.support.models.tiny_model import tiny_args, write_tiny_model
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.layout_steps import LayoutRun, layout_args
@@ -84,6 +87,58 @@ def test_weights_are_made_anew_in_every_pass_once(tmp_path, ranks, layout):
         for made, used, stale, left in rank["run"]:
             assert (made, stale, left) == (1, 0, 0)
             assert used > 1, "one micro-batch alone would show nothing"
+
+
+RECIPES = ("delayed", "tensorwise", "blockwise")
+WIDE = {"bf16": True, "attention_backend": "auto", "moe_grouped_gemm": True, **STREAMS}
+
+
+def log_probs_of(run):
+    run.prepare()
+    return torch.cat([row.float() for row in run.data.whole("log_probs")])
+
+
+def far(one, other):
+    return float((one - other).abs().mean())
+
+
+def beside_16_bits(directory):
+    """Per recipe, mean differences of log-probs to those of layers in 16 bits: at first, with other weights, and after a step;
+    how far those other weights moved them; the gradient norms of both; and how many copies of weights are left."""
+    found = {}
+    for recipe in RECIPES:
+        options = {
+            "fp8": "hybrid", "fp8_recipe": recipe, "fp8_margin": 0, "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max",
+        }  # fmt: skip
+        runs = [LayoutRun(layout_args(directory, **WIDE, **more)) for more in ({}, options)]
+        plain, narrow = map(log_probs_of, runs)
+        differences = [far(plain, narrow)]
+        with torch.no_grad():
+            for run in runs:
+                for name, parameter in run.model[0].named_parameters():
+                    if "linear" in name and parameter.ndim == 2:
+                        parameter.mul_(1.5)
+        others, narrow = map(log_probs_of, runs)
+        differences.append(far(others, narrow))
+        norms = [run.step()["grad_norm"] for run in runs]
+        differences.append(far(*map(log_probs_of, runs)))
+        left = sum(len(vars(module).get("_fp8_workspaces", ())) for module in runs[1].model[0].modules())
+        found[recipe] = differences, far(plain, others), norms, left
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_layers_of_transformer_engine_multiply_in_fp8_with_the_weights_of_the_time(tmp_path, name):
+    """With experts the products are grouped. A copy of earlier weights would be as far off as these have moved."""
+    TINY_FAMILIES[name].save(tmp_path)
+    (found,) = run_distributed(
+        call_with_transformer_engine, 1, (beside_16_bits, str(tmp_path)), start_method="spawn", timeout=300
+    )
+    for recipe in RECIPES:
+        differences, moved, (norm, norm_in_fp8), left = found[recipe]
+        assert all(0.002 < difference < moved / 2 for difference in differences), (recipe, differences, moved)
+        assert norm_in_fp8 == pytest.approx(norm, rel=0.15) and norm_in_fp8 != norm, recipe
+        assert left == 0, recipe
 
 
 def refusal_of_recipe(directory):

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from tests.support.kernels import plain_fp8
+
 
 class Absent(types.ModuleType):
     """A name of the extension, or a module, that has no stand-in. Names in it are absent too."""
@@ -50,6 +52,7 @@ FP8BwdTensors = enum.IntEnum(
 NVTE_Fused_Attn_Backend = enum.IntEnum(
     "NVTE_Fused_Attn_Backend", "NVTE_No_Backend NVTE_F16_max512_seqlen NVTE_F16_arbitrary_seqlen NVTE_FP8", start=-1
 )
+Float8BlockScaleTensorFormat = enum.IntEnum("Float8BlockScaleTensorFormat", "GEMM_READY COMPACT", start=0)
 _TORCH_DTYPES = {
     DType.kFloat32: torch.float32,
     DType.kFloat16: torch.float16,
@@ -81,11 +84,12 @@ def rmsnorm_fwd(
     """y = x·r·w with r = 1 / sqrt(mean(x²) + ε), for x [rows, width]; w is one more than `weight` if that is zero-centered.
 
     Returns:
-        y of `dtype`, None for a mean, and r [rows] in float32.
+        y of `dtype`, or in FP8 as a quantizer says; None for a mean; and r [rows] in float32.
     """
-    _refuse(quantizer=quantizer)
     r = (x.float().square().mean(-1) + eps).rsqrt()
     y = x.float() * r[:, None] * (weight.float() + zero_centered)
+    if quantizer is not None:
+        return plain_fp8.quantize(_written(y, None, dtype), quantizer, out), None, r
     return _written(y, out, dtype), None, r
 
 
@@ -109,13 +113,16 @@ def generic_gemm(
     """α·op(b)·op(a), in which op transposes or does not: cuBLAS sees row-major matrices as transposed column-major ones.
 
     `a` and `b` are matrices of their last dimension and all others; the result has the leading dimensions of `b` if that is
-    not transposed. Into `out` it is added or written.
+    not transposed. Both may be in FP8. Into `out` the product is added or written.
 
     Returns:
         The product; the gradient of a bias, which is the sum of the rows of `b`, if `grad` and a bias are given; and the last
         two as they came.
     """
     _refuse(quantizer=quantizer, gelu=gelu, comm_overlap=comm_overlap)
+    if plain_fp8.is_fp8(a) != plain_fp8.is_fp8(b):
+        raise TypeError("one of two matrices is in FP8: there is no kernel for that")
+    a, b = plain_fp8.values_of(a), plain_fp8.values_of(b)
     left, right = b.reshape(-1, b.shape[-1]).float(), a.reshape(-1, a.shape[-1]).float()
     product = alpha * ((left.T if transposes_b else left) @ (right.T if transposes_a else right))
     of_bias = None
@@ -148,6 +155,33 @@ def te_general_grouped_gemm(
         if of_bias is not None:
             one_bias.copy_(of_bias)
     return bias
+
+
+quantize = plain_fp8.quantize
+fused_amax_and_scale_update_after_reduction = plain_fp8.update_scales
+
+
+def split_quantize(x: torch.Tensor, rows: Sequence[int], quantizers: Sequence[Any]) -> list[Any]:
+    """Parts of so many rows of `x`, each in FP8."""
+    return [quantize(part, one) for part, one in zip(x.split(list(rows)), quantizers, strict=True)]
+
+
+def fused_multi_row_padding(x: torch.Tensor, out: torch.Tensor, rows: Sequence[int], padded: Sequence[int]) -> None:
+    """Write groups of so many rows of `x` into `out`, each with rows of zeros behind it up to its number in `padded`."""
+    for group, room in zip(x.split(list(rows)), out.split(list(padded)), strict=True):
+        room.zero_()[: len(group)] = group
+
+
+def fused_multi_row_unpadding(x: torch.Tensor, out: torch.Tensor, padded: Sequence[int], rows: Sequence[int]) -> None:
+    """The way back of `fused_multi_row_padding`."""
+    for group, room in zip(x.split(list(padded)), out.split(list(rows)), strict=True):
+        room.copy_(group[: len(room)])
+
+
+def fp8_transpose(data: torch.Tensor, dtype: DType, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The bytes of a transposed matrix."""
+    transposed = data.view(-1, data.shape[-1]).T.reshape(data.shape[-1], *data.shape[:-1])
+    return transposed.contiguous() if out is None else out.copy_(transposed)
 
 
 def fused_rope_forward(

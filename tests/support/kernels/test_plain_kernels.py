@@ -1,10 +1,12 @@
 """The stand-ins for Transformer Engine's kernels, by plain formulas and the gradients that autograd finds for these."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.kernels import plain_kernels, plain_permutation
+from tests.support.kernels import plain_fp8, plain_kernels, plain_permutation
 
 DType = plain_kernels.DType
 WIDTH = 8
@@ -26,9 +28,10 @@ def test_rms_norm_and_its_gradients(zero_centered):
         torch.testing.assert_close(found, wanted)
 
 
-def product(a, transposes_a, b, transposes_b, out=None, bias=None, *, grad=False, accumulate=False):
+def product(a, transposes_a, b, transposes_b, out=None, bias=None, *, grad=False, accumulate=False, quantizer=None):
     return plain_kernels.generic_gemm(
-        a, transposes_a, b, transposes_b, out, None, None, bias, DType.kFloat32, False, None, grad, None, 0, accumulate, True
+        a, transposes_a, b, transposes_b, out, quantizer, None, bias, DType.kFloat32, False, None, grad, None, 0, accumulate,
+        True,
     )  # fmt: skip
 
 
@@ -176,8 +179,78 @@ def test_chunks_are_sorted_and_put_back():
     assert torch.equal(back, x) and torch.equal(back_probs, probs)
 
 
+@pytest.mark.parametrize("dtype", [DType.kFloat8E4M3, DType.kFloat8E5M2])
+@pytest.mark.parametrize("kind", ["tensor", "rows", "squares"])
+def test_numbers_in_fp8_are_as_near_as_their_scales_let_them(kind, dtype):
+    """Both as they are and transposed. Rounding to 3 or 2 bits behind the first one moves a number by at most 1/16 or 1/8 of
+    it, and one that is too small for that by no more than the smallest step, as far below the largest number of the block."""
+    bits = 3 if dtype == DType.kFloat8E4M3 else 2
+    x = (drawn(200, 150) * torch.logspace(-2, 2, 150)).detach()
+    tensor = in_fp8(x, kind, dtype)
+    smallest = torch.finfo(plain_fp8._FLOAT8[dtype]).smallest_normal / 2**bits
+    for found in (plain_fp8.values_of(tensor), plain_fp8.values_of(without_rows(tensor))):
+        # A scale that is a power of two may be half of what there would be room for.
+        block = x.abs().amax() if kind != "rows" else torch.maximum(x.abs().amax(1, keepdim=True), x.abs().amax(0))
+        bound = torch.maximum(x.abs() / 2 ** (bits + 1), block / plain_fp8.largest(dtype) * smallest)
+        assert found.shape == x.shape and bool(((found - x).abs() <= bound * 1.001).all())
+        assert not torch.equal(found, x)
+
+
+def in_fp8(x, kind, dtype):
+    """`x` in FP8 by a quantizer as Transformer Engine makes them, as far as the kernel looks at it."""
+
+    def make_empty(shape, dtype=None):
+        rows, columns = shape
+        blocks = {"rows": (-(-columns // 128), rows + 4), "squares": (-(-rows // 128), -(-columns // 128) + 2)}
+        if kind == "tensor":
+            return SimpleNamespace(
+                _data=torch.zeros(shape, dtype=torch.uint8), _scale_inv=torch.zeros(1), _fp8_dtype=own.dtype,
+                _transpose=torch.zeros(columns, rows, dtype=torch.uint8),
+            )  # fmt: skip
+        transposed = {"rows": (-(-rows // 128), columns + 4), "squares": blocks["squares"][::-1]}
+        return SimpleNamespace(
+            _rowwise_data=torch.zeros(shape, dtype=torch.uint8), _rowwise_scale_inv=torch.zeros(blocks[kind]),
+            _columnwise_data=torch.zeros(columns, rows, dtype=torch.uint8),
+            _columnwise_scale_inv=torch.zeros(transposed[kind][0] + 1, transposed[kind][1] + 4),
+            _fp8_dtype=own.dtype, _is_2D_scaled=kind == "squares",
+        )  # fmt: skip
+
+    own = SimpleNamespace(dtype=int(dtype), make_empty=make_empty)
+    if kind == "tensor":
+        own.use_existing_amax = False
+    else:
+        own.block_scaling_dim = 2 if kind == "squares" else 1
+        own.force_pow_2_scales, own.amax_epsilon = True, 0.0
+    return plain_kernels.quantize(x, own)
+
+
+def without_rows(tensor):
+    """The tensor with nothing but its transposed matrix."""
+    absent = {name: None for name in ("_data", "_rowwise_data") if name in vars(tensor)}
+    return SimpleNamespace(**{**vars(tensor), **absent})
+
+
+def test_the_scales_of_delayed_follow_the_largest_numbers_of_some_steps():
+    history, scale = torch.tensor([[0.0, 0.0], [4.0, 1.0], [1.0, 2.0]]), torch.tensor([1.0, 7.0])
+    plain_kernels.fused_amax_and_scale_update_after_reduction(
+        torch.tensor([2.0, torch.inf]), [history], [scale], "max", DType.kFloat8E4M3, 1
+    )
+    assert history.tolist() == [[0.0, 0.0], [1.0, 2.0], [2.0, torch.inf]]
+    # Half of what the largest number of the first tensor, 4, has room for; where a number is none, the scale stays.
+    assert scale.tolist() == [448 / 4 / 2, 7.0]
+
+
+def test_rows_of_groups_are_padded_with_zeros_and_found_again():
+    x, out = drawn(5, 2).detach(), torch.full((12, 2), 9.0)
+    plain_kernels.fused_multi_row_padding(x, out, [2, 0, 3], [4, 0, 8])
+    assert torch.equal(out, torch.cat([x[:2], torch.zeros(2, 2), x[2:], torch.zeros(5, 2)]))
+    back = torch.empty(5, 2)
+    plain_kernels.fused_multi_row_unpadding(out, back, [4, 0, 8], [2, 0, 3])
+    assert torch.equal(back, x)
+
+
 def test_what_has_no_stand_in_says_its_name():
     with pytest.raises(NotImplementedError, match=r"transformer_engine_torch.fused_attn_fwd has no stand-in"):
         plain_kernels.fused_attn_fwd(1)
     with pytest.raises(NotImplementedError, match="plain kernels have no quantizer"):
-        plain_kernels.rmsnorm_fwd(drawn(1, 2), drawn(2), 1e-6, None, "FP8", DType.kFloat32, 0, False)
+        product(drawn(1, 2), True, drawn(1, 2), False, quantizer="FP8")

@@ -77,7 +77,10 @@ MODULE_LIFTS: dict[str, Callable[[types.ModuleType], None]] = {
     "transformer_engine.pytorch.cpp_extensions": _with_absent_kernels,
     "transformer_engine.pytorch.utils": _on_default_device,
 }
-_TORCH = cpu_runtime._View(torch, cuda=cpu_runtime._View(torch.cuda, **TORCH_CUDA_LIFTS))
+# Assumption: torch was built for a version of CUDA, which says which recipes of FP8 there are.
+_TORCH = cpu_runtime._View(
+    torch, cuda=cpu_runtime._View(torch.cuda, **TORCH_CUDA_LIFTS), version=cpu_runtime._View(torch.version, cuda="13.0")
+)
 
 # What stands in for modules of kernels: names of files beside this one.
 STAND_INS: dict[str, str] = {
