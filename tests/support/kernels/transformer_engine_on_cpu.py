@@ -168,8 +168,8 @@ def _build_its_layers() -> None:
     def fields_on_a_gpu(args: Any) -> dict[str, Any]:
         with mock.patch.object(transformer_config, "get_accelerator", lambda: on_a_gpu):
             found = fields(args)
-        if found["transformer_impl"] != "transformer_engine":
-            raise RuntimeError(f"layers would be those of --transformer-impl {found['transformer_impl']}")
+        if found["transformer_impl"] != args.transformer_impl:
+            raise RuntimeError(f"--transformer-impl {args.transformer_impl} gives {found['transformer_impl']} layers")
         return found
 
     transformer_config._layer_implementation_fields = fields_on_a_gpu

@@ -56,7 +56,8 @@ class Trainer:
         next_token_loss(packed_forward(self.model[0], SEQUENCES), SEQUENCES).backward()
         finalize_model_grads(self.model)
         self.optimizer.step()
-        entries = torch.cat([p.main_grad.flatten() for chunk in self.model for p in chunk.parameters()])
+        trained = [p for chunk in self.model for p in chunk.parameters() if p.requires_grad]
+        entries = torch.cat([p.main_grad.flatten() for p in trained])
         self.mean_gradient = float(entries.abs().mean())
         self.scheduler.step(increment=ROLLOUTS_PER_STEP)
 

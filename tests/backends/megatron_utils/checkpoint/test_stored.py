@@ -11,6 +11,7 @@ import torch
 
 from slime.arguments.checkpoints import WeightSource
 from slime.utils.errors import UserError
+from tests.support.kernels import transformer_engine_on_cpu
 from tests.support.models.tiny_families import TINY_FAMILIES
 from tests.support.models.tiny_model import tiny_args
 from tests.support.processes.checkpoint_trainer import Trainer, assert_same, make_args, resume, train_and_save
@@ -26,73 +27,31 @@ FAMILIES: dict[str, dict] = {
 }  # fmt: skip
 
 
-def stand_in_for_transformer_engine() -> None:
-    """Have Megatron's layer specs for Transformer Engine give local layers that keep a norm as its layers do."""
-    from megatron.core.extensions import transformer_engine
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer import multi_token_prediction
-
-    from slime.backends.megatron_utils import transformer_config
-    from slime.backends.megatron_utils.attention import PackedAttention
-    from slime.backends.megatron_utils.layer_spec import RMSNorm
-
-    class NormAndLinear(ColumnParallelLinear):
-        def __init__(self, input_size, *args, **options):
-            super().__init__(input_size, *args, **options)
-            self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
-
-    class Provider(LocalSpecProvider):
-        def linear(self):
-            return ColumnParallelLinear
-
-        def fuse_layernorm_and_linear(self):
-            return True
-
-        def column_parallel_layer_norm_linear(self):
-            return NormAndLinear
-
-        def layer_norm(self, rms_norm=False, for_qk=False):
-            return RMSNorm
-
-        def core_attention(self):
-            return PackedAttention
-
-    gpt_layer_specs.TESpecProvider = multi_token_prediction.TESpecProvider = Provider
-    gpt_layer_specs.TENorm = transformer_engine.TENorm = RMSNorm
-    transformer_engine.TEColumnParallelLinear = ColumnParallelLinear
-    transformer_engine.TERowParallelLinear = RowParallelLinear
-    fields = dict.fromkeys((*transformer_config.FUSIONS, "moe_grouped_gemm", "moe_permute_fusion"), False)
-    transformer_config._layer_implementation_fields = lambda args: {"transformer_impl": "transformer_engine", **fields}
-
-
 def names_worker(directories) -> list[dict[str, set[str]]]:
     """Per implementation of layers, the names on disk of each family's tensors."""
+    transformer_engine_on_cpu.install()
     start(tiny_args(next(iter(directories.values()))))
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     from slime.backends.megatron_utils.model_provider import build_model
 
-    def names() -> dict[str, set[str]]:
+    def names(layers: str) -> dict[str, set[str]]:
         found = {}
         for name, directory in directories.items():
-            with torch.device("meta"):
-                model = build_model(tiny_args(directory, **FAMILIES[name]), True, True, None)
+            args = tiny_args(directory, transformer_impl=layers, **FAMILIES[name])
+            model = build_model(args, True, True, None)
             entries = model.sharded_state_dict().values()
             found[name] = {entry.key for entry in entries if not isinstance(entry, ShardedObject)}
         return found
 
-    local = names()
-    stand_in_for_transformer_engine()
-    return [local, names()]
+    return [names("local"), names("transformer_engine")]
 
 
 def test_tensors_have_the_same_names_whatever_layers_are_made_of(tmp_path):
     directories = {name: str(tmp_path / str(number)) for number, name in enumerate(FAMILIES)}
     for name, directory in directories.items():
         TINY_FAMILIES[name].save(Path(directory))
-    ((local, engine),) = run_distributed(names_worker, 1, (directories,), timeout=120)
+    ((local, engine),) = run_distributed(names_worker, 1, (directories,), start_method="spawn", timeout=200)
     for name in FAMILIES:
         assert local[name] == engine[name], (name, local[name] ^ engine[name])
     # It does fuse norms, but with nothing that is in front of a router.
@@ -100,6 +59,41 @@ def test_tensors_have_the_same_names_whatever_layers_are_made_of(tmp_path):
     assert "decoder.layers.pre_mlp_layernorm.weight" in local["qwen3_moe"]
     fused = {"self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj", "mlp.linear_fc1"}
     assert {f"decoder.layers.0.{layer}.layer_norm_weight" for layer in fused} <= local["deepseek_v3"]
+
+
+def save_each(cases, has_engine) -> dict[str, dict]:
+    """Per case, the state after a step, which is saved."""
+    if has_engine:
+        transformer_engine_on_cpu.install()
+    return {name: train_and_save(args)[0] for name, args in cases.items()}
+
+
+def resume_each(cases, has_engine) -> dict[str, tuple]:
+    """Per case, what `resume` finds of its checkpoint."""
+    if has_engine:
+        transformer_engine_on_cpu.install()
+    return {name: resume(args, WeightSource("megatron", args.save, resume=True)) for name, args in cases.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine_saves", [True, False])
+def test_layers_of_transformer_engine_and_local_ones_load_what_the_others_saved(tmp_path, engine_saves):
+    """Bitwise, and training goes on."""
+    cases = {}
+    for name in ("qwen3", "qwen3_moe", "deepseek_v3", "glm_moe_dsa"):
+        TINY_FAMILIES[name].save(tmp_path / name)
+        (tmp_path / f"saved {name}").mkdir()
+        cases[name] = make_args(tmp_path / name, tmp_path / f"saved {name}", adam_eps=1e-3)
+    workers = ((save_each, engine_saves), (resume_each, not engine_saves))
+    (saved,), (found,) = (
+        run_distributed(worker, 1, (cases, engine), start_method="spawn" if engine else "forkserver", timeout=200)
+        for worker, engine in workers
+    )
+    for name in cases:
+        iteration, loaded, stepped = found[name]
+        assert iteration == 3
+        assert_same(loaded, saved[name])
+        assert any((stepped["weights"][key] != weight).any() for key, weight in loaded["weights"].items())
 
 
 def as_older_versions_did() -> None:
