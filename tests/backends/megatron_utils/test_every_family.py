@@ -192,12 +192,13 @@ def _has_its_attention(name):
 
 @pytest.fixture(scope="module")
 def steps_with_transformer_engine(models, selected):
-    """By name and layout, what every rank finds in some steps of GRPO with layers and optimizer of Transformer Engine."""
-    chosen = selected(test_layers_of_transformer_engine_train_in_every_layout_as_local_ones_do)
+    """By name and layout (None: one rank), what every rank finds in some steps of GRPO with layers and optimizer of Transformer
+    Engine."""
+    chosen = selected(test_layers_of_transformer_engine_train_in_every_layout_as_on_one_rank)
     cases: dict[int, dict] = {}
-    for name, layout in ((case["name"], case["layout"]) for case in chosen):
-        args = layout_args(models[name][0], **LAYOUTS[layout])
-        cases.setdefault(ranks_of(LAYOUTS[layout]), {})[name, layout] = args
+    for name, layout in sorted({(case["name"], each) for case in chosen for each in ("", case["layout"])}):
+        sizes = LAYOUTS[layout] if layout else {}
+        cases.setdefault(ranks_of(sizes), {})[name, layout or None] = layout_args(models[name][0], **sizes)
     found: dict[tuple, list] = {}
     for count, of_count in cases.items():
         ranks = run_distributed(
@@ -218,11 +219,9 @@ def steps_with_transformer_engine(models, selected):
         if layout in ("tp2", "pp2", "ep2", "tp2 pp2") or ("cp2" in layout and not _has_its_attention(name))
     ],
 )
-def test_layers_of_transformer_engine_train_in_every_layout_as_local_ones_do(
-    models, steps_with_transformer_engine, name, layout
-):
-    (one,) = run_distributed(train_steps, 1, ({"one": layout_args(models[name][0])},))
-    assert_equal_runs(steps_with_transformer_engine[name, layout], one["one"])
+def test_layers_of_transformer_engine_train_in_every_layout_as_on_one_rank(steps_with_transformer_engine, name, layout):
+    (one,) = steps_with_transformer_engine[name, None]
+    assert_equal_runs(steps_with_transformer_engine[name, layout], one)
 
 
 BFLOAT16 = {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
