@@ -15,9 +15,17 @@ from safetensors.torch import load_file, save_file
 
 from slime.arguments.checkpoints import WeightSource
 from slime.weights.quantisers import quantise_fp8_tensor
+from tests.support.kernels.transformer_engine_on_cpu import call_with_transformer_engine
 from tests.support.models.tiny_model import write_tiny_model
 from tests.support.processes.distributed import run_distributed
-from tests.support.processes.resumed_run import ResumableRun, changed, lines_of_slime, resumable_args, stored_tensors
+from tests.support.processes.resumed_run import (
+    ResumableRun,
+    changed,
+    lines_of_slime,
+    resumable_args,
+    resumed,
+    stored_tensors,
+)
 
 COPIES = "optimizer.state.fp32_param."
 ASKED = {"bf16": True, "load_main_params_from_ckpt": True}
@@ -124,6 +132,46 @@ def test_copies_are_what_the_checkpoint_has(tmp_path, sources, layout, optimizer
         expected = known[key.split(" from ")[1]][1]
         assert any(not value.bfloat16().float().equal(value) for value in expected.values())
         assert not differing(copies_in(tmp_path / key / "iter_0000000"), expected), key
+
+
+# Layers and optimizer are Transformer Engine's here.
+OF_ENGINE = {"bf16": True, "use_precision_aware_optimizer": True, "attention_backend": "auto"}
+
+
+def begin_and_go_on(begun_with: tuple[SimpleNamespace, WeightSource], args: SimpleNamespace) -> str:
+    """The module of the optimizer. Saves what a run begins with; and of another one its first step, its second step by the run
+    that resumes from there, and by itself."""
+    begun(*begun_with).save()
+    run = ResumableRun(args)
+    run.prepare()
+    run.step()
+    run.save()
+    for iteration, each in enumerate((resumed(args, args.save), run), start=1):
+        each.prepare()
+        each.step()
+        each.save(iteration)
+    return type(run.parts()[0].optimizer).__mro__[1].__module__
+
+
+@pytest.mark.parametrize("remainders", [True, False], ids=["remainders", "whole copies"])
+def test_precision_aware_adam_of_transformer_engine_begins_and_goes_on_with_what_was_saved(
+    tmp_path, sources, remainders
+):
+    root, known = sources
+    flags = {**OF_ENGINE, "store_param_remainders": remainders}
+    first = resumable_args(root / "model", tmp_path / "begun", no_load_optim=True, **{**ASKED, **flags})
+    args = resumable_args(root / "model", tmp_path / "resumed", **flags)
+    source, expected = known["float32"]
+    (module,) = run_distributed(
+        call_with_transformer_engine, 1, (begin_and_go_on, (first, source), args), start_method="spawn"
+    )
+    assert module.startswith("transformer_engine.")
+    assert not differing(copies_in(tmp_path / "begun/iter_0000000"), expected)
+    before, again, whole = (stored_tensors(tmp_path / f"resumed/iter_{number:07d}") for number in range(3))
+    assert not differing(again, whole)
+    assert {name.split(".decoder")[0] for name in differing(before, whole)} >= {
+        "optimizer.state.param", "optimizer.state.exp_avg", "optimizer.state.exp_avg_sq",
+    }  # fmt: skip
 
 
 def test_a_stage_that_learns_alone_has_copies_of_its_own(tmp_path, sources):
