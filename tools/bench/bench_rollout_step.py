@@ -38,7 +38,7 @@ from slime.utils import async_utils
 from slime.utils.http_utils import close_http_client
 from slime.utils.misc import SingletonMeta, collect_garbage_rarely
 from slime.utils.run_values import with_run_values
-from tools.bench.null_engine import null_engine
+from tools.bench.null_engine import VOCABULARY, null_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 64
@@ -62,6 +62,8 @@ def arguments(task: Path, url: str, in_flight: int, samples: int) -> Any:
             "--sglang-server-concurrency", str(in_flight), "--log-level", "WARNING", "--rm-concurrency", str(in_flight),
         ]
     )  # fmt: skip
+    # The answers have token ids that the toy model lacks.
+    args = argparse.Namespace(**{**vars(args), "vocab_size": VOCABULARY})
     host, port = url.removeprefix("http://").removesuffix("/generate").split(":")
     models = {"default": (host, int(port))}
     return with_run_values(

@@ -13,6 +13,9 @@ from aiohttp import web
 
 _LIFE_SECONDS = 24 * 3600
 
+# Token ids of answers are below it.
+VOCABULARY = 150_000
+
 
 @contextlib.contextmanager
 def null_engine(tokens: int) -> Iterator[str]:
@@ -56,6 +59,6 @@ def _body(tokens: int) -> bytes:
     """The body of every answer. Its log-probs have as many digits as an engine's float32 values."""
     rng = random.Random(0)
     log_probs = np.log(np.random.default_rng(0).random(tokens)).astype(np.float32).tolist()
-    entries = [[log_prob, rng.randrange(1000, 150_000), None] for log_prob in log_probs]
+    entries = [[log_prob, rng.randrange(1000, VOCABULARY), None] for log_prob in log_probs]
     meta_info = {"output_token_logprobs": entries, "finish_reason": {"type": "stop"}, "completion_tokens": tokens}
     return orjson.dumps({"text": "word" * tokens, "meta_info": meta_info})
