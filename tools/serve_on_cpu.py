@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slime.backends.sglang_utils.server_arguments import CPU_DEFAULTS, environment_on_cpu
+from slime.backends.sglang_utils.server_arguments import defaults_on_cpu, environment_on_cpu
 from slime.utils import env
 from slime.utils.child_process import environment_for_python
 from slime.utils.device import gpus_on_this_machine
@@ -23,10 +23,10 @@ from tools.command_line import require_checkpoint, run_tool
 SERVE = "from slime.backends.sglang_utils.server_process import serve_plainly; serve_plainly()"
 
 
-def command_line(words: list[str]) -> list[str]:
-    """The words for SGLang: the settings for CPU, and after them `words`, which win."""
+def command_line(model: str, words: list[str]) -> list[str]:
+    """The words for SGLang: the settings for `model` on CPU, and after them `words`, which win."""
     settings: list[str] = []
-    for name, value in CPU_DEFAULTS.items():
+    for name, value in defaults_on_cpu(model).items():
         flag = "--" + name.replace("_", "-")
         if value is not False:
             settings += [flag] if value is True else [flag, str(value)]
@@ -51,7 +51,7 @@ def main() -> None:
             "this machine has GPUs: start `python -m sglang.launch_server` there, or set SLIME_ACCELERATOR=cpu"
         )
     sizes = ["--tp-size", str(options.tp_size), "--pp-size", str(options.pp_size)]
-    words = command_line(["--model-path", options.model_path, *sizes, *words])
+    words = command_line(options.model_path, ["--model-path", options.model_path, *sizes, *words])
     ranks = options.tp_size * options.pp_size
     environment = environment_on_cpu(environment_for_python(), ranks, env.threads_of_user() or 1)
     os.execve(sys.executable, [sys.executable, "-c", SERVE, *words], environment)

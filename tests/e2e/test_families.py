@@ -26,6 +26,14 @@ _LATENT = {
         "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
     },
 }  # fmt: skip
+_SEEING = {
+    "vision": {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64, "patch_size": 2,
+        "num_position_embeddings": 4, "temporal_patch_size": 1, "deepstack_visual_indexes": [0],
+    },
+    # Text has the same positions in time, height and width.
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
+}  # fmt: skip
 # It refuses this with latent attention on CPU.
 _DETERMINISTIC, _TRUSTED = "--sglang-enable-deterministic-inference", "--trust-remote-code"
 # Types whose config is code that lies beside the checkpoint.
@@ -43,6 +51,12 @@ SERVED = {
         },
     },
     "mimo": {"model_type": "mimo", "tie": False},
+    # On text.
+    "qwen3_vl": {"model_type": "qwen3_vl", **_SEEING},
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe", "tie": False, **_SEEING, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    },
     "deepseek_v3": _LATENT,
     "moonlight": {
         **_LATENT, **_ONE_GROUP, "q_lora_rank": None, "rms_norm_eps": 1e-5,

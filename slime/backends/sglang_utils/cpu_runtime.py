@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from slime.backends.sglang_utils.server_arguments import SEEING_MODELS
 from slime.utils.device import gpus_on_this_machine
 from slime.weights.transports.shared_handles import HOST_BUCKET_BYTES
 
@@ -211,6 +212,12 @@ class _Imported:
 def _no_image_processors(module: types.ModuleType) -> None:
     """sglang 0.5.21 registers image processors at import; transformers 5.12.1 refuses that without torchvision."""
     module.register_image_processor = lambda *args, **kwargs: None
+
+
+def _serve_text_of_seeing_models(module: types.ModuleType) -> None:
+    """sglang 0.5.21, `--language-model-only`: the list of models that it takes lacks some whose layers can do without the part
+    that sees."""
+    module.ServerArgs.LANGUAGE_MODEL_ONLY_ARCHITECTURES += SEEING_MODELS
 
 
 def _plain_host_memory(module: types.ModuleType) -> None:
@@ -440,6 +447,7 @@ class _ModuleView:
 
 _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "sglang.srt.configs.utils": _no_image_processors,
+    "sglang.srt.server_args": _serve_text_of_seeing_models,
     "sglang.srt.mem_cache.pool_host.common": _plain_host_memory,
     "sglang.srt.arg_groups.choices": _allow_seeded_sampling,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": _no_batch_invariant_kernels,

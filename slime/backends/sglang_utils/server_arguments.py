@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.hf_config import read_hf_config
 from slime.arguments.rules.serving import engine_sizes
 from slime.arguments.server_flags import OTHER_NAMES, attention_groups, tensor_parallel_size
 from slime.arguments.surface import FlagSpec, version_of
@@ -80,6 +81,8 @@ CPU_DEFAULTS: dict[str, Any] = {
     "sleep_on_idle": True,
     "enable_metrics": False,
 }
+# Models of text and images whose text sglang 0.5.21 can serve alone. On CPU it must: image processors need torchvision.
+SEEING_MODELS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 
 # Attributes `args.sglang_<name>` that configure the router or our client, not the server.
 _NOT_SERVER_FIELDS = frozenset(
@@ -234,7 +237,7 @@ def compute_server_arguments(
 
 def _values_of_run(args: Any, role: str, on_cpu: bool) -> dict[str, Any]:
     """What the run has engines start with, unless a flag of theirs was typed."""
-    values: dict[str, Any] = {**RUN_DEFAULTS, **(CPU_DEFAULTS if on_cpu else {})}
+    values: dict[str, Any] = {**RUN_DEFAULTS, **(defaults_on_cpu(args.hf_checkpoint) if on_cpu else {})}
     if on_cpu and role in _LOAD_BALANCE:
         values["disaggregation_transfer_backend"] = _TRANSFER_ON_CPU
     if not on_cpu and args.fp16:
@@ -249,6 +252,16 @@ def _values_of_run(args: Any, role: str, on_cpu: bool) -> dict[str, Any]:
         # sglang 0.5.21 captures prefill in graphs of a kind that cannot give memory back, and refuses to start with both.
         values["cuda_graph_backend_prefill"] = "disabled"
     return values
+
+
+def defaults_on_cpu(model: str | Path) -> dict[str, Any]:
+    """`CPU_DEFAULTS`, and what a server without a GPU must be told of the Hugging Face directory `model`."""
+    # A server says itself that there is no such directory.
+    config = read_hf_config(model) if Path(model, "config.json").is_file() else {}
+    if set(SEEING_MODELS).isdisjoint(config.get("architectures") or ()):
+        return CPU_DEFAULTS
+    # Such a server refuses images.
+    return {**CPU_DEFAULTS, "language_model_only": True}
 
 
 def require_cache_transfer(args: Any, on_cpu: bool) -> None:

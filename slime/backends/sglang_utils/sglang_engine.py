@@ -61,6 +61,9 @@ _LOADING = frozenset({"/update_weights_from_disk", "/weights_checker", "/end_wei
 # SGLang's names for the kinds of its memory.
 _WEIGHTS, _CACHES = ("weights",), ("kv_cache", "cuda_graph")
 _MEMORY = (*_WEIGHTS, *_CACHES)
+# Parts of names of tensors that no push brings: what a server computes from its config, where sglang 0.5.21 does not know that
+# itself, and the part of a model that sees.
+_NEVER_PUSHED = ("axis_map", "visual.")
 _WATCH_POLL_SECONDS = 0.2
 _LINES_OF_A_DEAD_SERVER = 12
 _HEALTH_SECONDS = 5.0
@@ -260,9 +263,10 @@ class SGLangEngine:
         return str(self._found_by(itemgetter("weight_version"), "GET", "/model_info"))
 
     def weights_checksum(self) -> dict[str, str]:
-        """Checksum of every tensor that the engine holds, keyed `{engine-internal rank}/{tensor name}`."""
+        """Checksum of every tensor that a push brings the engine, keyed `{engine-internal rank}/{tensor name}`."""
+        payload = {"action": "checksum", "skip_tensor_list": _NEVER_PUSHED}
         # With data-parallel attention every group tells what all ranks hold.
-        ranks = self._found_by(itemgetter("ranks"), "POST", "/weights_checker", {"action": "checksum"})
+        ranks = self._found_by(itemgetter("ranks"), "POST", "/weights_checker", payload)
         of_ranks = {rank["parallelism_info"][0]["rank"]: rank["checksums"] for rank in ranks}
         return {f"{rank}/{name}": value for rank, sums in of_ranks.items() for name, value in sums.items()}
 
@@ -455,8 +459,8 @@ class SGLangEngine:
             raise RunError(f"engine {self.rank} reports weight version {found} after it was sent {version}")
 
     def reset_weights(self) -> None:
-        """Overwrite every tensor with random numbers (self-test: a tensor that is not pushed again stays wrong)."""
-        self._call("POST", "/weights_checker", {"action": "reset_tensors"})
+        """Overwrite every tensor that a push brings with random numbers (self-test: what is not pushed again stays wrong)."""
+        self._call("POST", "/weights_checker", {"action": "reset_tensors", "skip_tensor_list": _NEVER_PUSHED})
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

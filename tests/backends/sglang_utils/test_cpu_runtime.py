@@ -54,6 +54,14 @@ def test_still_needed_inert_packages(package):
     ("module", "assumption"),
     [
         ("sglang.srt.configs.utils", "def register_image_processor("),
+        (
+            "sglang.srt.server_args",
+            "    LANGUAGE_MODEL_ONLY_ARCHITECTURES = (\n"
+            '        "MuseGlimmerForConditionalGeneration",\n'
+            '        "Cosmos3ForConditionalGeneration",\n'
+            '        "Cosmos3EdgeForConditionalGeneration",\n'
+            "    )\n",
+        ),
         ("sglang.srt.mem_cache.pool_host.common", "ALLOC_MEMORY_FUNCS"),
         ("sglang.srt.arg_groups.choices", "DETERMINISTIC_ATTENTION_BACKEND_CHOICES = ["),
         ("sglang.srt.batch_invariant_ops.batch_invariant_ops", "def enable_batch_invariant_mode("),
@@ -100,7 +108,13 @@ def test_still_needed_batched_attention():
 
 
 def test_every_patch_is_checked():
-    assert len(cpu_runtime._PATCHES) == 14
+    assert len(cpu_runtime._PATCHES) == 15
+
+
+def test_still_needed_names_of_what_no_push_brings():
+    """The engine adds `axis_map` to these."""
+    computed = source_of("sglang.srt.utils.weight_checker").partition("_NON_PERSISTENT_BUFFER_PATTERNS = (")[2]
+    assert "cos_sin_cache" in computed.partition(")")[0] and "axis_map" not in computed.partition(")")[0]
 
 
 def test_still_needed_start_method_and_gc_freeze():

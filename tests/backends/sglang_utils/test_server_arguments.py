@@ -53,6 +53,25 @@ def test_values_that_follow_from_the_run():
     assert values["api_key"] == "key"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "on_cpu", "is_told"),
+    [
+        ("Qwen3VLForConditionalGeneration", True, True),
+        ("Qwen3VLMoeForConditionalGeneration", True, True),
+        ("Qwen3VLForConditionalGeneration", False, False),
+        ("Qwen3ForCausalLM", True, False),
+    ],
+)
+def test_without_a_gpu_a_server_is_told_to_leave_the_part_that_sees_out(tmp_path, architecture, on_cpu, is_told):
+    config = {"architectures": [architecture], "text_config": {"architectures": None, "hidden_size": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    values = compute(make_args(hf_checkpoint=str(tmp_path)), on_cpu=on_cpu).values
+    assert ("language_model_only" in values) == is_told
+    # What the user says wins.
+    typed = compute(make_args(hf_checkpoint=str(tmp_path), sglang_language_model_only=False), on_cpu=on_cpu).values
+    assert typed["language_model_only"] is False
+
+
 def test_defaults_without_a_gpu():
     values = compute(make_args()).values
     assert values["device"] == "cpu"

@@ -279,3 +279,17 @@ def test_awake_engines_are_not_woken(engine):
     engine.wake_weights()
     engine.wake_caches()
     assert engine.asked == []
+
+
+def test_what_no_push_brings_is_neither_overwritten_nor_compared(monkeypatch, tmp_path):
+    engine = SGLangEngine(SimpleNamespace(http_control_timeout=1.0, engine_load_timeout=1.0), 0, tmp_path)
+    asked = []
+
+    def request(method, path, payload=None, timeout=None):
+        asked.append((path, payload["action"], {"axis_map", "visual."}.issubset(payload["skip_tensor_list"])))
+        return SimpleNamespace(status=200, json=lambda: {"ranks": []})
+
+    monkeypatch.setattr(engine, "_request", request)
+    engine.reset_weights()
+    engine.weights_checksum()
+    assert asked == [("/weights_checker", "reset_tensors", True), ("/weights_checker", "checksum", True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,18 @@ def make_tiny_checkpoint(
     vocab_size: int = 320,
     tie: bool = True,
     model_type: str = "qwen3",
+    vision: Mapping[str, Any] | None = None,
     **config_overrides: Any,
 ) -> Path:
     """Write a float32 checkpoint of the family `model_type`, which transformers (or `KNOWN_AS`) must know, to `path`.
 
     `vocab_size` is at least 260 (the tokenizer's size); `tie` shares the embedding with the head; `config_overrides`
-    replace fields of the configuration. The weights depend on `seed` only and are scaled up, so that the next-token
-    distribution is far from flat. The global random state is left as it was.
+    replace fields of the configuration. With `vision`, the config of a vision tower, they are of the language model beside it,
+    and experts are stored as such models are published. The weights depend on `seed` only and are scaled up, so that the
+    next-token distribution is far from flat. The global random state is left as it was.
     """
     import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -77,9 +80,13 @@ def make_tiny_checkpoint(
         "tie_word_embeddings": tie,
         **config_overrides,
     }
+    kind = AutoModelForCausalLM
+    if vision is not None:
+        config = {"text_config": config, "vision_config": vision, "tie_word_embeddings": tie}
+        kind = AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[KNOWN_AS.get(model_type, model_type)](**config)).float()
+        model = kind.from_config(CONFIG_MAPPING[KNOWN_AS.get(model_type, model_type)](**config)).float()
         with torch.no_grad():
             for parameter in model.parameters():
                 # Norm weights start as ones. They are changed too, so that a lost one shows.
@@ -88,6 +95,8 @@ def make_tiny_checkpoint(
                 else:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(str(path))
+    if vision is not None:
+        transpose_stacked_experts(path)
     if model_type in KNOWN_AS:
         written = json.loads((path / "config.json").read_text())
         file, text, entries = _CODE.get(model_type, (None, "", {}))
@@ -95,3 +104,12 @@ def make_tiny_checkpoint(
         if file is not None:
             (path / file).write_text(text)
     return path
+
+
+def transpose_stacked_experts(path: Path) -> None:
+    """Store tensors that hold the matrices of all experts as published checkpoints do, whose matrices are transposed."""
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    stored = {name: tensor.mT.contiguous() if tensor.ndim == 3 else tensor for name, tensor in load_file(file).items()}
+    save_file(stored, file, metadata={"format": "pt"})

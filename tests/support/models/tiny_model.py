@@ -14,7 +14,7 @@ from typing import Any
 from slime.arguments.hf_config import read_hf_config
 from slime.models.families import model_args_from_hf
 from tests.support.models.args import default_args
-from tests.support.models.tiny_checkpoint import KNOWN_AS
+from tests.support.models.tiny_checkpoint import KNOWN_AS, transpose_stacked_experts
 
 
 def write_tiny_model(
@@ -94,13 +94,9 @@ def write_tiny_mixture(directory: Path, model_type: str, **options: Any):
 
 def write_stacked_mixture(directory: Path, **options: Any):
     """`write_tiny_model` of a family whose published checkpoints have transposed matrices in tensors of all experts."""
-    from safetensors.torch import load_file, save_file
-
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     model = write_tiny_model(directory, **{**experts, **options})
-    path = directory / "model.safetensors"
-    stored = {name: tensor.mT.contiguous() if tensor.ndim == 3 else tensor for name, tensor in load_file(path).items()}
-    save_file(stored, path, metadata={"format": "pt"})
+    transpose_stacked_experts(directory)
     return model
 
 
