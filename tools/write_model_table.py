@@ -38,10 +38,8 @@ RECORDS = PAGE.with_name("model-rehearsals.json")
 BEGIN, END = "<!-- model table: begin -->", "<!-- model table: end -->"
 NOT_YET = "not yet"
 _PROVIDER = "--custom-model-provider-path"
-# The reason why SGLang cannot serve a family on CPU; the page says more.
-_UNSERVED = {
-    "qwen3_next": "no: kernels", "qwen3_5": "no: kernels", "qwen3_5_moe": "no: kernels", "glm_moe_dsa": "no: FP8 keys",
-}  # fmt: skip
+# Why SGLang cannot serve a family on CPU; the page says more.
+_UNSERVED = {"glm_moe_dsa": "no: FP8 keys"}
 _SERVED = {entries["model_type"] for entries in (*test_families.SERVED.values(), test_mixture_loop.SERVED)}
 _HEADER = (
     "Script", "`model_type`", "Logits and gradients of transformers", "Its experts chosen", "Checkpoint given back",

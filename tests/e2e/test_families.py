@@ -26,13 +26,23 @@ _LATENT = {
         "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
     },
 }  # fmt: skip
+_TOWER = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64, "patch_size": 2,
+    "num_position_embeddings": 4, "temporal_patch_size": 1,
+}  # fmt: skip
 _SEEING = {
-    "vision": {
-        "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64, "patch_size": 2,
-        "num_position_embeddings": 4, "temporal_patch_size": 1, "deepstack_visual_indexes": [0],
-    },
+    "vision": {**_TOWER, "deepstack_visual_indexes": [0]},
     # Text has the same positions in time, height and width.
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
+}  # fmt: skip
+# A layer with linear attention, two values per key, and one with softmax attention.
+_DELTA_NET = {
+    "tie": False, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+_GATED_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
 }  # fmt: skip
 # It refuses this with latent attention on CPU.
 _DETERMINISTIC, _TRUSTED = "--sglang-enable-deterministic-inference", "--trust-remote-code"
@@ -51,7 +61,11 @@ SERVED = {
         },
     },
     "mimo": {"model_type": "mimo", "tie": False},
-    # On text.
+    "qwen2_moe": {"model_type": "qwen2_moe", "tie": False, **_GATED_EXPERTS},
+    "qwen3_next": {"model_type": "qwen3_next", **_DELTA_NET, **_GATED_EXPERTS},
+    # On text, as the next ones.
+    "qwen3_5": {"model_type": "qwen3_5", **_DELTA_NET, "vision": _TOWER},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe", **_DELTA_NET, **_GATED_EXPERTS, "vision": _TOWER},
     "qwen3_vl": {"model_type": "qwen3_vl", **_SEEING},
     "qwen3_vl_moe": {
         "model_type": "qwen3_vl_moe", "tie": False, **_SEEING, "num_experts": 4, "num_experts_per_tok": 2,

@@ -17,11 +17,15 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from slime.backends.sglang_utils.server_arguments import SEEING_MODELS
 from slime.utils.device import gpus_on_this_machine
 from slime.weights.transports.shared_handles import HOST_BUCKET_BYTES
 
 _INERT_PACKAGES = ("torchvision", "sgl_kernel", "triton")
+# Models of text and images whose text sglang 0.5.21 can serve alone. Without a GPU it must: image processors need torchvision.
+SEEING_MODELS = (
+    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)  # fmt: skip
 
 
 def install() -> None:
@@ -48,7 +52,7 @@ def install() -> None:
 # torchvision (sglang 0.5.21, image processors): the index wheel needs libtorch_cuda and, if installed beside a CPU
 #   torch, breaks transformers.
 # sgl_kernel (sglang 0.5.21, `import sgl_kernel` in many layers): has no CPU wheel. Its submodules go on raising
-#   ImportError, on which sglang falls back to torch.
+#   ImportError, on which sglang falls back to torch. What it cannot do without is in cpu_delta_net.py and at the end here.
 # triton (sglang 0.5.21, `@triton.jit` kernels): not installed with a CPU torch.
 
 
@@ -320,6 +324,25 @@ def _norms_over_all_heads(module: types.ModuleType) -> None:
     module.rms_sumsq_serial, module.rms_apply_serial = squares, normed
 
 
+def _gate_shared_experts(module: types.ModuleType) -> None:
+    """sglang 0.5.21, experts as of Qwen2: the gate of those that all tokens share is a Triton kernel."""
+
+    def add_gated(hidden_states, gate_weight, shared_output, final_hidden_states) -> None:
+        gate = (hidden_states @ gate_weight).sigmoid()
+        final_hidden_states += gate[:, None] * shared_output
+
+    module.fused_gate_sigmoid_mul_add = add_gated
+
+
+def _norm_of_gated_heads(module: types.ModuleType) -> None:
+    """sglang 0.5.21, gated delta net: its norm is a Triton kernel, or one of sgl_kernel for a CPU with AMX."""
+    from slime.backends.sglang_utils.cpu_delta_net import norm_and_gate
+
+    for name in ("RMSNorm", "FusedRMSNormGated"):
+        if hasattr(module, name):
+            getattr(module, name).forward = norm_and_gate
+
+
 def _load_while_receiving(module: types.ModuleType) -> None:
     """sglang 0.5.21, `/update_weights_from_distributed`: waits for all tensors of a bucket, and loads none before. On the host
     receiving and loading are copies, which two threads can make at the same time.
@@ -448,6 +471,8 @@ class _ModuleView:
 _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "sglang.srt.configs.utils": _no_image_processors,
     "sglang.srt.server_args": _serve_text_of_seeing_models,
+    "sglang.kernels.ops.attention.fla.layernorm_gated": _norm_of_gated_heads,
+    "sglang.kernels.ops.attention.fla.fused_norm_gate": _norm_of_gated_heads,
     "sglang.srt.mem_cache.pool_host.common": _plain_host_memory,
     "sglang.srt.arg_groups.choices": _allow_seeded_sampling,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": _no_batch_invariant_kernels,
@@ -458,6 +483,7 @@ _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latent_vectors,
     "sglang.srt.managers.data_parallel_controller": _let_the_controller_wait,
     "sglang.srt.managers.scheduler": _sleep_while_paused,
+    "sglang.srt.models.qwen2_moe": _gate_shared_experts,
     "sglang.srt.models.minimax_m2": _norms_over_all_heads,
     "sglang.srt.utils.weight_checker": _weight_checker_without_cuda,
     "sglang.srt.model_executor.model_runner_components.weight_updater": _copy_weights_less,

@@ -30,6 +30,7 @@ from slime.arguments.hf_config import read_hf_config
 from slime.arguments.rules.serving import engine_sizes
 from slime.arguments.server_flags import OTHER_NAMES, attention_groups, tensor_parallel_size
 from slime.arguments.surface import FlagSpec, version_of
+from slime.backends.sglang_utils.cpu_runtime import SEEING_MODELS
 from slime.plan.placement import sleeping_sides
 from slime.utils import env
 from slime.utils.child_process import describe_exit_status, environment_for_python
@@ -66,8 +67,8 @@ RUN_DEFAULTS: dict[str, Any] = {
 }
 
 # Without a GPU: the attention and sampling code that torch has, full precision (the log-probs of trainer and engine are
-# compared in float32), no graphs or overlap (both are CUDA features), a small KV cache (else 16 GB are taken), a
-# scheduler that sleeps when idle (else it burns a core).
+# compared in float32), no graphs or overlap (both are CUDA features), small caches of keys and values and of the states of
+# linear attention (else 16 GB are taken, and a share of the memory), a scheduler that sleeps when idle (else it burns a core).
 CPU_DEFAULTS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -77,12 +78,12 @@ CPU_DEFAULTS: dict[str, Any] = {
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
     "max_total_tokens": 32768,
+    # Four for each request, of which one runs and others are of prefixes.
+    "max_mamba_cache_size": 256,
     "max_running_requests": 64,
     "sleep_on_idle": True,
     "enable_metrics": False,
 }
-# Models of text and images whose text sglang 0.5.21 can serve alone. On CPU it must: image processors need torchvision.
-SEEING_MODELS = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 
 # Attributes `args.sglang_<name>` that configure the router or our client, not the server.
 _NOT_SERVER_FIELDS = frozenset(
@@ -405,6 +406,8 @@ def environment_on_cpu(environment: dict[str, str], ranks: int, threads: int = 1
     environment["SGLANG_USE_CPU_ENGINE"] = "1"
     # torch.compile needs a C++ compiler on CPU and half a minute at the first seeded request.
     environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # Else the last inputs of a convolution before linear attention are kept in bfloat16.
+    environment.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     if ranks > 1:
         # sglang 0.5.21 requires cores for each rank, or a NUMA node. It would bind threads to them by kernels that no package
         # for CPUs has; so nothing is bound, and each rank is given all cores.

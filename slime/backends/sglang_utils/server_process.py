@@ -518,6 +518,9 @@ def _import_for_workers(server_args: Any) -> None:
     find the one to be served. Here a model is imported when it is looked up. With a user's package of models
     (`SGLANG_EXTERNAL_MODEL_PACKAGE`) SGLang's own way stays.
     """
+    from slime.backends.sglang_utils.cpu_delta_net import provide_delta_net
+
+    provide_delta_net()
     sys.modules["megatron"] = None  # type: ignore[assignment]  its import fails, as where it is not installed
     try:
         import sglang.srt.debug_utils.dumper

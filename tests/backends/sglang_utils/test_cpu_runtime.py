@@ -85,6 +85,9 @@ def test_still_needed_inert_packages(package):
             "sglang.srt.managers.scheduler",
             "self._record_scheduler_state_for_paused_engine()\n                continue\n",
         ),
+        ("sglang.kernels.ops.attention.fla.layernorm_gated", "_use_cpu = is_cpu() and cpu_has_amx_support()\n"),
+        ("sglang.kernels.ops.attention.fla.fused_norm_gate", "_use_cpu = is_cpu() and cpu_has_amx_support()\n"),
+        ("sglang.srt.models.qwen2_moe", "                fused_gate_sigmoid_mul_add(\n"),
         ("sglang.srt.models.minimax_m2", "    assert x1.is_cuda and x2.is_cuda\n    B, D1 = x1.shape\n"),
         ("sglang.srt.utils.weight_checker", "torch.cuda.synchronize()"),
         (
@@ -108,13 +111,30 @@ def test_still_needed_batched_attention():
 
 
 def test_every_patch_is_checked():
-    assert len(cpu_runtime._PATCHES) == 15
+    assert len(cpu_runtime._PATCHES) == 18
 
 
 def test_still_needed_names_of_what_no_push_brings():
     """The engine adds `axis_map` to these."""
     computed = source_of("sglang.srt.utils.weight_checker").partition("_NON_PERSISTENT_BUFFER_PATTERNS = (")[2]
     assert "cos_sin_cache" in computed.partition(")")[0] and "axis_map" not in computed.partition(")")[0]
+
+
+def test_still_needed_delta_net():
+    backend = source_of("sglang.srt.layers.attention.linear.gdn_backend")
+    assert "from sgl_kernel.mamba import causal_conv1d_fn_cpu, causal_conv1d_update_cpu\n" in backend
+    kernel = source_of("sglang.srt.layers.attention.linear.kernels.gdn_triton")
+    assert "from sgl_kernel.mamba import chunk_gated_delta_rule_cpu\n" in kernel
+    model = source_of("sglang.srt.models.qwen3_5")
+    for name, source in {"fused_gdn_gating_cpu": backend, "fused_sigmoid_gating_delta_rule_update_cpu": kernel}.items():
+        assert f"torch.ops.sgl_kernel.{name}" in source
+    for name in (
+        "sigmoid_mul",
+        "qk_gemma_rmsnorm",
+        "qk_gemma_rmsnorm_with_gate",
+        "qkvzba_split_reshape_cat_contiguous",
+    ):
+        assert f"torch.ops.sgl_kernel.fused_{name}_cpu\n" in model
 
 
 def test_still_needed_start_method_and_gc_freeze():

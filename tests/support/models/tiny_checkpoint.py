@@ -18,6 +18,10 @@ _CODE = {
         {"architectures": ["MiMoForCausalLM"], "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}},
     ),
 }
+# Entries of published configs that classes of transformers do not keep, and engines read.
+_LOST = ("full_attention_interval",)
+# Types whose published checkpoints have transposed matrices in tensors of all experts.
+_STORED_TRANSPOSED = ("qwen3_vl_moe",)
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 
 _CHAT_TEMPLATE = (
@@ -55,8 +59,8 @@ def make_tiny_checkpoint(
     """Write a float32 checkpoint of the family `model_type`, which transformers (or `KNOWN_AS`) must know, to `path`.
 
     `vocab_size` is at least 260 (the tokenizer's size); `tie` shares the embedding with the head; `config_overrides`
-    replace fields of the configuration. With `vision`, the config of a vision tower, they are of the language model beside it,
-    and experts are stored as such models are published. The weights depend on `seed` only and are scaled up, so that the
+    replace fields of the configuration. With `vision`, the config of a vision tower, they are of the language model beside it.
+    The weights depend on `seed` only and are scaled up, so that the
     next-token distribution is far from flat. The global random state is left as it was.
     """
     import torch
@@ -95,8 +99,9 @@ def make_tiny_checkpoint(
                 else:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(str(path))
-    if vision is not None:
+    if model_type in _STORED_TRANSPOSED:
         transpose_stacked_experts(path)
+    _add_lost_entries(path / "config.json", config_overrides)
     if model_type in KNOWN_AS:
         written = json.loads((path / "config.json").read_text())
         file, text, entries = _CODE.get(model_type, (None, "", {}))
@@ -104,6 +109,12 @@ def make_tiny_checkpoint(
         if file is not None:
             (path / file).write_text(text)
     return path
+
+
+def _add_lost_entries(file: Path, entries: Mapping[str, Any]) -> None:
+    config = json.loads(file.read_text())
+    config.get("text_config", config).update({name: entries[name] for name in _LOST if name in entries})
+    file.write_text(json.dumps(config))
 
 
 def transpose_stacked_experts(path: Path) -> None:
