@@ -6,8 +6,8 @@ Invariants:
 - Proxies of the environment are ignored.
 - Connection errors, answers that are not HTTP, 429 and 5xx are tried again after one second, up to the limit; but a server of
   others that earlier requests have not reached for as long is tried once. Every other status from 400 on fails at once with the
-  body of the answer. A request that exceeds its total time fails at once. Nothing else retries: neither the router nor the
-  caller. All attempts bear one `X-Request-Id`.
+  body of the answer. So does a request that exceeds its total time, or whose URL, or that of a redirect, is none. Nothing else
+  retries: neither the router nor the caller. All attempts bear one `X-Request-Id`.
 - If dead engines and routers are replaced (`set_engine_supply`), a generation waits while there is none, and an attempt that
   failed because one died does not count. A request that outlives several is suspected of ending them, and fails.
 - An answer that is parsed in a thread (`post_generate`) is parsed after its slot and its connection are free again.
@@ -172,8 +172,7 @@ def init_http_client(args: Any) -> None:
         api_key=getattr(args, "router_api_key", None),
         trusted_origins=frozenset(f"http://{host_for_url(ip)}:{port}" for ip, port in routers),
     )
-    if settings != _settings:
-        _settings = settings
+    _settings = settings if settings != _settings else _settings
 
 
 def trust_engine_urls(urls: Iterable[str], listed_by: str | None = None) -> None:
@@ -225,7 +224,7 @@ async def post(
         The parsed JSON of the answer, or its text when it is not JSON.
 
     Raises:
-        HttpError: no success within the attempts, a status of 400 and above that is not retried, or too late.
+        HttpError: no success within the attempts, a status of 400 and above that is not retried, too late, or `url` is none.
     """
     content, ids = payload if json is None else json, _noted_ids.get()
     asks_engines = url.endswith("/generate") and _is_trusted(url) and isinstance(content, dict)
@@ -252,8 +251,7 @@ async def post_generate(
             It sees an exception if the attempt broke, came late, or was answered by 429 or 5xx.
     """
     with _Body(payload, request_ids) as body:
-        receive = methodcaller("read")
-        content = await _generation(url, body, headers=headers, receive=receive, engine=engine, parse=True)
+        content = await _generation(url, body, headers=headers, receive=methodcaller("read"), engine=engine, parse=True)
     # The process that sent the request may have parsed the answer.
     return body.known_in(await decode_generated(content) if isinstance(content, bytes) else content, url)
 
@@ -292,13 +290,14 @@ async def post_generate_stream(
 
 async def _receive_events(on_answer: Callable[[dict[str, Any]], None], response: Response) -> None:
     """Read server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), each with one line of data."""
-    begin, rest, answered = b"", b"", False
+    begin, rest, answered = b"", bytearray(), False
     try:
         async for piece in response.content.iter_any():
             begin = begin or piece[:_BODY_CHARACTERS_IN_MESSAGES]
-            *lines, rest = (rest + piece).split(b"\n")
-            events = [line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")]
-            events = [event for event in events if event != b"[DONE]"]
+            # A long event comes in thousands of pieces: what is there of it is not copied for each.
+            rest += piece
+            *lines, rest = rest.split(b"\n") if b"\n" in piece else (rest,)
+            events = [event for line in lines if line.startswith(b"data:") and (event := line[5:].strip()) != b"[DONE]"]
             if not events:
                 continue
             answer = _decode(events[-1])
@@ -486,9 +485,11 @@ async def _send(
             # one carrier should not end the next.
             carry = None
             continue
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientResponseError) as error:
+        except aiohttp.ClientError as error:
             cause = error if isinstance(error, ExchangeFailed) else f"{type(error).__name__}: {error}"
             failure = HttpError(f"{method} {address} failed: {cause}", url=address)
+            if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
+                raise failure from error
             outages.failed(origin_of(address))
         except TimeoutError as error:
             raise HttpError(
@@ -499,8 +500,7 @@ async def _send(
         if supply is not None:
             supply.doubt_all(str(failure))
         if attempt < attempts or supply is not None:
-            told = attempt == 1 and is_news(address, failure.status)
-            level = logging.WARNING if told else logging.DEBUG
+            level = logging.WARNING if attempt == 1 and is_news(address, failure.status) else logging.DEBUG
             logger.log(level, "%s; attempt %d of request %s", failure, attempt, request_id)
             await asyncio.sleep(RETRY_DELAY_S)
         if supply is not None:

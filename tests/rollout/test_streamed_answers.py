@@ -1,11 +1,14 @@
 """Generation by a stream: from events to a sample, with a connection that may break."""
 
 import asyncio
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from slime.rollout.generation import generate, generate_and_rm
 from slime.rollout.sglang_streaming_rollout import generate_streaming
+from slime.utils import http_utils
 from slime.utils.http_utils import HttpError, init_http_client, post_control, post_generate_stream
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import CountingDataSource, make_args
@@ -109,6 +112,23 @@ def test_of_answers_that_have_arrived_only_the_last_is_read_and_an_error_among_t
     assert answers[-1] == {"text": "49", "meta_info": {}} and len(answers) < 50
     with pytest.raises(HttpError, match="streamed .*the budget is bad"):
         run(_streamed(b'data: {"error": {"message": "the budget is bad"}}\n\ndata: [DONE]\n\n', []))
+
+
+def test_a_long_event_costs_as_much_as_it_is_long_however_many_pieces_it_comes_in():
+    """Experts of a long answer are megabytes of one line, and nothing else of the event loop goes on meanwhile."""
+    experts, answers = "A" * 2**23, []
+    body = b'data: {"meta_info": {"routed_experts": "%b"}}\r\n\r\ndata: [DONE]\n\n' % experts.encode()
+
+    class Content:
+        async def iter_any(self):
+            for begin in range(0, len(body), 2**9):
+                yield body[begin : begin + 2**9]
+
+    started = time.thread_time()
+    asyncio.run(http_utils._receive_events(answers.append, SimpleNamespace(content=Content(), url="http://e")))
+    # To copy what is there for each of the pieces, 64 GiB in all, takes longer on the fastest of machines.
+    assert time.thread_time() - started < 2
+    assert answers == [{"meta_info": {"routed_experts": experts}}]
 
 
 @pytest.mark.parametrize("page", [b"", b"<html>Back soon</html>", b"data: [DONE]\n\n"])

@@ -373,10 +373,29 @@ def test_an_answer_that_is_not_http_is_a_failed_attempt_whoever_asks():
                     await ask(url, max_retries=1)
                 assert asked == number
             asked = 1
+            # An engine of ours, which is tried again however long ago the first failure was.
+            trust_engine_urls([url])
             assert await post(url, {}, max_retries=2) == 7 and asked == 3
         finally:
             await close_http_client()
             server.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("place", ["http://[", "ftp://127.0.0.1/"])
+def test_a_url_that_leads_nowhere_fails_at_once_and_is_told(place):
+    """Whether a flag gave it or a redirect."""
+
+    async def main():
+        async def elsewhere(request):
+            return web.Response(status=307, headers={"Location": place})
+
+        async with serving(elsewhere) as url:
+            for asked in (f"{url}/old", place):
+                with pytest.raises(HttpError, match=r"^POST .* failed: (InvalidUrl|NonHttpUrl)") as told:
+                    await post(asked, {})
+                assert told.value.url == asked and "attempts" not in str(told.value)
 
     asyncio.run(main())
 
