@@ -149,6 +149,7 @@ async def ask_engine(args: Any, sample: Sample, payload: dict[str, Any], model_n
 
     Raises:
         HttpError: the engine refused the request, or did not answer.
+        SampleFailed: the engine tells another number of log-probs among the kept tokens than of tokens, or none to be read.
         UserError: the engine does not tell what it kept.
     """
     url, options = await _addressed(args, sample, payload, model_name)
@@ -224,20 +225,38 @@ class _IdsPastTheRouter(set[str]):
 
 def _of_an_engine(url: str, answer: Any) -> Any:
     """`answer`, or one for each of several prompts. Raises HttpError if a proxy on the way gave its page instead."""
-    answers = answer if isinstance(answer, list) else [answer]
-    if not all(isinstance(one, dict) and isinstance(one.get("meta_info"), dict) for one in answers):
+    if not all(isinstance(one, dict) and isinstance(one.get("meta_info"), dict) for one in _each(answer)):
         raise HttpError(f"POST {url} was not answered by an engine, but with {str(answer)[:500]!r}", url=url)
     return answer
 
 
-def _completed(payload: dict[str, Any], output: dict[str, Any]) -> dict[str, Any]:
-    """An answer with what its request says about it."""
-    if "routed_experts_start_len" in payload:
-        # Stock engines honour the field, but do not repeat it in their answers.
-        output["meta_info"].setdefault("routed_experts_start_len", payload["routed_experts_start_len"])
-    if payload.get("return_sampling_mask"):
-        _take_log_probs_among_kept(output["meta_info"])
-    return output
+def _each(answer: Any) -> list[Any]:
+    return answer if isinstance(answer, list) else [answer]
+
+
+def _completed(payload: dict[str, Any], answer: Any) -> Any:
+    """An answer, or one for each of several prompts, with what its request says about it."""
+    for meta_info in (one["meta_info"] for one in _each(answer)):
+        if "routed_experts_start_len" in payload:
+            # Stock engines honour the field, but do not repeat it in their answers.
+            meta_info.setdefault("routed_experts_start_len", payload["routed_experts_start_len"])
+        if payload.get("return_sampling_mask"):
+            _take_log_probs_among_kept(meta_info)
+    return answer
+
+
+def generated_tokens(meta_info: dict[str, Any]) -> TokenLogProbs:
+    """The tokens that an answer tells, with their log-probs; none where it has no `output_token_logprobs`.
+
+    Raises:
+        SampleFailed: they cannot be read.
+    """
+    try:
+        return TokenLogProbs.of(meta_info.get("output_token_logprobs"))
+    except (LookupError, OverflowError, TypeError, ValueError) as error:
+        raise SampleFailed(
+            f"output_token_logprobs of the engine's answer cannot be read ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _take_log_probs_among_kept(meta_info: dict[str, Any]) -> None:
@@ -250,7 +269,12 @@ def _take_log_probs_among_kept(meta_info: dict[str, Any]) -> None:
                 "the trainer's log-probs need; take SGLang 0.5.21 or later, or give --rollout-top-p 1 --rollout-top-k -1"
             )
         return
-    meta_info["output_token_logprobs"] = TokenLogProbs.of(entries).with_log_probs(log_probs)
+    generated = generated_tokens(meta_info)
+    if len(log_probs) != len(generated):
+        raise SampleFailed(
+            f"the engine gave {len(log_probs)} log-probs among kept tokens for an answer of {len(generated)} tokens"
+        )
+    meta_info["output_token_logprobs"] = generated.with_log_probs(log_probs)
 
 
 class EnginesOfRouter:

@@ -30,6 +30,7 @@ from slime.rollout.engine_request import (
     build_payload,
     check_kept_sets,
     check_prompt_length,
+    generated_tokens,
     get_model_url,
     stream_engine,
     token_budget,
@@ -39,10 +40,9 @@ from slime.rollout.generate_state import GenerateState, deterministic_inference
 from slime.rollout.generation_call import current_call
 from slime.rollout.rm_hub.grading import async_rm, batched_async_rm
 from slime.training.rollout_batch import takes_images
-from slime.utils.engine_answers import TokenLogProbs
 from slime.utils.errors import RunError, UserError
 from slime.utils.processing_utils import sees_images
-from slime.utils.sample_fields import first_not_finite, held
+from slime.utils.sample_fields import STATUS_OF_FINISH_REASON, finish_type, first_not_finite, held
 from slime.utils.types import Sample
 
 Status = Sample.Status
@@ -137,8 +137,8 @@ class _Stream:
         for name in self._PER_TOKEN:
             if meta_info.get(name) is not None:
                 meta_info[name] = meta_info[name][self._tokens :]
-        self._tokens += len(meta_info.get("output_token_logprobs") or ())
-        append_engine_output(self._args, self._sample, {"meta_info": meta_info})
+        before, self._tokens = self._tokens, self._tokens + len(meta_info.get("output_token_logprobs") or ())
+        append_engine_output(self._args, self._sample, {"meta_info": meta_info}, told_before=before)
         if self._tokens:
             # The whole text is replaced: an engine may change the end of a text whose last character was not complete.
             self._sample.response = self._text_before + (output.get("text") or "")
@@ -150,18 +150,29 @@ class _Stream:
             self._sample.append_response_tokens(self._args, meta_info={**told, "finish_reason": {"type": "abort"}})
 
 
-def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
+def append_engine_output(args: Any, sample: Sample, output: dict[str, Any], *, told_before: int = 0) -> None:
     """Add the tokens that the engine generated. An answer without token log-probs brings no new tokens, only its status.
 
+    An answer that ended, and for a reason that is not known here, is COMPLETED.
+
+    Args:
+        told_before: the number of tokens of this answer that `sample` has already, from a stream.
+
     Raises:
-        SampleFailed: a log-prob is missing, NaN or infinite, so that the token cannot be trained.
-        UserError: the engine counts generated tokens and does not tell them.
+        SampleFailed: a log-prob is missing, NaN or infinite, so that the token cannot be trained; or the tokens cannot be read,
+            or are fewer or more than the engine counts, so that text and tokens are not the same answer.
+        UserError: the engine counts generated tokens and tells none.
     """
     meta_info = output["meta_info"]
-    entries = meta_info.get("output_token_logprobs")
-    if entries is None:
+    if meta_info.get("output_token_logprobs") is None:
         _require_no_tokens(args, meta_info)
-    generated = TokenLogProbs.of(entries)
+    generated, ended_by = generated_tokens(meta_info), finish_type(meta_info)
+    told, counted = told_before + len(generated.tokens), meta_info.get("completion_tokens")
+    # An answer that was aborted while it waited may have lost some.
+    if counted not in (None, told) and ended_by not in (None, "abort"):
+        raise SampleFailed(
+            f"the engine counts {counted} tokens in its answer to sample {sample.index}, and tells the log-probs of {told}"
+        )
     try:
         sample.append_response_tokens(
             args,
@@ -179,13 +190,18 @@ def append_engine_output(args: Any, sample: Sample, output: dict[str, Any]) -> N
             f"the engine gave response token {position} (id {generated.tokens[wrong]}) of sample {sample.index} the "
             f"log-prob {generated.log_probs[wrong]}"
         ) from error
+    if ended_by is not None and ended_by not in STATUS_OF_FINISH_REASON:
+        GenerateState(args).warn_once(
+            f"engines end answers for the reason {ended_by!r}, which is not known here; such answers count as completed"
+        )
+        sample.status = Status.COMPLETED
 
 
 def _require_no_tokens(args: Any, meta_info: dict[str, Any]) -> None:
     """Raise UserError if the request of an answer without log-probs had lost its wish for them by the time it reached the
     engine. Only an answer that was aborted while it waited may lack them."""
-    count, finish = meta_info.get("completion_tokens"), meta_info.get("finish_reason") or {}
-    if not count or finish.get("type") == "abort":
+    count = meta_info.get("completion_tokens")
+    if not count or finish_type(meta_info) == "abort":
         return
     raise UserError(
         f"an engine behind {get_model_url(args, 'default', '')} generated {count} tokens and answered without "

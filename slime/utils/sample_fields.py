@@ -179,7 +179,8 @@ def _exact_array(name: str, values: Any) -> np.ndarray | None:
 
 
 _KEPT_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
-_STATUS_OF_FINISH_REASON = {"length": "TRUNCATED", "abort": "ABORTED", "stop": "COMPLETED"}
+# Why an engine ended an answer → the status that the sample has then.
+STATUS_OF_FINISH_REASON = {"length": "TRUNCATED", "abort": "ABORTED", "stop": "COMPLETED"}
 
 # Our name of a counter → the names that engines use for it.
 _SPECULATIVE_KEYS = {
@@ -300,10 +301,15 @@ def apply_terminal_info(sample: Sample, meta_info: dict[str, Any], args: Any) ->
         for counter, keys in _SPECULATIVE_KEYS.items():
             value = next((meta_info[key] for key in keys if meta_info.get(key) is not None), 0)
             setattr(sample.spec_info, counter, getattr(sample.spec_info, counter) + value)
-    finish_reason = meta_info["finish_reason"]
-    kind = finish_reason.get("type") if isinstance(finish_reason, dict) else finish_reason
-    if kind in _STATUS_OF_FINISH_REASON:
-        sample.status = getattr(type(sample).Status, _STATUS_OF_FINISH_REASON[kind])
+    kind = finish_type(meta_info)
+    if kind in STATUS_OF_FINISH_REASON:
+        sample.status = getattr(type(sample).Status, STATUS_OF_FINISH_REASON[kind])
+
+
+def finish_type(meta_info: dict[str, Any]) -> Any:
+    """Why the engine ended its answer: `stop`, `length`, `abort`, or what else it says; None if the answer is not over."""
+    finish_reason = meta_info.get("finish_reason")
+    return finish_reason.get("type") if isinstance(finish_reason, dict) else finish_reason or None
 
 
 def _add_weight_version(sample: Sample, meta_info: dict[str, Any]) -> None:

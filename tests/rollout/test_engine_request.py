@@ -287,6 +287,38 @@ def test_log_probs_among_kept_tokens_take_the_place_of_the_others(monkeypatch):
     assert asyncio.run(ask_engine(args, Sample(index=0), {**payload(**asking), "input_ids": [65]}))
 
 
+def test_of_several_prompts_each_answer_has_what_their_request_says(monkeypatch):
+    SingletonMeta.clear_instances()
+
+    async def post_generate(url, request, **options):
+        entries = [[-0.5, 70, None], [-0.75, 71, None]]
+        answers = [{"meta_info": {"output_token_logprobs": entries, **KEPT}} for _ in range(2)]
+        return answers if len(request["input_ids"]) == 2 else answers[0]
+
+    monkeypatch.setattr(engine_request, "post_generate", post_generate)
+    monkeypatch.setattr(engine_request, "list_engine_urls", lambda *_: asyncio.sleep(0, ["http://e"]))
+    asking = payload(input_ids=[[65], [66]], return_sampling_mask=True, routed_experts_start_len=0)
+    for answer in asyncio.run(ask_engine(make_args(""), Sample(index=0), asking)):
+        assert answer["meta_info"]["output_token_logprobs"].log_probs.tolist() == [-0.25, 0.0]
+        assert answer["meta_info"]["routed_experts_start_len"] == 0
+
+
+@pytest.mark.parametrize("told", [[], [-0.25], [-0.25, 0.0, 0.0]])
+def test_an_answer_with_more_or_fewer_log_probs_among_kept_tokens_fails_its_sample_alone(monkeypatch, told):
+    SingletonMeta.clear_instances()
+
+    async def post_generate(url, request, **options):
+        entries = [[-0.5, 70, None], [-0.75, 71, None]]
+        return {"meta_info": {"output_token_logprobs": entries, **KEPT, "output_token_sampling_logprobs": told}}
+
+    monkeypatch.setattr(engine_request, "post_generate", post_generate)
+    with pytest.raises(
+        SampleFailed, match=f"gave {len(told)} log-probs among kept tokens for an answer of 2"
+    ) as failure:
+        asyncio.run(ask_engine(make_args(""), Sample(index=0), payload(return_sampling_mask=True)))
+    assert failure.value.retryable
+
+
 def test_an_aborted_probe_says_nothing_of_the_router(monkeypatch):
     aborted = {"finish_reason": {"type": "abort"}}
     whole = {"finish_reason": {"type": "length"}, "routed_experts": "AAAA"}

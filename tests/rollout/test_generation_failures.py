@@ -1,4 +1,4 @@
-"""Samples whose generation or reward raises or never comes: limits, second attempts, fault tolerance."""
+"""Samples whose generation or reward raises, never comes or is none: limits, second attempts, fault tolerance."""
 
 import re
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from slime.rollout.generation import generate_and_rm, generate_and_rm_group
 from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError
 from slime.utils.plugin_loader import load_function
-from slime.utils.types import Sample
+from slime.utils.types import Sample, failed_and_masked
 from tests.support.models.rollout_args import make_args
 from tests.support.models.rollout_steps import params, plugin, run
 
@@ -257,3 +257,53 @@ def test_a_raising_user_function_stops_with_flag_path_sample_and_traceback(serve
     message = str(info.value)
     assert f"--{kind.replace('_', '-')} {path} raised KeyError for sample" in message
     assert "line 4, in fn" in message and "lost key" in message
+
+
+def answering(monkeypatch, **told):
+    """An engine that answers two tokens, and tells this of them. Gives a list of its answers."""
+    answers = []
+
+    async def post(url, payload, **options):
+        rows = [[-0.5, 70, None], [-0.5, 71, None]]
+        answers.append({"output_token_logprobs": rows, "finish_reason": {"type": "stop"}, **told})
+        return {"text": "FG", "meta_info": dict(answers[-1])}
+
+    monkeypatch.setattr("slime.rollout.engine_request.post_generate", post)
+    return answers
+
+
+@pytest.mark.parametrize("counted", [0, 1, 3])
+def test_an_answer_with_more_or_fewer_log_probs_than_tokens_is_asked_for_once_more_and_never_trained(
+    server, checkpoint, monkeypatch, counted
+):
+    args = make_args(checkpoint, server.port)
+    answers = answering(monkeypatch, completion_tokens=counted)
+    failed = run(generate_and_rm(args, Sample(index=3, prompt="hello"), params(args)))
+    assert failed_and_masked(failed) and failed.response_length == 0 and len(answers) == 2
+    assert f"counts {counted} tokens in its answer to sample 3" in failed.metadata["fail_reason"]
+    # What was interrupted is gone on with from the tokens that are told.
+    answering(monkeypatch, completion_tokens=counted, finish_reason={"type": "abort"})
+    aborted = run(generate_and_rm(args, Sample(index=3, prompt="hello"), params(args)))
+    assert (aborted.status, aborted.response_length) == (Status.ABORTED, 2)
+
+
+@pytest.mark.parametrize("rows", [[["x", 70, None]], [[-0.5]], [-0.5], [[-0.5, 2**70, None]]])
+def test_an_answer_that_cannot_be_read_is_asked_for_once_more_and_ends_no_run(server, checkpoint, monkeypatch, rows):
+    args = make_args(checkpoint, server.port)
+    answers = answering(monkeypatch, output_token_logprobs=rows)
+    failed = run(generate_and_rm(args, Sample(index=3, prompt="hello"), params(args)))
+    assert failed_and_masked(failed) and failed.response_length == 0 and len(answers) == 2
+    assert "output_token_logprobs of the engine's answer cannot be read" in failed.metadata["fail_reason"]
+
+
+@pytest.mark.parametrize("reason", [{"type": "content_filter"}, "eos"])
+def test_an_answer_that_ended_for_an_unknown_reason_is_a_whole_one(server, checkpoint, monkeypatch, caplog, reason):
+    """It is not interrupted: its group would be asked for again and again, with the same answer."""
+    args = make_args(checkpoint, server.port)
+    answering(monkeypatch, finish_reason=reason, completion_tokens=2, weight_version="4")
+    samples = [Sample(index=0, prompt="hello"), Sample(index=1, prompt="hello", status=Status.ABORTED)]
+    for sample in run(generate_and_rm_group(args, samples, params(args))):
+        assert (sample.status, sample.response_length, sample.weight_versions) == (Status.COMPLETED, 2, ["4"])
+        assert sample.reward in (0, 1)
+    kind = reason if isinstance(reason, str) else reason["type"]
+    assert caplog.text.count(f"reason {kind!r}, which is not known") == 1

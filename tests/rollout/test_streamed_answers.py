@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.rollout.failures import SampleFailed
 from slime.rollout.generation import generate, generate_and_rm
 from slime.rollout.sglang_streaming_rollout import generate_streaming
 from slime.utils import http_utils
@@ -129,6 +130,25 @@ def test_a_long_event_costs_as_much_as_it_is_long_however_many_pieces_it_comes_i
     # To copy what is there for each of the pieces, 64 GiB in all, takes longer on the fastest of machines.
     assert time.thread_time() - started < 2
     assert answers == [{"meta_info": {"routed_experts": experts}}]
+
+
+def test_a_stream_whose_engine_counts_other_tokens_than_it_tells_is_no_answer(server, checkpoint, monkeypatch):
+    """Counted at the end, since answers are cumulative."""
+    output, counts = server._output, []
+
+    def counting(payload, ids, reason):
+        answer = output(payload, ids, reason)
+        counts.append(len(ids) + (wrong if reason else 7))
+        answer["meta_info"]["completion_tokens"] = counts[-1]
+        return answer
+
+    monkeypatch.setattr(server, "_output", counting)
+    args, wrong = make_args(checkpoint, server.port), 0
+    assert run(generate_streaming(args, Sample(index=0, prompt="p"), params(args))).status is Status.COMPLETED
+    wrong = 1
+    with pytest.raises(SampleFailed, match="counts 4 tokens in its answer to sample 5, .* log-probs of 3"):
+        run(generate_streaming(args, Sample(index=5, prompt="p"), params(args)))
+    assert counts == [8, 9, 3, 8, 9, 4]
 
 
 @pytest.mark.parametrize("page", [b"", b"<html>Back soon</html>", b"data: [DONE]\n\n"])

@@ -181,8 +181,9 @@ def _record(prompt_ids: list[int], answer: Any) -> TurnRecord:
         unknown = sum(not math.isfinite(log_prob) for log_prob in turn.output_log_probs)
         if unknown:
             raise HttpError(f"the engine gave no finite log-prob for {unknown} of {len(turn.output_ids)} tokens")
-        if not turn.output_ids and (answer["meta_info"].get("completion_tokens") or answer.get("text")):
-            raise HttpError("the engine told a text, but no ids of it (output_token_logprobs)")
+        told, counted = len(turn.output_ids), answer["meta_info"].get("completion_tokens")
+        if counted not in (None, told) or (answer.get("text") and not told):
+            raise HttpError(f"the engine counts {counted} tokens, and tells the ids of {told} (output_token_logprobs)")
     return turn
 
 

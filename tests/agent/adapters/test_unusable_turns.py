@@ -97,6 +97,8 @@ UNUSABLE = {
     "no entries": of_meta_info(output_token_logprobs=[1, 2]),
     "an end as text": of_meta_info(finish_reason="stop"),
     "no ids": lambda answer: answer["meta_info"].pop("output_token_logprobs"),
+    "fewer ids than tokens": lambda answer: answer["meta_info"]["output_token_logprobs"].pop(),
+    "more ids than tokens": lambda answer: answer["meta_info"]["output_token_logprobs"].append([-0.5, 7, None]),
     "too few of kept sets": of_meta_info(output_token_sampling_logprobs=[-0.25]),
     "no meta_info": lambda answer: answer.pop("meta_info"),
 }
