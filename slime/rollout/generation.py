@@ -102,7 +102,26 @@ async def _next_request(args: Any, sample: Sample, sampling_params: dict[str, An
         sample.status = Status.TRUNCATED
         return None
     payload = build_payload(state, sample, sampling_params, budget)
+    if not call.evaluation and sampling_params != state.sampling_params:
+        _warn_of_another_distribution(args, sampling_params)
     return payload if images is None else payload | images.request(sample)
+
+
+def _warn_of_another_distribution(args: Any, sampling_params: dict[str, Any]) -> None:
+    """Warn once if a function samples what is to be trained from another distribution than the trainer's log-probs are of."""
+    trained = {
+        "temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k,
+        "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
+    }  # fmt: skip
+    given = {name: sampling_params[name] for name in trained if sampling_params.get(name) is not None}
+    others = [f"{name} {value}" for name, value in given.items() if value != trained[name]]
+    if others:
+        GenerateState(args).warn_once(
+            f"a function samples with {', '.join(others)}, and the trainer computes log-probs by the flags "
+            f"(--rollout-temperature {args.rollout_temperature}, --rollout-top-p {args.rollout_top_p}, --rollout-top-k "
+            f"{args.rollout_top_k}): such answers count as the policy's, and are not; give the flags these values, or leave "
+            "sampling_params as they come"
+        )
 
 
 def _compare_prompts(args: Any, sample: Sample, payload: dict[str, Any], answer: dict[str, Any]) -> None:

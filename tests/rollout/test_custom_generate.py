@@ -17,6 +17,7 @@ from slime.utils.errors import UserError
 from slime.utils.sample_fields import held
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args
+from tests.support.models.rollout_steps import params, run
 
 pytestmark = pytest.mark.usefixtures("fresh_singletons")
 
@@ -50,6 +51,33 @@ def test_single_form_gets_private_sampling_params_and_evaluation(checkpoint, mak
     sample = asyncio.run(generate_and_rm(args, Sample(index=0, tokens=[1]), shared, evaluation=True))
     assert sample.metadata["seen"] == ({"temperature": 1.0, "stop": [".", "mine"]}, True)
     assert shared == {"temperature": 1.0, "stop": ["."]}
+
+
+@pytest.mark.parametrize("changed", ["temperature=0.5", "top_p=0.9", "top_k=5", "min_p=0.1", "repetition_penalty=1.1"])
+def test_a_function_that_samples_otherwise_than_is_trained_is_told_of_once(
+    server, checkpoint, make_plugin, caplog, changed
+):
+    """The trainer's log-probs would be those of another distribution, without a word."""
+    path = make_plugin(
+        "from slime.rollout.sglang_rollout import generate\n"
+        "async def fn(args, sample, sampling_params):\n"
+        f"    return await generate(args, sample, {{**sampling_params, **dict({changed}, stop=['x'], min_new_tokens=1)}})\n",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path)
+    told = f"samples with {changed.replace('=', ' ')}, and the trainer computes log-probs by the flags"
+    with GenerationCall(evaluation=True).under_way():
+        run(generate_and_rm(args, Sample(index=0, prompt="p"), params(args), evaluation=True))
+    assert told not in caplog.text, "an evaluation trains nothing"
+    for index in range(2):
+        run(generate_and_rm(args, Sample(index=index, prompt="p"), params(args)))
+    assert caplog.text.count(told) == 1
+
+
+def test_what_changes_no_distribution_is_not_told_of(server, checkpoint, caplog):
+    args = make_args(checkpoint, server.port)
+    changed = {"stop": ["x"], "max_new_tokens": 2, "sampling_seed": 3, "min_p": 0.0, "top_p": None, "temperature": 1}
+    run(generate_and_rm(args, Sample(index=0, prompt="p"), {**params(args), **changed}))
+    assert "log-probs by the flags" not in caplog.text
 
 
 def test_the_samples_own_path_beats_the_flag(checkpoint, make_plugin):
