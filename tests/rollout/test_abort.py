@@ -17,7 +17,7 @@ from slime.utils.http_utils import close_http_client
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import CountingDataSource, make_args
 from tests.support.models.rollout_steps import group_numbers, plugin, prompt_number, run_step
-from tests.support.processes.clocks import LeapingLoop, has_ended
+from tests.support.processes.clocks import LeapingLoop, has_ended, run_in_no_time
 from tests.support.processes.fake_generate_server import FakeGenerateServer
 from tests.support.processes.waiting import until
 
@@ -47,6 +47,22 @@ def test_r6_an_engine_that_stays_busy_does_not_hold_the_step(server, checkpoint,
     )
     assert len(output.samples) == 2
     assert "still busy at the end of --abort-timeout" in caplog.text
+
+
+def test_r6_an_engine_is_told_every_three_seconds_until_the_end(monkeypatch):
+    """A request that arrives behind an abort is not aborted by it."""
+    sent = []
+
+    async def send(call, url, share):
+        sent.append(asyncio.get_running_loop().time())
+
+    async def is_idle(url):
+        return False
+
+    monkeypatch.setattr(abort, "_send_abort", send)
+    monkeypatch.setattr(abort, "_is_idle", is_idle)
+    run_in_no_time(abort._abort_engine(GenerationCall(), "http://e", set(), 10.0, 0.0))
+    assert sent == pytest.approx([0, 3, 6, 9], abs=0.5)
 
 
 def test_r6_engines_of_every_model_are_aborted(server, checkpoint):

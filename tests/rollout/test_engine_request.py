@@ -11,12 +11,13 @@ from slime.rollout import engine_request
 from slime.rollout.engine_request import (
     EnginesOfRouter,
     ask_engine,
+    build_payload,
     check_prompt_length,
     checked_token_ids,
     get_model_url,
 )
 from slime.rollout.failures import SampleFailed
-from slime.rollout.generate_state import GenerateState
+from slime.rollout.generate_state import GenerateState, rollout_sampling_params
 from slime.utils import http_utils
 from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError, close_http_client
@@ -43,6 +44,24 @@ def test_unknown_names_lead_to_the_first_router_with_one_warning(caplog):
     for _ in range(2):
         assert get_model_url(args, "rewrad") == "http://[::1]:5/generate"
     assert caplog.messages == ["no model is served under the name 'rewrad'; 'actor' is asked. Known: actor, reward"]
+
+
+def test_a_request_has_what_the_flags_say(tmp_path):
+    SingletonMeta.clear_instances()
+    own = {
+        "temperature": 0.25,
+        "top_p": 0.5,
+        "top_k": 11,
+        "stop": ["X"],
+        "stop_token_ids": [5],
+        "skip_special_tokens": True,
+    }
+    args = make_args(make_checkpoint(tmp_path), **{f"rollout_{name}": value for name, value in own.items()})
+    request = build_payload(GenerateState(args), Sample(tokens=[65]), rollout_sampling_params(args), 3)
+    assert request["sampling_params"] == {
+        **own, "max_new_tokens": 3, "no_stop_trim": True, "spaces_between_special_tokens": False
+    }  # fmt: skip
+    SingletonMeta.clear_instances()
 
 
 EXPERTS = {"return_routed_experts": True, "routed_experts_start_len": 3}

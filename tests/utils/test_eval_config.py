@@ -43,6 +43,16 @@ def test_temperature_zero_is_a_value():
     assert config.sampling_params()["temperature"] == 0.0
 
 
+def test_a_request_has_what_the_set_says():
+    own = {
+        "temperature": 0.25, "top_p": 0.5, "top_k": 11, "min_new_tokens": 2, "repetition_penalty": 1.5, "stop": ["X"],
+        "stop_token_ids": [5], "skip_special_tokens": True, "no_stop_trim": False,
+    }  # fmt: skip
+    entry = {"name": "a", "path": "p", "max_response_len": 99, **own}
+    (config,) = build_eval_dataset_configs(ARGS, [entry], {})
+    assert config.sampling_params() == {**own, "max_new_tokens": 99, "spaces_between_special_tokens": False}
+
+
 def test_a10_every_key_of_the_defaults_applies():
     defaults = {
         "rm_type": "math", "custom_rm_path": "m.reward", "input_key": "q", "label_key": "a", "tool_key": "t",

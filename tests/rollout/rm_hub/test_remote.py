@@ -17,9 +17,11 @@ from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args
+from tests.support.processes.clocks import run_in_no_time
 from tests.support.processes.http_server import serving
 
 KEY = "s3cret-token"
+LONGEST_WAIT_S = remote.MAX_WAIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +150,24 @@ def test_the_whole_takes_no_longer_than_its_limit(monkeypatch):
     service = Service((503, "down"))
     with pytest.raises(HttpError, match="1 attempts"):
         graded(service)
+
+
+def test_waits_double_up_to_half_a_minute_and_end_with_the_whole(monkeypatch):
+    times, args = [], make_args("", rm_type="remote_rm")
+    args.rm_url = "http://grader:1"
+
+    async def refused(*given):
+        times.append(asyncio.get_running_loop().time())
+        raise HttpError("refused", status=503)
+
+    monkeypatch.setattr(remote, "MAX_WAIT_S", LONGEST_WAIT_S)
+    # The longest that is drawn.
+    monkeypatch.setattr(remote.random, "uniform", lambda low, high: high)
+    monkeypatch.setattr(remote, "post_control", refused)
+    with pytest.raises(HttpError, match="8 attempts"):
+        run_in_no_time(remote_rm(args, sample()))
+    waits = [after - before for before, after in itertools.pairwise(times)]
+    assert waits == [1.5, 2.5, 4.5, 8.5, 16.5, 30.5, 30.5], "another one would end after 120 s"
 
 
 @pytest.mark.parametrize("source", ["variable", "file"])
