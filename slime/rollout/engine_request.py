@@ -225,7 +225,8 @@ class _IdsPastTheRouter(set[str]):
 
 def _of_an_engine(url: str, answer: Any) -> Any:
     """`answer`, or one for each of several prompts. Raises HttpError if a proxy on the way gave its page instead."""
-    if not all(isinstance(one, dict) and isinstance(one.get("meta_info"), dict) for one in _each(answer)):
+    answers = _each(answer)
+    if not answers or not all(isinstance(one, dict) and isinstance(one.get("meta_info"), dict) for one in answers):
         raise HttpError(f"POST {url} was not answered by an engine, but with {str(answer)[:500]!r}", url=url)
     return answer
 

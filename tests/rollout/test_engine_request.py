@@ -188,6 +188,9 @@ def test_several_prompts_of_one_request_have_an_answer_each(monkeypatch):
     with pytest.raises(HttpError, match="was not answered by an engine") as failure:
         asyncio.run(ask_engine(make_args(""), Sample(index=0), payload(input_ids=[[65], [66]])))
     assert failure.value.url.endswith("/generate")
+    answers.clear()
+    with pytest.raises(HttpError, match="was not answered by an engine"):
+        asyncio.run(ask_engine(make_args(""), Sample(index=0), payload()))
 
 
 def test_an_engine_that_says_where_its_experts_begin_is_believed(servers, monkeypatch):
