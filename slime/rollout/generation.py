@@ -102,7 +102,7 @@ async def _next_request(args: Any, sample: Sample, sampling_params: dict[str, An
         sample.status = Status.TRUNCATED
         return None
     payload = build_payload(state, sample, sampling_params, budget)
-    if not call.evaluation and sampling_params != state.sampling_params:
+    if not call.evaluation:
         _warn_of_another_distribution(args, sampling_params)
     return payload if images is None else payload | images.request(sample)
 

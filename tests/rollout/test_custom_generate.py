@@ -73,6 +73,13 @@ def test_a_function_that_samples_otherwise_than_is_trained_is_told_of_once(
     assert caplog.text.count(told) == 1
 
 
+def test_so_is_one_that_changes_the_parameters_of_all(server, checkpoint, caplog):
+    args = make_args(checkpoint, server.port)
+    GenerateState(args).sampling_params["temperature"] = 0.5
+    run(generate_and_rm(args, Sample(index=0, prompt="p"), params(args)))
+    assert "samples with temperature 0.5, and the trainer" in caplog.text
+
+
 def test_what_changes_no_distribution_is_not_told_of(server, checkpoint, caplog):
     args = make_args(checkpoint, server.port)
     changed = {"stop": ["x"], "max_new_tokens": 2, "sampling_seed": 3, "min_p": 0.0, "top_p": None, "temperature": 1}
