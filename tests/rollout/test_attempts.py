@@ -16,10 +16,11 @@ from slime.rollout.attempts import (
     own_copy,
 )
 from slime.rollout.data_source_files import groups_from_plain, groups_to_plain, read_state, write_state
+from slime.rollout.generation import generate_and_rm, generate_and_rm_group
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
-from tests.support.models.rollout_args import CountingDataSource, make_args
-from tests.support.models.rollout_steps import plugin, prompt_number, run_step
+from tests.support.models.rollout_args import CONTEXT_LENGTH, CountingDataSource, make_args
+from tests.support.models.rollout_steps import params, plugin, prompt_number, run, run_step
 
 Status = Sample.Status
 ARGS = SimpleNamespace(rollout_temperature=1.0, rollout_top_p=1.0, rollout_top_k=-1)
@@ -284,3 +285,27 @@ def test_nothing_is_masked_without_both_flags(flags):
     mask_tokens_before_resumption(args, sample, list(sample.tokens))
     mask_finished_earlier(args, sample)
     assert sample.loss_mask is None
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_a_group_is_graded_at_once_with_siblings_finished_earlier_and_an_evaluation_one_by_one(
+    server, checkpoint, tmp_path, evaluation
+):
+    path = plugin(
+        tmp_path, "def fn(args, samples):\n    args.graded.append(len(samples))\n    return [1.0] * len(samples)\n"
+    )
+    args = make_args(checkpoint, server.port, group_rm=True, custom_rm_path=path)
+    args.graded = []
+    finished = Sample(index=0, tokens=[1, 2], response_length=1, status=Status.COMPLETED, rollout_log_probs=[-1.0])
+    group = [finished, Sample(index=1, prompt="p")]
+    graded = run(generate_and_rm_group(args, group, params(args), evaluation=evaluation))
+    assert [sample.reward for sample in graded] == [1.0, 1.0]
+    assert args.graded == ([1, 1] if evaluation else [2])
+
+
+def test_an_answer_that_fills_the_context_is_truncated_and_no_failure(server, checkpoint):
+    args = make_args(checkpoint, server.port, rollout_max_response_len=None)
+    whole = partial_sample(CONTEXT_LENGTH - 3, 3, index=0)
+    whole.rollout_log_probs = [-1.0] * 3
+    finished = run(generate_and_rm(args, whole, params(args)))
+    assert (finished.status, finished.response_length, server.requests) == (Status.TRUNCATED, 3, [])

@@ -201,6 +201,34 @@ def test_both_forms_train_only_what_was_written_after_a_resumption(checkpoint, m
     assert [sample.loss_mask for sample in samples] == [[1], [0, 0, 1], [0, 0, 1], [0, 0, 1]]
 
 
+ABORTS = """
+from slime.rollout.generate_state import GenerateState
+async def fn(args, samples, evaluation):
+    args.called.append(samples[0].index)
+    await asyncio.sleep(0.01)
+    GenerateState(args).aborted = True
+    for sample in samples:
+        sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])
+        sample.status = Sample.Status.COMPLETED
+    return samples
+"""
+
+
+def test_batch_form_is_not_called_for_a_group_whose_turn_comes_after_the_abort(checkpoint, make_plugin):
+    args = make_args(checkpoint, custom_generate_function_path=make_plugin(ABORTS), sglang_server_concurrency=1)
+    args.called = []
+
+    async def main():
+        groups = [[Sample(index=number, tokens=[1]) for _ in range(2)] for number in range(2)]
+        return await asyncio.gather(*[generate_and_rm_group(args, group, params(args)) for group in groups])
+
+    with GenerationCall().under_way():
+        first, second = asyncio.run(main())
+    assert args.called == [0]
+    assert [sample.status for sample in first + second] == [Status.COMPLETED] * 2 + [Status.ABORTED] * 2
+    assert [sample.response_length for sample in second] == [0, 0]
+
+
 def test_batch_form_must_return_as_many(checkpoint, make_plugin):
     path = make_plugin("def fn(args, samples, evaluation):\n    return samples[:1]\n")
     args = make_args(checkpoint, custom_generate_function_path=path)

@@ -95,6 +95,14 @@ def asked(server):
     return [request for request in server.requests if request["sampling_params"]["max_new_tokens"] > 1]
 
 
+@pytest.mark.parametrize("policy", [None, "cache_aware", "consistent_hashing"])
+def test_sessions_are_told_to_routers_that_keep_them_together_alone(servers, policy):
+    router, _, args = servers
+    args.router_policy = policy
+    run(ask_engine(args, Sample(index=0, session_id="a"), payload()))
+    assert router.headers[-1].get("X-SMG-Routing-Key") == ("a" if policy == "consistent_hashing" else None)
+
+
 def test_requests_for_experts_are_spread_over_the_engines_of_a_router_that_drops_them(servers):
     router, engine, args = servers
     router.hold = engine.hold = lambda request: request["sampling_params"]["max_new_tokens"] > 1

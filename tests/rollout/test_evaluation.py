@@ -68,6 +68,7 @@ def test_all_sets_are_generated_and_graded_in_order(server, checkpoint, tmp_path
         (0, 0, 0), (0, 1, 0), (1, 2, 1), (1, 3, 1), (2, 4, 2), (2, 5, 2),
     ]  # fmt: skip
     assert data["easy"]["rewards"] == [s.reward for s in easy]
+    assert {reward in (0, 1) for one in data.values() for reward in one["rewards"]} == {True}
     assert data["easy"]["truncated"] == [True] * 6, "three tokens are the limit of the set"
     assert [s.metadata["rm_type"] for s in data["hard"]["samples"]] == ["f1", "f1"]
     by_temperature = [r["sampling_params"] for r in server.requests if r["sampling_params"]["temperature"] == 0.0]
