@@ -211,6 +211,27 @@ def test_an_abort_does_not_wait_for_a_router_that_is_gone(server, checkpoint, ca
     assert "no abort was sent to the engines of model 'reward'" in caplog.text
 
 
+def test_tasks_end_by_themselves_where_no_engine_is_listed(server, checkpoint, tmp_path, monkeypatch, caplog):
+    """Say in a run whose answers come from elsewhere."""
+    monkeypatch.setattr(abort, "list_engine_urls", lambda *_, **__: asyncio.sleep(0, []))
+    path = plugin(
+        tmp_path,
+        "from slime.rollout.generate_state import GenerateState\n"
+        "async def fn(args, sample, sampling_params):\n"
+        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0], text='half')\n"
+        "    while sample.group_index == 0 and not GenerateState(args).aborted:\n        await asyncio.sleep(0.01)\n"
+        "    await asyncio.sleep(0.05)\n"
+        "    ends = sample.group_index\n"
+        "    sample.status = Sample.Status.COMPLETED if ends else Sample.Status.ABORTED\n    return sample\n",
+    )
+    args = make_args(
+        checkpoint, server.port, custom_generate_function_path=path, over_sampling_batch_size=3, partial_rollout=True
+    )
+    source = CountingDataSource(2)
+    run_step(args, source, limit_s=SOON_S)
+    assert held_answer(source) == {(Status.ABORTED, "half")} and "cancelling" not in caplog.text
+
+
 def test_a_task_that_refuses_its_cancellation_does_not_stretch_the_abort(
     server, checkpoint, tmp_path, caplog, monkeypatch
 ):

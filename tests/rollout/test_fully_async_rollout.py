@@ -236,6 +236,70 @@ def test_a_group_that_is_too_old_is_in_the_queue_or_in_the_source_whatever_ends_
     asyncio.run(main())
 
 
+def test_what_was_interrupted_is_counted_and_generated_again(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "from collections import Counter\n"
+        "calls = Counter()\n"
+        "async def fn(args, sample, sampling_params):\n"
+        "    calls[sample.prompt] += 1\n"
+        "    is_cut = sample.prompt == 'question 0' and calls[sample.prompt] <= 2\n"
+        "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
+        "    sample.status = Sample.Status.ABORTED if is_cut else Sample.Status.COMPLETED\n"
+        "    return sample\n",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path, sglang_server_concurrency=2)
+
+    async def main():
+        async with worker_of(args, CountingDataSource(2)) as worker:
+            return [await rollout(worker, number) for number in range(2)]
+
+    first, second = asyncio.run(main())
+    assert (group_numbers(first.samples), group_numbers(second.samples)) == ([0, 1], [2, 3])
+    assert [output.metrics["aborted_samples"] for output in (first, second)] == [2, 0]
+
+
+def test_a_rollout_of_which_most_samples_failed_is_an_error_with_the_first_cause(server, checkpoint, tmp_path):
+    path = plugin(
+        tmp_path,
+        "async def fn(args, sample, sampling_params):\n"
+        "    sample.status, sample.metadata['fail_reason'] = Sample.Status.FAILED, 'no tool'\n"
+        "    return sample\n",
+    )
+    args = make_args(checkpoint, server.port, custom_generate_function_path=path)
+
+    async def main():
+        async with worker_of(args, CountingDataSource(2)) as worker:
+            with pytest.raises(RunError, match=r"4 of 4 samples of rollout 7 failed.*sample \d+: no tool"):
+                await rollout(worker, 7)
+
+    asyncio.run(main())
+
+
+def test_what_a_rollout_that_fails_has_taken_is_taken_by_the_next_one_in_the_same_order(
+    server, checkpoint, monkeypatch
+):
+    # One at a time, so that groups finish in their order.
+    args = make_args(checkpoint, server.port, sglang_server_concurrency=1, n_samples_per_prompt=1, rollout_batch_size=3)
+    pack = fully_async_rollout.pack_groups
+
+    def full(groups):
+        monkeypatch.setattr(fully_async_rollout, "pack_groups", pack)
+        raise MemoryError("made to fail")
+
+    monkeypatch.setattr(fully_async_rollout, "pack_groups", full)
+
+    async def main():
+        async with worker_of(args, CountingDataSource(1)) as worker:
+            with pytest.raises(MemoryError):
+                await rollout(worker, 0)
+            waiting = [leaves(group)[0].group_index for _, group in worker.queue]
+            assert waiting[:3] == [0, 1, 2]
+            assert group_numbers((await rollout(worker, 1)).samples) == [0, 1, 2]
+
+    asyncio.run(main())
+
+
 def test_a_bound_on_staleness_holds_while_a_rollout_is_packed_and_frees_all_of_its_room_after(
     server, checkpoint, monkeypatch
 ):
