@@ -11,7 +11,7 @@ import pytest
 from slime.rollout import fully_async_rollout
 from slime.rollout.base_types import leaves
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.rollout.draws import DataSourceSnapshots
+from slime.rollout.draws import DataSourceSnapshots, draw_groups
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker, generate_rollout_fully_async
 from slime.rollout.generation_call import GenerationCall
 from slime.utils.errors import RunError, UserError
@@ -236,7 +236,9 @@ def test_a_group_that_is_too_old_is_in_the_queue_or_in_the_source_whatever_ends_
     asyncio.run(main())
 
 
-def test_what_was_interrupted_is_counted_and_generated_again(server, checkpoint, tmp_path):
+def test_what_was_interrupted_or_failed_is_counted_and_what_was_interrupted_generated_again(
+    server, checkpoint, tmp_path
+):
     path = plugin(
         tmp_path,
         "from collections import Counter\n"
@@ -246,6 +248,7 @@ def test_what_was_interrupted_is_counted_and_generated_again(server, checkpoint,
         "    is_cut = sample.prompt == 'question 0' and calls[sample.prompt] <= 2\n"
         "    sample.append_response_tokens(args, tokens=[5], log_probs=[-1.0])\n"
         "    sample.status = Sample.Status.ABORTED if is_cut else Sample.Status.COMPLETED\n"
+        "    sample.status = Sample.Status.FAILED if sample.index == 4 else sample.status\n"
         "    return sample\n",
     )
     args = make_args(checkpoint, server.port, custom_generate_function_path=path, sglang_server_concurrency=2)
@@ -257,6 +260,7 @@ def test_what_was_interrupted_is_counted_and_generated_again(server, checkpoint,
     first, second = asyncio.run(main())
     assert (group_numbers(first.samples), group_numbers(second.samples)) == ([0, 1], [2, 3])
     assert [output.metrics["aborted_samples"] for output in (first, second)] == [2, 0]
+    assert [output.metrics["failed_samples"] for output in (first, second)] == [0, 1]
 
 
 def test_a_rollout_of_which_most_samples_failed_is_an_error_with_the_first_cause(server, checkpoint, tmp_path):
@@ -447,13 +451,48 @@ def test_a_source_that_runs_dry_is_an_error_when_nothing_is_left(server, checkpo
     asyncio.run(main())
 
 
+def saving_args(checkpoint, server, tmp_path, **changes):
+    directories = {"save": str(tmp_path), "load": str(tmp_path), "fresh_data_state": False}
+    source_flags = {"rollout_shuffle": False, "buffer_filter_path": None}
+    made = make_args(checkpoint, server.port, sglang_server_concurrency=8, **changes)
+    values = {**vars(made), **directories, **source_flags}
+    return SimpleNamespace(**{**values, "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer"})
+
+
+def test_a_checkpoint_lacks_what_the_filter_has_dropped(server, checkpoint, tmp_path):
+    """It is done with: a run that resumes would generate it again, for nothing."""
+    drops = plugin(tmp_path, "def fn(args, samples):\n    return samples[0].prompt != 'question 1'\n")
+    args = saving_args(checkpoint, server, tmp_path, dynamic_sampling_filter_path=drops)
+    prompts = [f"question {number}" for number in range(40)]
+    source = RolloutDataSourceWithBuffer(prompts, args)
+    snapshots = DataSourceSnapshots(args, source)
+    snapshots.load(-1)
+
+    async def main():
+        with snapshots.of_rollout(0):
+            worker = AsyncRolloutWorker(args, source)
+        async with worker_of(args, source):
+            with GenerationCall(0).under_way(), snapshots.of_rollout(0):
+                output = await asyncio.wait_for(worker.rollout(0), 30)
+            # All that was drawn is done.
+            await until(lambda: len(worker.queue) >= 4 and not worker.in_flight)
+            snapshots.remember(0)
+            snapshots.save(0)
+        return {sample.prompt for sample in leaves(output.samples)}
+
+    taken = asyncio.run(main())
+    again = RolloutDataSourceWithBuffer(prompts, args)
+    resumed = DataSourceSnapshots(args, again)
+    resumed.load(0)
+    with resumed.of_rollout(1):
+        left = {group[0].prompt for group in draw_groups(args, again, len(prompts) - len(taken) - 1, 1)}
+    assert left == set(prompts) - taken - {"question 1"}
+
+
 @pytest.mark.parametrize("rollouts", [1, 2])
 def test_a_checkpoint_has_what_waits_and_what_is_in_flight(server, checkpoint, tmp_path, rollouts):
     """After the kill the prompts that no saved rollout took come again, each once; answers that waited are not made again."""
-    directories = {"save": str(tmp_path), "load": str(tmp_path), "fresh_data_state": False}
-    source_flags = {"rollout_shuffle": False, "buffer_filter_path": None}
-    values = {**vars(make_args(checkpoint, server.port, sglang_server_concurrency=8)), **directories, **source_flags}
-    args = SimpleNamespace(**{**values, "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer"})
+    args = saving_args(checkpoint, server, tmp_path)
     prompts = [f"question {number}" for number in range(40)]
     held = {1, 2}
     server.hold = lambda payload: prompt_number(payload, args) in held

@@ -113,6 +113,15 @@ def test_apply_to_writes_overrides_into_its_own_copy_of_the_metadata():
     assert sample.custom_rm_path == "m.f"
 
 
+def test_the_generate_function_of_a_sample_beats_that_of_its_set():
+    entry = {"name": "a", "path": "p", "custom_generate_function_path": "m.of_set"}
+    (config,) = build_eval_dataset_configs(ARGS, [entry], {})
+    samples = [Sample(), Sample(generate_function_path="m.of_sample")]
+    for sample in samples:
+        config.apply_to(sample)
+    assert [sample.generate_function_path for sample in samples] == ["m.of_set", "m.of_sample"]
+
+
 def test_sets_that_load_the_same_share_a_cache_key():
     def key(**entry):
         return build_eval_dataset_configs(ARGS, [{"name": "n", "path": "p", **entry}], {})[0].cache_key
