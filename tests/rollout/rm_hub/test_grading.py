@@ -43,6 +43,13 @@ async def batch(args, samples):
 def group(args, whole_group, **kwargs):
     return [len(whole_group)] * len(whole_group)
 
+def sorts(args, samples):
+    rewards = [float(s.index) for s in samples]
+    samples.sort(key=lambda s: -s.index)
+    for sample in samples:
+        sample.metadata["graded"] = sample.index
+    return rewards
+
 def short(args, samples):
     return [1.0]
 
@@ -152,6 +159,12 @@ def test_r10_one_function_has_one_form_on_both_ways(rewards):
     assert grade_all(batch, samples(1, 2)) == [1.5, 2.5]
     forms = [call[:2] for call in module_of(rewards)["calls"]]
     assert forms == [("single", 4), ("single", 1), ("single", 2), ("batch", [4]), ("batch", [1, 2])]
+
+
+def test_a_batch_form_may_sort_its_list_and_note_something_on_each_sample(rewards):
+    group = samples(1, 2, 3)
+    assert grade_all(make_args("", custom_rm_path=rewards("sorts")), group) == [1.0, 2.0, 3.0]
+    assert [(sample.index, sample.metadata["graded"]) for sample in group] == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_r10_group_rm_decides_only_where_the_name_does_not(rewards):

@@ -141,6 +141,13 @@ def test_the_coin_is_fair_and_falls_the_same_way_again():
     assert coins == [compute_builtin_reward(args, Sample(index=i)) for i in range(400)]
     assert set(coins) == {0, 1}
     assert 140 < sum(coins) < 260
+    args.rollout_seed = 8
+    assert coins != [compute_builtin_reward(args, Sample(index=i)) for i in range(400)], "a run of another seed"
+
+
+@pytest.mark.parametrize(("behind", "score"), [(250, 1.0), (300, -1.0)])
+def test_dapo_reads_the_last_300_characters(behind, score):
+    assert compute_score("Answer: 42\n" + "x" * behind, "42")["score"] == score
 
 
 @pytest.mark.parametrize(("rm_type", "metadata"), [(None, {}), ("maths", {}), ("math", {"rm_type": "gpqa2"})])
