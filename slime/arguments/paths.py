@@ -8,6 +8,7 @@ that calls them starts, not when they are first needed: one that fails ends a ru
 """
 
 import argparse
+import copy
 import os
 import sys
 from collections.abc import Iterator
@@ -18,8 +19,11 @@ from slime.arguments.violations import Violation, about, broken
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import file_of_path, load_to_call, subject_of
 from slime.utils.plugin_source import find_top, problem_of_path
+from slime.utils.yaml_file import EMPTY_PATH
 
-PATHS = tuple(name for name, flag in OWN_FLAGS.items() if flag.path in (PathKind.READ, PathKind.WRITTEN))
+# Megatron's flags name directories and files, too.
+PATHS = (*(name for name, flag in OWN_FLAGS.items() if flag.path in (PathKind.READ, PathKind.WRITTEN)), "tensorboard_dir",
+    "nccl_communicator_config_path")  # fmt: skip
 _READ_HERE = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.HERE)
 _PLUG_INS = tuple(name for name, flag in OWN_FLAGS.items() if flag.plug_in is not None)
 
@@ -28,17 +32,15 @@ def make_paths_absolute(args: argparse.Namespace) -> dict[str, Violation]:
     """Replace every relative path by an absolute one; data files keep their slice, plug-ins their attribute.
 
     Returns:
-        A violation by attribute for every path that is empty, and unset afterwards: most likely a variable of a shell
-        script was not set, and the current directory is not what was meant.
+        A violation by attribute for every path that is empty, which has its default afterwards: most likely a variable of a
+        shell script was not set, and the current directory is not what was meant.
     """
     empty = {}
-    for name in (*PATHS, *_READ_HERE, "prompt_data", *_PLUG_INS):
+    for name in (*PATHS, *_READ_HERE, "prompt_data", "eval_prompt_data", *_PLUG_INS):
         value = vars(args)[name]
         if value == "" or (isinstance(value, list) and "" in value):
-            template = "{0}: the path is empty; is a variable of the shell not set? Give a path"
-            empty[name] = broken(args, template, flag_of(name))
-            # A repeatable flag that was not given has an empty list.
-            setattr(args, name, [] if OWN_FLAGS[name].action == "append" else None)
+            empty[name] = broken(args, f"{{0}}: {EMPTY_PATH}", flag_of(name))
+            setattr(args, name, copy.copy(OWN_FLAGS[name].default) if name in OWN_FLAGS else None)
             args.typed_flags.discard(name)
     _absolute(args)
     return empty

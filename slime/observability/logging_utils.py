@@ -108,7 +108,7 @@ def tracking_directory(args: argparse.Namespace) -> Path:
     """
     override = env.tensorboard_dir() or args.tensorboard_dir
     if override is not None:
-        return Path(override)
+        return Path(os.path.expanduser(override))
     project = Path("outputs") / (args.tb_project_name or "slime")
     if args.tb_experiment_name:
         return project / args.tb_experiment_name

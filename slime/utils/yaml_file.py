@@ -7,6 +7,7 @@ string flag is "0012"). A key that stands twice is an error, because only one of
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -18,6 +19,8 @@ from slime.utils.errors import UserError
 from slime.utils.misc import near_name
 
 Text = str | list[str | None] | None
+
+EMPTY_PATH = "the path is empty; is a variable of the shell not set? Give a path"
 
 
 class YamlMapping(dict[str, Any]):
@@ -67,11 +70,14 @@ def load_yaml(path: str | Path, flag: str) -> YamlMapping:
         flag: named in messages, as in `--eval-config`.
 
     Raises:
-        UserError: no such file, broken syntax, a key that stands twice, or something else than a mapping.
+        UserError: no path, no such file, broken syntax, a key that stands twice, or something else than a mapping.
     """
     name = str(path)
+    if not name:
+        raise UserError(f"{flag}: {EMPTY_PATH}")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        # The shell leaves a `~` behind `=`.
+        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise UserError(f"{flag} {name}: the file cannot be read: {reason}") from error

@@ -18,6 +18,7 @@ from slime.arguments.paths import (
 from slime.utils.errors import UserError
 from slime.utils.eval_config import EvalDatasetConfig
 from tests.support.models.args import command_line, parse
+from tests.support.tables.config_files import written
 from tests.support.tables.rules import violations
 
 
@@ -39,11 +40,38 @@ def test_relative_paths_become_absolute(tmp_path, monkeypatch):
 
 def test_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    args = parse(tmp_path, "--save", "~/run", "--custom-rm-path", "~/r.py:f", "--dry-run")
+    words = ("--save=~/run", "--custom-rm-path", "~/r.py:f", "--tensorboard-dir=~/events", "--dry-run")
+    args = parse(tmp_path, *words, "--nccl-communicator-config-path=~/nccl.yaml")
     assert args.save == f"{tmp_path}/run" and args.custom_rm_path == f"{tmp_path}/r.py:f"
+    assert args.tensorboard_dir == f"{tmp_path}/events"
+    assert args.nccl_communicator_config_path == f"{tmp_path}/nccl.yaml"
 
 
-@pytest.mark.parametrize("flag", ["--hf-checkpoint", "--save", "--prompt-data", "--custom-rm-path", "--eval-config"])
+def test_files_of_settings_and_the_paths_in_them_may_begin_at_home(tmp_path, monkeypatch):
+    parse(tmp_path)  # reads the flags of packages, which are kept below the real home
+    monkeypatch.setenv("HOME", str(tmp_path))
+    files = {
+        "--custom-config-path": "seed: 7\n",
+        "--megatron-config-path": "megatron: [{role: actor, overrides: {lr: 1e-5}}]\n",
+        "--eval-config": "datasets: [{name: a, path: ~/prompts.jsonl}]\n",
+        "--sglang-config": "sglang: [{name: a, model_path: ~/model, server_groups: [{num_gpus: 1}]}]\n",
+    }
+    for flag, text in files.items():
+        written(tmp_path, text, f"{flag}.yaml")
+    args = parse(tmp_path, "--eval-interval", "1", *(f"{flag}=~/{flag}.yaml" for flag in files))
+    assert (args.seed, args.lr) == (7, 1e-5)
+    assert args.eval_datasets[0].path == f"{tmp_path}/prompts.jsonl"
+    assert args.served_models[0].model_path == args.hf_checkpoint == f"{tmp_path}/model"
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--hf-checkpoint", "--save", "--prompt-data", "--custom-rm-path", "--eval-config", "--rollout-function-path",
+        "--data-source-path", "--custom-config-path", "--megatron-config-path", "--eval-prompt-data", "--tensorboard-dir",
+        "--nccl-communicator-config-path",
+    ],
+)  # fmt: skip
 def test_an_empty_path_is_an_unset_variable(tmp_path, flag):
     assert violations(tmp_path, [flag, ""]) == [
         f"{flag}: the path is empty; is a variable of the shell not set? Give a path"

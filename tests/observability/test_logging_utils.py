@@ -356,6 +356,9 @@ def test_default_directory(monkeypatch):
     monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
     args = SimpleNamespace(tb_project_name=None, tb_experiment_name="first", tensorboard_dir=None)
     assert str(tracking_directory(args)) == "outputs/slime/first"
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("TENSORBOARD_DIR", "~/events")
+    assert str(tracking_directory(args)) == "/home/me/events"
 
 
 def test_runs_that_begin_in_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):

@@ -7,11 +7,10 @@ eval:                # or the same at the top
 """
 
 import argparse
-import os
 from collections.abc import Callable, Collection
 from typing import Any
 
-from slime.arguments.paths import PLUG_INS_OF_SETS, absolute_plug_in
+from slime.arguments.paths import PLUG_INS_OF_SETS, absolute, absolute_plug_in
 from slime.utils.errors import UserError
 from slime.utils.eval_config import EvalDatasetConfig, build_eval_dataset_configs, eval_dataset_keys, value_problem
 from slime.utils.yaml_file import YamlMapping, load_yaml, plain
@@ -124,7 +123,7 @@ def _check(mapping: YamlMapping, keys: Collection[str], subject: str, violations
 def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     # Like paths of the command line, relative ones start where the command was typed.
     if values.get("path"):
-        values = {**values, "path": os.path.abspath(values["path"])}
+        values = {**values, "path": absolute(values["path"])}
     return {
         key: absolute_plug_in(value) if key in PLUG_INS_OF_SETS and value else value for key, value in values.items()
     }

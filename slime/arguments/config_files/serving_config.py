@@ -20,7 +20,6 @@ import contextlib
 import copy
 import functools
 import logging
-import os
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
@@ -28,6 +27,7 @@ from typing import Any
 from slime.arguments.config_files.flag_names import FlagNames, attribute_name
 from slime.arguments.flag import flag_of
 from slime.arguments.origins import Origin
+from slime.arguments.paths import absolute
 from slime.arguments.server_flags import NO_SHARE, ONLY_AGAINST_PUSHES, REFUSED, is_share
 from slime.arguments.surface import add_flag, load_surface
 from slime.arguments.unknown_flags import DERIVED, unknown
@@ -203,14 +203,14 @@ class _Reader:
         path = paths.pop() if paths else default
         if not isinstance(path, str):
             raise UserError(f"{entry.where()}: model {name}: give `model_path`, or --hf-checkpoint")
-        return os.path.abspath(path)
+        return absolute(path)
 
     def _updates(self, entry: YamlMapping, path: str | None) -> bool:
         if "update_weights" in entry:
             if not isinstance(entry["update_weights"], bool):
                 self.violations.append(f"{entry.where('update_weights')}: update_weights: give true or false")
             return entry["update_weights"]
-        updates = self._hf_checkpoint is not None and path == os.path.abspath(self._hf_checkpoint)
+        updates = self._hf_checkpoint is not None and path == absolute(self._hf_checkpoint)
         if not updates and path is not None:
             logger.warning("%s: not --hf-checkpoint: its weights stay (update_weights: false)", entry.where())
         return updates
