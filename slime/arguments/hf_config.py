@@ -22,6 +22,7 @@ from slime.models.layer_pattern import written_pattern
 from slime.models.shape_of_flags import SHAPE_FLAGS
 from slime.utils.checkpoint_directory import why_no_directory
 from slime.utils.errors import UserError
+from slime.utils.misc import without_repetition
 
 Config = dict[str, Any]
 ModelArgs = dict[str, Any]
@@ -183,7 +184,7 @@ def read_hf_config(checkpoint: str | Path, flag: str = "--hf-checkpoint") -> Con
     """The `config.json` of a Hugging Face directory, the entries of `text_config` taken out when there is one.
 
     Raises:
-        UserError: no such directory, no config in it, or broken JSON.
+        UserError: no such directory, no config in it, or broken JSON; a name stands twice in it.
     """
     path = Path(checkpoint) / "config.json"
     if not Path(checkpoint).is_dir():
@@ -191,9 +192,11 @@ def read_hf_config(checkpoint: str | Path, flag: str = "--hf-checkpoint") -> Con
     if not path.is_file():
         raise UserError(f"{flag} {checkpoint}: it holds no config.json; give a Hugging Face checkpoint directory")
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_repetition)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: broken JSON: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: it holds no JSON object; give a Hugging Face checkpoint directory")
     return text_config_of(config)

@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.models.layer_pattern import read_pattern
 from slime.observability.run_record import REDACTED, mentions_secret, redacted_text
+from slime.utils.misc import without_repetition
 
 _SUFFIXES = {
     "": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
@@ -38,9 +39,11 @@ def environment_variables(text: str) -> dict[str, str | int | float | bool]:
 def json_value(text: str) -> Any:
     """Any JSON: `[{"name": "a"}]`, `{"key": 1}`, `3`. A name that stands twice in an object is refused."""
     try:
-        return json.loads(text, object_pairs_hook=_without_repetition)
+        return json.loads(text, object_pairs_hook=without_repetition)
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"{_shown(text)} is not JSON: {error}") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def human_int(text: str) -> int:
@@ -69,14 +72,6 @@ def integers(text: str) -> list[int]:
         return [int(word) for word in text.strip().strip("()[]").split(",") if word.strip()]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of integers such as 128,0") from None
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        raise argparse.ArgumentTypeError(f"{repeated!r} stands twice in it; keep one")
-    return dict(pairs)
 
 
 def _shown(text: str) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.utils.errors import UserError
+from slime.utils.misc import without_repetition
 
 BadRowHandler = Callable[[str, str], None]
 # Called after every row of a file, even of rows that are only counted or skipped; it may raise to end the reading.
@@ -173,16 +174,20 @@ def _iterate_jsonl(file: DataFile, on_bad_row: BadRowHandler, watch: RowWatch) -
         yield place, row
 
 
+# One decoder for all rows: `json.loads` with a hook would make one for each.
+_ROWS = json.JSONDecoder(object_pairs_hook=without_repetition)
+
+
 def parse_row(line: bytes) -> dict[str, Any]:
-    """The JSON object on a line. Raises BadRow if there is none."""
+    """The JSON object on a line. Raises BadRow if there is none, or if a name stands twice in it."""
     try:
         text = line.decode("utf-8").rstrip(" \t\r\n")
-        row = json.loads(text)
+        row = _ROWS.decode(text)
     except json.JSONDecodeError as error:
         # An array in place of lines, or an object that goes on in the next one.
         cut = "; each line has to hold one whole object" if error.pos >= len(text) else ""
         raise BadRow(f"no valid JSON ({error.msg}, at character {error.pos + 1}){cut}") from error
-    except UnicodeDecodeError as error:
+    except ValueError as error:
         raise BadRow(f"no valid JSON ({error})") from error
     if not isinstance(row, dict):
         raise BadRow(f"expected a JSON object, found {type(row).__name__}")

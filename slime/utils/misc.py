@@ -39,6 +39,7 @@ __all__ = [
     "no_garbage_collection",
     "should_run_periodic_action",
     "unique_hex",
+    "without_repetition",
 ]
 
 
@@ -309,3 +310,13 @@ def _edit_distance(left: str, right: str) -> int:
             current.append(cost)
         before, previous = previous, current
     return previous[-1]
+
+
+def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The `object_pairs_hook` of JSON that users write. Raises ValueError for a name that stands twice in an object."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{repeated!r} stands twice in it, and only the last one would count; keep one")
+    return found

@@ -279,6 +279,11 @@ def test_text_config_counts_where_the_whole_model_says_nothing(tmp_path):
         (lambda path: path.mkdir(), "holds no config.json"),
         (lambda path: (path.mkdir(), (path / "config.json").write_text("{\n bad")), r"config.json:2: broken JSON"),
         (lambda path: (path.mkdir(), (path / "config.json").write_text("[1]")), "holds no JSON object"),
+        (lambda path: (path.mkdir(), (path / "config.json").write_bytes(b'{"a": "\xff"}')), "cannot be read: 'utf-8'"),
+        (
+            lambda path: (path.mkdir(), (path / "config.json").write_text('{"text_config": {"a": 1, "a": 1}}')),
+            "config.json cannot be read: 'a' stands twice in it, and only the last one would count",
+        ),
     ],
 )
 def test_unusable_checkpoint_directory(tmp_path, prepare, message):

@@ -73,6 +73,7 @@ class TestReadFile:
             ("{", r"no valid JSON \(.*\); each line has to hold one whole object;"),
             ("[1]", "expected a JSON object, found list"),
             ('{"a": "\\ud8', "no valid JSON"),
+            ('{"prompt": "a", "prompt": "b"}', r"no valid JSON \('prompt' stands twice in it, and only the last one"),
         ],
     )
     def test_d1_broken_json_line_names_file_and_line(self, write_rows, broken, cause):
