@@ -283,11 +283,14 @@ def routing_replay(args: argparse.Namespace) -> Iterator[Violation]:
 def parameter_patterns(args: argparse.Namespace) -> Iterator[Violation]:
     for name in ("only_train_params_name_list", "freeze_params_name_list"):
         for pattern in vars(args)[name] or []:
+            problem = None if pattern else "it is empty, and would match every parameter"
             try:
                 re.compile(pattern)
             except re.error as error:
-                template = "{0} {pattern}: it is no regular expression ({error}); write one such as 'layers\\.0\\.'"
-                yield broken(args, template, flag_of(name), pattern=pattern, error=error)
+                problem = f"it is no regular expression ({error})"
+            if problem is not None:
+                template = "{0} {pattern}: {problem}; write one such as 'layers\\.0\\.'"
+                yield broken(args, template, flag_of(name), pattern=pattern, problem=problem)
 
 
 def fixed_models(args: argparse.Namespace) -> Iterator[Violation]:

@@ -358,6 +358,9 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
     warned(lambda args: _saves(args) and args.save_interval is None,
         "{--save=} without --save-interval: no checkpoint is written; give --save-interval N, which also writes one after the "
         "last rollout"),
+    warned(lambda args: _saves(args) and "/runtime_resources/working_dir_files/" in args.save,
+        "{--save=}: that is in Ray's copy of the directory of a submitted job, which other nodes do not see, and which Ray "
+        "deletes after the job; give an absolute path on a disk that all nodes share"),
     refused(lambda args: args.max_restarts > 0 and not (_saves(args) and args.save_interval is not None),
         "{--max-restarts=}: a run starts again from its checkpoints; train with {--save} and {--save-interval}, or drop it"),
     saved_among_others,

@@ -100,6 +100,16 @@ def test_a_directory_in_which_nothing_would_be_written_is_told(tmp_path, caplog)
     assert "no checkpoint is written" not in caplog.text
 
 
+def test_a_relative_directory_of_a_submitted_job_is_told(tmp_path, caplog, monkeypatch):
+    of_job = tmp_path / "session/runtime_resources/working_dir_files/_ray_pkg_0"
+    of_job.mkdir(parents=True)
+    monkeypatch.chdir(of_job)
+    parse(tmp_path, "--save", str(tmp_path / "run"), "--save-interval", "1")
+    assert "submitted job" not in caplog.text
+    parse(tmp_path, "--save", "run", "--save-interval", "1")
+    assert f"--save {of_job}/run: that is in Ray's copy of the directory of a submitted job" in caplog.text
+
+
 @pytest.mark.parametrize(
     "words, told",
     [("", True), ("--load {save} --finetune", True), ("--load {save}", False), ("--load {save} --ckpt-step 1", False)],

@@ -134,6 +134,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--only-train-params-name-list a --freeze-params-name-list b",
          "--only-train-params-name-list --freeze-params-name-list", WRONG),
         ("--freeze-params-name-list layers(", "--freeze-params-name-list", WRONG),
+        ("--only-train-params-name-list=", "--only-train-params-name-list", WRONG),
         ("--update-weight-transport disk", "--update-weight-transport --update-weight-disk-dir", WRONG),
         ("--update-weight-mode delta", "--update-weight-mode --update-weight-transport", WRONG),
         ("--update-weight-mode delta --update-weight-transport disk",
