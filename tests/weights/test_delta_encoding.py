@@ -100,6 +100,22 @@ def test_a_payload_of_another_tensor_or_a_damaged_one_is_refused(encoding):
         apply(encoding, b"no stream at all", old)
 
 
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_small_payload_of_a_huge_tensor_is_not_unpacked(encoding, monkeypatch):
+    bomb = zstandard.ZstdCompressor().compress(bytes(2**20))
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", None)
+    with pytest.raises(ValueError, match="it is for a tensor of more than 100 bytes"):
+        apply(encoding, bomb, np.zeros(100, dtype=np.uint8))
+
+
+def test_compression_is_of_the_fastest_level():
+    old = np.zeros(2**16, dtype=np.uint8)
+    new = np.random.default_rng(0).integers(0, 3, 2**16, dtype=np.uint8)
+    raw, _ = plain("overwrite", old.tobytes(), new.tobytes())
+    found = encode("overwrite", old, new, "xxh3-128").payload
+    assert found == zstandard.ZstdCompressor(level=1).compress(raw) != zstandard.ZstdCompressor(level=3).compress(raw)
+
+
 @pytest.mark.parametrize(
     "raw", [b"", b"\x01", b"\x02\x00\x00\x00\x01\x00\x00\x00\x07", b"\x01\x00\x00\x00\x09\x00\x00\x00\x07"]
 )

@@ -71,6 +71,22 @@ def test_a_copy_from_before_the_machine_was_started_is_made_anew(args, local, tm
     assert value(local) == 3.0
 
 
+def test_a_copy_that_breaks_off_is_of_no_version(args, local, monkeypatch):
+    host, first = host_of(args), publish(args, 3.0)
+    assert host.bring_to(first) is None
+    second = publish(args, 4.0, version=2)
+
+    def full(*paths):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local_checkpoint.shutil, "copyfile", full)
+        with pytest.raises(RunError, match="make room there"):
+            host.bring_to(second)
+    assert host.bring_to(first) is None
+    assert value(local) == 3.0
+
+
 def test_a_directory_of_somebody_is_left_alone(args, local):
     local.mkdir()
     (local / "thesis.tex").write_text("years of work")

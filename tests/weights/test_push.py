@@ -478,6 +478,14 @@ def test_engines_are_paused_when_the_files_are_on_their_hosts():
 
 
 @pytest.mark.usefixtures("limits")
+def test_the_hook_of_files_is_not_called_where_there_are_none():
+    log = Log()
+    hooked = SimpleNamespace(**{**vars(ARGS), "custom_update_weight_post_write_path": "my.hook"})
+    assert WeightPush(hooked, DeltaTrainer(log)).push(engines_of(log, 1)).failed == {}
+    assert log[-1] == ("pushed", 1) and not [event for event in log if event[0] == "written"]
+
+
+@pytest.mark.usefixtures("limits")
 def test_what_a_host_cannot_use_is_written_again_whole_and_once():
     log = Log({("fetch_weights", 1): "the base is gone"})
     report = WeightPush(THROUGH_FILES, DeltaTrainer(log)).push(engines_of(log))

@@ -254,6 +254,21 @@ def test_environment_of_a_cpu_server(monkeypatch):
     assert len(environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
 
 
+def test_variables_of_every_server_that_the_user_has_not_set(monkeypatch):
+    given = {
+        "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true",
+        "SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true", "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true",
+        "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "true",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
+    }  # fmt: skip
+    for name in given:
+        monkeypatch.delenv(name, raising=False)
+    assert given.items() <= compute_server_environment(compute(make_args()), on_cpu=True).items()
+    for name in given:
+        monkeypatch.setenv(name, "mine")
+    assert dict.fromkeys(given, "mine").items() <= compute_server_environment(compute(make_args()), on_cpu=True).items()
+
+
 _CACHES = (
     "SGLANG_JIT_CACHE_DIR", "SGLANG_DG_CACHE_DIR", "TVM_FFI_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
     "FLASHINFER_WORKSPACE_BASE", "CUDA_CACHE_PATH", "TILELANG_CACHE_DIR",
