@@ -8,6 +8,7 @@ have none.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from slime.backends.megatron_utils.checkpoint.gathered_state import (
     refuse_lacking,
     require_owned,
 )
+from slime.backends.megatron_utils.checkpoint.stored import Stored
 from slime.backends.megatron_utils.optimizer import parts_of
 from slime.backends.megatron_utils.stateless_adam import StatelessAdam
 from slime.utils.errors import UserError
@@ -108,6 +110,34 @@ def _state_of(
         **part.state_dict(), "param_state": describe_states(part, model, is_loading=is_loading),
         "param_state_sharding_type": metadata["distrib_optim_sharding_type"],
     }  # fmt: skip
+
+
+def other_kind(args: argparse.Namespace, stored: Stored) -> list[str]:
+    """Lines that say why the optimizer state of a checkpoint has no place in this run's optimizer; none if it has.
+
+    A distributed optimizer keeps states of every weight in the same form for all dtypes. Another one has states beside its
+    float32 copies of 16-bit weights, or without any.
+    """
+    is_distributed, is_narrow = "param" in stored.states, not stored.has_float32_weights
+    there = "sgd" if "exp_avg" not in stored.states else "adam"
+    lines = []
+    if is_distributed != args.use_distributed_optimizer:
+        lines.append(_differing("--use-distributed-optimizer", "--no-use-distributed-optimizer", is_distributed))
+    elif not is_distributed and is_narrow != bool(args.bf16 or args.fp16):
+        lines.append(_differing("weights of 16 bits (--bf16 or --fp16)", "weights in float32", is_narrow))
+    # SGD without momentum has no states that it could lack.
+    if there != args.optimizer and (lines or args.optimizer == "adam" or args.sgd_momentum):
+        lines.append(f"--optimizer {there} in the checkpoint, and {args.optimizer} by the flags")
+    elif args.optimizer == "sgd" and args.sgd_momentum and "momentum_buffer" not in stored.states:
+        # The settings of the checkpoint, where they are asked for, have no momentum either.
+        if not args.use_checkpoint_opt_param_scheduler:
+            lines.append(f"--sgd-momentum 0 in the checkpoint, and {args.sgd_momentum:g} by the flags")
+    return lines
+
+
+def _differing(yes: str, no: str, is_so_there: bool) -> str:
+    there, here = (yes, no) if is_so_there else (no, yes)
+    return f"{there} in the checkpoint, and {here} by the flags"
 
 
 def put_step(state: dict[str, Any], step: int | None) -> None:

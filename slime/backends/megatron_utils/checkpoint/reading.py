@@ -30,6 +30,7 @@ from slime.backends.megatron_utils.checkpoint.optimizer_state import (
     is_stateless,
     leave_out_groups,
     load_optimizer,
+    other_kind,
     put_loss_scales,
     put_settings,
     trained_parts,
@@ -158,6 +159,12 @@ def _load_with_optimizer(
     """Load the weights, and of the optimizer's state what there is and this run wants."""
     has_copies, wants = has_float32_copies(optimizer), resume and not args.no_load_optim
     loads_all = wants and bool(common.get("has_optimizer")) and not is_stateless(optimizer)
+    differences = other_kind(args, stored) if loads_all else []
+    if differences:
+        raise UserError(
+            f"the optimizer state in {directory} has no place in this run's optimizer: {'; '.join(differences)}; give the "
+            "flags that it was saved with, or --no-load-optim: the optimizer then starts fresh, and its schedule goes on"
+        )
     takes = wants or args.load_main_params_from_ckpt and _has_all_copies(args, common, stored)
     prefix = prefix_in(stored.shapes) if takes and has_copies and not loads_all else None
     advice = (

@@ -44,7 +44,7 @@ _NORMS = (
     (".self_attention.kv_layernorm.", ".self_attention.linear_kv_up_proj.layer_norm_"),
 )
 _OPTIMIZER = "optimizer."
-_STATE_OF_WEIGHT = re.compile(r"^optimizer\.state\.[^.]+\.")
+_STATE_OF_WEIGHT = re.compile(r"^optimizer\.state\.([^.]+)\.")
 _LAYER_APART = re.compile(r"^decoder\.layers\.\d+\.")
 # Tensors whose rows are padded for the tensor-parallel ranks of a run.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -82,6 +82,11 @@ class Stored:
         """Whether the model was saved in float32. The embedding tells, since single weights of a 16-bit model may be
         float32."""
         return VOCABULARY[0] in self._float32
+
+    @functools.cached_property
+    def states(self) -> frozenset[str]:
+        """Names of the optimizer states that it holds, such as `exp_avg`."""
+        return frozenset(found[1] for found in map(_STATE_OF_WEIGHT.match, self.shapes) if found is not None)
 
     @functools.cached_property
     def optimized(self) -> frozenset[str]:

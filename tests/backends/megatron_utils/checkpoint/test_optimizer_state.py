@@ -36,6 +36,34 @@ FLAGS = {
         {"start_weight_decay": 0.2, "end_weight_decay": 0.6, "weight_decay_incr_style": "linear"}, {"decay": 0.4},
     ),
 }  # fmt: skip
+# By the optimizer that saved: flags of a run in whose optimizer its state has no place, and how the message tells that.
+SGD_HERE = {"optimizer": "sgd", "sgd_momentum": 0.9, "use_distributed_optimizer": False}
+OTHER_KINDS = {
+    "distributed": {
+        "plain": (
+            {"use_distributed_optimizer": False},
+            "--use-distributed-optimizer in the checkpoint, and --no-use-distributed-optimizer by the flags",
+        ),
+        "sgd": (SGD_HERE, "--optimizer adam in the checkpoint, and sgd by the flags"),
+    },
+    "plain": {
+        "distributed": (
+            {"use_distributed_optimizer": True, "bf16": True},
+            "--no-use-distributed-optimizer in the checkpoint, and --use-distributed-optimizer by the flags",
+        ),
+        "narrow": (
+            {"bf16": True}, "weights in float32 in the checkpoint, and weights of 16 bits (--bf16 or --fp16) by the flags",
+        ),
+        "sgd": (SGD_HERE, "optimizer: --optimizer adam in the checkpoint, and sgd by the flags;"),
+    },
+    "sgd": {
+        "wide": (
+            {"bf16": False}, "weights of 16 bits (--bf16 or --fp16) in the checkpoint, and weights in float32 by the flags",
+        ),
+        "adam": ({"optimizer": "adam"}, "optimizer: --optimizer sgd in the checkpoint, and adam by the flags;"),
+        "momentum": ({"sgd_momentum": 0.9}, "optimizer: --sgd-momentum 0 in the checkpoint, and 0.9 by the flags;"),
+    },
+}  # fmt: skip
 ALL_AT_ONCE = {
     "lr": 1e-3, "min_lr": 0.0, "lr_decay_style": "linear", "lr_decay_iters": 3, "adam_beta1": 0.5, "adam_beta2": 0.7,
     "adam_eps": 1e-2, "weight_decay": 0.7, "use_checkpoint_opt_param_scheduler": True,
@@ -94,6 +122,8 @@ def settings_worker(cases) -> dict:
         trainer = trained_and_saved(args)
         for name, (flags, settings) in FLAGS.items():
             results[kind, name] = next_update(changed(args, **flags), args.save, {**SAVED_SETTINGS, **settings})
+        for name, (flags, _) in OTHER_KINDS[kind].items():
+            results[kind, name] = refusal(changed(args, **flags))
         if kind == "distributed":
             results["narrow"] = narrow_and_stateless(args, copies_of(trainer))
         fresh = {**ALL_AT_ONCE, "no_load_optim": True}
@@ -201,7 +231,10 @@ RESUMED_SGD = {"again": {}, "by the checkpoint": {"sgd_momentum": 0.9, "use_chec
 
 def one_rank_worker(cases, schedule, resumes, sgd, momentum):
     of_sgd = schedule_worker(sgd, RESUMED_SGD) | schedule_worker(momentum, {"without": {"sgd_momentum": 0.0}})
-    return settings_worker(cases), schedule_worker(schedule, resumes), of_sgd
+    of_adam = settings_worker(cases)
+    others = OTHER_KINDS["sgd"].items()
+    refused = {("sgd", name): refusal(changed(sgd, **flags)) for name, (flags, _) in others}
+    return of_adam | refused, schedule_worker(schedule, resumes), of_sgd
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +292,13 @@ def test_an_optimizer_without_moments_does_not_start_fresh(one_rank, case):
 def test_moments_without_their_step_count_are_refused(one_rank, kind):
     message = one_rank[0][kind, "no step count"]
     assert "iter_0000000 lacks Adam's step count" in message and "give --no-load-optim" in message
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, cases in OTHER_KINDS.items() for name in cases])
+def test_state_of_another_kind_of_optimizer_is_refused_by_the_flags_that_differ(one_rank, kind, name):
+    message, (_, difference) = one_rank[0][kind, name], OTHER_KINDS[kind][name]
+    assert "iter_0000000 has no place in this run's optimizer: " in message and "or --no-load-optim" in message
+    assert difference in message, message
 
 
 def test_a_schedule_that_follows_the_length_of_the_run_is_told_with_both_curves(one_rank):
