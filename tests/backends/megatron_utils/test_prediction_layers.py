@@ -27,6 +27,7 @@ from tests.support.oracles.plain_prediction import prediction_log_probs
 from tests.support.oracles.rounding import assert_equal_gradients, assert_equal_metrics
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.layout_steps import LayoutRun, layout_args
+from tests.support.processes.resumed_run import lines_of_slime
 
 FACTOR = 0.3
 TRAINED = {
@@ -236,6 +237,11 @@ def _resume(saving, layouts, *refused):
         with pytest.raises(UserError) as refusal:
             load_checkpoint(args, source, run.model, run.optimizer, run.scheduler)
         messages.append(str(refusal.value))
+    fewer = SimpleNamespace(**{**vars(saving), "mtp_num_layers": 1, "no_load_optim": True})
+    run = LayoutRun(fewer, loads=False)
+    with lines_of_slime() as lines:
+        load_checkpoint(fewer, source, run.model, run.optimizer, run.scheduler)
+    messages.append("\n".join(lines))
     return expected, found, messages
 
 
@@ -254,13 +260,15 @@ def two_ranks(models, tmp_path_factory):
 
 def test_checkpoints_hold_the_layers_and_their_optimizer_state_for_every_layout(two_ranks):
     for rank in two_ranks:
-        expected, loaded, (frozen, deeper) = rank["resumed"]
+        expected, loaded, (frozen, deeper, fewer) = rank["resumed"]
         for found in loaded:
             for step, of_saving in zip(found, expected, strict=True):
                 assert_equal_metrics(step, of_saving, bounds_of_batch())
         assert expected[1]["mtp_loss"] < expected[0]["mtp_loss"]
         assert "no frozen parameters, this run has --mtp-num-layers without --enable-mtp-training" in frozen
         assert "has fewer layers for multi-token prediction than --mtp-num-layers 3: give the number that" in deeper
+    (told, _) = (rank["resumed"][-1][-1] for rank in two_ranks)
+    assert "has 2 layers for multi-token prediction, and --mtp-num-layers 1 leaves some out" in told
 
 
 @pytest.mark.parametrize("case", TWO_RANKS)

@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 # A weight, not an entry of the optimizer's state, whose name has another one in front.
 _MISSING_PREDICTION_LAYER = re.compile(r"(?<![\w.])mtp\.layers\.\S+ from model not in state dict")
+_PREDICTION_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
 def load_checkpoint(
@@ -87,7 +88,7 @@ def load_checkpoint(
         )
     common, stored = dist_checkpointing.load_common_state_dict(str(directory)), read_stored(directory)
     _require_same_sizes(args, directory, common, stored)
-    _compare_settings(args, directory, common, resumes=source.resume)
+    _compare_settings(args, directory, common, stored, resumes=source.resume)
     if optimizer is None:
         _load_state(args, directory, stored, model, None)
     else:
@@ -134,8 +135,11 @@ def _require_same_sizes(args: argparse.Namespace, directory: Path, common: dict[
         )
 
 
-def _compare_settings(args: argparse.Namespace, directory: Path, common: dict[str, Any], *, resumes: bool) -> None:
-    """Tell where the weights would compute something else than they were trained to. A run that does not resume may mean it."""
+def _compare_settings(
+    args: argparse.Namespace, directory: Path, common: dict[str, Any], stored: Stored, *, resumes: bool
+) -> None:
+    """Tell where the weights would compute something else than they were trained to, and which layers a run that resumes leaves
+    out. A run that does not resume may mean it."""
     differences = other_settings(args, common)
     if differences and resumes:
         raise UserError(
@@ -144,6 +148,11 @@ def _compare_settings(args: argparse.Namespace, directory: Path, common: dict[st
         )
     if differences:
         _tell(logging.WARNING, f"{directory}: its weights compute something else here: {'; '.join(differences)}")
+    there = len({found[1] for found in map(_PREDICTION_LAYER.match, stored.weights) if found is not None})
+    here = args.mtp_num_layers or 0
+    if resumes and there > here:
+        left_out = f"--mtp-num-layers {here} leaves some out: later checkpoints lack them"
+        _tell(logging.WARNING, f"{directory} has {there} layers for multi-token prediction, and {left_out}")
 
 
 def _load_with_optimizer(
@@ -282,7 +291,8 @@ def _load_described(
     chunks = chunks_by_key(model)
     headless = [key for key in chunks if leave_out_missing_head(state[key], stored.weights)]
     weights = {key: _ask_in_float32(state[key]) for key in chunks} if copied_by is not None else {}
-    strategy, strict = _load_strategy(args, directory), args.dist_ckpt_strictness
+    # Nobody takes the names that Megatron can return, so it logs them in both cases.
+    strategy, strict = _load_strategy(args, directory), args.dist_ckpt_strictness.replace("return_", "log_")
     loaded = dist_checkpointing.load(state, str(directory), strategy, strict=strict)
     for key, chunk in chunks.items():
         unwrap_model(chunk).load_state_dict(loaded[key], strict=key not in headless)

@@ -108,10 +108,11 @@ def strictness_worker(args, ways) -> dict:
 
 
 def test_strictness_decides_whether_a_model_may_lack_weights_of_the_checkpoint(hf_dir, tmp_path):
-    ways = ("assume_ok_unexpected", "raise_all")
+    ways = ("assume_ok_unexpected", "raise_all", "return_all", "return_unexpected")
     (results,) = run_distributed(strictness_worker, 1, (make_args(hf_dir, tmp_path / "save"), ways))
     iteration, same, lacking = results["assume_ok_unexpected"]
     assert iteration == 3 and same
+    assert results["return_all"] == results["return_unexpected"] == results["assume_ok_unexpected"]
     assert lacking == {f"decoder.layers.{i}.self_attention.{n}_layernorm.weight" for i in range(2) for n in "qk"}
     assert "cannot be loaded into the model that the flags describe" in results["raise_all"]
     assert "q_layernorm" in results["raise_all"]
