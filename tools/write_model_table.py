@@ -1,7 +1,8 @@
-"""Writes the table of models into docs/en/advanced/models.md, with a row per script of scripts/models/.
+"""Writes the table of models into docs/en/advanced/models.md, with a row per script of scripts/models/, and the types of the
+models that train, by that table, into README.md.
 
-    python tools/write_model_table.py                        # rewrite the table
-    python tools/write_model_table.py --check                # exit status 1 when it is not up to date
+    python tools/write_model_table.py                        # rewrite both
+    python tools/write_model_table.py --check                # exit status 1 when one of them is not up to date
     python tools/write_model_table.py --rehearse NAME ...    # rehearse these models at their true size, record it, rewrite
 
 The tables of the tests say what is tested of a family (`tests/support/models/tiny_families.py`, `tests/e2e/test_families.py`
@@ -17,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,10 @@ from tools.write_memory_table import words_of  # noqa: E402
 PAGE = ROOT / "docs" / "en" / "advanced" / "models.md"
 RECORDS = PAGE.with_name("model-rehearsals.json")
 BEGIN, END = "<!-- model table: begin -->", "<!-- model table: end -->"
+README = ROOT / "README.md"
+BEGIN_TYPES, END_TYPES = "<!-- model types: begin -->", "<!-- model types: end -->"
 NOT_YET = "not yet"
+_README_WIDTH = 120
 _PROVIDER = "--custom-model-provider-path"
 # Why SGLang cannot serve a family on CPU; the page says more.
 _UNSERVED = {"glm_moe_dsa": "no: FP8 keys"}
@@ -74,11 +79,13 @@ def main() -> int:
     for name in options.rehearse:
         records |= dict.fromkeys(same_model(name), rehearse(name))
         write_text_atomically(RECORDS, json.dumps(dict(sorted(records.items())), indent=2) + "\n")
-    old = PAGE.read_text()
-    new = with_table(old, records)
+    old = {page: page.read_text() for page in (PAGE, README)}
+    table = with_table(old[PAGE], records)
+    new = {PAGE: table, README: with_model_types(old[README], table)}
     if options.check:
         return int(old != new)
-    write_text_atomically(PAGE, new)
+    for page, text in new.items():
+        write_text_atomically(page, text)
     return 0
 
 
@@ -93,8 +100,21 @@ def with_table(page: str, records: dict[str, dict[str, Any]]) -> str:
     rows = [_row(path.stem, records.get(path.stem)) for path in sorted((ROOT / "scripts" / "models").glob("*.sh"))]
     lines = [_HEADER, ["---"] * len(_HEADER), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+    return _between(page, BEGIN, table, END)
+
+
+def with_model_types(readme: str, page: str) -> str:
+    """The README, with each `model_type` that trains, by the table of `page`, between its two marks."""
+    rows = [line.split(" | ") for line in page.split(BEGIN)[1].split(END)[0].splitlines() if line.startswith("| `")]
+    trained = {row[_HEADER.index("`model_type`")] for row in rows if row[_HEADER.index("Trains in")] != NOT_YET}
+    types = ", ".join(sorted(trained, key=lambda name: name.strip("`")))
+    return _between(readme, BEGIN_TYPES, textwrap.fill(types, _README_WIDTH), END_TYPES)
+
+
+def _between(page: str, begin: str, text: str, end: str) -> str:
+    """The page, with this text between its two marks."""
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
 
 
 def _row(name: str, record: dict[str, Any] | None) -> list[str]:

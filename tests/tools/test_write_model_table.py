@@ -1,21 +1,28 @@
 """The table of models on its page."""
 
 import json
+import re
 
 import pytest
 
+from slime.models.families import TRAINED_MODEL_TYPES
 from slime.weights.hf_reader import SafetensorsDirectory
 from tools import write_model_table
+from tools.published_models import PUBLISHED_MODELS
 from tools.write_model_table import (
     BEGIN,
+    BEGIN_TYPES,
     END,
+    END_TYPES,
     NOT_YET,
     PAGE,
+    README,
     RECORDS,
     layout_of,
     recorded,
     same_model,
     tensors_of,
+    with_model_types,
     with_table,
     write_stand_in,
 )
@@ -30,6 +37,39 @@ SMALL = {
 
 def test_the_table_is_up_to_date():
     assert PAGE.read_text() == with_table(PAGE.read_text(), recorded())
+
+
+def named_types(readme):
+    return re.findall(r"`(\w+)`", readme.split(BEGIN_TYPES)[1].split(END_TYPES)[0])
+
+
+def test_the_readme_names_the_types_of_the_table_that_train():
+    readme = README.read_text()
+    assert readme == with_model_types(readme, PAGE.read_text())
+    of_scripts = {config["model_type"] for config in PUBLISHED_MODELS.values()}
+    assert named_types(readme) == sorted(of_scripts & {*TRAINED_MODEL_TYPES})
+
+
+def test_a_type_without_a_layout_that_trains_is_not_named():
+    row = "| `mimo` | yes, of `qwen2` | none | yes | "
+    before, after = PAGE.read_text().split(row)
+    readme = with_model_types(README.read_text(), f"{before}{row}{NOT_YET} | {after.split(' | ', 1)[1]}")
+    assert named_types(readme) == [name for name in named_types(README.read_text()) if name != "mimo"]
+
+
+def test_a_page_that_is_not_up_to_date_fails_the_check_and_is_written(tmp_path, monkeypatch):
+    for name, page in (("PAGE", PAGE), ("README", README)):
+        monkeypatch.setattr(write_model_table, name, tmp_path / page.name)
+        (tmp_path / page.name).write_text(page.read_text())
+    monkeypatch.setattr("sys.argv", ["write_model_table.py", "--check"])
+    assert write_model_table.main() == 0
+    for page in (PAGE, README):
+        copy = tmp_path / page.name
+        copy.write_text(page.read_text().replace("`mimo`", "`nimo`"))
+        monkeypatch.setattr("sys.argv", ["write_model_table.py", "--check"])
+        assert write_model_table.main() == 1 and "`nimo`" in copy.read_text()
+        monkeypatch.setattr("sys.argv", ["write_model_table.py"])
+        assert write_model_table.main() == 0 and copy.read_text() == page.read_text()
 
 
 def test_a_row_says_what_is_tested_and_what_was_rehearsed():
