@@ -1,6 +1,7 @@
 """Every tool that is shipped starts, so none is left behind by a module that moved; bad input ends it with a message."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -49,14 +50,50 @@ REFUSED = {
     "trace_timeline_viewer.py /nowhere": (2, "DUMP /nowhere"),
     "write_model_scripts.py --config /nowhere": (2, "--config /nowhere"),
 }  # fmt: skip
+# Tools that users call from scripts of their own -> their options, with `!` behind one that must be given, and the default
+# behind others.
+OPTIONS = {
+    "convert_hf_to_torch_dist.py": "--hf-checkpoint! --save!",
+    "convert_hf_to_megatron.py": "--hf_model_path! --save_path!",
+    "convert_torch_dist_to_hf.py":
+        "--input-dir! --output-dir! --origin-hf-dir! --model-name -f --force -a --add-missing-from-origin-hf "
+        "--chunk-size=5368709120 --vocab-size",
+    "convert_torch_dist_to_hf_parallel.py":
+        "--input-dir! --output-dir! --origin-hf-dir! --model-name -f --force -a --add-missing-from-origin-hf "
+        "--chunk-size=5368709120 --vocab-size --load-max-workers=2 --save-max-workers=16",
+    "convert_to_hf.py": "--output-dir! --check-same",
+    "convert_hf_to_fp8.py":
+        "--model-dir! --save-dir! --strategy=block --block-size=[128,128] --max-workers=2 --scale-fmt=float",
+    "convert_hf_to_int4.py":
+        "--input-dir! --output-dir! --data-dir! --quant-type=W4A16 --num-calibration-samples=256 "
+        "--max-sequence-length=2048 --dampening-frac=0.01 --quant-group-size=32 --trust-remote-code",
+    "convert_hf_to_int4_direct.py":
+        "--model-dir! --save-dir! --group-size=32 --is-symmetric=true --ignore-rules --max-workers=2",
+    "convert_k2_thinking_int4_to_bf16.py": "--model-dir! --output-dir --files --config-path --overwrite",
+    "fp8_cast_bf16.py": "--input-fp8-hf-path! --output-bf16-hf-path!",
+    "analyze_profile.py": "--profile-dir! --rank --all-ranks --top-n=20",
+    "profile_rollout.py":
+        "--router-url! --action=start --output-dir --num-steps=3 --activities=[CPU,GPU] --profile-by-stage --with-stack "
+        "--record-shapes",
+    "trace_timeline_viewer.py": "--rebuild --serve=true --no-serve=true --port=9999",
+}  # fmt: skip
 # All in one process, as several of them import torch. Input: the command lines; output: the status of each, what it printed,
-# and its messages.
+# its messages, and of each of its options whether it must be given, and the default.
 RUN = """
-import contextlib, io, json, runpy, sys, traceback
+import argparse, contextlib, io, json, runpy, sys, traceback
 from pathlib import Path
 
+parse, options = argparse.ArgumentParser.parse_known_args, {}
+
+def noting_options(parser, *arguments, **keywords):
+    if not options:
+        options.update({name: [a.required, a.default] for a in parser._actions for name in a.option_strings})
+    return parse(parser, *arguments, **keywords)
+
+argparse.ArgumentParser.parse_known_args = noting_options
 said = []
 for tool, *words in json.load(sys.stdin):
+    options.clear()
     sys.argv, output, errors = [tool, *words], io.StringIO(), io.StringIO()
     sys.path.insert(0, str(Path(tool).parent))
     status = "it went on"
@@ -67,14 +104,14 @@ for tool, *words in json.load(sys.stdin):
         status = end.code or 0
     except BaseException:
         errors.write(traceback.format_exc())
-    said.append([status, output.getvalue(), errors.getvalue()])
+    said.append([status, output.getvalue(), errors.getvalue(), dict(options)])
     sys.path.pop(0)
-print(json.dumps(said))
+print(json.dumps(said, default=str))
 """
 
 
 def said_by(commands):
-    """(status, output, messages) of each command line, the words after `python`."""
+    """(status, output, messages, options) of each command line, the words after `python`."""
     command = [sys.executable, "-W", "ignore", "-c", RUN]
     result = subprocess.run(command, input=json.dumps(commands), capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert result.returncode == 0, result.stderr
@@ -92,13 +129,13 @@ def said(tmp_path_factory):
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_o10_every_tool_explains_itself(said, tool):
-    status, output, errors = said[1][tool]
+    status, output, errors, _ = said[1][tool]
     assert status == 0, errors
     assert output.startswith("usage: ")
 
 
 def test_options_that_two_tools_share_are_explained_by_both(said):
-    _, output, _ = said[1]["tools/convert_torch_dist_to_hf_parallel.py"]
+    _, output, *_ = said[1]["tools/convert_torch_dist_to_hf_parallel.py"]
     options = (
         "--input-dir INPUT_DIR",
         "--output-dir OUTPUT_DIR",
@@ -108,10 +145,21 @@ def test_options_that_two_tools_share_are_explained_by_both(said):
     assert all(option in output for option in options)
 
 
+@pytest.mark.parametrize("tool", OPTIONS)
+def test_options_and_defaults_that_users_know_stay(said, tool):
+    *_, options = said[1][f"tools/{tool}"]
+    told = {}
+    for name in re.findall(r"[\w-]+", re.sub(r"=\S+", "", OPTIONS[tool])):
+        is_required, default = options.get(name, (None, "no such option"))
+        is_nothing = default in (None, False, [])
+        told[name] = "!" if is_required else "" if is_nothing else f"={json.dumps(default, separators=(',', ':'))}"
+    assert " ".join(f"{name}{value}" for name, value in told.items()).replace('"', "") == OPTIONS[tool]
+
+
 @pytest.mark.parametrize("words", REFUSED)
 def test_bad_input_ends_a_tool_with_a_message(said, words):
     directory, answers = said
-    status, _, errors = answers[words]
+    status, _, errors, _ = answers[words]
     expected, named = REFUSED[words]
     assert status == expected, errors
     assert named.format(tmp=directory) in errors and "Traceback" not in errors and "--load-debug" not in errors
