@@ -32,7 +32,7 @@ from slime.training.on_policy import expect_proof
 from slime.training.profiling import Part
 from slime.training.reports import phase_speeds, rollout_data_metrics, save_train_data, worst_token_lines
 from slime.training.resident_memory import Residents
-from slime.training.rollout_data import RolloutData, refresh_mask_sums, require_entries
+from slime.training.rollout_data import RolloutData, put_beside_tokens, refresh_mask_sums, require_entries
 from slime.training.step_statistics import needs_log_prob_pass
 from slime.training.train_rank import TrainRank
 from slime.training.train_step import forward_log_probs
@@ -369,6 +369,7 @@ class ActorRank(TrainRank):
                 found = f"{flag} {path} returned {type(returned).__name__} for rollout {rollout_id}"
                 raise UserError(f"{found}; expected None: it changes the columns of `rollout_data` in place")
             require_entries(data, f"{flag} {path}")
+            put_beside_tokens(data)
             refresh_mask_sums(data, self.groups.sample_group)
         if args.get_mismatch_metrics and self.groups.is_last_stage and not is_imitation:
             self._tell_worst_tokens(rollout_id, data)

@@ -22,7 +22,7 @@ from slime.algorithms.estimators import estimator
 from slime.algorithms.kl import approx_kl_of_responses, distilled_advantages
 from slime.algorithms.reduction import zero_masked_tokens
 from slime.training.metric_reduction import whiten
-from slime.training.rollout_data import RolloutData, Tensors, require_entries
+from slime.training.rollout_data import RolloutData, Tensors, put_beside_tokens, require_entries
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import call_plug_in
 
@@ -173,6 +173,7 @@ def _call_custom_function(args: argparse.Namespace, rollout_data: RolloutData) -
                 f"this rank) per sample; {_first_difference(lengths, found)}"
             )
     require_entries(rollout_data, f"{flag} {path}")
+    put_beside_tokens(rollout_data)
 
 
 def _are_together(rows: Any, flat: torch.Tensor, lengths: Sequence[int]) -> bool:

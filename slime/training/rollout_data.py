@@ -172,6 +172,23 @@ def require_entries(data: RolloutData, where: str) -> None:
             )
 
 
+def put_beside_tokens(data: RolloutData) -> None:
+    """Make what a user's function left per response token float32 tensors on the device of the tokens, where the loss is: the
+    function may have computed on the host, or in the type of its rewards. A column of such tensors stays the same list."""
+    device = data["tokens"][0].device if data.get("tokens") else None
+    for name in names_of(Kind.RESPONSE_PART) if device is not None else ():
+        rows = data.get(name)
+        if not isinstance(rows, list | tuple) or not all(map(torch.is_tensor, rows)):
+            continue
+        kinds = {(row.device, row.dtype) for row in rows}
+        if kinds <= {(device, torch.float32)}:
+            continue
+        # Rows of one kind, usually all of them, are copied in one piece.
+        pieces = [rows] if len(kinds) == 1 else [[row] for row in rows]
+        moved = [(torch.cat(list(piece)).to(device, torch.float32), [len(row) for row in piece]) for piece in pieces]
+        data[name] = [part for flat, lengths in moved for part in flat.split(lengths)]
+
+
 def refresh_mask_sums(data: RolloutData, data_group: dist.ProcessGroup) -> None:
     """Compute `rollout_mask_sums` again, after masks were edited: trained tokens per execution, over all ranks.
 

@@ -53,6 +53,12 @@ def no_returns(args, rollout_data):
     rollout_data["advantages"] = [torch.ones(2), torch.ones(3)]
 
 
+def in_other_types(args, rollout_data):
+    """Advantages of one kind, and returns of two."""
+    rollout_data["advantages"] = [torch.full((n,), 2) for n in rollout_data["response_lengths"]]
+    rollout_data["returns"] = [torch.ones(2, dtype=torch.float64), torch.ones(3)]
+
+
 def with_a_number(args, rollout_data):
     doubled(args, rollout_data)
     rollout_data["mean"] = 0.5
@@ -123,6 +129,23 @@ def test_what_a_custom_function_keeps_in_the_data_is_checked():
         UserError, match=r"^--custom-advantage-function-path .*left float in rollout_data\['mean'\]; exp"
     ):
         compute_advantages_and_returns(args, data())
+
+
+def test_what_a_custom_function_computes_elsewhere_goes_to_the_tokens_in_float32():
+    """As `doubled`, examples of the docs make tensors on the host, where a GPU has log-probs and tokens."""
+    rollout_data = data()
+    compute_advantages_and_returns(
+        objective_args(custom_advantage_function_path=f"{__file__}:in_other_types"), rollout_data
+    )
+    found = {name: rollout_data[name] for name in ("advantages", "returns")}
+    assert {row.dtype for rows in found.values() for row in rows} == {torch.float32}
+    assert [[row.tolist() for row in rows] for rows in found.values()] == [[[2, 2], [2, 2, 2]], [[1, 1], [1, 1, 1]]]
+    for function in ("doubled", "in_other_types"):
+        args = objective_args(custom_advantage_function_path=f"{__file__}:{function}")
+        elsewhere = data(tokens=[torch.empty(4, device="meta"), torch.empty(5, device="meta")])
+        compute_advantages_and_returns(args, elsewhere)
+        assert {row.device.type for name in found for row in elsewhere[name]} == {"meta"}
+        assert [[len(row) for row in elsewhere[name]] for name in found] == [[2, 3], [2, 3]]
 
 
 @pytest.mark.parametrize("function", ["rejects_in_place", "rejects_by_other_masks", "takes_masks_out"])
