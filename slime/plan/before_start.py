@@ -123,7 +123,7 @@ def _iteration_problems(place: str, source: WeightSource, directory: Path, args:
         damage = [line for one in stored.values() for line in one.damage(lambda name: not name.startswith(unread))]
         if backend == FSDP2:
             places_of_checkpoint(directory)
-    except (UserError, FileNotFoundError) as error:
+    except UserError as error:
         damage = [str(error)]
     for line in damage:
         yield f"{place} {source.path}: {line}; copy the checkpoint again, or start from another one"
@@ -188,17 +188,17 @@ def _model_problems(args: argparse.Namespace) -> Iterator[str]:
     for directory in sorted({load.directory for load in loads if load.files}):
         try:
             places_of_checkpoint(Path(directory))
-        except FileNotFoundError as error:
-            yield f"{error.filename} is not there, and the index of the weights in {directory} names it; get what is missing"
         except UserError as error:
             yield str(error)
-    without: dict[str, list[str]] = {}
+    without: dict[tuple[str, str], list[str]] = {}
     for load in loads:
         if load.files and not any(any(Path(load.directory).glob(pattern)) for pattern in load.files):
-            without.setdefault(load.place, []).extend(load.ways_out)
-    for place, ways_out in without.items():
+            without.setdefault((load.place, load.directory), []).extend(load.ways_out)
+    for (place, directory), ways_out in without.items():
+        pickled = min((path.name for path in Path(directory).glob("*.bin")), default=None)
         yield (
-            f"{place} has no weights (*.safetensors), which are loaded from there; download them"
+            f"{place} has no weights (*.safetensors), which are loaded from there; "
+            f"{f'make them of {pickled} by save_pretrained of transformers' if pickled else 'download them'}"
             f"{', or start without: ' if ways_out else ''}{', '.join(ways_out)}"
         )
     encoding = {load.place: load.directory for load in loads if load.tokenizer}

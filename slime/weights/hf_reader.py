@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,12 @@ from slime.utils.hf_files import INDEX_FILE
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+
+# One of several files, as transformers names them.
+_NUMBERED = re.compile(r"(?P<stem>.*-)(?P<number>\d+)(?P<end>-of-(?P<count>\d+)\.safetensors)")
+# With these bytes begins what Git has in the place of a file that Git LFS keeps elsewhere.
+_GIT_LFS = b"version https://git-lfs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,18 +42,25 @@ def places_of_tensors(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
 
     Raises:
         UserError: it is not a safetensors file, or shorter than its header says.
+        FileNotFoundError: there is none.
     """
+    start_of_file = b""
     try:
         with open(path, "rb") as file:
+            start_of_file = file.read(len(_GIT_LFS))
+            file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-    except (ValueError, OverflowError, MemoryError) as error:
-        raise UserError(f"{path} cannot be read: it is no safetensors file") from error
-    metadata = header.pop("__metadata__", {})
-    places = {}
-    for name, entry in header.items():
-        start, stop = (8 + length + offset for offset in entry["data_offsets"])
-        places[name] = Place(path, start, stop, entry["dtype"], tuple(entry["shape"]))
+        metadata = header.pop("__metadata__", {})
+        places = {}
+        for name, entry in header.items():
+            start, stop = (8 + length + offset for offset in entry["data_offsets"])
+            places[name] = Place(path, start, stop, entry["dtype"], tuple(entry["shape"]))
+    except (ValueError, OverflowError, MemoryError, LookupError, TypeError, AttributeError, IsADirectoryError) as error:
+        what = "it is no safetensors file"
+        if start_of_file == _GIT_LFS:
+            what = "it is a pointer of Git LFS in the place of the file: get the file (git lfs pull)"
+        raise UserError(f"{path} cannot be read: {what}") from error
     if path.stat().st_size < max((place.stop for place in places.values()), default=0):
         raise UserError(f"{path} cannot be read: it is shorter than its header says")
     return places, metadata
@@ -76,30 +91,56 @@ def places_of_checkpoint(directory: Path) -> dict[str, Place]:
     """`places_of_tensors` for a checkpoint directory: for the files in its index, or for all if there is no index.
 
     Raises:
-        UserError: the index is broken, or names a tensor that the file does not have.
+        UserError: the index is broken, or names a file or a tensor that is not there; without one, files are missing whose
+            numbers are known from the others.
     """
     index = directory / INDEX_FILE
-    if index.is_file():
-        weight_map = _read_index(index)
-        files = {name: places_of_tensors(directory / name)[0] for name in sorted(set(weight_map.values()))}
-        absent = next(
-            (f"{file}: it has no {name}" for name, file in weight_map.items() if name not in files[file]), None
-        )
-        if absent is not None:
-            raise UserError(f"{index} does not fit {absent}")
-        return {name: files[file][name] for name, file in weight_map.items()}
-    return {
-        name: place
-        for path in sorted(directory.glob("*.safetensors"))
-        for name, place in places_of_tensors(path)[0].items()
-    }
+    weight_map = _read_index(index) if index.is_file() else None
+    names = (file.name for file in _files_without_index(directory)) if weight_map is None else weight_map.values()
+    try:
+        files = {name: places_of_tensors(directory / name)[0] for name in sorted(set(names))}
+    except FileNotFoundError as error:
+        named = "" if weight_map is None else f", and the index of the weights in {directory} names it"
+        if Path(error.filename).is_symlink():
+            named += f": it is a link to {Path(error.filename).readlink()}"
+        raise UserError(f"{error.filename} is not there{named}; get what is missing") from error
+    if weight_map is None:
+        return {name: place for places in files.values() for name, place in places.items()}
+    absent = next((f"{file}: it has no {name}" for name, file in weight_map.items() if name not in files[file]), None)
+    if absent is not None:
+        raise UserError(f"{index} does not fit {absent}")
+    return {name: files[file][name] for name, file in weight_map.items()}
 
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        return json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        if not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError("it names no files")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read: it is no index of safetensors files") from error
+    return weight_map
+
+
+def _files_without_index(directory: Path) -> list[Path]:
+    """The weight files of a directory that has no index.
+
+    Raises:
+        UserError: their names tell that there are more. A download that broke off may not have come to the index.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    numbers: dict[tuple[str, str], set[int]] = collections.defaultdict(set)
+    numbered = [found for file in files if (found := _NUMBERED.fullmatch(file.name))]
+    for found in numbered:
+        numbers[found["stem"], found["end"]].add(int(found["number"]))
+    for found in numbered:
+        there = numbers[found["stem"], found["end"]]
+        # Some count from 0, so it is their number that tells.
+        if len(there) < int(found["count"]):
+            missing = min({*range(1, int(found["count"]) + 1)} - there)
+            name = f"{found['stem']}{missing:0{len(found['number'])}d}{found['end']}"
+            raise UserError(f"{directory / name} is not there, and {found[0]} beside it says so; get what is missing")
+    return files
 
 
 class StoredTensor:
@@ -192,8 +233,8 @@ class SafetensorsDirectory:
     before columns, under the names that they have in other checkpoints (`mlp.experts.7.gate_proj.weight`).
 
     Raises:
-        UserError: the directory has no safetensors file, or the index names a file or tensor that is not there, or the rows of
-            stacked experts cannot be told from their columns.
+        UserError: the directory has no safetensors file, or lacks one that the index or the numbers of others tell of; the rows
+            of stacked experts cannot be told from their columns.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -253,7 +294,7 @@ class SafetensorsDirectory:
         index = self._directory / INDEX_FILE
         if index.is_file():
             return _read_index(index)
-        files = sorted(self._directory.glob("*.safetensors"))
+        files = _files_without_index(self._directory)
         if not files:
             raise UserError(f"{self._directory} holds no *.safetensors file")
         return {name: file.name for file in files for name in self._open(file.name).keys()}  # noqa: SIM118

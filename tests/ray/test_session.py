@@ -454,7 +454,8 @@ def test_engines_load_weights_of_older_formats_and_ranks_do_not(run, tmp_path, f
     run(None, "--dry-run")
     (tmp_path / "model/model.safetensors").rename(tmp_path / "model" / files)
     found, lines = run(None, "--check", *words.split(), whole=False)
-    assert found == status and any(f"{NO_WEIGHTS}{START_WITHOUT}{FOR_RANKS}" in line for line in lines) is bool(status)
+    told = NO_WEIGHTS.replace("download them", f"make them of {files} by save_pretrained of transformers")
+    assert found == status and any(f"{told}{START_WITHOUT}{FOR_RANKS}" in line for line in lines) is bool(status)
 
 
 @pytest.mark.parametrize("ending", [None, RunError("engine 0 died"), KeyboardInterrupt()])

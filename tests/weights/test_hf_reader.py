@@ -64,6 +64,8 @@ def test_an_index_that_names_what_a_file_has_not_is_told_by_file_and_tensor(dire
         source.tensor("matrix")
     with pytest.raises(UserError, match="three.safetensors cannot be read"):
         source.tensor("vector")
+    with pytest.raises(UserError, match=r"three.safetensors is not there, and the index .* names it; get"):
+        places_of_checkpoint(directory)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"matrix": "two.safetensors"}}))
     with pytest.raises(UserError, match="index.json does not fit two.safetensors: it has no matrix"):
         places_of_checkpoint(directory)
@@ -71,6 +73,62 @@ def test_an_index_that_names_what_a_file_has_not_is_told_by_file_and_tensor(dire
     for read in (SafetensorsDirectory, places_of_checkpoint):
         with pytest.raises(UserError, match="index.json cannot be read"):
             read(directory)
+
+
+def numbered(directory, *names):
+    for name in names:
+        save_file({f"tensor of {name}": torch.ones(2)}, directory / name)
+
+
+@pytest.mark.parametrize("read", [SafetensorsDirectory, places_of_checkpoint])
+def test_a_file_that_is_missing_is_known_by_the_numbers_of_the_others(tmp_path, read):
+    """A download that broke off may have left the first of them, and no index."""
+    numbered(tmp_path, "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/model-00002-of-00003.safetensors is not there, "):
+        read(tmp_path)
+    numbered(tmp_path, "model-00002-of-00003.safetensors", "other-0-of-2.safetensors", "other-1-of-2.safetensors")
+    read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "weight_map", ["{}", "null", '["one.safetensors"]', '{"matrix": 1}', '{"matrix": ["one.safetensors"]}']
+)
+def test_an_index_without_names_of_files_is_refused(directory, weight_map):
+    (directory / "model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
+    for read in (SafetensorsDirectory, places_of_checkpoint):
+        with pytest.raises(UserError, match="index.json cannot be read: it is no index"):
+            read(directory)
+
+
+HEADERS = [
+    "[1, 2]", '"text"', '{"a": 1}', '{"a": {"shape": [1]}}',
+    '{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_file_with_the_header_of_no_safetensors_file_is_named(tmp_path, header):
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(UserError, match="model.safetensors cannot be read: it is no safetensors file"):
+        places_of_checkpoint(tmp_path)
+
+
+def test_what_stands_in_the_place_of_a_file_is_told(directory):
+    """A directory, a link that leads nowhere, as in a copy of a cache, and what Git leaves without its large files."""
+    file = directory / "one.safetensors"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UserError, match="one.safetensors cannot be read"):
+        places_of_checkpoint(directory)
+    file.rmdir()
+    file.symlink_to(directory / "blobs/one")
+    with pytest.raises(UserError, match=r"one.safetensors is not there: it is a link to .*/blobs/one; get") as error:
+        places_of_checkpoint(directory)
+    assert "index" not in str(error.value)
+    file.unlink()
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 5020144\n")
+    with pytest.raises(UserError, match="one.safetensors cannot be read: .*git lfs pull"):
+        places_of_checkpoint(directory)
 
 
 def test_a_directory_without_weights_is_refused(tmp_path):

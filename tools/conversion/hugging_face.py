@@ -316,10 +316,7 @@ def places_of(source: Path) -> dict[str, Place]:
     """
     if not source.is_dir():
         raise UserError(f"{source} is no directory; give a Hugging Face checkpoint")
-    try:
-        places = places_of_checkpoint(source)
-    except FileNotFoundError as error:
-        raise UserError(f"{error.filename}, which {INDEX_FILE} names, is not there") from error
+    places = places_of_checkpoint(source)
     if not places:
         raise UserError(f"{source} holds no *.safetensors file")
     return places

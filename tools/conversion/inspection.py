@@ -12,7 +12,7 @@ from typing import Any
 from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_json_atomically
-from slime.weights.hf_reader import Place, places_of_checkpoint, places_of_tensors
+from slime.weights.hf_reader import places_of_checkpoint, places_of_tensors
 from slime.weights.hf_writer import CHECKSUMS
 from slime.weights.quantisers import quantisation_settings
 from tools.conversion.hugging_face import read_config
@@ -69,7 +69,7 @@ def _whole(directory: Path) -> tuple[TorchDistDirectory, dict[str, Any]]:
 
 def _describe_hf(directory: Path) -> Iterator[str]:
     config = read_config(directory)
-    places = _places(directory)
+    places = places_of_checkpoint(directory)
     numel: collections.Counter[str] = collections.Counter()
     for place in places.values():
         numel[place.dtype] += math.prod(place.shape)
@@ -78,13 +78,6 @@ def _describe_hf(directory: Path) -> Iterator[str]:
     files = {place.path.name for place in places.values()}
     yield f"Hugging Face checkpoint of {config.get('model_type')}, {len(files)} weight files, quantised: {method}"
     yield _sizes_line(len(places), numel)
-
-
-def _places(directory: Path) -> Mapping[str, Place]:
-    try:
-        return places_of_checkpoint(directory)
-    except FileNotFoundError as error:
-        raise UserError(f"{error.filename}, which the index names, is not there") from error
 
 
 def _sizes_line(count: int, numel: Mapping[str, int]) -> str:

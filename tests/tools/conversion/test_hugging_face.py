@@ -286,4 +286,4 @@ def test_what_cannot_be_converted_is_refused(checkpoint, tmp_path, capsys):
         json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}})
     )
     lost = message(convert_hf_to_fp8.main, "--model-dir", str(source), "--save-dir", str(tmp_path / "c"))
-    assert "model-00002-of-00002.safetensors, which model.safetensors.index.json names, is not there" in lost
+    assert "model-00002-of-00002.safetensors is not there, and the index of the weights in " in lost
