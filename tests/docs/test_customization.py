@@ -336,6 +336,22 @@ def adds_a_metric(given):
     assert output.metrics["longest_response"] == 3 and len(output.samples) == 2
 
 
+@check("my_step.py")
+def answers_every_group(given):
+    """Also those of a source that returns prompts."""
+    args, source = given.args(), CountingDataSource(2)
+    source.get_samples = lambda count: [Sample(prompt=f"{place}+1", label="a") for place in range(count)]
+    try:
+        groups = load_function("my_step.py:generate_rollout", flag="--rollout-function-path")(args, 0, source)
+    finally:
+        async_utils.run(close_http_client())
+        async_utils.stop_async_loop()
+    assert [len(group) for group in groups] == [args.n_samples_per_prompt] * args.rollout_batch_size
+    samples = leaves(groups)
+    assert all(sample.reward is not None and sample.response_length == 3 for sample in samples)
+    assert [sample.index for sample in samples] == sorted({sample.index for sample in samples})
+
+
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
