@@ -9,11 +9,15 @@ which loads them, and for the plan, which counts their memory.
 """
 
 import argparse
+import fnmatch
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from slime.arguments.hf_config import is_hf_checkpoint
+from slime.arguments.paths import WRITTEN
 from slime.utils.checkpoint_directory import (
     POINTER,
     is_megatron_checkpoint,
@@ -37,7 +41,9 @@ class WeightSource:
     resume: bool = False
 
     def __str__(self) -> str:
-        return "random weights" if self.kind == "random" else f"{self.path} ({self.kind})"
+        # FSDP has checkpoints in the layout of Megatron's, too.
+        kind = "checkpoint" if self.kind == "megatron" else "Hugging Face directory"
+        return "random weights" if self.kind == "random" else f"{self.path} ({kind})"
 
 
 def resolve_initial_weights(args: argparse.Namespace) -> WeightSource:
@@ -105,7 +111,10 @@ def _source_of_load(args: argparse.Namespace) -> WeightSource | None:
         return WeightSource("hf", str(path))
     _refuse_headless_checkpoint(path, "--load")
     contents = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    visible = [name for name in contents if not name.startswith(".") and name not in _OWN_LEFTOVERS]
+    # What flags such as --dump-details put there may be older than the first checkpoint.
+    written = [Path(os.path.relpath(vars(args)[name], path)).parts[:1] for name in WRITTEN if vars(args)[name]]
+    own = (".*", *_OWN_LEFTOVERS, *(re.sub(r"{.*?}", "*", name) for [name] in filter(None, written)))
+    visible = [name for name in contents if not any(fnmatch.fnmatch(name, one) for one in own)]
     same_as_save = args.save is not None and path.absolute() == Path(args.save).absolute()
     if same_as_save and not visible and not path.is_file():
         if args.exit_on_missing_checkpoint:

@@ -22,8 +22,8 @@ from slime.utils.plugin_source import find_top, problem_of_path
 from slime.utils.yaml_file import EMPTY_PATH
 
 # Megatron's flags name directories and files, too.
-PATHS = (*(name for name, flag in OWN_FLAGS.items() if flag.path in (PathKind.READ, PathKind.WRITTEN)), "tensorboard_dir",
-    "nccl_communicator_config_path")  # fmt: skip
+WRITTEN = (*(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.WRITTEN), "tensorboard_dir")
+PATHS = (*(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.READ), *WRITTEN, "nccl_communicator_config_path")
 _READ_HERE = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.HERE)
 _PLUG_INS = tuple(name for name, flag in OWN_FLAGS.items() if flag.plug_in is not None)
 

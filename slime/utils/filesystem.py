@@ -117,6 +117,12 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
+def overlapping(one: str | Path, other: str | Path) -> bool:
+    """Whether two paths lead to the same directory, or one of them into the other."""
+    one, other = Path(one).resolve(), Path(other).resolve()
+    return one.is_relative_to(other) or other.is_relative_to(one)
+
+
 def fsync_tree(directory: str | Path) -> None:
     """Force every file and directory below `directory` to disk."""
     for root, _, names in os.walk(directory):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from slime.models.config_entries import NUM_EXPERTS, first_of
 from slime.utils.checkpoint_directory import METADATA, WEIGHT_VERSION
 from slime.utils.errors import RunError, UserError
-from slime.utils.filesystem import fsync_tree, replace_directory, write_json_atomically
+from slime.utils.filesystem import fsync_tree, overlapping, replace_directory, write_json_atomically
 from slime.utils.hf_files import INDEX_FILE
 from slime.weights.buckets import split_into_buckets
 from slime.weights.hf_reader import (
@@ -228,8 +228,7 @@ def copy_auxiliary_files(source_hf_dir: str | Path, target: str | Path) -> None:
 
 
 def _refuse_source(directory: Path, source: Path) -> None:
-    target, origin = directory.resolve(), source.resolve()
-    if target == origin or origin in target.parents or target in origin.parents:
+    if overlapping(directory, source):
         raise UserError(
             f"refusing to write a checkpoint to {directory}: it would overwrite the source checkpoint {source}; "
             "choose another directory"

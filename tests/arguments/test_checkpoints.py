@@ -166,7 +166,15 @@ def test_first_launch_may_hold_only_its_own_leftovers(tmp_path):
     (run / "rollout").mkdir(parents=True)
     (run / "args.json").write_text("{}")
     (run / ".iter_0000002.writing").mkdir()
-    assert parse(tmp_path, "--load", str(run), "--save", str(run)).initial_weights.kind == "hf"
+    words = ["--load", str(run), "--save", str(run)]
+    assert parse(tmp_path, *words).initial_weights.kind == "hf"
+    # What other flags write there, a run that ended before its first checkpoint leaves, too.
+    (run / "details/rollout_data").mkdir(parents=True)
+    (run / "export-3").mkdir()
+    with pytest.raises(UserError, match="holds details, export-3 but no checkpoint"):
+        parse(tmp_path, *words)
+    words += ["--dump-details", f"{run}/details", "--save-hf", f"{run}/export-{{rollout_id}}"]
+    assert parse(tmp_path, *words).initial_weights.kind == "hf"
 
 
 def test_a_reference_among_the_checkpoints_of_the_run_is_one_of_them_for_good(tmp_path):
@@ -181,6 +189,18 @@ def test_a_reference_among_the_checkpoints_of_the_run_is_one_of_them_for_good(tm
     # Without a reference it is but another name of where the run starts.
     parse(tmp_path, *words)
     parse(tmp_path, *reference, "--debug-rollout-only")
+
+
+def test_a_model_among_the_checkpoints_of_the_run_is_not_deleted_as_one_of_them(tmp_path):
+    """A checkpoint of FSDP is a model too. Everything that a save copies, and what an engine starts from, comes of it."""
+    model = write_config(tmp_path / "run/iter_0000003")
+    words = ["--hf-checkpoint", str(model), "--save", str(tmp_path / "run"), "--save-interval", "1"]
+    with pytest.raises(UserError, match=rf"--keep-last 2 would delete --hf-checkpoint {model}, one of the checkpoints"):
+        parse(tmp_path, *words, "--keep-last", "2")
+    parse(tmp_path, *words)
+    parse(tmp_path, *words, "--keep-last", "2", "--debug-rollout-only")
+    beside = write_config(tmp_path / "run/model")
+    parse(tmp_path, *words, "--keep-last", "2", "--hf-checkpoint", str(beside))
 
 
 def test_a_refusal_stands_alone(tmp_path, caplog):

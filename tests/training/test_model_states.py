@@ -252,7 +252,7 @@ def test_the_reference_follows_the_actor_after_every_k_rollouts(monkeypatch, fla
         seen.append(run.trained_with["ref"])
     # Refreshed after rollouts 2 and 5, when the weights are 3 and 6.
     assert seen == [100, 100, 100, 3, 3, 3, 6]
-    assert run.lines == ["reference weights: ref (hf)"]
+    assert run.lines == ["reference weights: ref (Hugging Face directory)"]
 
 
 def test_a_refresh_of_the_reference_is_timed(monkeypatch):
@@ -286,7 +286,7 @@ def test_the_teacher_stays(monkeypatch):
     run = Run(monkeypatch, use_opd=True, opd_type="megatron", use_kl_loss=True, ref_update_interval=1)
     run.train(0)
     assert (run.held("teacher"), run.held("ref"), run.held("actor")) == (TEACHER_LOADED, 1, 1)
-    assert run.lines == ["reference weights: ref (hf)", "teacher weights: teacher (megatron)"]
+    assert run.lines == ["reference weights: ref (Hugging Face directory)", "teacher weights: teacher (checkpoint)"]
     assert "teacher" not in Run(monkeypatch, use_opd=True, opd_type="sglang").states
 
 

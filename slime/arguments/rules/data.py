@@ -15,10 +15,10 @@ from slime.arguments.checkpoints import source_of_reference, source_of_teacher
 from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.config_files.role_config import DIRECTORY, critic_args, critic_weights
 from slime.arguments.derivation import FULLY_ASYNC, source_of_actor
-from slime.arguments.flag import PathKind, flag_of
+from slime.arguments.flag import flag_of
 from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.hf_config import no_directory
-from slime.arguments.paths import PLUG_INS_OF_SETS, missing_plug_ins, problem_of_plug_in
+from slime.arguments.paths import PLUG_INS_OF_SETS, WRITTEN, missing_plug_ins, problem_of_plug_in
 from slime.arguments.sizes import longest_sample, micro_batches_at_a_time, positions_of_model
 from slime.arguments.violations import Rule, Violation, about, broken, refused, refused_each, warned, where
 from slime.scheduling.dp_schedule import most_micro_batches
@@ -26,7 +26,7 @@ from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, re
 from slime.utils.data_files import parse_data_path, path_without_slice
 from slime.utils.dataset import RowKeys, check_first_row
 from slime.utils.errors import UserError
-from slime.utils.filesystem import existing_files, existing_parent, unwritable
+from slime.utils.filesystem import existing_files, existing_parent, overlapping, unwritable
 from slime.utils.image_rows import media_keys_problem
 from slime.utils.plain_files import may_be_dump
 
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 # The flags that say where weights come from. If one of them has a wrong value by itself, only that is reported.
 _SOURCES = ("--load", "--ref-load", "--initial-megatron-checkpoint", "--hf-checkpoint", "--random-init", "--ckpt-step")
-_WRITTEN = (*(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.WRITTEN), "tensorboard_dir")
 
 # The package of our own data sources and evaluation functions: the rules know how these read files.
 _OWN = "slime.rollout."
@@ -267,7 +266,7 @@ def initial_weights(args: argparse.Namespace) -> Iterator[Violation]:
 
 def writable_places(args: argparse.Namespace) -> Iterator[Violation]:
     """Places that the run writes to must be writable: otherwise it would fail after hours."""
-    for name in _WRITTEN:
+    for name in WRITTEN:
         path = vars(args)[name]
         # Paths that are derived from --dump-details are reported under that flag.
         if path is None or name not in args.typed_flags:
@@ -353,8 +352,15 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.save_hf is not None and args.hf_checkpoint is None,
         "{--save-hf} needs {--hf-checkpoint}: config and tokenizer are copied from it"),
     refused(lambda args: args.save_hf is not None and args.hf_checkpoint is not None
-            and Path(args.save_hf).absolute() == Path(args.hf_checkpoint).absolute(),
+            and overlapping(args.save_hf, args.hf_checkpoint),
         "{--save-hf=} would overwrite {--hf-checkpoint}; give another directory"),
+    refused(lambda args: _saves(args) and args.train_backend == "fsdp" and args.hf_checkpoint is not None
+            and overlapping(Path(args.save) / "iter", args.hf_checkpoint),
+        "{--save=} lies in {--hf-checkpoint=}, and {--train-backend=} writes models there; give another directory"),
+    refused(lambda args: _saves(args) and args.keep_last is not None and args.hf_checkpoint is not None
+            and Path(args.hf_checkpoint).name.startswith("iter_")
+            and Path(args.hf_checkpoint).absolute().parent == Path(args.save).absolute(),
+        "{--keep-last=} would delete {--hf-checkpoint=}, one of the checkpoints in {--save}; copy that to another place"),
     warned(lambda args: _saves(args) and args.save_interval is None,
         "{--save=} without --save-interval: no checkpoint is written; give --save-interval N, which also writes one after the "
         "last rollout"),

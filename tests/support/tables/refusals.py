@@ -194,6 +194,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--max-restarts 1 --save /run", "--max-restarts --save --save-interval", WRONG),
         ("--save-hf /export", "--save-hf --save", WRONG),
         ("--save {tmp}/run --save-hf {tmp}/model", "--save-hf --hf-checkpoint", WRONG),
+        ("--save {tmp}/run --save-hf {tmp}/model/export", "--save-hf --hf-checkpoint", WRONG),
+        ("--save {tmp}/model --save-interval 1 --train-backend fsdp", "--save --hf-checkpoint --train-backend", WRONG),
         ("--save-debug-rollout-data /d/a.pt --save-debug-train-data /d/a.pt",
          "--save-debug-rollout-data --save-debug-train-data --dump-details", WRONG),
         ("--load-debug-rollout-data x.pt --load-debug-rollout-data-subsample 2",
