@@ -147,11 +147,12 @@ class FSDPBackend:
             read_tensors(place, {name: parameter.detach() for name, parameter in parameters.items()})
             return True
         files = open_checkpoint(directory)
-        names, of_other_model = files.names(), f"{directory} is of another model than --hf-checkpoint"
+        names, is_own = files.names(), directory == Path(self.args.hf_checkpoint)
+        no_fit = "does not fit its own config.json" if is_own else "is of another model than --hf-checkpoint"
         if further := sorted(_of_model(names, directory) - parameters.keys()):
-            raise UserError(f"{of_other_model}, which has no {further[0]}")
+            raise UserError(f"{directory} {no_fit}, which has no {further[0]}")
         if missing := sorted(parameters.keys() - names):
-            raise UserError(f"{of_other_model}: it has no {missing[0]}")
+            raise UserError(f"{directory} {no_fit}: it has no {missing[0]}")
         for name, parameter in parameters.items():
             stored = files.tensor(name)
             if stored.shape != parameter.shape:

@@ -201,6 +201,12 @@ def refused_sources(hf_dir, directory):
         with pytest.raises(UserError) as error:
             backend.load_weights(WeightSource("hf", str(iteration_directory(directory / name, 2))))
         found[f"{name} as a model"] = str(error.value)
+        model = str(iteration_directory(directory / name, 2))
+        backend_of_its_config = make_backend(arguments(model, directory, 1))
+        backend_of_its_config.place()
+        with pytest.raises(UserError) as error:
+            backend_of_its_config.load_weights(WeightSource("hf", model))
+        found[f"{name} as the model of the run"] = str(error.value)
     return found
 
 
@@ -333,7 +339,7 @@ def test_what_cannot_be_loaded_is_refused_by_name(models, saves, one_rank, tmp_p
     assert (
         "/optimizer cannot be loaded" in found["optimizer"] and "/optimizer cannot be loaded" in found["no optimizer"]
     )
-    other = "is of another model than --hf-checkpoint"
-    for given in ("", " as a model"):
-        assert f"{other}, which has no model.layers.9.mlp.up_proj.weight" in found[f"deeper{given}"]
-        assert f"{other}: it has no lm_head.weight" in found[f"headless{given}"]
+    other, own = "is of another model than --hf-checkpoint", "iter_0000002 does not fit its own config.json"
+    for told, given in ((other, ""), (other, " as a model"), (own, " as the model of the run")):
+        assert f"{told}, which has no model.layers.9.mlp.up_proj.weight" in found[f"deeper{given}"]
+        assert f"{told}: it has no lm_head.weight" in found[f"headless{given}"]
