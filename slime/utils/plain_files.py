@@ -85,7 +85,7 @@ def write_dump(path: Path, dump: dict[str, Any]) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == TORCH_SUFFIX:
-        # torch gets an open file, because it reports a full disk as RuntimeError if it opens the file itself.
+        # torch gets an open file: of one that it opens itself it does not tell that the disk is full.
         os.replace(_written(path, lambda file: torch.save(dump, file)), path)
         return
     from safetensors.torch import save
@@ -153,6 +153,15 @@ def _beside(path: Path) -> Path:
 def _written(path: Path, write: Callable[[Any], Any]) -> Path:
     """The hidden file that is to become `path`."""
     temporary = path.with_name(f".{path.name}.writing")
-    with open(temporary, "wb") as file:
-        write(file)
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+    except (OSError, RuntimeError) as error:
+        # A part of a file would keep a full disk full.
+        temporary.unlink(missing_ok=True)
+        # Torch ends its file all the same, and the RuntimeError of that hides the error of the write, which names no file.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
     return temporary

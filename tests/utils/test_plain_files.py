@@ -1,6 +1,7 @@
 """Values that JSON does not have come back as they were, and what is not plain goes where its encoder says."""
 
 import json
+import resource
 from argparse import Namespace
 
 import numpy as np
@@ -62,3 +63,20 @@ def test_what_torch_once_wrote_may_be_a_dump(tmp_path):
     # One in zip format has another name, too.
     torch.save({"samples": []}, tmp_path / "0.dump")
     assert may_be_dump(tmp_path / "0.dump") and read_dump(tmp_path / "0.dump") == {"samples": []}
+
+
+@pytest.mark.parametrize("name", ["3.pt", "3.json"])
+def test_a_dump_that_the_disk_refuses_is_named_and_takes_no_room(tmp_path, name):
+    """The limit of a file's size stands for a full disk: what was there stays."""
+    path = tmp_path / "dumps" / name
+    write_dump(path, {"kept": torch.ones(3)})
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        with pytest.raises(OSError) as error:
+            write_dump(path, {"large": torch.ones(2**16)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error.value.filename.startswith(str(path)) and error.value.errno
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
