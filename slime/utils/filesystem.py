@@ -20,6 +20,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -117,10 +118,14 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
-def overlapping(one: str | Path, other: str | Path) -> bool:
-    """Whether two paths lead to the same directory, or one of them into the other."""
-    one, other = Path(one).resolve(), Path(other).resolve()
-    return one.is_relative_to(other) or other.is_relative_to(one)
+def overlapping(template: str | Path, directory: str | Path | None) -> bool:
+    """Whether a directory that `template` names, with numbers in the place of its {fields}, may be `directory` (None: there is
+    none), lie in it or hold it. Links are followed."""
+    if directory is None:
+        return False
+    one, other = Path(template).resolve(), Path(directory).resolve()
+    numbered = re.sub(r"\\{.*?\\}", r"\\d+", re.escape(str(one)))
+    return one.is_relative_to(other) or re.match(rf"{numbered}(/|$)", str(other)) is not None
 
 
 def fsync_tree(directory: str | Path) -> None:

@@ -17,6 +17,7 @@ from slime.utils import filesystem as scratch
 from slime.utils.child_process import environment_for_python
 from slime.utils.filesystem import (
     existing_files,
+    overlapping,
     publishing_directory,
     replace_directory,
     write_json_atomically,
@@ -369,3 +370,21 @@ def test_files_in_the_order_of_their_ids(tmp_path):
 def test_templates_that_take_numbers_only_match_nothing(tmp_path):
     assert existing_files(str(tmp_path / "{rollout_id:04d}.pt")) == []
     assert existing_files(str(tmp_path / "{step}.pt")) == []
+
+
+def test_directories_that_overlap(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    for template, directory, told in (
+        ("model", "model", True),
+        ("link", "model", True),
+        ("model/export", "link", True),
+        ("out", "out/model", True),
+        ("out/{rollout_id}", "out/3", True),
+        ("out/{rollout_id}", "out/3/model", True),
+        ("out/{rollout_id}", "out/3b", False),
+        ("out/{rollout_id}", "out/model", False),
+        ("out/step.{rollout_id}", "out/step-3", False),
+        ("model-2", "model", False),
+    ):
+        assert overlapping(str(tmp_path / template), tmp_path / directory) is told, (template, directory)
+    assert not overlapping(tmp_path, None)

@@ -351,11 +351,9 @@ FILE_RULES: tuple[Rule, ...] = (
 CHECKPOINT_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.save_hf is not None and args.hf_checkpoint is None,
         "{--save-hf} needs {--hf-checkpoint}: config and tokenizer are copied from it"),
-    refused(lambda args: args.save_hf is not None and args.hf_checkpoint is not None
-            and overlapping(args.save_hf, args.hf_checkpoint),
+    refused(lambda args: args.save_hf is not None and overlapping(args.save_hf, args.hf_checkpoint),
         "{--save-hf=} would overwrite {--hf-checkpoint}; give another directory"),
-    refused(lambda args: _saves(args) and args.train_backend == "fsdp" and args.hf_checkpoint is not None
-            and overlapping(Path(args.save) / "iter", args.hf_checkpoint),
+    refused(lambda args: _saves(args) and args.train_backend == "fsdp" and overlapping(f"{args.save}/iter", args.hf_checkpoint),
         "{--save=} lies in {--hf-checkpoint=}, and {--train-backend=} writes models there; give another directory"),
     refused(lambda args: _saves(args) and args.keep_last is not None and args.hf_checkpoint is not None
             and Path(args.hf_checkpoint).name.startswith("iter_")
