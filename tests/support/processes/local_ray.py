@@ -3,13 +3,16 @@
 from typing import Any
 
 import ray
+from ray._private.node import Node
 
-from slime.ray.cluster import _patience_with_node, _without_dashboard
+from slime.ray.cluster import _patience_with_node, _replaced, _without_dashboard
 
 
 def start_ray(**options: Any) -> None:
     """`ray.init` with `options`, without failing on a slow machine. `ray.shutdown` ends it."""
-    with _patience_with_node(), _without_dashboard():
+    # The monitor of logs is a process that looks for new lines all the time, and here nobody wants them.
+    without_log_monitor = _replaced(Node, start_log_monitor=lambda self: None)
+    with _patience_with_node(), _without_dashboard(), without_log_monitor:
         ray.init(
             address="local",
             include_dashboard=False,
