@@ -175,7 +175,9 @@ def sender(new_sender):
 
 @pytest.fixture(scope="module")
 def ranks(ray):
-    return [ray.remote(num_cpus=0)(Rank).remote() for _ in range(2)]
+    """The node of the second one has a name in place of an address."""
+    named = {"runtime_env": {"env_vars": {"SLIME_HOST_IP": "localhost"}}}
+    return [ray.remote(num_cpus=0, **options)(Rank).remote() for options in ({}, named)]
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +185,14 @@ def asked(ray):
     return lambda references: ray.get(references, timeout=2 * SECONDS)
 
 
-def test_an_agent_listens_to_this_machine_alone_and_sleeps_while_nothing_travels(sender, ranks, asked):
-    for addresses in asked([process.opened.remote() for process in (sender, *ranks)]):
+@pytest.fixture(scope="module")
+def opened(sender, ranks, asked):
+    """The addresses of the agents of the sender and of both ranks."""
+    return asked([process.opened.remote() for process in (sender, *ranks)])
+
+
+def test_an_agent_listens_to_this_machine_alone_and_sleeps_while_nothing_travels(sender, ranks, opened, asked):
+    for addresses in opened[:2]:
         assert set(addresses) == {"127.0.0.1"}
     # What sleeps may be woken for other things, and wait for a core of a busy machine, but not all the time.
     wait_until(lambda: max(asked([process.awake.remote(1.0) for process in (sender, *ranks)])) < 0.5, SECONDS)
@@ -243,9 +251,9 @@ def test_a_sender_that_dies_is_told_by_name_within_the_limit(new_sender, sender,
     assert asked(ranks[1].fetch.remote(boxes)) == asked(ranks[0].fetch.remote(boxes))
 
 
-def test_a_sender_that_hangs_is_not_waited_for_beyond_the_limit(ray, new_sender, asked):
+def test_a_sender_that_hangs_is_not_waited_for_beyond_the_limit(new_sender, ranks, asked):
     """Nor does the rank wait for it when it gives the read up. Once it goes on, what it has is read."""
-    hanging, rank = new_sender(), ray.remote(num_cpus=0)(Rank).remote()
+    hanging, rank = new_sender(), ranks[0]
     boxes, pid = asked(hanging.send_made.remote(2, 1_000_000)), asked(hanging.pid.remote())
     try:
         said, seconds = asked(rank.fetch_while_the_sender.remote(signal.SIGSTOP, boxes, pid, 3.0))
@@ -255,9 +263,8 @@ def test_a_sender_that_hangs_is_not_waited_for_beyond_the_limit(ray, new_sender,
     assert asked(rank.fetch.remote(boxes, 1))["tokens"] and asked(rank.fetch.remote(boxes, 0))["tokens"]
 
 
-def test_an_agent_is_made_where_the_node_has_a_name_in_place_of_an_address(ray, asked):
-    of_name = ray.remote(num_cpus=0, runtime_env={"env_vars": {"SLIME_HOST_IP": "localhost"}})(Rank).remote()
-    assert set(asked(of_name.opened.remote())) == {"127.0.0.1"}
+def test_an_agent_is_made_where_the_node_has_a_name_in_place_of_an_address(opened):
+    assert set(opened[2]) == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(
