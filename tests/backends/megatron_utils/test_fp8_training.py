@@ -6,6 +6,8 @@ in for by what Megatron and the passes know of them: `is_first_microbatch`, whic
 `_fp8_workspaces`, where the copy is.
 """
 
+import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -102,40 +104,50 @@ def far(one, other):
     return float((one - other).abs().mean())
 
 
-def beside_16_bits(directory):
-    """Per recipe, mean differences of log-probs to those of layers in 16 bits: at first, with other weights, and after a step;
-    how far those other weights moved them; the gradient norms of both; and how many copies of weights are left."""
+def beside_16_bits(directories):
+    """Per model and recipe, mean differences of log-probs to those of layers in 16 bits: at first, with other weights, and
+    after a step; how far those other weights moved them; the gradient norms of both; and how many copies of weights are
+    left."""
     found = {}
-    for recipe in RECIPES:
+    for name, recipe in itertools.product(directories, RECIPES):
         options = {
             "fp8": "hybrid", "fp8_recipe": recipe, "fp8_margin": 0, "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max",
         }  # fmt: skip
-        runs = [LayoutRun(layout_args(directory, **WIDE, **more)) for more in ({}, options)]
+        runs = [LayoutRun(layout_args(directories[name], **WIDE, **more)) for more in ({}, options)]
         plain, narrow = map(log_probs_of, runs)
         differences = [far(plain, narrow)]
         with torch.no_grad():
             for run in runs:
-                for name, parameter in run.model[0].named_parameters():
-                    if "linear" in name and parameter.ndim == 2:
+                for key, parameter in run.model[0].named_parameters():
+                    if "linear" in key and parameter.ndim == 2:
                         parameter.mul_(1.5)
         others, narrow = map(log_probs_of, runs)
         differences.append(far(others, narrow))
         norms = [run.step()["grad_norm"] for run in runs]
         differences.append(far(*map(log_probs_of, runs)))
         left = sum(len(vars(module).get("_fp8_workspaces", ())) for module in runs[1].model[0].modules())
-        found[recipe] = differences, far(plain, others), norms, left
+        found[name, recipe] = differences, far(plain, others), norms, left
+    return found
+
+
+@pytest.fixture(scope="module")
+def in_fp8(selected, tmp_path_factory):
+    """What `beside_16_bits` finds, in one process: it imports for longer than it trains."""
+    cases = selected(test_layers_of_transformer_engine_multiply_in_fp8_with_the_weights_of_the_time)
+    directories = {case["name"]: str(tmp_path_factory.mktemp(case["name"])) for case in cases}
+    for name, directory in directories.items():
+        TINY_FAMILIES[name].save(Path(directory))
+    (found,) = run_distributed(
+        call_with_transformer_engine, 1, (beside_16_bits, directories), start_method="spawn", timeout=500
+    )
     return found
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_layers_of_transformer_engine_multiply_in_fp8_with_the_weights_of_the_time(tmp_path, name):
+def test_layers_of_transformer_engine_multiply_in_fp8_with_the_weights_of_the_time(in_fp8, name):
     """With experts the products are grouped. A copy of earlier weights would be as far off as these have moved."""
-    TINY_FAMILIES[name].save(tmp_path)
-    (found,) = run_distributed(
-        call_with_transformer_engine, 1, (beside_16_bits, str(tmp_path)), start_method="spawn", timeout=300
-    )
     for recipe in RECIPES:
-        differences, moved, (norm, norm_in_fp8), left = found[recipe]
+        differences, moved, (norm, norm_in_fp8), left = in_fp8[name, recipe]
         assert all(0.002 < difference < moved / 2 for difference in differences), (recipe, differences, moved)
         assert norm_in_fp8 == pytest.approx(norm, rel=0.15) and norm_in_fp8 != norm, recipe
         assert left == 0, recipe

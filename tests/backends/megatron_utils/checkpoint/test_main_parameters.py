@@ -138,36 +138,52 @@ def test_copies_are_what_the_checkpoint_has(tmp_path, sources, layout, optimizer
 OF_ENGINE = {"bf16": True, "use_precision_aware_optimizer": True, "attention_backend": "auto"}
 
 
-def begin_and_go_on(begun_with: tuple[SimpleNamespace, WeightSource], args: SimpleNamespace) -> str:
-    """The module of the optimizer. Saves what a run begins with; and of another one its first step, its second step by the run
-    that resumes from there, and by itself."""
-    begun(*begun_with).save()
-    run = ResumableRun(args)
-    run.prepare()
-    run.step()
-    run.save()
-    for iteration, each in enumerate((resumed(args, args.save), run), start=1):
-        each.prepare()
-        each.step()
-        each.save(iteration)
-    return type(run.parts()[0].optimizer).__mro__[1].__module__
+def begin_and_go_on(cases: dict[bool, tuple[tuple[SimpleNamespace, WeightSource], SimpleNamespace]]) -> dict[bool, str]:
+    """By case, the module of the optimizer. Saves what a run begins with; and of another one its first step, its second step by
+    the run that resumes from there, and by itself."""
+    found = {}
+    for case, (begun_with, args) in cases.items():
+        begun(*begun_with).save()
+        run = ResumableRun(args)
+        run.prepare()
+        run.step()
+        run.save()
+        for iteration, each in enumerate((resumed(args, args.save), run), start=1):
+            each.prepare()
+            each.step()
+            each.save(iteration)
+        found[case] = type(run.parts()[0].optimizer).__mro__[1].__module__
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_engine(sources, selected, tmp_path_factory):
+    """By whether remainders are stored: the module of the optimizer, and the directory that `begin_and_go_on` saved to. All run
+    in one process, which imports for longer than it trains."""
+    root, known = sources
+    cases, directories = {}, {}
+    for case in selected(test_precision_aware_adam_of_transformer_engine_begins_and_goes_on_with_what_was_saved):
+        remainders = case["remainders"]
+        directory = directories[remainders] = tmp_path_factory.mktemp("engine")
+        flags = {**OF_ENGINE, "store_param_remainders": remainders}
+        first = resumable_args(root / "model", directory / "begun", no_load_optim=True, **{**ASKED, **flags})
+        source, _ = known["float32"]
+        cases[remainders] = (first, source), resumable_args(root / "model", directory / "resumed", **flags)
+    (modules,) = run_distributed(
+        call_with_transformer_engine, 1, (begin_and_go_on, cases), start_method="spawn", timeout=200
+    )
+    return {remainders: (modules[remainders], directory) for remainders, directory in directories.items()}
 
 
 @pytest.mark.parametrize("remainders", [True, False], ids=["remainders", "whole copies"])
 def test_precision_aware_adam_of_transformer_engine_begins_and_goes_on_with_what_was_saved(
-    tmp_path, sources, remainders
+    of_engine, sources, remainders
 ):
-    root, known = sources
-    flags = {**OF_ENGINE, "store_param_remainders": remainders}
-    first = resumable_args(root / "model", tmp_path / "begun", no_load_optim=True, **{**ASKED, **flags})
-    args = resumable_args(root / "model", tmp_path / "resumed", **flags)
-    source, expected = known["float32"]
-    (module,) = run_distributed(
-        call_with_transformer_engine, 1, (begin_and_go_on, (first, source), args), start_method="spawn"
-    )
+    module, directory = of_engine[remainders]
+    _, expected = sources[1]["float32"]
     assert module.startswith("transformer_engine.")
-    assert not differing(copies_in(tmp_path / "begun/iter_0000000"), expected)
-    before, again, whole = (stored_tensors(tmp_path / f"resumed/iter_{number:07d}") for number in range(3))
+    assert not differing(copies_in(directory / "begun/iter_0000000"), expected)
+    before, again, whole = (stored_tensors(directory / f"resumed/iter_{number:07d}") for number in range(3))
     assert not differing(again, whole)
     assert {name.split(".decoder")[0] for name in differing(before, whole)} >= {
         "optimizer.state.param", "optimizer.state.exp_avg", "optimizer.state.exp_avg_sq",
