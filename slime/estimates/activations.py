@@ -144,7 +144,7 @@ class ActivationModel:
         if self.shape.has_linear_attention(index):
             return self._linear_attention(self.shape.linear_attention)
         if self.shape.mla is not None:
-            return self._latent_attention(self.shape.mla) + self._chosen_keys(index)
+            return self._latent_attention(self.shape.mla) + self._chosen_keys(index) + self._learning(index)
         shape, tensor = self.shape, self.layout.tensor
         query, key = shape.query_width / tensor, max(shape.key_width / tensor, shape.head_dim)
         gate = query if shape.attention_output_gate else 0.0
@@ -208,9 +208,20 @@ class ActivationModel:
         return kept + self.bytes * elements + self._core_attention(value, query, heads)
 
     def _chosen_keys(self, index: int) -> float:
-        """Bytes of the keys that an indexer chooses, int32. It is not trained, so nothing else of it is kept. Every
-        tensor-parallel rank has all rows. Where all sequences are so short that nothing is chosen, less is kept than this."""
+        """Bytes of the keys that an indexer chooses, int32. Every tensor-parallel rank has all rows. Where all sequences are
+        so short that nothing is chosen, less is kept than this."""
         return 4.0 * self.shape.mla.indexer.topk if self.shape.has_indexer(index) else 0.0
+
+    def _learning(self, index: int) -> float:
+        """Bytes that an indexer keeps if it is trained: the gradients of its queries, their weights in float32, and the keys of
+        all context-parallel ranks; keys before their norm, with its mean and deviation in float32; cosines and sines of
+        queries and of keys. With sequence parallelism a rank has a part of the rows, and of keys all gradients."""
+        if not (self.shape.trains_indexers and self.shape.has_indexer(index)):
+            return 0.0
+        indexer, rotated = self.shape.mla.indexer, self.shape.mla.qk_pos_emb_head_dim
+        elements = (indexer.num_heads + 1) * indexer.head_dim + 4 * rotated
+        own = self.bytes * elements + 4.0 * (indexer.num_heads + 2)
+        return own / self._sequence_ranks + self.bytes * indexer.head_dim * self.layout.context
 
     def shared_choice(self, index: int) -> float:
         """Bytes per token that are kept of a recomputed layer beside its input: the keys that it chooses, if the next layer

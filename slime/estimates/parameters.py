@@ -31,7 +31,7 @@ class LayerParameters:
     linear_attention: shared by tensor-parallel ranks.
     latent_projections: down to the latent vectors; shared by tensor-parallel ranks of the trainer, whole on every rank of an
         engine.
-    indexer: whole on every tensor-parallel rank. Nothing trains it.
+    indexer: whole on every tensor-parallel rank.
     """
 
     attention: int
@@ -83,9 +83,10 @@ class ParameterCounts:
     def total_with_mtp(self) -> int:
         return self.total + sum(layer.total for layer in self.mtp)
 
-    def trained(self, *, predictions: bool) -> "ParameterCounts":
-        """The parameters that a run trains: without indexers, and without multi-token prediction unless `predictions`."""
-        layers = tuple(replace(layer, indexer=0) for layer in self.layers)
+    def trained(self, *, predictions: bool, indexers: bool) -> "ParameterCounts":
+        """The parameters that a run trains: without indexers unless `indexers`, and without multi-token prediction, whose
+        layers train none, unless `predictions`."""
+        layers = self.layers if indexers else tuple(replace(layer, indexer=0) for layer in self.layers)
         mtp = tuple(replace(layer, layer=replace(layer.layer, indexer=0)) for layer in self.mtp)
         return replace(self, layers=layers, mtp=mtp if predictions else ())
 

@@ -16,12 +16,14 @@ class IndexerShape:
 
     layers[i]: decoder layer i has an indexer of its own; a layer without one reuses the choice of the layer before it.
     topk: how many keys each row chooses.
+    is_trained: whether it has a loss (`--dsa-indexer-loss-coeff`).
     """
 
     num_heads: int
     head_dim: int
     topk: int
     layers: tuple[bool, ...]
+    is_trained: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,10 @@ class ModelShape:
     def has_linear_attention(self, layer: int) -> bool:
         """Whether decoder layer `layer`, counted from 0, has linear attention instead of softmax attention."""
         return self.linear_attention is not None and self.linear_attention.layers[layer]
+
+    @property
+    def trains_indexers(self) -> bool:
+        return self.mla is not None and self.mla.indexer is not None and self.mla.indexer.is_trained
 
     def has_indexer(self, layer: int) -> bool:
         """Whether decoder layer `layer`, counted from 0, has its own indexer of sparse attention."""

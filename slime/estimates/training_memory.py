@@ -249,7 +249,8 @@ def _mlp_gather(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup
 
 def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage) -> RankMemory:
     held = rank_parameters(shape, counts, setup.layout, stage)
-    trained = rank_parameters(shape, counts.trained(predictions=setup.predictions > 0), setup.layout, stage)
+    learning = counts.trained(predictions=setup.predictions > 0, indexers=shape.trains_indexers)
+    trained = rank_parameters(shape, learning, setup.layout, stage)
     base = _persistent(held, trained, setup, stage, _sent(shape, counts, setup, stage) if setup.push_snapshot else 0)
     push = replace(base, moment="weight push", buffers=push_buffers(shape, setup, stage))
     if not setup.trains:

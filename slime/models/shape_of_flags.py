@@ -99,7 +99,8 @@ def _mla(args: Any) -> MlaShape | None:
     sizes = [_get(args, f"dsa_indexer_{name}", None) for name in ("n_heads", "head_dim", "topk")]
     if None not in sizes:
         layers = _get(args, "dsa_indexer_layers", [1] * args.num_layers)
-        indexer = IndexerShape(*sizes, tuple(bool(own) for own in layers[: args.num_layers]))
+        is_trained = bool(_get(args, "dsa_indexer_loss_coeff", 0))
+        indexer = IndexerShape(*sizes, tuple(bool(own) for own in layers[: args.num_layers]), is_trained)
     return MlaShape(
         q_lora_rank=args.q_lora_rank,
         kv_lora_rank=args.kv_lora_rank,

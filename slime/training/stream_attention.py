@@ -261,10 +261,17 @@ def _attend_block(
         if window is not None:
             visible = visible.triu(seen - rows + 1 - window)
     else:
-        # A row sees all that it has chosen. A column more is for what is no key.
-        places = chosen.long()
-        visible = torch.zeros(rows, seen + 1, dtype=torch.bool, device=query.device)
-        visible = visible.scatter_(1, places.where(places >= 0, seen), True)[:, :seen]
+        # A row sees all that it has chosen.
+        visible = visible_keys(chosen, seen)
     return F.scaled_dot_product_attention(
         query[None], key[None], value[None], attn_mask=visible, enable_gqa=True, scale=scale
     )[0]
+
+
+def visible_keys(chosen: torch.Tensor, keys: int) -> torch.Tensor:
+    """For each row which of the first `keys` keys of its sequence it has chosen, bool [n, keys], from their places, int32
+    [n, k], −1 for none."""
+    # A column more is for what is no key.
+    places = chosen.long()
+    visible = torch.zeros(len(chosen), keys + 1, dtype=torch.bool, device=chosen.device)
+    return visible.scatter_(1, places.where(places >= 0, keys), True)[:, :keys]

@@ -168,6 +168,24 @@ def test_chosen_keys_are_kept_on_every_rank():
     assert sparse - plain == 4 * 5 + 4 * 5  # the second, and the last, which is not recomputed
 
 
+def test_indexers_that_learn_keep_the_gradients_of_their_vectors():
+    """Of 4 heads with 16 channels, and one key of 16, in 16 bits: gradients and what the norm of keys takes; of 16 rotated
+    channels cosines and sines of queries and of keys; a weight for each head, and mean and deviation of keys, in 32 bits."""
+    choosing = IndexerShape(4, 16, 5, (True, False, True, True))
+    dense = MlaShape(96, kv_lora_rank=64, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=24, indexer=choosing)
+    mla = dataclasses.replace(dense, indexer=dataclasses.replace(choosing, is_trained=True))
+
+    def more(**layout):
+        learning, still = (model(mla=kind, **layout) for kind in (mla, dense))
+        return [learning.layer(index).kept - still.layer(index).kept for index in range(4)]
+
+    own, keys = 2 * (4 * 16 + 16 + 4 * 16) + 4 * (4 + 2), 2 * 16
+    assert more() == more(tensor=2) == [own + keys, 0, own + keys, own + keys]
+    assert more(tensor=2, sequence_parallel=True)[0] == own / 2 + keys
+    # Every rank has the keys of all.
+    assert more(context=2)[0] == own + 2 * keys
+
+
 def test_latent_attention():
     mla = MlaShape(q_lora_rank=96, kv_lora_rank=64, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=24)
     kept = model(mla=mla, num_attention_heads=8).layer(0).attention

@@ -258,12 +258,15 @@ def test_a_critic_has_one_row_in_place_of_the_head_on_the_last_stage_alone(tied)
     assert [rank.output_head for rank in held] == [0, 8]
 
 
-def test_what_is_trained_has_no_indexer_and_prediction_layers_only_where_they_learn():
+def test_what_is_trained_has_indexers_and_prediction_layers_only_where_they_learn():
     indexer = IndexerShape(num_heads=2, head_dim=4, topk=3, layers=(True, False, True, False))
     mla = MlaShape(5, kv_lora_rank=6, qk_head_dim=3, qk_pos_emb_head_dim=2, v_head_dim=5, indexer=indexer)
     counts = count_parameters(ModelShape(**SIZES, mla=mla, mtp_num_layers=1))
     # Queries from 5 latent channels, keys, their norm, a weight for each head; in two decoder layers and one that predicts.
     one = 5 * 2 * 4 + 8 * 4 + 2 * 4 + 8 * 2
-    both, layers_alone = counts.trained(predictions=True), counts.trained(predictions=False)
+    both, layers_alone = (counts.trained(predictions=learn, indexers=False) for learn in (True, False))
     assert counts.total_with_mtp - both.total_with_mtp == 3 * one
     assert counts.total - layers_alone.total == 2 * one and layers_alone.total_with_mtp == layers_alone.total
+    # No prediction layer has a loss for its indexer.
+    indexers = counts.trained(predictions=True, indexers=True)
+    assert indexers.total == counts.total and counts.total_with_mtp - indexers.total_with_mtp == one

@@ -262,7 +262,7 @@ def test_prediction_layers_before_the_last_stage_send_it_their_states():
     assert last.activations - plain.activations == 1000 * 2 * 512
 
 
-def test_an_indexer_has_weights_alone():
+def test_an_indexer_has_weights_alone_unless_it_is_trained():
     indexer = IndexerShape(num_heads=2, head_dim=64, topk=16, layers=(True, False, True, False))
     mla = MlaShape(96, kv_lora_rank=64, qk_head_dim=64, qk_pos_emb_head_dim=32, v_head_dim=64)
     dense = ModelShape(4, 512, 1536, 8, 8, 64, 1024, 1024, mla=mla)
@@ -272,6 +272,10 @@ def test_an_indexer_has_weights_alone():
     # Whole on each of both ranks, in two layers.
     assert beside.weights - without.weights == 2 * 2 * one
     assert (beside.gradients, beside.optimizer) == (without.gradients, without.optimizer)
+    learning = dataclasses.replace(mla, indexer=dataclasses.replace(indexer, is_trained=True))
+    trained = training_memory(dataclasses.replace(dense, mla=learning), setup(ParallelLayout(2, tensor=2), 4))[0]
+    assert trained.weights == beside.weights and trained.gradients - beside.gradients == 2 * BF16.gradient * one
+    assert trained.optimizer > beside.optimizer and trained.activations > beside.activations
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -75,13 +75,16 @@ def test_expert_width_defaults_to_that_of_dense_layers():
 
 
 def test_latent_attention_with_shared_indexers():
-    shape = shape_of(
+    flags = dict(
         multi_latent_attention=True, q_lora_rank=None, kv_lora_rank=4, qk_head_dim=5, qk_pos_emb_head_dim=1, v_head_dim=6,
         dsa_indexer_n_heads=2, dsa_indexer_head_dim=3, dsa_indexer_topk=7, dsa_indexer_layers=[1, 0, 1, 0],
     )  # fmt: skip
+    shape = shape_of(**flags)
     assert shape.mla == MlaShape(None, 4, 5, 1, 6, IndexerShape(2, 3, 7, (True, False, True, False)))
     assert (shape.query_width, shape.value_width) == (12, 12)
     assert [shape.has_indexer(layer) for layer in range(4)] == [True, False, True, False]
+    assert not shape.trains_indexers and not shape_of(**flags, dsa_indexer_loss_coeff=0.0).trains_indexers
+    assert shape_of(**flags, dsa_indexer_loss_coeff=0.1).trains_indexers
 
 
 def test_linear_attention():

@@ -165,8 +165,8 @@ WEIGHTS = Group("weights and training process", (
         "are frozen", nargs="+"),
     flag("--freeze-params-name-list", str, None, "regular expressions (re.search); parameters that match one are frozen; not "
         "with --only-train-params-name-list", nargs="+"),
-    switch("--freeze-indexer", "freeze the weights that choose keys in sparse attention, which nothing trains in any case; an "
-        "error when the model has none"),
+    switch("--freeze-indexer", "freeze the weights that choose keys in sparse attention, which only --dsa-indexer-loss-coeff "
+        "trains; an error when the model has none"),
     # Model
     plug_in("--custom-model-provider-path", RANKS, "function that builds the Megatron model"),
     flag("--qwen-gdn-backend", str, "fla", "kernels of gated-delta-net layers (Qwen3-Next and its kin) on GPUs: package "

@@ -153,6 +153,9 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--experimental-attention-variant} dsa or a {--spec} with such layers",
              lambda args: args.experimental_attention_variant == "dsa" or bool(args.spec),
              ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")),
+    ActsWith("{--dsa-indexer-topk} and a {--spec} with sparse attention", lambda args: args.dsa_indexer_topk and args.spec,
+             ("dsa_indexer_loss_coeff",)),
+    ActsWith("{--dsa-indexer-loss-coeff}", _given("dsa_indexer_loss_coeff"), ("dsa_indexer_use_sparse_loss",)),
     ActsWith(_LINEAR_ATTENTION, lambda args: bool(args.experimental_attention_variant or args.spec), (
         "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
         "linear_num_key_heads", "linear_num_value_heads",
@@ -253,7 +256,6 @@ NOT_YET: tuple[NotYet, ...] = (
     *features("another attention than causal self-attention with grouped queries", "window_size", "qk_l2_norm", "qk_clip",
         "no_rope_freq", "experimental_attention_variant"),
     NotYet("attention_backend", "that choice of attention kernels", works=("auto", "flash", "fused")),
-    *features("a loss that trains an indexer", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
     NotYet("overlap_moe_expert_parallel_comm", "computing one micro-batch while tokens of another travel to their experts"),
     *features("a model of layers that differ", "heterogeneous_block_specs", "is_hybrid_model"),
     # Precision

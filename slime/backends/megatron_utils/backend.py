@@ -126,6 +126,7 @@ class MegatronBackend:
         place: tuple[int, int],
         followed: bool = False,
     ) -> StepResult:
+        from slime.backends.megatron_utils.indexer_loss import mean_divergence
         from slime.backends.megatron_utils.optimizer import gather_weights, update_weights
         from slime.backends.megatron_utils.parameter_names import named_expert_biases, norm_of_weights
         from slime.backends.megatron_utils.prediction_layers import PredictionStep, trains_prediction_layers
@@ -160,7 +161,7 @@ class MegatronBackend:
         if self.args.overlap_param_gather and not (followed and self._looks_at_weights_in_layers_alone()):
             gather_weights(self.model)
         self._compare_replicas(self.housekeeping.after_step(), place)
-        measured = take_losses(self.model, len(batches))
+        measured = take_losses(self.model, len(batches)) | mean_divergence(self.model)
         if self.args.log_params_norm:
             measured["params_norm"] = norm_of_weights(self.model)
         return StepResult(metrics, learning_rates, update, measured)

@@ -2,8 +2,8 @@
 
 The regular expressions are searched in global names, so a list means the same in every parallel layout. Megatron's wrappers
 give a frozen parameter no gradient buffer and no optimizer state, so parameters are frozen before the model is wrapped. They
-stay in checkpoints and weight pushes. Two parts are always frozen, because nothing trains them: the indexer of sparse
-attention, and without `--enable-mtp-training` the layers for multi-token prediction.
+stay in checkpoints and weight pushes. Two parts are frozen where nothing trains them: without `--dsa-indexer-loss-coeff` the
+indexer of sparse attention, and without `--enable-mtp-training` the layers for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def selection_of(args: argparse.Namespace) -> dict[str, list[str]]:
     """The regular expressions of the flags that are given, by attribute; empty if everything is trained."""
     given = {name: getattr(args, name) for name in _LISTS}
     selection = {name: list(expressions) for name, expressions in given.items() if expressions}
-    # Nothing trains an indexer, and weight decay must not move it.
-    if args.freeze_indexer or args.dsa_indexer_topk is not None:
+    # Weight decay must not move an indexer that nothing trains.
+    if args.freeze_indexer or (args.dsa_indexer_topk is not None and not args.dsa_indexer_loss_coeff):
         selection["freeze_indexer"] = [INDEXER]
     if has_prediction_layers(args) and not trains_prediction_layers(args):
         selection["mtp_num_layers"] = [PREDICTION_LAYERS]

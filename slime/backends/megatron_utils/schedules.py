@@ -26,6 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 
 from slime.backends.megatron_utils.attention import packed_seq_params
+from slime.backends.megatron_utils.indexer_loss import learning_indexers
 from slime.backends.megatron_utils.layer_spec import rotates_by_position
 from slime.backends.megatron_utils.optimizer import parts_of
 from slime.backends.megatron_utils.output_rows import logits_of
@@ -99,7 +100,8 @@ def forward_backward(
     optimizer.zero_grad()
     before()
     set_schedule_functions(args, model, optimizer)
-    with loads_of_step(model, len(batches), lambda: _count_loads(args, model, batches)):
+    loads = loads_of_step(model, len(batches), lambda: _count_loads(args, model, batches))
+    with loads, learning_indexers(model, batches, optimizer.scale_loss):
         return _run_schedule(args, model, batches, make, forward_only=False, during=during)
 
 

@@ -2,7 +2,7 @@
 
 An indexer scores all keys that a row may see, with few narrow heads, and the row attends only to the best of them
 (DeepSeek-V3.2, arXiv 2512.02556, section 2.1). A layer without an indexer takes the choice of the last layer before it that has
-one. The indexer is not trained: the choice passes no gradient, so its weights do not change.
+one. The choice passes no gradient: an indexer learns from a loss of its own alone (`indexer_loss`), or does not change.
 
 The choice belongs to one stream and travels with it (`StreamParams`), so that micro-batches that are under way at the same
 time, and layers that are recomputed, never see the choice of another stream.
@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from slime.backends.megatron_utils.attention import LatentAttention, StreamParams
+from slime.backends.megatron_utils.indexer_loss import IndexerLoss, IndexVectors, blocks_of, index_scores
 from slime.backends.megatron_utils.layer_spec import get_decoder_spec, with_normed_query_latents
 from slime.training.context_parallel import gather_rows
 from slime.training.packed_stream import PackedStream
@@ -99,6 +100,8 @@ class SparseLatentAttention(LatentAttention):
         self.owner = max(number for number in range(layer + 1) if owners[number])
         self.is_shared = layer + 1 < len(owners) and not owners[layer + 1]
         self.indexer = Indexer(config, rotates_pairs) if owners[layer] else None
+        learns = owners[layer] and bool(config.dsa_indexer_loss_coeff)
+        self.indexer_loss = IndexerLoss(config, self.softmax_scale) if learns else None
 
     def get_query_key_value_tensors(
         self,
@@ -109,19 +112,26 @@ class SparseLatentAttention(LatentAttention):
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """As in `LatentAttention`; the keys that the rows may see are also put into `packed_seq_params.chosen`."""
-        made = super().get_query_key_value_tensors(
+        query, key, value, query_latent, latent = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, packed_seq_params=packed_seq_params
         )
-        packed_seq_params.chosen = self._chosen(hidden_states, made[3], packed_seq_params)
-        return made
+        chooses = max(packed_seq_params.stream.sequence_lengths) > self.config.dsa_indexer_topk
+        learns = self.indexer_loss is not None and self.indexer_loss.is_due
+        vectors = None
+        if self.indexer is not None and (chooses or learns):
+            rotation = self._rotation(len(packed_seq_params.stream.tokens), packed_seq_params)
+            inputs = hidden_states.detach().squeeze(1), query_latent.detach().squeeze(1)
+            with torch.set_grad_enabled(learns):
+                vectors = self.indexer(*inputs, *rotation, packed_seq_params.stream)
+        packed_seq_params.chosen = self._chosen(vectors, packed_seq_params) if chooses else None
+        if learns:
+            query = self.indexer_loss(query, vectors, query.squeeze(1), key.squeeze(1), packed_seq_params)
+        return query, key, value, query_latent, latent
 
-    def _chosen(self, hidden: torch.Tensor, query_latent: torch.Tensor, packed: StreamParams) -> torch.Tensor | None:
-        if max(packed.stream.sequence_lengths) <= self.config.dsa_indexer_topk:
-            return None
+    def _chosen(self, vectors: IndexVectors | None, packed: StreamParams) -> torch.Tensor:
         if self.indexer is None:
             return packed.choices[self.owner]
-        rotation = self._rotation(len(packed.stream.tokens), packed)
-        chosen = self.indexer(hidden.squeeze(1), query_latent.squeeze(1), *rotation, packed.stream)
+        chosen = self.indexer.choose(vectors, packed.stream)
         if self.is_shared:
             if not self.training:
                 # Nothing will be recomputed, so the layers that shared earlier choices do not need them any more.
@@ -154,8 +164,10 @@ class Indexer(MegatronModule):
         self.wk = torch.nn.Linear(config.hidden_size, self.head_dim, bias=False, dtype=dtype)
         self.k_norm = torch.nn.LayerNorm(self.head_dim, eps=1e-6, dtype=dtype)
         self.weights_proj = torch.nn.Linear(config.hidden_size, self.heads, bias=False, dtype=dtype)
+        for parameter in self.parameters():
+            # Then each tensor-parallel rank has the gradient of its own rows, and they are summed.
+            parameter.sequence_parallel = config.sequence_parallel
 
-    @torch.no_grad()
     def forward(
         self,
         hidden: torch.Tensor,
@@ -163,16 +175,13 @@ class Indexer(MegatronModule):
         frequencies: torch.Tensor,
         concentration: float,
         stream: PackedStream,
-    ) -> torch.Tensor:
-        """The keys that each row of this rank attends to. Collective.
+    ) -> IndexVectors:
+        """What scores are made of. Collective.
 
         Args:
             hidden, query_latent: [rows, channels]; with sequence parallelism this rank's part of the rows.
             frequencies: [T, 1, 1, rotated channels] of the positions of all rows of the context-parallel rank's `stream`.
             concentration: factor on cosine and sine.
-
-        Returns:
-            int32 [T, k]: places of keys in the row's own sequence, in any order, padded with −1 if the row sees fewer than k.
         """
         first = 0
         if self.config.sequence_parallel:
@@ -191,38 +200,29 @@ class Indexer(MegatronModule):
         key = rotated(self.k_norm(self.wk(hidden)).unsqueeze(1)).squeeze(1)
         weight = self.weights_proj(hidden).float() * (self.heads * self.head_dim) ** -0.5
         key = gather_rows(self._of_all_rows(key), stream.cp, stream.gather_order)
-        return self._of_all_rows(self._choose(query, weight, key, stream, first))
+        return IndexVectors(query, weight, key, first)
+
+    @torch.no_grad()
+    def choose(self, vectors: IndexVectors, stream: PackedStream) -> torch.Tensor:
+        """The keys that each row of this rank attends to. Collective.
+
+        Returns:
+            int32 [T, k]: places of keys in the row's own sequence, in any order, padded with −1 if the row sees fewer than k.
+        """
+        count, chosen = self.config.dsa_indexer_topk, []
+        for block in blocks_of(stream, vectors.rows, _SCORES):
+            rows = slice(block.rows.start - vectors.first, block.rows.stop - vectors.first)
+            chosen.append(_best(vectors.query[rows], vectors.weight[rows], vectors.key[block.keys], block.seen, count))
+        return self._of_all_rows(torch.cat(chosen))
 
     def _of_all_rows(self, rows: torch.Tensor) -> torch.Tensor:
         return gather_from_sequence_parallel_region(rows) if self.config.sequence_parallel else rows
-
-    def _choose(
-        self, query: torch.Tensor, weight: torch.Tensor, key: torch.Tensor, stream: PackedStream, first: int
-    ) -> torch.Tensor:
-        """The choice for the rows of `query`, [n, heads, channels], which are those of the stream from row `first` on. `weight`
-        is [n, heads]; `key`, [rows of all ranks, channels], is of the whole stream."""
-        count = self.config.dsa_indexer_topk
-        chosen, start = [], 0
-        for segment in stream.segments:
-            begin, end = max(start, first), min(start + segment.queries, first + len(query))
-            keys = key.narrow(0, segment.first_key, segment.keys)
-            at_once = max(_SCORES // segment.keys, 1)
-            for row in range(begin, end, at_once):
-                rows = slice(row - first, min(row + at_once, end) - first)
-                # How many keys the first of these rows sees.
-                seen = segment.keys - segment.queries + row - start + 1
-                chosen.append(_best(query[rows], weight[rows], keys[: seen + rows.stop - rows.start - 1], seen, count))
-            start += segment.queries
-        return torch.cat(chosen)
 
 
 def _best(query: torch.Tensor, weight: torch.Tensor, key: torch.Tensor, seen: int, count: int) -> torch.Tensor:
     """The `count` best keys of each row, int32, padded with −1. The first row sees `seen` keys, and every further row one
     more."""
-    scores = query.new_zeros(len(query), len(key), dtype=torch.float32)
-    key = key.float().t()
-    for head, head_weight in zip(query.float().unbind(1), weight.split(1, dim=1), strict=True):
-        scores.addcmul_((head @ key).relu_(), head_weight)
+    scores = index_scores(query, weight, key)
     hidden = torch.ones_like(scores, dtype=torch.bool).triu_(seen)
     best = scores.masked_fill_(hidden, -torch.inf).topk(min(count, scores.shape[1]), dim=-1)
     places = best.indices.int().masked_fill_(best.values == -torch.inf, -1)

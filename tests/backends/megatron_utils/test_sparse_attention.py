@@ -51,7 +51,7 @@ def _rows(count):
 
 def _chosen(indexer, hidden, latent, lengths):
     stream = _stream(lengths)
-    return indexer(hidden, latent, _frequencies(stream.position_ids), 1.0, stream)
+    return indexer.choose(indexer(hidden, latent, _frequencies(stream.position_ids), 1.0, stream), stream)
 
 
 def _by_hand(indexer, hidden, latent, pairs):

@@ -1,0 +1,297 @@
+"""The loss that trains indexers: its value and gradients by plain formulas, what it leaves alone, and every layout."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.models.tiny_model import write_tiny_latent
+from tests.support.processes.distributed import run_distributed
+from tests.support.processes.layout_steps import assert_equal_runs, layout_args, train_steps
+
+HEADS, WIDTH, ROTATED, COUNT = 4, 16, 8, 4
+HIDDEN, LATENT, ATTENDING, SCALE = 12, 10, 3, 0.3
+LENGTHS, PADDING = (9, 3, 1, 14), 5
+ROWS = sum(LENGTHS) + PADDING
+
+
+def loss_worker(is_sparse, elements):
+    """The loss of a stream with padding and its gradients, in blocks of about `elements` pairs of row and key; what the rows
+    chose; and the weights and inputs that the loss was made of."""
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from slime.backends.megatron_utils import cpu_runtime
+
+    cpu_runtime.install()
+    from slime.backends.megatron_utils import indexer_loss
+    from slime.training.packed_stream import pack_stream
+    from slime_plugins.models.glm5.glm5 import Indexer
+
+    config = SimpleNamespace(
+        dsa_indexer_n_heads=HEADS, dsa_indexer_head_dim=WIDTH, dsa_indexer_topk=COUNT, q_lora_rank=LATENT, hidden_size=HIDDEN,
+        params_dtype=torch.float32, sequence_parallel=False, dsa_indexer_loss_coeff=0.5, dsa_indexer_use_sparse_loss=is_sparse,
+    )  # fmt: skip
+    indexer, generator = Indexer(config, rotates_pairs=False), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in indexer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    inputs = [
+        torch.randn(ROWS, *shape, generator=generator)
+        for shape in ((HIDDEN,), (LATENT,), (ATTENDING, WIDTH), (ATTENDING, WIDTH))
+    ]
+    hidden, latent, query, key = inputs
+    stream = pack_stream([torch.zeros(length, dtype=torch.int64) for length in LENGTHS], [0] * len(LENGTHS), ROWS)
+    angles = stream.position_ids[:, None] * 10.0 ** -torch.arange(ROTATED // 2)
+    vectors = indexer(hidden, latent, torch.cat([angles, angles], -1)[:, None, None], 1.0, stream)
+    packed = SimpleNamespace(stream=stream, chosen=indexer.choose(vectors, stream))
+    loss = indexer_loss.IndexerLoss(config, SCALE)
+    loss.scale, loss.divergence = torch.tensor(2.0), torch.tensor(1.0)
+    activation = torch.ones(3, requires_grad=True)
+    group = SimpleNamespace(size=lambda: 1)
+    ours = indexer_loss.parallel_state
+    with (
+        mock.patch.object(indexer_loss, "_SCORES", elements),
+        mock.patch.object(ours, "get_tensor_model_parallel_group", lambda: group),
+        mock.patch.object(indexer_loss, "attention_to_keys", wraps=indexer_loss.attention_to_keys) as attended,
+    ):
+        given = loss(activation, vectors, query, key, packed)
+    (given * torch.arange(3)).sum().backward()
+    return SimpleNamespace(
+        divergence=loss.divergence, activation=given.detach(), of_activation=activation.grad, chosen=packed.chosen,
+        state={name: parameter.detach() for name, parameter in indexer.named_parameters()}, inputs=inputs,
+        gradients={name: parameter.grad for name, parameter in indexer.named_parameters()}, blocks=attended.call_count,
+    )  # fmt: skip
+
+
+def plain_loss(state, inputs, chosen):
+    """Σ_t KL over the rows of the samples, in float64, one row after the other. With `chosen` over the chosen keys alone."""
+    hidden, latent, query, key = (tensor.double() for tensor in inputs)
+
+    def rotate(vector, position):
+        plain, first, second = vector.split([WIDTH - ROTATED, ROTATED // 2, ROTATED // 2])
+        angles = position * 10.0 ** -torch.arange(ROTATED // 2).double()
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([plain, first * cos - second * sin, second * cos + first * sin])
+
+    total, start = torch.zeros((), dtype=torch.float64), 0
+    for length in LENGTHS:
+        keys = []
+        for position in range(length):
+            vector = state["wk.weight"] @ hidden[start + position]
+            vector = (vector - vector.mean()) / torch.sqrt(vector.var(correction=0) + 1e-6)
+            keys.append(rotate(vector * state["k_norm.weight"] + state["k_norm.bias"], position))
+        for row in range(length):
+            at = start + row
+            seen = list(range(row + 1)) if chosen is None else sorted(set(chosen[at].tolist()) - {-1})
+            target = torch.zeros(len(seen), dtype=torch.float64)
+            for head in range(ATTENDING):
+                products = [query[at, head] @ key[start + place, head] * SCALE for place in seen]
+                target = target + torch.stack(products).softmax(0)
+            target = target / target.sum()
+            queries = (state["wq_b.weight"] @ latent[at]).unflatten(0, (HEADS, WIDTH))
+            weights = state["weights_proj.weight"] @ hidden[at] / math.sqrt(HEADS * WIDTH)
+            scores = [
+                sum(weights[head] * torch.relu(rotate(queries[head], row) @ keys[place]) for head in range(HEADS))
+                for place in seen
+            ]
+            total = total + (target * (target / torch.stack(scores).softmax(0)).log()).sum()
+        start += length
+    return total
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize(("elements", "blocks"), [(42, 11), (10**6, 5)])
+def test_the_loss_and_its_gradients_are_those_of_plain_formulas(is_sparse, elements, blocks):
+    ((found),) = run_distributed(loss_worker, 1, (is_sparse, elements))
+    assert found.blocks == blocks
+    assert found.activation.equal(torch.ones(3)) and found.of_activation.equal(torch.arange(3.0))
+    state = {name: tensor.double().requires_grad_() for name, tensor in found.state.items()}
+    expected = plain_loss(state, found.inputs, found.chosen if is_sparse else None)
+    # What was there is added to.
+    assert float(found.divergence) == pytest.approx(1 + expected.item(), rel=1e-6)
+    expected.backward()
+    assert state.keys() == found.gradients.keys()
+    for name, tensor in state.items():
+        # Twice, which is the scale of this step.
+        torch.testing.assert_close(found.gradients[name].double(), 2 * tensor.grad, rtol=1e-5, atol=2e-5)
+        assert tensor.grad.abs().max() > 1e-2, name
+
+
+LEARNING = {"dsa_indexer_loss_coeff": 0.5}
+SPARSE = {**LEARNING, "dsa_indexer_use_sparse_loss": True}
+OWNERS = ["full", "shared", "full", "shared"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """With experts in all layers but the first, and with none."""
+    root = tmp_path_factory.mktemp("models")
+    options = {
+        "layers": 4, "n_group": 1, "topk_group": 1, "index_topk": 5, "index_n_heads": 8, "index_head_dim": 16,
+        "indexer_types": OWNERS, "vocab_size": 128,
+    }  # fmt: skip
+    write_tiny_latent(root / "experts", model_type="glm_moe_dsa", **options)
+    write_tiny_latent(root / "dense", model_type="glm_moe_dsa", **options, first_k_dense_replace=4)
+    return root
+
+
+def gradients_worker(cases):
+    """By case: metrics and log-probs of a step, and the gradients of all parameters that are trained."""
+    from slime.backends.megatron_utils.parameter_names import global_named_parameters
+    from tests.support.processes.layout_steps import LayoutRun
+
+    found = {}
+    for name, args in cases.items():
+        run = LayoutRun(args)
+        run.prepare()
+        metrics = run.step()
+        named = global_named_parameters(run.model[0])
+        gradients = {name: parameter.main_grad.clone() for name, parameter in named if parameter.requires_grad}
+        found[name] = metrics, gradients
+    return found
+
+
+def test_only_indexers_learn_from_the_loss_and_from_nothing_else(models):
+    cases = {
+        "none": {},
+        "zero": {"dsa_indexer_loss_coeff": 0.0},
+        "half": LEARNING,
+        "one": {"dsa_indexer_loss_coeff": 1.0},
+    }
+    # Gradients are clipped by the norm of all of them, those of indexers too.
+    args = {name: layout_args(models / "experts", **flags, clip_grad=0.0) for name, flags in cases.items()}
+    # Other advantages and coefficients give the rest of the model other gradients.
+    args["other objective"] = layout_args(models / "experts", **LEARNING, clip_grad=0.0, entropy_coef=0.5)
+    (found,) = run_distributed(gradients_worker, 1, (args,))
+    plain = found["none"][1]
+    assert not any(".indexer." in name for name in plain)
+    assert found["zero"][0] == found["none"][0] and "indexer_loss" not in found["none"][0]
+    assert found["zero"][1].keys() == plain.keys()
+    indexers = {name for name in found["half"][1] if ".indexer." in name}
+    assert found["half"][1].keys() - indexers == plain.keys() and len(indexers) == 10
+    for name, gradient in plain.items():
+        assert all(gradient.equal(found[case][1][name]) for case in ("zero", "half", "one")), name
+    assert any(not gradient.equal(found["other objective"][1][name]) for name, gradient in plain.items())
+    for name in indexers:
+        gradient = found["half"][1][name]
+        assert gradient.abs().max() > 0 and gradient.equal(found["other objective"][1][name]), name
+        assert found["one"][1][name].equal(2 * gradient), name
+    # Without its coefficient.
+    assert found["half"][0]["indexer_loss"] == found["one"][0]["indexer_loss"] > 0
+    assert found["half"][0]["loss"] == found["none"][0]["loss"]
+    assert found["half"][0]["grad_norm"] > found["none"][0]["grad_norm"]
+
+
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective"}
+ONE_RANK = {
+    "each alone": {"use_dynamic_batch_size": False, "micro_batch_size": 1},
+    "one stream": {"use_dynamic_batch_size": False, "micro_batch_size": 9},
+    "recomputed": RECOMPUTED,
+    "recomputed attention": {**SELECTIVE, "recompute_modules": ["core_attn", "mla_up_proj"]},
+}
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+TWO_RANKS = {
+    "data": {"data_parallel_size": 2},
+    "tensor": TENSOR,
+    "recomputed tensor": {**TENSOR, **RECOMPUTED},
+    "pipeline": PIPELINE,
+    "recomputed pipeline": {**PIPELINE, **RECOMPUTED},
+    "zigzag": {**CONTEXT, "allgather_cp": False},
+    "gathered": {**CONTEXT, "allgather_cp": True},
+    "experts": {"data_parallel_size": 2, "expert_model_parallel_size": 2},
+}
+FOUR_RANKS = {
+    "tensor x pipeline": {**TENSOR, **PIPELINE},
+    "tensor x zigzag": {**TENSOR, **CONTEXT, "allgather_cp": False},
+    "recomputed tensor x gathered": {**TENSOR, **CONTEXT, **RECOMPUTED, "allgather_cp": True},
+    "data x pipeline": {**PIPELINE, "data_parallel_size": 2},
+}
+LOSSES = {"dense loss": LEARNING, "sparse loss": SPARSE}
+# With another model than that with experts.
+WHOLE_ROWS = {"tensor, whole rows": {"tensor_model_parallel_size": 2}}
+# Those of every change.
+SHARPEST = (
+    ("dense loss", "tensor"), ("dense loss", "zigzag"), ("dense loss", "tensor, whole rows"), ("sparse loss", "gathered"),
+    ("sparse loss", "recomputed pipeline"),
+)  # fmt: skip
+
+
+def cases_of(models, layouts):
+    return {
+        (loss, layout): layout_args(models / ("dense" if layout in WHOLE_ROWS else "experts"), **flags, **sizes)
+        for loss, flags in LOSSES.items()
+        for layout, sizes in layouts.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def one_rank(models):
+    cases = cases_of(models, {"one": {}, **ONE_RANK})
+    cases |= {
+        (loss, "dense"): layout_args(models / "dense", **flags) for loss, flags in LOSSES.items()
+    }  # fmt: skip
+    return run_distributed(train_steps, 1, (cases,), timeout=300)[0]
+
+
+def test_indexers_learn(one_rank):
+    for loss in LOSSES:
+        run = one_rank[loss, "one"]
+        values = [step["indexer_loss"] for step in run["steps"]]
+        assert values[0] > values[1] > values[2] > 0
+        for name, weight in run["weights"].items():
+            if ".indexer." in name:
+                assert not np.array_equal(weight, run["loaded"][name]), name
+    dense, sparse = (one_rank[loss, "one"]["steps"][0]["indexer_loss"] for loss in LOSSES)
+    assert abs(dense - sparse) > 0.01 * dense
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("packing", ONE_RANK)
+def test_packing_and_recomputed_layers_make_no_difference(one_rank, loss, packing):
+    assert_equal_runs([one_rank[loss, packing]], one_rank[loss, "one"])
+
+
+def assert_trained_like_one(one_rank, ranks, cases):
+    found = run_distributed(train_steps, ranks, (cases,), timeout=600)
+    for loss, layout in found[0]:
+        try:
+            plain = one_rank[loss, "dense" if layout in WHOLE_ROWS else "one"]
+            assert_equal_runs([rank[loss, layout] for rank in found], plain)
+        except AssertionError as error:
+            raise AssertionError(f"{loss}, {layout}: {error}") from error
+
+
+def test_two_ranks_train_indexers_as_one(models, one_rank):
+    cases = cases_of(models, TWO_RANKS | WHOLE_ROWS)
+    assert_trained_like_one(one_rank, 2, {case: cases[case] for case in SHARPEST})
+
+
+@pytest.mark.slow
+def test_two_ranks_train_indexers_in_every_layout(models, one_rank):
+    assert_trained_like_one(one_rank, 2, cases_of(models, TWO_RANKS | WHOLE_ROWS))
+
+
+@pytest.mark.slow
+def test_four_ranks_train_indexers_as_one(models, one_rank):
+    assert_trained_like_one(one_rank, 4, cases_of(models, FOUR_RANKS))
+
+
+def test_an_indexer_learns_alone_if_all_else_is_frozen(models):
+    """As before sparse attention is trained itself: then attention is to all keys, here since no sample has more."""
+    flags = {**LEARNING, "only_train_params_name_list": [r"\.indexer\."], "dsa_indexer_topk": 64}
+    cases = {
+        "plain": layout_args(models / "experts", **flags),
+        "recomputed": layout_args(models / "experts", **flags, **RECOMPUTED),
+    }
+    (found,) = run_distributed(train_steps, 1, (cases,))
+    run = found["plain"]
+    for name, weight in run["weights"].items():
+        assert np.array_equal(weight, run["loaded"][name]) != (".indexer." in name), name
+    values = [step["indexer_loss"] for step in run["steps"]]
+    assert values[0] > values[1] > values[2] > 0
+    assert_equal_runs([found["recomputed"]], run)
