@@ -23,7 +23,11 @@ from slime.utils.yaml_file import EMPTY_PATH
 
 # Megatron's flags name directories and files, too.
 WRITTEN = (*(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.WRITTEN), "tensorboard_dir")
-PATHS = (*(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.READ), *WRITTEN, "nccl_communicator_config_path")
+PATHS = (
+    *(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.READ),
+    *WRITTEN,
+    "nccl_communicator_config_path",
+)
 _READ_HERE = tuple(name for name, flag in OWN_FLAGS.items() if flag.path is PathKind.HERE)
 _PLUG_INS = tuple(name for name, flag in OWN_FLAGS.items() if flag.plug_in is not None)
 
