@@ -114,6 +114,7 @@ class SwallowingWriter:
 # them off.
 _UNTOLD = {
     "moe_input_jitter_eps": None, "moe_router_force_load_balancing": False, "moe_shared_expert_overlap": False,
+    "overlap_moe_expert_parallel_comm": False, "ep_overlap_early_attn_memory_release": False,
     "moe_per_layer_logging": False, "log_params_norm": False, "log_throughput": False,
     "check_weight_hash_across_dp_replicas_interval": None, "distributed_timeout_seconds_after_init": None,
     "use_pytorch_profiler": False, "record_memory_history": False,

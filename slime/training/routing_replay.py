@@ -201,28 +201,22 @@ class RoutingReplay:
         finally:
             self._pass.keeps_records = False
 
-    @contextlib.contextmanager
-    def forward(self, chunk: int, batch: MicroBatch) -> Iterator[None]:
-        """The forward pass of the micro-batch `batch` through the model chunk with this index.
+    def forward(self, chunk: int, batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        """The forward pass of the micro-batch `batch` through the model chunk with this index. If it is made in parts, each of
+        them may enter the context.
 
         Args:
             batch: `batch["positions"]` has the place of each sample in the rank's data.
         """
         if self._stages is None or not self.layers:
-            yield
-            return
-        during, afterwards = self._stages
-        self._pass.micro_batch = tuple(batch["positions"])
+            return contextlib.nullcontext()
+        positions = tuple(batch["positions"])
         layers = self.layers[chunk]
         if self._source is not None and layers:
             experts = self._source(batch, [layer.number for layer in layers])
             for index, layer in enumerate(layers):
-                layer.records[self._pass.micro_batch] = experts[:, index]
-        self._enter(during)
-        try:
-            yield
-        finally:
-            self._enter(afterwards)
+                layer.records[positions] = experts[:, index]
+        return _Forward(self, positions, *self._stages)
 
     def clear(self) -> None:
         """Forget all records."""
@@ -253,6 +247,23 @@ class RoutingReplay:
     def _all_layers(self) -> Iterator[LayerReplay]:
         for layers in self.layers:
             yield from layers
+
+
+@dataclass(frozen=True, eq=False)
+class _Forward(contextlib.AbstractContextManager[None]):
+    """Tells routers about the pass of a micro-batch; it can be entered several times, one after the other."""
+
+    replay: RoutingReplay
+    micro_batch: tuple[int, ...]
+    during: Stage
+    afterwards: Stage
+
+    def __enter__(self) -> None:
+        self.replay._pass.micro_batch = self.micro_batch
+        self.replay._enter(self.during)
+
+    def __exit__(self, *_: object) -> None:
+        self.replay._enter(self.afterwards)
 
 
 def _to_host(experts: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,16 @@ class _OneStream:
         return
 
 
+class _OneEvent:
+    """Stands in for a CUDA event, which is recorded on one stream and waited for on another."""
+
+    def record(self, stream: Any = None) -> None:
+        return
+
+    def wait(self, stream: Any = None) -> None:
+        return
+
+
 def _torch_cuda_lifts() -> dict[str, Any]:
     import torch
 
@@ -64,11 +74,16 @@ def _torch_cuda_lifts() -> dict[str, Any]:
         "Stream": _OneStream,
         "current_stream": _OneStream,
         "default_stream": _OneStream,
+        # Assumption: events say when the work on a stream is done, and its parts are named for a profiler
+        # (models/common/model_chunk_schedule_plan.py, pipeline_parallel/utils.py).
+        "Event": _OneEvent,
+        "nvtx": types.SimpleNamespace(range_push=lambda name: None, range_pop=lambda: None),
     }
 
 
 TORCH_CUDA_LIFTS: tuple[str, ...] = (
-    "current_device", "synchronize", "manual_seed", "get_rng_state", "Stream", "current_stream", "default_stream",
+    "current_device", "synchronize", "manual_seed", "get_rng_state", "Stream", "current_stream", "default_stream", "Event",
+    "nvtx",
 )  # fmt: skip
 
 
@@ -155,9 +170,11 @@ MODULE_LIFTS: dict[str, Callable[[types.ModuleType], None]] = {
 }
 
 
-# Assumption: host tensors are moved to the device by `.cuda()` (checkpoint exchange between ranks, optimizer state).
 TENSOR_METHOD_LIFTS: dict[str, Callable[..., Any]] = {
+    # Assumption: host tensors are moved to the device by `.cuda()` (checkpoint exchange between ranks, optimizer state).
     "cuda": lambda self, *args, **kwargs: self,
+    # Assumption: memory must not be given away while work on another stream still uses it (pipeline_parallel/utils.py).
+    "record_stream": lambda self, stream: None,
 }
 
 # Assumption: torch's compiler is loaded anyway, so that a method that is excluded from compilation may import it. A rank on CPU

@@ -39,6 +39,7 @@ from slime.backends.megatron_utils.layer_spec import (
 )
 from slime.backends.megatron_utils.low_precision import multiply_in_fp8, require_fp8_shapes, round_weights_to_int4
 from slime.backends.megatron_utils.optimizer import gather_behind_layers, takes_both_dtypes
+from slime.backends.megatron_utils.overlapped_experts import run_in_parts
 from slime.backends.megatron_utils.parameter_names import EMBEDDING, global_named_parameters, named_expert_biases
 from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
 from slime.backends.megatron_utils.prediction_layers import put_prediction_layers
@@ -177,6 +178,8 @@ def _complete(args: Any, model: GPTModel, vp_stage: int | None) -> GPTModel:
         # A provider that starts from ours has it already; twice is as once.
         _mask_vocabulary_padding(model.output_layer, args)
     put_prediction_layers(args, model, vp_stage)
+    if config.overlap_moe_expert_parallel_comm:
+        run_in_parts(model)
     return model
 
 

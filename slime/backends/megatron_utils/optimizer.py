@@ -206,7 +206,10 @@ def gather_behind_layers(chunk: DistributedDataParallel, *, together: bool) -> N
         return wait
 
     for module in late:
-        module.register_forward_pre_hook(wait_for([*module.parameters()]))
+        # A pass in parts never calls a layer, but its first module.
+        in_parts = chunk.config.overlap_moe_expert_parallel_comm and hasattr(module, "input_layernorm")
+        called = module.input_layernorm if in_parts else module
+        called.register_forward_pre_hook(wait_for([*module.parameters()]))
     of_late = {parameter for module in late for parameter in module.parameters()}
     chunk.register_forward_pre_hook(wait_for([p for p in model.parameters() if p not in of_late]))
 

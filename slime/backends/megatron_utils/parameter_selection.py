@@ -57,7 +57,7 @@ def select_trained_parameters(args: argparse.Namespace, model: Sequence[torch.nn
         raise UserError(
             f"{', '.join(sorted({flag for flag, _ in patterns}))}: all parameters are frozen; free some of them"
         )
-    if args.recompute_granularity:
+    if args.recompute_granularity or args.overlap_moe_expert_parallel_comm:
         for chunk in model:
             _let_gradients_reach_layers(chunk)
     if dist.get_rank() == 0:
@@ -73,7 +73,7 @@ def _let_gradients_reach_layers(chunk: torch.nn.Module) -> None:
     """Make the output of frozen embeddings require a gradient.
 
     For autograd a recomputed part of the model is one operation, whose only argument is its input. If the input requires no
-    gradient, nothing in the part gets one, trained or not.
+    gradient, nothing in the part gets one, trained or not. And where passes are made in parts, each has a backward pass.
     """
 
     def ask(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:

@@ -345,15 +345,26 @@ class SampleBalance:
         # Megatron averages over micro-batches and data-parallel ranks.
         self._weight = len(batches) * parallel_state.get_data_parallel_world_size() / count
 
-    @contextlib.contextmanager
-    def forward(self, chunk: int, stream: PackedStream) -> Iterator[None]:
-        """The forward pass of a stream through the model chunk with this index."""
+    def forward(self, chunk: int, stream: PackedStream) -> contextlib.AbstractContextManager[None]:
+        """The forward pass of a stream through the model chunk with this index. If it is made in parts, each of them may enter
+        the context."""
         routers = self._routers[chunk]
-        rows = SampleRows.of_stream(stream, self._weight, routers[0].config.sequence_parallel) if routers else None
-        try:
-            for router in routers:
-                router.rows_under_way = rows
-            yield
-        finally:
-            for router in routers:
-                router.rows_under_way = None
+        if not routers:
+            return contextlib.nullcontext()
+        return _Told(routers, SampleRows.of_stream(stream, self._weight, routers[0].config.sequence_parallel))
+
+
+@dataclass(frozen=True, eq=False)
+class _Told(contextlib.AbstractContextManager[None]):
+    """In it routers know the rows of a stream; it can be entered several times, one after the other."""
+
+    routers: Sequence[Router]
+    rows: SampleRows
+
+    def __enter__(self) -> None:
+        for router in self.routers:
+            router.rows_under_way = self.rows
+
+    def __exit__(self, *_: object) -> None:
+        for router in self.routers:
+            router.rows_under_way = None

@@ -30,6 +30,7 @@ from slime.backends.megatron_utils.indexer_loss import learning_indexers
 from slime.backends.megatron_utils.layer_spec import rotates_by_position
 from slime.backends.megatron_utils.optimizer import parts_of
 from slime.backends.megatron_utils.output_rows import logits_of
+from slime.backends.megatron_utils.overlapped_experts import planning
 from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.prediction_layers import messages_with_states
 from slime.backends.megatron_utils.replaying_router import routing_replay_of
@@ -142,19 +143,29 @@ def _run_schedule(
     # The load of experts is balanced by the loss of a step; passes without gradient balance nothing.
     balance = None if forward_only else SampleBalance(model, batches)
 
+    bare = [unwrap_model(chunk) for chunk in model]
+
     def forward_step(
-        iterator: Iterator[MicroBatch], chunk: torch.nn.Module, recomputes: bool = True
-    ) -> tuple[torch.Tensor, Callable]:
+        iterator: Iterator[MicroBatch],
+        chunk: torch.nn.Module,
+        recomputes: bool = True,
+        return_schedule_plan: bool = False,
+    ) -> tuple[Any, Callable]:
         batch = next(iterator)
-        number = model.index(chunk)
+        model_of_stage = unwrap_model(chunk)
+        number = bare.index(model_of_stage)
         told = balance.forward(number, batch.stream) if balance is not None else contextlib.nullcontext()
         kept = contextlib.nullcontext() if recomputes else _without_recomputation(chunk)
-        model_of_stage = unwrap_model(chunk)
         selected = contextlib.nullcontext()
         if model_of_stage.post_process:
             made = rows_of_logits(args, batch.stream) if rows is None else rows(batch.stream)
             selected = logits_of(made, model_of_stage.output_layer)
-        with replay.forward(number, batch), told, kept, selected, during(batch):
+        replayed = replay.forward(number, batch)
+        if return_schedule_plan:
+            # Where passes are made in parts, the schedule gives the bare model.
+            with planning(model_of_stage, [lambda: replayed, lambda: told], lambda: selected):
+                return _forward(model[number], batch), make_logits_function(batch)
+        with replayed, told, kept, selected, during(batch):
             output = _forward(chunk, batch)
         return output, make_logits_function(batch)
 

@@ -113,6 +113,21 @@ def _train(args):
     return chunks, optimizer
 
 
+def _compute_in_parts():
+    """A part of a pass, forwards and backwards, as the schedule has it that computes while tokens travel."""
+    import torch
+    from megatron.core.models.common import model_chunk_schedule_plan
+    from megatron.core.pipeline_parallel import utils
+
+    utils.set_streams()
+    event = model_chunk_schedule_plan.torch.cuda.Event()
+    part = utils.ScheduleNode(lambda given: 2 * given, utils.get_comm_stream(), event, free_input=True)
+    given = torch.ones(3, requires_grad=True) * 1
+    gradient = part.forward(given).detach()
+    if part.backward(gradient).tolist() != [4.0] * 3 or given.untyped_storage().size():
+        raise RuntimeError("a part computed something else, or kept what it was to free")
+
+
 def _save_and_load(chunks, optimizer):
     import torch
     from megatron.core import dist_checkpointing
@@ -137,6 +152,7 @@ def _scenario(hf_dir, left_out):
     options = {**TRAINING, **RECOMPUTE, "hidden_dropout": 0.1}
     _check_seeds(tiny_args(hf_dir, **options))
     trained = _train(tiny_args(hf_dir, **options))
+    _compute_in_parts()
     _check_imports("training")
     _save_and_load(*trained)
     _check_imports("a checkpoint")
