@@ -207,6 +207,23 @@ def experts(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, "{--moe-router-load-balancing-type=}: give each kind once, and `none` by itself")
 
 
+def overlapped_experts(args: argparse.Namespace) -> Iterator[Violation]:
+    in_parts = args.recompute_granularity != "full" and "moe" not in (args.recompute_modules or ())
+    problems = (
+        (args.expert_model_parallel_size == 1, "needs {--expert-model-parallel-size} above 1; give 2, or drop the former"),
+        (not (args.bf16 or args.fp16), "needs {--bf16} or {--fp16}; give one of them, or drop the former"),
+        (args.pipeline_model_parallel_size > 1 and (args.virtual_pipeline_model_parallel_size or 1) == 1,
+         "with {--pipeline-model-parallel-size=} needs virtual stages; give {--num-virtual-stages-per-pipeline-rank} 2"),
+        (args.moe_layer_recompute or not in_parts, "takes layers in parts: drop it, or {--recompute-granularity} full, "
+         "{--moe-layer-recompute} and the moe of {--recompute-modules}; selective recomputation of other modules goes with it"),
+        (args.moe_shared_expert_overlap, "and {--moe-shared-expert-overlap} fill the same time; drop one of them"),
+        (args.enable_mtp_training, "takes no layers of {--enable-mtp-training}, in packed streams; drop one of them"),
+    )  # fmt: skip
+    for is_so, text in problems:
+        if is_so:
+            yield broken(args, "{--overlap-moe-expert-parallel-comm} " + text)
+
+
 def _expert_ranks(args: argparse.Namespace) -> int:
     return (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
 
@@ -215,7 +232,7 @@ EXPERT_RULES: tuple[Rule, ...] = where(lambda args: args.num_experts,
     refused(lambda args: args.has_trainer and args.tensor_model_parallel_size > 1 and not args.sequence_parallel,
         "{--num-experts=} with {--tensor-model-parallel-size=} needs {--sequence-parallel}"),
     refused(lambda args: args.moe_router_topk > args.num_experts, "{--moe-router-topk=} is above {--num-experts=}"),
-    experts,
+    experts, *where(lambda args: args.overlap_moe_expert_parallel_comm, overlapped_experts),
     refused(lambda args: args.moe_router_load_balancing_type in ("none", ["none"]) and args.moe_aux_loss_coeff not in (0, [0]),
         "{--moe-aux-loss-coeff=} weighs no loss with {--moe-router-load-balancing-type=}; drop one of them"),
     refused(lambda args: "sinkhorn" in args.moe_router_load_balancing_type,

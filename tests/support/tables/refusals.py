@@ -416,6 +416,38 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap "
          "--recompute-granularity selective --recompute-modules shared_experts",
          "--moe-shared-expert-overlap --moe-token-dispatcher-type --recompute-modules", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --overlap-moe-expert-parallel-comm --bf16",
+         "--overlap-moe-expert-parallel-comm --expert-model-parallel-size", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --overlap-moe-expert-parallel-comm "
+         "--actor-num-gpus-per-node 2 --expert-model-parallel-size 2",
+         "--overlap-moe-expert-parallel-comm --bf16 --fp16", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --overlap-moe-expert-parallel-comm --bf16 "
+         "--actor-num-gpus-per-node 4 --expert-model-parallel-size 2 --pipeline-model-parallel-size 2",
+         "--overlap-moe-expert-parallel-comm --pipeline-model-parallel-size "
+         "--num-virtual-stages-per-pipeline-rank", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --overlap-moe-expert-parallel-comm --bf16 "
+         "--actor-num-gpus-per-node 2 --expert-model-parallel-size 2 "
+         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+         "--overlap-moe-expert-parallel-comm --recompute-granularity --moe-layer-recompute "
+         "--recompute-modules", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --overlap-moe-expert-parallel-comm --bf16 "
+         "--actor-num-gpus-per-node 2 --expert-model-parallel-size 2 "
+         "--recompute-granularity selective --recompute-modules core_attn moe",
+         "--overlap-moe-expert-parallel-comm --recompute-granularity --moe-layer-recompute "
+         "--recompute-modules", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --overlap-moe-expert-parallel-comm --bf16 "
+         "--actor-num-gpus-per-node 2 --expert-model-parallel-size 2 --moe-layer-recompute",
+         "--overlap-moe-expert-parallel-comm --recompute-granularity --moe-layer-recompute "
+         "--recompute-modules", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --overlap-moe-expert-parallel-comm --bf16 "
+         "--actor-num-gpus-per-node 2 --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 64 "
+         "--moe-shared-expert-overlap",
+         "--overlap-moe-expert-parallel-comm --moe-shared-expert-overlap", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --overlap-moe-expert-parallel-comm --bf16 "
+         "--actor-num-gpus-per-node 2 --expert-model-parallel-size 2 --mtp-num-layers 1 --enable-mtp-training",
+         "--overlap-moe-expert-parallel-comm --enable-mtp-training", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --ep-overlap-early-attn-memory-release",
+         "--ep-overlap-early-attn-memory-release --overlap-moe-expert-parallel-comm", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-topk-limited-devices 2",
          "--moe-router-topk-limited-devices", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-enable-routing-replay", "--moe-enable-routing-replay", WRONG),
