@@ -13,6 +13,7 @@ from slime.rollout.attempts import (
     begin_anew_where_sampled_otherwise,
     mask_finished_earlier,
     mask_tokens_before_resumption,
+    new_attempt,
     own_copy,
 )
 from slime.rollout.data_source_files import groups_from_plain, groups_to_plain, read_state, write_state
@@ -44,6 +45,14 @@ def test_prompts_are_copies_and_the_originals_stay_as_they_are():
     prompt.tokens.append(9)
     assert "new" not in sample.metadata and "new" not in sample.train_metadata
     assert sample.tokens == [0, 1, 2, 3, 4]
+
+
+def test_an_attempt_goes_on_in_its_session_and_a_new_one_has_its_own():
+    """The router leads a session to the engine that has its prefix."""
+    begun = partial_sample(3, 2, session_id="mine")
+    prompts = [Sample(prompt="p"), Sample(prompt="p")]
+    sessions = [attempt.session_id for attempt in new_attempt([begun, *prompts, *as_prompts([begun])])]
+    assert sessions[0] == "mine" and len({*sessions, None}) == 5
 
 
 def test_a_copy_has_containers_of_its_own_wherever_they_are():

@@ -1,4 +1,4 @@
-"""When the attempts of a request are made, on a clock that nobody waits for."""
+"""When the attempts of a request are made, on a clock that nobody waits for; and how many requests are under way."""
 
 import asyncio
 
@@ -6,8 +6,18 @@ import aiohttp
 import pytest
 
 from slime.utils import http_utils
-from slime.utils.http_utils import HttpError, HttpSettings, close_http_client, get, post, post_control, post_generate
+from slime.utils.http_utils import (
+    HttpError,
+    HttpSettings,
+    close_http_client,
+    get,
+    init_http_client,
+    post,
+    post_control,
+    post_generate,
+)
 from tests.support.processes.clocks import run_in_no_time
+from tests.support.processes.http_server import forget_everything, make_args
 
 
 @pytest.mark.parametrize("ask", [post, post_control, post_generate, get])
@@ -28,3 +38,11 @@ def test_attempts_are_a_second_apart_and_sixty_at_most(monkeypatch, ask):
     monkeypatch.setattr(http_utils.outages, "_failures", {})
     run_in_no_time(main())
     assert times == [float(second) for second in range(60)]
+
+
+@pytest.mark.parametrize("models", [0, 1, 3])
+def test_a_function_may_ask_each_model_as_often_at_a_time_as_one(monkeypatch, models):
+    forget_everything(monkeypatch)
+    routers = {f"model {number}": ("127.0.0.1", 1 + number) for number in range(models)}
+    init_http_client(make_args(sglang_server_concurrency=5, rollout_num_engines=2, sglang_model_routers=routers))
+    assert http_utils._settings.max_connections == 10 * max(1, models)

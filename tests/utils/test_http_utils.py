@@ -189,7 +189,7 @@ def test_requests_of_several_prompts_are_known_by_the_ids_that_the_engine_makes_
 @pytest.mark.parametrize("way", ["post", "post_generate", "post_generate_stream"])
 def test_a_router_that_drops_the_ids_of_requests_is_told_of_once(way, caplog):
     """Whoever aborts a single request would miss it, without a word."""
-    ids = ["as sent", "as sent", "drawn by the engine", "drawn by the engine", None]
+    ids = ["as sent", None, "drawn by the engine", "drawn by the engine", "as sent"]
 
     async def handler(request):
         sent, known = (await request.json())["rid"], ids.pop(0)
@@ -284,7 +284,7 @@ def test_a_failure_of_all_requests_in_flight_is_told_once(caplog):
     assert [record.levelname for record in caplog.records if "answered 500" in record.message] == ["WARNING"]
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422])
+@pytest.mark.parametrize("status", [400, 401, 404, 408, 409, 422, 425])
 def test_r15_other_4xx_fail_at_once_with_the_body(status):
     async def main():
         seen = []

@@ -31,7 +31,8 @@ def test_a_vector_of_f1():
 @pytest.mark.parametrize(
     ("prediction", "truth", "score"),
     [("Yes!", "yes", 1.0), ("yes it is", "yes", 2 * (1 / 3) / (1 / 3 + 1)), ("no", "yes", 0.0), ("no", "no idea", 0.0),
-     ("A dog", "the DOG.", 1.0), ("noanswer", "noanswer", 1.0), ("", "x", 0.0), (None, "x", 0.0)],
+     ("A dog", "the DOG.", 1.0), ("noanswer", "noanswer", 1.0), ("noanswer here", "noanswer", 0.0),
+     ("", "x", 0.0), (None, "x", 0.0)],
 )  # fmt: skip
 def test_exact_words_and_normalisation_of_f1(prediction, truth, score):
     expected = 0.0 if truth == "yes" and prediction == "yes it is" else score
@@ -90,6 +91,8 @@ def test_dapo_remove_boxed():
         (r"<think>\boxed{5}</think> \boxed{4}", 0),
         (r"a</think>\boxed{4}b</think>\boxed{5}", 1),
         (r"###Response \boxed{5}", 1),
+        # What follows the first one is all of the answer, also where that repeats the mark.
+        (r"###Response \boxed{5} ###Response as said", 1),
         (r"\boxed{5}", 0),
     ],
 )
