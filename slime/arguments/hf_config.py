@@ -157,10 +157,7 @@ SUPPLEMENTS = frozenset({
 })  # fmt: skip
 
 # Attributes whose usual flag has another name.
-_SPELLINGS = {
-    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
-    "add_bias_linear": "--disable-bias-linear",
-}
+_SPELLINGS = {"layernorm_zero_centered_gamma": "--apply-layernorm-1p", "add_bias_linear": "--disable-bias-linear"}
 
 
 def spelling(name: str) -> str:
