@@ -76,9 +76,7 @@ def derive_critic(critic: argparse.Namespace) -> list[Violation]:
     critic.typed_flags -= {name for group in ACTS_WITH for name in group.idle(critic)} - own
     switch_off(critic)
     if not critic.untie_embeddings_and_output_weights:
-        template = (
-            "{--untie-embeddings-and-output-weights}: the head of a critic gives values, and is never tied; drop it"
-        )
+        template = "{--untie-embeddings-and-output-weights}: a critic's head gives values, and is never tied; drop it"
         violations.append(broken(critic, template))
     return violations
 

@@ -111,10 +111,6 @@ def _same_expert_layers(args: argparse.Namespace, derived: ModelArgs) -> bool:
         return False
 
 
-def _equal_or(name: str, neutral: Any) -> Callable[[argparse.Namespace, ModelArgs], bool]:
-    return lambda args, derived: (vars(args)[name] or neutral) == (derived[name] or neutral)
-
-
 _NEUTRAL = {
     "moe_shared_expert_intermediate_size": 0, "moe_router_num_groups": 1, "moe_router_group_topk": 1,
     "moe_router_topk_scaling_factor": 1.0, "num_experts": 0,
@@ -135,7 +131,12 @@ _MEANINGS: dict[str, Callable[[argparse.Namespace, ModelArgs], bool]] = {
     # A user who names a layer spec or a model provider answers for it.
     "spec": lambda args, derived: "spec" in args.typed_flags or args.custom_model_provider_path is not None,
     # Unset means the neutral value.
-    **{name: _equal_or(name, neutral) for name, neutral in _NEUTRAL.items()},
+    **{
+        name: lambda args, derived, name=name, neutral=neutral: (
+            (vars(args)[name] or neutral) == (derived[name] or neutral)
+        )
+        for name, neutral in _NEUTRAL.items()
+    },
 }
 
 

@@ -131,7 +131,8 @@ def load_surface(package: str) -> tuple[FlagSpec, ...] | None:
     Raises:
         UserError: the package is installed and cannot be read.
     """
-    return read_or_describe(PACKAGES[package], cache_directory())
+    home = env.cache_home()
+    return read_or_describe(PACKAGES[package], None if home is None else home / "slime")
 
 
 def warm_surfaces(packages: Iterable[str] = tuple(PACKAGES)) -> None:
@@ -144,12 +145,6 @@ def warm_surfaces(packages: Iterable[str] = tuple(PACKAGES)) -> None:
 
     with ThreadPoolExecutor(max_workers=len(PACKAGES)) as pool:
         list(pool.map(load_surface, packages))
-
-
-def cache_directory() -> Path | None:
-    """Where descriptions are kept; None when the user has no home."""
-    home = env.cache_home()
-    return None if home is None else home / "slime"
 
 
 def read_or_describe(package: Package, directory: Path | None) -> tuple[FlagSpec, ...] | None:

@@ -178,11 +178,6 @@ def _clips_both_sides(args: argparse.Namespace) -> bool:
     return args.loss_type == "policy_loss" and not estimator(args.advantage_estimator).clips_one_side
 
 
-def _has_groups_of_one(args: argparse.Namespace) -> bool:
-    centered = args.rewards_normalization and estimator(args.advantage_estimator).centers
-    return args.n_samples_per_prompt == 1 and centered and args.loss_type == "policy_loss"
-
-
 OBJECTIVE_RULES: tuple[Rule, ...] = (
     # Loss
     refused(lambda args: args.loss_type == "custom_loss" and args.custom_loss_function_path is None,
@@ -197,7 +192,8 @@ OBJECTIVE_RULES: tuple[Rule, ...] = (
     warned(lambda args: _clips_both_sides(args) and args.eps_clip_high < args.eps_clip <= 1,
         "{--eps-clip-high=} is below {--eps-clip=}: probabilities may rise by less than they may fall; the other way round "
         "is usual (0.28 and 0.2)"),
-    warned(_has_groups_of_one,
+    warned(lambda args: args.n_samples_per_prompt == 1 and args.rewards_normalization and args.loss_type == "policy_loss"
+            and estimator(args.advantage_estimator).centers,
         "{--n-samples-per-prompt=} with rewards normalisation: every group has one member, so all advantages are zero"),
     # Reference
     refused(lambda args: args.kl_coef != 0 and args.kl_loss_coef != 0,

@@ -51,9 +51,7 @@ def parallel_sizes(args: argparse.Namespace) -> Iterator[Violation]:
     dense, of_expert = (args.world_size // (pp * ranks) for ranks in (args.tensor_model_parallel_size, etp * ep))
     alike = math.gcd(dense, of_expert)
     if alike % args.num_distributed_optimizer_instances:
-        template = (
-            "{--num-distributed-optimizer-instances=} must divide the {alike} ranks that hold the same weights{hint}"
-        )
+        template = "{--num-distributed-optimizer-instances=} must divide the {alike} ranks with the same weights{hint}"
         fitting = hint("--num-distributed-optimizer-instances", divisors(alike))
         yield broken(args, template, alike=alike, hint=fitting)
     if not experts:
@@ -219,9 +217,7 @@ def overlapped_experts(args: argparse.Namespace) -> Iterator[Violation]:
         (args.moe_shared_expert_overlap, "and {--moe-shared-expert-overlap} fill the same time; drop one of them"),
         (args.enable_mtp_training, "takes no layers of {--enable-mtp-training}, in packed streams; drop one of them"),
     )  # fmt: skip
-    for is_so, text in problems:
-        if is_so:
-            yield broken(args, "{--overlap-moe-expert-parallel-comm} " + text)
+    yield from (broken(args, "{--overlap-moe-expert-parallel-comm} " + text) for is_so, text in problems if is_so)
 
 
 def _expert_ranks(args: argparse.Namespace) -> int:
@@ -294,8 +290,9 @@ def settled_values(args: argparse.Namespace) -> Iterator[Violation]:
 def idle_flags(args: argparse.Namespace) -> Iterator[Violation]:
     for group in ACTS_WITH:
         for name in group.idle(args):
-            template = f"{{0=}} has nothing to act on without {group.needs}; give that, or drop it"
-            yield broken(args, template, flag_of(name))
+            yield broken(
+                args, f"{{0=}} has nothing to act on without {group.needs}; give that, or drop it", flag_of(name)
+            )
 
 
 def extra_flags(args: argparse.Namespace) -> Iterator[Violation]:

@@ -137,12 +137,6 @@ def _config(args: argparse.Namespace) -> Config:
     return {}
 
 
-def stages_of_engines(args: argparse.Namespace) -> Iterator[Violation]:
-    """SGLang must be able to divide the engines' model into their pipeline stages."""
-    for problem in undivided_by_engines(_config(args), args.sglang_pp_size or 1):
-        yield broken(args, "{--sglang-pp-size=}: {problem}", problem=problem)
-
-
 def drafts(args: argparse.Namespace) -> Iterator[Violation]:
     """SGLang makes a draft model from one layer for multi-token prediction, so the engines' model must have exactly one."""
     config = _config(args)
@@ -244,13 +238,6 @@ def router_settings(args: argparse.Namespace) -> Iterator[Violation]:
             yield broken(args, template, *idle, **values)
 
 
-def refused_flags(args: argparse.Namespace) -> Iterator[Violation]:
-    for name, reason in REFUSED.items():
-        value = vars(args).get(name)
-        if value is not None and value is not False:
-            yield broken(args, "{0=}: {reason}", flag_of(name), reason=reason)
-
-
 def whole_engines(args: argparse.Namespace) -> Iterator[Violation]:
     total, each = args.rollout_num_gpus or 0, args.rollout_num_gpus_per_engine
     if args.sglang_config is None and total % each:
@@ -326,8 +313,9 @@ def external_addresses(args: argparse.Namespace) -> Iterator[Violation]:
 
 # A run that only trains ignores the flags of engines and router.
 SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
-    models, one_topology, of_groups(engine_sizes), of_groups(attention_heads), of_groups(stages_of_engines),
-    of_groups(drafts),
+    models, one_topology, of_groups(engine_sizes), of_groups(attention_heads), of_groups(drafts),
+    of_groups(lambda args: (broken(args, "{--sglang-pp-size=}: {problem}", problem=problem)
+        for problem in undivided_by_engines(_config(args), args.sglang_pp_size or 1))),
     of_groups(refused_each(_DRAFTED, lambda args, value: value is not None and args.sglang_speculative_algorithm is None,
         "{0=} has no effect without {--sglang-speculative-algorithm}; drop it, or add that with EAGLE")),
     of_groups(refused(
@@ -400,7 +388,8 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
         "{--sglang-disaggregation-transfer-backend=} moves no caches, and answers would be noise; give mooncake")),
     refused(lambda args: args.sglang_router_ip is None and args.router_backend not in (None, "sglang"),
         "{--router-backend=}: the engines are SGLang servers; give sglang, or leave it out"),
-    refused_flags,
+    lambda args: (broken(args, "{0=}: {reason}", flag_of(name), reason=reason) for name, reason in REFUSED.items()
+        if vars(args).get(name) is not None and vars(args)[name] is not False),
 )  # fmt: skip
 PLACEMENT_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.debug_rollout_only and args.debug_train_only,
