@@ -116,7 +116,10 @@ def prompt_of(entry: Any) -> Sample:
     sample = leaves(entry)[0]
     beside = sample.__dict__.get(PROMPT_BESIDE)
     if beside is not None:
-        return Sample.from_dict(beside)
+        # Of the user's own class, if the sample is.
+        prompt = object.__new__(type(sample))
+        prompt.__dict__ = Sample.from_dict(beside).__dict__
+        return prompt
     if sample.status is Sample.Status.PENDING and not sample.response_length:
         return sample
     prompt = own_copy(sample)

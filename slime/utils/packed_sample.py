@@ -48,7 +48,8 @@ def pack_sample(sample: Sample) -> PackedSample:
     Without a `loss_mask` every response token is trained.
 
     Raises:
-        ValueError: per-token fields do not fit together (`Sample.validate_lengths`), or are not flat lists of numbers.
+        ValueError: per-token fields do not fit together (`Sample.validate_lengths`), or are not flat lists of numbers, or a
+            token is no whole number.
         UserError: the mask has an entry that is neither 1 nor 0.
     """
     sample.validate_lengths()
@@ -60,6 +61,8 @@ def pack_sample(sample: Sample) -> PackedSample:
             if isinstance(array, list):
                 hold_arrays(sample)
             array = token_array(sample, name)
+            if name == "tokens" and array.dtype.kind == "f" and len(wrong := np.flatnonzero(array != np.floor(array))):
+                raise ValueError(f"sample {sample.index}: tokens[{wrong[0]}] is {array[wrong[0]]}, no whole number")
             if name != "loss_mask":
                 array = array.astype(dtype, copy=False)
         arrays[name] = array

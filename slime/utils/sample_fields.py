@@ -38,8 +38,8 @@ class TokenField:
     """Descriptor of a field that holds a list, an array that is read as a list, or None; `tokens` takes None as [].
 
     An assigned array is held itself if it is read-only and owns its data. Else it is copied: a view would keep the whole of
-    another array in memory. In an assigned list numpy's numbers become Python's, and so do those that `+=` adds at its end.
-    A deleted field has its default.
+    another array in memory. A tensor becomes a list. In an assigned list numbers of numpy and torch become Python's, and so do
+    those that `+=` adds at its end. A deleted field has its default.
     """
 
     def __init__(self, name: str) -> None:
@@ -65,6 +65,8 @@ class TokenField:
         elif value is None and self._name == "tokens":
             # In the other fields None has a meaning: all tokens are trained, or nothing is known.
             value = []
+        elif hasattr(value, "tolist") and not isinstance(value, np.ndarray):
+            value = value.tolist()
         sample.__dict__[self._name] = value
 
     def __delete__(self, sample: Sample) -> None:
@@ -79,20 +81,30 @@ def held(sample: Sample, name: str) -> Any:
     return values.setdefault(name, []) if name == "tokens" else None
 
 
-def without_numpy(values: Iterable[Any]) -> list[Any]:
-    """A list of `values` with Python's numbers in place of numpy's, which JSON cannot hold."""
-    return [value.item() if isinstance(value, np.generic) else value for value in values]
+def plain_numbers(values: Iterable[Any]) -> list[Any]:
+    """A list of `values` with Python's numbers in place of those of numpy and torch, which JSON cannot hold."""
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    return [value.item() if _is_boxed(value) else value for value in values]
+
+
+_PLAIN = frozenset({int, float, bool})
+
+
+def _is_boxed(value: Any) -> bool:
+    """Whether `value` is a number of numpy, or a tensor that holds a single one."""
+    return type(value) not in _PLAIN and getattr(value, "ndim", None) == 0
 
 
 def _make_numbers_plain(values: list[Any], *, grown: bool) -> None:
-    """Replace numpy's numbers by Python's, in a list that has `grown` only those at its end."""
+    """Replace numbers of numpy and torch by Python's, in a list that has `grown` only those at its end."""
     if not grown:
-        if any(issubclass(kind, np.generic) for kind in set(map(type, values))):
-            values[:] = without_numpy(values)
+        if not _PLAIN.issuperset(map(type, values)):
+            values[:] = plain_numbers(values)
         return
     # A look at every entry at every `+=` would be quadratic.
     position = len(values) - 1
-    while position >= 0 and isinstance(value := values[position], np.generic):
+    while position >= 0 and _is_boxed(value := values[position]):
         values[position] = value.item()
         position -= 1
 

@@ -23,7 +23,7 @@ import numpy as np
 from slime.utils import sample_fields as sample_meta_info
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
-from slime.utils.sample_fields import TOKEN_FIELDS, TokenField, first_not_finite, held, join, read_only, without_numpy
+from slime.utils.sample_fields import TOKEN_FIELDS, TokenField, first_not_finite, held, join, plain_numbers, read_only
 
 # One list (or tensor) entry per sample under each key.
 RolloutBatch = dict[str, Any]
@@ -225,8 +225,8 @@ class Sample:
     ) -> None:
         """Append generated (`trainable`) or tool tokens to the response, and apply the engine's `meta_info`.
 
-        Tokens and log-probs that are arrays are held as arrays. The sample is unchanged when an error is raised. Untrained
-        tokens get log-prob 0.0 and mask 0; a response that had no mask so far counts as trained. Without
+        Tokens and log-probs that are arrays are held as arrays, tensors as lists. The sample is unchanged when an error is
+        raised. Untrained tokens get log-prob 0.0 and mask 0; a response that had no mask so far counts as trained. Without
         `meta_info["finish_reason"]`, or with `update_terminal_info=False` (a chunk of a stream), versions, counters and
         status stay as they are. If there is a `meta_info` but no token, `text` is ignored, since it belongs to no token.
 
@@ -263,7 +263,8 @@ class Sample:
     def reset_for_retry(self) -> None:
         """Go back to the bare prompt: everything that generation or grading wrote is cleared, the user's data stays.
 
-        The ids of the prompt stay too, because a user may have given them instead of a text.
+        The ids of the prompt stay too, because a user may have given them instead of a text. So do the fields that a subclass
+        adds.
         """
         tokens = held(self, "tokens")
         prompt_ids = tokens[: max(0, len(tokens) - self.response_length)]
@@ -280,7 +281,7 @@ class Sample:
             "custom_rm_path",
         }
         fresh = Sample()
-        for spec in dataclasses.fields(self):
+        for spec in dataclasses.fields(Sample):
             if spec.name not in kept:
                 setattr(self, spec.name, getattr(fresh, spec.name))
         self.tokens = prompt_ids
@@ -395,7 +396,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _as_list_or_array(values: Any) -> list[Any] | np.ndarray:
-    return values if isinstance(values, np.ndarray) else without_numpy(values)
+    return values if isinstance(values, np.ndarray) else plain_numbers(values)
 
 
 def _copy_containers(value: Any) -> Any:

@@ -84,6 +84,21 @@ def test_prompts_of_ids_without_text_survive():
     assert as_partial_group(ARGS, origin[:1], [failed], 0)[0].tokens == [5, 6, 7]
 
 
+class OwnSample(Sample):
+    """A sample with a method of the user's."""
+
+    def question(self):
+        return self.prompt
+
+
+def test_the_prompt_of_an_attempt_is_of_the_users_class():
+    group = [OwnSample(prompt="p", index=0)]
+    attempt = OwnSample(prompt="p", index=0, tokens=[1, 2], response_length=1, response="t", status=Status.ABORTED)
+    (returned,) = as_continuable_group(ARGS, group, [attempt])
+    (prompt,) = as_prompts([returned])
+    assert prompt == group[0] and prompt.question() == "p"
+
+
 def test_partial_groups_keep_the_first_rollout_and_restart_unfinished_fan_outs():
     origin = [Sample(index=i, prompt="p") for i in range(4)]
     finished = Sample(index=1, tokens=[1, 2], response_length=1, status=Status.COMPLETED)

@@ -79,6 +79,12 @@ def test_lengths_are_checked():
         pack_sample(response_sample(loss_mask=[1]))
 
 
+@pytest.mark.parametrize("tokens", [[1, 2.5, 3], np.array([1, np.nan, 3])])
+def test_a_token_that_is_no_whole_number_is_refused_and_not_cut(tokens):
+    with pytest.raises(ValueError, match=r"sample 4: tokens\[1\] is (2.5|nan), no whole number"):
+        pack_sample(Sample(index=4, tokens=tokens, response_length=1))
+
+
 def test_rows_are_views_of_one_array():
     ragged = RaggedArray.from_rows([np.array([1, 2]), np.array([], dtype=np.int64), np.array([3])], np.int32)
     assert ragged.values.dtype == np.int32 and ragged.values.tolist() == [1, 2, 3]

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from slime.utils.packed_sample import pack_sample
 from slime.utils.sample_fields import TOKEN_FIELDS, held, hold_arrays, read_only, token_array
 from slime.utils.types import Sample
 
@@ -232,6 +234,20 @@ def test_numbers_of_numpy_anywhere_in_an_assigned_list_become_those_of_python():
     for name in TOKEN_FIELDS:
         assert not [value for value in getattr(sample, name) if isinstance(value, np.generic)]
     assert json.dumps([sample.tokens, sample.teacher_log_probs]) == "[[5, 6], [-1.0, -0.5, -2.0]]"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_become_lists_of_numbers_however_they_come(dtype):
+    log_probs = torch.tensor([-0.5, -1.0], dtype=dtype, requires_grad=True)
+    for given in (lambda tensor: tensor, list):
+        sample = Sample(tokens=given(torch.tensor([1, 2])), teacher_log_probs=None)
+        sample.append_response_tokens(tokens=given(torch.tensor([5, 6])), log_probs=given(log_probs))
+        sample.loss_mask = given(torch.tensor([True, False]))
+        sample.teacher_log_probs = given(log_probs)
+        fields = [getattr(sample, name) for name in TOKEN_FIELDS]
+        assert fields == [[1, 2, 5, 6], [1, 0], [-0.5, -1.0], [-0.5, -1.0]]
+        assert json.loads(json.dumps(fields)) == fields
+        assert sample.effective_response_length == 1 and pack_sample(sample).rollout_log_probs.tolist() == [-0.5, -1.0]
 
 
 ARGS = SimpleNamespace(num_layers=2, moe_router_topk=3)

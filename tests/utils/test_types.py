@@ -4,6 +4,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -311,6 +312,19 @@ def test_reset_for_retry_gives_the_bare_prompt():
     pack_sample(sample)
     sample.reset_for_retry()
     assert sample == bare()
+
+
+@dataclass
+class WithTools(Sample):
+    """A sample as a user extends it."""
+
+    tool_calls: list = field(default_factory=list)
+
+
+def test_a_retry_keeps_the_fields_that_a_subclass_adds():
+    sample = WithTools(prompt="p", tokens=[1, 2], response_length=1, response="t", tool_calls=["ls"])
+    sample.reset_for_retry()
+    assert sample == WithTools(prompt="p", tokens=[1], tool_calls=["ls"])
 
 
 def test_validate_lengths_covers_every_per_token_field():
