@@ -96,8 +96,8 @@ class MetricGatherer:
     def __init__(self) -> None:
         self._drops: Counter[str] = Counter()
 
-    def on_dynamic_filter_drop(self, reason: str | None) -> None:
-        self._drops[reason or "unspecified"] += 1
+    def on_dynamic_filter_drop(self, reason: Any) -> None:
+        self._drops["unspecified" if reason in (None, "") else str(reason)] += 1
 
     def __str__(self) -> str:
         return ", ".join(f"{reason}: {count}" for reason, count in self._drops.most_common())

@@ -97,6 +97,14 @@ def test_the_fallback_keeps_when_groups_would_be_missing():
     assert should_drop_dynamic_filter_output(strict, remaining_batch_size=4, target_data_size=4)
 
 
+def test_reasons_of_other_types_are_counted_as_texts():
+    gatherer = MetricGatherer()
+    for reason in (0.5, "a", ["b"], ["b"], 0, ""):
+        gatherer.on_dynamic_filter_drop(reason)
+    counts = {"0": 1, "0.5": 1, "['b']": 2, "a": 1, "unspecified": 1}
+    assert gatherer.collect() == {f"rollout/dynamic_filter/drop_{reason}": n for reason, n in counts.items()}
+
+
 def test_drops_are_counted_by_reason():
     gatherer = MetricGatherer()
     for reason in ("zero_std_0.0", "zero_std_1.0", "zero_std_0.0", None):
