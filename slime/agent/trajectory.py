@@ -30,12 +30,12 @@ _STATUS = {"length": Sample.Status.TRUNCATED, "abort": Sample.Status.ABORTED}
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """An answer of the model, as the engine gave it.
+    """An answer of the model, as the engine gave it. Arrays and tensors become lists.
 
     Attributes:
         prompt_ids: ids that were sent.
         output_ids: ids that came back.
-        finish_reason: `stop`, `length` or `abort`.
+        finish_reason: `stop`, `length` or `abort`; of the engine's dict, its `type`.
         output_log_probs: as many as `output_ids`, or none if they are not known.
         ill_formed: the answer has a tool call that cannot be read.
         weight_version: version of the weights that generated it.
@@ -54,6 +54,16 @@ class TurnRecord:
     meta_info: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        plain = {
+            name: value.tolist()
+            for name, value in vars(self).items()
+            if name in ("prompt_ids", "output_ids", "output_log_probs") and hasattr(value, "tolist")
+        }
+        if isinstance(self.finish_reason, dict):
+            plain["finish_reason"] = self.finish_reason.get("type", "stop")
+        for name, value in plain.items():
+            # The class is frozen.
+            object.__setattr__(self, name, value)
         if len(self.output_log_probs) not in (0, len(self.output_ids)):
             raise ValueError(f"a turn has {len(self.output_log_probs)} log-probs for {len(self.output_ids)} output ids")
 

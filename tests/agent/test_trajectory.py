@@ -1,10 +1,12 @@
 """Turns become samples: which messages are one conversation, which turns one sample, and what of them is trained."""
 
+import json
 import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from slime.agent.trajectory import TrajectoryManager, TurnRecord
 from slime.utils.types import Sample
@@ -55,6 +57,16 @@ def test_a_prompt_that_says_the_last_answer_otherwise_takes_its_place_as_context
     (sample,) = samples_of(two_turns([1, 2, 3, 10, 99, 4]))
     assert sample.tokens == [1, 2, 3, 10, 99, 4, 12] and sample.loss_mask == [0, 0, 0, 1]
     assert sample.rollout_log_probs == pytest.approx([0.0, 0.0, 0.0, -1.2])
+
+
+@pytest.mark.parametrize("made", [np.array, torch.tensor])
+def test_ids_may_be_arrays_or_tensors_and_the_end_the_dict_of_the_engine(made):
+    first = TurnRecord(made([1, 2, 3]), made([10, 11]), {"type": "stop", "matched": 11}, made([-1.0, -1.5]))
+    second = TurnRecord(made([1, 2, 3, 10, 11, 4]), made([12, 13]), {"type": "length"}, made([-0.5, -0.25]))
+    (sample,) = samples_of(recorded((first, [USER], said("a")), (second, [USER, said("a"), TOOL], said("b"))))
+    assert sample.tokens == [1, 2, 3, 10, 11, 4, 12, 13] and sample.loss_mask == [1, 1, 0, 1, 1]
+    assert sample.rollout_log_probs == [-1.0, -1.5, 0.0, -0.5, -0.25] and sample.truncated
+    assert json.loads(json.dumps(sample.tokens)) == sample.tokens
 
 
 def test_another_prompt_begins_another_sample():
