@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import argparse
+import operator
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 TrainBatch = dict[str, Any]
 
 # Columns of a plug-in with one number per sample, all of which must be finite: they count in means and lengths.
-_OF_NUMBERS = ("rewards", "raw_reward", "response_lengths", "rollout_mask_sums")
+_OF_NUMBERS = ("rewards", "raw_reward", "response_lengths", "truncated", "rollout_mask_sums")
 
 
 def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], rewards: Sequence[float]) -> TrainBatch:
@@ -123,13 +124,15 @@ def train_batch_from_columns(columns: dict[str, Any], source: str, samples: Sequ
     if no_columns := [f"`{name}` is {column!r:.40}" for name, column in columns.items() if not _has_rows(column)]:
         raise UserError(f"{source}: {', '.join(no_columns)}; expected columns, lists with one entry per sample")
     rows = len(columns["tokens"])
+    if not rows:
+        raise UserError(f"{source}: the columns are empty")
     wrong = {name: len(column) for name, column in columns.items() if len(column) != rows}
     if wrong:
         raise UserError(
             f"{source}: `tokens` has {rows} rows, but "
             + ", ".join(f"`{name}` has {count}" for name, count in wrong.items())
         )
-    batch = dict(columns)
+    batch = {**columns, "sample_indices": [_sample_index(index, source) for index in columns["sample_indices"]]}
     of_samples = [f"{source}: sample {index}:" for index in batch["sample_indices"]]
     for name in filter(columns.__contains__, _OF_NUMBERS):
         for value, where in zip(columns[name], of_samples, strict=True):
@@ -161,14 +164,21 @@ def train_batch_from_columns(columns: dict[str, Any], source: str, samples: Sequ
     return batch
 
 
+def _sample_index(index: Any, source: str) -> int:
+    try:
+        return -1 if index is None else operator.index(index)
+    except TypeError:
+        raise UserError(f"{source}: `sample_indices` has {index!r:.40}; expected whole numbers, or None") from None
+
+
 def _samples_of_rows(samples: Sequence[Sample], sample_indices: Sequence[Any]) -> Iterator[tuple[int, Sample]]:
     """(Row, the sample that it belongs to), for all rows that belong to one of the samples. Siblings share an index, so their
     rows are taken to be in the order of `samples`."""
     waiting: dict[Any, deque[Sample]] = defaultdict(deque)
     for sample in samples:
         waiting[-1 if sample.index is None else sample.index].append(sample)
-    for position, index in enumerate(np.asarray(sample_indices).tolist()):
-        if own := waiting[-1 if index is None else index]:
+    for position, index in enumerate(sample_indices):
+        if own := waiting[index]:
             yield position, own.popleft()
 
 
@@ -181,11 +191,15 @@ def _has_rows(column: Any) -> bool:
 
 def _as_array(row: Any, dtype: Any, name: str) -> np.ndarray:
     try:
-        array = np.asarray(row, dtype)
+        # Of tensors the values: numpy knows neither all of their types nor devices other than the host.
+        given = np.asarray(row.tolist() if hasattr(row, "tolist") and not isinstance(row, np.ndarray) else row)
+        array = given.astype(dtype or given.dtype, copy=False)
     except (TypeError, ValueError) as error:
         raise UserError(f"{name} is no row of numbers: {error}") from None
     if not array.ndim:
         raise UserError(f"{name} is {row!r}; expected a row of numbers")
+    if array.dtype.kind in "iu" and given.dtype.kind == "f" and len(wrong := np.flatnonzero(array != given)):
+        raise UserError(f"{name} is {given[wrong[0]]} at {wrong[0]}; expected whole numbers")
     return array
 
 

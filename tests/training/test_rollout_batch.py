@@ -314,6 +314,10 @@ def test_plug_in_columns_are_completed():
         ({"step": 7, "scale": np.asarray(0.5)}, r"`step` is 7, `scale` is array\(0.5\); expected columns"),
         ({"rollout_ids": ["a", "b"]}, "`rollout_ids` has other entries than whole numbers and None"),
         ({"round_number": [1, None]}, "`round_number` is no row of numbers"),
+        ({"round_number": [1, 1.5]}, "`round_number` is 1.5 at 1; expected whole numbers"),
+        ({"tokens": [[1, 2, 3], [4, 5.5]]}, "sample 1: `tokens` is 5.5 at 1; expected whole numbers"),
+        ({"truncated": [0, "no"]}, "sample 1: `truncated` is 'no'; expected a finite number"),
+        ({"sample_indices": [0, "b"]}, "`sample_indices` has 'b'; expected whole numbers, or None"),
     ],
 )
 def test_what_is_no_column_of_a_plug_in_is_named(wrong, message):
@@ -323,6 +327,19 @@ def test_what_is_no_column_of_a_plug_in_is_named(wrong, message):
     }  # fmt: skip
     with pytest.raises(UserError, match=f"^{PLUG_IN}: {message}"):
         train_batch_from_columns({**columns, **wrong}, PLUG_IN)
+
+
+def test_a_plug_in_may_give_tensors_of_any_type_and_samples_without_index():
+    columns = {
+        "tokens": [torch.tensor([1, 2, 3])], "response_lengths": torch.tensor([2]), "rewards": torch.tensor([0.5]),
+        "raw_reward": [torch.tensor(1.0)], "truncated": [True], "sample_indices": [None],
+        "loss_masks": [torch.tensor([True, False])], "rollout_log_probs": [torch.tensor([-1.0, -0.5], dtype=torch.bfloat16)],
+    }  # fmt: skip
+    batch = train_batch_from_columns(columns, PLUG_IN)
+    rows = [batch[name][0].tolist() for name in ("tokens", "loss_masks", "rollout_log_probs")]
+    assert rows == [[1, 2, 3], [1, 0], [-1.0, -0.5]] and batch["sample_indices"] == [-1]
+    with pytest.raises(UserError, match=f"^{PLUG_IN}: the columns are empty"):
+        train_batch_from_columns({name: [] for name in columns}, PLUG_IN)
 
 
 def test_a_mask_that_weighs_tokens_is_refused_from_a_function_of_the_users_too():
