@@ -26,7 +26,7 @@ from slime.observability.rollout_metrics import (
     merge_extra_metrics,
 )
 from slime.ray.driver import RolloutResult, RunLength, save_is_due
-from slime.rollout.base_types import call_rollout_fn, check_eval_output, check_metrics
+from slime.rollout.base_types import call_rollout_fn, check_eval_output, check_metrics, check_sample, leaves
 from slime.rollout.data_source import create_data_source
 from slime.rollout.data_source_files import prompts_per_epoch
 from slime.rollout.draws import DataSourceSnapshots
@@ -151,16 +151,24 @@ class RolloutPipeline:
         with _calling(flag, path, f"rollout {rollout_id}"):
             output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=False)
         check_metrics(output.metrics, source)
+        samples = flatten_rollout_output(output.samples, source)
         if args.rollout_sample_filter_path is not None:
-            self._mark_samples_to_leave_out(rollout_id, output.samples)
-        return flatten_rollout_output(output.samples, source), output.metrics
+            self._mark_samples_to_leave_out(rollout_id, output.samples, samples)
+        return samples, output.metrics
 
-    def _mark_samples_to_leave_out(self, rollout_id: int, groups: list[Any]) -> None:
-        """Call the user's `--rollout-sample-filter-path`, which sets `remove_sample` of what must not be trained."""
+    def _mark_samples_to_leave_out(self, rollout_id: int, groups: list[Any], samples: list[Sample]) -> None:
+        """Call the user's `--rollout-sample-filter-path`, which sets `remove_sample` of what must not be trained. `samples` are
+        those of `groups`, flat."""
         called = "--rollout-sample-filter-path", self.args.rollout_sample_filter_path, f"rollout {rollout_id}"
         returned = call_for_step(self.args, *called, self.args, groups)
         if returned is not None and returned is not groups:
             raise wrong_result_error(*called, returned, "None: a sample is left out by `sample.remove_sample = True`")
+        if set(map(id, leaves(groups))) != set(map(id, samples)):
+            flag, path, subject = called
+            raise UserError(
+                f"{flag} {path} left {len(leaves(groups))} of {len(samples)} samples in the list of {subject}, or other ones; "
+                "a sample is left out by `sample.remove_sample = True`, and keeps its place in its group"
+            )
 
     def _build_shards(self, samples: list[Any]) -> tuple[list[Box], list[Box], int]:
         """One boxed object per data-parallel rank of the actor and of the critic, if there is one, and the number of
@@ -263,8 +271,8 @@ def flatten_rollout_output(groups: list[Any], source: str = "--rollout-function-
     """All samples in order, with all nesting removed; `source` are the flag and the path that errors name.
 
     Raises:
-        UserError: something that is neither a list nor a Sample, an empty output, an execution whose samples do not share a
-            `rollout_id`, or one `rollout_id` in two groups.
+        UserError: something that is neither a list nor a Sample, an empty output, a sample with fields of other kinds or that
+            do not fit together, an execution whose samples do not share a `rollout_id`, or one `rollout_id` in two groups.
     """
     if not isinstance(groups, list | tuple):
         raise UserError(f"{source} returned {type(groups).__name__} as samples; expected a list of groups of Samples")
@@ -273,6 +281,7 @@ def flatten_rollout_output(groups: list[Any], source: str = "--rollout-function-
         raise UserError(f"{source} returned no samples")
     group_of: dict[int, int | None] = {}
     for sample in samples:
+        check_sample(sample, f"{source} returned")
         if (
             sample.rollout_id is not None
             and group_of.setdefault(sample.rollout_id, sample.group_index) != sample.group_index

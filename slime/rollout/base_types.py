@@ -1,6 +1,7 @@
 """What a rollout function returns, for training and for evaluation, and the check of it; and what is asked of groups, which are
 lists of samples, or of lists of samples where one execution gave several."""
 
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
 from slime.utils.packed_sample import pack_sample
+from slime.utils.sample_fields import held
 from slime.utils.types import Sample, failed_and_masked
 
 _EVAL_DATA = 'set name → {"rewards": [...], "truncated": [...], "samples": [...]}, three lists of one length'
@@ -84,6 +86,8 @@ def check_eval_output(output: RolloutFnEvalOutput, source: str) -> None:
         if len(set(counts.values())) > 1:
             counted = ", ".join(f"{count} {key}" for key, count in counts.items())
             raise UserError(f"{where} has {counted}; expected lists of one length")
+        for sample in (*columns.get("samples", []), *(result.get("failed") or [])):
+            check_kinds(sample, f"{where} has")
         _check_rewards(result["rewards"], columns.get("samples", []), where)
 
 
@@ -110,6 +114,63 @@ def check_metrics(metrics: Any, source: str) -> None:
     """Raise UserError, naming `source` (flag and path), unless `metrics` are None or a dict."""
     if not isinstance(metrics, dict | None):
         raise UserError(f"{source} returned {type(metrics).__name__} as metrics; expected a dict of numbers, or None")
+
+
+def check_sample(sample: Sample, who_did: str) -> None:
+    """`check_kinds`, and `check_fit`."""
+    check_kinds(sample, who_did)
+    check_fit(sample, who_did)
+
+
+def check_kinds(sample: Sample, who_did: str) -> None:
+    """Check the kinds of fields that a user's function may have set. The value of a status becomes that status, None as
+    metadata or response what is empty, and a whole number of another library one of Python.
+
+    Args:
+        who_did: flag, path and verb, for messages: `--flag path returned`.
+
+    Raises:
+        UserError: it names `who_did`, the sample, the field and what it holds.
+    """
+    where = f"{who_did} sample {sample.index}"
+    try:
+        sample.status = Sample.Status(sample.status)
+    except ValueError:
+        names = ", ".join(status.name for status in Sample.Status)
+        raise UserError(f"{where} with status {sample.status!r}; expected one of Sample.Status: {names}") from None
+    for name, kind in (("metadata", dict), ("response", str)):
+        value = getattr(sample, name)
+        if value is None:
+            setattr(sample, name, kind())
+        elif not isinstance(value, kind):
+            raise UserError(f"{where} with {name} {value!r:.80} ({type(value).__name__}); expected a {kind.__name__}")
+    for name, expected in (("index", "or None"), ("rollout_id", "or None"), ("response_length", "of tokens")):
+        value = getattr(sample, name)
+        if type(value) is int or (value is None and expected == "or None"):
+            continue
+        try:
+            setattr(sample, name, operator.index(value))
+        except TypeError:
+            raise UserError(f"{where} with {name} {value!r:.80}; expected a whole number {expected}") from None
+
+
+def check_fit(sample: Sample, who_did: str) -> None:
+    """Check that the fields of a sample, which a user's function may have set, fit together; `who_did` as in `check_kinds`.
+
+    Raises:
+        UserError: they do not (`Sample.validate_lengths`), or an answer that ended counts no token as its own.
+    """
+    try:
+        sample.validate_lengths()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{who_did} a sample whose fields do not fit together: {error}") from error
+    has_ended = sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+    if has_ended and sample.response and not sample.response_length and not sample.remove_sample:
+        if count := len(held(sample, "tokens")):
+            raise UserError(
+                f"{who_did} sample {sample.index} with a response, {count} tokens and response_length 0, so nothing of it "
+                "would be trained; set response_length to the number of tokens at the end that are the response"
+            )
 
 
 def path_of(fn: Callable[..., Any]) -> str:

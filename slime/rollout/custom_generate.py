@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from slime.rollout.base_types import leaves
+from slime.rollout.attempts import own_copy
+from slime.rollout.base_types import check_fit, check_kinds, check_sample, leaves
 from slime.rollout.failures import SampleFailed, neutral_reward
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation_call import current_call
+from slime.rollout.rm_hub.grading import checked_reward
 from slime.rollout.user_functions import (
     CallKind,
     CallTimedOut,
@@ -109,10 +111,12 @@ class GenerateFunction:
         if not found or not all(isinstance(leaf, Sample) for leaf in found):
             raise wrong_result_error(GENERATE_FLAG, self.path, subject, entry, "Sample or a non-empty list of Samples")
         for leaf in found:
+            _take_over(sample, leaf)
             if _lacks_tokens(leaf):
                 await GenerateState(args).in_encoder(complete_sample, args, leaf, f"{GENERATE_FLAG} {self.path}")
             else:
                 complete_sample(args, leaf, f"{GENERATE_FLAG} {self.path}")
+            _check_own_reward(args, leaf, f"{GENERATE_FLAG} {self.path}")
         if isinstance(entry, list):
             self._require_objects_of_their_own([sample], found)
             share_execution_id(sample, found, f"{GENERATE_FLAG} {self.path}")
@@ -127,6 +131,17 @@ class GenerateFunction:
                 f"{GENERATE_FLAG} {self.path} returned one Sample object several times for {describe_samples(samples)}, so "
                 "these would be trained as one answer; return objects of their own (copy.deepcopy(sample) keeps one as it is)"
             )
+
+
+def _take_over(origin: Sample, sample: Sample) -> None:
+    """Give `sample`, which a function made for `origin`, what it lacks of the prompt's: numbers, text, label and metadata."""
+    if sample is origin:
+        return
+    prompt = own_copy(origin)
+    for name in ("group_index", "index", "prompt", "label", "metadata", "custom_rm_path"):
+        value = getattr(sample, name)
+        if value is None or (name in ("prompt", "metadata") and not value):
+            setattr(sample, name, getattr(prompt, name))
 
 
 def _own_parameters(sampling_params: dict[str, Any]) -> dict[str, Any]:
@@ -162,13 +177,14 @@ def complete_sample(args: Any, sample: Sample, source: str) -> None:
     """Bring what a custom function returned into the shape of `Sample`.
 
     Text without tokens is tokenised; a mask over all tokens is cut to the response; an empty mask of a non-empty
-    response means all ones; a PENDING sample with a response is COMPLETED; the value of a status is that status.
+    response means all ones; a PENDING sample with a response is COMPLETED. Beside that, what `check_kinds` does.
 
     Raises:
-        UserError: the status is none; the lengths do not fit together; or a trained token has a log-prob that is no finite
-            number.
+        UserError: a field is of another kind; the fields do not fit together; or a trained token has a log-prob that is no
+            finite number.
     """
-    _require_status(sample, f"{source} returned")
+    who_did = f"{source} returned"
+    check_kinds(sample, who_did)
     if _lacks_tokens(sample):
         _tokenise_response(args, sample, source)
     if held(sample, "loss_mask") is not None and sample.response_length:
@@ -183,21 +199,19 @@ def complete_sample(args: Any, sample: Sample, source: str) -> None:
     if sample.status is Sample.Status.FAILED and sample.response_length == 0:
         sample.remove_sample = True
         sample.reward = neutral_reward(args) if sample.reward is None else sample.reward
+    check_fit(sample, who_did)
     try:
-        sample.validate_lengths()
         _require_finite_log_probs(sample)
     except (TypeError, ValueError) as error:
         raise UserError(f"{source} returned a sample whose fields do not fit together: {error}") from error
 
 
-def _require_status(sample: Sample, who_did: str) -> None:
-    try:
-        sample.status = Sample.Status(sample.status)
-    except ValueError:
-        names = ", ".join(status.name for status in Sample.Status)
-        raise UserError(
-            f"{who_did} sample {sample.index} with status {sample.status!r}; expected one of Sample.Status: {names}"
-        ) from None
+def _check_own_reward(args: Any, sample: Sample, source: str) -> None:
+    """Check a reward that a function set, and so replaces the reward function. Where a function of the user's makes the columns
+    of the batch, it alone knows what a reward means."""
+    evaluation = current_call().evaluation
+    if sample.reward is not None and (evaluation or args.custom_convert_samples_to_train_data_path is None):
+        sample.reward = checked_reward(args, sample, sample.reward, source, evaluation)
 
 
 def _lacks_tokens(sample: Sample) -> bool:
@@ -284,9 +298,7 @@ async def _apply_hook(args: Any, path: str, sample: Sample, rollout_id: int | No
         raise TypeError(
             f"{HOOK_FLAG} {path} returned {type(result).__name__} for sample {sample.index}; expected Sample or None"
         )
-    _require_status(result, f"{HOOK_FLAG} {path} left")
-    try:
-        result.validate_lengths()
-    except ValueError as error:
-        raise UserError(f"{HOOK_FLAG} {path} left a sample whose fields do not fit together: {error}") from error
+    _take_over(sample, result)
+    check_sample(result, f"{HOOK_FLAG} {path} left")
+    _check_own_reward(args, result, f"{HOOK_FLAG} {path}")
     return result

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.rollout.attempts import begin_anew_where_sampled_otherwise
-from slime.rollout.base_types import leaves
+from slime.rollout.base_types import check_sample, leaves
 from slime.rollout.data_source_files import (
     FLAG,
     DrawnAhead,
@@ -341,7 +341,7 @@ def _as_plain(entry: Any) -> dict[str, Any]:
 
 
 def draw_groups(args: Any, source: Any, num_samples: int, rollout_id: int, drawn: int = 0) -> list[list[Any]]:
-    """The next groups of `source`; single prompts are copied `n_samples_per_prompt` times.
+    """The next groups of `source`; single prompts are copied `n_samples_per_prompt` times, and what has no numbers gets some.
 
     Attempts that an earlier start sampled under other flags become prompts again.
 
@@ -413,26 +413,27 @@ def give_back(
 
 
 def _as_group(args: Any, entry: Any, number: int) -> list[Any]:
-    size = args.n_samples_per_prompt
+    size, returned = args.n_samples_per_prompt, f"{FLAG} {args.data_source_path}: get_samples returned"
     is_chat = isinstance(entry, list) and bool(entry) and all(isinstance(message, dict) for message in entry)
     if isinstance(entry, str) or is_chat:
         entry = Sample(prompt=entry)
     if not isinstance(entry, Sample):
         if other := [leaf for leaf in leaves(entry) if not isinstance(leaf, Sample)]:
-            raise UserError(
-                f"{FLAG} {args.data_source_path}: get_samples returned a group that holds {type(other[0]).__name__}; expected "
-                "Samples (a prompt stands alone, not in a list)"
-            )
+            holds = f"a group that holds {type(other[0]).__name__}"
+            raise UserError(f"{returned} {holds}; expected Samples (a prompt stands alone, not in a list)")
         if not isinstance(entry, list) or len(entry) != size:
             found = f"{len(entry)} entries" if isinstance(entry, list) else type(entry).__name__
-            raise UserError(
-                f"{FLAG} {args.data_source_path}: get_samples returned a group of {found}; expected a list of {size} Samples"
-            )
+            raise UserError(f"{returned} a group of {found}; expected a list of {size} Samples")
+    for sample in leaves(entry):
+        check_sample(sample, returned)
+    if isinstance(entry, list) and any((one.group_index, one.index) != (None, None) for one in leaves(entry)):
         return entry
-    group = [copy.deepcopy(entry) for _ in range(size)]
-    for position, sample in enumerate(group):
-        sample.group_index = number
-        sample.index = number * size + position
+    # Copies, one by one: a source may give one object several times, and again later.
+    group = [copy.deepcopy(one) for one in (entry if isinstance(entry, list) else [entry] * size)]
+    for position, one in enumerate(group):
+        for sample in leaves(one):
+            sample.group_index = number
+            sample.index = number * size + position
     return group
 
 

@@ -26,7 +26,7 @@ from slime.rollout.generation_call import GenerationCall, current_call
 from slime.rollout.group_ledger import GroupLedger
 from slime.rollout.sglang_rollout import REPORT_AFTER_S
 from slime.rollout.staleness import is_too_old
-from slime.rollout.user_functions import run_in_daemon_thread
+from slime.rollout.user_functions import naming_makers, run_in_daemon_thread
 from slime.utils.async_utils import run
 from slime.utils.errors import UserError
 from slime.utils.http_utils import generation_concurrency
@@ -103,7 +103,8 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
                         continue
                     taken.append((origin, group))
                     progress.advance(len(group))
-            await asyncio.to_thread(pack_groups, [group for _, group in taken])
+            with naming_makers(self.args):
+                await asyncio.to_thread(pack_groups, [group for _, group in taken])
             groups = sorted((group for _, group in taken), key=first_index)
             failures = FailureTally(f"rollout {rollout_id}")
             for group in groups:

@@ -45,6 +45,7 @@ from slime.rollout.group_ledger import GroupLedger
 from slime.rollout.staleness import is_too_old
 from slime.rollout.user_functions import (
     call_within_request_time,
+    naming_makers,
     run_in_daemon_thread,
     wrong_result_error,
 )
@@ -150,7 +151,8 @@ class RolloutStep:
                         await self._judge(await self.done.get())
                 await self._wind_down()
                 self._pack()
-                await asyncio.gather(*self.packing)
+                with naming_makers(self.args):
+                    await asyncio.gather(*self.packing)
                 return await self._output()
             except BaseException as error:
                 await self._give_up(error)

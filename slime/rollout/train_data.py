@@ -21,7 +21,7 @@ import numpy as np
 
 from slime.algorithms.estimators import estimator
 from slime.rollout.generate_state import samples_among_some
-from slime.rollout.user_functions import call_for_step
+from slime.rollout.user_functions import call_for_step, naming_makers
 from slime.training.keep_set import OFFSETS
 from slime.training.rollout_batch import TrainBatch, build_train_batch, refuse_images, train_batch_from_columns
 from slime.training.routing_replay import ROUTED_EXPERTS, check_routed_experts, routed_experts_column
@@ -51,7 +51,8 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
         batch = train_batch_from_columns(columns, f"{flag} {path}", samples)
     else:
         raw_rewards, rewards = post_process_rewards(args, samples)
-        batch = build_train_batch(samples, raw_rewards, rewards)
+        with naming_makers(args):
+            batch = build_train_batch(samples, raw_rewards, rewards)
         if args.use_rollout_routing_replay:
             batch[ROUTED_EXPERTS] = routed_experts_column(args, samples)
         if args.true_on_policy_mode:
@@ -191,6 +192,7 @@ def _reward_of(args: argparse.Namespace, sample: Sample) -> float:
         raise UserError(
             f"the reward of sample {sample.index} is {value!r}; expected a finite number"
             + (" (rewards are dictionaries: give --reward-key)" if isinstance(value, dict) else "")
+            + ("; the function of --rollout-function-path has to set it" if value is None else "")
         )
     return number
 

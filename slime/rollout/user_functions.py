@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from slime.utils.async_utils import Slots, run, time_limit
@@ -366,6 +366,23 @@ def wrong_result_error(flag: str, path: str, subject: str, result: Any, expected
 def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "…"
+
+
+@contextlib.contextmanager
+def naming_makers(args: Any) -> Iterator[None]:
+    """Add to an error about samples, which the block raises, the functions of the user's that made them."""
+    try:
+        yield
+    except (UserError, ValueError) as error:
+        given = {
+            "--custom-generate-function-path": [args.custom_generate_function_path],
+            "--rollout-sample-hook-path": args.rollout_sample_hook_path or [],
+            "--custom-rm-path": [args.custom_rm_path],
+        }
+        made_by = ", ".join(f"{flag} {path}" for flag, paths in given.items() for path in paths if path)
+        if not made_by:
+            raise
+        raise UserError(f"{error}; the samples were made by {made_by}") from error
 
 
 def describe_samples(samples: list[Any]) -> str:

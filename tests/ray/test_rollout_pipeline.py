@@ -120,6 +120,9 @@ def returns_what_is_asked_for(args, rollout_id, data_source, evaluation=False):
 def keeps_the_first(args, data):
     return data[:1]
 
+def deletes_the_first(args, data):
+    del data[0][:1]
+
 def returns_its_data(args, data):
     return data
 
@@ -336,6 +339,15 @@ def test_a_sample_filter_that_returns_a_part_of_its_samples_is_refused(tmp_path,
     with pytest.raises(UserError, match=match):
         RolloutPipeline(parse(tmp_path, *words, path)).samples_of(3)
     RolloutPipeline(parse(tmp_path, *words, f"{plug_ins}:returns_its_data")).samples_of(3)
+
+
+def test_a_sample_filter_that_deletes_samples_is_refused(tmp_path, plug_ins):
+    path = f"{plug_ins}:deletes_the_first"
+    words = ["--rollout-function-path", f"{plug_ins}:groups", "--rollout-sample-filter-path", path]
+    with pytest.raises(
+        UserError, match=f"^--rollout-sample-filter-path {re.escape(path)} left 0 of 1 samples in the list"
+    ):
+        RolloutPipeline(parse(tmp_path, *words)).samples_of(3)
 
 
 def test_a_log_function_is_loaded_by_its_flag_and_its_failure_is_only_reported(tmp_path, plug_ins, caplog):

@@ -51,3 +51,21 @@ def test_an_execution_is_of_one_group():
 def test_other_shapes_are_named(output, message):
     with pytest.raises(ValueError, match=f"^--rollout-function-path mine.py:fn.* {message}"):
         flatten_rollout_output(output, "--rollout-function-path mine.py:fn")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rollout_id": "a"}, "sample 1 with rollout_id 'a'; expected a whole number or None"),
+        ({"status": "over"}, "sample 1 with status 'over'; expected one of"),
+        ({"loss_mask": [1]}, "a sample whose fields do not fit together: sample 1: loss_mask has 1 entries"),
+    ],
+)
+def test_samples_that_cannot_be_trained_are_named_with_the_function(fields, message):
+    with pytest.raises(ValueError, match=f"^--rollout-function-path mine.py:fn returned {message}"):
+        flatten_rollout_output([[sample(0)], [Sample(index=1, **fields)]], "--rollout-function-path mine.py:fn")
+
+
+def test_the_value_of_a_status_is_that_status():
+    (found,) = flatten_rollout_output([[Sample(status="truncated")]])
+    assert found.truncated

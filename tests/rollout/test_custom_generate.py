@@ -16,8 +16,8 @@ from slime.rollout.rm_hub import async_rm
 from slime.utils.errors import UserError
 from slime.utils.sample_fields import held
 from slime.utils.types import Sample
-from tests.support.models.rollout_args import make_args
-from tests.support.models.rollout_steps import params, run
+from tests.support.models.rollout_args import CountingDataSource, make_args
+from tests.support.models.rollout_steps import params, run, run_step
 
 pytestmark = pytest.mark.usefixtures("fresh_singletons")
 
@@ -253,6 +253,51 @@ def test_an_existing_reward_is_kept(checkpoint, make_plugin):
     )
     args = make_args(checkpoint, custom_generate_function_path=path, custom_rm_path="no.such_function")
     assert asyncio.run(generate_and_rm(args, Sample(index=6), {})).reward == 0.125
+
+
+@pytest.mark.parametrize("returned", ["made()", "[made(), made()]"])
+def test_a_new_sample_takes_over_what_it_lacks_of_the_prompt(checkpoint, make_plugin, returned):
+    source = f"""
+def made():
+    return Sample(tokens=[1, 2], response_length=1, response="6", status=Sample.Status.COMPLETED)
+
+def fn(args, sample, sampling_params):
+    return {returned}
+"""
+    args = make_args(checkpoint, custom_generate_function_path=make_plugin(source))
+    prompt = Sample(index=0, group_index=5, prompt="p", label="6", metadata={"rm_type": "f1"})
+    entry = asyncio.run(generate_and_rm(args, prompt, {}))
+    for sample in entry if isinstance(entry, list) else [entry]:
+        assert (sample.index, sample.group_index, sample.prompt, sample.label) == (0, 5, "p", "6")
+        assert sample.reward == 1.0 and sample.metadata == {"rm_type": "f1"} and sample.metadata is not prompt.metadata
+
+
+@pytest.mark.parametrize("reward", ["float('nan')", "'1.0'", "{'a': 1.0}", "[1.0]"])
+def test_a_reward_that_a_function_sets_itself_is_checked_by_its_name(checkpoint, make_plugin, reward):
+    made = f"Sample(index=3, tokens=[1, 2], response_length=1, status=Sample.Status.COMPLETED, reward={reward})"
+    path = make_plugin(f"def fn(args, sample, sampling_params):\n    return {made}\n")
+    hook = make_plugin(f"def hook(args, sample):\n    return {made}\n", name="hook")
+    generates = make_args(checkpoint, custom_generate_function_path=path)
+    with pytest.raises(UserError, match=f"^--custom-generate-function-path {re.escape(path)}: the reward of sample 3 "):
+        asyncio.run(generate_and_rm(generates, Sample(index=3), {}))
+    with pytest.raises(UserError, match=f"^--rollout-sample-hook-path {re.escape(hook)}: the reward of sample 3 "):
+        asyncio.run(apply_rollout_sample_hooks(make_args("", rollout_sample_hook_path=[hook]), Sample(index=3)))
+    # A function of the user's that makes the columns knows what a reward means.
+    generates.custom_convert_samples_to_train_data_path = "my.columns"
+    assert asyncio.run(generate_and_rm(generates, Sample(index=3), {})).reward is not None
+
+
+def test_what_cannot_be_packed_is_named_with_the_functions_that_made_it(checkpoint, make_plugin):
+    path = make_plugin(
+        "def fn(args, sample, sampling_params):\n"
+        "    sample.tokens, sample.response_length, sample.loss_mask = [1, 2, 3], 2, [1, 2]\n"
+        "    return sample\n"
+    )
+    hook = make_plugin("def hook(args, sample):\n    pass\n", name="hook")
+    args = make_args(checkpoint, custom_generate_function_path=path, rollout_sample_hook_path=[hook])
+    made_by = f"--custom-generate-function-path {path}, --rollout-sample-hook-path {hook}"
+    with pytest.raises(UserError, match=f"`loss_mask` is 2 at .*; the samples were made by {re.escape(made_by)}$"):
+        run_step(args, CountingDataSource(args.n_samples_per_prompt))
 
 
 def test_failed_by_the_user_is_left_as_returned_and_masked_only_without_response(checkpoint, make_plugin):

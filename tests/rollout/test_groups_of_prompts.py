@@ -23,6 +23,20 @@ def test_plain_prompts_become_numbered_groups_of_independent_copies():
     assert groups[3] is kept
 
 
+def test_groups_without_numbers_get_some_also_where_they_hold_one_object():
+    one = Sample(prompt="a", metadata=None)
+    groups = draw_groups(make_args(), Flat([[one, one], [Sample(prompt="b"), Sample(prompt="b")]]), 2, rollout_id=0)
+    assert [[(s.group_index, s.index) for s in group] for group in groups] == [[(0, 0), (0, 1)], [(1, 2), (1, 3)]]
+    assert groups[0][0].metadata == {} and one.index is None
+
+
+def test_a_sample_that_cannot_be_used_is_named_with_its_source():
+    with pytest.raises(
+        UserError, match="^--data-source-path my.Source: get_samples returned sample 3 with metadata 'x'"
+    ):
+        draw_groups(make_args(), Flat([Sample(index=3, metadata="x")]), 1, 0)
+
+
 def test_the_rollout_id_is_passed_where_it_is_accepted():
     seen = []
 

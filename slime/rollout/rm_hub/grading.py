@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from slime.rollout.attempts import own_copy
+from slime.rollout.base_types import check_sample
 from slime.rollout.failures import SampleFailed
 from slime.rollout.rm_hub.deepscaler import solution_part
 from slime.rollout.rm_hub.f1 import f1_score
@@ -91,6 +92,7 @@ async def async_rm(args: Any, sample: Sample, *, evaluation: bool = False, **kwa
     reward = await _limited(
         args, [sample], args.rm_concurrency, lambda graded, limit: custom.grade_one(*graded, limit, keywords)
     )
+    check_sample(sample, f"{custom.source} left")
     return checked_reward(args, sample, reward, custom.source, evaluation)
 
 
@@ -129,6 +131,8 @@ async def _grade_batch(args: Any, samples: list[Sample], evaluation: bool, kwarg
     raw = await _limited(
         args, samples, args.rm_concurrency, lambda graded, limit: custom.grade_batch(graded, limit, keywords)
     )
+    for sample in samples:
+        check_sample(sample, f"{custom.source} left")
     return [
         checked_reward(args, sample, reward, custom.source, evaluation)
         for sample, reward in zip(samples, raw, strict=True)

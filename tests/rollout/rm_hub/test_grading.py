@@ -93,6 +93,13 @@ class Bare:
 def value(args, sample):
     return args.value
 
+def mars(args, sample):
+    setattr(sample, *args.value)
+    return 1.0
+
+def mars_all(args, samples):
+    return [mars(args, sample) for sample in samples]
+
 async def blocks(args, sample):
     args.release.wait(60)
     return 1.0
@@ -304,6 +311,26 @@ def test_w5_dicts_need_the_reward_key(rewards):
         grade_one(args, samples(1)[0])
     args.custom_reward_post_process_path = "my.function"
     assert np.isnan(grade_one(args, samples(1)[0])["acc"])
+
+
+@pytest.mark.parametrize("form", ["mars", "mars_all"])
+@pytest.mark.parametrize(
+    ("name", "left", "message"),
+    [
+        ("status", "whatever", "sample 2 with status 'whatever'; expected one of Sample.Status"),
+        ("metadata", 3, r"sample 2 with metadata 3 \(int\); expected a dict"),
+        (
+            "loss_mask",
+            [1, 1],
+            "a sample whose fields do not fit together: sample 2: loss_mask has 2 entries, expected 0",
+        ),
+    ],
+)
+def test_what_a_reward_function_breaks_is_named_at_once(rewards, form, name, left, message):
+    args = make_args("", custom_rm_path=rewards(form))
+    args.value = name, left
+    with pytest.raises(UserError, match=f"^--custom-rm-path .*:{form} left {message}"):
+        grade_all(args, samples(2))
 
 
 def test_a_list_of_another_length_is_an_error(rewards):

@@ -85,6 +85,7 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
         "reward_key": None,
         "eval_reward_key": None,
         "custom_reward_post_process_path": None,
+        "custom_convert_samples_to_train_data_path": None,
         "eval_datasets": [],
         "eval_max_prompt_len": None,
         "n_samples_per_eval_prompt": 1,
