@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -81,6 +82,18 @@ def test_the_response_is_what_the_template_makes_of_the_whole_chat(talk):
     assert whole.endswith(sample.response) and sample.response.startswith("2+2?<|im_end|>\n")
     assert reply.heard == ["2+2?<|im_end|>", "it is 4<|im_end|>"]
     assert sample.status is Status.COMPLETED and sample.metadata == {"round_number": 2}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_time_of_replies_is_no_time_of_generation(talk, plain):
+    def tool(said):
+        time.sleep(0.02)
+
+    async def slow(said):
+        await asyncio.sleep(0.02)
+
+    sample, _ = talk(["a<|im_end|>"], tool if plain else slow)
+    assert 0.015 < sample.non_generation_time < 60
 
 
 def test_only_what_the_model_said_is_trained(talk):
