@@ -1,5 +1,6 @@
 """Rules about sampling, lengths, staleness and rewards; objective, replay, distillation, transport of weights, trackers."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from slime.arguments.rules.algorithm import TRACKER_RULES
 from slime.utils import reward_types
 from slime.utils.errors import UserError
 from tests.support.models.args import command_line, parse, write_config, write_rows
-from tests.support.tables.rules import assert_violation, violations
+from tests.support.tables.rules import assert_violation, refusal, violations
 
 
 def asynchronous(tmp_path, words: str):
@@ -391,3 +392,11 @@ def test_the_host_is_an_address():
 def test_flags_without_effect_are_warned_about(caplog):
     assert tracker_problems(use_wandb=False, typed_flags={"wandb_key", "wandb_group", "lr"}) == []
     assert "--wandb-group, --wandb-key: no effect without --use-wandb" in caplog.text
+
+
+def test_a_digest_whose_package_is_missing_is_refused(tmp_path, monkeypatch):
+    delta = "--update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir {tmp}/pushes"
+    words = f"{delta} --update-weight-local-checkpoint-dir {{tmp}}/local --update-weight-delta-checksum"
+    parse(tmp_path, *f"{words} xxh3-128".format(tmp=tmp_path).split())
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    assert [found.flags for found in refusal(tmp_path, f"{words} blake3")] == [("--update-weight-delta-checksum",)]

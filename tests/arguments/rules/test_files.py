@@ -5,6 +5,7 @@ import re
 import pytest
 
 from slime.arguments import parse_args
+from slime.arguments.violations import Refusal
 from slime.plan import make_plan, render
 from slime.utils.errors import UserError
 from tests.support.models.args import command_line, parse
@@ -158,3 +159,11 @@ def test_a_dump_that_overwrites_itself_is_warned_about(tmp_path, caplog):
 
 def test_what_follows_from_another_flag_is_not_asked_for(tmp_path):
     assert not any(line.startswith("--save-interval") for line in violations(tmp_path, "--release-train"))
+
+
+def test_an_export_needs_config_and_tokenizer_of_a_checkpoint(tmp_path):
+    _, _, *words = command_line(tmp_path)
+    assert words[0] == "--model-args-from-hf"
+    with pytest.raises(Refusal) as error:
+        parse_args(argv=[*words, "--debug-train-only", "--save", str(tmp_path), "--save-hf", str(tmp_path / "export")])
+    assert ("--save-hf", "--hf-checkpoint") in [violation.flags for violation in error.value.violations]

@@ -40,6 +40,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--dry-run-link-gbps 0", "--dry-run-link-gbps", OUT_OF_BOUNDS),
     ),
     "prompts and batches": (
+        ("--apply-chat-template --rollout-function-path slime.rollout.sft_rollout.generate_rollout",
+         "--apply-chat-template", WRONG),
         ("--eval-interval 2", "--eval-interval --eval-prompt-data --eval-config", WRONG),
         ("--input-key question", "--prompt-data --input-key --label-key", WRONG),
         ("--global-batch-size 3", "--rollout-batch-size --n-samples-per-prompt --global-batch-size", WRONG),
@@ -362,6 +364,9 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--data-pad-size-multiplier --fp8-format --fp8-recipe", WRONG),
         ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
          "--grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2",
+         "--num-experts --tensor-model-parallel-size --sequence-parallel", WRONG),
+        ("--megatron-deepgemm-moe-forward-layers 1 2", "--megatron-deepgemm-moe-forward-layers --num-layers", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-topk 9", "--moe-router-topk --num-experts", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-layer-freq [0]*1+[1]*3", "--moe-layer-freq --num-layers", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-num-groups 3 --moe-router-group-topk 1",
