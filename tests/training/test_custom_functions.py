@@ -269,6 +269,20 @@ def test_the_constant_length_reducer():
         run_step(args, data, make_logits(samples), [range(6)])
 
 
+def test_a_reducer_gets_masks_without_what_a_correction_rejects():
+    args = case_args(
+        use_tis=True, custom_tis_function_path=f"{__file__}:keep_first_token",
+        custom_pg_loss_reducer_function_path=f"{__file__}:constant_length",
+    )  # fmt: skip
+    samples = make_samples()
+    data = rollout_data(samples)
+    compute_advantages_and_returns(args, data)
+    del data["log_probs"]
+    _, metrics, _ = run_step(args, data, make_logits(samples), [range(6)])
+    expected = -sum(sample.reward * sample.mask[0] for sample in samples) / 10 / ROLLOUTS
+    assert metrics["pg_loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def nothing_left(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
     for mask in loss_masks:
         mask.zero_()

@@ -106,6 +106,27 @@ def test_log_probs_and_entropy_are_those_of_the_loss(loss_type, temperature):
     torch.testing.assert_close(entropy, micro_batch()["stream"].responses(-(rows.exp() * rows).sum(-1)))
 
 
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_the_entropy_is_always_reported_and_has_a_gradient_only_where_it_has_a_weight(monkeypatch, coefficient):
+    """Its gradient costs a pass over all logits."""
+    from slime.training import loss
+
+    entropies, compute = [], loss.calculate_log_probs_and_entropy
+
+    def noted(*arguments, **options):
+        log_probs, entropy = compute(*arguments, **options)
+        entropies.append(entropy)
+        return log_probs, entropy
+
+    monkeypatch.setattr(loss, "calculate_log_probs_and_entropy", noted)
+    args, values = objective_args(entropy_coef=coefficient), logits()
+    _, metrics = loss_function(args, micro_batch(), values, None)
+    rows = (values.detach() / 0.7).log_softmax(-1)
+    first, second, third = (-(rows.exp() * rows).sum(-1))[[1, 2, 5]].tolist()
+    assert float(metrics["entropy_loss"]) == pytest.approx((first + second) / 2 + third, rel=1e-5)
+    assert [entropy.requires_grad for entropy in entropies] == [coefficient != 0]
+
+
 def test_unbiased_kl_weights_by_the_ratio():
     old = [torch.tensor([-1.2, -1.2]), torch.tensor([-1.2])]
     values = logits()

@@ -114,6 +114,14 @@ def test_a_small_spread_around_a_large_mean_is_kept():
     )
 
 
+def test_the_variance_has_one_in_a_hundred_million_added_to_it():
+    """A spread that is smaller than that is not scaled up to 1."""
+    values, mask = torch.tensor([0.0, 1e-4]), torch.ones(2)
+    expected = torch.tensor([-5e-5, 5e-5]) / (5e-9 + 1e-8) ** 0.5
+    torch.testing.assert_close(distributed_masked_whiten(values, mask), expected)
+    torch.testing.assert_close(whiten([values], [mask]).values, [expected])
+
+
 @pytest.mark.parametrize("shift_mean", [True, False])
 def test_nothing_trained_gives_zeros_and_says_so(shift_mean):
     result = whiten([torch.ones(2), torch.ones(1)], [torch.zeros(2), torch.zeros(1)], shift_mean=shift_mean)

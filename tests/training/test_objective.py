@@ -49,6 +49,7 @@ CASES = {
         "custom_tis_function_path": "slime.backends.megatron_utils.loss.icepop_function",
     },
     "engine log-probs as old ones": {"use_rollout_logprobs": True},
+    "engine log-probs as old ones, importance weighted kl": {"use_rollout_logprobs": True, "use_unbiased_kl": True},
     "kl k1": {"kl_loss_type": "k1"},
     "kl k2": {"kl_loss_type": "k2"},
     "kl low_var_kl, importance weighted": {"kl_loss_type": "low_var_kl", "use_unbiased_kl": True},
