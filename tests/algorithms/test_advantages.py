@@ -300,6 +300,14 @@ class TestPublicBatch:
         close(advantages, [[0.408217428, 0.018306675, 0.55535, 0.7], [0.418306675, 0.55535, 0.7]])
         close(returns, [[0.908217428, 0.918306675, 0.95535, 1.0], [0.918306675, 0.95535, 1.0]])
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+    def test_columns_of_any_dtype_give_float32(self, dtype):
+        # All of these numbers, and the results, are exact in bfloat16.
+        values, rewards = [torch.tensor([0.5, 0.25], dtype=dtype)], [torch.tensor([0.0, 1.0], dtype=dtype)]
+        advantages, returns = get_advantages_and_returns_batch([4], [2], values, rewards, 1.0, 1.0)
+        assert [tokens.tolist() for tokens in (*advantages, *returns)] == [[0.5, 0.75], [1.0, 1.0]]
+        assert {tokens.dtype for tokens in (*advantages, *returns)} == {torch.float32}
+
     def test_other_lengths_are_refused(self):
         with pytest.raises(ValueError, match=r"rewards_list.*expected \[2\], got \[3\]"):
             get_advantages_and_returns_batch([4], [2], [torch.zeros(2)], [torch.zeros(3)], 1.0, 1.0)

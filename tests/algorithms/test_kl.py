@@ -159,6 +159,11 @@ def test_equals_plain_loops():
     assert all(torch.equal(one, other) for one, other in zip(advantages, before, strict=True))
 
 
+def test_no_samples():
+    assert distilled_advantages([], [], [], [], 1.0) == ([], [])
+    assert approx_kl_of_responses([], [], [], "k1") == []
+
+
 def test_masked_tokens_may_have_no_likelihood():
     distilled, reverse_kl = distilled_advantages(
         [torch.zeros(2)], [torch.zeros(2)], [torch.tensor([-1.0, -torch.inf])], [torch.tensor([1, 0])], 1.0

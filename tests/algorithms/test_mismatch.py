@@ -260,11 +260,12 @@ def test_a_step_equals_the_plain_loops(combination):
     assert weighted.ratios.tolist() == pytest.approx(sum(factors, []), abs=1e-9)
     assert weighted.kept.int().tolist() == sum(new_masks, [])
     assert weighted.batch_norm_factor == pytest.approx(norm, abs=1e-9)
-    for ratios, factor_row, mask in zip(
-        weighted.split(metrics["mis_is_ratio_max_final"]), factors, case[2], strict=True
-    ):
-        trained = [factor for factor, m in zip(factor_row, mask, strict=True) if m]
-        assert ratios.tolist() == pytest.approx([max(trained, default=0.0)] * len(mask), abs=1e-6)
+    for name, extreme in (("min", min), ("max", max)):
+        found = weighted.split(metrics[f"mis_is_ratio_{name}_final"])
+        for ratios, factor_row, mask in zip(found, factors, case[2], strict=True):
+            # A masked token, whose loss has the factor 0, is not the smallest of its sequence.
+            trained = [factor for factor, m in zip(factor_row, mask, strict=True) if m]
+            assert ratios.tolist() == pytest.approx([extreme(trained, default=0.0)] * len(mask), abs=1e-6)
 
 
 def test_rejection_has_its_own_level_and_bounds():
@@ -366,6 +367,11 @@ def test_a_step_without_kept_tokens_has_mean_weight_one():
         assert weighted.batch_norm_factor == 1.0
         assert weighted.ratios.tolist() == [0.0] * 3
         assert metrics["mis_is_ratio_min_final"].tolist() == metrics["mis_is_ratio_max_final"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("weights", [[0.25], [0.25, 0.5], [3.0]])
+def test_the_mean_weight_of_a_step_may_be_small(weights):
+    assert mean_weight(torch.tensor([sum(weights), len(weights)])) == sum(weights) / len(weights)
 
 
 def test_no_gradient_flows_through_weights():

@@ -188,6 +188,10 @@ def wrong_kind(**kwargs):
     return kwargs["pg_loss"]
 
 
+def wrong_number(*, pg_loss, loss_masks, **kwargs):
+    return pg_loss, loss_masks
+
+
 def wrong_loss(*, pg_loss, loss_masks, **kwargs):
     return pg_loss.sum(), loss_masks, {}
 
@@ -208,6 +212,7 @@ def raising(**kwargs):
     "function, message",
     [
         ("wrong_kind", r"wrong_kind returned Tensor \(25,\); expected \(pg_loss, modified_masks"),
+        ("wrong_number", r"wrong_number returned a tuple of 2; expected \(pg_loss, modified_masks"),
         ("wrong_loss", r"wrong_loss returned Tensor \(\) as pg_loss; expected one of shape \(25,\)"),
         ("wrong_masks", r"wrong_masks returned masks of lengths \[5\]; expected one tensor per sample"),
         ("wrong_metrics", r"wrong_metrics returned dict as metrics, mine not of shape \(25,\)"),
