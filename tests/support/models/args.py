@@ -29,13 +29,17 @@ TINY_QWEN3_CONFIG = {
 
 
 @functools.cache
-def _of_no_words() -> argparse.Namespace:
-    return parse_known(build_parser(), [])
+def _of_no_words() -> tuple[dict[str, Any], list[str]]:
+    """The parser's arguments if no flag is typed, and the names of those that somebody could change in place."""
+    values = vars(parse_known(build_parser(), []))
+    return values, [name for name, value in values.items() if copy.deepcopy(value) is not value]
 
 
 def default_args(**values: Any) -> SimpleNamespace:
     """The parser's arguments if no flag is typed, neither derived nor checked; `values` replace some."""
-    return SimpleNamespace(**{**copy.deepcopy(vars(_of_no_words())), **values})
+    defaults, changeable = _of_no_words()
+    copies = {name: copy.deepcopy(defaults[name]) for name in changeable}
+    return SimpleNamespace(**{**defaults, **copies, **values})
 
 
 def write_config(directory: Path, **changes) -> Path:
