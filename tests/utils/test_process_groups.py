@@ -1,3 +1,4 @@
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from slime.utils import process_groups
 from slime.utils.child_process import environment_for_python
+from slime.utils.ports import group_environment
 from slime.utils.process_groups import (
     create_store,
     get_gloo_group,
@@ -53,15 +55,15 @@ def test_two_members_of_a_group_without_a_default_group():
     assert not dist.is_initialized()
 
 
-LISTENING = """
-import os, psutil, sys
-import torch.distributed as dist
-from slime.utils.ports import group_environment
+def listening_worker(host):
+    """The addresses on which the member of a group listens."""
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    os.environ.update(group_environment(host))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    connections = psutil.Process().net_connections("tcp")
+    return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
 
-os.environ.update(group_environment(sys.argv[1]))
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-print(*{c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN})
-"""
+
 # One of each interface that has any.
 OWN_ADDRESSES = sorted(
     next(entry.address for entry in addresses if entry.family == socket.AF_INET)
@@ -72,10 +74,7 @@ OWN_ADDRESSES = sorted(
 
 @pytest.mark.parametrize("host", OWN_ADDRESSES)
 def test_a_group_listens_where_its_node_is_reached_whatever_the_name_of_the_machine_leads_to(host):
-    environment = {name: value for name, value in environment_for_python().items() if name != "GLOO_SOCKET_IFNAME"}
-    command = [sys.executable, "-c", LISTENING, host]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == [host], done.stderr
+    assert run_distributed(listening_worker, 1, (host,)) == [{host}]
 
 
 def test_the_store_listens_on_its_host_only():
