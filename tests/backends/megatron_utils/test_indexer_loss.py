@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.models.grpo_batch import TRAINED_TOKENS
 from tests.support.models.tiny_model import write_tiny_latent
+from tests.support.oracles.rounding import assert_equal_weights, bound_of_weights
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.layout_steps import assert_equal_runs, layout_args, train_steps
+from tests.support.processes.resumed_run import ResumableRun, resumable_args, resumed
 
 HEADS, WIDTH, ROTATED, COUNT = 4, 16, 8, 4
 HIDDEN, LATENT, ATTENDING, SCALE = 12, 10, 3, 0.3
@@ -126,7 +129,7 @@ OWNERS = ["full", "shared", "full", "shared"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """With experts in all layers but the first, and with none."""
+    """With experts in all layers but the first, in none, and in all."""
     root = tmp_path_factory.mktemp("models")
     options = {
         "layers": 4, "n_group": 1, "topk_group": 1, "index_topk": 5, "index_n_heads": 8, "index_head_dim": 16,
@@ -134,6 +137,7 @@ def models(tmp_path_factory):
     }  # fmt: skip
     write_tiny_latent(root / "experts", model_type="glm_moe_dsa", **options)
     write_tiny_latent(root / "dense", model_type="glm_moe_dsa", **options, first_k_dense_replace=4)
+    write_tiny_latent(root / "experts everywhere", model_type="glm_moe_dsa", **options, first_k_dense_replace=0)
     return root
 
 
@@ -295,3 +299,41 @@ def test_an_indexer_learns_alone_if_all_else_is_frozen(models):
     values = [step["indexer_loss"] for step in run["steps"]]
     assert values[0] > values[1] > values[2] > 0
     assert_equal_runs([found["recomputed"]], run)
+
+
+def save_and_go_on(runs):
+    """By name: the weights at a checkpoint after two steps, those that a third step ends at, and the size of its gradient."""
+    return {name: go_on(ResumableRun(args), steps=2, saves=True) for name, args in runs.items()}
+
+
+def resume_and_go_on(runs):
+    return {name: go_on(resumed(args, args.save)) for name, args in runs.items()}
+
+
+def go_on(run, steps=0, saves=False):
+    for _ in range(steps):
+        run.prepare()
+        run.step()
+    if saves:
+        run.save()
+    loaded = run.weights()
+    run.prepare()
+    run.step()
+    return loaded, run.weights(), run.largest_gradient()
+
+
+def test_a_checkpoint_holds_what_indexers_have_learnt_and_their_optimizer(models, tmp_path):
+    def args_of(name, **layout):
+        further = {"lr": 1e-3, "clip_grad": 0.0, **LEARNING, **layout}
+        return resumable_args(models / name, tmp_path / name, **further)
+
+    names = ("experts", "experts everywhere")
+    (saved,) = run_distributed(save_and_go_on, 1, ({name: args_of(name) for name in names},))
+    found = run_distributed(resume_and_go_on, 2, ({name: args_of(name, **PIPELINE) for name in names},))[0]
+    for name in names:
+        at_checkpoint, after, gradient = saved[name]
+        loaded, weights, _ = found[name]
+        assert all(np.array_equal(loaded[key], weight) for key, weight in at_checkpoint.items())
+        assert_equal_weights(weights, after, bound_of_weights(args_of(name), [gradient], TRAINED_TOKENS))
+        moved = [abs(after[key] - at_checkpoint[key]).max() for key in after if ".indexer." in key]
+        assert len(moved) == 10 and min(moved) > 1e-4

@@ -389,12 +389,14 @@ def sharded_state(
             ask_by_stored_names(chunk, names, stored.objects)
         return chunks
 
-    if keeps_layers_apart(stored.weights):
+    # Layers are stored one by one where a stack of all layers would have gaps: some have an indexer, or some are trained.
+    has_gaps = 0 in (args.dsa_indexer_layers or ())
+    if has_gaps or keeps_layers_apart(stored.weights):
         metadata["non_homogeneous_layers"] = True
     state = described(stored.weights)
     if optimizer is not None:
-        # Layers are stored one by one: a stack of all layers would have gaps where some are not trained.
-        metadata["non_homogeneous_layers"] = bool(selection_of(args)) or keeps_layers_apart(stored.optimized)
+        has_gaps = has_gaps or bool(selection_of(args))
+        metadata["non_homogeneous_layers"] = has_gaps or keeps_layers_apart(stored.optimized)
         of_optimizer = described(stored.optimized)
         if float32_prefix is None:
             state["optimizer"] = optimizer_state(optimizer, of_optimizer, is_loading=is_loading, metadata=metadata)
