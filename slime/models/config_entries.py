@@ -252,10 +252,12 @@ def rope_type(config: Config) -> str:
     return "default" if name == "mrope" else name  # mrope is plain RoPE for text
 
 
-def rope_base(config: Config) -> int:
+def rope_base(config: Config) -> int | float:
+    """The base of the rotation: an int, as Megatron's flag has it, or what is between two of them as it is."""
     # A stale top-level `rope_theta` must not win over that of `rope_parameters`.
     parameters = config.get("rope_parameters") or {}
-    return int(parameters.get("rope_theta", config.get("rope_theta", 10000)))
+    base = parameters.get("rope_theta", config.get("rope_theta", 10000))
+    return int(base) if base == int(base) else base
 
 
 def require(config: Config, names: tuple[str, ...]) -> None:

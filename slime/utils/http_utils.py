@@ -160,9 +160,7 @@ def init_http_client(args: Any) -> None:
     """Take limits, time limits and the token from `args`. Existing sessions are replaced at their next use."""
     global _settings
     models = getattr(args, "sglang_model_routers", None) or {}
-    routers = list(models.values())
-    if getattr(args, "sglang_router_ip", None):
-        routers.append((args.sglang_router_ip, args.sglang_router_port))
+    routers = [*models.values(), (getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None))]
     settings = HttpSettings(
         # A user's function may ask every other model as often.
         max_connections=generation_concurrency(args) * max(1, len(models)),
@@ -170,9 +168,11 @@ def init_http_client(args: Any) -> None:
         control_timeout=args.http_control_timeout,
         max_retries=args.http_max_retries,
         api_key=getattr(args, "router_api_key", None),
-        trusted_origins=frozenset(f"http://{host_for_url(ip)}:{port}" for ip, port in routers),
+        trusted_origins=frozenset(f"http://{host_for_url(ip)}:{port}" for ip, port in routers if ip),
     )
-    _settings = settings if settings != _settings else _settings
+    # The same settings stay the same object, which sessions are compared by.
+    if settings != _settings:
+        _settings = settings
 
 
 def trust_engine_urls(urls: Iterable[str], listed_by: str | None = None) -> None:

@@ -180,6 +180,12 @@ def test_a8_rope_base_inside_rope_parameters_wins():
     assert model_args_from_hf(config)["rotary_base"] == 5000000
 
 
+@pytest.mark.parametrize(("written", "base"), [(1e6, 1000000), (10000.5, 10000.5)])
+def test_a_rope_base_is_whole_where_the_config_has_a_whole_one(written, base):
+    found = model_args_from_hf({**TINY_QWEN3_CONFIG, "rope_parameters": {"rope_theta": written}})["rotary_base"]
+    assert (found, type(found)) == (base, type(base))
+
+
 def test_unknown_type_lists_the_supported_ones():
     with pytest.raises(UserError, match="'gpt2' .* supported: deepseek_v3, .*qwen3_next"):
         model_args_from_hf({"model_type": "gpt2"})
