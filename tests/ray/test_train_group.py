@@ -490,7 +490,7 @@ def test_ranks_that_would_train_another_rollout_than_is_next_end_the_run(monkeyp
     ranks.group.hold(Holds.NOTHING)
     ranks.loaded = 3
     with pytest.raises(
-        RunError, match=r"would train rollout 3, and rollout 5 is next: /s \(megatron\) is not what it was"
+        RunError, match=r"would train rollout 3, and rollout 5 is next: /s \(checkpoint\) is not what it was"
     ):
         ranks.group.hold(Holds.ALL)
 
