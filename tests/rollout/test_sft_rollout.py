@@ -33,6 +33,7 @@ def make_args(checkpoint: str, **changes) -> SimpleNamespace:
         rollout_max_context_len=None,
         rollout_shuffle=False,
         rollout_seed=1,
+        data_source_path="slime.rollout.data_source.RolloutDataSource",
     )
     return SimpleNamespace(**{**values, **changes})
 

@@ -193,12 +193,12 @@ def test_a_group_that_is_always_aborted_ends_the_step_instead_of_looping(server,
 
 
 class Unnumbered(CountingDataSource):
-    """Its groups have no numbers."""
+    """Its samples have numbers, and its groups have none."""
 
     def _new_group(self):
         group = super()._new_group()
         for sample in group:
-            sample.group_index = sample.index = None
+            sample.group_index = None
         return group
 
 

@@ -177,7 +177,7 @@ def test_the_critic_has_its_own_training_and_nothing_else(tmp_path):
         ("micro_batch_size: 3", "role critic: --global-batch-size 8 is no multiple of --micro-batch-size 3"),
         ("use_stateless_adam: true", "role critic: --use-stateless-adam has no optimizer state to save"),
         ("custom_megatron_init_path: a.py:f", "role critic: --custom-megatron-init-path {tmp}/a.py:f: there is no file"),
-        ("untie_embeddings_and_output_weights: false", "role critic: --untie-embeddings-and-output-weights: the head"),
+        ("untie_embeddings_and_output_weights: false", "role critic: --untie-embeddings-and-output-weights: a critic's head"),
         ("hf_checkpoint: nowhere", "role critic: --hf-checkpoint {tmp}/nowhere: no such directory"),
         ("save: /proc/critic", "role critic: --save /proc/critic: /proc cannot be written"),
         ("custom_megatron_init_path: ''", "role critic: --custom-megatron-init-path: the path is empty"),
