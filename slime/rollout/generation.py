@@ -107,14 +107,17 @@ async def _next_request(args: Any, sample: Sample, sampling_params: dict[str, An
     return payload if images is None else payload | images.request(sample)
 
 
+# Sampling parameters that say from which distribution a token is drawn.
+_OF_A_DISTRIBUTION = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+
+
 def _warn_of_another_distribution(args: Any, sampling_params: dict[str, Any]) -> None:
     """Warn once if a function samples what is to be trained from another distribution than the trainer's log-probs are of."""
-    trained = {
-        "temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k,
-        "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
-    }  # fmt: skip
-    given = {name: sampling_params[name] for name in trained if sampling_params.get(name) is not None}
-    others = [f"{name} {value}" for name, value in given.items() if value != trained[name]]
+    trained = (args.rollout_temperature, args.rollout_top_p, args.rollout_top_k, 0, 1, 0, 0)
+    given = zip(_OF_A_DISTRIBUTION, map(sampling_params.get, _OF_A_DISTRIBUTION), trained, strict=True)
+    others = [f"{name} {value}" for name, value, own in given if value != own and value is not None]
     if others:
         GenerateState(args).warn_once(
             f"a function samples with {', '.join(others)}, and the trainer computes log-probs by the flags "
