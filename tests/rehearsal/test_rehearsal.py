@@ -358,9 +358,8 @@ def test_prediction_layers_before_the_last_stage_take_what_is_planned(arguments,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["--dsa-indexer-loss-coeff", "0.1"]])
+@pytest.mark.parametrize("words", [[], ["--dsa-indexer-loss-coeff", "0.1"]], ids=["frozen", "trained"])
 def test_an_indexer_takes_what_is_planned(arguments, rehearse, tmp_path, words):
-    """Without a loss it has neither gradients nor a state."""
     row = TINY_FAMILIES["glm_moe_dsa"]
     entries = {**row.entries, "index_n_heads": 32, "index_head_dim": 64}
     row.write(tmp_path, model_type=row.model_type, vocab_size=256, **entries)

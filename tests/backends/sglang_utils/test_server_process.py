@@ -1,4 +1,4 @@
-"""What a server process changes in SGLang, most of it for data-parallel attention and pipeline stages.
+"""What a server process changes in SGLang, most of it for data-parallel attention and pipeline stages; and what it hides.
 
 Where a test of its source fails, the change is no longer needed.
 
@@ -7,6 +7,7 @@ What follows is shown by `test_groups_of_attention.py`, `test_groups_that_hand_o
 """
 
 import contextlib
+import logging
 import re
 import sys
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.backends.sglang_utils import server_process, worker_watch
-from slime.backends.sglang_utils.server_process import StepsOfStages, answer_of_all
+from slime.backends.sglang_utils.server_process import StepsOfStages, answer_of_all, hide_from_logs
 from slime.models.families import FAMILIES
 from tests.backends.sglang_utils.test_cpu_runtime import source_of
 from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
@@ -202,3 +203,30 @@ def test_groups_take_the_experts_of_their_own_tokens(model):
 def test_ranks_that_prefill_register_where_their_server_listens(model):
     """They meet on loopback, and it is at the address of the node."""
     assert run_distributed(registered, 1, (model,), start_method="spawn")[0] == 200
+
+
+def test_the_api_key_is_hidden_in_log_records(caplog):
+    factory = logging.getLogRecordFactory()
+    try:
+        hide_from_logs("s3cret")
+        with caplog.at_level(logging.INFO):
+            logging.getLogger("server").info("arguments %s and %d%%", {"api_key": "s3cret"}, 5)
+            logging.getLogger("server").info("plain %s", "text")
+    finally:
+        logging.setLogRecordFactory(factory)
+    assert caplog.messages == ["arguments {'api_key': '***'} and 5%", "plain text"]
+
+
+def test_records_that_cannot_be_formatted_and_tracebacks(caplog):
+    factory = logging.getLogRecordFactory()
+    try:
+        hide_from_logs("s3cret")
+        record = logging.getLogRecordFactory()("server", logging.INFO, "f", 1, "careful", (FutureWarning,), None)
+        assert (record.msg, record.args) == ("careful", (FutureWarning,)), "left alone"
+        try:
+            raise ValueError("key s3cret is wrong")
+        except ValueError:
+            logging.getLogger("server").exception("failed")
+    finally:
+        logging.setLogRecordFactory(factory)
+    assert "ValueError: key *** is wrong" in caplog.text and "s3cret" not in caplog.text
