@@ -84,11 +84,13 @@ class ParameterCounts:
         return self.total + sum(layer.total for layer in self.mtp)
 
     def trained(self, *, predictions: bool, indexers: bool) -> "ParameterCounts":
-        """The parameters that a run trains: without indexers unless `indexers`, and without multi-token prediction, whose
-        layers train none, unless `predictions`."""
-        layers = self.layers if indexers else tuple(replace(layer, indexer=0) for layer in self.layers)
-        mtp = tuple(replace(layer, layer=replace(layer.layer, indexer=0)) for layer in self.mtp)
-        return replace(self, layers=layers, mtp=mtp if predictions else ())
+        """The parameters that a run trains: without indexers unless `indexers`, and without multi-token prediction unless
+        `predictions`."""
+        layers, mtp = self.layers, self.mtp if predictions else ()
+        if not indexers:
+            layers = tuple(replace(layer, indexer=0) for layer in layers)
+            mtp = tuple(replace(layer, layer=replace(layer.layer, indexer=0)) for layer in mtp)
+        return replace(self, layers=layers, mtp=mtp)
 
 
 def count_parameters(shape: ModelShape, *, padded_vocabulary: bool = False) -> ParameterCounts:

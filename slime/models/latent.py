@@ -56,6 +56,7 @@ _INDEXER = (
     ),
     layer_rule("self_attention.indexer.weights_proj.weight", "self_attn.indexer.weights_proj.weight", Replicated()),
 )
+_SPARSE_LAYER = _LAYER + _INDEXER
 _SPARSE = {"enable_experimental": True, "allgather_cp": True}
 
 GLM4_MOE_LITE = Family(
@@ -82,8 +83,7 @@ GLM_MOE_DSA = dataclasses.replace(
     parts=(*_LATENT_MOE, hf.sparse_attention),
     constants={"add_position_embedding": False, "make_vocab_size_divisible_by": 16, **_SPARSE},
     absent={"first_k_dense_replace": 3},
-    # Layers for multi-token prediction are not built with an indexer.
-    rules=ENDS + _LAYER + _INDEXER,
+    rules=ENDS + _SPARSE_LAYER + prediction_layer(_SPARSE_LAYER),
     layer_spec="slime_plugins.models.glm5.glm5.get_glm5_spec",
 )
 

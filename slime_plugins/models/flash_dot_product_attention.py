@@ -53,7 +53,7 @@ def _flash_attention() -> Any:
     return flash_attn_varlen_func
 
 
-def prediction_layer_spec(layer: ModuleSpec) -> ModuleSpec:
+def prediction_layer_spec(layer: ModuleSpec, args: Any, config: TransformerConfig) -> ModuleSpec:
     """The spec of a layer of multi-token prediction. The backend finds this function by its name."""
     return with_core_attention(layer, FlashDotProductAttention)
 

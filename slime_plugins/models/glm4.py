@@ -22,15 +22,21 @@ def get_glm_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The decoder's spec with the norms that `--post-self-attn-layernorm` and `--post-mlp-layernorm` ask for."""
     spec = get_decoder_spec(config, vp_stage)
-    layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
-    for layer in layers:
-        layer.module = NormedOutputsLayer
-        layer.params = {
-            **layer.params,
-            "norms_attention": args.post_self_attn_layernorm,
-            "norms_mlp": args.post_mlp_layernorm,
-        }
+    for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
+        prediction_layer_spec(layer, args, config)
     return spec
+
+
+def prediction_layer_spec(layer: ModuleSpec, args: Any, config: TransformerConfig) -> ModuleSpec:
+    """Put the norms into the spec of a layer, of the decoder or of multi-token prediction, and return it. The backend finds
+    this function by its name."""
+    layer.module = NormedOutputsLayer
+    layer.params = {
+        **layer.params,
+        "norms_attention": args.post_self_attn_layernorm,
+        "norms_mlp": args.post_mlp_layernorm,
+    }
+    return layer
 
 
 class NormedOutputsLayer(TransformerLayer):

@@ -91,7 +91,7 @@ class LearnableSoftmaxAttention(PackedAttention):
         )  # fmt: skip
 
 
-def prediction_layer_spec(layer: ModuleSpec) -> ModuleSpec:
+def prediction_layer_spec(layer: ModuleSpec, args: Any, config: TransformerConfig) -> ModuleSpec:
     """The spec of a layer of multi-token prediction. The backend finds this function by its name."""
     return with_core_attention(layer, LearnableSoftmaxAttention)
 

@@ -22,12 +22,19 @@ def get_minimax_m2_layer_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The decoder's spec, with `NormOverHeads` for queries and keys if `--qk-layernorm` is given."""
     spec = get_decoder_spec(config, vp_stage)
-    if config.qk_layernorm:
-        for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
-            attention = layer.submodules.self_attention.submodules
-            attention.q_layernorm = ModuleSpec(NormOverHeads, params={"heads": config.num_attention_heads})
-            attention.k_layernorm = ModuleSpec(NormOverHeads, params={"heads": config.num_query_groups})
+    for layer in spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]:
+        prediction_layer_spec(layer, args, config)
     return spec
+
+
+def prediction_layer_spec(layer: ModuleSpec, args: Any, config: TransformerConfig) -> ModuleSpec:
+    """Put these norms into the spec of a layer, of the decoder or of multi-token prediction, and return it. The backend finds
+    this function by its name."""
+    if config.qk_layernorm:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = ModuleSpec(NormOverHeads, params={"heads": config.num_attention_heads})
+        attention.k_layernorm = ModuleSpec(NormOverHeads, params={"heads": config.num_query_groups})
+    return layer
 
 
 class NormOverHeads(torch.nn.Module):

@@ -267,6 +267,6 @@ def test_what_is_trained_has_indexers_and_prediction_layers_only_where_they_lear
     both, layers_alone = (counts.trained(predictions=learn, indexers=False) for learn in (True, False))
     assert counts.total_with_mtp - both.total_with_mtp == 3 * one
     assert counts.total - layers_alone.total == 2 * one and layers_alone.total_with_mtp == layers_alone.total
-    # No prediction layer has a loss for its indexer.
-    indexers = counts.trained(predictions=True, indexers=True)
-    assert indexers.total == counts.total and counts.total_with_mtp - indexers.total_with_mtp == one
+    # In a prediction layer that is trained the indexer learns, too.
+    assert counts.trained(predictions=True, indexers=True) == counts
+    assert counts.trained(predictions=False, indexers=True).total_with_mtp == counts.total

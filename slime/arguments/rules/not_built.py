@@ -15,7 +15,7 @@ from slime.arguments.origins import Origin
 from slime.arguments.rules.serving import has_roles, of_groups
 from slime.arguments.violations import Rule, Violation, broken, refused, where
 from slime.models import fsdp
-from slime.models.families import FAMILIES, FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
+from slime.models.families import FAMILIES_BY_NAME, TRAINED_MODEL_TYPES, family_name
 
 
 def not_yet_violations(args: argparse.Namespace) -> Iterator[Violation]:
@@ -79,13 +79,8 @@ def built_family(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, template, name=name, built=" or ".join(TRAINED_MODEL_TYPES))
 
 
-_WITHOUT_PREDICTIONS = {family.layer_spec for family in FAMILIES.values() if family.predictions is None}
-
 NOT_BUILT_RULES: tuple[Rule, ...] = (
     layers, built_family, not_yet_violations,
-    refused(lambda args: args.has_trainer and args.mtp_num_layers and args.spec and ".".join(args.spec) in _WITHOUT_PREDICTIONS,
-        "{--mtp-num-layers=} with {--spec=}: prediction layers like those of this family are not built yet; drop "
-        "{--mtp-num-layers}"),
     refused(lambda args: bool(args.multimodal_keys) and args.has_trainer and args.custom_model_provider_path is None,
         "{--multimodal-keys}: this model is trained on text; for Qwen3.5 give {--custom-model-provider-path} slime_plugins."
         "models.qwen3_5_vl.get_qwen3_5_vl_model_provider, for Qwen3-VL slime_plugins.models.qwen3_vl."

@@ -147,11 +147,11 @@ def messages_with_states(args: Any) -> tuple[int, int]:
 
 def _build_layers(args: Any, model: GPTModel, vp_stage: int | None) -> None:
     spec = get_prediction_layer_spec(model.config)
-    # A family with its own decoder layers may have a function for prediction layers in the same module.
+    # A family with its own decoder layers has a function for prediction layers in the same module.
     file, module, _ = split_path(".".join(args.spec or ()))
     of_family = args.spec and getattr(load_module(file or module, "--spec"), "prediction_layer_spec", None)
     if of_family:
-        spec.submodules.transformer_layer = of_family(spec.submodules.transformer_layer)
+        spec.submodules.transformer_layer = of_family(spec.submodules.transformer_layer, args, model.config)
     spec.module = PredictionLayer
     submodules = MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * args.mtp_num_layers)
     model.mtp = MultiTokenPredictionBlock(model.config, submodules, vp_stage=vp_stage)

@@ -20,6 +20,7 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -38,18 +39,14 @@ def get_glm5_spec(args: Any, config: TransformerConfig, vp_stage: int | None = N
     """The decoder's spec with sparse attention in every layer.
 
     Raises:
-        UserError: the first layer of a pipeline stage takes the choice of a layer on another stage; layers for multi-token
-            prediction are asked for; or it is not known what sizes the indexer has, or which layers have one.
+        UserError: the first layer of a pipeline stage takes the choice of a layer on another stage; or it is not known what
+            sizes the indexer has, or which layers have one.
     """
     sizes = (config.dsa_indexer_n_heads, config.dsa_indexer_head_dim, config.dsa_indexer_topk, config.q_lora_rank)
     if None in sizes:
         raise UserError(
             "--spec with sparse attention needs --q-lora-rank and the sizes of its indexer: give --hf-checkpoint, or "
             "--dsa-indexer-n-heads, --dsa-indexer-head-dim and --dsa-indexer-topk"
-        )
-    if args.mtp_num_layers:
-        raise UserError(
-            f"--mtp-num-layers {args.mtp_num_layers}: prediction layers with sparse attention are not built; drop the flag"
         )
     owners = args.dsa_indexer_layers or [1] * config.num_layers
     if len(owners) < config.num_layers:
@@ -64,17 +61,34 @@ def get_glm5_spec(args: Any, config: TransformerConfig, vp_stage: int | None = N
             "change --pipeline-model-parallel-size or the numbers of layers of its stages so that each begins with a layer "
             "that has an indexer"
         )
-    # An indexer reads the latent vectors.
-    block.layer_specs = [with_normed_query_latents(layer, config) for layer in block.layer_specs]
-    for layer in block.layer_specs:
-        attention = layer.submodules.self_attention
-        attention.module = SparseLatentAttention
-        attention.params = {
-            **attention.params,
-            "owners": tuple(map(bool, owners)),
-            "rotates_pairs": args.dsa_indexer_rope_interleave,
-        }
+    learns = bool(args.dsa_indexer_loss_coeff)
+    block.layer_specs = [_with_sparse_attention(layer, args, config, owners, learns) for layer in block.layer_specs]
     return block
+
+
+def prediction_layer_spec(layer: ModuleSpec, args: Any, config: TransformerConfig) -> ModuleSpec:
+    """The spec of a layer of multi-token prediction: each has an indexer, which learns if the layer does. The backend finds
+    this function by its name."""
+    # They are numbered on, behind the decoder's layers.
+    owners = [1] * (config.num_layers + args.mtp_num_layers)
+    learns = bool(args.dsa_indexer_loss_coeff) and args.enable_mtp_training
+    return _with_sparse_attention(layer, args, config, owners, learns)
+
+
+def _with_sparse_attention(
+    layer: ModuleSpec, args: Any, config: TransformerConfig, owners: Sequence[int], learns: bool
+) -> ModuleSpec:
+    # An indexer reads the latent vectors.
+    layer = with_normed_query_latents(layer, config)
+    attention = layer.submodules.self_attention
+    attention.module = SparseLatentAttention
+    attention.params = {
+        **attention.params,
+        "owners": tuple(map(bool, owners)),
+        "rotates_pairs": args.dsa_indexer_rope_interleave,
+        "learns": learns,
+    }
+    return layer
 
 
 class SparseLatentAttention(LatentAttention):
@@ -85,6 +99,7 @@ class SparseLatentAttention(LatentAttention):
     Args:
         owners: for each layer of the model, whether it has an indexer.
         rotates_pairs: see `Indexer`.
+        learns: whether the indexer has a loss.
     """
 
     def __init__(
@@ -93,6 +108,7 @@ class SparseLatentAttention(LatentAttention):
         *args: Any,
         owners: Sequence[bool],
         rotates_pairs: bool,
+        learns: bool,
         **options: Any,
     ) -> None:
         super().__init__(config, *args, **options)
@@ -100,8 +116,7 @@ class SparseLatentAttention(LatentAttention):
         self.owner = max(number for number in range(layer + 1) if owners[number])
         self.is_shared = layer + 1 < len(owners) and not owners[layer + 1]
         self.indexer = Indexer(config, rotates_pairs) if owners[layer] else None
-        learns = owners[layer] and bool(config.dsa_indexer_loss_coeff)
-        self.indexer_loss = IndexerLoss(config, self.softmax_scale) if learns else None
+        self.indexer_loss = IndexerLoss(config, self.softmax_scale) if learns and self.indexer is not None else None
 
     def get_query_key_value_tensors(
         self,

@@ -6,24 +6,13 @@ from slime.arguments import parse_args
 from slime.models.families import FAMILIES_BY_NAME
 from slime.models.family import Family
 from tests.support.models.args import command_line, parse
-from tests.support.tables.rules import assert_violation, violations
+from tests.support.tables.rules import violations
 
 
 def test_prediction_layers(tmp_path):
     words = "--mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.1"
     args = parse(tmp_path, *words.split())
     assert (args.mtp_num_layers, args.enable_mtp_training, args.mtp_loss_scaling_factor) == (1, True, 0.1)
-
-
-@pytest.mark.parametrize("model", ["minimax_m2.get_minimax_m2_layer_spec", "glm4.get_glm_spec"])
-def test_prediction_layers_of_families_with_layers_of_their_own(tmp_path, model):
-    name, function = model.split(".")
-    spec = f"slime_plugins.models.{name} {function}"
-    message = (
-        f"--mtp-num-layers 1 with --spec {spec}: prediction layers like those of this family are not built yet; drop "
-        "--mtp-num-layers"
-    )
-    assert_violation(tmp_path, f"--spec {spec} --mtp-num-layers 1 --enable-mtp-training", message)
 
 
 def test_layers_that_are_not_built(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.models.grpo_batch import TRAINED_TOKENS
-from tests.support.models.tiny_model import write_tiny_latent
+from tests.support.models.tiny_model import write_predicting, write_tiny_latent
 from tests.support.oracles.rounding import assert_equal_weights, bound_of_weights
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.layout_steps import assert_equal_runs, layout_args, train_steps
@@ -129,7 +129,7 @@ OWNERS = ["full", "shared", "full", "shared"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """With experts in all layers but the first, in none, and in all."""
+    """With experts in all layers but the first, in none, in all; and with a layer for multi-token prediction."""
     root = tmp_path_factory.mktemp("models")
     options = {
         "layers": 4, "n_group": 1, "topk_group": 1, "index_topk": 5, "index_n_heads": 8, "index_head_dim": 16,
@@ -138,6 +138,10 @@ def models(tmp_path_factory):
     write_tiny_latent(root / "experts", model_type="glm_moe_dsa", **options)
     write_tiny_latent(root / "dense", model_type="glm_moe_dsa", **options, first_k_dense_replace=4)
     write_tiny_latent(root / "experts everywhere", model_type="glm_moe_dsa", **options, first_k_dense_replace=0)
+    three = {**options, "model_type": "glm_moe_dsa", "indexer_types": ["full", "shared", "full"]}
+    write_predicting(
+        root / "predicting", write_tiny_latent, **{name: three[name] for name in three if name != "layers"}
+    )
     return root
 
 
@@ -188,6 +192,36 @@ def test_only_indexers_learn_from_the_loss_and_from_nothing_else(models):
     assert found["half"][0]["grad_norm"] > found["none"][0]["grad_norm"]
 
 
+PREDICTING = {"mtp_num_layers": 1, "enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3}
+
+
+def test_the_indexer_of_a_prediction_layer_learns_if_the_layer_does(models):
+    cases = {
+        "without": {**LEARNING},
+        "still": {**LEARNING, **PREDICTING, "enable_mtp_training": False},
+        "no loss": PREDICTING,
+        "half": {**LEARNING, **PREDICTING},
+        "one": {**PREDICTING, "dsa_indexer_loss_coeff": 1.0},
+    }
+    args = {name: layout_args(models / "predicting", **flags, clip_grad=0.0) for name, flags in cases.items()}
+    (found,) = run_distributed(gradients_worker, 1, (args,))
+    metrics, gradients = ({name: of_case[index] for name, of_case in found.items()} for index in range(2))
+    # Of two decoder layers one has an indexer. A layer that does not run is not in the mean.
+    assert metrics["still"]["indexer_loss"] == metrics["without"]["indexer_loss"] > 0
+    assert metrics["half"]["indexer_loss"] == metrics["one"]["indexer_loss"] != metrics["without"]["indexer_loss"]
+    assert gradients["still"].keys() == gradients["without"].keys()
+    indexers = {name for name in gradients["half"] if ".indexer." in name}
+    predicting = {name for name in indexers if name.startswith("mtp.layers.0.")}
+    assert (len(indexers), len(predicting)) == (10, 5) and gradients["half"].keys() - indexers == gradients[
+        "no loss"
+    ].keys()
+    for name, gradient in gradients["half"].items():
+        assert gradient.abs().max() > 0, name
+        assert gradients["one"][name].equal(2 * gradient if name in indexers else gradient), name
+    for name, gradient in gradients["no loss"].items():
+        assert gradient.equal(gradients["half"][name]), name
+
+
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
 ONE_RANK = {
@@ -218,16 +252,24 @@ FOUR_RANKS = {
 LOSSES = {"dense loss": LEARNING, "sparse loss": SPARSE}
 # With another model than that with experts.
 WHOLE_ROWS = {"tensor, whole rows": {"tensor_model_parallel_size": 2}}
+# And with one that has a prediction layer.
+PREDICTIONS = {
+    "predicting, tensor": {**PREDICTING, **TENSOR},
+    "predicting, zigzag": {**PREDICTING, **TWO_RANKS["zigzag"]},
+    "predicting, pipeline": {**PREDICTING, **PIPELINE, "pipeline_model_parallel_layout": "Ett|mL"},
+    "predicting, recomputed": {**PREDICTING, **PIPELINE, **RECOMPUTED, "pipeline_model_parallel_layout": "Ettm|L"},
+}
+MODELS = dict.fromkeys(WHOLE_ROWS, "dense") | dict.fromkeys(("predicting", *PREDICTIONS), "predicting")
 # Those of every change.
 SHARPEST = (
     ("dense loss", "tensor"), ("dense loss", "zigzag"), ("dense loss", "tensor, whole rows"), ("sparse loss", "gathered"),
-    ("sparse loss", "recomputed pipeline"),
+    ("sparse loss", "recomputed pipeline"), ("sparse loss", "predicting, recomputed"),
 )  # fmt: skip
 
 
 def cases_of(models, layouts):
     return {
-        (loss, layout): layout_args(models / ("dense" if layout in WHOLE_ROWS else "experts"), **flags, **sizes)
+        (loss, layout): layout_args(models / MODELS.get(layout, "experts"), **flags, **sizes)
         for loss, flags in LOSSES.items()
         for layout, sizes in layouts.items()
     }
@@ -235,7 +277,7 @@ def cases_of(models, layouts):
 
 @pytest.fixture(scope="module")
 def one_rank(models):
-    cases = cases_of(models, {"one": {}, **ONE_RANK})
+    cases = cases_of(models, {"one": {}, **ONE_RANK, "predicting": PREDICTING})
     cases |= {
         (loss, "dense"): layout_args(models / "dense", **flags) for loss, flags in LOSSES.items()
     }  # fmt: skip
@@ -264,20 +306,20 @@ def assert_trained_like_one(one_rank, ranks, cases):
     found = run_distributed(train_steps, ranks, (cases,), timeout=600)
     for loss, layout in found[0]:
         try:
-            plain = one_rank[loss, "dense" if layout in WHOLE_ROWS else "one"]
+            plain = one_rank[loss, MODELS.get(layout, "one")]
             assert_equal_runs([rank[loss, layout] for rank in found], plain)
         except AssertionError as error:
             raise AssertionError(f"{loss}, {layout}: {error}") from error
 
 
 def test_two_ranks_train_indexers_as_one(models, one_rank):
-    cases = cases_of(models, TWO_RANKS | WHOLE_ROWS)
+    cases = cases_of(models, TWO_RANKS | WHOLE_ROWS | PREDICTIONS)
     assert_trained_like_one(one_rank, 2, {case: cases[case] for case in SHARPEST})
 
 
 @pytest.mark.slow
 def test_two_ranks_train_indexers_in_every_layout(models, one_rank):
-    assert_trained_like_one(one_rank, 2, cases_of(models, TWO_RANKS | WHOLE_ROWS))
+    assert_trained_like_one(one_rank, 2, cases_of(models, TWO_RANKS | WHOLE_ROWS | PREDICTIONS))
 
 
 @pytest.mark.slow

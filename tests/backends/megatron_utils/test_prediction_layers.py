@@ -22,7 +22,7 @@ from slime.training.packed_stream import pack_stream
 from slime.training.rollout_data import RolloutData
 from tests.support.models.grpo_batch import TRAINED_TOKENS, bounds_of_batch, make_samples
 from tests.support.models.tiny_families import TINY_FAMILIES
-from tests.support.models.tiny_model import PREDICTS_BESIDE, write_predicting, write_tiny_model
+from tests.support.models.tiny_model import PREDICTS_BESIDE, tiny_args, write_predicting, write_tiny_model
 from tests.support.oracles.plain_prediction import prediction_log_probs
 from tests.support.oracles.rounding import assert_equal_gradients, assert_equal_metrics
 from tests.support.processes.distributed import run_distributed
@@ -347,12 +347,15 @@ EXPERT_LAYOUTS = {
     "pp, before the last stage": {**PIPELINE, "pipeline_model_parallel_layout": "Ettm|L"},
     "ep": {"expert_model_parallel_size": 2, "data_parallel_size": 2},
 }
-WITH_EXPERTS = pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_next"])
+WITH_EXPERTS = pytest.mark.parametrize(
+    "family", ["glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "qwen3_next"]
+)
 # A layer of linear attention before one of softmax attention, as the prediction layer, the third, is.
 _MIXED = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 PREDICTING: dict[str, tuple[dict, dict | None]] = {
-    "glm4_moe": ({}, None), "deepseek_v3": ({}, None), "qwen3_next": (_MIXED, PREDICTS_BESIDE),
-    "qwen3_5_text": (_MIXED, PREDICTS_BESIDE),
+    "glm4_moe": ({}, None), "deepseek_v3": ({}, None), "deepseek_v32": ({}, None),
+    "glm_moe_dsa": ({"indexer_types": ["full", "shared", "full"]}, None),
+    "qwen3_next": (_MIXED, PREDICTS_BESIDE), "qwen3_5_text": (_MIXED, PREDICTS_BESIDE),
 }  # fmt: skip
 
 
@@ -368,7 +371,11 @@ def _train_predicting(cases):
         run.prepare()
         metrics = [run.step()]
         named = [pair for chunk in run.model for pair in global_named_parameters(chunk)]
-        gradients = {name: parameter.main_grad.clone() for name, parameter in named if name.startswith("mtp.")}
+        gradients = {
+            name: parameter.main_grad.clone()
+            for name, parameter in named
+            if name.startswith("mtp.") and parameter.requires_grad
+        }
         found[name] = sent, expected_hf_names(args.hf_checkpoint, 1), [*metrics, run.step()], gradients
     return found
 
@@ -431,6 +438,8 @@ def _reference(model, own, args):
         causal = torch.full((length, length), -torch.inf, dtype=joined.dtype).triu(1)[None, None]
         rotary = model.model.rotary_emb(joined, positions)
         inside = inner(joined, attention_mask=causal, position_ids=positions, position_embeddings=rotary)
+        # Some layers also return the keys that they chose.
+        inside = inside[0] if isinstance(inside, tuple) else inside
         log_probs = (norm(inside, "shared_head.norm") @ model.lm_head.weight.detach().T).log_softmax(-1)[0]
         for position in range(length - 2):
             if mask[position + 2]:
@@ -453,6 +462,34 @@ def test_a_layer_with_experts_is_the_same_in_every_layout(predicting, one_rank_p
             assert all((found[name] == tensor).all() for name, tensor in sent.items()) and found.keys() == sent.keys()
             for step, of_one in zip(of_layout, metrics, strict=True):
                 assert_equal_metrics(step, of_one, bounds_of_batch())
+
+
+def _compare_inner_layers(cases):
+    """By case the output of the last decoder layer, and that of the layer inside a prediction layer with its weights."""
+    from slime.backends.megatron_utils.parameter_names import unwrap_model
+    from tests.support.processes import megatron_worker as megatron
+
+    found = {}
+    for name, args in cases.items():
+        (chunk,) = megatron.load_model(args)
+        decoder, mtp = (getattr(unwrap_model(chunk), part) for part in ("decoder", "mtp"))
+        last, inner, calls = decoder.layers[-1], mtp.layers[0].transformer_layer, []
+        inner.load_state_dict(last.state_dict())
+        last.register_forward_hook(lambda *call, calls=calls: calls.append(call), with_kwargs=True)
+        with torch.no_grad():
+            megatron.packed_forward(chunk, [list(range(9)), list(range(4))])
+            ((_, inputs, options, (output, _)),) = calls
+            found[name] = output, inner(*inputs, **options)[0]
+    return found
+
+
+def test_layers_of_families_whose_checkpoints_have_none_are_like_the_last_of_the_decoder(tmp_path):
+    cases = {}
+    for name in ("glm4", "minimax_m2"):
+        TINY_FAMILIES[name].save(tmp_path / name)
+        cases[name] = tiny_args(tmp_path / name, mtp_num_layers=1)
+    (found,) = run_distributed(_compare_inner_layers, 1, (cases,))
+    assert all(of_decoder.equal(of_prediction) for of_decoder, of_prediction in found.values())
 
 
 # Prompts of two and of one token.

@@ -262,7 +262,6 @@ def building_worker(directory):
         named = [pair for chunk in chunks for pair in global_named_parameters(chunk)]
         trained.append({name: parameter.requires_grad for name, parameter in named})
     cases = {
-        "prediction": {"mtp_num_layers": 1},
         "sizes": {"dsa_indexer_topk": None},
         "few": {"dsa_indexer_layers": [1, 1, 1]},
         "first": {"dsa_indexer_layers": [0, 1, 1, 1]},
@@ -284,6 +283,5 @@ def test_an_indexer_stands_still_whatever_else_is_frozen(model):
         assert len(indexers) == 10 and not any(flags[name] for name in indexers)
         assert flags["decoder.final_layernorm.weight"]
     assert trained[0]["embedding.word_embeddings.weight"] and not trained[1]["embedding.word_embeddings.weight"]
-    assert messages["prediction"].startswith("--mtp-num-layers 1: ")
     assert messages["few"] == "--dsa-indexer-layers has 3 numbers, and the model 4 layers"
     assert "--dsa-indexer-topk" in messages["sizes"] and "--pipeline-model-parallel-size" in messages["first"]

@@ -173,8 +173,9 @@ def write_predicting(
     model = write(directory, layers=3, **options)
     config = json.loads((directory / "config.json").read_text())
     changed = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-    if "layer_types" in config:
-        changed["layer_types"] = config["layer_types"][:2]
+    changed |= {
+        name: config[name][:2] for name in ("layer_types", "mlp_layer_types", "indexer_types") if config.get(name)
+    }
     (directory / "config.json").write_text(json.dumps({**config, **changed}))
     hidden = config["hidden_size"]
     shapes = {"eh_proj": (hidden, 2 * hidden), **dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (hidden,))}
