@@ -88,9 +88,7 @@ class ActivationModel:
         self.delta_rule_kernels = delta_rule_kernels
 
     def layer(self, index: int) -> LayerActivations:
-        """The activations of decoder layer `index`; -1 means a layer of multi-token prediction, built like the last decoder
-        layer."""
-        index = index if index >= 0 else self.shape.num_layers - 1
+        """The activations of decoder layer `index`; -1 means a layer of multi-token prediction."""
         experts = self.shape.has_experts(index)
         mlp, hidden_gradient = self._experts() if experts else self._mlp(self.shape.ffn_hidden_size, "mlp")
         return LayerActivations(

@@ -104,34 +104,20 @@ def count_parameters(shape: ModelShape, *, padded_vocabulary: bool = False) -> P
     mtp_layer = MtpLayerParameters(
         projection=2 * shape.hidden_size**2,
         norms=3 * _norm(shape, shape.hidden_size),
-        layer=_mtp_transformer_layer(shape),
+        layer=_transformer_layer(shape, -1),
     )
     return ParameterCounts(
         embedding=embedding,
         output_head=shape.hidden_size if shape.value_head else 0 if shape.tied_embeddings else embedding,
-        layers=tuple(_decoder_layer(shape, layer) for layer in range(shape.num_layers)),
+        layers=tuple(_transformer_layer(shape, layer) for layer in range(shape.num_layers)),
         final_norm=_norm(shape, shape.hidden_size),
         mtp=(mtp_layer,) * shape.mtp_num_layers,
     )
 
 
-def _decoder_layer(shape: ModelShape, layer: int) -> LayerParameters:
-    return _layer(
-        shape,
-        experts=shape.has_experts(layer),
-        linear_attention=shape.has_linear_attention(layer),
-        indexer=shape.has_indexer(layer),
-    )
-
-
-def _mtp_transformer_layer(shape: ModelShape) -> LayerParameters:
-    """The layer of multi-token prediction is built like the last decoder layer, but always with softmax attention."""
-    last = shape.num_layers - 1
-    indexer = shape.mla is not None and shape.mla.indexer is not None
-    return _layer(shape, experts=shape.has_experts(last), linear_attention=False, indexer=indexer)
-
-
-def _layer(shape: ModelShape, *, experts: bool, linear_attention: bool, indexer: bool) -> LayerParameters:
+def _transformer_layer(shape: ModelShape, layer: int) -> LayerParameters:
+    """Of decoder layer `layer`; -1 means a layer of multi-token prediction."""
+    experts, linear_attention = shape.has_experts(layer), shape.has_linear_attention(layer)
     down = 0
     if linear_attention:
         attention, replicated = 0, shape.linear_attention.value_head_dim
@@ -152,7 +138,7 @@ def _layer(shape: ModelShape, *, experts: bool, linear_attention: bool, indexer:
         norms=(2 + shape.num_extra_norms) * _norm(shape, shape.hidden_size) + row_biases,
         linear_attention=_linear_attention(shape.linear_attention, shape.hidden_size) if linear_attention else 0,
         latent_projections=down,
-        indexer=_indexer(shape.mla, shape.hidden_size) if indexer else 0,
+        indexer=_indexer(shape.mla, shape.hidden_size) if shape.has_indexer(layer) else 0,
     )
 
 

@@ -115,13 +115,16 @@ class ModelShape:
     mtp_num_layers: int = 0
     value_head: bool = False
 
+    # In what follows layer -1 is one of multi-token prediction: like the last decoder layer, but always with softmax attention,
+    # and with an indexer if any layer has one.
+
     def has_experts(self, layer: int) -> bool:
         """Whether decoder layer `layer`, counted from 0, has experts instead of one MLP."""
         return self.moe is not None and self.moe.layers[layer]
 
     def has_linear_attention(self, layer: int) -> bool:
         """Whether decoder layer `layer`, counted from 0, has linear attention instead of softmax attention."""
-        return self.linear_attention is not None and self.linear_attention.layers[layer]
+        return self.linear_attention is not None and layer >= 0 and self.linear_attention.layers[layer]
 
     @property
     def trains_indexers(self) -> bool:
@@ -129,7 +132,9 @@ class ModelShape:
 
     def has_indexer(self, layer: int) -> bool:
         """Whether decoder layer `layer`, counted from 0, has its own indexer of sparse attention."""
-        return self.mla is not None and self.mla.indexer is not None and self.mla.indexer.layers[layer]
+        if self.mla is None or self.mla.indexer is None:
+            return False
+        return layer < 0 or self.mla.indexer.layers[layer]
 
     @property
     def query_width(self) -> int:

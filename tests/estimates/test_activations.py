@@ -168,6 +168,15 @@ def test_chosen_keys_are_kept_on_every_rank():
     assert sparse - plain == 4 * 5 + 4 * 5  # the second, and the last, which is not recomputed
 
 
+def test_a_prediction_layer_has_an_indexer_whichever_layers_of_the_decoder_have():
+    indexer = IndexerShape(4, 16, 5, (True, True, True, False))
+    mla = MlaShape(
+        q_lora_rank=96, kv_lora_rank=64, qk_head_dim=32, qk_pos_emb_head_dim=16, v_head_dim=24, indexer=indexer
+    )
+    predicting, first, last = (model(mla=mla).layer(index).kept for index in (-1, 0, 3))
+    assert predicting == first == last + 4 * 5
+
+
 def test_indexers_that_learn_keep_the_gradients_of_their_vectors():
     """Of 4 heads with 16 channels, and one key of 16, in 16 bits: gradients and what the norm of keys takes; of 16 rotated
     channels cosines and sines of queries and of keys; a weight for each head, and mean and deviation of keys, in 32 bits."""
