@@ -271,14 +271,20 @@ def flatten_rollout_output(groups: list[Any], source: str = "--rollout-function-
     """All samples in order, with all nesting removed; `source` are the flag and the path that errors name.
 
     Raises:
-        UserError: something that is neither a list nor a Sample, an empty output, a sample with fields of other kinds or that
-            do not fit together, an execution whose samples do not share a `rollout_id`, or one `rollout_id` in two groups.
+        UserError: something that is neither a list nor a Sample, an empty output, one object in two places, a sample with
+            fields of other kinds or that do not fit together, an execution whose samples do not share a `rollout_id`, or one
+            `rollout_id` in two groups.
     """
     if not isinstance(groups, list | tuple):
         raise UserError(f"{source} returned {type(groups).__name__} as samples; expected a list of groups of Samples")
     samples = list(_flatten(groups, "samples", 0, source))
     if not samples:
         raise UserError(f"{source} returned no samples")
+    if len(set(map(id, samples))) < len(samples):
+        raise UserError(
+            f"{source} returned one Sample object in several places, so these would count as one answer; return objects of "
+            "their own (copy.deepcopy(sample) keeps one as it is), each with a rollout_id of its own where it is another answer"
+        )
     group_of: dict[int, int | None] = {}
     for sample in samples:
         check_sample(sample, f"{source} returned")

@@ -39,6 +39,13 @@ def test_an_execution_is_of_one_group():
         flatten_rollout_output(groups)
 
 
+def test_one_object_in_two_places_is_refused():
+    twice = sample(0, 3)
+    for groups in ([[twice, twice]], [[twice], [[sample(1, 3), twice]]]):
+        with pytest.raises(ValueError, match="^--rollout-function-path returned one Sample object in several places"):
+            flatten_rollout_output(groups)
+
+
 @pytest.mark.parametrize(
     ("output", "message"),
     [

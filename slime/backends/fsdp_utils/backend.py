@@ -426,7 +426,7 @@ class FSDPBackend:
             logger.warning(line)
         if not args.no_load_rng and stored["world_size"] == dist.get_world_size():
             load_generators(directory)
-        elif not args.no_load_rng:
+        elif not args.no_load_rng and is_first:
             logger.warning("another number of ranks saved %s: random generators start from --seed", directory)
 
     def _logits(self, batch: MicroBatch) -> torch.Tensor:

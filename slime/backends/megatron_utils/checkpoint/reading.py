@@ -105,7 +105,7 @@ def load_checkpoint(
             if has_layout(args, common.get("layout")):
                 load_generators(directory)
             else:
-                logger.warning("another parallel layout saved %s: random generators start from --seed", directory)
+                _tell(logging.WARNING, f"another parallel layout saved {directory}: random generators start from --seed")
     return iteration
 
 
