@@ -43,8 +43,6 @@ BEGIN_TYPES, END_TYPES = "<!-- model types: begin -->", "<!-- model types: end -
 NOT_YET = "not yet"
 _README_WIDTH = 120
 _PROVIDER = "--custom-model-provider-path"
-# Why SGLang cannot serve a family on CPU; the page says more.
-_UNSERVED = {"glm_moe_dsa": "no: FP8 keys"}
 _SERVED = {entries["model_type"] for entries in (*test_families.SERVED.values(), test_mixture_loop.SERVED)}
 _HEADER = (
     "Script", "`model_type`", "Logits and gradients of transformers", "Its experts chosen", "Checkpoint given back",
@@ -133,7 +131,7 @@ def _row(name: str, record: dict[str, Any] | None) -> list[str]:
         "none" if "--num-experts" not in model_words(name) else "yes" if tested else NOT_YET,
         "yes" if tested else NOT_YET,
         ", ".join(layouts) if tested else NOT_YET,
-        "yes" if is_served else _UNSERVED.get(model_type, NOT_YET),
+        "yes" if is_served else NOT_YET,
         record["layout"] if record else NOT_YET,
         f"{record['rehearsed_gib']:.1f}, {record['planned_gib']:.1f}" if record else "",
         _apart(record) if record else "",

@@ -26,6 +26,9 @@ _LATENT = {
         "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
     },
 }  # fmt: skip
+# Of a prompt and its answer, five keys for each token. With few heads several keys have a score of exactly 0, and of these any
+# may be taken.
+_INDEXER = {"index_topk": 5, "index_n_heads": 32, "index_head_dim": 32}
 _TOWER = {
     "depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64, "patch_size": 2,
     "num_position_embeddings": 4, "temporal_patch_size": 1,
@@ -77,6 +80,11 @@ SERVED = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
     },
     "kimi_k2": {**_LATENT, **_ONE_GROUP, "model_type": "kimi_k2"},
+    "deepseek_v32": {**_LATENT, **_INDEXER, "model_type": "deepseek_v32", "num_experts": 8},
+    "glm_moe_dsa": {
+        **_LATENT, **_ONE_GROUP, **_INDEXER, "model_type": "glm_moe_dsa", "num_hidden_layers": 4,
+        "indexer_types": ["full", "shared", "full", "shared"], "indexer_rope_interleave": True,
+    },
     "glm4_moe_lite": {
         **_LATENT, **_ONE_GROUP, "model_type": "glm4_moe_lite",
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},

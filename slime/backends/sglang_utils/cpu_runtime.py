@@ -297,6 +297,30 @@ def _attend_to_latent_vectors(module: types.ModuleType) -> None:
     module.AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
 
 
+def _hide_sparse_attention(module: types.ModuleType) -> None:
+    """sglang 0.5.21, keys that an indexer chooses: cache and attention backend of such a model are for GPUs. So whoever asks
+    hears that it is one with latent attention alone. Functions that tell sizes of an indexer refuse such a model; they stay as
+    they are."""
+    asks_config = module.is_deepseek_dsa
+
+    def is_deepseek_dsa(config: Any) -> bool:
+        return False
+
+    is_deepseek_dsa.asks_config = asks_config
+    for name in ("dsa_layer_skips_topk", "get_dsa_index_head_dim", "get_dsa_index_n_heads", "get_dsa_index_topk"):
+        names = {**vars(module), "is_deepseek_dsa": asks_config}
+        setattr(module, name, types.FunctionType(getattr(module, name).__code__, names, name))
+    module.is_deepseek_dsa = is_deepseek_dsa
+
+
+def _choose_keys_on_the_host(module: types.ModuleType) -> None:
+    """sglang 0.5.21, layers of DeepSeek and GLM-5: their indexer calls kernels for GPUs."""
+    from slime.backends.sglang_utils.cpu_attention import Indexer
+
+    module.is_deepseek_dsa = module.is_deepseek_dsa.asks_config
+    module.Indexer = Indexer
+
+
 def _attend_in_batches(module: types.ModuleType) -> None:
     """sglang 0.5.21, torch_native: walks through the requests of a batch in Python."""
 
@@ -469,6 +493,7 @@ class _ModuleView:
 
 
 _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
+    "sglang.srt.configs.model_config": _hide_sparse_attention,
     "sglang.srt.configs.utils": _no_image_processors,
     "sglang.srt.server_args": _serve_text_of_seeing_models,
     "sglang.kernels.ops.attention.fla.layernorm_gated": _norm_of_gated_heads,
@@ -483,6 +508,7 @@ _PATCHES: dict[str, Callable[[types.ModuleType], None]] = {
     "sglang.srt.models.deepseek_common.attention_backend_handler": _attend_to_latent_vectors,
     "sglang.srt.managers.data_parallel_controller": _let_the_controller_wait,
     "sglang.srt.managers.scheduler": _sleep_while_paused,
+    "sglang.srt.models.deepseek_v2": _choose_keys_on_the_host,
     "sglang.srt.models.qwen2_moe": _gate_shared_experts,
     "sglang.srt.models.minimax_m2": _norms_over_all_heads,
     "sglang.srt.utils.weight_checker": _weight_checker_without_cuda,

@@ -54,6 +54,8 @@ def test_still_needed_inert_packages(package):
     ("module", "assumption"),
     [
         ("sglang.srt.configs.utils", "def register_image_processor("),
+        ("sglang.srt.configs.model_config", "    assert is_deepseek_dsa(config)\n    return config.index_topk\n"),
+        ("sglang.srt.models.deepseek_v2", "import Indexer\n"),
         (
             "sglang.srt.server_args",
             "    LANGUAGE_MODEL_ONLY_ARCHITECTURES = (\n"
@@ -110,8 +112,13 @@ def test_still_needed_batched_attention():
     assert source.count("for seq_idx in range(seq_lens.shape[0]):") == 2
 
 
+def test_still_needed_indexer():
+    source = source_of("sglang.srt.layers.attention.dsa.dsa_indexer")
+    assert 'raise NotImplementedError("DSA indexer only supports CUDA, HIP, and NPU")' in source
+
+
 def test_every_patch_is_checked():
-    assert len(cpu_runtime._PATCHES) == 18
+    assert len(cpu_runtime._PATCHES) == 20
 
 
 def test_still_needed_names_of_what_no_push_brings():

@@ -32,10 +32,12 @@ def main() -> None:
         "decode": case(lengths=[1, 31, 32, 33, 200, 700, 64, 899], extended=None),
         "extend": case(lengths=[1, 40, 40, 300, 700, 899, 33], extended=[1, 40, 7, 300, 600, 1, 32]),
         "latent": case(lengths=[5, 64, 70], extended=[5, 3, 70], heads=(4, 1), channels=(24, 16)),
+        "chosen": case(lengths=[5, 64, 300], extended=[5, 1, 300], heads=(4, 1), channels=(24, 16), chosen=7),
     }
     for name, drawn in cases.items():
         expected = plain(drawn)
-        answers = {kind: answer(of, drawn) for kind, of in kinds.items()}
+        # What SGLang has on the host attends to everything.
+        answers = {kind: answer(of, drawn) for kind, of in kinds.items() if kind == "ours" or drawn["chosen"] is None}
         figures[name] = {kind: float((given - expected).abs().max()) for kind, given in answers.items()}
         figures[name]["alone"] = all(
             torch.equal(answer(kinds["ours"], only(drawn, request)), rows_of(answers["ours"], drawn, request))
@@ -59,9 +61,9 @@ def main() -> None:
     print(json.dumps(figures))
 
 
-def case(lengths, extended, heads=(4, 2), channels=(16, 16)) -> dict:
+def case(lengths, extended, heads=(4, 2), channels=(16, 16), chosen=None) -> dict:
     """A batch whose requests have their own places in a cache. If values have fewer channels than keys, they are the first
-    channels of the keys."""
+    channels of the keys. With `chosen` a query attends to so many tokens alone, some of which it does not see."""
     draw = torch.Generator().manual_seed(len(lengths))
     keys = torch.randn(PLACES, heads[1], channels[0], generator=draw)
     latent = channels[0] != channels[1]
@@ -69,8 +71,13 @@ def case(lengths, extended, heads=(4, 2), channels=(16, 16)) -> dict:
     table = torch.randperm(PLACES, generator=draw)[: len(lengths) * WIDTH].view(-1, WIDTH).int()
     counts = extended or [1] * len(lengths)
     query = torch.randn(sum(counts), heads[0], channels[0], generator=draw)
-    names = ("keys", "values", "table", "lengths", "extended", "query", "decodes")
-    return dict(zip(names, (keys, values, table, lengths, counts, query, extended is None), strict=True))
+    seen = [end for length, count in zip(lengths, counts, strict=True) for end in range(length - count, length)]
+    if chosen is not None:
+        # Its own token, others, and none.
+        others = [torch.randperm(end + 9, generator=draw)[: chosen - 2].tolist() + [-1] * chosen for end in seen]
+        chosen = torch.tensor([[end, *rest][:chosen] for end, rest in zip(seen, others, strict=True)]).int()
+    names = ("keys", "values", "table", "lengths", "extended", "query", "decodes", "chosen")
+    return dict(zip(names, (keys, values, table, lengths, counts, query, extended is None, chosen), strict=True))
 
 
 def answer(kind, drawn: dict, options: dict = OPTIONS, before: dict | None = None) -> torch.Tensor:
@@ -79,6 +86,7 @@ def answer(kind, drawn: dict, options: dict = OPTIONS, before: dict | None = Non
     backend._workspace = {}
     for batch in (before, drawn) if before else (drawn,):
         backend.init_forward_metadata(None)
+        backend._chosen = batch["chosen"]
         for _ in range(2):  # layers
             given = attend(backend, batch, options)
     return given
@@ -99,10 +107,12 @@ def plain(drawn: dict) -> torch.Tensor:
     """Softmax attention in float64, one query at a time."""
     rows = []
     queries = iter(drawn["query"].double())
+    choices = iter([None] * len(drawn["query"]) if drawn["chosen"] is None else drawn["chosen"].tolist())
     for places, length, extended in zip(drawn["table"].long(), drawn["lengths"], drawn["extended"], strict=True):
         for seen in range(length - extended + 1, length + 1):
-            query = next(queries)
-            keys, values = (drawn[name][places[:seen]].double() for name in ("keys", "values"))
+            query, chosen = next(queries), next(choices)
+            attended = range(seen) if chosen is None else sorted({place for place in chosen if 0 <= place < seen})
+            keys, values = (drawn[name][places[list(attended)]].double() for name in ("keys", "values"))
             share = query.shape[0] // keys.shape[1]
             keys, values = keys.repeat_interleave(share, 1), values.repeat_interleave(share, 1)
             weights = torch.softmax(torch.einsum("hc,thc->ht", query, keys) * 0.3, -1)
@@ -113,7 +123,8 @@ def plain(drawn: dict) -> torch.Tensor:
 def only(drawn: dict, request: int) -> dict:
     one = slice(request, request + 1)
     shares = {name: drawn[name][one] for name in ("table", "lengths", "extended")}
-    return {**drawn, **shares, "query": rows_of(drawn["query"], drawn, request)}
+    chosen = None if drawn["chosen"] is None else rows_of(drawn["chosen"], drawn, request)
+    return {**drawn, **shares, "query": rows_of(drawn["query"], drawn, request), "chosen": chosen}
 
 
 def rows_of(rows: torch.Tensor, drawn: dict, request: int) -> torch.Tensor:

@@ -105,7 +105,9 @@ def load_checkpoint(
             if has_layout(args, common.get("layout")):
                 load_generators(directory)
             else:
-                _tell(logging.WARNING, f"another parallel layout saved {directory}: random generators start from --seed")
+                _tell(
+                    logging.WARNING, f"another parallel layout saved {directory}: random generators start from --seed"
+                )
     return iteration
 
 
