@@ -32,6 +32,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"context_parallel_size": 2},
     "cp2 gathered": {"context_parallel_size": 2, "allgather_cp": True},
     "ep2": {"expert_model_parallel_size": 2, "data_parallel_size": 2},
+    "tp2 ep2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
+    "tp2 ep2 etp2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+        "data_parallel_size": 2,
+    },
     "tp2 up recomputed": {
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,
@@ -45,8 +58,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 DENSE = ("recomputed", "tp2", "tp2 whole sequence", "pp2", "cp2", "tp2 pp2")
 
 EXPERTS = ("recomputed", "tp2", "pp2", "cp2", "ep2")
+# Where ranks of a tensor-parallel group have experts of their own, and where they share each.
+CUT_EXPERTS = (*EXPERTS, "tp2 ep2", "tp2 ep2 etp2")
 # The layouts of families with layers of two kinds.
-MIXED = (*EXPERTS, "cp2 gathered", "tp2 pp2")
+MIXED = (*CUT_EXPERTS, "cp2 gathered", "tp2 pp2")
 
 
 def ranks_of(layout: Mapping[str, Any]) -> int:
@@ -94,7 +109,7 @@ _GLM4_MOE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 # The projections up from the latent vectors can be recomputed alone.
-LATENT = (*EXPERTS, "cp2 gathered", "tp2 pp2", "tp2 up recomputed")
+LATENT = (*CUT_EXPERTS, "cp2 gathered", "tp2 pp2", "tp2 up recomputed")
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "rms_norm_eps": 1e-5}
 _LLAMA3_ROPE = {
@@ -132,7 +147,7 @@ _INDEXER = {
     "layers": 4, "index_topk": 5, "index_n_heads": 8, "index_head_dim": 16,
     "indexer_types": ["full", "shared", "full", "shared"],
 }  # fmt: skip
-_SPARSE_LAYOUTS = ("recomputed", "tp2", "pp2", "cp2", "ep2", "cp2 gathered", "tp2 pp2", "attention recomputed")
+_SPARSE_LAYOUTS = (*CUT_EXPERTS, "cp2 gathered", "tp2 pp2", "attention recomputed")
 TINY_FAMILIES: dict[str, TinyFamily] = {
     "qwen2": TinyFamily("qwen2", {"head_dim": 8}, layouts=(*DENSE, "tp4")),
     "qwen2 tied": TinyFamily("qwen2", {"head_dim": 8, "tied": True}),
@@ -164,15 +179,15 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         "qwen3_5_text", {**_TWO_KINDS, "tied": True}, write=write_tiny_delta_net, layouts=("recomputed", "pp2")
     ),
     "qwen3_5_moe": TinyFamily(
-        "qwen3_5_moe", {**_TWO_KINDS, **_GATED_MOE, **_VISION}, write=write_tiny_delta_net, layouts=EXPERTS
+        "qwen3_5_moe", {**_TWO_KINDS, **_GATED_MOE, **_VISION}, write=write_tiny_delta_net, layouts=CUT_EXPERTS
     ),
     "qwen3_5_moe_text": TinyFamily(
         "qwen3_5_moe_text", {**_TWO_KINDS, **_GATED_MOE}, write=write_tiny_delta_net, layouts=("recomputed", "pp2")
     ),
-    "glm4_moe": TinyFamily("glm4_moe", _GLM4_MOE, write=write_biased_mixture, layouts=EXPERTS),
+    "glm4_moe": TinyFamily("glm4_moe", _GLM4_MOE, write=write_biased_mixture, layouts=CUT_EXPERTS),
     # Half of each head is rotated.
     "minimax_m2": TinyFamily(
-        "minimax_m2", _MINIMAX_M2, write=write_biased_mixture, layouts=(*EXPERTS, "cp2 gathered", "tp2 pp2")
+        "minimax_m2", _MINIMAX_M2, write=write_biased_mixture, layouts=(*CUT_EXPERTS, "cp2 gathered", "tp2 pp2")
     ),
     # Two tensor-parallel ranks share a key and value head, and its norm.
     "minimax_m2 with one group": TinyFamily(

@@ -13,22 +13,24 @@ from tests.support.oracles.rounding import assert_equal_weights, bound_of_weight
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.resumed_run import ResumableRun, changed, resumable_args, resumed, stored_tensors
 
-# Linear attention beside gated attention, and latent attention; each with experts.
-OWN_LAYERS = ("qwen3_next", "qwen3_next with one group", "qwen3_5_moe", "deepseek_v3", "deepseek_v3 dense")
+# Linear attention beside gated attention, latent attention, with keys that an indexer chooses too, outputs that are normed, and
+# norms over all heads.
+OWN_LAYERS = (
+    "qwen3_next", "qwen3_next with one group", "qwen3_5_moe", "deepseek_v3", "deepseek_v3 dense", "glm_moe_dsa", "glm4",
+    "glm4_moe", "minimax_m2", "minimax_m2 with one group",
+)  # fmt: skip
 # Two ranks each. Tensor-parallel ranks cut a checkpoint the most, so one of their layouts has saved it.
 SAVES = ("tp2", "tp2 whole sequence")
 OTHERS = {
     **{name: sizes for name, sizes in LAYOUTS.items() if ranks_of(sizes) == 2 and "recompute_modules" not in sizes},
     "dp2": {"data_parallel_size": 2},
-    "tp2 ep2": {**LAYOUTS["tp2"], "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
 }
 
 
 def other_layouts(name: str) -> dict[str, dict]:
     """The layouts of two ranks that the family has."""
-    row = TINY_FAMILIES[name].layouts
-    further = {"dp2"} | ({"tp2 ep2"} if {"tp2", "ep2"} <= set(row) else set())
-    return {layout: sizes for layout, sizes in OTHERS.items() if layout in further.union(row)}
+    row = {"dp2", *TINY_FAMILIES[name].layouts}
+    return {layout: sizes for layout, sizes in OTHERS.items() if layout in row}
 
 
 def save_and_resume(saving: SimpleNamespace, resuming: dict[str, SimpleNamespace]) -> tuple[tuple, dict[str, tuple]]:
