@@ -35,9 +35,7 @@ HIDDEN, LAYERS = 192, 2
 LAYOUTS = {
     "tensor and sequence": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
     "context": ["--context-parallel-size", "2"],
-    "data, recomputed": [
-        "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1",
-    ],
+    "data, recomputed": ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
     "tensor, attention recomputed, whole optimizer": [
         "--tensor-model-parallel-size", "2", "--recompute-granularity", "selective", "--no-use-distributed-optimizer",
     ],
@@ -248,9 +246,7 @@ def test_experts_get_equally_many_tokens(arguments, rehearse, stand_in, tmp_path
     assert gathered == pytest.approx(4 * experts, abs=1024)
     # Of each pass over a layer: which tokens, which weights, and how many of each go where.
     assert waits_of(result) == (5 + 3 * batches * layers if stand_in.library else 0)
-    assert {place.partition(":")[0] for place in result.data_dependent} == {
-        "megatron/core/transformer/moe/moe_utils.py"
-    }
+    assert {at.partition(":")[0] for at in result.data_dependent} == {"megatron/core/transformer/moe/moe_utils.py"}
     assert [line.partition(":")[0] for line in result.not_rehearsed] == [
         "loading",
         "routing replay",
@@ -359,11 +355,15 @@ def test_prediction_layers_before_the_last_stage_take_what_is_planned(arguments,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["--dsa-indexer-loss-coeff", "0.1"]], ids=["frozen", "trained"])
-def test_an_indexer_takes_what_is_planned(arguments, rehearse, tmp_path, words):
+@pytest.mark.parametrize("further", [[], ["--mtp-num-layers", "1", "--enable-mtp-training"]], ids=["", "predicting"])
+def test_an_indexer_takes_what_is_planned(arguments, rehearse, tmp_path, words, further):
+    """Where a layer predicts, the last one of the decoder has none."""
     row = TINY_FAMILIES["glm_moe_dsa"]
     entries = {**row.entries, "index_n_heads": 32, "index_head_dim": 64}
-    row.write(tmp_path, model_type=row.model_type, vocab_size=256, **entries)
-    ((result, _),) = rehearsed_as_planned(rehearse, arguments("--hf-checkpoint", str(tmp_path), *words))
+    if further:
+        entries |= {"write": row.write, "indexer_types": ["full", "shared", "full"]}
+    (write_predicting if further else row.write)(tmp_path, model_type=row.model_type, vocab_size=256, **entries)
+    ((result, _),) = rehearsed_as_planned(rehearse, arguments("--hf-checkpoint", str(tmp_path), *words, *further))
     assert (result.peaks["step"]["gradients"] < 1.9 * result.peaks["step"]["weights"]) == (not words)
 
 

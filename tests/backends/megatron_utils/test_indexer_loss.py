@@ -138,10 +138,8 @@ def models(tmp_path_factory):
     write_tiny_latent(root / "experts", model_type="glm_moe_dsa", **options)
     write_tiny_latent(root / "dense", model_type="glm_moe_dsa", **options, first_k_dense_replace=4)
     write_tiny_latent(root / "experts everywhere", model_type="glm_moe_dsa", **options, first_k_dense_replace=0)
-    three = {**options, "model_type": "glm_moe_dsa", "indexer_types": ["full", "shared", "full"]}
-    write_predicting(
-        root / "predicting", write_tiny_latent, **{name: three[name] for name in three if name != "layers"}
-    )
+    of_layers = {"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared", "full"]}
+    write_predicting(root / "predicting", write_tiny_latent, **options | of_layers)
     return root
 
 

@@ -387,8 +387,7 @@ def predicting(tmp_path_factory):
     written = {}
     for name, (entries, own_names) in PREDICTING.items():
         row = TINY_FAMILIES[name]
-        entries = {entry: value for entry, value in {**row.entries, **entries}.items() if entry != "layers"}
-        model = write_predicting(root / name, row.write, own_names, model_type=row.model_type, **entries)
+        model = write_predicting(root / name, row.write, own_names, model_type=row.model_type, **row.entries | entries)
         written[name] = (str(root / name), *model)
     return written
 

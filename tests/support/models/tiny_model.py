@@ -170,7 +170,7 @@ def write_predicting(
     import torch
     from safetensors.torch import load_file, save_file
 
-    model = write(directory, layers=3, **options)
+    model = write(directory, **{**options, "layers": 3})
     config = json.loads((directory / "config.json").read_text())
     changed = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     changed |= {
