@@ -320,7 +320,6 @@ def _recomputed_units(recompute: Recompute, chunk: Sequence[int]) -> list[Sequen
     if recompute.granularity != "full":
         return []
     if recompute.method == "block":
-        # Layers of multi-token prediction are not recomputed in blocks.
-        return [(index,) for index in chunk[: recompute.num_layers] if index >= 0]
+        return [(index,) for index in chunk[: recompute.num_layers]]
     size = recompute.num_layers
     return [chunk[start : start + size] for start in range(0, len(chunk), size)]

@@ -129,9 +129,10 @@ def test_every_chunk_of_an_interleaved_stage_begins_anew():
     assert backward_working_set(threes, [(0, 1), (4, 5)]) == 2 * kept + 2 * 2 * 1536 + 2 * 512
 
 
-def test_multi_token_prediction_knows_no_blocks():
-    block = model(recompute=Recompute("full", "block", 1))
-    assert kept_of_chunks(block, [(3,), (-1,)]) == 2 * 512 + block.layer(-1).kept
+def test_a_layer_of_multi_token_prediction_is_recomputed_by_either_method():
+    for method in ("block", "uniform"):
+        recomputing = model(recompute=Recompute("full", method, 3))
+        assert kept_of_chunks(recomputing, [range(1, 4), (-1,)]) == (4 if method == "block" else 2) * 2 * 512
 
 
 def test_selective_recomputation_takes_out_its_modules():

@@ -17,6 +17,11 @@ def test_stream_pads_with_a_pseudo_sequence():
     assert stream.sequence_lengths == (3, 2, 3)
 
 
+def test_a_stream_lays_out_values_of_positions():
+    stream = pack_stream([torch.arange(3), torch.arange(2)], [1, 1], pad_multiple=8)
+    assert stream.rows_of([torch.tensor([7]), torch.tensor([8, 9])]).tolist() == [7, 0, 0, 8, 9, 0, 0, 0]
+
+
 def test_rows_predict_the_response_tokens():
     stream = pack_stream([torch.tensor([5, 6, 7]), torch.tensor([8, 9])], [2, 1], pad_multiple=4)
     assert stream.response_rows.tolist() == [0, 1, 3]

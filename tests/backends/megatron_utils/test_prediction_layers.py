@@ -347,9 +347,7 @@ EXPERT_LAYOUTS = {
     "pp, before the last stage": {**PIPELINE, "pipeline_model_parallel_layout": "Ettm|L"},
     "ep": {"expert_model_parallel_size": 2, "data_parallel_size": 2},
 }
-WITH_EXPERTS = pytest.mark.parametrize(
-    "family", ["glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "qwen3_next"]
-)
+WITH_EXPERTS = ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "qwen3_next")
 # A layer of linear attention before one of softmax attention, as the prediction layer, the third, is.
 _MIXED = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 PREDICTING: dict[str, tuple[dict, dict | None]] = {
@@ -371,11 +369,8 @@ def _train_predicting(cases):
         run.prepare()
         metrics = [run.step()]
         named = [pair for chunk in run.model for pair in global_named_parameters(chunk)]
-        gradients = {
-            name: parameter.main_grad.clone()
-            for name, parameter in named
-            if name.startswith("mtp.") and parameter.requires_grad
-        }
+        learning = [pair for pair in named if pair[0].startswith("mtp.") and pair[1].requires_grad]
+        gradients = {name: parameter.main_grad.clone() for name, parameter in learning}
         found[name] = sent, expected_hf_names(args.hf_checkpoint, 1), [*metrics, run.step()], gradients
     return found
 
@@ -451,7 +446,7 @@ def _reference(model, own, args):
 
 
 @pytest.mark.slow
-@WITH_EXPERTS
+@pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_a_layer_with_experts_is_the_same_in_every_layout(predicting, one_rank_predicting, family):
     directory = predicting[family][0]
     cases = {name: layout_args(directory, **ONE_LAYER, **layout) for name, layout in EXPERT_LAYOUTS.items()}
@@ -591,6 +586,13 @@ def test_each_layer_makes_logits_of_the_rows_that_predict_something_there(monkey
     assert asked == [[0, 1, 4], [0], [0], [0]]
 
 
-def test_a_stream_lays_out_values_of_positions():
-    stream = pack_stream([torch.arange(3), torch.arange(2)], [1, 1], pad_multiple=8)
-    assert stream.rows_of([torch.tensor([7]), torch.tensor([8, 9])]).tolist() == [7, 0, 0, 8, 9, 0, 0, 0]
+def test_a_layer_is_recomputed_whatever_the_decoders_layers_do(monkeypatch):
+    layer, kept = prediction_layers.PredictionLayer.__new__(prediction_layers.PredictionLayer), []
+    torch.nn.Module.__init__(layer)
+    layer.config = SimpleNamespace(
+        recompute_granularity="full", recompute_method="block", distribute_saved_activations=False, fp8=None
+    )
+    layer.layer_number, layer._proj_and_transformer_layer = 2, lambda **inputs: inputs["hidden_states"]
+    monkeypatch.setattr(prediction_layers.tensor_parallel, "checkpoint", lambda *given: kept.append(given[2:]))
+    layer(None, None, hidden_states=1.0, attention_mask=None, embedding=lambda ahead: 10.0 * ahead)
+    assert kept == [(1.0, 20.0)]
