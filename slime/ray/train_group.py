@@ -361,8 +361,9 @@ class TrainGroup:
             **env.library_environment(),
             "NCCL_CUMEM_ENABLE": "0",
             **communicator_environment(self._args),
-            # Kernels are launched in program order, which sequence parallelism relies on; read when CUDA starts.
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            # In one queue kernels begin in program order, by which sequence parallelism overlaps its messages. But what travels
+            # to experts would wait there for all kernels before it, those of the other micro-batch too. Read when CUDA starts.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32" if self._args.overlap_moe_expert_parallel_comm else "1",
             # Transformer Engine reads it when it is imported, and Megatron-Core refuses its attention without it.
             **({"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if self._args.deterministic_mode else {}),
             **early,

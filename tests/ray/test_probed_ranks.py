@@ -129,7 +129,8 @@ def test_a_rank_that_runs_out_alone_ends_the_run_at_once(monkeypatch):
     try:
         placement = ray.util.placement_group([{"CPU": 1, "GPU": 1}] * 2)
         args = argparse.Namespace(
-            actor_num_gpus_per_node=2, train_env_vars={}, deterministic_mode=False, has_trainer=True, has_engines=False,
+            actor_num_gpus_per_node=2, train_env_vars={}, deterministic_mode=False, overlap_moe_expert_parallel_comm=False,
+            has_trainer=True, has_engines=False,
             colocate=False, train_start_timeout=120.0, role="actor", initial_weights=WeightSource("random"),
             memory_probe=True, on_gpus=False,
         )  # fmt: skip

@@ -116,6 +116,12 @@ def test_a_typed_variable_wins_over_ours_of_the_same_name():
     assert environments({"NCCL_CUMEM_ENABLE": 1})[1] == {"NCCL_CUMEM_ENABLE": "1"}
 
 
+def test_what_travels_to_experts_does_not_queue_up_with_what_is_computed():
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    found = [environments({}, overlap_moe_expert_parallel_comm=overlaps)[0][name] for overlaps in (False, True)]
+    assert found == ["1", "32"]
+
+
 def test_ranks_on_all_nodes_get_what_the_libraries_find_in_our_environment(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
@@ -139,15 +145,10 @@ def test_scales_of_fp8_blocks_are_those_of_engines_unless_another_is_asked_for(m
         ({}, {}),
         ({"SLIME_ENABLE_EXPANDABLE_SEGMENTS": "0"}, {}),
         ({"SLIME_ENABLE_EXPANDABLE_SEGMENTS": "1"}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
-        (
-            {
-                "SLIME_ENABLE_EXPANDABLE_SEGMENTS": "1",
-                "PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False",
-            },
-            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"},
-        ),
+        ({"SLIME_ENABLE_EXPANDABLE_SEGMENTS": "1", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False"},
+         {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}),
     ],
-)
+)  # fmt: skip
 def test_the_allocator_of_ranks_grows_its_segments_on_request(monkeypatch, variables, expected):
     names = ("SLIME_ENABLE_EXPANDABLE_SEGMENTS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     for name in names:
@@ -223,15 +224,12 @@ def environments(typed: dict, **changes):
     return group_of(typed, **changes)._environments()
 
 
-def group_of(typed: dict, *, deterministic_mode: bool = False):
+def group_of(typed: dict, **changes):
+    flags = {"deterministic_mode": False, "overlap_moe_expert_parallel_comm": False, **changes}
     args = argparse.Namespace(
-        deterministic_mode=deterministic_mode,
-        actor_num_gpus_per_node=1,
-        train_env_vars=typed,
-        has_trainer=True,
-        has_engines=True,
+        **flags, actor_num_gpus_per_node=1, train_env_vars=typed, has_trainer=True, has_engines=True,
         sglang_enable_nccl_nvls=None,
-    )
+    )  # fmt: skip
     return TrainGroup(args, None, [(0, 0)])
 
 
@@ -267,6 +265,7 @@ def make_group():
         actor_num_gpus_per_node=2,
         train_env_vars={},
         deterministic_mode=False,
+        overlap_moe_expert_parallel_comm=False,
         has_trainer=True,
         has_engines=False,
         colocate=False,
