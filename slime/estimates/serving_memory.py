@@ -48,6 +48,7 @@ class ServingSetup:
     max_total_tokens: upper limit of the cache, in tokens; None: what fits.
     draft_layers: how many layers of multi-token prediction the engines draft with. They use the model's embedding and head, and
         each has a cache like that of a layer of the model.
+    hands_over: caches leave the engine, for others or for the host. Then SGLang has room for an indexer's key in every layer.
     """
 
     tensor: int
@@ -60,6 +61,7 @@ class ServingSetup:
     max_total_tokens: int | None = None
     sharded_head: bool = True
     draft_layers: int = 0
+    hands_over: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,13 +188,15 @@ def _layer_bytes(layer: LayerParameters, size: WeightBytes, ranks: int, attentio
 
 def _cache_bytes_per_token(shape: ModelShape, setup: ServingSetup, stage: int) -> float:
     """Bytes of the keys and values of one token in the layers of one stage. Latent attention keeps its latent vector, on every
-    rank."""
-    layers = [not shape.has_linear_attention(layer) for layer in _layers_of(shape, setup, stage)]
-    count = sum(layers) + setup.draft_layers
+    rank, and each indexer a key in FP8 with a float32 scale for 128 channels."""
+    layers = _layers_of(shape, setup, stage)
+    count = sum(not shape.has_linear_attention(layer) for layer in layers) + setup.draft_layers
     if shape.mla is not None:
-        elements = shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim
-        indexer = shape.mla.indexer.head_dim if shape.mla.indexer is not None else 0
-        return count * (elements + indexer) * setup.cache_bytes
+        latent = count * (shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim) * setup.cache_bytes
+        if shape.mla.indexer is None:
+            return latent
+        choosing = sum(setup.hands_over or shape.has_indexer(layer) for layer in layers) + setup.draft_layers
+        return latent + choosing * (shape.mla.indexer.head_dim + shape.mla.indexer.head_dim // 128 * 4)
     ranks = setup.tensor // setup.attention_data
     groups = max(1, -(-shape.num_query_groups // ranks))
     return count * 2 * groups * shape.head_dim * setup.cache_bytes

@@ -206,6 +206,7 @@ def serving_setup(
         max_total_tokens=tokens,
         sharded_head=not field("enable_dp_lm_head"),
         draft_layers=1 if field("speculative_algorithm") else 0,
+        hands_over=bool(field("enable_hierarchical_cache")) or (group is not None and group.worker_type != "regular"),
     )
 
 

@@ -14,7 +14,7 @@ from slime.estimates.serving_memory import (
     serving_memory,
     unknown_quantisation,
 )
-from slime.estimates.shape import LinearAttentionShape, MlaShape, ModelShape, MoeShape
+from slime.estimates.shape import IndexerShape, LinearAttentionShape, MlaShape, ModelShape, MoeShape
 from slime.utils.errors import UserError
 
 GIB = 2**30
@@ -84,6 +84,13 @@ def test_latent_and_linear_attention():
     one, two = (serving_memory(latent, dataclasses.replace(SETUP, tensor=tensor)).weights for tensor in (1, 2))
     whole = 2 * (4 * 512 * (128 + 16) + (4 * 2 + 1) * 512)
     assert two - whole == (one - whole) / 2
+    # Of 4 layers two have an indexer, and so has a layer that drafts. The precision of the cache is not that of their keys.
+    indexer = IndexerShape(4, 128, 5, (True, False, False, True))
+    sparse = dataclasses.replace(SHAPE, mla=dataclasses.replace(mla, indexer=indexer))
+    for size, draft, hands_over, keys in ((2, 0, False, 2), (2, 1, False, 3), (1, 1, False, 3), (2, 1, True, 5)):
+        setup = dataclasses.replace(SETUP, cache_bytes=size, draft_layers=draft, hands_over=hands_over)
+        expected = (4 + draft) * (128 + 16) * size + keys * (128 + 4)
+        assert serving_memory(sparse, setup).cache_bytes_per_token == expected
     linear = LinearAttentionShape(4, 32, 4, 32, 4, (True, True, True, False))
     assert serving_memory(dataclasses.replace(SHAPE, linear_attention=linear), SETUP).cache_bytes_per_token == 1024
 

@@ -160,6 +160,11 @@ def test_engine_sizes_and_data_parallel_attention():
     assert not setup(planned(TWO_NODES, "--sglang-enable-dp-lm-head")).sharded_head
 
 
+def test_caches_leave_engines_with_roles_and_those_that_keep_them_on_the_host():
+    words = [[], ["--prefill-num-servers", "1"], ["--sglang-enable-hierarchical-cache"]]
+    assert [setup(planned(TWO_NODES, *flags)).hands_over for flags in words] == [False, True, True]
+
+
 SERVING = """
 sglang:
   - name: actor
