@@ -196,7 +196,9 @@ class Family:
             return True
         if hf_name.endswith(_COPIES) or self.ignored.search(hf_name) is not None:
             return False
-        return self._behind(hf_name, num_layers) >= predictions
+        # A run has none of the checkpoint's layers if the family has no rules for them.
+        own = 0 if self.leaves_out(f"{_PREDICTION_LAYERS}layers.0.eh_proj.weight") else predictions
+        return self._behind(hf_name, num_layers) >= own
 
     def _behind(self, hf_name: str, num_layers: int) -> int:
         """The number, from 0 on, of the HF tensor's layer among those behind the model's `num_layers`; negative if there is

@@ -303,7 +303,8 @@ def test_exports_have_layers_behind_the_models_last_one_that_a_run_has_not(tenso
     """But no copies of its embedding and head, which are trained."""
     for name in ("glm4_moe", "deepseek_v3", "kimi_k2", "glm_moe_dsa", "minimax_m2"):
         found = [FAMILIES[name].is_exported_as_stored(tensor, 4, predictions) for predictions in (0, 1)]
-        assert found == [exported, with_predictions], name
+        # Prediction layers of MiniMax-M2 do not come from its checkpoints.
+        assert found == [exported, exported if name == "minimax_m2" else with_predictions], name
     assert not FAMILIES["qwen3_moe"].is_exported_as_stored(tensor, 4)
 
 
