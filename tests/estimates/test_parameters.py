@@ -93,6 +93,9 @@ def test_linear_attention_is_a_part_of_its_own():
     # qkvz 8x(6+6+20+20), beta and decay 8x8, convolution 2x32, A and dt 2x4, norm 5, output 20x8.
     assert (first.attention, first.attention_replicated, first.linear_attention) == (0, 5, 416 + 64 + 64 + 8 + 160)
     assert (second.attention, second.linear_attention) == (288, 0)
+    # A layer of multi-token prediction has softmax attention, whatever the last one of the decoder has.
+    last = dataclasses.replace(linear, layers=(False, True))
+    assert count_parameters(changed(linear_attention=last, mtp_num_layers=1)).mtp[0].layer == second
 
 
 def test_multi_token_prediction_is_apart():
