@@ -167,7 +167,8 @@ def zero_std_counts(samples: Sequence[Sample], rewards: Sequence[float]) -> dict
     for positions in _by_group(samples).values():
         values = np.asarray([rewards[position] for position in positions], dtype=np.float64)
         if values.size > 1 and values.std() <= _ZERO_STD_THRESHOLD:
-            counts[round(float(values[0]), 1)] += 1
+            # Adding 0 makes 0 of -0, which would be another name of the same reward.
+            counts[round(float(values[0]), 1) + 0.0] += 1
     return dict(sorted(counts.items()))
 
 

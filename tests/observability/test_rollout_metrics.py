@@ -3,6 +3,7 @@
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from slime.observability.rollout_metrics import (
@@ -88,6 +89,13 @@ def test_m2_a_fan_out_is_one_execution_that_is_correct_if_its_samples_average_on
     assert rates(samples) == pytest.approx({"pass@1": 0.5, "pass@2": 1.0})
 
 
+def test_only_an_average_of_one_is_correct_and_float_noise_is_none():
+    """A reward of 2 is not; nor is a sample that names no execution part of the one whose number is its position."""
+    assert rates(groups([2.0, 0.7 + 0.1 + 0.1 + 0.1])) == {"pass@1": 0.5, "pass@2": 1.0}
+    own = [Sample(group_index=0, reward=1.0), Sample(group_index=0, rollout_id=0, reward=0.0)]
+    assert rates(own) == {"pass@1": 0.5, "pass@2": 1.0}
+
+
 def test_m2_evaluation_uses_the_number_of_samples_of_each_set():
     def result(samples):
         return {"rewards": [s.reward for s in samples], "truncated": [s.truncated for s in samples], "samples": samples}
@@ -123,6 +131,14 @@ def test_evaluation_counts_failed_samples_and_leaves_them_out():
     assert "eval/none" not in compute_eval_metrics(
         with_args(), {"none": {"rewards": [], "samples": [], "failed": [lost]}}
     )
+    data = {"both": {"rewards": [1.0, 0.0], "samples": [marked, lost], "failed": [lost]}}
+    assert compute_eval_metrics(with_args(), data)["eval/both-failed_samples"] == 2.0
+
+
+def test_an_evaluation_function_of_a_users_may_give_arrays_and_no_samples():
+    data = {"own": {"rewards": np.array([1.0, 0.0, 0.0, 0.0]), "truncated": np.array([True, False, False, False])}}
+    metrics = compute_eval_metrics(with_args(log_passrate=True), data)
+    assert metrics == {"eval/own": 0.25, "eval/own-truncated_ratio": 0.25, "eval/own-failed_samples": 0.0}
 
 
 def test_a_rollout_leaves_failed_samples_out():
@@ -149,6 +165,17 @@ def test_zero_std_groups_are_counted_by_reward_and_groups_of_one_are_not():
     assert not any("zero_std" in k for k in compute_rollout_metrics(with_args(use_critic=True), samples))
 
 
+def test_rewards_of_groups_are_rounded_to_one_digit_and_there_is_no_negative_zero():
+    metrics = compute_rollout_metrics(ARGS, groups([-0.04] * 2, [0.12] * 2, [0.04] * 2))
+    counts = {name: value for name, value in metrics.items() if "zero_std" in name}
+    assert counts == {"rollout/zero_std/count_0.0": 2, "rollout/zero_std/count_0.1": 1}
+
+
+def test_a_sample_without_a_group_shares_none():
+    samples = [Sample(reward=1.0), Sample(reward=1.0), Sample(group_index=0, reward=1.0)]
+    assert zero_std_counts(samples, [1.0] * 3) == {}
+
+
 def test_rollout_metrics_use_trained_tokens_and_reward_keys():
     args = with_args(reward_key="acc", log_correct_samples=True, log_passrate=True, log_reward_category="error")
     samples = [
@@ -168,6 +195,17 @@ def test_rollout_metrics_use_trained_tokens_and_reward_keys():
     assert metrics["passrate/pass@2"] == 1.0
 
 
+def test_what_engines_kept_and_guessed_is_summed_over_the_samples():
+    samples = [Sample(group_index=0, reward=0) for _ in range(2)]
+    for sample, factor in zip(samples, (1, 3), strict=True):
+        sample.prefix_cache_info.cached_tokens, sample.prefix_cache_info.total_prompt_tokens = 2 * factor, 8
+        sample.spec_info.spec_accept_token_num, sample.spec_info.spec_draft_token_num = 3 * factor, 10
+        sample.spec_info.spec_verify_ct, sample.spec_info.completion_token_num = 4, 7 * factor
+    metrics = compute_rollout_metrics(ARGS, samples)
+    assert metrics["rollout/prefix_cache_hit_rate"] == 8 / 16 and metrics["rollout/avg_cached_tokens_per_sample"] == 4
+    assert metrics["rollout/spec_accept_rate"] == 12 / 20 and metrics["rollout/spec_accept_length"] == 28 / 8
+
+
 def test_a_category_of_rewards_may_be_any_value():
     samples = [
         Sample(group_index=0, reward={"why": why}) for why in (["format", "length"], ["format", "length"], None, 2)
@@ -175,10 +213,18 @@ def test_a_category_of_rewards_may_be_any_value():
     metrics = compute_rollout_metrics(with_args(reward_key="why", log_reward_category="why"), samples)
     found = {name.removeprefix("rollout/error_cat/"): value for name, value in metrics.items() if "error_cat" in name}
     assert found == {"['format', 'length']": 0.5, "None": 0.25, "2": 0.25}
+    # Of all samples, also of those whose reward has no such entry.
+    samples = [Sample(group_index=0, reward={"score": 0}) for _ in range(5)]
+    samples[0].reward["why"] = 2
+    metrics = compute_rollout_metrics(with_args(reward_key="score", log_reward_category="why"), samples)
+    assert metrics["rollout/error_cat/2"] == 0.2
 
 
 def test_m3_the_length_of_correct_answers_is_logged():
-    samples = [Sample(group_index=0, response_length=n, reward=reward) for n, reward in ((3, 1), (5, 1.0), (9, 0))]
+    samples = [
+        Sample(group_index=0, response_length=n, reward=reward)
+        for n, reward in ((3, 1), (5, 1.0), (9, 0), (7, 0.5), (8, 2))
+    ]
     metrics = compute_rollout_metrics(with_args(log_correct_samples=True), samples)
     assert metrics["rollout/correct_len/mean"] == 4.0 and metrics["rollout/correct_len/max"] == 5.0
     nothing = compute_rollout_metrics(with_args(log_correct_samples=True), samples[2:])
@@ -199,6 +245,14 @@ def test_repetition_needs_length_and_repetition():
     rng = random.Random(0)
     assert not has_repetition("".join(rng.choice("abcdefghijklmnop") for _ in range(12000)))
     assert has_repetition("".join(rng.choice("abcdefghijklmnop") for _ in range(5000)) + "no " * 5000)
+    # Half a byte of news in each character of a block.
+    for length, expected in ((2100, False), (1500, True)):
+        block = "".join(rng.choice("abcdefghijklmnop") for _ in range(length))
+        assert has_repetition((block * 8)[:10001]) is expected
+    text = "\ud800" * 10001  # no character that can be written, but an engine may say it
+    assert has_repetition(text)
+    samples = [Sample(group_index=0, reward=0, response=response) for response in (text, "", "", "")]
+    assert compute_rollout_metrics(ARGS, samples)["rollout/repetition_frac"] == 0.25
 
 
 def test_perf_metrics():
@@ -227,11 +281,22 @@ def test_without_tools_nothing_is_told_of_them():
 
 
 def test_a_sample_that_was_begun_earlier_has_no_speed_without_its_tools():
-    """It spent more time with them than this step took."""
+    """It spent more time with them than this step took, or all of it."""
     samples = [Sample(response_length=30, non_generation_time=5.0)]
-    metrics = compute_rollout_perf_metrics(ARGS, samples, rollout_time=2.0)
-    assert metrics["perf/longest_sample_non_generation_time"] == 5.0
-    assert not any("without_non_generation" in name for name in metrics)
+    for seconds in (2.0, 5.0):
+        metrics = compute_rollout_perf_metrics(ARGS, samples, rollout_time=seconds)
+        assert metrics["perf/longest_sample_non_generation_time"] == 5.0
+        assert not any("without_non_generation" in name for name in metrics)
+
+
+@pytest.mark.parametrize(("samples", "seconds"), [([], 2.0), ([Sample(response_length=3)], 0.0)])
+def test_without_time_or_samples_there_is_no_speed(samples, seconds):
+    assert compute_rollout_perf_metrics(ARGS, samples, seconds) == {"perf/rollout_time": seconds}
+
+
+def test_without_gpus_of_the_run_there_is_no_speed_of_each():
+    metrics = compute_rollout_perf_metrics(with_args(rollout_num_gpus=None), [Sample(response_length=3)], 2.0)
+    assert metrics["perf/longest_sample_tokens_per_sec"] == 1.5 and not any("per_gpu" in name for name in metrics)
 
 
 def answered(samples, **meta_info):

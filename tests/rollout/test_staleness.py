@@ -47,6 +47,8 @@ def test_samples_over_the_bound_train_nothing_and_the_others_are_measured():
     metrics = hold_to_bound(bound(1), samples, 5)
     assert [s.remove_sample for s in samples] == [False, False, True]
     assert metrics == {"rollout/staleness/mean": 0.5, "rollout/staleness/max": 1.0, "rollout/stale_samples": 1}
+    metrics = hold_to_bound(bound(1), samples[:2], 5)
+    assert metrics == {"rollout/staleness/mean": 0.5, "rollout/staleness/max": 1.0, "rollout/stale_samples": 0}
 
 
 def test_without_a_bound_all_are_measured_and_kept():

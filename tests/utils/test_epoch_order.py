@@ -11,6 +11,10 @@ from slime.utils.epoch_order import Part, epoch_order, epoch_permutation, shares
 def test_the_order_of_an_epoch_never_changes_between_versions():
     assert epoch_permutation(8, 42, 0).tolist() == [4, 1, 3, 6, 0, 7, 2, 5]
     assert sorted(epoch_permutation(1000, -5, 7)) == list(range(1000))
+    seeds = (5, -5, 5 + 2**32)
+    assert len({tuple(epoch_permutation(20, seed, 0)) for seed in seeds}) == len(seeds)
+    of_parts = [11, 0, 9, 6, 10, 5, 1, 0, 13, 8, 10, 12, 12, 14, 11, 13, 2, 4, 15, 12]
+    assert epoch_order(PARTS, 42, 3, True).tolist() == of_parts
 
 
 PARTS = [Part(10, 1.0), Part(4, 2.5), Part(6, 0.5)]  # 10 + 10 + 3 of 23, of 20 samples: 8.7, 8.7, 2.6
@@ -62,6 +66,12 @@ def test_each_pass_over_a_part_draws_anew():
         for epoch in range(0, 12, 2)
     }
     assert len(begun) > 1 and {len(drawn) for drawn in begun} == {3}
+
+
+def test_parts_of_one_size_are_drawn_apart():
+    parts = [Part(6, 1.0), Part(6, 1.0), Part(6, 4.0)]
+    drawn = [sorted(map(int, epoch_order(parts, 5, epoch, True))) for epoch in range(0, 12, 2)]
+    assert any({i for i in one if i < 6} != {i - 6 for i in one if 6 <= i < 12} for one in drawn)
 
 
 def test_files_in_order_go_on_where_the_last_epoch_stopped():
