@@ -69,6 +69,9 @@ NO_EFFECT: dict[str, str] = {
 
 # These values ask for nothing, so they may always be typed.
 _NOTHING = (0, 1, "none")
+# Of these floats, which multiply, that is true as well. Of others, such as a loss's coefficient, 1 asks for as much as 2.
+_FACTORS = frozenset({"moe_router_topk_scaling_factor", "rope_scaling_factor", "rotary_scaling_factor", "mscale", "beta_slow",
+    "loss_scale", "initial_loss_scale", "min_loss_scale", "muon_extra_scale_factor", "optimizer_offload_fraction"})  # fmt: skip
 # Switches that are on by default. Typing them without their condition is no error.
 _ON_BY_DEFAULT = frozenset((
     "align_grad_reduce", "align_param_gather", "batch_p2p_comm", "batch_p2p_sync", "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad",
@@ -96,6 +99,8 @@ class ActsWith:
 def _asks(name: str, value: Any) -> bool:
     if value is True:
         return name not in _ON_BY_DEFAULT
+    if isinstance(value, float) and name not in _FACTORS:
+        return value != 0
     return value is not None and value is not False and value not in _NOTHING
 
 

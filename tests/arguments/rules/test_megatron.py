@@ -125,10 +125,21 @@ def test_runs_that_only_generate_are_not_asked(tmp_path, words):
 @pytest.mark.parametrize(
     "words",
     ["--expert-tensor-parallel-size 1", "--moe-router-topk 1", "--tp-comm-overlap-ag", "--moe-aux-loss-coeff 0",
-     "--use-persistent-ckpt-worker", "--attention-softmax-in-fp32", "--no-gradient-reduce-div-fusion"],
+     "--use-persistent-ckpt-worker", "--attention-softmax-in-fp32", "--no-gradient-reduce-div-fusion",
+     "--moe-router-topk-scaling-factor 1", "--loss-scale 1", "--mscale 1", "--rope-scaling-factor 1"],
 )  # fmt: skip
 def test_flags_that_ask_for_nothing_are_fine_anywhere(tmp_path, words):
     parse(tmp_path, *words.split())
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--dsa-indexer-loss-coeff", "--decoupled-min-lr", "--qk-clip-alpha"],
+)
+def test_a_coefficient_of_one_asks_for_something(tmp_path, flag):
+    assert any(
+        line.startswith(f"{flag} 1.0 has nothing to act on without") for line in violations(tmp_path, f"{flag} 1")
+    )
 
 
 def test_every_entry_of_the_tables_is_asked_about(tmp_path):
