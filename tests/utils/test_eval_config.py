@@ -1,5 +1,6 @@
 """Where the values of an evaluation set come from."""
 
+from argparse import Namespace
 from dataclasses import fields
 
 import pytest
@@ -38,6 +39,30 @@ def test_entry_beats_defaults_beats_eval_flags_beats_rollout_flags():
     assert c.stop == ["END"]
 
 
+@pytest.mark.parametrize(
+    ("key", "flags"),
+    [
+        *((f"{name}_key", (f"eval_{name}_key", f"{name}_key")) for name in ("input", "label", "tool")),
+        *((name, (f"eval_{name}", f"rollout_{name}")) for name in ("temperature", "top_p", "top_k", "max_response_len")),
+        *((name, (f"rollout_{name}",)) for name in ("stop", "stop_token_ids", "skip_special_tokens")),
+        *((name, (name,)) for name in (
+            "metadata_key", "multimodal_keys", "apply_chat_template", "apply_chat_template_kwargs",
+            "n_samples_per_eval_prompt")),
+        ("min_new_tokens", ("eval_min_new_tokens",)),
+    ],
+)  # fmt: skip
+def test_the_flags_of_a_key_and_which_comes_first(key, flags):
+    values = {flag: f"of {flag}" for flag in flags}
+    for flag in flags:
+        # An entry may say `null`, which is as if it did not have the key.
+        for entry in ({}, {key: None}):
+            (config,) = build_eval_dataset_configs(Namespace(**values), [{"name": "a", "path": "p", **entry}], {})
+            assert vars(config)[key] == f"of {flag}"
+        values[flag] = None
+    (config,) = build_eval_dataset_configs(Namespace(**values), [{"name": "a", "path": "p"}], {})
+    assert vars(config)[key] is None
+
+
 def test_temperature_zero_is_a_value():
     (config,) = build_eval_dataset_configs(ARGS, [{"name": "a", "path": "p", "temperature": 0.0}], {})
     assert config.sampling_params()["temperature"] == 0.0
@@ -51,6 +76,9 @@ def test_a_request_has_what_the_set_says():
     entry = {"name": "a", "path": "p", "max_response_len": 99, **own}
     (config,) = build_eval_dataset_configs(ARGS, [entry], {})
     assert config.sampling_params() == {**own, "max_new_tokens": 99, "spaces_between_special_tokens": False}
+    (config,) = build_eval_dataset_configs(ARGS, [{"name": "a", "path": "p"}], {})
+    of_nobody = {"no_stop_trim": True, "skip_special_tokens": False, "min_new_tokens": None, "repetition_penalty": None}
+    assert of_nobody.items() <= config.sampling_params().items()
 
 
 def test_a10_every_key_of_the_defaults_applies():
@@ -95,6 +123,7 @@ def test_unknown_keys_are_named():
         ([{"name": "a", "path": "p", "stop": "END"}], "stop is 'END', must be a list of text"),
         ([{"name": "a", "path": "p", "stop_token_ids": ["a"]}], "must be a list of a whole number"),
         ([{"name": "a", "path": "p", "multimodal_keys": {"image": 1}}], "must be a mapping of text"),
+        ([{"name": "a", "path": "p", "top_p": 0}], "top_p is 0, must be a share of the probability"),
     ],
 )
 def test_bad_entries(entries, message):
@@ -122,12 +151,24 @@ def test_the_generate_function_of_a_sample_beats_that_of_its_set():
     assert [sample.generate_function_path for sample in samples] == ["m.of_set", "m.of_sample"]
 
 
+@pytest.mark.parametrize("rendered", [True, False])
+def test_a_sample_knows_whether_the_template_of_its_set_rendered_it(rendered):
+    entry = {"name": "a", "path": "p", "apply_chat_template": rendered}
+    (config,) = build_eval_dataset_configs(ARGS, [entry], {})
+    sample = Sample()
+    config.apply_to(sample)
+    assert sample.prompt_is_rendered is rendered
+
+
 def test_sets_that_load_the_same_share_a_cache_key():
     def key(**entry):
         return build_eval_dataset_configs(ARGS, [{"name": "n", "path": "p", **entry}], {})[0].cache_key
 
     assert key() == key(temperature=0.3)
-    assert key() != key(input_key="other")
+    other = {name: "other" for name in ("path", "input_key", "label_key", "tool_key", "metadata_key")}
+    other |= {"multimodal_keys": {"image": "i"}, "apply_chat_template": False, "apply_chat_template_kwargs": {"x": 1}}
+    keys = [key(), *(key(**{name: value}) for name, value in other.items())]
+    assert len(set(keys)) == len(keys)
 
 
 def test_keys_for_functions_of_ones_own_pass_through():

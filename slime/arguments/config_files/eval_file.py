@@ -54,7 +54,7 @@ def load_eval_config(args: argparse.Namespace, path: str) -> tuple[list[EvalData
 
 
 def places_in(path: str | None) -> Callable[[str, str], str | None]:
-    """(name of a set, key) → `file:line` of the value, in the set or in the defaults; None where the file has none.
+    """(name of a set, key) → `file:line` of the value, in the set or in the defaults; None where the file has none, or null.
 
     Args:
         path: a file that `load_eval_config` could read; None: a run without one.
@@ -63,8 +63,8 @@ def places_in(path: str | None) -> Callable[[str, str], str | None]:
     sets = dict(entries)
 
     def place(name: str, key: str) -> str | None:
-        owner = next((found for found in (sets.get(name, {}), defaults) if found.get(key) is not None), None)
-        return None if owner is None else owner.where(key)
+        owner = next((found for found in (sets.get(name, {}), defaults) if key in found), None)
+        return None if owner is None or owner[key] is None else owner.where(key)
 
     return place
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from slime.arguments.config_files.eval_file import load_eval_config
+from slime.arguments.config_files.eval_file import load_eval_config, places_in
 from slime.arguments.origins import Origin
 from slime.arguments.parser import build_parser
 from slime.utils.errors import UserError
@@ -53,6 +53,33 @@ def test_entry_beats_defaults_beats_flags(tmp_path, monkeypatch):
     assert type(gpqa.app_service) is dict and type(gpqa.metadata_overrides) is dict
 
 
+def test_where_a_value_stands(tmp_path):
+    text = (
+        "defaults:\n  top_k: 3\n  top_p: 0.5\n"
+        "datasets:\n  a: {path: /a}\n  b:\n    path: /b\n    top_k: 4\n    top_p: null\n"
+    )
+    (of_a, of_b), violations = load(tmp_path, text)
+    assert violations == [] and (of_a.top_k, of_b.top_k, of_b.top_p) == (3, 4, 0.9), "null leaves it to the flags"
+    place = places_in(str(tmp_path / "eval.yaml"))
+    found = {(name, key): place(name, key) for name in "ab" for key in ("top_k", "top_p", "stop")}
+    assert {names: line and line.rpartition(":")[2] for names, line in found.items()} == {
+        ("a", "top_k"): "2", ("a", "top_p"): "3", ("a", "stop"): None,
+        ("b", "top_k"): "8", ("b", "top_p"): None, ("b", "stop"): None,
+    }  # fmt: skip
+    assert places_in(None)("a", "top_k") is None
+
+
+def test_files_of_functions_start_where_the_command_was_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (
+        "defaults: {custom_rm_path: rm.py:grade}\n"
+        "datasets: {a: {path: a.jsonl}, b: {path: /b, custom_rm_path: m.f, custom_generate_function_path: g.py}}\n"
+    )
+    (a, b), violations = load(tmp_path, text)
+    assert violations == [] and (a.path, a.custom_rm_path) == (f"{tmp_path}/a.jsonl", f"{tmp_path}/rm.py:grade")
+    assert (b.custom_rm_path, b.custom_generate_function_path) == ("m.f", f"{tmp_path}/g.py")
+
+
 def test_a_mapping_of_sets_at_the_top_and_json(tmp_path):
     text = json.dumps({"datasets": {"a": {"path": "/a"}, "b": {"path": "/b", "temperature": 0}}}, indent="\t")
     configs, violations = load(tmp_path, text, "eval.json")
@@ -73,6 +100,11 @@ def one(line):
         (one("top_k: 0"), 4, "top_k is 0, must be -1 for no cut, or at least 1"),
         (one("stop: ['']"), 4, "stop holds an empty string"),
         ("defaults: {temprature: 1}\ndatasets: {a: {path: /a}}\n", 1, "eval.defaults: unknown key temprature"),
+        (
+            "defaults: {temperature: hot}\ndatasets: {a: {path: /a}, b: {path: /b}}\n",
+            1,
+            "eval.defaults: temperature is 'hot'",
+        ),
         ("defaults: {path: /a}\ndatasets: {a: {path: /a}}\n", 1, "eval.defaults: unknown key path"),
         ("datasets:\n  - {path: /a}\n", 2, "the evaluation set needs a `name`"),
         ("datasets:\n  a: {top_p: 1}\n", 2, "path missing"),
