@@ -57,6 +57,24 @@ class TestState:
         assert resumed.get_metadata() == {"round": 3}
         assert start + steps(resumed, 3) == whole
 
+    def test_a_snapshot_shares_nothing_with_the_source(self, make_args):
+        source = RolloutDataSource(make_args())
+        source.update_metadata({"seen": [1]})
+        state = source.state_dict()
+        resumed = RolloutDataSource(make_args())
+        resumed.load_state_dict(state)
+        for one in (source, resumed):
+            one.get_metadata()["seen"].append(2)
+        assert state["metadata"] == {"seen": [1]}
+
+    def test_a_source_that_has_drawn_takes_the_order_of_the_state(self, make_args):
+        saved = RolloutDataSource(make_args(8, rollout_shuffle=True))
+        saved.get_samples(3)
+        resumed = RolloutDataSource(make_args(8, rollout_shuffle=True, rollout_seed=7))
+        resumed.get_samples(1)
+        resumed.load_state_dict(saved.state_dict())
+        assert prompts(resumed.get_samples(9)) == prompts(saved.get_samples(9))
+
     def test_d8_a_snapshot_of_an_earlier_rollout_can_be_saved(self, make_args):
         args = make_args(9)
         source = RolloutDataSourceWithBuffer(args)
