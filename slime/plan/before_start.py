@@ -7,7 +7,7 @@ minutes that weights take to load. Of weights only headers, metadata and sizes o
 import argparse
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from slime.arguments.config_files.role_config import CRITIC, critic_args, place_
 from slime.arguments.config_files.serving_config import served_models
 from slime.arguments.flag import attribute_of, flag_of
 from slime.arguments.hf_config import differing_flags, read_hf_config
-from slime.models.families import model_args_from_hf
+from slime.models.families import FAMILIES, model_args_from_hf
 from slime.plan.prompt_files import SCAN_SECONDS, files_of_the_run, prompt_problems
 from slime.utils.checkpoint_directory import (
     FSDP2,
@@ -37,7 +37,7 @@ from slime.utils.checkpoint_directory import (
 )
 from slime.utils.errors import UserError
 from slime.utils.processing_utils import lacks_tokenizer
-from slime.weights.hf_reader import places_of_checkpoint
+from slime.weights.hf_reader import Place, places_of_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -187,9 +187,11 @@ def _model_problems(args: argparse.Namespace) -> Iterator[str]:
     loads = [*_loads_of_ranks(args), *_loads_of_engines(args)]
     for directory in sorted({load.directory for load in loads if load.files}):
         try:
-            places_of_checkpoint(Path(directory))
+            places = places_of_checkpoint(Path(directory))
         except UserError as error:
             yield str(error)
+        else:
+            yield from sizes_against_config(Path(directory), places)
     without: dict[tuple[str, str], list[str]] = {}
     for load in loads:
         if load.files and not any(any(Path(load.directory).glob(pattern)) for pattern in load.files):
@@ -212,6 +214,50 @@ def _model_problems(args: argparse.Namespace) -> Iterator[str]:
                 f"{place} has no tokenizer (tokenizer.json, or a vocabulary of another kind), which is loaded from there; "
                 "download its files, or copy them there"
             )
+
+
+# The entries of config.json by which the sides of a tensor go, in all families whose tensors have such names. They are other
+# entries for some tensors of some families (queries with a gate, for one), which are compared when they are loaded.
+_SIDES = {
+    re.compile(rf"(?:model\.(?:language_model\.)?(?:layers\.\d+\.)?)?{name}\.weight"): sides
+    for name, sides in {
+        r"(?:embed_tokens|lm_head)": ("vocab_size", "hidden_size"),
+        r"(?:norm|input_layernorm|post_attention_layernorm)": ("hidden_size",),
+        r"self_attn\.[kv]_proj": ("key_value_width", "hidden_size"),
+        r"mlp\.(?:gate|up)_proj": ("intermediate_size", "hidden_size"),
+        r"mlp\.down_proj": ("hidden_size", "intermediate_size"),
+        r"mlp\.experts\.\d+\.(?:gate|up)_proj": ("moe_intermediate_size", "hidden_size"),
+        r"mlp\.experts\.\d+\.down_proj": ("hidden_size", "moe_intermediate_size"),
+    }.items()
+}
+# Names of dtypes in which a tensor has as many elements in the file as in the model; several of 4 bits share one.
+_UNPACKED = frozenset({"F32", "F16", "BF16", "F8_E4M3"})
+
+
+def sizes_against_config(directory: Path, places: Mapping[str, Place]) -> Iterator[str]:
+    """The first tensor of a Hugging Face directory whose shape is not the one that follows from its config.json."""
+    if not (directory / "config.json").is_file():
+        return
+    config = read_hf_config(directory)
+    if config.get("model_type") not in FAMILIES:
+        return
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if heads and hidden:
+        width = config.get("head_dim") or hidden // heads
+        config["key_value_width"] = (config.get("num_key_value_heads") or heads) * width
+    differing = []
+    for name, place in places.items():
+        sides = next((sides for known, sides in _SIDES.items() if known.fullmatch(name)), ())
+        expected = tuple(config.get(side) for side in sides)
+        if place.dtype in _UNPACKED and expected and None not in expected and place.shape != expected:
+            differing.append((name, place, list(expected)))
+    if differing:
+        name, place, expected = differing[0]
+        others = f", and {len(differing) - 1} more tensors differ" if len(differing) > 1 else ""
+        yield (
+            f"{place.path}: {name} is {list(place.shape)}, and by config.json beside it {expected}{others}; get weights and "
+            "config of the same model"
+        )
 
 
 def _stop_token_problems(args: argparse.Namespace) -> Iterator[str]:

@@ -1,14 +1,17 @@
 """Weights that a run cannot load, as files, metadata and configs tell them before anything starts."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 
-from slime.plan.before_start import check_before_start
+from slime.plan.before_start import check_before_start, sizes_against_config
 from slime.utils.errors import UserError
+from slime.weights.hf_reader import places_of_checkpoint
 from tests.support.models.args import parse, write_config, write_iteration, write_stand_ins
+from tests.support.models.tiny_families import TINY_FAMILIES
 
 
 def told(directory: Path, *words: str) -> list[str]:
@@ -143,3 +146,65 @@ def test_a_checkpoint_of_fsdp_is_looked_at_as_the_directory_that_it_is(tmp_path)
     write_stand_ins(write_config(written, num_hidden_layers=3))
     [line] = told(tmp_path, *words)
     assert "--num-layers 3 there, 2 here" in line
+
+
+def write_headers(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "BF16") -> None:
+    """A safetensors file of these tensors, whose bytes take no room."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    with file.open("ab") as opened:
+        opened.truncate(8 + len(text) + end)
+
+
+# Of TINY_QWEN3_CONFIG: 4 heads of 16 channels, 2 of them with keys and values.
+FITTING = {
+    "model.embed_tokens.weight": (300, 64), "lm_head.weight": (300, 64), "model.norm.weight": (64,),
+    "model.layers.1.post_attention_layernorm.weight": (64,), "model.layers.1.self_attn.k_proj.weight": (32, 64),
+    "model.layers.1.mlp.up_proj.weight": (128, 64), "model.layers.1.mlp.down_proj.weight": (64, 128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_tensors_of_other_sizes_than_the_config_says_are_told_with_their_file(tmp_path, name):
+    args, file = parse(tmp_path), write_stand_ins(tmp_path / "model") / "model.safetensors"
+    write_headers(file, FITTING)
+    check_before_start(args)
+    *other, last = FITTING[name]
+    write_headers(file, {**FITTING, name: (*other, last + 16)})
+    with pytest.raises(UserError) as error:
+        check_before_start(args)
+    assert str(error.value) == (
+        f"{file}: {name} is {[*other, last + 16]}, and by config.json beside it {[*other, last]}; get weights and config of "
+        "the same model"
+    )
+    # Those of two bytes that four weights share have shapes of their own.
+    write_headers(file, {name: (*other, last // 4)}, dtype="U8")
+    check_before_start(args)
+
+
+def test_one_tensor_is_named_and_the_others_are_counted(tmp_path):
+    args, file = parse(tmp_path), write_stand_ins(tmp_path / "model") / "model.safetensors"
+    write_headers(file, {name: tuple(2 * size for size in shape) for name, shape in FITTING.items()})
+    with pytest.raises(
+        UserError, match=r"embed_tokens.weight is \[600, 128\].* \[300, 64\], and 6 more tensors differ"
+    ):
+        check_before_start(args)
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_the_weights_of_every_family_have_the_sizes_of_their_config(tmp_path, family):
+    TINY_FAMILIES[family].save(tmp_path)
+    places = places_of_checkpoint(tmp_path)
+    assert list(sizes_against_config(tmp_path, places)) == []
+    whole = json.loads((tmp_path / "config.json").read_text())
+    config = whole.get("text_config", whole)
+    for entry in ("vocab_size", "hidden_size"):
+        changed = {**config, entry: 2 * config[entry]}
+        (tmp_path / "config.json").write_text(
+            json.dumps({**whole, "text_config": changed} if config is not whole else changed)
+        )
+        assert list(sizes_against_config(tmp_path, places)), entry

@@ -51,7 +51,7 @@ def write_config(directory: Path, **changes) -> Path:
 
 def write_stand_ins(directory: Path) -> Path:
     """Write a config and stand-ins for the files of weights and tokenizer, by which a run recognises a model at its start."""
-    header = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    header = json.dumps({"stand_in": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     (directory / "tokenizer.json").write_text("{}")
     return directory
