@@ -74,6 +74,25 @@ def test_values_that_default_to_another_flags(tmp_path):
     assert parse(tmp_path, "--eps-clip-high", "0.3").eps_clip_high == 0.3
 
 
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("--rollout-max-context-len 100 --rollout-max-prompt-len 10", {"rollout_max_prompt_len": 10}),
+        ("--rollout-max-context-len 100 --eval-max-context-len 50", {"eval_max_context_len": 50}),
+        ("--rollout-top-p 0.9 --eval-top-k 5", {"eval_top_k": 5}),
+        ("--reward-key score --eval-reward-key acc", {"eval_reward_key": "acc"}),
+        ("--eval-function-path tests.g", {"eval_function_path": "tests.g"}),
+        ("--over-sampling-batch-size 6", {"over_sampling_batch_size": 6}),
+        ("--n-samples-per-prompt 2", {"grpo_std_normalization": True}),
+        ("--n-samples-per-prompt 1", {"grpo_std_normalization": False}),
+        ("--balance-data", {"balance_data": True}),
+    ],
+)
+def test_what_was_typed_stays_beside_what_it_would_follow_from(tmp_path, words, expected):
+    args = parse(tmp_path, *words.split())
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
 def test_switches_that_imply_others(tmp_path):
     dynamic = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "512")
     assert parse(tmp_path, "--balance-by-flops", *dynamic).balance_data
