@@ -59,9 +59,6 @@ class IndexVectors:
     def rows(self) -> range:
         return range(self.first, self.first + len(self.query))
 
-    def detached(self) -> IndexVectors:
-        return IndexVectors(self.query.detach(), self.weight.detach(), self.key.detach(), self.first)
-
 
 def index_scores(query: torch.Tensor, weight: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Scores of all of the keys [K, channels] for rows with `query` [n, heads, channels] and `weight` [n, heads]: float32
@@ -131,7 +128,7 @@ class IndexerLoss(torch.nn.Module):
         Args:
             query, key: [T, heads, dim] of this rank's heads and rows.
         """
-        gradients, divergence = self._gradients(vectors.detached(), query.detach(), key.detach(), packed)
+        gradients, divergence = self._gradients(vectors, query, key, packed)
         self.divergence += divergence
         learning = vectors.query, vectors.weight, vectors.key
         scaled = [(gradient * self.scale).to(of.dtype) for gradient, of in zip(gradients, learning, strict=True)]
@@ -145,7 +142,7 @@ class IndexerLoss(torch.nn.Module):
         key = gather_rows(key, stream.cp, stream.gather_order)
         counted = (~stream.is_padding).float()
         gradients = [torch.zeros_like(of, dtype=torch.float32) for of in (vectors.query, vectors.weight, vectors.key)]
-        divergences = [counted.new_zeros(())]
+        total = counted.new_zeros(())
         for block in blocks_of(stream, range(len(query)), _SCORES):
             rows, keys = slice(block.rows.start, block.rows.stop), block.keys
             hidden = self._hidden_keys(block, packed.chosen, query.device)
@@ -160,12 +157,12 @@ class IndexerLoss(torch.nn.Module):
             given = vectors.query[own], vectors.weight[own], vectors.key[keys]
             scores = index_scores(*given).masked_fill_(hidden[of_block], -torch.inf)
             divergence, gradient = divergence_and_gradient(attended[of_block], scores)
-            divergences.append(divergence @ counted[start:stop])
+            total += divergence @ counted[start:stop]
             gradient *= counted[start:stop, None]
             of_query, of_weight, of_key = score_gradients(*given, gradient)
             gradients[0][own], gradients[1][own] = of_query, of_weight
             gradients[2][keys] += of_key
-        return gradients, torch.stack(divergences).sum()
+        return gradients, total
 
     def _hidden_keys(self, block: Block, chosen: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         """Of each row of the block which keys do not count, bool [rows, keys]."""

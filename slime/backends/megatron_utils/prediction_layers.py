@@ -368,7 +368,6 @@ class PredictionStep:
         Returns:
             (term, metrics without that factor: `mtp_{i}_loss` of each layer, and `mtp_loss`, their mean).
         """
-
         tensor_group = parallel_state.get_tensor_model_parallel_group()
         losses = [
             prediction_loss(batch, logits, layer, tensor_group, self._args.log_probs_chunk_size) * weight
