@@ -152,6 +152,8 @@ def gradients_worker(cases):
     for name, args in cases.items():
         run = LayoutRun(args)
         run.prepare()
+        if name == "scaled":
+            run.optimizer.scale_loss = lambda loss: 4 * loss
         metrics = run.step()
         named = global_named_parameters(run.model[0])
         gradients = {name: parameter.main_grad.clone() for name, parameter in named if parameter.requires_grad}
@@ -165,6 +167,7 @@ def test_only_indexers_learn_from_the_loss_and_from_nothing_else(models):
         "zero": {"dsa_indexer_loss_coeff": 0.0},
         "half": LEARNING,
         "one": {"dsa_indexer_loss_coeff": 1.0},
+        "scaled": LEARNING,
     }
     # Gradients are clipped by the norm of all of them, those of indexers too.
     args = {name: layout_args(models / "experts", **flags, clip_grad=0.0) for name, flags in cases.items()}
@@ -184,7 +187,10 @@ def test_only_indexers_learn_from_the_loss_and_from_nothing_else(models):
         gradient = found["half"][1][name]
         assert gradient.abs().max() > 0 and gradient.equal(found["other objective"][1][name]), name
         assert found["one"][1][name].equal(2 * gradient), name
-    # Without its coefficient.
+    for name, gradient in found["half"][1].items():
+        assert found["scaled"][1][name].equal(4 * gradient), name
+    # Without its coefficient, and without the scale.
+    assert found["scaled"][0]["indexer_loss"] == found["half"][0]["indexer_loss"]
     assert found["half"][0]["indexer_loss"] == found["one"][0]["indexer_loss"] > 0
     assert found["half"][0]["loss"] == found["none"][0]["loss"]
     assert found["half"][0]["grad_norm"] > found["none"][0]["grad_norm"]
