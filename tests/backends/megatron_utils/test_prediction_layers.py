@@ -347,7 +347,7 @@ EXPERT_LAYOUTS = {
     "pp, before the last stage": {**PIPELINE, "pipeline_model_parallel_layout": "Ettm|L"},
     "ep": {"expert_model_parallel_size": 2, "data_parallel_size": 2},
 }
-WITH_EXPERTS = ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "qwen3_next")
+WITH_EXPERTS = ("glm4_moe", "deepseek_v3", "deepseek_v32", "qwen3_next")
 # A layer of linear attention before one of softmax attention, as the prediction layer, the third, is.
 _MIXED = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 PREDICTING: dict[str, tuple[dict, dict | None]] = {

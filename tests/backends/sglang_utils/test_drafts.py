@@ -16,6 +16,8 @@ DRAFTING = {
     "glm4_moe": {},
     "glm4_moe_lite": {},
     "deepseek_v3": _PUBLISHED,
+    "deepseek_v32": _PUBLISHED,
+    "glm_moe_dsa": {**_PUBLISHED, "indexer_types": ["full", "shared", "full"]},
     "qwen3_next": _MIXED,
     "qwen3_5_text": _MIXED,
     "qwen3_5_moe_text": _MIXED,
@@ -30,9 +32,9 @@ def received(tmp_path_factory):
         if changes is None:
             row.save(root / name)
             continue
-        entries = {entry: value for entry, value in {**row.entries, **changes}.items() if entry != "layers"}
         own_names = PREDICTS_BESIDE if changes is _MIXED else None
-        write_predicting(root / name, row.write, own_names, model_type=row.model_type, **entries)
+        options = {"model_type": row.model_type, **row.entries, **changes}
+        write_predicting(root / name, row.write, own_names, **options)
     return run_distributed(receive, 1, (written, 4000), start_method="spawn", timeout=600)[0]
 
 
