@@ -261,8 +261,11 @@ PREDICTIONS = {
     "predicting, tensor": {**PREDICTING, **TENSOR},
     "predicting, zigzag": {**PREDICTING, **TWO_RANKS["zigzag"]},
     "predicting, pipeline": {**PREDICTING, **PIPELINE, "pipeline_model_parallel_layout": "Ett|mL"},
+    "predicting, virtual": {
+        **PREDICTING, **PIPELINE, "pipeline_model_parallel_layout": "E|tt|m|L", "virtual_pipeline_model_parallel_size": 2,
+    },
     "predicting, recomputed": {**PREDICTING, **PIPELINE, **RECOMPUTED, "pipeline_model_parallel_layout": "Ettm|L"},
-}
+}  # fmt: skip
 MODELS = dict.fromkeys(("dense", *WHOLE_ROWS), "dense") | dict.fromkeys(("predicting", *PREDICTIONS), "predicting")
 # Those of every change.
 SHARPEST = (
