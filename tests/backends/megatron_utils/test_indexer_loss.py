@@ -381,13 +381,15 @@ def test_a_checkpoint_holds_what_indexers_have_learnt_and_their_optimizer(models
         further = {"lr": 1e-3, "clip_grad": 0.0, **LEARNING, **layout}
         return resumable_args(models / name, tmp_path / name, **further)
 
-    names = ("experts", "experts everywhere")
-    (saved,) = run_distributed(save_and_go_on, 1, ({name: args_of(name) for name in names},))
-    found = run_distributed(resume_and_go_on, 2, ({name: args_of(name, **PIPELINE) for name in names},))[0]
-    for name in names:
+    runs = {"experts": {}, "experts everywhere": {}, "predicting": PREDICTING}
+    stages = {"predicting": {"pipeline_model_parallel_layout": "Ettm|L"}}
+    (saved,) = run_distributed(save_and_go_on, 1, ({name: args_of(name, **flags) for name, flags in runs.items()},))
+    resuming = {name: args_of(name, **flags, **PIPELINE, **stages.get(name, {})) for name, flags in runs.items()}
+    found = run_distributed(resume_and_go_on, 2, (resuming,))[0]
+    for name, flags in runs.items():
         at_checkpoint, after, gradient = saved[name]
         loaded, weights, _ = found[name]
         assert all(np.array_equal(loaded[key], weight) for key, weight in at_checkpoint.items())
-        assert_equal_weights(weights, after, bound_of_weights(args_of(name), [gradient], TRAINED_TOKENS))
+        assert_equal_weights(weights, after, bound_of_weights(args_of(name, **flags), [gradient], TRAINED_TOKENS))
         moved = [abs(after[key] - at_checkpoint[key]).max() for key in after if ".indexer." in key]
         assert len(moved) == 10 and min(moved) > 1e-4
