@@ -121,6 +121,22 @@ def test_log_probs_that_a_correction_edits_are_its_own(stored):
     assert all(one.equal(other) for one, other in zip(gradients, edited[2], strict=True))
 
 
+def tell_log_weights(*, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs):
+    return pg_loss, loss_masks, {"log_weight": torch.cat(train_log_probs) - torch.cat(rollout_log_probs)}
+
+
+def test_a_correction_compares_the_engine_with_the_stored_log_probs_whichever_are_the_old_ones():
+    """Where the engine's are the old ones, a function that only measures would else compare these with themselves."""
+    samples, path = make_samples(), f"{__file__}:tell_log_weights"
+    data = rollout_data(samples)
+    compute_advantages_and_returns(case_args(), data)
+    trained = [(s.old[t] - s.roll[t]) for s in samples for t in range(len(s.mask)) if s.mask[t]]
+    for of_engine in (False, True):
+        args = case_args(use_rollout_logprobs=of_engine, custom_tis_function_path=path, calculate_per_token_loss=True)
+        _, metrics, _ = run_step(args, data, make_logits(samples), [range(6)])
+        assert metrics["log_weight"] == pytest.approx(sum(trained) / len(trained), rel=1e-5)
+
+
 def losses_of_ranks(args, size):
     """Loss and metrics of a sample with five trained tokens of advantage 2, added up over `size` context-parallel ranks."""
     whole, total = rollout_data(make_samples()[:1]), {}

@@ -40,6 +40,17 @@ def test_without_old_log_probs_the_ratio_is_one():
     assert float(metrics["ppo_kl"]) == 0 and float(metrics["pg_clipfrac"]) == 0
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
+def test_without_old_log_probs_the_gradient_is_that_of_the_weighted_log_probs(estimator):
+    """A ratio of a log-prob to itself, with the gradient of both, would be 1 like this one, and teach nothing."""
+    args = objective_args(entropy_coef=0.0, use_kl_loss=False, advantage_estimator=estimator)
+    values, plain = logits(), logits()
+    loss_function(args, micro_batch(), values, None)[0].backward()
+    log_probs = expected_log_probs(plain, 0.7)
+    (-log_probs[:2].mean() + log_probs[2]).backward()
+    torch.testing.assert_close(values.grad, plain.grad)
+
+
 def test_engine_log_probs_are_the_old_ones_on_demand():
     args = objective_args(use_rollout_logprobs=True, entropy_coef=0.0, use_kl_loss=False)
     values = logits()
@@ -151,6 +162,19 @@ def test_custom_reducer_acts_on_the_policy_gradient_only():
 def squared_logits(args, batch, values, sum_of_sample_mean):
     rows = batch["stream"].responses((values**2).mean(-1))
     return sum_of_sample_mean(rows), {"mine": rows.sum()}
+
+
+def no_logits(args, batch, values, sum_of_sample_mean):
+    return torch.zeros(()), {}
+
+
+def test_a_loss_of_the_users_that_reads_no_logits_still_has_a_backward_pass():
+    """Other ranks wait in theirs."""
+    args = objective_args(loss_type="custom_loss", custom_loss_function_path=f"{__file__}:no_logits")
+    values = logits()
+    loss, _ = loss_function(args, micro_batch(), values, None)
+    loss.backward()
+    assert values.grad.shape == values.shape and not values.grad.any()
 
 
 def no_tuple(args, batch, values, sum_of_sample_mean):
