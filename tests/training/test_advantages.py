@@ -1,6 +1,7 @@
 """What `compute_advantages_and_returns` does around the estimators; their numbers are held against loops in
 `test_objective.py`."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +78,11 @@ def rejects_by_other_masks(args, rollout_data):
 def takes_masks_out(args, rollout_data):
     doubled(args, rollout_data)
     del rollout_data["loss_masks"]
+
+
+def writes_a_kl(args, rollout_data):
+    doubled(args, rollout_data)
+    rollout_data["kl"][1][2] = 2.5
 
 
 def writes_masks_as_they_are(args, rollout_data):
@@ -224,6 +230,23 @@ def test_the_kl_of_the_reward_is_zero_where_only_the_loss_has_a_weight_for_it(es
     assert not torch.cat(without["kl"]).any()
     for name in ("advantages", "returns"):
         assert torch.equal(torch.cat(rollout_data[name]), torch.cat(without[name]))
+
+
+def test_the_kl_that_a_custom_function_wrote_is_reported_also_where_another_could_be_computed():
+    rollout_data = with_kl()
+    args = objective_args(kl_loss_type="k1", custom_advantage_function_path=f"{__file__}:writes_a_kl")
+    compute_advantages_and_returns(args, rollout_data)
+    kl, is_known = reported_kl(args, rollout_data)
+    assert [tokens.tolist() for tokens in kl] == [[0, 0], [0, 0, 2.5]] and is_known
+
+
+@pytest.mark.parametrize("of_the_tool", [-1.4, math.nan])
+def test_the_kl_of_masked_tokens_is_0_for_whoever_reads_it(of_the_tool):
+    rollout_data = with_kl(loss_masks=[torch.ones(2), torch.tensor([1, 0, 1])])
+    rollout_data["ref_log_probs"][1][1] = of_the_tool
+    args = objective_args(kl_coef=0.1, kl_loss_type="k1", custom_advantage_function_path=f"{__file__}:doubled")
+    compute_advantages_and_returns(args, rollout_data)
+    assert torch.cat(rollout_data["kl"]).tolist() == pytest.approx([0.1, 0.2, 0.3, 0, 0.5])
 
 
 def test_a_kl_without_weight_shapes_no_reward_even_where_it_is_infinite():
