@@ -129,6 +129,23 @@ def test_l24_columns_of_teacher_and_critic_are_reported(metrics):
     }
 
 
+@pytest.mark.parametrize(("per_token", "of_tokens"), [(False, -3.0), (True, -2.5)])
+def test_tokens_are_averaged_like_the_loss_over_all_steps_and_the_rest_over_samples(alone, per_token, of_tokens):
+    """Two steps of one rollout each. The first has fanned out into two samples with 3 trained tokens together, so
+    (−1 − 2 − 3)/3 and −4 are averaged, or all four tokens."""
+    data = RolloutData({
+        "total_lengths": [4, 2, 3], "response_lengths": [3, 1, 2], "rollout_mask_sums": [3.0, 3.0, 1.0],
+        "loss_masks": [torch.tensor(mask) for mask in ([1, 0, 1], [1], [0, 1])],
+        "log_probs": [torch.tensor(row) for row in ([-1.0, 9.0, -2.0], [-3.0], [math.nan, -4.0])],
+        "rewards": [1.0, 2.0, 6.0], "truncated": [1, 0, 0], "raw_reward": [1.0, 2.0, 6.0], "global_batch_sizes": [1, 1],
+    })  # fmt: skip
+    found = rollout_data_metrics(objective_args(calculate_per_token_loss=per_token), data, None)
+    assert found == pytest.approx({
+        "log_probs": of_tokens, "rewards": 3.0, "truncated": 1 / 3, "response_lengths": 2.0, "total_lengths": 3.0,
+        "raw_reward": 3.0,
+    })  # fmt: skip
+
+
 def test_m4_the_schedule_is_no_metric(metrics):
     """Nor is anything else that is not about tokens, rewards or lengths."""
     assert metrics.keys() == {
@@ -235,10 +252,12 @@ def test_speeds_of_a_rollouts_phases():
         "perf/train_wait_time": 3.0,
         "perf/train_time": 5.0,
         "perf/log_probs_time": 0.5,
+        "perf/ref_log_probs_time": 0.25,
         "perf/actor_train_time": 4.0,
     }
     assert phase_speeds(seconds, 800.0, 2.0) == {
-        "perf/log_probs_tflops": 4.0, "perf/actor_train_tflops": 1.5, "perf/actor_train_tok_per_s": 200.0,
+        "perf/log_probs_tflops": 4.0, "perf/ref_log_probs_tflops": 8.0, "perf/actor_train_tflops": 1.5,
+        "perf/actor_train_tok_per_s": 200.0,
         "perf/wait_time_ratio": 0.375,
     }  # fmt: skip
     # Nothing was trained, and the model is not known.
