@@ -65,6 +65,11 @@ def four_ranks_worker():
     for positions in ([0, 1, 2] if rank < 2 else [0], [1, 0] if rank < 2 else []):
         results.append(compute_step_statistics(make_function(sums), ARGS, data.take(positions), dist.group.WORLD))
     results.append(compute_step_statistics(make_function(lambda **_: {}), ARGS, data.take([]), dist.group.WORLD))
+    named = {"first": torch.tensor(1.0 + rank), "second": torch.tensor(100.0)}
+    in_this_order = dict(sorted(named.items(), reverse=rank % 2 == 1))
+    results.append(
+        compute_step_statistics(make_function(lambda **_: in_this_order), ARGS, data.take([]), dist.group.WORLD)
+    )
 
     def fails_on_rank_2(**_):
         return {} if rank != 2 else {}["missing"]
@@ -83,7 +88,7 @@ def four_ranks_worker():
 
 def test_shares_of_data_and_context_ranks_are_added_up():
     ranks = run_distributed(four_ranks_worker, 4)
-    for (first, second, nothing), errors in ranks:
+    for (first, second, nothing, named), errors in ranks:
         for found, indices in ((first, [0, 1, 2, 3]), (second, [0, 1])):
             total = expected_sum(indices)
             assert found["log_probs"].tolist() == [total, 2 * total]
@@ -93,6 +98,7 @@ def test_shares_of_data_and_context_ranks_are_added_up():
             # Context ranks have the same samples, so what each of them counts whole is counted twice.
             assert found["lengths"] == 2 * sum(RESPONSE_LENGTHS[i] for i in indices)
         assert nothing == {}
+        assert named == {"first": 10.0, "second": 400.0}, "shares go by their names"
         assert "--custom-tis-function-path my.py:function raised KeyError for the statistics of a step" in errors[0]
         assert "same names and shapes on every rank" in errors[1]
         assert "rank 3 returned {'total': (2,)}" in errors[1]
