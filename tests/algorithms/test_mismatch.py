@@ -309,6 +309,13 @@ def test_one_catastrophic_token_rejects_its_sequence_only_if_it_is_trained():
     assert weigh(without, train, rollout, [[1, 1], [1, 0]])[0].kept.tolist() == [True, True, True, False]
 
 
+@pytest.mark.parametrize(("weight", "is_kept"), [(1.05e-4, True), (0.95e-4, False)])
+def test_what_the_veto_is_where_nothing_is_said(weight, is_kept):
+    settings = MisSettings(use_rs=True, rs_lower_bound=1e-9, rs_upper_bound=1e9)
+    weighted, _ = weigh(settings, [[math.log(weight) - 1.0, -1.0]], [[-1.0, -1.0]], [[1, 1]])
+    assert weighted.kept.tolist() == [is_kept] * 2
+
+
 def test_without_use_tis_weights_are_measured_and_not_applied():
     settings = MisSettings(use_tis=False, use_rs=True, rs_upper_bound=2.0, tis_batch_normalize=True)
     weighted, metrics = weigh(settings, [TRAINED], [SAMPLED], [[1, 1, 1]])

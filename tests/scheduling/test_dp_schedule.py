@@ -78,6 +78,14 @@ def test_numbers_may_be_arrays_and_tensors(kind):
     assert others == plain and others[0] == [[0, 2, 4, 5], [1, 3, 6]]
 
 
+def test_micro_batches_of_nearly_equal_flops_on_demand():
+    """FLOPs go nearly as lengths do here, so sums of 9, 7 and 9 come out: 4 goes to 5, and 3 to 6. First fit gives 3 to 7."""
+    args = dynamic(10, packing="first-fit", balance_by_flops=True, **TINY_SHAPE)
+    result = build_dp_schedule(args, parallel(1), [5, 7, 4, 3, 6], global_batch_size=5, rollout_indices=list(range(5)))
+    (partition,), (micro_batches,) = result[:2]
+    assert sorted([partition[item] for item in members] for members in micro_batches) == [[0, 2], [1], [3, 4]]
+
+
 def test_best_fit_micro_batches_are_dealt_in_turn():
     schedule = build_schedule([5, 7, 4, 3, 6], range(5), BatchingRule("best-fit", 10), global_batch_size=5, dp_size=1)
     assert samples_of(schedule, 0) == [[0], [1, 3], [2, 4]]
