@@ -7,7 +7,7 @@ since the awaited work may go on trying for long, or may not even depend on it.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -29,6 +29,8 @@ _ASK_SECONDS = 1.0
 _watched: list[ray.ObjectRef] = []
 # Actors whose death ends every wait: for each, the open question whether it lives (None: answered), and when it was asked.
 _asked: dict[Any, tuple[ray.ObjectRef | None, float]] = {}
+# What the error that tells of an actor's death calls it.
+_names: dict[Any, str] = {}
 
 
 def watch(refs: Sequence[ray.ObjectRef]) -> None:
@@ -53,17 +55,28 @@ def watch_actors(actors: Sequence[Any]) -> None:
     _asked.update({actor: (None, 0.0) for actor in actors})
 
 
+def name_actors(names: Mapping[Any, str]) -> None:
+    """From now on, have the error that tells of the death of one of these actors say which one it was.
+
+    Args:
+        names: actor → what messages call it. Ray itself tells the number of its process and the address of its node.
+    """
+    _names.update(names)
+
+
 def unwatch_actors(actors: Sequence[Any]) -> None:
-    """Undo `watch_actors`."""
+    """Undo `watch_actors` and `name_actors`."""
     for actor in actors:
         _asked.pop(actor, None)
+        _names.pop(actor, None)
 
 
 def watch_nothing() -> None:
-    """Undo every `watch` and `watch_actors`, at the end of Ray. A new Ray refuses the old handles, and that error would end the
-    first wait of a run that starts again."""
+    """Undo every `watch`, `watch_actors` and `name_actors`, at the end of Ray. A new Ray refuses the old handles, and that
+    error would end the first wait of a run that starts again."""
     _watched.clear()
     _asked.clear()
+    _names.clear()
 
 
 def wait_for_all(
@@ -254,4 +267,7 @@ def _raise_if_watched_died(name: str) -> None:
 
 def _death_cause(error: RayActorError) -> str:
     hint = "If memory ran out, the kernel's log (dmesg) names the process; lower --max-tokens-per-gpu or the engines' cache."
-    return f"{str(error).strip()}\n{hint}"
+    # Ray hands out the id of an actor as text here, and tells what it is a class of: all ranks are of the same.
+    named = (name for actor, name in _names.items() if actor._actor_id.hex() == error.actor_id)
+    who = next((f"It was {name}. " for name in named), "")
+    return f"{who}{str(error).strip()}\n{hint}"

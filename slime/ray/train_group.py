@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.arguments.checkpoints import WeightSource
 from slime.observability.logging_utils import LoggedMetrics, drain_outbox, logged_pairs
-from slime.observability.waiting import unwatch_actors, wait_for, wait_for_all, watch_actors
+from slime.observability.waiting import name_actors, unwatch_actors, wait_for, wait_for_all, watch_actors
 from slime.ray.driver import RolloutResult, log_probe
 from slime.scheduling.device_turns import Holds
 from slime.utils import env
@@ -169,6 +169,7 @@ class TrainGroup:
             }
             description = ray.cloudpickle.dumps((self._actor_cls, self._args, rank, world_size, device))
             self._actors.append(remote_class.options(**options).remote(inside, description))
+        name_actors({actor: self._name_ranks([rank]) for rank, actor in enumerate(self._actors)})
         # Ray hands the address to every rank as soon as rank 0 knows it; nobody waits here.
         address = self._actors[0].call.remote("rendezvous_address")
         self._starting = [actor.call_after.remote(after, "init", address) for actor in self._actors]

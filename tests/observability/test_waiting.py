@@ -231,3 +231,23 @@ def test_the_death_of_a_watched_actor_ends_a_wait_that_has_nothing_to_do_with_it
     finally:
         unwatch_actors([watched, busy])
     assert wait_for(actor.answer.remote(1), "an answer", 60) == 1
+
+
+def test_the_death_of_an_actor_that_has_a_name_says_which_one_it_was_and_where(actor, worker):
+    from slime.observability.waiting import name_actors, unwatch_actors, wait_for, wait_for_all, watch_actors
+
+    ranks = [worker.remote() for _ in range(3)]
+    name_actors({rank: f"training rank {number}" for number, rank in enumerate(ranks)})
+    assert wait_for_all([rank.answer.remote(1) for rank in ranks], "answers", 120) == [1, 1, 1]
+    watch_actors(ranks[:2])
+    who = r"^{}: a process of the run died\. It was training rank {}\. (?s:.*)\n\tpid: \d+\n(?s:.*)\n\tip: \d+\.\d+"
+    try:
+        with pytest.raises(RunError, match=who.format("a step", 2)):
+            wait_for_all([ranks[0].answer.remote(1), ranks[2].die.remote()], "a step", 60)
+        ranks[1].die.remote()
+        with pytest.raises(RunError, match=who.format("an answer", 1)):
+            wait_for(actor.hang.remote(), "an answer", 60)
+    finally:
+        unwatch_actors(ranks)
+    with pytest.raises(RunError, match=r"^a step: a process of the run died\. The actor died"):
+        wait_for(ranks[2].answer.remote(1), "a step", 60)
