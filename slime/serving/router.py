@@ -26,8 +26,8 @@ from typing import Any
 import requests
 
 from slime.serving.fleet import why_no_router_follows
-from slime.serving.router_process import lacks_engines, told_at_start
-from slime.utils.child_process import ChildProcess, environment_for_python
+from slime.serving.router_process import environment_of_router, lacks_engines, told_at_start
+from slime.utils.child_process import ChildProcess
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.misc import SharedAnswer
@@ -587,7 +587,7 @@ def _new_process(name: str, log_path: Path) -> tuple[ChildProcess, Path]:
     """A process of a router, which has not started, and the directory where it finds its arguments."""
     scratch = make_scratch_directory("router")
     argv = [sys.executable, "-m", "slime.serving.router_process", "--arguments-file", str(scratch / _ARGUMENTS_FILE)]
-    return ChildProcess(name, argv, log_path, {**environment_for_python(), "NO_PROXY": "*", "no_proxy": "*"}), scratch
+    return ChildProcess(name, argv, log_path, environment_of_router()), scratch
 
 
 def session_with(api_key: str | None) -> requests.Session:

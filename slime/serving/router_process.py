@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.utils.child_process import exit_when_parent_dies
+from slime.utils.child_process import environment_for_python, exit_when_parent_dies
 from slime.utils.errors import UserError
 from slime.utils.ports import host_for_url
 
@@ -78,6 +78,15 @@ def compute_router_fields(args: Any, host: str, port: int, prometheus_port: int)
     addresses = {"prometheus_host": host, "prometheus_port": prometheus_port}
     # The router puts its own address before the port as it is, and reads the other one alone.
     return {**defaults, **addresses, **typed, "host": host_for_url(host), "port": port}
+
+
+def environment_of_router() -> dict[str, str]:
+    """The environment of a router's process: ours without its proxies.
+
+    The router asks engines alone, most of them by their IP addresses. `NO_PROXY=*` would not keep those from a proxy: the
+    router takes the star for the names of hosts.
+    """
+    return {name: value for name, value in environment_for_python().items() if not name.lower().endswith("_proxy")}
 
 
 def lacks_engines(fields: dict[str, Any], workers: Sequence[Worker] = ()) -> bool:

@@ -473,3 +473,15 @@ def test_requests_in_flight_are_made_again_without_a_loss_of_attempts(tmp_path, 
         router.add_workers([Worker(engine.url)], 60, KEY)
         asyncio.run(main(router, engine))
         assert router.deaths == 1
+
+
+def test_r17_a_proxy_of_the_system_gets_no_question_to_a_router(tmp_path, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    with FakeGenerateServer() as engine, running_router(tmp_path) as router:
+        router.add_workers([Worker(engine.url)], 60, KEY)
+        assert urls(router) == {engine.url}, "which it has asked itself, without the proxy"
+        router.remove_workers([engine.url], 60)
+        assert urls(router) == set()
