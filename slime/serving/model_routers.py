@@ -129,11 +129,17 @@ class ModelRouters(Mapping[str, RouterHandle]):
         `at_last`: nothing holds a router back any more, which otherwise may wait for requests that the engines have.
 
         Raises:
-            RunError: a router still lists one.
+            RunError: a router still lists one; the engines of other models have been taken out all the same.
         """
+        errors: list[RunError] = []
         for model, router in self.items():
             if found := [url for name, url in urls.items() if self._model_of(name) == model]:
-                router.remove_workers(found, _REGISTRATION_SECONDS if at_last else _FAREWELL_SECONDS)
+                try:
+                    router.remove_workers(found, _REGISTRATION_SECONDS if at_last else _FAREWELL_SECONDS)
+                except RunError as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
     def leave_given(self, urls: Mapping[EngineName, str]) -> None:
         """Take our engines out of a router that goes on without us; before they end, or it would send them requests."""
