@@ -134,3 +134,22 @@ def test_both_models_sleep_and_wake_and_only_the_actor_has_weights_to_push(model
         ("critic rank", "hold", Holds.NOTHING), ("training rank", "hold", Holds.WEIGHTS),
         ("critic rank", "hold", Holds.ALL), ("training rank", "hold", Holds.ALL),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("with_critic", [False, True])
+def test_a_rollout_counts_as_trained_from_its_beginning_on(models, calls, monkeypatch, with_critic):
+    """By this number it is seen that weights have changed: engines that come later must not get them as the last version."""
+    group = models if with_critic else TrainGroup(models._args, None, [(0, 0)])
+    monkeypatch.setattr("slime.ray.train_group.logged_pairs", lambda logged, *who: logged)
+    for trained in (1, 2):
+        group.train(trained, RolloutResult(["shard"], [], ["shard of the critic"]), lambda logged: None)
+        assert group.rollouts_trained == trained
+
+    def fail(group, method, *arguments):
+        raise RunError("in the middle")
+
+    monkeypatch.setattr(TrainGroup, "_call_all", fail)
+    monkeypatch.setattr(TrainGroup, "_logged_before_error", lambda group: [])
+    with pytest.raises(RunError, match="in the middle"):
+        group.train(3, RolloutResult(["shard"], [], ["shard of the critic"]), lambda logged: None)
+    assert group.rollouts_trained == 3

@@ -134,7 +134,7 @@ def test_the_end_of_a_run_knows_what_was_saved():
     manager = FakeManager()
     manager.save = lambda rollout_id: None
     train.loop(args, started(0, 3, manager, actor), progress)
-    assert seen == [None, 1, 1, 2] and progress.rollout_saved == 2
+    assert seen == [None, 1, 1, 2] and (progress.rollout_saved, progress.rollouts_done) == (2, 3)
 
 
 class WritingActor:

@@ -83,13 +83,14 @@ def test_who_waits_for_a_death_hears_of_it_or_of_the_end(tmp_path, error):
         ({"prefill": True, "new decode": False}, False),
         # A model without an engine, and one whose engine is checked because a request failed.
         ({"regular": True, "new regular": False}, True),
+        ({"doubted regular": True, "new regular": False}, True),
     ],
 )
 def test_requests_that_engines_can_finish_are_work_where_others_find_no_engine(tmp_path, monkeypatch, answers, working):
     monkeypatch.setattr("slime.serving.engines.wait_for_each", lambda refs, name, limit: refs)
 
     def engine(number, kind, answer):
-        state = EngineState.STALE if kind.startswith("new") else EngineState.SERVING
+        state = {"new": EngineState.STALE, "doubted": EngineState.SUSPECT}.get(kind.split()[0], EngineState.SERVING)
         handle = SimpleNamespace(has_requests=SimpleNamespace(remote=lambda: answer))
         return EngineSnapshot(EngineName(number), state, 1, handle, 1, number, number, kind.split()[-1])
 

@@ -227,16 +227,17 @@ def checksums(sync, monkeypatch, tmp_path):
     sync._args.check_weight_update_equal, sync._args.save = True, str(tmp_path)
     sync._train_group.export_hf = lambda directory: None
     reports = [{"a": "1", "b": "1"}, {"a": "2", "b": "3"}, {"a": "1", "b": "1"}]
-    asked = []
+    asked, order = [], []
 
     def call(fleet, method, *arguments):
+        order.append(method)
         if method != "weights_checksum":
             return [None] * len(fleet.engines)
         asked.append(fleet.handles)
         return [{"norm": reports[len(asked) - 1][handle]} for handle in fleet.handles]
 
     monkeypatch.setattr(sync, "_call", call)
-    return SimpleNamespace(reports=reports, asked=asked)
+    return SimpleNamespace(reports=reports, asked=asked, order=order)
 
 
 def test_the_scratch_checkpoint_of_another_run_that_checks_its_weights_stays(sync, checksums, tmp_path):
@@ -257,6 +258,8 @@ def test_with_fault_tolerance_those_that_go_on_are_checked_when_another_fails_th
     sync.pushes.failed = [{0: "engine 0 died"}]
     sync.push()
     assert checksums.asked == [["a", "b"], ["a", "b"], ["b"]]
+    told = "weights_checksum"
+    assert checksums.order == ["update_weights_from_disk", told, "reset_weights", told, told], "those of the trainer"
     assert events[-1] == ("engine 0", "engine 1", 5, {0: "engine 0 died"})
 
 
@@ -452,3 +455,38 @@ def test_newer_weights_between_two_pushes_would_break_a_bound_on_staleness(sync,
     sync._rollout_manager.is_working = lambda: False
     with pytest.raises(RunError, match="--max-weight-staleness 3"):
         sync.push_to_stale()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked_for", "difference", "outcome"),
+    [
+        ("float32", False, 2e-5, "ends"),
+        ("float32", False, 5e-6, "equal"),
+        ("float32", False, float("nan"), "ends"),
+        ("bfloat16", False, 0.04, "equal"),
+        ("bfloat16", True, 0.04, "equal"),
+        # Two correct implementations may differ by more, so only who asked for the proof is stopped.
+        ("bfloat16", False, 0.06, "warns"),
+        ("bfloat16", False, float("nan"), "warns"),
+        ("bfloat16", True, 0.06, "ends"),
+        ("bfloat16", True, float("nan"), "ends"),
+        ("float16", True, 0.02, "ends"),
+    ],
+)
+def test_an_engine_that_computes_other_log_probs_ends_the_run_or_is_told_of(
+    sync, monkeypatch, tmp_path, caplog, dtype, asked_for, difference, outcome
+):
+    (tmp_path / "config.json").write_text("{}")
+    answers = [{"meta_info": {"input_token_logprobs": [[None], [-1.0]]}}]
+    monkeypatch.setattr(weight_sync, "wait_for_each", lambda refs, name, limit, **options: [answers])
+    sync._args = SimpleNamespace(
+        use_fault_tolerance=True, vocab_size=50, params_dtype_name=dtype, engine_load_timeout=1.0,
+        hf_checkpoint=str(tmp_path), check_weight_update_equal=asked_for,
+    )  # fmt: skip
+    fleet = fleet_of(SimpleNamespace(generate=SimpleNamespace(remote=lambda request: None)))
+    if outcome == "ends":
+        with pytest.raises(RunError, match="^weight check: the log-probs of engine 0 differ from the trainer's by "):
+            WeightSync._compare_log_probs(sync, fleet, [], [[-1.0 - difference]])
+    else:
+        assert WeightSync._compare_log_probs(sync, fleet, [], [[-1.0 - difference]]) == {}
+        assert ("differ from the trainer's" in caplog.text) is (outcome == "warns")

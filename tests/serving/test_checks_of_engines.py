@@ -48,6 +48,7 @@ def test_a_failed_request_has_all_engines_checked_also_when_none_is_due(make_own
     with owner.generating():
         owner.doubt_all("default", "POST failed")
         assert states(owner) == [EngineState.SUSPECT] * 2
+        assert owner.engines() == (1, [FIRST, EngineName(1)]), "they have their requests still"
         owner.outcomes["check", EngineName(1)] = True
         wait_until(lambda: states(owner)[1] is EngineState.SERVING)
         assert not owner.is_decided("default"), "one is doubted still"
@@ -122,3 +123,29 @@ def test_without_the_flag_nothing_is_checked(make_owner):
     with owner.generating():
         let_the_watch_turn(owner)
     assert states(owner) == [EngineState.SERVING] * 2 and not owner.ended.done()
+
+
+def test_f1_an_engine_whose_process_says_nothing_of_a_check_is_replaced_and_the_other_one_is_checked_meanwhile(
+    make_owner, monkeypatch, caplog
+):
+    monkeypatch.setattr(fleet_module, "_ANSWER_SECONDS", 0.0)
+    owner = serving(make_owner(use_fault_tolerance=True, rollout_health_check_timeout=0.2))
+    owner.outcomes["check", EngineName(1)] = True
+    with owner.generating():
+        wait_until(owner.lacks_weights)
+    assert owner.begin_push_to_stale() == (1, [SECOND]) and owner.deaths("default") == 1
+    assert "the process of engine 0 did not answer a check for 0.2 s" in caplog.text and ("stop", FIRST) in owner.events
+
+
+def test_generations_that_overlap_have_one_grace_before_the_first_check(make_owner, monkeypatch):
+    """Otherwise an engine that hangs would never be checked where a rollout begins before the last one ends."""
+    owner, resumed = serving(make_owner(use_fault_tolerance=True)), []
+    monkeypatch.setattr(owner._health, "resume", resumed.append)
+    with owner.generating():
+        with owner.generating():
+            pass
+        with owner.generating():
+            pass
+    assert len(resumed) == 1
+    with owner.generating():
+        assert len(resumed) == 2, "after a pause the next one has it again"

@@ -400,3 +400,34 @@ def test_a_check_that_ends_is_not_overdue():
         sglang_engine._IDLE_TOKEN_SECONDS + 2 * engines_module._MEASURE_SECONDS + sglang_engine._HEALTH_SECONDS
     )
     assert beside_its_limit < fleet._ANSWER_SECONDS
+
+
+def test_what_went_wrong_with_an_order_is_told_of_the_engine_that_it_went_wrong_with(actors, tmp_path, monkeypatch):
+    group = EngineGroup("regular", tuple(EngineSpec(number, NODES[:1], number) for number in range(4)))
+    topology = Topology((ServedModel("default", True, (group,)),))
+    engines = Engines(SimpleNamespace(http_control_timeout=20.0), None, topology, tmp_path, {})
+    names = [EngineName(number) for number in (3, 1, 0, 2)]
+    for name in names[:3]:
+        engines.start(name)
+    actors.asked.clear()
+    waited, silent = [], RunError("no answer")
+
+    def wait_for_each(refs, what, limit, *, pending):
+        waited.append((what, limit, pending([1])))
+        # Of three: the one of engine 1 says nothing. What an order returns else is no error.
+        return ["done", silent, None]
+
+    monkeypatch.setattr(engines_module, "wait_for_each", wait_for_each)
+    found = engines.order(names, "sleep")
+    assert [(number, method) for number, method, _, _ in actors.asked] == [(0, "sleep"), (1, "sleep"), (2, "sleep")]
+    assert found[names[1]] is silent and found[names[0]] is found[names[2]] is None
+    assert str(found[names[3]]) == "engine 2 was ended" and [*found] == names
+    assert waited == [("sleep of the engines", 4 * 20.0 + engines_module._ORDER_SECONDS, "engine 1")]
+
+
+def test_engines_that_hang_are_killed_when_they_have_had_their_time_to_end(actors, tmp_path, monkeypatch):
+    engines, waited = make_engines(tmp_path), []
+    engines.start(EngineName(0))
+    monkeypatch.setattr(engines_module.ray, "wait", lambda refs, **options: waited.append(options) or ([], refs))
+    engines.stop([EngineName(0)])
+    assert waited == [{"num_returns": 2, "timeout": engines_module._SHUTDOWN_SECONDS}] and len(actors.killed) == 2

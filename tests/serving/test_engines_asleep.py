@@ -1,5 +1,7 @@
 """Engines that sleep and wake, as their owner orders it; real ones: `test_engines.py`."""
 
+import threading
+
 import pytest
 
 from slime.scheduling.device_turns import Holds
@@ -148,3 +150,42 @@ def test_engines_sleep_when_the_successor_of_one_is_there(make_owner):
     owner.hold(Holds.NOTHING)
     assert owner.events[-1] == ("sleep", LEFT, EngineName(1, 1))
     assert states(owner) == [EngineState.ASLEEP] * 2
+
+
+def test_who_lacks_weights_is_no_engine_that_is_just_getting_some_or_that_no_push_has_reached(make_owner):
+    owner = ready(make_owner(use_fault_tolerance=True))
+    assert states(owner) == [EngineState.STALE] * 2 and not owner.lacks_weights(), "the first push is to come"
+    _, names = owner.begin_push()
+    owner.end_push(names, 1, {})
+    owner.begin_push()
+    assert states(owner) == [EngineState.STALE] * 2 and not owner.lacks_weights()
+    owner.end_push(names, 2, {})
+    owner.hold(Holds.NOTHING)
+    assert not owner.lacks_weights()
+    owner.hold(Holds.WEIGHTS)
+    assert owner.lacks_weights(), "they lost them asleep"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_who_waits_for_a_successor_hears_at_once_that_the_run_ends(make_owner, ends, caplog):
+    caplog.set_level("INFO")
+    owner, heard = serving(make_owner(use_fault_tolerance=True)), []
+    owner._engines.start = lambda name: ("no place", name)
+    owner.outcomes["end", RIGHT] = died("exit code -9")
+    wait_until(lambda: owner.deaths("default") == 1)
+
+    def sleep():
+        try:
+            owner.hold(Holds.NOTHING)
+        except RunError as error:
+            heard.append(str(error))
+
+    waiting = threading.Thread(target=sleep, daemon=True)
+    waiting.start()
+    wait_until(lambda: "sleep of the engines waits: engine 1" in caplog.text)
+    if ends:
+        owner.shutdown()
+    else:
+        owner.routers["default"]._gave_up = "the router died again"
+    waiting.join(60)
+    assert not waiting.is_alive() and heard == ([] if ends else ["the router died again"])

@@ -6,6 +6,7 @@ import pytest
 
 from slime.scheduling.device_turns import Holds
 from slime.scheduling.served_models import ModelServing, ServerGroup
+from slime.serving import model_routers
 from slime.serving.fleet import EngineName, EngineState
 from slime.utils.errors import RunError
 from tests.support.processes.owned_engines import KILLED, Process, RayTaskError, died, ready, states
@@ -198,3 +199,43 @@ def test_a_push_between_two_others_waits_until_nobody_has_to_be_waited_for(make_
     owner.outcomes["start", EngineName(2, 1)] = "http://2.1"
     wait_until(owner.is_settled)
     assert states(owner)[1:] == [EngineState.STALE] * 2
+
+
+def test_the_trainer_waits_for_no_engine_beside_it_before_the_others_sleep(make_pair):
+    owner = colocated(make_pair, ranks=1, use_fault_tolerance=True)
+    pushed(owner)
+    owner._engines.start = lambda name: ("no place", name)
+    owner.outcomes["end", JUDGE] = died()
+    wait_until(lambda: states(owner)[1] is EngineState.STARTING)
+    sleep = threading.Thread(target=owner.hold, args=(Holds.NOTHING,), daemon=True)
+    sleep.start()
+    sleep.join(60)
+    assert not sleep.is_alive() and states(owner) == [EngineState.ASLEEP, EngineState.STARTING]
+
+
+def test_the_router_of_a_second_model_has_the_key_of_the_engines_where_the_first_ones_is_given(make_pair, monkeypatch):
+    """Without a key it would let in whoever finds its address."""
+    owner, keys = make_pair(sglang_router_ip="127.0.0.1", router_api_key=None), []
+    start_router = model_routers.start_router
+    monkeypatch.setattr(
+        model_routers, "start_router", lambda args, *rest: keys.append(args.router_api_key) or start_router(args, *rest)
+    )
+    owner.start()
+    assert keys == [None, owner.api_key] and len(owner.api_key) >= 32
+
+
+def test_a_start_that_fails_ends_the_engines_that_did_start(make_pair):
+    owner = make_pair()
+    owner.outcomes["start", JUDGE] = died("engine 1 failed to start: exit code 1")
+    with pytest.raises(RayTaskError):
+        ready(owner)
+    assert owner.events[-1] == "engines"
+
+
+def test_f8_a_router_that_does_not_let_an_engine_go_keeps_no_engine_of_another_model_in_its_own(make_pair):
+    """Nobody takes those out later that fail while they are registered: their router would go on asking them."""
+    owner = ready(make_pair(error=RunError("workers not removed after 10 s")))
+    owner.events.clear()
+    with pytest.raises(RunError, match="^workers not removed after 10 s$"):
+        owner.routers.remove({ACTOR: "http://0.0", JUDGE: "http://1.0"})
+    assert owner.events == [("remove", ["http://0.0"]), ("remove 1", ["http://1.0"])]
