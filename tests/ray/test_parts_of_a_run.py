@@ -1,6 +1,8 @@
 """How ranks, manager and steps of a run begin and end, without processes."""
 
 import argparse
+import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from slime.ray import rollout_manager, train_group
 from slime.ray.driver import RunLength, RunProgress, StartedRun, StepReport
 from slime.ray.rollout_manager import RolloutClient, RolloutManager
 from slime.ray.train_group import TrainGroup
+from slime.scheduling.device_turns import Holds, Sides
 from slime.utils.errors import RunError
 from slime.utils.run_values import with_run_values
 from tests.support.models.args import parse
@@ -54,7 +57,7 @@ def test_each_rank_lives_in_its_bundle_and_knows_the_device_there(told, monkeypa
     monkeypatch.setattr(train_group.ray, "remote", lambda of: SimpleNamespace(options=options))
     args = argparse.Namespace(
         role="actor", actor_num_gpus_per_node=8, train_env_vars={}, deterministic_mode=False, has_trainer=True,
-        has_engines=False,
+        has_engines=False, overlap_moe_expert_parallel_comm=False,
     )  # fmt: skip
     group = TrainGroup(args, None, [(5, 3), (7, 1), (2, 6)])
     group.start(after="engines asleep")
@@ -116,6 +119,8 @@ def test_a_manager_that_hangs_is_killed_when_it_has_had_its_time_to_end(told, mo
         (("--use-fault-tolerance",), True),
         ((), False),
         (("--use-fault-tolerance", "--rollout-external-engine-addrs", "10.0.0.1:30000"), True),
+        # Those engines register by themselves.
+        (("--use-fault-tolerance", "--rollout-num-gpus", "0", "--router-api-key", "k"), False),
     ],
 )
 def test_requests_that_fail_ask_about_the_engines_of_their_own_model(tmp_path, monkeypatch, words, asks):
@@ -141,6 +146,86 @@ def test_requests_that_fail_ask_about_the_engines_of_their_own_model(tmp_path, m
     assert found == ({"http://actor": (owner, "actor"), "http://judge": (owner, "judge")} if asks else {})
     manager._shutdown()
     assert supplies == dict.fromkeys(("http://actor", "http://judge")), "nobody waits for engines that end"
+
+
+@pytest.fixture
+def make_manager(monkeypatch, tmp_path):
+    """A manager that has not started; `manager.events` will be what it asks of its two parts, which `failing` names fail."""
+    monkeypatch.setattr(rollout_manager, "configure_logger", lambda level: None)
+    monkeypatch.setattr(rollout_manager, "collect_garbage_rarely", lambda: None)
+
+    def make(failing=(), *words):
+        manager, events = RolloutManager(with_run_values(parse(tmp_path, *words), log_dir=str(tmp_path))), []
+
+        def note(name, *arguments, **options):
+            events.append((name, *arguments))
+            if name in failing:
+                raise RunError(f"{name} failed")
+
+        @contextlib.contextmanager
+        def generating():
+            events.append("checked")
+            try:
+                yield
+            finally:
+                events.append("not checked")
+
+        router = SimpleNamespace(ip="127.0.0.1", port=3000, url="http://127.0.0.1:3000")
+        owner = SimpleNamespace(
+            start=lambda: {"actor": router}, routers={"actor": router}, api_key="made up", generating=generating,
+            wait_ready=lambda: note("engines"), hold=lambda holds: note("hold", holds), host_memory_gib=None,
+            leave_given_router=lambda: note("leave"), shutdown=lambda: note("shutdown"),
+        )  # fmt: skip
+        pipeline = SimpleNamespace(
+            length="the length",
+            generate=lambda *words: note("generate", *words),
+            evaluate=lambda *words, **of: note("evaluate"),
+        )
+        monkeypatch.setattr(rollout_manager, "ServingOwner", lambda *arguments: owner)
+        monkeypatch.setattr("slime.ray.rollout_pipeline.RolloutPipeline", lambda args: note("data") or pipeline)
+        manager.events = events
+        return manager
+
+    return make
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_engines_that_share_devices_sleep_before_the_start_of_the_manager_is_over(make_manager, monkeypatch, sleep):
+    """The training ranks wait for that, and take the memory then."""
+    monkeypatch.setattr(rollout_manager, "sleeping_sides", lambda args: Sides(trainer=not sleep, engines=sleep))
+    manager = make_manager()
+    assert asyncio.run(manager.start("engines")) == "the length"
+    assert manager.events == [("data",), ("engines",), *[("hold", Holds.NOTHING)] * sleep]
+
+
+@pytest.mark.parametrize("failing", ["data", "engines"])
+def test_a_start_that_fails_leaves_neither_engines_nor_routers(make_manager, failing):
+    manager = make_manager([failing])
+    with pytest.raises(RunError, match=f"^{failing} failed$"):
+        asyncio.run(manager.start("engines"))
+    assert manager.events[-3:] == [(failing,), ("leave",), ("shutdown",)]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("call", ["generate", "evaluate"])
+def test_engines_are_checked_while_a_rollout_or_an_evaluation_lasts_however_it_ends(
+    make_manager, monkeypatch, call, fails
+):
+    monkeypatch.setattr(rollout_manager, "sleeping_sides", lambda args: Sides(trainer=False, engines=False))
+    manager = make_manager([call] * fails)
+
+    async def main():
+        await manager.start("engines")
+        manager.events.clear()
+        with contextlib.suppress(RunError):
+            await getattr(manager, call)(3)
+
+    asyncio.run(main())
+    assert [event if isinstance(event, str) else event[0] for event in manager.events] == [
+        "checked",
+        call,
+        "not checked",
+    ]
 
 
 @pytest.fixture

@@ -396,6 +396,8 @@ def test_memory_of_the_manager_is_freed_while_it_generates(make_client, transpor
     """Ray calls the manager for that, in a concurrency group of that name: without it nothing is ever freed."""
     client = make_client(rollout_data_transport=transport)
     assert client.options["concurrency_groups"].keys() - {"generate", "evaluate", "control"} == beside
+    # The rollout under way, those ahead of it, and the order to go on after a pause, for which they may all be waiting.
+    assert client.options["concurrency_groups"]["generate"] >= client._args.async_buffer_size + 2
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,17 @@ def test_a_push_goes_to_the_engines_that_are_there_and_the_fleet_hears_of_its_en
     ]  # fmt: skip
 
 
+def test_a_push_counts_the_devices_of_engines_and_not_the_engines(sync, events):
+    """By its devices an engine has its ranks in a group, and the training ranks that it shares them with."""
+    engines = [
+        EngineSnapshot(EngineName(number), EngineState.STALE, None, "abc"[number], num_gpus, offset, 0)
+        for number, (num_gpus, offset) in enumerate([(2, 0), (4, 2), (1, 8)])
+    ]
+    sync.fleets[0] = FleetSnapshot(None, tuple(engines))
+    sync.push()
+    assert events[0] == [(0, "a", 2, 0), (1, "b", 4, 2), (2, "c", 1, 8)]
+
+
 def test_without_engines_there_is_no_push_and_nothing_to_prove(sync, events):
     sync.fleets.insert(0, fleet_of())
     assert sync.push() == {"perf/update_weights_time": 1.0}

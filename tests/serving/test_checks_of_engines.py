@@ -48,7 +48,7 @@ def test_a_failed_request_has_all_engines_checked_also_when_none_is_due(make_own
     with owner.generating():
         owner.doubt_all("default", "POST failed")
         assert states(owner) == [EngineState.SUSPECT] * 2
-        assert owner.engines() == (1, [FIRST, EngineName(1)]), "they have their requests still"
+        assert owner.engines() == (1, [FIRST, EngineName(1)]) and owner.is_serving(), "they have their requests still"
         owner.outcomes["check", EngineName(1)] = True
         wait_until(lambda: states(owner)[1] is EngineState.SERVING)
         assert not owner.is_decided("default"), "one is doubted still"
@@ -67,6 +67,7 @@ def test_what_a_check_found_of_an_engine_that_got_other_weights_meanwhile_counts
         wait_until(lambda: ("check", FIRST) not in owner.outcomes)
         let_the_watch_turn(owner)
         assert states(owner) == [EngineState.SERVING] * 2
+        assert ("check", FIRST) in owner._awaited, "it is checked anew, and the old check is not waited for"
 
 
 def test_an_answer_that_is_there_counts_although_the_watch_comes_late(make_owner, monkeypatch):

@@ -8,7 +8,7 @@ from slime.scheduling.device_turns import Holds
 from slime.serving import owner as owner_module
 from slime.serving.fleet import EngineName, EngineState
 from slime.utils.errors import RunError
-from tests.support.processes.owned_engines import died, ready, serving, states
+from tests.support.processes.owned_engines import died, let_the_watch_turn, ready, serving, states
 from tests.support.processes.waiting import wait_until
 
 LEFT, RIGHT = EngineName(0), EngineName(1)
@@ -54,16 +54,19 @@ def test_asleep_nothing_is_generated_and_nothing_pushed_and_while_generating_nob
 def test_a_request_that_fails_while_engines_go_to_sleep_has_none_of_them_checked(make_owner, monkeypatch):
     """Asleep they answer nobody, and would be taken for dead."""
     owner = serving(make_owner(use_fault_tolerance=True))
-    order = owner._engines.order
+    order, checked = owner._engines.order, []
 
     def order_while_a_request_fails(names, method):
         outcomes = order(names, method)
         owner.doubt_all("default", "POST failed")
+        if method == "sleep":
+            let_the_watch_turn(owner)
+            checked.extend(name for what, name in owner._awaited if what == "check")
         return outcomes
 
     monkeypatch.setattr(owner._engines, "order", order_while_a_request_fails)
     owner.hold(Holds.NOTHING)
-    assert states(owner) == [EngineState.ASLEEP] * 2
+    assert states(owner) == [EngineState.ASLEEP] * 2 and checked == []
     owner.hold(Holds.WEIGHTS)
     assert owner.begin_push() == (1, [LEFT, RIGHT])
 

@@ -131,8 +131,8 @@ def test_news_of_an_earlier_life_is_late_and_changes_nothing(event):
         for step in life:
             step(SECOND)
         before = fleet.record(0)
-        assert EVENTS[event](fleet) is False
-        assert fleet.record(0) == before
+        assert EVENTS[event](fleet) is False and fleet.weights_whole(FIRST, 7) is False
+        assert fleet.record(0) == before and fleet.version == 1, "nor is a version current that none has whole"
     assert fleet.is_current(SECOND) and not fleet.is_current(FIRST)
 
 

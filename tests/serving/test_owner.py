@@ -3,6 +3,7 @@
 import re
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -261,10 +262,13 @@ def test_a_dead_engine_leaves_the_router_before_a_new_server_starts_and_gets_wei
     owner.end_push([SECOND], 1, {})
     assert owner.events[3:] == [("add", ["http://0.1"])]
     assert states(owner) == [EngineState.SERVING] * 2 and not owner.lacks_weights()
-    # The second life is watched as the first was.
+    _, names = owner.begin_push()
+    owner.end_push(names, 2, {})
+    assert names == [SECOND, EngineName(1)] and states(owner) == [EngineState.SERVING] * 2, "the second life as well"
+    # It is watched as the first was.
     owner.outcomes["end", SECOND] = died()
     wait_until(owner.lacks_weights)
-    assert owner.begin_push_to_stale() == (1, [EngineName(0, 2)]) and not owner.ended.done()
+    assert owner.begin_push_to_stale() == (2, [EngineName(0, 2)]) and not owner.ended.done()
 
 
 def test_without_the_last_engine_requests_find_none_until_its_successor_has_the_weights(make_owner):
@@ -455,14 +459,17 @@ def test_engines_of_another_role_do_not_stand_in_for_one_that_is_given_up(make_o
         owner.ended.result(60)
 
 
-def test_the_next_push_waits_for_the_successor(make_owner, caplog):
+def test_the_next_push_waits_for_the_successor(make_owner, monkeypatch, caplog):
     caplog.set_level("INFO")
     owner = serving(make_owner(use_fault_tolerance=True))
-    owner.outcomes["start", SECOND] = "http://late"
+    monkeypatch.setattr(owner._engines, "start", lambda name: ("start", name))
     owner.outcomes["end", FIRST] = died()
     wait_until(lambda: states(owner)[0] is not EngineState.SERVING)
-    assert owner.begin_push() == (1, [SECOND, EngineName(1)])
-    assert re.search("weight push waits: engine 0 is (dead|starting)\n", caplog.text), "and who it waits for is told"
+    with ThreadPoolExecutor(1) as pool:
+        push = pool.submit(owner.begin_push)
+        wait_until(lambda: re.search("weight push waits: engine 0 is (dead|starting)\n", caplog.text))
+        owner.outcomes["start", SECOND] = "http://late"
+        assert push.result(30) == (1, [SECOND, EngineName(1)])
     owner.end_push([SECOND, EngineName(1)], 2, {})
     assert states(owner) == [EngineState.SERVING] * 2 and ("add", ["http://late"]) in owner.events
 
