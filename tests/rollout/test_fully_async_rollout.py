@@ -385,7 +385,8 @@ def test_a_function_that_fails_ends_the_rollout_that_waits_and_its_prompts_retur
             with pytest.raises((UserError, RunError), match=message):
                 for number in range(3):
                     await rollout(worker, number)
-            assert 3 in group_numbers(source.returned)
+            # The source may have handed it out once more before the worker ended.
+            assert 3 in group_numbers([*source.returned, *worker.in_flight.values()])
 
     asyncio.run(main())
 
