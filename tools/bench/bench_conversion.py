@@ -38,9 +38,10 @@ TOOLS = {
     "convert_hf_to_fp8": "--model-dir {model} --save-dir {target}",
     "convert_hf_to_int4_direct": "--model-dir {model} --save-dir {target}",
     "fp8_cast_bf16": "--input-fp8-hf-path {fp8} --output-bf16-hf-path {target}",
+    "convert_k2_thinking_int4_to_bf16": "--model-dir {int4} --output-dir {target}",
 }
 # Kind of files that a converter above reads → the converter that makes them.
-MADE_BY = {"torch_dist": "convert_hf_to_torch_dist", "fp8": "convert_hf_to_fp8"}
+MADE_BY = {"torch_dist": "convert_hf_to_torch_dist", "fp8": "convert_hf_to_fp8", "int4": "convert_hf_to_int4_direct"}
 
 
 def main() -> None:
@@ -80,7 +81,7 @@ def tell(options: argparse.Namespace, directory: Path) -> None:
         memory = f", at most {peaks[name]:.2f} GB in a process" if name in peaks else ""
         ratio = least["copy"][0] / seconds
         print(
-            f"{name:28s} {seconds:7.2f} s  {ratio:5.2f} of the copy's speed  {processor:6.2f} s of processors{memory}"
+            f"{name:32s} {seconds:7.2f} s  {ratio:5.2f} of the copy's speed  {processor:6.2f} s of processors{memory}"
         )
 
 

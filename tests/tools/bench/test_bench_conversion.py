@@ -18,6 +18,10 @@ from tools.bench import bench_conversion
         (["fp8_cast_bf16"], ["convert_hf_to_fp8", *["fp8_cast_bf16"] * 2]),
         (["convert_torch_dist_to_hf"], ["convert_hf_to_torch_dist", *["convert_torch_dist_to_hf"] * 2]),
         (["convert_hf_to_int4_direct"], ["convert_hf_to_int4_direct"] * 2),
+        (
+            ["convert_k2_thinking_int4_to_bf16"],
+            ["convert_hf_to_int4_direct", *["convert_k2_thinking_int4_to_bf16"] * 2],
+        ),
         (["convert_hf_to_fp8", "fp8_cast_bf16"], ["convert_hf_to_fp8", "fp8_cast_bf16"] * 2),
         (["fp8_cast_bf16", "convert_hf_to_fp8"], ["convert_hf_to_fp8", *["fp8_cast_bf16", "convert_hf_to_fp8"] * 2]),
     ],
