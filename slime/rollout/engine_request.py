@@ -6,6 +6,7 @@ of a request that it does not know: a request with such a field goes past it, to
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -27,13 +28,16 @@ from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError, post_generate, post_generate_stream
 from slime.utils.misc import SingletonMeta
 from slime.utils.ports import engine_urls, host_for_url
-from slime.utils.sample_fields import held, token_array
+from slime.utils.sample_fields import KEPT_IDS, held, token_array
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
+_ASKS_SETS = "return_sampling_mask"
 # Fields of a request that a router may drop → what an engine answers to them.
-_ANSWERED_BY = {"return_routed_experts": "routed_experts", "return_sampling_mask": "output_token_sampling_mask"}
+_ANSWERED_BY = {"return_routed_experts": "routed_experts", _ASKS_SETS: "output_token_sampling_mask"}
+# What asks patched engines of older versions for kept sets, among `custom_params`; others have no use for it.
+_ASKS_PATCHED = {"return_top_p_token_ids": True}
 # How long the list of engines is believed. A request that failed is sent again after a longer time than this.
 _LISTED_SECONDS = 0.5
 # An engine that broke a request, or answered it by 429 or 5xx, gets no other for this long if there are others. A dead engine,
@@ -86,7 +90,7 @@ def build_payload(state: GenerateState, sample: Sample, sampling_params: dict[st
         experts = sample.rollout_routed_experts
         payload |= {"return_routed_experts": True, "routed_experts_start_len": 0 if experts is None else len(experts)}
     if asks_kept_sets(state.args):
-        payload["return_sampling_mask"] = True
+        payload[_ASKS_SETS] = True
     return payload
 
 
@@ -145,16 +149,16 @@ async def ask_engine(args: Any, sample: Sample, payload: dict[str, Any], model_n
 
     Users' functions ask by it if a run replays the routing of engines, or the tokens that they kept: a request with
     `return_routed_experts` or `return_sampling_mask` goes past a router that would drop this field. With the latter, the
-    log-probs of the answer are those among the kept tokens.
+    log-probs of the answer are those among the kept tokens; engines that take another request for these sets get that one.
 
     Raises:
         HttpError: the engine refused the request, or did not answer.
         SampleFailed: the engine tells another number of log-probs among the kept tokens than of tokens, or none to be read.
         UserError: the engine does not tell what it kept.
     """
-    url, options = await _addressed(args, sample, payload, model_name)
+    url, sent, options = await _addressed(args, sample, payload, model_name)
     with trace_span(sample, "sglang_generate") as span:
-        answer = _completed(payload, _of_an_engine(url, await post_generate(url, payload, **options)))
+        answer = _completed(payload, _of_an_engine(url, await post_generate(url, sent, **options)))
         trace_engine_answer(span, answer)
     return answer
 
@@ -170,8 +174,8 @@ async def stream_engine(
 
     A stream whose connection breaks ends so, without a `finish_reason`.
     """
-    url, options = await _addressed(args, sample, payload, model_name)
-    payload, last = {**payload, "stream": True}, {}
+    url, sent, options = await _addressed(args, sample, payload, model_name)
+    last: dict[str, Any] = {}
 
     def received(answer: dict[str, Any]) -> None:
         nonlocal last
@@ -179,23 +183,35 @@ async def stream_engine(
         on_answer(last)
 
     with trace_span(sample, "sglang_generate", {"stream": True}) as span:
-        await post_generate_stream(url, payload, received, **options)
+        await post_generate_stream(url, {**sent, "stream": True}, received, **options)
         trace_engine_answer(span, last)
 
 
-async def _addressed(args: Any, sample: Sample, payload: dict[str, Any], model_name: str) -> tuple[str, dict[str, Any]]:
-    """The URL that a request goes to, and what else there is to say about it to `post_generate`."""
+async def _addressed(
+    args: Any, sample: Sample, payload: dict[str, Any], model_name: str
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The URL that a request goes to, the request as the engines there take it, and what else there is to say about it to
+    `post_generate`."""
     url, ids = get_model_url(args, model_name), current_call().request_ids
     session = sample.session_id if args.router_policy == "consistent_hashing" else None
     headers = {"X-SMG-Routing-Key": session} if session else None
     engine = None
     asked = frozenset(filter(payload.get, _ANSWERED_BY))
     if asked:
-        engines = await _Engines().behind(url, model_name, asked)
-        if engines is not None:
+        way = await _Engines().behind(url, model_name, asked)
+        if way.asks_patched:
+            payload = _for_patched(payload)
+        if way.engines is not None:
             ids = _IdsPastTheRouter(current_call(), url)
-            engine = functools.partial(ids.sent_to, engines, session)
-    return url, {"headers": headers, "request_ids": ids, "engine": engine}
+            engine = functools.partial(ids.sent_to, way.engines, session)
+    return url, payload, {"headers": headers, "request_ids": ids, "engine": engine}
+
+
+def _for_patched(payload: dict[str, Any]) -> dict[str, Any]:
+    """A request that asks patched engines for kept sets, with whatever other custom parameters it has."""
+    params = payload.get("sampling_params") or {}
+    custom = {**(params.get("custom_params") or {}), **_ASKS_PATCHED}
+    return {**payload, "sampling_params": {**params, "custom_params": custom}}
 
 
 class _IdsPastTheRouter(set[str]):
@@ -241,7 +257,7 @@ def _completed(payload: dict[str, Any], answer: Any) -> Any:
         if "routed_experts_start_len" in payload:
             # Stock engines honour the field, but do not repeat it in their answers.
             meta_info.setdefault("routed_experts_start_len", payload["routed_experts_start_len"])
-        if payload.get("return_sampling_mask"):
+        if payload.get(_ASKS_SETS):
             _take_log_probs_among_kept(meta_info)
     return answer
 
@@ -261,10 +277,11 @@ def generated_tokens(meta_info: dict[str, Any]) -> TokenLogProbs:
 
 
 def _take_log_probs_among_kept(meta_info: dict[str, Any]) -> None:
-    """Replace log-probs over the whole vocabulary by those that tokens were sampled with."""
+    """Replace log-probs over the whole vocabulary by those that tokens were sampled with. Patched engines tell no others
+    beside their sets."""
     entries, log_probs = meta_info.get("output_token_logprobs"), meta_info.get("output_token_sampling_logprobs")
     if log_probs is None:
-        if entries is not None and len(entries):
+        if entries is not None and len(entries) and not _tells_patched(meta_info):
             raise UserError(
                 "--rollout-top-p, --rollout-top-k: the engine does not tell which tokens it kept (return_sampling_mask), which "
                 "the trainer's log-probs need; take SGLang 0.5.21 or later, or give --rollout-top-p 1 --rollout-top-k -1"
@@ -276,6 +293,10 @@ def _take_log_probs_among_kept(meta_info: dict[str, Any]) -> None:
             f"the engine gave {len(log_probs)} log-probs among kept tokens for an answer of {len(generated)} tokens"
         )
     meta_info["output_token_logprobs"] = generated.with_log_probs(log_probs)
+
+
+def _tells_patched(meta_info: dict[str, Any]) -> bool:
+    return any(meta_info.get(name) is not None for name in KEPT_IDS)
 
 
 class EnginesOfRouter:
@@ -337,16 +358,26 @@ class EnginesOfRouter:
         return chosen
 
 
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How requests with certain fields get to engines that heed them."""
+
+    # The engines to ask past the router; None for a router that hands all fields on.
+    engines: EnginesOfRouter | None = None
+    # Whether `custom_params` ask for kept sets, too: only patched engines heed them, and heed nothing else.
+    asks_patched: bool = False
+
+
 class _Engines(metaclass=SingletonMeta):
-    """For each router and set of fields, the engines to ask past it; None for a router that hands all fields on."""
+    """For each router and set of fields, the way of requests with these."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, frozenset[str]], EnginesOfRouter | None] = {}
+        self._known: dict[tuple[str, frozenset[str]], Way] = {}
         self._probes = collections.defaultdict[tuple[str, frozenset[str]], SingleFlight](SingleFlight)
 
-    async def behind(self, url: str, model_name: str, asked: frozenset[str]) -> EnginesOfRouter | None:
-        """The engines to ask, if the router drops one of the fields `asked`. The first caller finds that out by asking the
-        router for one token; others wait for the result.
+    async def behind(self, url: str, model_name: str, asked: frozenset[str]) -> Way:
+        """The way of requests with the fields `asked`. The first caller finds that out by asking for one token; others wait
+        for the result.
 
         Raises:
             HttpError: the engine refused, or did not answer; all who waited get it.
@@ -355,19 +386,37 @@ class _Engines(metaclass=SingletonMeta):
             return self._known[url, asked]
         return await self._probes[url, asked].join(functools.partial(self._probe, url, model_name, asked))
 
-    async def _probe(self, url: str, model_name: str, asked: frozenset[str]) -> EnginesOfRouter | None:
+    async def _probe(self, url: str, model_name: str, asked: frozenset[str]) -> Way:
         # Every vocabulary has this token; the request itself may bring a text. Sets are told of a limited top-k only.
         probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "top_k": 1}, **dict.fromkeys(asked, True)}
-        answer = _of_an_engine(url, await post_generate(url, probe, request_ids=current_call().request_ids))
-        meta_info, engines = answer["meta_info"], EnginesOfRouter(model_name, url)
-        dropped = sorted(field for field in asked if meta_info.get(_ANSWERED_BY[field]) is None)
-        if dropped and (meta_info.get("finish_reason") or {}).get("type") == "abort":
-            # It had no token to tell of. Past the router nothing is dropped in any case, and the next request tries again.
-            return engines
-        self._known[url, asked] = engines if dropped else None
+        if _ASKS_SETS in asked:
+            # Engines heed the way of asking that they know.
+            probe = _for_patched(probe)
+        call, past = current_call(), Way(EnginesOfRouter(model_name, url), asks_patched=_ASKS_SETS in asked)
+        answer = _of_an_engine(url, await post_generate(url, probe, request_ids=call.request_ids))
+        dropped = sorted(field for field in asked if not _answers(answer["meta_info"], field))
+        if _ASKS_SETS in dropped and not _is_aborted(answer):
+            ids = _IdsPastTheRouter(call, url)
+            engine = functools.partial(ids.sent_to, past.engines, None)
+            answer = _of_an_engine(url, await post_generate(url, probe, request_ids=ids, engine=engine))
+        if dropped and _is_aborted(answer):
+            # It had no token to tell of. What is asked for in all ways, past the router, comes in any case, and the next
+            # request tries again.
+            return past
+        meta_info = answer["meta_info"]
+        patched = meta_info.get(_ANSWERED_BY[_ASKS_SETS]) is None and _tells_patched(meta_info)
+        self._known[url, asked] = Way(past.engines if dropped else None, patched)
         if dropped:
             logger.info("%s: the router drops %s; such requests go to its engines", url, ", ".join(dropped))
         return self._known[url, asked]
+
+
+def _answers(meta_info: dict[str, Any], field: str) -> bool:
+    return meta_info.get(_ANSWERED_BY[field]) is not None or (field == _ASKS_SETS and _tells_patched(meta_info))
+
+
+def _is_aborted(answer: dict[str, Any]) -> bool:
+    return (answer["meta_info"].get("finish_reason") or {}).get("type") == "abort"
 
 
 def router_urls(args: Any) -> dict[str, str]:

@@ -190,7 +190,8 @@ def _exact_array(name: str, values: Any) -> np.ndarray | None:
     return read_only(array.copy() if array is values and array.flags.writeable else array)
 
 
-_KEPT_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
+# The names by which patched engines tell the ids of kept sets.
+KEPT_IDS = ("top_p_token_ids", "top_p_kept_token_ids")
 # Why an engine ended an answer → the status that the sample has then.
 STATUS_OF_FINISH_REASON = {"length": "TRUNCATED", "abort": "ABORTED", "stop": "COMPLETED"}
 
@@ -255,12 +256,12 @@ def _kept_sets_of(meta_info: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | 
         offsets = np.zeros(len(lists) + 1, np.int32)
         np.cumsum([len(ids) for ids in lists], out=offsets[1:])
         return np.fromiter(itertools.chain.from_iterable(lists), np.int32, int(offsets[-1])), offsets
-    ids = decode_int32_meta_array(meta_info, _KEPT_IDS)
+    ids = decode_int32_meta_array(meta_info, KEPT_IDS)
     if ids is None:
         return None
-    offsets = decode_int32_meta_array(meta_info, [name.replace("_ids", "_offsets") for name in _KEPT_IDS])
+    offsets = decode_int32_meta_array(meta_info, [name.replace("_ids", "_offsets") for name in KEPT_IDS])
     if offsets is None:
-        raise ValueError(f"meta_info has {' or '.join(_KEPT_IDS)} without their offsets")
+        raise ValueError(f"meta_info has {' or '.join(KEPT_IDS)} without their offsets")
     return ids, offsets
 
 

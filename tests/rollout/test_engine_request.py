@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 
 import numpy as np
 import pytest
@@ -259,7 +260,7 @@ def probing(monkeypatch, answers):
     """Answers in turn, each when the others wait as well; what is raised stands among them. And how often it was asked."""
     asked = []
 
-    async def post_generate(url, probe, request_ids):
+    async def post_generate(url, probe, request_ids, engine=None):
         asked.append(url)
         await asyncio.sleep(0)
         if isinstance(answer := answers[len(asked) - 1], Exception):
@@ -286,12 +287,15 @@ def behind(engines, times):
 
 def test_each_set_of_fields_is_probed_and_all_of_it_has_to_come_through(monkeypatch):
     both = frozenset({"return_routed_experts", "return_sampling_mask"})
-    answers = [{"routed_experts": "AAAA"}, {"routed_experts": "AAAA", "output_token_sampling_mask": [[0]]}, {"id": 1}]
+    kept = {"output_token_sampling_mask": [[0]]}
+    # Two fields of which one is dropped, and an engine past the router; one field; another one, and an engine.
+    answers = [{"routed_experts": "AAAA"}, kept, {"routed_experts": "AAAA"}, {"id": 1}, kept]
     asked, engines = probing(monkeypatch, answers), engines_of_routers()
     fields = [both, ASKED, frozenset({"return_sampling_mask"})] * 2
     found = [asyncio.run(engines.behind("http://r/generate", "m", one)) for one in fields]
-    assert [found[0] is None, found[1], found[2] is None] == [False, None, False]
-    assert found[3:] == found[:3] and len(asked) == 3
+    assert [way.engines is None for way in found[:3]] == [False, True, False]
+    assert not any(way.asks_patched for way in found)
+    assert found[3:] == found[:3] and len(asked) == 5
 
 
 KEPT = {"output_token_sampling_mask": [[70, 9], [71]], "output_token_sampling_logprobs": [-0.25, 0.0]}
@@ -315,6 +319,74 @@ def test_log_probs_among_kept_tokens_take_the_place_of_the_others(monkeypatch):
         asyncio.run(ask_engine(args, Sample(index=0), {**payload(**asking), "input_ids": [65]}))
     answer["output_token_logprobs"] = []
     assert asyncio.run(ask_engine(args, Sample(index=0), {**payload(**asking), "input_ids": [65]}))
+
+
+def fleet(monkeypatch, *, drops, patched, aborted=()):
+    """Engines behind a router; `drops`: it drops what it does not know. Returns the requests: whether each went past the
+    router, and what it said. Those numbered by `aborted` end without a token."""
+    SingletonMeta.clear_instances()
+    sent = []
+
+    async def post_generate(url, request, *, engine=None, **options):
+        async with contextlib.nullcontext(url) if engine is None else engine() as address:
+            past = address != url
+        sent.append((past, request))
+        meta_info = {"output_token_logprobs": [[-0.5, 70, None], [-0.75, 71, None]]}
+        if len(sent) - 1 in aborted:
+            return {"meta_info": {"finish_reason": {"type": "abort"}}}
+        if past or not drops:
+            custom = request["sampling_params"].get("custom_params", {})
+            if patched and custom.get("return_top_p_token_ids"):
+                meta_info |= {"top_p_token_ids": [70, 9, 71], "top_p_token_offsets": [0, 2, 3]}
+            if not patched and request.get("return_sampling_mask"):
+                meta_info |= KEPT
+        return {"meta_info": meta_info}
+
+    monkeypatch.setattr(engine_request, "post_generate", post_generate)
+    monkeypatch.setattr(engine_request, "list_engine_urls", lambda *_: asyncio.sleep(0, ["http://e"]))
+    return sent
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["hands on", "drops"])
+@pytest.mark.parametrize(
+    ("patched", "own", "log_probs"),
+    [(False, {}, [-0.25, 0.0]), (True, {}, [-0.5, -0.75]), (True, {"mine": 1}, [-0.5, -0.75])],
+    ids=["stock", "patched", "patched, with parameters of its own"],
+)
+def test_engines_are_asked_for_kept_sets_in_the_way_that_they_heed(monkeypatch, drops, patched, own, log_probs):
+    sent = fleet(monkeypatch, drops=drops, patched=patched)
+    asking = payload(return_sampling_mask=True)
+    asking["sampling_params"] |= {"custom_params": own} if own else {}
+    given = copy.deepcopy(asking)
+    for _ in range(2):
+        answer = asyncio.run(ask_engine(make_args(""), Sample(index=0), asking))
+        sample = Sample(index=0, tokens=[65, 66])
+        tokens = engine_request.generated_tokens(answer["meta_info"])
+        assert tokens.log_probs.tolist() == log_probs
+        sample.append_response_tokens(
+            make_args(""), tokens=tokens.tokens, log_probs=tokens.log_probs, meta_info=answer["meta_info"]
+        )
+        assert sample.rollout_top_p_token_ids.tolist() == [70, 9, 71]
+        assert sample.rollout_top_p_token_offsets.tolist() == [0, 2, 3]
+    probes, requests = sent[:-2], sent[-2:]
+    assert [past for past, _ in probes] == ([False, True] if drops else [False])
+    assert [past for past, _ in requests] == [drops] * 2
+    custom = {**own, "return_top_p_token_ids": True} if patched else None
+    assert [request["sampling_params"].get("custom_params") for _, request in requests] == [custom] * 2
+    assert asking == given
+
+
+@pytest.mark.parametrize("aborted", [[0], [1]], ids=["at the router", "past it"])
+@pytest.mark.parametrize("patched", [False, True], ids=["stock", "patched"])
+def test_behind_an_aborted_probe_kept_sets_are_asked_for_in_both_ways(monkeypatch, patched, aborted):
+    sent = fleet(monkeypatch, drops=True, patched=patched, aborted=aborted)
+    asking = payload(return_sampling_mask=True)
+    assert "output_token_logprobs" in asyncio.run(ask_engine(make_args(""), Sample(index=0), asking))["meta_info"]
+    past, request = sent[-1]
+    assert past and request["return_sampling_mask"] and request["sampling_params"]["custom_params"]
+    # The next one finds out.
+    asyncio.run(ask_engine(make_args(""), Sample(index=0), asking))
+    assert ("custom_params" in sent[-1][1]["sampling_params"]) == patched
 
 
 def test_of_several_prompts_each_answer_has_what_their_request_says(monkeypatch):
@@ -358,8 +430,8 @@ def test_an_aborted_probe_says_nothing_of_the_router(monkeypatch):
         return [(await behind(engines, 1))[0] for _ in range(3)]
 
     past, *later = asyncio.run(main())
-    assert isinstance(past, EnginesOfRouter), "nothing is lost of the request that came first"
-    assert later == [None, None] and len(asked) == 2
+    assert isinstance(past.engines, EnginesOfRouter), "nothing is lost of the request that came first"
+    assert [way.engines for way in later] == [None, None] and len(asked) == 2
 
 
 def test_a_probe_that_fails_fails_for_all_that_wait_and_the_next_request_tries_again(monkeypatch):
@@ -371,7 +443,7 @@ def test_a_probe_that_fails_fails_for_all_that_wait_and_the_next_request_tries_a
 
     failures, found = asyncio.run(main())
     assert {type(failure) for failure in failures} == {http_utils.HttpError}
-    assert {type(engine) for engine in found} == {EnginesOfRouter} and len(set(map(id, found))) == 1
+    assert {type(way.engines) for way in found} == {EnginesOfRouter} and len(set(map(id, found))) == 1
     assert len(asked) == 2
 
 
