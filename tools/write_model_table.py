@@ -59,6 +59,9 @@ _LAYOUT = (
     "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
     "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
 )  # fmt: skip
+# Architecture without a class in transformers -> the one whose tensors its checkpoints have, beside prediction layers.
+_CHECKPOINTS_OF = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
+_FIRST = "model.layers.0."
 # A file is mapped as a whole, so it must be smaller than the memory of the machine.
 _FILE_BYTES = 4 * 2**30
 _STAGE_SECONDS = 900
@@ -268,12 +271,16 @@ def _spelled(layout: list[str]) -> str:
 
 
 def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
-    """Name -> shape of the tensors that transformers would write for a model of this config; None if it has no such class."""
+    """Name -> shape of the tensors that transformers would write for a model of this config; None if it has no such class.
+
+    It has none for MiMo, whose checkpoints are those of a Qwen2 with layers for multi-token prediction.
+    """
     import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
-    kind = getattr(transformers, config["architectures"][0], None)
+    (architecture,) = config["architectures"]
+    kind = getattr(transformers, _CHECKPOINTS_OF.get(architecture, architecture), None)
     if kind is None:
         return None
     with torch.device("meta"):
@@ -283,7 +290,19 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]] | None:
     }
     if config.get("tie_word_embeddings"):
         del tensors["lm_head.weight"]
+    if architecture in _CHECKPOINTS_OF:
+        tensors |= _prediction_layers(tensors, config)
     return tensors
+
+
+def _prediction_layers(tensors: dict[str, tuple[int, ...]], config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Those of MiMo, by the names that SGLang's `MiMoMTP` reads: a decoder layer and what joins a state with an embedding."""
+    hidden = config["hidden_size"]
+    layer = {name.removeprefix(_FIRST): shape for name, shape in tensors.items() if name.startswith(_FIRST)}
+    layer |= {"input_proj.weight": (hidden, 2 * hidden)}
+    layer |= {f"{norm}_layernorm.weight": (hidden,) for norm in ("token", "hidden", "final")}
+    numbers = range(config["num_nextn_predict_layers"])
+    return {f"model.mtp_layers.{number}.{name}": shape for number in numbers for name, shape in layer.items()}
 
 
 def trained_of(name: str, stored: Iterable[str]) -> list[str]:

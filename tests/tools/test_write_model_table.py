@@ -133,3 +133,22 @@ def test_a_checkpoint_without_room_has_the_tensors_that_transformers_writes(tmp_
     # Of no class, and of one with a head that is the embedding.
     assert tensors_of({"architectures": ["NobodyForCausalLM"]}) is None
     assert "lm_head.weight" not in tensors_of({**SMALL, "tie_word_embeddings": True})
+
+
+def test_a_checkpoint_of_mimo_has_prediction_layers_beside_those_of_qwen2():
+    config = {
+        "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "hidden_size": 16, "intermediate_size": 24,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32,
+        "num_nextn_predict_layers": 2,
+    }  # fmt: skip
+    tensors = tensors_of(config)
+    # A layer has four tensors of attention and three biases, three of its MLP, and two norms.
+    assert len(tensors) == 3 + 3 * 12 + 2 * (12 + 4)
+    of_last = {name: shape for name, shape in tensors.items() if name.startswith("model.mtp_layers.1.")}
+    assert len(of_last) == 16
+    assert of_last["model.mtp_layers.1.input_proj.weight"] == (16, 32)
+    assert of_last["model.mtp_layers.1.self_attn.k_proj.bias"] == (8,)
+    assert of_last["model.mtp_layers.1.mlp.down_proj.weight"] == (16, 24)
+    assert all(of_last[f"model.mtp_layers.1.{norm}_layernorm.weight"] == (16,) for norm in ("token", "hidden", "final"))
+    # The published one.
+    assert len(tensors_of(PUBLISHED_MODELS["mimo-7B-rl"])) == recorded()["mimo-7B-rl"]["pushed"]
