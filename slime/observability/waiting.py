@@ -112,7 +112,12 @@ def wait_for_all(
 
 
 def wait_for_each(
-    refs: Sequence[ray.ObjectRef], name: str, timeout_s: float, *, pending: Callable[[list[int]], str] | None = None
+    refs: Sequence[ray.ObjectRef],
+    name: str,
+    timeout_s: float,
+    *,
+    pending: Callable[[list[int]], str] | None = None,
+    flag: str | None = None,
 ) -> list[Any]:
     """As `wait_for_all`, but a failure of one of `refs` does not end the wait: its RunError stands in place of its result.
 
@@ -123,7 +128,7 @@ def wait_for_each(
     results: list[Any] = [None] * len(refs)
     missing = set(range(len(refs)))
     try:
-        for ref, position, _ in _arriving(refs, _Patience(name, timeout_s, pending)):
+        for ref, position, _ in _arriving(refs, _Patience(name, timeout_s, pending, flag)):
             missing.remove(position)
             try:
                 results[position] = _get(ref, name, others=[])

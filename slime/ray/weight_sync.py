@@ -145,27 +145,32 @@ class WeightSync:
         self.push()
 
     def _push_with_checksums(self, fleet: FleetSnapshot, send: Callable[[list[Receiver]], PushReport]) -> PushReport:
+        """Push, and compare checksums. Engines that fail to answer are among those that failed the push."""
+        failed: dict[int, str] = {}
+
+        def answers(method: str, *arguments: Any) -> dict[int, Any]:
+            """Of the engines that have not failed, by id."""
+            found = self._call(_without(fleet, failed), method, *arguments)
+            failed.update({engine: str(answer) for engine, answer in found.items() if isinstance(answer, RunError)})
+            return {engine: answer for engine, answer in found.items() if engine not in failed}
+
         with self._scratch_directory() as directory:
             self._train_group.export_hf(str(directory))
-            self._call(fleet, "update_weights_from_disk", str(directory))
-        from_disk = self._checksums(fleet)
-        self._call(fleet, "reset_weights")
-        check_all_reset(from_disk, self._checksums(fleet))
-        report = send(_receivers(fleet))
-        served = _without(fleet, report.failed)
+            answers("update_weights_from_disk", str(directory))
+        from_disk = answers("weights_checksum")
+        answers("reset_weights")
+        after_reset = answers("weights_checksum")
+        check_all_reset({engine: from_disk[engine] for engine in after_reset}, after_reset)
+        report = send(_receivers(_without(fleet, failed)))
+        failed |= report.failed
         # If one failed and the run goes on, the others serve from here on, so they are checked all the same.
-        if served.engines and (not report.failed or self._args.use_fault_tolerance):
-            after_push = self._checksums(served)
-            alike = {engine.name.engine_id: engine.alike for engine in served.engines}
+        if _without(fleet, failed).engines and (not failed or self._args.use_fault_tolerance):
+            after_push = answers("weights_checksum")
+            alike = {engine.name.engine_id: engine.alike for engine in fleet.engines}
             check_equal_checksums({engine: from_disk[engine] for engine in after_push}, after_push, alike)
             tensors = sum(map(len, after_push.values()))
             logger.info("weight check: %d tensors equal on %d engines", tensors, len(after_push))
-        return report
-
-    def _checksums(self, fleet: FleetSnapshot) -> dict[int, dict[str, str]]:
-        """Engine id → tensor name → checksum."""
-        reports = self._call(fleet, "weights_checksum")
-        return {name.engine_id: report for name, report in zip(fleet.names, reports, strict=True)}
+        return dataclasses.replace(report, failed=failed)
 
     def _turn_to_generation(self, unproven: FleetSnapshot) -> dict[int, str]:
         """End a push: let the engines generate, and compare the log-probs of those that are `unproven`.
@@ -248,15 +253,22 @@ class WeightSync:
         engines = tuple(engine for engine in fleet.engines if engine.name not in self._proven)
         return dataclasses.replace(fleet, engines=engines)
 
-    def _call(self, fleet: FleetSnapshot, method: str, *arguments: Any) -> list[Any]:
+    def _call(self, fleet: FleetSnapshot, method: str, *arguments: Any) -> dict[int, Any]:
+        """Engine id → its answer; with fault tolerance the error of one that failed stands in place of it.
+
+        Raises:
+            RunError: without fault tolerance, that of the first that fails.
+        """
         refs = [getattr(handle, method).remote(*arguments) for handle in fleet.handles]
-        return wait_for_all(
+        wait = wait_for_each if self._args.use_fault_tolerance else wait_for_all
+        answers = wait(
             refs,
             f"{method} on the engines",
             self._args.engine_load_timeout + _ANSWER_SECONDS,
             pending=lambda positions: ", ".join(str(fleet.names[position]) for position in positions),
             flag="--engine-load-timeout",
         )
+        return {name.engine_id: answer for name, answer in zip(fleet.names, answers, strict=True)}
 
 
 def _receivers(fleet: FleetSnapshot) -> list[Receiver]:

@@ -240,7 +240,8 @@ class WeightPush:
         self._delta_bytes = 0 if whole else self._delta_bytes + sum(delta.wire_bytes for delta in deltas)
         self._next_is_whole = self._delta_bytes > sum(one.num_bytes for one in sent)
         hook = self._args.custom_update_weight_post_write_path
-        if hook is not None and self._transport.directory(self._args, version) is not None:
+        # Nobody wrote if no engine is left.
+        if sent and hook is not None and self._transport.directory(self._args, version) is not None:
             self._sources.weights_written(version, [engine.handle for engine in served.remaining])
         return sent
 

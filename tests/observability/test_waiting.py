@@ -100,6 +100,8 @@ def test_who_waits_for_each_hears_who_is_missing(ray, actor):
     pending = "engine {}".format
     (late,) = wait_for_each([actor.hang.remote()], "an order", 0.5, pending=pending)
     assert str(late) == "an order: no answer within 0 s from engine [0]"
+    (late,) = wait_for_each([actor.hang.remote()], "an order", 0.5, pending=pending, flag="--its-limit")
+    assert str(late) == "an order: no answer within 0 s (--its-limit) from engine [0]"
 
 
 def test_a_watched_death_ends_the_wait_for_each(actor):

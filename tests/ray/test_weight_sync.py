@@ -44,12 +44,12 @@ def test_lost_tokens_are_an_error():
 def test_engines_have_the_time_to_load_that_their_flag_gives_and_a_moment_more(monkeypatch):
     limits = []
     monkeypatch.setattr(
-        weight_sync, "wait_for_all", lambda refs, name, limit, flag, **options: limits.append((flag, limit))
+        weight_sync, "wait_for_all", lambda refs, name, limit, flag, **options: limits.append((flag, limit)) or [None]
     )
     engine = SimpleNamespace(update_weights_from_disk=SimpleNamespace(remote=lambda directory: "its answer"))
     monkeypatch.setattr(weight_sync, "WeightPush", lambda args, train_group: None)
     manager = SimpleNamespace(bring_weights_by=lambda bring: None)
-    sync = WeightSync(SimpleNamespace(engine_load_timeout=5000.0), None, manager, None)
+    sync = WeightSync(SimpleNamespace(engine_load_timeout=5000.0, use_fault_tolerance=False), None, manager, None)
     sync._call(fleet_of(engine), "update_weights_from_disk", "directory")
     assert limits == [("--engine-load-timeout", 5000.0 + weight_sync._ANSWER_SECONDS)]
 
@@ -234,7 +234,10 @@ def test_with_fault_tolerance_the_others_go_on_without_the_one_that_failed(sync,
 
 @pytest.fixture
 def checksums(sync, monkeypatch, tmp_path):
-    """What engines report before the push, after their reset and after the push: handle → checksum of the only tensor."""
+    """What engines report before the push, after their reset and after the push: handle → checksum of the only tensor.
+
+    `dies`: (number of the call, handle of the engine that fails it); None: nobody.
+    """
     sync._args.check_weight_update_equal, sync._args.save = True, str(tmp_path)
     sync._train_group.export_hf = lambda directory: None
     reports = [{"a": "1", "b": "1"}, {"a": "2", "b": "3"}, {"a": "1", "b": "1"}]
@@ -242,13 +245,18 @@ def checksums(sync, monkeypatch, tmp_path):
 
     def call(fleet, method, *arguments):
         order.append(method)
-        if method != "weights_checksum":
-            return [None] * len(fleet.engines)
-        asked.append(fleet.handles)
-        return [{"norm": reports[len(asked) - 1][handle]} for handle in fleet.handles]
+        answers = {handle: None for handle in fleet.handles}
+        if method == "weights_checksum":
+            asked.append(fleet.handles)
+            answers = {handle: {"norm": reports[len(asked) - 1][handle]} for handle in fleet.handles}
+        number, who = seen.dies or (None, None)
+        if len(order) - 1 == number and who in answers:
+            answers[who] = RunError(f"{who} died")
+        return {name.engine_id: answers[handle] for name, handle in zip(fleet.names, fleet.handles, strict=True)}
 
     monkeypatch.setattr(sync, "_call", call)
-    return SimpleNamespace(reports=reports, asked=asked, order=order)
+    seen = SimpleNamespace(reports=reports, asked=asked, order=order, dies=None)
+    return seen
 
 
 def test_the_scratch_checkpoint_of_another_run_that_checks_its_weights_stays(sync, checksums, tmp_path):
@@ -272,6 +280,45 @@ def test_with_fault_tolerance_those_that_go_on_are_checked_when_another_fails_th
     told = "weights_checksum"
     assert checksums.order == ["update_weights_from_disk", told, "reset_weights", told, told], "those of the trainer"
     assert events[-1] == ("engine 0", "engine 1", 5, {0: "engine 0 died"})
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_with_fault_tolerance_one_that_dies_while_checksums_are_made_is_replaced_like_one_that_dies_in_a_push(
+    sync, checksums, events, number
+):
+    sync._args.use_fault_tolerance = True
+    checksums.dies = (number, "a")
+    sync.push()
+    *_, told = events
+    assert told == ("engine 0", "engine 1", 5, {0: "a died"})
+    sent = [(1, "b", 1, 1)] if number < 4 else [(0, "a", 1, 0), (1, "b", 1, 1)]
+    assert events[0] == sent, "its part of the weights is not waited for"
+    assert events[1:-1] == [("log-probs", "engine 1")]
+    assert len(checksums.order) == 5 and checksums.asked[-1] == (["b"] if number < 4 else ["a", "b"])
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_where_all_die_while_checksums_are_made_those_in_their_place_are_checked(sync, checksums, events, number):
+    sync._args.use_fault_tolerance = True
+    sync.fleets[0], sync.fleets[1] = fleet_of("a"), fleet_of("b", first=1)
+    checksums.dies = (number, "a")
+    checksums.reports[:] = [*checksums.reports[: 2 + number // 4], {"b": "1"}, {"b": "2"}, {"b": "1"}]
+    sync.push()
+    failed = ("engine 0", 5 if number == 4 else 4, {0: "a died"})
+    assert [event for event in events if event[:1] == ("engine 0",)] == [failed]
+    assert events[-1] == ("engine 1", 5, {}) and checksums.asked[-1] == ["b"]
+
+
+def test_engines_are_waited_for_one_by_one_only_where_the_others_go_on_without_one_that_fails(monkeypatch, sync):
+    def answer(kind):
+        return lambda refs, name, limit, pending, flag: [f"{ref} by {kind}" for ref in refs]
+
+    monkeypatch.setattr(weight_sync, "wait_for_all", answer("all"))
+    monkeypatch.setattr(weight_sync, "wait_for_each", answer("each"))
+    fleet = fleet_of(*(SimpleNamespace(reset_weights=SimpleNamespace(remote=lambda name=name: name)) for name in "ab"))
+    assert sync._call(fleet, "reset_weights") == {0: "a by all", 1: "b by all"}
+    sync._args.use_fault_tolerance = True
+    assert sync._call(fleet, "reset_weights") == {0: "a by each", 1: "b by each"}
 
 
 def test_one_that_goes_on_with_other_weights_is_named_also_when_another_failed(sync, checksums):

@@ -483,6 +483,9 @@ def test_the_hook_of_files_is_not_called_where_there_are_none():
     hooked = SimpleNamespace(**{**vars(ARGS), "custom_update_weight_post_write_path": "my.hook"})
     assert WeightPush(hooked, DeltaTrainer(log)).push(engines_of(log, 1)).failed == {}
     assert log[-1] == ("pushed", 1) and not [event for event in log if event[0] == "written"]
+    log.clear()
+    WeightPush(THROUGH_FILES, DeltaTrainer(log)).push([])
+    assert log == [], "nobody wrote any where no engine is left"
 
 
 @pytest.mark.usefixtures("limits")
