@@ -4,6 +4,7 @@ A value comes from the first place that has it: the set's own entry, the default
 training) flag.
 """
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping
@@ -80,7 +81,8 @@ class EvalDatasetConfig:
 
     def apply_to(self, sample: Sample) -> None:
         """Write this set's overrides into a copy of one of its samples: reward type, metadata, functions by path."""
-        sample.metadata = {**sample.metadata, **self.metadata_overrides}
+        # Copied, because a function of the user's may change the metadata of one sample.
+        sample.metadata = {**sample.metadata, **copy.deepcopy(self.metadata_overrides)}
         if self.rm_type is not None:
             sample.metadata["rm_type"] = self.rm_type
         sample.custom_rm_path = self.custom_rm_path or sample.custom_rm_path
@@ -206,6 +208,8 @@ def _build(args: Any, entry: dict[str, Any], defaults: Mapping[str, Any]) -> Eva
     for name, flags in _FLAGS.items():
         if values.get(name) is None:
             values[name] = next((v for flag in flags if (v := vars(args).get(flag)) is not None), None)
+    if values.get("metadata_overrides") is None:
+        values["metadata_overrides"] = {}
     config = EvalDatasetConfig(**values)
     # Only given values are checked here, because values of flags have rules of their own.
     problems = [problem for key in given if (problem := value_problem(key, given[key])) is not None]

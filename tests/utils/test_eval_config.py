@@ -98,6 +98,25 @@ def test_a10_every_key_of_the_defaults_applies():
     assert {name: getattr(config, name) for name in defaults} == defaults
 
 
+@pytest.mark.parametrize(("entry", "defaults"), [({"metadata_overrides": None}, {"metadata_overrides": {"a": 1}}),
+                                                 ({}, {"metadata_overrides": None})])  # fmt: skip
+def test_metadata_that_an_entry_or_the_defaults_leave_empty_stays_as_it_is(entry, defaults):
+    (config,) = build_eval_dataset_configs(ARGS, [{"name": "a", "path": "p", **entry}], defaults)
+    sample = Sample(metadata={"own": 1})
+    config.apply_to(sample)
+    assert sample.metadata == {"own": 1}
+
+
+def test_a_function_that_changes_the_metadata_of_a_sample_changes_that_of_no_other():
+    overrides = {"tools": ["search"]}
+    (config,) = build_eval_dataset_configs(ARGS, [{"name": "a", "path": "p", "metadata_overrides": overrides}], {})
+    first, second = Sample(), Sample()
+    config.apply_to(first)
+    first.metadata["tools"].append("shell")
+    config.apply_to(second)
+    assert second.metadata == {"tools": ["search"]} == overrides and first.metadata == {"tools": ["search", "shell"]}
+
+
 def test_unknown_keys_are_named():
     with pytest.raises(ValueError, match="eval.defaults: unknown key temprature"):
         build_eval_dataset_configs(ARGS, [], {"temprature": 1})
