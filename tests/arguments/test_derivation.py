@@ -59,7 +59,10 @@ def test_a_nucleus_is_told_of_a_limited_top_k(tmp_path):
     args = parse(tmp_path, "--rollout-top-p", "0.9")
     assert (args.rollout_top_k, args.origins["rollout_top_k"]) == (2048, Origin.DERIVED)
     assert args.eval_top_k == -1, "nobody asked for it"
-    assert parse(tmp_path, "--rollout-top-p", "0.9", "--rollout-top-k", "7").rollout_top_k == 7
+    off = parse(tmp_path, "--rollout-top-p", "0.9", "--rollout-top-k", "-1")
+    assert (off.rollout_top_k, off.origins["rollout_top_k"]) == (2048, Origin.DERIVED), "nobody typed this number"
+    typed = parse(tmp_path, "--rollout-top-p", "0.9", "--rollout-top-k", "7")
+    assert (typed.rollout_top_k, typed.origins["rollout_top_k"]) == (7, Origin.COMMAND_LINE)
     assert parse(tmp_path).rollout_top_k == -1
     fewer = ["--rollout-top-p", "0.9", "--sglang-sampling-mask-max-tokens"]
     assert parse(tmp_path, *fewer, "1024").rollout_top_k == 512, "equal tokens at the cut have room"
