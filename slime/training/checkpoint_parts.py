@@ -177,10 +177,26 @@ def load_generators(directory: Path) -> dict[str, torch.Tensor]:
             f"{_file(directory)} cannot be read ({error}); copy the checkpoint again, or give --no-load-rng to start random "
             "generators from --seed"
         ) from error
+    seed = _seed()
     torch.set_rng_state(states.pop("torch"))
     if _DEVICE in states:
         get_accelerator().set_generator_state(states.pop(_DEVICE))
+    if dist.get_rank() == 0 and _seed() != seed:
+        logger.warning(
+            "%s: random generators go on from there, where --seed %d had begun them, and not from the --seed of this start, "
+            "which engines alone get; --no-load-rng starts them from it",
+            directory,
+            _seed(),
+        )
     return states
+
+
+def _seed() -> int:
+    """The seed with which the generator began that a step draws from: the device's, or the host's where that has none."""
+    state = get_accelerator().generator_state()
+    generator = torch.Generator("cpu" if state is None else get_accelerator().current_device())
+    generator.set_state(torch.get_rng_state() if state is None else state)
+    return generator.initial_seed()
 
 
 @contextlib.contextmanager

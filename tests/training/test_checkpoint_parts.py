@@ -22,3 +22,18 @@ def test_generators_whose_file_is_damaged_are_told_with_the_way_out(tmp_path, mo
             load_generators(tmp_path)
     file.unlink()
     assert load_generators(tmp_path) == {} and "saved without random generators" in caplog.text
+
+
+@pytest.mark.parametrize(("rank", "seed", "told"), [(0, 9, True), (0, 5, False), (1, 9, False)])
+def test_who_gives_another_seed_hears_once_that_generators_keep_theirs(tmp_path, monkeypatch, caplog, rank, seed, told):
+    monkeypatch.setattr(checkpoint_parts.dist, "get_rank", lambda: rank)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        torch.rand(3)
+        save_generators(tmp_path, {})
+        expected = torch.rand(2)
+        torch.manual_seed(seed)
+        load_generators(tmp_path)
+        assert torch.equal(torch.rand(2), expected)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [str(tmp_path)] * told
+    assert not told or "--seed 5 " in caplog.text and "--no-load-rng" in caplog.text

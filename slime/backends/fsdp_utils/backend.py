@@ -107,6 +107,8 @@ class FSDPBackend:
             is_last_stage=True,
         )
         self.model = self._build()
+        # No pass draws; a function of the user's may.
+        torch.manual_seed(self.args.seed)
 
     def load(self, source: WeightSource) -> int:
         """Load the weights, build the optimizer over them and, in a resume, restore its state.

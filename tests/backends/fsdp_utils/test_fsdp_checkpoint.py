@@ -84,6 +84,7 @@ def worker(hf_dir, other, directory, size, bf16):
     args, start = arguments(hf_dir, directory, size, bf16=bf16), WeightSource("hf", hf_dir)
     torch.manual_seed(5)
     whole = Run(args, start)
+    assert torch.initial_seed() == args.seed, "what functions of a user's draw goes by the flag"
     found = {"whole": [whole.step() for _ in range(2 * STEPS)], "end": whole.digests()}
 
     torch.manual_seed(5)
