@@ -271,6 +271,8 @@ class RolloutDataSource(DataSource):
         try:
             self.load_state_dict(state)
         except UserError as error:
+            if left_for_a_fresh_start(self.args, error):
+                return False
             raise UserError(f"{directory}: {error}") from error
         return True
 
@@ -396,7 +398,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         if sizes - {self.args.n_samples_per_prompt}:
             raise UserError(
                 f"--n-samples-per-prompt {self.args.n_samples_per_prompt}: the saved buffer holds groups of "
-                f"{', '.join(map(str, sorted(sizes)))}; resume with the value of the first start"
+                f"{', '.join(map(str, sorted(sizes)))}; resume with the value of the first start, or give "
+                "--fresh-data-state to start the data from zero"
             )
         super().load_state_dict(state)
         self.buffer = buffer
@@ -414,6 +417,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             raise UserError(
                 f"{self._filter_flag} {self._filter_name} returned groups that it did not remove from the buffer"
             )
+        # Two tasks would write their answers into the same samples.
+        if len(set(map(id, groups))) < len(groups):
+            raise UserError(f"{self._filter_flag} {self._filter_name} returned a group twice")
         return groups
 
 

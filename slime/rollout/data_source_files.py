@@ -223,7 +223,8 @@ def _encode(arrays: dict[str, np.ndarray], value: Any, where: str) -> Any:
     """What is not plain in a state: arrays, which `arrays` gets, and images."""
     if is_plain_array(value):
         name = f"array_{len(arrays)}"
-        arrays[name] = np.ascontiguousarray(_narrowed(value))
+        # `ascontiguousarray` would give an array without dimensions one.
+        arrays[name] = np.asarray(_narrowed(value), order="C")
         return {"__array__": name, "__dtype__": value.dtype.name}
     if is_image(value):
         return encode_image_for_rollout_engine(value)

@@ -294,7 +294,12 @@ class TestBuffer:
 
     @pytest.mark.parametrize(
         "body, message",
-        [("return buffer[:1]", "did not remove"), ("return None", "NoneType"), ("return buffer * 3", "3 groups")],
+        [
+            ("return buffer[:1]", "did not remove"),
+            ("return None", "NoneType"),
+            ("return buffer * 3", "3 groups"),
+            ("return [buffer.pop()] * 2", "returned a group twice"),
+        ],
     )
     def test_wrong_filters_are_named(self, make_args, tmp_path, body, message):
         plugin = tmp_path / "filters.py"

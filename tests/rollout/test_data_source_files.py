@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from slime.rollout.data_source_files import check_methods, prompts_per_epoch, write_state
+from slime.rollout.data_source_files import check_methods, prompts_per_epoch, read_state, write_state
 from slime.utils.errors import UserError
 from tests.support.models.data_sources import Flat, make_args
 
@@ -45,3 +45,16 @@ def test_a_source_without_length_needs_a_number_of_rollouts():
 def test_arrays_that_no_file_takes_are_refused_by_their_place(tmp_path):
     with pytest.raises(UserError, match=r"state\['names'\]\[0\] is a ndarray of <U1; keep plain values there"):
         write_state(tmp_path / "state", {"names": [np.array(["a"])]})
+
+
+def test_arrays_come_back_with_shape_type_and_values(tmp_path):
+    grid = np.arange(6, dtype=np.int16).reshape(2, 3)
+    state = {
+        "scalar": np.array(7), "empty": np.zeros((0, 3)), "columns first": np.asfortranarray(grid), "of a part": grid[:, 1],
+        "mask": np.array([True, False]), "exact": np.array([0.1, 1e300]),
+    }  # fmt: skip
+    write_state(tmp_path / "state", state)
+    found = read_state(tmp_path / "state")
+    for name, array in state.items():
+        assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype), name
+        assert np.array_equal(found[name], array), name

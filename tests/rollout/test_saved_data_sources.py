@@ -230,8 +230,13 @@ class TestState:
         source = RolloutDataSourceWithBuffer(make_args())
         source.add_samples(source.get_samples(1))
         source.save(0)
-        with pytest.raises(UserError, match="--n-samples-per-prompt 3: the saved buffer holds groups of 2"):
+        with pytest.raises(
+            UserError, match="--n-samples-per-prompt 3: the saved buffer holds groups of 2.*--fresh-data-st"
+        ):
             RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=3)).load(0)
+        fresh = RolloutDataSourceWithBuffer(make_args(n_samples_per_prompt=3, fresh_data_state=True))
+        assert fresh.load(0) is False
+        assert (fresh.sample_offset, fresh.sample_index, fresh.buffer) == (0, 0, [])
 
     @pytest.mark.parametrize(
         "content", ["{", "", '{"format_version": 99, "fingerprint": {"num_samples": 4, "files": []}}']
