@@ -61,7 +61,9 @@ def overruled_values(args: argparse.Namespace) -> Iterator[Violation]:
     """A violation for every value of the user's own whose name the run uses itself; to be asked after derivation."""
     for name, value in args.custom_config.items():
         if vars(args).get(name, value) != value:
-            taken = f"{args.custom_config_path}: {name} is set by the run itself"
+            of_actor = name in args.role_overrides.get("actor", {})
+            place = args.megatron_config_path if of_actor else args.custom_config_path
+            taken = f"{place}: {name} is set by the run itself"
             yield from about([f"{taken}; take another name for the value {shown(name, value)}"], FLAG)
 
 
@@ -94,7 +96,7 @@ def read_flag_values(
             if attribute_name(key) == CUSTOM and flag is None:
                 _read_custom(mapping, key, names, custom, violations)
             elif flag is None:
-                _accept_unknown(mapping, key, names, plug_ins_set)
+                _accept_unknown(mapping, key, names, custom, plug_ins_set)
                 custom[attribute_name(key)] = plain(mapping[key])
             elif flag.dest in values:
                 first = values[flag.dest][0]
@@ -113,7 +115,7 @@ def sets_plug_in(args: argparse.Namespace, mapping: YamlMapping, names: FlagName
     return bool(plug_ins & (in_file | args.typed_flags))
 
 
-def _accept_unknown(mapping: YamlMapping, key: str, names: FlagNames, plug_ins_set: bool) -> None:
+def _accept_unknown(mapping: YamlMapping, key: str, names: FlagNames, custom: dict, plug_ins_set: bool) -> None:
     flag = flag_of(attribute_name(key))
     known = why_unknown(flag)
     if known is not None:
@@ -123,13 +125,11 @@ def _accept_unknown(mapping: YamlMapping, key: str, names: FlagNames, plug_ins_s
         raise UserError(
             f"{mapping.where(key)}: unknown key {key}: did you mean {' or '.join(meant)}? (a value of your own: {CUSTOM}:)"
         )
-    _check_name(mapping, key)
+    _check_name(mapping, key, custom)
     if not plug_ins_set:
         similar = names.similar(key)
         hint = f"did you mean {' or '.join(similar)}? " if similar else ""
-        raise UserError(
-            f"{mapping.where(key)}: unknown key {key}: {hint}A value for functions of your own goes below `{CUSTOM}:`"
-        )
+        raise UserError(f"{mapping.where(key)}: unknown key {key}: {hint}A value of your own goes below `{CUSTOM}:`")
 
 
 def _read_custom(
@@ -143,13 +143,15 @@ def _read_custom(
         try:
             if flag is not None:
                 raise UserError(f"{own.where(name)}: {name} is the flag {flag.option}: move it out of `{CUSTOM}:`")
-            _check_name(own, name)
+            _check_name(own, name, custom)
             custom[attribute_name(name)] = plain(own[name])
         except UserError as error:
             violations.append(str(error))
 
 
-def _check_name(mapping: YamlMapping, key: str) -> None:
+def _check_name(mapping: YamlMapping, key: str, custom: dict) -> None:
     name = attribute_name(key)
+    if name in custom:
+        raise UserError(f"{mapping.where(key)}: {key}: a second line sets {name}; keep one")
     if name in RESERVED or name.startswith("_") or not name.isidentifier():
         raise UserError(f"{mapping.where(key)}: {key!r} cannot be the name of a value of your own; take another")

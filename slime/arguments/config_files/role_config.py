@@ -74,8 +74,8 @@ _NETWORK = (
 
 
 def apply_role_config(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """Merge the actor's overrides into `args`; `args.role_overrides` holds those of both roles, and `args.critic_values` what
-    the critic has for itself, in a run that has one.
+    """Merge the actor's overrides into `args`, and values of its own into `args.custom_config`; `args.role_overrides` holds
+    those of both roles, and `args.critic_values` what the critic has for itself, in a run that has one.
 
     Returns:
         One message per wrong line.
@@ -85,6 +85,8 @@ def apply_role_config(args: argparse.Namespace, parser: argparse.ArgumentParser)
     before = {name: vars(args).get(name) for name in overrides}, set(args.typed_flags)
     for name, value in overrides.items():
         set_from_file(args, name, value, f"{place_in(args.megatron_config_path, ACTOR, name)}: role actor")
+    known = {action.dest for action in parser._actions}
+    args.custom_config = {**args.custom_config, **{name: overrides[name] for name in overrides if name not in known}}
     has_critic = estimator(args.advantage_estimator).needs_critic
     args.critic_values = _values_of_critic(args, parser, *before) if has_critic else {}
     if CRITIC in args.role_overrides and not has_critic:
@@ -245,10 +247,8 @@ def _entries(mapping: YamlMapping, violations: list[str]) -> list[tuple[str, Yam
         raise UserError(f"{mapping.where('megatron')}: megatron: expected a list of `{{name, role, overrides}}`")
     for entry in listed:
         if not isinstance(entry, YamlMapping):
-            shown_entry = shown("megatron", entry)
-            raise UserError(
-                f"{mapping.where('megatron')}: megatron: {shown_entry} is no entry; write `{{role: actor, …}}`"
-            )
+            wrong = f"{shown('megatron', entry)} is no entry; write `{{role: actor, …}}`"
+            raise UserError(f"{mapping.where('megatron')}: megatron: {wrong}")
         try:
             role = _role_of(entry)
             if role in found:
@@ -301,10 +301,8 @@ def _overrides_of(entry: YamlMapping) -> YamlMapping:
         return YamlMapping(entry.path, entry.line)
     overrides = entry[given[0]]
     if not isinstance(overrides, YamlMapping):
-        raise UserError(
-            f"{entry.where(given[0])}: {given[0]}: expected `name: value` lines below it, not "
-            f"{shown(given[0], overrides)}"
-        )
+        expected = f"expected `name: value` lines below it, not {shown(given[0], overrides)}"
+        raise UserError(f"{entry.where(given[0])}: {given[0]}: {expected}")
     return overrides
 
 

@@ -143,9 +143,7 @@ class _Reader:
         lists = [key for key in _GROUP_LISTS if key in entry]
         if len(lists) != 1:
             where = entry.where(lists[1] if lists else None)
-            self.violations.append(
-                f"{where}: model {name}: give `server_groups` (once; `engine_groups` is its old spelling)"
-            )
+            self.violations.append(f"{where}: model {name}: give `server_groups` once (old spelling: `engine_groups`)")
             return ()
         groups = []
         with self._noting():
@@ -184,12 +182,13 @@ class _Reader:
             name = attribute_name(key).removeprefix(PREFIX)
             with self._noting():
                 flags = _server_flags()
-                if flags is None or name == "model_path":
-                    # `_model_path` checks the path, since all groups of a model share it.
-                    values[name] = plain(overrides[key])
-                else:
+                # `_model_path` checks the path, since all groups of a model share it.
+                value = plain(overrides[key])
+                if flags is not None and name != "model_path":
                     name, value = _converted(overrides, key, name, flags, self._generates)
-                    values[name] = value
+                if name in values:
+                    raise UserError(f"{overrides.where(key)}: {key}: a second line sets {name}; keep one")
+                values[name] = value
         return values
 
     def _model_path(self, entry: YamlMapping, name: str, groups: tuple[ServerGroup, ...]) -> str:
@@ -216,7 +215,7 @@ class _Reader:
         return updates
 
     def _check_keys(self, mapping: YamlMapping, known: Collection[str]) -> None:
-        self.violations += [mapping.unknown(key, known) for key in mapping if attribute_name(key) not in known]
+        self.violations += [mapping.unknown(key, known) for key in mapping if key not in known]
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:

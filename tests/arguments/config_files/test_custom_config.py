@@ -98,7 +98,7 @@ def test_a_line_is_converted_by_its_flag(tmp_path, line, name, value):
         ("custom_config_path: other.yaml", "a file cannot name another --custom-config-path"),
         ("advantage_estimatr: ppo", "unknown key advantage_estimatr: did you mean advantage_estimator?"),
         ("ues_tis: true", "did you mean use_tis?"),
-        ("tis_mode: clip", "A value for functions of your own goes below `custom:`"),
+        ("tis_mode: clip", "A value of your own goes below `custom:`"),
         ("custom: {use-tis: true}", "use-tis is the flag --use-tis: move it out of `custom:`"),
         ("qkv_format: thd", "qkv_format does not exist any more: sequences are always packed"),
         ("warmup-ratio: 0.1", "give --lr-warmup-fraction"),
@@ -106,6 +106,7 @@ def test_a_line_is_converted_by_its_flag(tmp_path, line, name, value):
         ("custom: {origins: 3}", "cannot be the name of a value of your own"),
         ("custom: {role: judge}", "cannot be the name of a value of your own"),
         ("custom: {log_dir: /logs/of/my/tools}", "cannot be the name of a value of your own"),
+        ("custom: {tis-mode: 1, tis_mode: 2}", "tis_mode: a second line sets tis_mode; keep one"),
         ("custom: {'a b': 3}", "cannot be the name of a value of your own"),
     ],
 )
@@ -124,6 +125,16 @@ def test_all_wrong_lines_are_reported_and_the_others_apply(tmp_path):
 def test_two_names_of_one_flag(tmp_path):
     _, (message,) = apply(tmp_path, "grpo_std_normalization: true\ndisable_std: true\n")
     assert "run.yaml:2: disable_std and grpo_std_normalization" in message
+
+
+def test_a_value_of_ones_own_stands_once_beside_the_flags_and_below_custom(tmp_path):
+    text = "tis_mode: 1\ncustom: {tis-mode: 2}\ntis-level: 1\ntis_level: 2\n"
+    args, violations = apply(tmp_path, text, "--custom-rm-path", "m.f")
+    assert [line.split(": ", 1) for line in violations] == [
+        [f"{tmp_path}/run.yaml:2", "tis-mode: a second line sets tis_mode; keep one"],
+        [f"{tmp_path}/run.yaml:4", "tis_level: a second line sets tis_level; keep one"],
+    ]
+    assert args.custom_config == {"tis_mode": 1, "tis_level": 1}
 
 
 def test_the_file_wins_and_a_typed_flag_is_warned_about(tmp_path, caplog):

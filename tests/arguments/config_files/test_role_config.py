@@ -5,6 +5,7 @@ import pytest
 from slime.arguments.config_files.role_config import apply_role_config, role_args
 from slime.arguments.origins import Origin
 from slime.arguments.parser import ArgumentParser
+from slime.plan.text import custom_values
 from slime.utils.errors import UserError
 from tests.support.models.args import parse
 from tests.support.tables.config_files import parsed_with_file, written
@@ -30,6 +31,8 @@ def make_parser() -> ArgumentParser:
 def apply(tmp_path, text, *words):
     parser = make_parser()
     args = parsed_with_file(parser, "--megatron-config-path", written(tmp_path, text, "roles.yaml"), *words)
+    args.custom_config = {"horizon": 1, "depth": 2}
+    vars(args).update(args.custom_config)
     return args, apply_role_config(args, parser)
 
 
@@ -81,10 +84,23 @@ def test_values_of_ones_own(tmp_path):
     text = "megatron: [{role: actor, overrides: {custom: {horizon: 3}}}]\n"
     args, violations = apply(tmp_path, text)
     assert violations == [] and args.horizon == 3
+    assert args.custom_config == {"horizon": 3, "depth": 2}, "this is what counts"
     flat = "megatron: [{role: actor, overrides: {horizon: 3}}]\n"
     assert "goes below `custom:`" in apply(tmp_path, flat)[1][0]
     args, violations = apply(tmp_path, flat, "--custom-advantage-function-path", "m.f")
-    assert violations == [] and args.horizon == 3 and not hasattr(role_args(args, "critic"), "no")
+    assert violations == [] and args.horizon == 3 and role_args(args, "critic").horizon == 1
+
+
+def test_values_of_the_actors_own_are_told_and_win_unless_the_run_uses_their_names(tmp_path):
+    run, roles = tmp_path / "run.yaml", tmp_path / "roles.yaml"
+    run.write_text("custom: {horizon: 1, depth: 2}\n")
+    roles.write_text("megatron: [{role: actor, overrides: {custom: {horizon: 3}}}]\n")
+    words = ["--custom-config-path", str(run), "--megatron-config-path", str(roles)]
+    args = parse(tmp_path, *words)
+    assert (args.horizon, args.depth, custom_values(args)) == (3, 2, {"horizon": 3, "depth": 2})
+    roles.write_text("megatron: [{role: actor, overrides: {custom: {world_size: 77}}}]\n")
+    with pytest.raises(UserError, match=r"roles.yaml: world_size is set by the run itself.* 77"):
+        parse(tmp_path, *words)
 
 
 def test_sizes_of_a_role_have_no_effect_and_are_warned_about(tmp_path, caplog):
