@@ -233,6 +233,8 @@ def _require_fitting_rows(sample: dict[str, Any], where: str) -> None:
         raise UserError(
             f"{where} `rollout_top_p_token_offsets` ends at {offsets[-1]}, and `rollout_top_p_token_ids` has {kept} entries"
         )
+    if offsets is not None and (offsets[0] != 0 or (np.diff(offsets) < 0).any()):
+        raise UserError(f"{where} `rollout_top_p_token_offsets` must ascend from 0")
 
 
 def correction_flag(args: argparse.Namespace) -> str | None:

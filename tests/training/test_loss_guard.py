@@ -129,3 +129,13 @@ def test_looking_at_gradients_keeps_no_copy_of_them():
         for hook in logits._backward_hooks.values():
             hook(gradient)
     assert watched.peak - before < 1000
+
+
+def test_logits_without_a_gradient_and_a_rank_without_rows_are_not_looked_at():
+    from slime.training.loss_guard import LossGuard
+
+    guard = LossGuard("here", True, group=object())
+    guard.watch(torch.tensor(1.0), torch.zeros(2, 4), [0])
+    nothing = torch.zeros(0, 4, requires_grad=True) * 1
+    guard.watch(nothing.sum(), nothing, [1])
+    nothing.sum().backward()

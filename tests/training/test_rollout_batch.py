@@ -120,6 +120,14 @@ WRONG_CONTENT = {
     "`rollout_top_p_token_offsets` ends at 2, and `rollout_top_p_token_ids` has 1 entries": {
         "rollout_top_p_token_offsets": [[0, 1, 2], [0, 2]], "rollout_top_p_token_ids": [[7, 8], [7]]
     },
+    "`rollout_top_p_token_offsets` must ascend": {
+        "rollout_top_p_token_offsets": [[0, 1, 2], [1, 1]], "rollout_top_p_token_ids": [[7, 8], [7]]
+    },
+    "`rollout_top_p_token_offsets` must ascend from 0": {
+        "tokens": [[1, 2, 3], [1, 2, 3]], "response_lengths": [2, 2], "loss_masks": [[1, 0], [1, 1]],
+        "rollout_log_probs": [[-1.0, -1.0], [-1.0, -1.0]],
+        "rollout_top_p_token_offsets": [[0, 1, 2], [0, 2, 1]], "rollout_top_p_token_ids": [[7, 8], [7]],
+    },
 }  # fmt: skip
 
 
