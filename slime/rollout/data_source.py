@@ -376,13 +376,19 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Put groups of `n_samples_per_prompt` entries behind those in the buffer.
 
         Raises:
-            UserError: a group of another size or kind; nothing is added then.
+            UserError: a group of another size or kind, or one that is in the buffer; nothing is added then.
         """
-        expected = self.args.n_samples_per_prompt
+        expected, known = self.args.n_samples_per_prompt, set(map(id, self.buffer))
         for group in groups:
             if not isinstance(group, list) or len(group) != expected:
                 found = f"{len(group)} entries" if isinstance(group, list) else type(group).__name__
                 raise UserError(f"add_samples takes lists of {expected} samples (--n-samples-per-prompt), not {found}")
+            # Drawn twice, two tasks would write their answers into the same samples.
+            if id(group) in known:
+                raise UserError(
+                    "add_samples got a group that is in the buffer already; to have it twice, add a deep copy"
+                )
+            known.add(id(group))
         self.buffer.extend(groups)
 
     def get_buffer_length(self) -> int:
@@ -417,7 +423,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             raise UserError(
                 f"{self._filter_flag} {self._filter_name} returned groups that it did not remove from the buffer"
             )
-        # Two tasks would write their answers into the same samples.
         if len(set(map(id, groups))) < len(groups):
             raise UserError(f"{self._filter_flag} {self._filter_name} returned a group twice")
         return groups

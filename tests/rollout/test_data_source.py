@@ -274,6 +274,18 @@ class TestBuffer:
                 source.add_samples([good, bad])
         assert source.get_buffer_length() == 0
 
+    def test_a_group_is_in_the_buffer_once(self, make_args):
+        source = RolloutDataSourceWithBuffer(make_args())
+        first, second = source.get_samples(2)
+        with pytest.raises(UserError, match="in the buffer already"):
+            source.add_samples([first, first])
+        source.add_samples([first])
+        with pytest.raises(UserError, match="in the buffer already"):
+            source.add_samples([second, first])
+        assert source.get_samples(1)[0] is first and source.get_buffer_length() == 0
+        source.add_samples([first])
+        assert source.get_buffer_length() == 1, "it was handed out meanwhile"
+
     def test_pop_first(self):
         buffer = [[1], [2], [3]]
         assert pop_first(None, 0, buffer, 2) == [[1], [2]] and buffer == [[3]]

@@ -58,3 +58,17 @@ def test_arrays_come_back_with_shape_type_and_values(tmp_path):
     for name, array in state.items():
         assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype), name
         assert np.array_equal(found[name], array), name
+
+
+def test_a_source_is_asked_for_its_length_and_an_error_of_it_is_named():
+    class Long(Flat):
+        def __len__(self):
+            return 12
+
+    class Broken(Flat):
+        def __len__(self):
+            raise ZeroDivisionError("no rows")
+
+    assert prompts_per_epoch(make_args(), Long([])) == 12
+    with pytest.raises(UserError, match="my.Source raised ZeroDivisionError for __len__, start of the run: no rows"):
+        prompts_per_epoch(make_args(), Broken([]))
