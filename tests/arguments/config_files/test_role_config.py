@@ -123,8 +123,16 @@ def test_sizes_below_the_overrides_have_no_effect_either(tmp_path, caplog, text)
 
 
 def test_a_critic_without_ppo_is_warned_about(tmp_path, caplog):
+    apply(tmp_path, "megatron: [{role: actor}]\n", "--advantage-estimator", "grpo")
+    apply(tmp_path, "megatron: [{role: critic}]\n")
+    assert "the run has no critic" not in caplog.text
     apply(tmp_path, "megatron: [{role: critic}]\n", "--advantage-estimator", "grpo")
     assert "the run has no critic" in caplog.text
+
+
+def test_a_second_entry_says_where_the_first_stands_although_that_is_empty(tmp_path):
+    _, (message,) = apply(tmp_path, "megatron:\n  - {role: actor}\n  - {role: actor}\n")
+    assert message.endswith(f"the first is {tmp_path}/roles.yaml:2")
 
 
 @pytest.mark.parametrize(

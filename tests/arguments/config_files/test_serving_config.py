@@ -104,6 +104,13 @@ def test_wrong_lines(tmp_path, text, line, message):
     assert any(f"{tmp_path}/serving.yaml:{line}: " in violation and message in violation for violation in violations)
 
 
+def test_only_engines_need_whole_numbers_of_gpus(tmp_path):
+    (served,), violations = load(
+        tmp_path, model("{num_gpus: 6}", "{worker_type: placeholder, num_gpus: 3}"), rollout_num_gpus=9
+    )
+    assert violations == [] and [group.num_gpus for group in served.groups] == [6, 3]
+
+
 def test_names_are_unique_and_all_mistakes_are_told(tmp_path):
     text = "sglang:\n  - {name: a, server_groups: [{num_gpus: 4}]}\n  - {name: a, server_groups: [{num_gpus: x}]}\n"
     text += "  - {name: a, server_groups: [{num_gpus: 4}]}\n"
