@@ -94,11 +94,13 @@ def _take(expected):
                 (value,) = set(tensor.flatten().tolist())
                 found[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), value)
 
-        def load(named_tensors):
-            note(named_tensors, loaded)
+        class Model(torch.nn.Module):
+            def load_weights(self, named_tensors):
+                note(named_tensors, loaded)
 
+        model = Model()
         updater = weight_updater.WeightUpdater.__new__(weight_updater.WeightUpdater)
-        object.__setattr__(updater, "get_model", lambda: SimpleNamespace(load_weights=load, modules=lambda: []))
+        object.__setattr__(updater, "get_model", lambda: model)
         weight_updater.WeightUpdater._assert_weight_cache_inactive = lambda self, op: None
         worker = SimpleNamespace(model_runner=SimpleNamespace(tp_rank=1))
         payloads = [b"of another rank", normalize_serialized_named_tensor_payload(handle[0])]
