@@ -31,9 +31,10 @@ still_there() {
   done
 }
 
-# Waits until none of the processes $1, $2, ... is there, for at most 5 s.
+# Waits until none of the processes $2, $3, ... is there, for at most $1 seconds.
 await_end_of() {
-  local deadline=$((SECONDS + 5))
+  local deadline=$((SECONDS + $1))
+  shift
   while [[ -n "$(still_there "$@")" ]] && ((SECONDS < deadline)); do sleep 0.1; done
 }
 
@@ -51,9 +52,9 @@ stop() {
     deadline=$((SECONDS + ${STOP_SECONDS:-60}))
     while [[ -n "$(jobs -rp)" ]] && ((SECONDS < deadline)); do sleep 0.1; done
   done
-  await_end_of ${below[@]+"${below[@]}"}
+  await_end_of "${LEFT_SECONDS:-5}" ${below[@]+"${below[@]}"}
   for number in $(still_there ${below[@]+"${below[@]}"}); do kill -s KILL "$number" 2>/dev/null || true; done
-  await_end_of ${below[@]+"${below[@]}"} # a killed process may hold its files and memory for a while
+  await_end_of 5 ${below[@]+"${below[@]}"} # a killed process may hold its files and memory for a while
   # Whoever waits for the script, a loop in a terminal say, learns what ended it.
   trap - "$name"
   kill -s "$name" $$

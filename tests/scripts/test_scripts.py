@@ -252,11 +252,13 @@ def test_quickstart_ends_what_it_started_and_nothing_else(
     add_interpreter(tmp_path, case)
     (tmp_path / "scripts" / "install.sh").touch()
     command = ["bash", quickstart_with_stub, "--dir", str(tmp_path / "out")]
+    # Who ends has time for it, and for what never ends nobody waits long.
+    limits = {"STOP_SECONDS": "1" if kind == "deaf" else "50", "LEFT_SECONDS": "50" if kind == "ends" else "1"}
     with (
         subprocess.Popen(["sleep", "600"]) as another,
         subprocess.Popen(
-            command, env={**os.environ, "STOP_SECONDS": "1" if kind == "deaf" else "50"}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, process_group=0, preexec_fn=hears_all_signals,
+            command, env={**os.environ, **limits}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, process_group=0,
+            preexec_fn=hears_all_signals,
         ) as script,
     ):  # fmt: skip
         try:
