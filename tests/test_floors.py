@@ -117,10 +117,14 @@ def imports_of(source: str, importer: str, is_package: bool = False) -> list[Imp
             base_is_needed = is_needed and len(modules) < len(node.names)
             found.append(Import(importer, base, node.lineno, at_module_level, base_is_needed))
             found.extend(Import(importer, name, node.lineno, at_module_level, is_needed) for name in modules)
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         is_typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for child in ast.iter_child_nodes(node):
-            visit(child, at_module_level and not is_function and not is_typing_only, is_needed and not is_typing_only)
+            # An import is a statement, and no expression holds one.
+            if not isinstance(child, ast.expr):
+                visit(
+                    child, at_module_level and not is_function and not is_typing_only, is_needed and not is_typing_only
+                )
 
     visit(ast.parse(source), True, True)
     return found
