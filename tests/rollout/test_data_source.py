@@ -24,11 +24,18 @@ from tests.support.models.args import parse
 from tests.support.models.data_sources import prompts
 from tests.support.models.tokenizer import save_tokenizer
 from tests.support.models.vision import make_seeing_checkpoint, save_image
+from tests.support.processes.forked_workers import workers_forked
 
 
 @dataclasses.dataclass
 class Seen:
     words: list[str]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked():
+    with workers_forked():
+        yield
 
 
 @pytest.mark.parametrize("streaming", [False, True])

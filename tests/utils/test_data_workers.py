@@ -21,6 +21,7 @@ from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.prompt_rows import PromptRow
 from tests.support.models.tokenizer import build_tokenizer, save_tokenizer
 from tests.support.models.vision import make_seeing_checkpoint, save_image
+from tests.support.processes.forked_workers import workers_forked
 from tests.support.processes.waiting import runs, wait_until
 
 LIMIT = 60
@@ -31,6 +32,13 @@ REFUSED = {"prompt": [{"role": "user", "content": 5}]}
 
 def preparation(checkpoint, *, template=True, measures=True, sees_images=False, trusted=False):
     return Preparation(checkpoint, trusted, template, {"x": 1}, measures, sees_images)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked():
+    """Workers that may import torch start as in a run, and so do those of a manager that is killed."""
+    with workers_forked():
+        yield
 
 
 @pytest.fixture(scope="module")
