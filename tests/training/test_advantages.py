@@ -319,12 +319,20 @@ def with_tools(response, generator):
     return (torch.rand(response, generator=generator) < 0.8).int()
 
 
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize(
+    ("size", "longer"),
+    [
+        (2, range(2, 1001, 7)),
+        (8, [*range(2, 130), *range(130, 1001, 7)]),
+        pytest.param(8, range(2, 1001), marks=pytest.mark.slow),
+    ],
+    ids=["2", "8", "8, every length"],
+)
 @pytest.mark.parametrize("estimator", ["ppo", "reinforce_plus_plus"])
-def test_l5_the_final_reward_lands_on_the_last_trained_token(monkeypatch, estimator, size):
-    """For all lengths up to 1000: most of them short for 8 ranks, so that the end lies on any of them."""
+def test_l5_the_final_reward_lands_on_the_last_trained_token(monkeypatch, estimator, size, longer):
+    """For lengths up to 1000, all of the short ones for 8 ranks, so that the end lies on any of them."""
     generator = torch.Generator().manual_seed(0)
-    totals = [100, 100, *range(2, 1001, 1 if size == 8 else 7)]
+    totals = [100, 100, *longer]
     responses = [50, 50, *(some_response(total, generator) for total in totals[2:])]
     masks = [with_tools(r, generator) if i % 2 else torch.ones(r).int() for i, r in enumerate(responses)]
     assert_rewards_at_the_end(monkeypatch, estimator, size, totals, masks)
