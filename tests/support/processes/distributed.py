@@ -30,7 +30,6 @@ from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 _LOG_TAIL = 6000
-_GRACE_SECONDS = 5.0
 
 
 class DistributedFailure(AssertionError):
@@ -45,12 +44,14 @@ def run_distributed(
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
     start_method: str = "forkserver",
+    grace_seconds: float = 5.0,
 ) -> list[Any]:
     """Call `worker(*args)` on `world_size` ranks and return their return values, by rank.
 
     Args:
         start_method: "forkserver", or "spawn" for a worker that depends on the order of imports, or on environment variables
             that are read at import.
+        grace_seconds: how long the others have, once a rank has failed, to end with errors of their own.
 
     Raises:
         DistributedFailure: a rank failed (the others are then ended), or `timeout` seconds have passed.
@@ -64,7 +65,7 @@ def run_distributed(
         try:
             for rank in ranks:
                 rank.start(worker, args, start_method)
-            _wait(ranks, timeout)
+            _wait(ranks, timeout, grace_seconds)
         finally:
             for rank in ranks:
                 rank.end()
@@ -124,7 +125,7 @@ class _Rank:
         return f"--- rank {self.rank}, exit status {self.poll()} ---\n{text.strip()}"
 
 
-def _wait(ranks: list[_Rank], timeout: float) -> None:
+def _wait(ranks: list[_Rank], timeout: float, grace_seconds: float) -> None:
     deadline = time.monotonic() + timeout
     failed_at = None
     while running := [rank for rank in ranks if rank.poll() is None]:
@@ -132,7 +133,7 @@ def _wait(ranks: list[_Rank], timeout: float) -> None:
         if failed_at is None and any(rank.poll() for rank in ranks):
             failed_at = now
         # Other ranks usually notice a lost peer within moments, and their errors then show what they were doing.
-        patience = deadline if failed_at is None else min(deadline, failed_at + _GRACE_SECONDS)
+        patience = deadline if failed_at is None else min(deadline, failed_at + grace_seconds)
         if now < patience:
             multiprocessing.connection.wait([rank.sentinel for rank in running], patience - now)
         elif failed_at is not None:

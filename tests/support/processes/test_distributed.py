@@ -67,7 +67,7 @@ def _raise_on_rank_one():
 
 def test_a_failing_rank_ends_all_and_shows_its_traceback():
     with pytest.raises(DistributedFailure, match="KeyError: 'the cause'") as error:
-        run_distributed(_raise_on_rank_one, 2)
+        run_distributed(_raise_on_rank_one, 2, grace_seconds=1.0)
     assert "not finished" not in str(error.value), "nobody waits for the other"
 
 

@@ -227,7 +227,7 @@ def breaking_worker():
 def test_what_keeps_a_rank_from_making_a_bucket_is_told_at_once():
     """Others wait for it, as for any rank in a gather: the driver ends them."""
     with pytest.raises(DistributedFailure, match="0.4 cannot be quantised"):
-        run_distributed(breaking_worker, RANKS, timeout=100)
+        run_distributed(breaking_worker, RANKS, timeout=100, grace_seconds=1.0)
 
 
 def test_room_for_a_large_tensor_is_given_back_before_that_for_the_next_is_made(monkeypatch):
