@@ -143,9 +143,17 @@ def restarting(run, tmp_path):
     return restarting
 
 
-@pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize(
-    "failure", [RunError("rank 1 died"), ZeroDivisionError("by us"), OSError("lost a disk")], ids=repr
+    ("failure", "saved"),
+    [
+        (RunError("rank 1 died"), True),
+        (ZeroDivisionError("by us"), False),
+        (OSError("lost a disk"), False),
+        pytest.param(RunError("rank 1 died"), False, marks=pytest.mark.slow),
+        pytest.param(ZeroDivisionError("by us"), True, marks=pytest.mark.slow),
+        pytest.param(OSError("lost a disk"), True, marks=pytest.mark.slow),
+    ],
+    ids=repr,
 )
 def test_a_run_that_fails_goes_on_from_its_newest_checkpoint_by_itself(restarting, tmp_path, failure, saved):
     status, lines, loaded = restarting(failure, failure, None, saved=saved)
