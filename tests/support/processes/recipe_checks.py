@@ -1,8 +1,11 @@
 """Checks that the recipes of the contributors' page keep their promise, in a tree in which a recipe was followed."""
 
 import asyncio
+import contextlib
+import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -43,7 +46,6 @@ def a_reward_can_be_asked_for_and_grades(directory: Path) -> None:
 def a_family_is_loaded_trained_and_exported(directory: Path) -> None:
     from tests.support.models.args import parse
     from tests.support.models.tiny_families import TINY_FAMILIES
-    from tests.support.processes.distributed import run_distributed
     from tests.support.processes.family_checks import (
         assert_gives_checkpoint_back,
         assert_like_reference,
@@ -55,12 +57,14 @@ def a_family_is_loaded_trained_and_exported(directory: Path) -> None:
     model = TINY_FAMILIES["seed_oss"].save(directory / "seed_oss")
     args = parse(directory, "--hf-checkpoint", str(directory / "seed_oss"))
     assert args.add_qkv_bias and not args.qk_layernorm and args.num_layers == 2
-    (found,) = run_distributed(run_families, 1, ({None: {"seed_oss": str(directory / "seed_oss")}},))
+    expected = reference(model, directory / "gradients")
+    with only_rank():
+        found = run_families({None: {"seed_oss": str(directory / "seed_oss")}})
+        trained = train_steps({"one": layout_args(directory / "seed_oss")})
     assert not isinstance(found[None]["seed_oss"], str), found[None]["seed_oss"]
     assert_gives_checkpoint_back([found[None]["seed_oss"]], directory / "seed_oss")
-    assert_like_reference(found[None]["seed_oss"], reference(model, directory / "gradients"))
-    (found,) = run_distributed(train_steps, 1, ({"one": layout_args(directory / "seed_oss")},))
-    before, after = found["one"]["loaded"], found["one"]["weights"]
+    assert_like_reference(found[None]["seed_oss"], expected)
+    before, after = trained["one"]["loaded"], trained["one"]["weights"]
     assert all((after[name] != before[name]).any() for name in before), "weights that steps of GRPO leave as they were"
 
 
@@ -92,6 +96,21 @@ def a_transport_can_be_asked_for_and_carries_a_push(directory: Path) -> None:
         assert ray.get([engine.get_weight_version.remote() for engine in engines], timeout=60) == ["1", "1"]
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def only_rank() -> Iterator[None]:
+    """This process as the only rank of a process group: ranks in processes of their own would import everything once more."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update(place, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def check(name: str) -> None:
