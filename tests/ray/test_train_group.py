@@ -325,15 +325,13 @@ def make_group():
     ray.shutdown()
 
 
-@pytest.mark.parametrize("of_a_user", [False, True], ids=["our rank", "a user's rank"])
-@pytest.mark.parametrize(
-    "endings, message",
-    [
-        (("hangs", "out of memory"), "^out of memory$"),
-        # What the death of one does to the others, in a collective.
-        (("connection lost", "dies"), "connection lost|a process of the run died"),
-    ],
-)
+HANGS = ("hangs", "out of memory"), "^out of memory$"
+# What the death of one does to the others, in a collective.
+DIES = ("connection lost", "dies"), "connection lost|a process of the run died"
+OTHERS = [pytest.param(*row, marks=pytest.mark.slow) for row in ((*HANGS, False), (*DIES, True))]
+
+
+@pytest.mark.parametrize("endings, message, of_a_user", [(*HANGS, True), (*DIES, False), *OTHERS])
 def test_what_ranks_logged_before_a_failure_reaches_the_trackers(make_group, monkeypatch, endings, message, of_a_user):
     tracker, group = _Tracker(), make_group(of_a_user)
     monkeypatch.setattr(logging_utils, "_trackers", [tracker])
