@@ -3,11 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from slime.arguments.sizes import GpuRanges
 from slime.utils.errors import UserError
-from slime.weights.push import WeightPush
 from slime.weights.transports import (
     ColocatedTransport,
     DiskTransport,
@@ -18,9 +16,6 @@ from slime.weights.transports import (
     transport_of,
 )  # fmt: skip
 from slime.weights.transports.shared_handles import SharedHandlesTransport
-from tests.support.processes.local_ray import start_ray
-from tests.support.processes.served_engines import Trainer
-from tests.support.processes.weight_peers import engine_of, start_peers
 
 ARGS = SimpleNamespace(
     update_weight_transport="nccl", colocate=True, distributed_timeout_minutes=1, update_weight_buffer_size=2**20,
@@ -165,70 +160,3 @@ def test_buckets_fit_both_ways_where_engines_are_of_both_kinds():
     by_group, by_handles = ProcessGroupTransport.bucket_bytes(small), SharedHandlesTransport.bucket_bytes(small)
     assert ColocatedTransport.bucket_bytes(small) == min(by_group, by_handles)
     assert ColocatedTransport.bucket_bytes(alone) == by_handles
-
-
-@pytest.fixture(scope="module")
-def devices():
-    """Three processes, each of which is a device of an engine."""
-    import ray
-
-    start_ray(num_cpus=4)
-    yield start_peers(3)
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def engine_actors(devices):
-    """Two processes that speak for an engine each, of whichever devices."""
-    return [engine_of(devices[:1]) for _ in range(2)]
-
-
-def told(engines):
-    import ray
-
-    return ray.get([engine.handle.all_told.remote() for engine in engines], timeout=60)
-
-
-@pytest.mark.parametrize(("sizes", "ranks"), [((1, 2), 1), ((2, 1), 2), ((1, 2), 2)], ids=["1+2", "2+1", "1+2, half"])
-@pytest.mark.parametrize("wrong", [None, 0, 1], ids=["all right", "by handles", "by the group"])
-def test_s5_engines_inside_and_beside_get_one_version_whole_or_are_left_out(
-    devices, engine_actors, sizes, ranks, wrong
-):
-    """The first engine has devices of ranks, the second one others, or one of each kind. `wrong`: one that says after the push
-    that it has other weights."""
-    import ray
-
-    ray.get([device.start.remote(None) for device in devices], timeout=60)
-    starts = [
-        engine_actors[id].start.remote(of_engine, "0" if id == wrong else None)
-        for id, of_engine in enumerate((devices[: sizes[0]], devices[sizes[0] :]))
-    ]
-    ray.get(starts, timeout=60)
-    engines = [Receiver(id, engine_actors[id], sizes[id], id * sizes[0]) for id in range(2)]
-    flags = {"world_size": ranks, "rollout_num_gpus": 3, "update_weight_buffer_size": 400, "update_weight_mode": "full",
-             "update_weights_in_flight": False, "http_control_timeout": 60.0, "engine_load_timeout": 60.0,
-             "custom_update_weight_post_write_path": None, "distributed_timeout_minutes": 5}  # fmt: skip
-    args = SimpleNamespace(**{**vars(ARGS), **flags})
-    tensors = {name: torch.full((100,), float(value)) for value, name in enumerate("abc")}
-    trainer = Trainer(args, tensors, set(tensors))
-    pushes = WeightPush(args, trainer)
-    try:
-        versions = []
-        for _ in range(2 if wrong is None else 1):
-            report = pushes.push(engines)
-            versions.append((report.version, sorted(report.failed)))
-    finally:
-        for source in trainer.sources:
-            source.close()
-    assert versions == ([(1, []), (2, [])] if wrong is None else [(1, [wrong])])
-    for id, (of_engine, way) in enumerate(zip(told(engines), ("handles", "broadcast"), strict=True)):
-        expected = []
-        for version, _ in versions:
-            # No other way reaches it, and the connection stands for the second push.
-            joined = [("join", 1, 1 + sizes[1])] if (way, version) == ("broadcast", 1) else []
-            whole = [("begin",), *[(way, str(version))] * 3, ("end",), ("version?",)]
-            expected += [*joined, ("pause", "abort"), ("flush",), *whole]
-            expected += [] if id == wrong else [("continue",)]
-        assert of_engine == expected
-    received = ray.get([device.all_received.remote() for device in devices], timeout=60)
-    assert received == [[(["a"], {0.0}), (["b"], {1.0}), (["c"], {2.0})] * len(versions)] * 3
