@@ -18,6 +18,8 @@ PAGE = Path(__file__).resolve().parents[3] / "docs/en/advanced/models.md"
 SPEC = ["slime_plugins.models.hf_attention", "get_hf_attention_spec"]
 # Of each kind of layer: with and without a spec of the family's own, linear attention, latent attention.
 FAMILIES = ("qwen3", "llama3", "glm4", "qwen3_next", "qwen3_5", "minimax_m2", "deepseek_v3")
+# One of each kind.
+KINDS = ("qwen3", "glm4", "qwen3_next", "deepseek_v3")
 SOME = ("qwen3", "qwen3_next")
 OTHERS = tuple(name for name in FAMILIES if name not in SOME)
 WITHOUT_CLASS = "without_class"
@@ -27,12 +29,16 @@ TRAINED = ("tp2", "tp2 whole sequence", "cp2", "cp2 gathered", "pp2")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """By name, the directory of each model and what its reference gives."""
+    """By name, the directory of each model and what its reference gives. A model is made when it is first asked for."""
     root = tmp_path_factory.mktemp("models")
-    return {
-        name: (root / name, reference(TINY_FAMILIES[name].save(root / name), root / f"gradients of {name}"))
-        for name in FAMILIES
-    }
+
+    class Models(dict):
+        def __missing__(self, name):
+            model = TINY_FAMILIES[name].save(root / name)
+            self[name] = root / name, reference(model, root / f"gradients of {name}")
+            return self[name]
+
+    return Models()
 
 
 def _runs(directories, layouts, spec):
@@ -51,10 +57,14 @@ def _runs(directories, layouts, spec):
     return found
 
 
-def _one_rank(directories, spec_of_page, refused):
-    """What is asked of one rank, by one start of its process."""
+def _one_rank(directories, wanted, spec_of_page, refused):
+    """What is asked of one rank, by one start of its process. `wanted`: names and layouts of runs."""
+    runs = {}
+    for layout in ("one rank", "recomputed"):
+        of_layout = {name: directory for name, directory in directories.items() if (name, layout) in wanted}
+        runs |= _runs(of_layout, (layout,), SPEC)
     return {
-        "runs": _runs(directories, ("one rank", "recomputed"), SPEC),
+        "runs": runs,
         "of page": _runs({"qwen3": directories["qwen3"]}, ("one rank",), spec_of_page),
         "own attention": train_steps({"one": layout_args(directories["qwen3"])})["one"],
         "refusals": _refusals(refused),
@@ -62,7 +72,7 @@ def _one_rank(directories, spec_of_page, refused):
 
 
 @pytest.fixture(scope="module")
-def one_rank(models, tmp_path_factory):
+def one_rank(models, selected, tmp_path_factory):
     root = tmp_path_factory.mktemp("specs")
     (of_page,) = re.findall(r"^```python\n# my_layers.py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (root / "my_layers.py").write_text(of_page)
@@ -74,9 +84,14 @@ def one_rank(models, tmp_path_factory):
         tiny_args(models["qwen3_next"][0], spec=SPEC, mtp_num_layers=1),
         tiny_args(root / WITHOUT_CLASS, spec=SPEC),
     ]
-    directories = {name: str(directory) for name, (directory, _) in models.items()}
+    wanted = {(case["name"], case["layout"]) for case in selected(test_a_model_is_that_of_transformers)}
+    directories = {
+        name: str(models[name][0])
+        for name in FAMILIES
+        if name in SOME or {(name, "one rank"), (name, "recomputed")} & wanted
+    }
     of_page = [f"{root}/my_layers.py:first_of_transformers"]
-    return run_distributed(_one_rank, 1, (directories, of_page, refused), timeout=300)[0]
+    return run_distributed(_one_rank, 1, (directories, wanted, of_page, refused), timeout=300)[0]
 
 
 def _two_ranks(directories, saved):
@@ -98,8 +113,15 @@ def two_ranks(models, tmp_path_factory):
     return run_distributed(_two_ranks, 2, (directories, str(tmp_path_factory.mktemp("saved"))), timeout=300)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "recomputed"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, "one rank") for name in KINDS),
+        ("qwen3_next", "recomputed"),
+        *(pytest.param(name, "one rank", marks=pytest.mark.slow) for name in FAMILIES if name not in KINDS),
+        *(pytest.param(name, "recomputed", marks=pytest.mark.slow) for name in FAMILIES if name != "qwen3_next"),
+    ],
+)
 def test_a_model_is_that_of_transformers(models, one_rank, name, layout):
     directory, expected = models[name]
     assert_like_reference(one_rank["runs"][name, layout], expected)
