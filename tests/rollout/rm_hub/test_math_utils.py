@@ -30,6 +30,14 @@ def end_workers():
     worker_pool.close_pools()
 
 
+@pytest.fixture(scope="module")
+def pool():
+    """With one worker, which takes a second to start."""
+    pool = worker_pool.WorkerPool("formulas", size=1)
+    yield pool
+    pool.close()
+
+
 @pytest.mark.parametrize(
     ("text", "boxed", "answer"),
     [
@@ -245,43 +253,31 @@ def test_w3_what_is_too_large_never_reaches_the_library(size, monkeypatch):
     assert len(asked) == 2
 
 
-def test_w3_python_reaches_the_library_as_data():
+def test_w3_python_reaches_the_library_as_data(pool):
     """What the rules before it refuse does no harm in the worker either."""
-    pool = worker_pool.WorkerPool("formulas", size=1)
-    try:
-        assert not [given for given in PYTHON if pool.ask([given, "x+1"], timeout=2.0)]
-        assert not Path("/tmp/slime_w3").exists()
-        assert pool.ask(["1+x", "x+1"])
-    finally:
-        pool.close()
+    assert not [given for given in PYTHON if pool.ask([given, "x+1"], timeout=2.0)]
+    assert not Path("/tmp/slime_w3").exists()
+    assert pool.ask(["1+x", "x+1"])
 
 
-def test_w3_a_comparison_beyond_its_limit_is_given_up_and_the_pool_lives_on():
-    pool = worker_pool.WorkerPool("formulas", size=1)
-    try:
-        product = "".join(rf"(x+\sin({i}x))^{{64}}" for i in range(1, 12))
-        assert not pool.ask([product, rf"{product}+\cos(x)^{{64}}"], timeout=0.2)
-        assert pool._idle.empty(), "the worker that was busy is gone"
-        assert pool.ask(["x x", "x^2"])
-    finally:
-        pool.close()
+def test_w3_a_comparison_beyond_its_limit_is_given_up_and_the_pool_lives_on(pool):
+    product = "".join(rf"(x+\sin({i}x))^{{64}}" for i in range(1, 12))
+    assert not pool.ask([product, rf"{product}+\cos(x)^{{64}}"], timeout=0.2)
+    assert pool._idle.empty(), "the worker that was busy is gone"
+    assert pool.ask(["x x", "x^2"])
 
 
-def test_w3_workers_that_die_are_replaced():
-    pool = worker_pool.WorkerPool("formulas", size=1)
-    try:
-        assert pool.ask(["x+x", "2x"])
-        idle = pool._idle.queue[0]
-        idle._process.kill()
-        idle._process.wait()
-        assert pool.ask(["x+x", "2x"])
-        # What the library cannot read is not equal, and ends no worker.
-        survivor = pool._idle.queue[0]
-        assert not pool.ask([r"\frac{", "x"])
-        assert pool.ask(["x", "x"])
-        assert pool._idle.queue[0] is survivor
-    finally:
-        pool.close()
+def test_w3_workers_that_die_are_replaced(pool):
+    assert pool.ask(["x+x", "2x"])
+    idle = pool._idle.queue[0]
+    idle._process.kill()
+    idle._process.wait()
+    assert pool.ask(["x+x", "2x"])
+    # What the library cannot read is not equal, and ends no worker.
+    survivor = pool._idle.queue[0]
+    assert not pool.ask([r"\frac{", "x"])
+    assert pool.ask(["x", "x"])
+    assert pool._idle.queue[0] is survivor
 
 
 def test_w3_a_worker_that_reads_no_question_is_given_up(monkeypatch, tmp_path):
