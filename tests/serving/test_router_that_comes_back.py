@@ -373,9 +373,21 @@ def test_a_port_that_a_dead_router_keeps_is_told_of(tmp_path, monkeypatch):
 FULL = OSError(errno.ENOSPC, "No space left on device", "/disk/router.log")
 
 
-@pytest.mark.parametrize("where", ["_new_process", "_launch"])
-@pytest.mark.parametrize("lasts", [False, True])
-@pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
+@pytest.mark.parametrize(
+    ("where", "lasts", "policy"),
+    [
+        # Any two of the three come together.
+        ("_new_process", False, "power_of_two"), ("_new_process", True, "round_robin"),
+        ("_launch", False, "round_robin"), ("_launch", True, "power_of_two"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("_new_process", False, "round_robin"), ("_new_process", True, "power_of_two"),
+                ("_launch", False, "power_of_two"), ("_launch", True, "round_robin"),
+            )
+        ),
+    ],
+)  # fmt: skip
 def test_a_full_disk_is_waited_for_and_is_no_death_of_a_router(tmp_path, monkeypatch, caplog, where, lasts, policy):
     """More often than a router may die somebody looks for space, and the requests meanwhile are suspected of nothing.
 
