@@ -118,7 +118,7 @@ def test_files_of_the_user_are_out_of_reach(tmp_path, program):
     "program",
     [
         "import time\ntime.sleep(1000)",
-        "while True: pass",
+        pytest.param("while True: pass", marks=pytest.mark.slow),
         "import os, signal\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\nos.close(1)\nos.close(2)\nwhile 1: pass",
     ],
 )
