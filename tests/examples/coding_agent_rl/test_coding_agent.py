@@ -167,7 +167,9 @@ def test_a_repair_that_passes_is_rewarded_and_what_the_model_said_is_trained(che
     assert sample.metadata["agent_status"] == 0
 
 
-@pytest.mark.parametrize("edit", ["x*47", "x*11-2", "x*47+", "while True"])
+@pytest.mark.parametrize(
+    "edit", ["x*47", "x*47+", *(pytest.param(e, marks=pytest.mark.slow) for e in ("x*11-2", "while True"))]
+)
 def test_a_repair_that_fails_is_not_rewarded(checkpoint, edit):
     (sample,), _ = work_of(checkpoint, f"<edit>{edit}</edit>", "ok")
     assert sample.reward == 0.0 and sample.status is Sample.Status.COMPLETED
@@ -290,8 +292,8 @@ def test_an_agent_that_asks_nothing_fails_its_sample(checkpoint, plug_ins):
 
 
 def test_a_sample_over_its_whole_time_fails(checkpoint, plug_ins, monkeypatch):
-    monkeypatch.setenv("SWE_ROLLOUT_GUARD_SEC", "4")
-    with pytest.raises(SampleFailed, match="longer than SWE_ROLLOUT_GUARD_SEC 4"):
+    monkeypatch.setenv("SWE_ROLLOUT_GUARD_SEC", "2")
+    with pytest.raises(SampleFailed, match="longer than SWE_ROLLOUT_GUARD_SEC 2"):
         work_of(checkpoint, agent_harness=f"{plug_ins[1]}:Hanging")
     assert SingletonMeta._instances[Endpoint].adapter._sessions == {}
 
