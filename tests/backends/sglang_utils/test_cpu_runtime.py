@@ -14,6 +14,7 @@ import pytest
 
 from slime.backends.sglang_utils import cpu_runtime
 from slime.utils.child_process import environment_for_python
+from tests.support.processes.distributed import run_distributed
 
 torch = pytest.importorskip("torch")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter is inert with CUDA")
@@ -232,20 +233,52 @@ def test_a_server_that_compiles_nothing_imports_the_compiler_when_it_is_asked_fo
     ]
 
 
-@on_cpu
-@pytest.mark.parametrize("disabled", ["0", "1"])
-def test_the_compiler_finds_no_triton(disabled):
-    """Whether it is imported at once, as for a server that compiles, or later."""
+OF_THE_COMPILER = (
+    "import torch, triton\n"
+    "compiled = torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(1))\n"
+    "from torch._inductor.runtime.hints import DeviceProperties\n"
+    "from torch._inductor.runtime import triton_compat\n"
+    "print(compiled.item(), triton_compat.HAS_WARP_SPEC, triton_compat.triton is triton)"
+)
+
+
+@pytest.fixture(scope="module")
+def installed() -> list[str]:
+    """What a process prints that compiles and has installed the adapter: of inert modules, and then of the compiler."""
     printed = run_python(
         "import os\n"
-        f"os.environ['TORCHDYNAMO_DISABLE'] = '{disabled}'\n"
+        "os.environ['TORCHDYNAMO_DISABLE'] = '0'\n"
+        "import torch\n"
         "from slime.backends.sglang_utils import cpu_runtime\n"
+        "synchronize = torch.cuda.synchronize\n"
         "cpu_runtime.install()\n"
-        "import torch, triton\n"
-        "compiled = torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(1))\n"
-        "from torch._inductor.runtime.hints import DeviceProperties\n"
-        "from torch._inductor.runtime import triton_compat\n"
-        "print(compiled.item(), triton_compat.HAS_WARP_SPEC, triton_compat.triton is triton)"
+        "import triton, triton.language as tl, torchvision, sgl_kernel\n"
+        "@triton.jit\n"
+        "def kernel(x: tl.constexpr): return x\n"
+        "print(kernel(3), torch.cuda.synchronize is synchronize)\n"
+        "try:\n    sgl_kernel.silu_and_mul(1)\n"
+        "except NotImplementedError as error:\n    print(error)\n"
+        "try:\n    import sgl_kernel.elementwise\n"
+        "except ImportError:\n    print('submodule refused')\n"
+        "from transformers.utils.import_utils import is_torchvision_available\n"
+        "print(is_torchvision_available())\n" + OF_THE_COMPILER
+    )
+    return printed.splitlines()
+
+
+@on_cpu
+def test_the_compiler_finds_no_triton(installed):
+    assert installed[-1] == "2.0 False False"
+
+
+@on_cpu
+def test_the_compiler_finds_no_triton_where_it_is_imported_later():
+    """As for a server that compiles nothing."""
+    printed = run_python(
+        "import os\n"
+        "os.environ['TORCHDYNAMO_DISABLE'] = '1'\n"
+        "from slime.backends.sglang_utils import cpu_runtime\n"
+        "cpu_runtime.install()\n" + OF_THE_COMPILER
     )
     assert printed == "2.0 False False"
 
@@ -265,16 +298,16 @@ def murmur3_32(data: bytes) -> int:
     return state ^ state >> 16
 
 
+def hashes(seeds, positions, columns):
+    cpu_runtime._define_seeded_sampling_hash()
+    hash_of = torch.ops.sgl_kernel.murmur_hash32_cpu
+    return hash_of(*map(torch.tensor, (seeds, positions, columns))).to(torch.int64).tolist()
+
+
 def test_seeded_sampling_hash_equals_murmur3():
     assert murmur3_32(bytes.fromhex("00000000")) == 0x2362F9DE  # published vector
     seeds, positions, columns = [1, 2**33 + 5, 2**63 - 1], [0, 7, 123456], [0, 1, 319]
-    printed = run_python(
-        "import torch\n"
-        "from slime.backends.sglang_utils import cpu_runtime\n"
-        "cpu_runtime._define_seeded_sampling_hash()\n"
-        f"seed, position, column = torch.tensor({seeds}), torch.tensor({positions}), torch.tensor({columns})\n"
-        "print(torch.ops.sgl_kernel.murmur_hash32_cpu(seed, position, column).to(torch.int64).tolist())"
-    )
+    (found,) = run_distributed(hashes, 1, (seeds, positions, columns))
     expected = [
         [
             murmur3_32(seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little"))
@@ -282,28 +315,12 @@ def test_seeded_sampling_hash_equals_murmur3():
         ]
         for seed, position in zip(seeds, positions, strict=True)
     ]
-    assert printed == str(expected)
+    assert found == expected
 
 
 @on_cpu
-def test_install_serves_inert_modules_and_keeps_torch_unchanged():
-    printed = run_python(
-        "import torch\n"
-        "from slime.backends.sglang_utils import cpu_runtime\n"
-        "synchronize = torch.cuda.synchronize\n"
-        "cpu_runtime.install()\n"
-        "import triton, triton.language as tl, torchvision, sgl_kernel\n"
-        "@triton.jit\n"
-        "def kernel(x: tl.constexpr): return x\n"
-        "print(kernel(3), torch.cuda.synchronize is synchronize)\n"
-        "try:\n    sgl_kernel.silu_and_mul(1)\n"
-        "except NotImplementedError as error:\n    print(error)\n"
-        "try:\n    import sgl_kernel.elementwise\n"
-        "except ImportError:\n    print('submodule refused')\n"
-        "from transformers.utils.import_utils import is_torchvision_available\n"
-        "print(is_torchvision_available())"
-    )
-    assert printed.splitlines() == [
+def test_install_serves_inert_modules_and_keeps_torch_unchanged(installed):
+    assert installed[:-1] == [
         "3 True",
         "sgl_kernel.silu_and_mul is not available without a GPU",
         "submodule refused",
