@@ -9,10 +9,12 @@ import pytest
 from slime.utils.child_process import environment_for_python
 
 
-def printed_by(module: str) -> dict:
+@pytest.fixture(scope="module")
+def figures() -> dict:
+    """What one process finds, which imports sglang for longer than it computes."""
     settings = {"OMP_NUM_THREADS": "1", "SLIME_ACCELERATOR": "cpu", "SGLANG_USE_CPU_ENGINE": "1"}
     result = subprocess.run(
-        [sys.executable, "-m", f"tests.support.processes.{module}"],
+        [sys.executable, "-m", "tests.support.processes.attention_cases"],
         env={**environment_for_python(), **settings},
         capture_output=True,
         text=True,
@@ -20,11 +22,6 @@ def printed_by(module: str) -> dict:
     )
     assert result.returncode == 0, result.stderr[-2000:]
     return json.loads(result.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def figures() -> dict:
-    return printed_by("attention_cases")
 
 
 CASES = ("decode", "extend", "latent", "chosen")
@@ -73,5 +70,5 @@ def test_of_the_table_of_places_no_more_is_read_than_the_longest_request_has(fig
     assert [3, 70] in figures["slots"] and max(width for _, width in figures["slots"]) == 899
 
 
-def test_an_indexer_chooses_for_new_tokens_behind_cached_ones_what_a_plain_computation_does():
-    assert printed_by("indexer_cases") == {"halves": True, "pairs": True, "tokens": 38}
+def test_an_indexer_chooses_for_new_tokens_behind_cached_ones_what_a_plain_computation_does(figures):
+    assert figures["indexer"] == {"halves": True, "pairs": True, "tokens": 38}

@@ -1,4 +1,5 @@
-"""Compares the attention of a CPU server on random batches with torch_native's and a plain computation; prints JSON.
+"""Compares the attention of a CPU server on random batches with torch_native's and a plain computation, and what its indexer
+chooses; prints JSON.
 
 Run it in a process of its own, since the CPU adapter changes how sglang is imported.
 """
@@ -8,6 +9,7 @@ import json
 import torch
 
 from slime.backends.sglang_utils import cpu_runtime
+from tests.support.processes import indexer_cases
 
 PLACES = 8192
 WIDTH = 900  # of the table of places
@@ -22,7 +24,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     kinds = {"ours": cpu_attention.BatchedAttention, "native": TorchNativeAttnBackend}
-    figures = {"sizes": [cpu_attention.size_class(n, 32) for n in (1, 32, 33, 256, 512, 513, 1024, 1025, 5000)]}
+    figures = {"indexer": indexer_cases.compare()}
+    figures["sizes"] = [cpu_attention.size_class(n, 32) for n in (1, 32, 33, 256, 512, 513, 1024, 1025, 5000)]
     figures["pieces"] = list(cpu_attention.pieces_of([3, 600, 1], [3, 700, 9]))
     asked, plan_calls = [], cpu_attention.plan_calls
     cpu_attention.plan_calls = lambda pieces, slots, dtype: (

@@ -1,14 +1,9 @@
-"""Compares the keys that the indexer of a CPU server chooses with a plain computation; prints JSON.
+"""Compares the keys that the indexer of a CPU server chooses with a plain computation, for `attention_cases`."""
 
-Run it in a process of its own, since the CPU adapter changes how sglang is imported.
-"""
-
-import json
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-
-from slime.backends.sglang_utils import cpu_runtime
 
 HIDDEN, LATENT, HEADS, WIDTH, ROTATED, COUNT = 12, 10, 8, 16, 8, 4
 BASE = 100.0
@@ -17,8 +12,11 @@ PLACES, TABLE = 64, 40
 PASSES = ((20, 3), (29, 7), (30, 8))
 
 
-def main() -> None:
-    cpu_runtime.install()
+def compare() -> dict[str, Any]:
+    """Whether all choices are the plain ones where halves and where pairs of a vector are rotated; and the number of tokens.
+
+    The CPU adapter is installed before.
+    """
     from slime.backends.sglang_utils import cpu_attention
 
     draw = torch.Generator().manual_seed(1)
@@ -59,7 +57,7 @@ def main() -> None:
         expected = [plain(indexer, *states, halves) for states in zip(hidden, latent, strict=True)]
         figures["halves" if halves else "pairs"] = found == expected
         figures["tokens"] = sum(map(len, found))
-    print(json.dumps(figures))
+    return figures
 
 
 def made(kind, halves: bool, draw: torch.Generator):
@@ -105,7 +103,3 @@ def plain(indexer, hidden: torch.Tensor, latent: torch.Tensor, halves: bool) -> 
         }
         chosen.append(set(sorted(scores, key=scores.get, reverse=True)[:COUNT]))
     return chosen
-
-
-if __name__ == "__main__":
-    main()
