@@ -4,9 +4,9 @@ The wheel has all of Transformer Engine's Python: modules, autograd functions, c
 C++ and Triton kernels are not there, and `plain_kernels` and `plain_permutation` stand in for them. What runs like this are
 its layers and how Megatron and the trainer use them, and not its kernels.
 
-`install()` belongs into child processes that end with their test, before anything of Megatron is imported there. In
-`site-packages` of an environment without CUDA the wheel would break Megatron, which imports it where it finds it, so
-`scripts/install.sh` puts it into a directory of its own.
+`install()` belongs into child processes that end with their test, before anything of Megatron is imported there, or into the
+server that forks these. In `site-packages` of an environment without CUDA the wheel would break Megatron, which imports it
+where it finds it, so `scripts/install.sh` puts it into a directory of its own.
 
 It lifts the assumption of a CUDA device as `cpu_runtime` does for Megatron:
 
@@ -136,6 +136,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Make `import transformer_engine` work in this process, and have Megatron's models built of its layers.
 
+    A forked process calls it again: it has the modules of its server, and not its paths and environment.
+
     Raises:
         FileNotFoundError: the wheel is not where `scripts/install.sh` puts it.
         RuntimeError: Megatron was imported before, without Transformer Engine.
@@ -145,7 +147,10 @@ def install() -> None:
     cpu_runtime.install()
     # The package's own switch for a build that has no shared objects yet.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
-    sys.path.append(str(WHEEL))
+    if str(WHEEL) not in sys.path:
+        sys.path.append(str(WHEEL))
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
     sys.meta_path.insert(0, _Finder())
     for name in ABSENT_MODULES:
         sys.modules[name] = plain_kernels.Absent(name)
@@ -153,8 +158,11 @@ def install() -> None:
 
 
 def call_with_transformer_engine(worker: Callable[..., Any], *args: Any) -> Any:
-    """A worker for `run_distributed`, with `start_method="spawn"`: calls another one after `install`."""
-    install()
+    """A worker for `run_distributed`, with `start_method="transformer engine"`: calls another one after `install`."""
+    # This file is loaded once more for a worker, and that module knows nothing of what the server has done.
+    from tests.support.kernels import transformer_engine_on_cpu
+
+    transformer_engine_on_cpu.install()
     return worker(*args)
 
 

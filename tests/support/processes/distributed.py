@@ -6,16 +6,18 @@
 environment holds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so that `torch.distributed` initialises
 from the environment. Arguments and return values travel by pickle. The children share nothing with the test's process:
 their imports and patches do not reach it. They are forked from a server that has already imported torch and Megatron with its
-CPU lifts (`preloaded.py`), because these imports take most of the time of a start. With `start_method="spawn"` a child starts
-without any imports.
+CPU lifts (`preloaded.py`), because these imports take most of the time of a start. With `start_method="transformer engine"` the
+server has Transformer Engine beside them (`preloaded_engine.py`), and with "spawn" a child starts without any imports.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import sys
@@ -23,13 +25,18 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 _LOG_TAIL = 6000
+# By start method, the server that processes are forked from, and what it imports before.
+_SERVERS = {
+    "forkserver": (multiprocessing.forkserver._forkserver, "tests.support.processes.preloaded"),
+    "transformer engine": (multiprocessing.forkserver.ForkServer(), "tests.support.processes.preloaded_engine"),
+}
 
 
 class DistributedFailure(AssertionError):
@@ -49,8 +56,8 @@ def run_distributed(
     """Call `worker(*args)` on `world_size` ranks and return their return values, by rank.
 
     Args:
-        start_method: "forkserver", or "spawn" for a worker that depends on the order of imports, or on environment variables
-            that are read at import.
+        start_method: "forkserver"; "transformer engine" for a worker whose layers are Transformer Engine's; or "spawn" for one
+            that depends on the order of imports, or on environment variables that are read at import.
         grace_seconds: how long the others have, once a rank has failed, to end with errors of their own.
 
     Raises:
@@ -96,12 +103,10 @@ class _Rank:
 
     def start(self, worker: Callable[..., Any], args: Sequence[Any], start_method: str) -> None:
         call = pickle.dumps((inspect.getfile(worker), worker.__qualname__, tuple(args)))
-        context = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
-            context.set_forkserver_preload(["tests.support.processes.preloaded"])
+        context = multiprocessing.get_context("forkserver" if start_method in _SERVERS else start_method)
         self._process = context.Process(target=_run, args=(call, self._result, self._log, self._env, start_method))
         # Imports before `_run` sets the environment, in the server or a spawned interpreter, must see these variables too.
-        with mock.patch.dict(os.environ, self._env):
+        with mock.patch.dict(os.environ, self._env), _asking_server(start_method):
             self._process.start()
 
     def poll(self) -> int | None:
@@ -123,6 +128,19 @@ class _Rank:
     def report(self) -> str:
         text = self._log.read_text(errors="replace")[-_LOG_TAIL:] if self._log.exists() else ""
         return f"--- rank {self.rank}, exit status {self.poll()} ---\n{text.strip()}"
+
+
+@contextlib.contextmanager
+def _asking_server(start_method: str) -> Iterator[None]:
+    """Have `multiprocessing` ask the server of the start method for a process; it knows but one itself."""
+    if start_method not in _SERVERS:
+        yield
+        return
+    server, preloaded = _SERVERS[start_method]
+    server.set_forkserver_preload([preloaded])
+    connect = server.connect_to_new_process
+    with mock.patch.object(multiprocessing.forkserver, "connect_to_new_process", connect):
+        yield
 
 
 def _wait(ranks: list[_Rank], timeout: float, grace_seconds: float) -> None:
@@ -177,5 +195,5 @@ def _run(call: bytes, result_file: Path, log: Path, env: Mapping[str, str], star
     result_file.write_bytes(pickle.dumps(result))
     dist = sys.modules.get("torch.distributed")
     # A forked process ends without finalising its interpreter. In a spawned one, groups of Gloo would abort that.
-    if start_method != "forkserver" and dist is not None and dist.is_initialized():
+    if start_method == "spawn" and dist is not None and dist.is_initialized():
         dist.destroy_process_group()

@@ -170,7 +170,7 @@ def of_engine(sources, selected, tmp_path_factory):
         source, _ = known["float32"]
         cases[remainders] = (first, source), resumable_args(root / "model", directory / "resumed", **flags)
     (modules,) = run_distributed(
-        call_with_transformer_engine, 1, (begin_and_go_on, cases), start_method="spawn", timeout=200
+        call_with_transformer_engine, 1, (begin_and_go_on, cases), start_method="transformer engine", timeout=200
     )
     return {remainders: (modules[remainders], directory) for remainders, directory in directories.items()}
 

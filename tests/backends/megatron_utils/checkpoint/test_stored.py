@@ -51,7 +51,9 @@ def test_tensors_have_the_same_names_whatever_layers_are_made_of(tmp_path):
     directories = {name: str(tmp_path / str(number)) for number, name in enumerate(FAMILIES)}
     for name, directory in directories.items():
         TINY_FAMILIES[name].save(Path(directory))
-    ((local, engine),) = run_distributed(names_worker, 1, (directories,), start_method="spawn", timeout=200)
+    ((local, engine),) = run_distributed(
+        names_worker, 1, (directories,), start_method="transformer engine", timeout=200
+    )
     for name in FAMILIES:
         assert local[name] == engine[name], (name, local[name] ^ engine[name])
     # It does fuse norms, but with nothing that is in front of a router.
@@ -86,7 +88,9 @@ def test_layers_of_transformer_engine_and_local_ones_load_what_the_others_saved(
         cases[name] = make_args(tmp_path / name, tmp_path / f"saved {name}", adam_eps=1e-3)
     workers = ((save_each, engine_saves), (resume_each, not engine_saves))
     (saved,), (found,) = (
-        run_distributed(worker, 1, (cases, engine), start_method="spawn" if engine else "forkserver", timeout=200)
+        run_distributed(
+            worker, 1, (cases, engine), start_method="transformer engine" if engine else "forkserver", timeout=200
+        )
         for worker, engine in workers
     )
     for name in cases:
