@@ -170,9 +170,9 @@ def test_only_indexers_learn_from_the_loss_and_from_nothing_else(models):
         "scaled": LEARNING,
     }
     # Gradients are clipped by the norm of all of them, those of indexers too.
-    args = {name: layout_args(models / "experts", **flags, clip_grad=0.0) for name, flags in cases.items()}
+    args = {name: layout_args(models / "dense", **flags, clip_grad=0.0) for name, flags in cases.items()}
     # Other advantages and coefficients give the rest of the model other gradients.
-    args["other objective"] = layout_args(models / "experts", **LEARNING, clip_grad=0.0, entropy_coef=0.5)
+    args["other objective"] = layout_args(models / "dense", **LEARNING, clip_grad=0.0, entropy_coef=0.5)
     (found,) = run_distributed(gradients_worker, 1, (args,))
     plain = found["none"][1]
     assert not any(".indexer." in name for name in plain)
@@ -254,7 +254,7 @@ FOUR_RANKS = {
     "data x pipeline": {**PIPELINE, "data_parallel_size": 2},
 }
 LOSSES = {"dense loss": LEARNING, "sparse loss": SPARSE}
-# With another model than that with experts.
+# Not with experts.
 WHOLE_ROWS = {"tensor, whole rows": {"tensor_model_parallel_size": 2}}
 # And with one that has a prediction layer.
 PREDICTIONS = {
@@ -266,7 +266,10 @@ PREDICTIONS = {
     },
     "predicting, recomputed": {**PREDICTING, **PIPELINE, **RECOMPUTED, "pipeline_model_parallel_layout": "Ettm|L"},
 }  # fmt: skip
-MODELS = dict.fromkeys(("dense", *WHOLE_ROWS), "dense") | dict.fromkeys(("predicting", *PREDICTIONS), "predicting")
+ON_TWO_RANKS = TWO_RANKS | WHOLE_ROWS | PREDICTIONS
+# The layers behind attention have no part in the loss: in most layouts they are dense, which computes less.
+WITH_EXPERTS = ("tensor", "gathered", "experts", *FOUR_RANKS)
+MODELS = dict.fromkeys(WITH_EXPERTS, "experts") | dict.fromkeys(PREDICTIONS, "predicting")
 # Those of every change.
 SHARPEST = (
     ("dense loss", "tensor"), ("dense loss", "zigzag"), ("dense loss", "tensor, whole rows"), ("sparse loss", "gathered"),
@@ -278,73 +281,93 @@ SHARPEST_OF_ONE = (
 )  # fmt: skip
 
 
-def cases_of(models, layouts):
-    return {
-        (loss, layout): layout_args(models / MODELS.get(layout, "experts"), **flags, **sizes)
-        for loss, flags in LOSSES.items()
-        for layout, sizes in layouts.items()
-    }
+def grid(layouts, of_every_change=()):
+    """Cases of loss and layout."""
+    return [
+        pytest.param(loss, layout, marks=() if (loss, layout) in of_every_change else pytest.mark.slow)
+        for loss in LOSSES
+        for layout in layouts
+    ]
+
+
+def args_in(models, loss, layout, sizes):
+    return layout_args(models / MODELS.get(layout, "dense"), **LOSSES[loss], **sizes)
 
 
 @pytest.fixture(scope="module")
-def one_rank(models):
-    cases = cases_of(models, {"one": {}, "dense": {}, "predicting": PREDICTING})
+def one_rank(models, selected):
+    """By loss and model. Only what is compared with is trained."""
+    tests = (
+        test_packing_and_recomputed_layers_make_no_difference, test_two_ranks_train_indexers_as_one,
+        test_four_ranks_train_indexers_as_one,
+    )  # fmt: skip
+    compared = {(case["loss"], MODELS.get(case["layout"], "dense")) for test in tests for case in selected(test)}
+    compared |= {(loss, "dense") for loss in LOSSES}
+    cases = {
+        (loss, name): layout_args(models / name, **LOSSES[loss], **(PREDICTING if name == "predicting" else {}))
+        for loss, name in sorted(compared)
+    }
     return run_distributed(train_steps, 1, (cases,), timeout=300)[0]
 
 
 def test_indexers_learn(one_rank):
     for loss in LOSSES:
-        run = one_rank[loss, "one"]
+        run = one_rank[loss, "dense"]
         values = [step["indexer_loss"] for step in run["steps"]]
         assert values[0] > values[1] > values[2] > 0
         for name, weight in run["weights"].items():
             if ".indexer." in name:
                 assert not np.array_equal(weight, run["loaded"][name]), name
-    dense, sparse = (one_rank[loss, "one"]["steps"][0]["indexer_loss"] for loss in LOSSES)
+    dense, sparse = (one_rank[loss, "dense"]["steps"][0]["indexer_loss"] for loss in LOSSES)
     assert abs(dense - sparse) > 0.01 * dense
 
 
-def test_packing_and_recomputed_layers_make_no_difference(models, one_rank):
-    cases = cases_of(models, ONE_RANK)
-    assert_trained_like_one(one_rank, 1, {case: cases[case] for case in SHARPEST_OF_ONE})
+@pytest.fixture(scope="module")
+def packed(models, selected):
+    return train_selected(models, 1, ONE_RANK, selected(test_packing_and_recomputed_layers_make_no_difference))
 
 
-@pytest.mark.slow
-def test_every_packing_makes_no_difference_to_either_loss(models, one_rank):
-    assert_trained_like_one(one_rank, 1, cases_of(models, ONE_RANK))
+@pytest.fixture(scope="module")
+def on_two_ranks(models, selected):
+    return train_selected(models, 2, ON_TWO_RANKS, selected(test_two_ranks_train_indexers_as_one))
 
 
-def assert_trained_like_one(one_rank, ranks, cases):
-    found = run_distributed(train_steps, ranks, (cases,), timeout=600)
-    for loss, layout in found[0]:
-        try:
-            plain = one_rank[loss, MODELS.get(layout, "one")]
-            assert_equal_runs([rank[loss, layout] for rank in found], plain)
-        except AssertionError as error:
-            raise AssertionError(f"{loss}, {layout}: {error}") from error
+@pytest.fixture(scope="module")
+def on_four_ranks(models, selected):
+    return train_selected(models, 4, FOUR_RANKS, selected(test_four_ranks_train_indexers_as_one))
 
 
-def test_two_ranks_train_indexers_as_one(models, one_rank):
-    cases = cases_of(models, TWO_RANKS | WHOLE_ROWS | PREDICTIONS)
-    assert_trained_like_one(one_rank, 2, {case: cases[case] for case in SHARPEST})
+def train_selected(models, ranks, layouts, chosen):
+    pairs = [(case["loss"], case["layout"]) for case in chosen]
+    cases = {(loss, layout): args_in(models, loss, layout, layouts[layout]) for loss, layout in pairs}
+    return run_distributed(train_steps, ranks, (cases,), timeout=600)
 
 
-@pytest.mark.slow
-def test_two_ranks_train_indexers_in_every_layout(models, one_rank):
-    assert_trained_like_one(one_rank, 2, cases_of(models, TWO_RANKS | WHOLE_ROWS | PREDICTIONS))
+def assert_trained_like_one(one_rank, found, loss, layout):
+    assert_equal_runs([rank[loss, layout] for rank in found], one_rank[loss, MODELS.get(layout, "dense")])
 
 
-@pytest.mark.slow
-def test_four_ranks_train_indexers_as_one(models, one_rank):
-    assert_trained_like_one(one_rank, 4, cases_of(models, FOUR_RANKS))
+@pytest.mark.parametrize(("loss", "layout"), grid(ONE_RANK, SHARPEST_OF_ONE))
+def test_packing_and_recomputed_layers_make_no_difference(one_rank, packed, loss, layout):
+    assert_trained_like_one(one_rank, packed, loss, layout)
+
+
+@pytest.mark.parametrize(("loss", "layout"), grid(ON_TWO_RANKS, SHARPEST))
+def test_two_ranks_train_indexers_as_one(one_rank, on_two_ranks, loss, layout):
+    assert_trained_like_one(one_rank, on_two_ranks, loss, layout)
+
+
+@pytest.mark.parametrize(("loss", "layout"), grid(FOUR_RANKS))
+def test_four_ranks_train_indexers_as_one(one_rank, on_four_ranks, loss, layout):
+    assert_trained_like_one(one_rank, on_four_ranks, loss, layout)
 
 
 def test_an_indexer_learns_alone_if_all_else_is_frozen(models):
     """As before sparse attention is trained itself: then attention is to all keys, here since no sample has more."""
     flags = {**LEARNING, "only_train_params_name_list": [r"\.indexer\."], "dsa_indexer_topk": 64}
     cases = {
-        "plain": layout_args(models / "experts", **flags),
-        "recomputed": layout_args(models / "experts", **flags, **RECOMPUTED),
+        "plain": layout_args(models / "dense", **flags),
+        "recomputed": layout_args(models / "dense", **flags, **RECOMPUTED),
     }
     (found,) = run_distributed(train_steps, 1, (cases,))
     run = found["plain"]
@@ -376,20 +399,34 @@ def go_on(run, steps=0, saves=False):
     return loaded, run.weights(), run.largest_gradient()
 
 
-def test_a_checkpoint_holds_what_indexers_have_learnt_and_their_optimizer(models, tmp_path):
-    def args_of(name, **layout):
-        further = {"lr": 1e-3, "clip_grad": 0.0, **LEARNING, **layout}
-        return resumable_args(models / name, tmp_path / name, **further)
+STAGES = {"predicting": {"pipeline_model_parallel_layout": "Ettm|L"}}
 
-    runs = {"experts": {}, "experts everywhere": {}, "predicting": PREDICTING}
-    stages = {"predicting": {"pipeline_model_parallel_layout": "Ettm|L"}}
-    (saved,) = run_distributed(save_and_go_on, 1, ({name: args_of(name, **flags) for name, flags in runs.items()},))
-    resuming = {name: args_of(name, **flags, **PIPELINE, **stages.get(name, {})) for name, flags in runs.items()}
+
+@pytest.fixture(scope="module")
+def gone_on(models, selected, tmp_path_factory):
+    """By model: the arguments, and what runs find that save on one rank and that resume on two."""
+    names = [case["name"] for case in selected(test_a_checkpoint_holds_what_indexers_have_learnt_and_their_optimizer)]
+    root = tmp_path_factory.mktemp("saved")
+
+    def args_of(name, **layout):
+        further = {"lr": 1e-3, "clip_grad": 0.0, **LEARNING, **(PREDICTING if name == "predicting" else {}), **layout}
+        return resumable_args(models / name, root / name, **further)
+
+    saving = {name: args_of(name) for name in names}
+    (saved,) = run_distributed(save_and_go_on, 1, (saving,))
+    resuming = {name: args_of(name, **PIPELINE, **STAGES.get(name, {})) for name in names}
     found = run_distributed(resume_and_go_on, 2, (resuming,))[0]
-    for name, flags in runs.items():
-        at_checkpoint, after, gradient = saved[name]
-        loaded, weights, _ = found[name]
-        assert all(np.array_equal(loaded[key], weight) for key, weight in at_checkpoint.items())
-        assert_equal_weights(weights, after, bound_of_weights(args_of(name, **flags), [gradient], TRAINED_TOKENS))
-        moved = [abs(after[key] - at_checkpoint[key]).max() for key in after if ".indexer." in key]
-        assert len(moved) == 10 and min(moved) > 1e-4
+    return {name: (saving[name], saved[name], found[name]) for name in names}
+
+
+@pytest.mark.parametrize(
+    # In the first and in the last one layers differ, and are stored one by one.
+    "name",
+    [pytest.param("experts", marks=pytest.mark.slow), "experts everywhere", "predicting"],
+)
+def test_a_checkpoint_holds_what_indexers_have_learnt_and_their_optimizer(gone_on, name):
+    args, (at_checkpoint, after, gradient), (loaded, weights, _) = gone_on[name]
+    assert all(np.array_equal(loaded[key], weight) for key, weight in at_checkpoint.items())
+    assert_equal_weights(weights, after, bound_of_weights(args, [gradient], TRAINED_TOKENS))
+    moved = [abs(after[key] - at_checkpoint[key]).max() for key in after if ".indexer." in key]
+    assert len(moved) == 10 and min(moved) > 1e-4
