@@ -268,8 +268,15 @@ TRAINED_ON_TWO = {
     "gathered": {"context_parallel_size": 2, "allgather_cp": True, **EXPERTS},
     "cut over context ranks, the rest whole": {"context_parallel_size": 2, "expert_tensor_parallel_size": 2},
 }
-# Those of every change: experts spread over data, tensor and context ranks, and in stages that recompute.
-SHARPEST = ("experts", "experts, averaged", "whole, spread over the tensor group", "recomputed pipeline", "zigzag")
+# Those of every change, by layout: every kind of loss where experts are spread over data ranks, and where tensor and context
+# ranks, stages that recompute, or the average of gradients have a part in a loss, those of its kinds.
+SHARPEST = {
+    "experts": ("losses and biases", "losses of samples", "losses of steps", "scores on inputs"),
+    "experts, averaged": ("losses of steps",),
+    "whole, spread over the tensor group": ("losses and biases", "losses of samples", "losses of steps"),
+    "recomputed pipeline": ("losses and biases", "losses of steps"),
+    "zigzag": ("losses and biases", "losses of samples", "losses of steps"),
+}
 TRAINED_ON_FOUR = {
     "experts x cut": {**DATA, **TENSOR, **EXPERTS},
     "cut x pipeline, the rest whole": {**DATA, **PIPELINE, "expert_tensor_parallel_size": 2},
@@ -291,37 +298,36 @@ def train(cases):
     return train_steps(cases)
 
 
-def training_cases(root, names, layouts):
-    return {
-        (name, layout): layout_args(root / model, **flags, **sizes)
-        for layout, sizes in layouts.items()
-        for name, (model, flags, tokens_may_be_divided) in TRAINED.items()
-        if name in names and (tokens_may_be_divided or layout in ("one", "experts", "pipeline", "experts x pipeline"))
-    }
+def grid(layouts):
+    """Cases of a row of `TRAINED` and a layout."""
+    return [
+        pytest.param(name, layout, marks=() if name in SHARPEST.get(layout, ()) else pytest.mark.slow)
+        for layout in layouts
+        for name, (_, _, tokens_may_be_divided) in TRAINED.items()
+        if tokens_may_be_divided or layout in ("experts", "pipeline", "experts x pipeline")
+    ]
 
 
-def assert_trained_like_one(models, one_rank, names, ranks, layouts):
-    found = run_distributed(train, ranks, (training_cases(models[0], names, layouts),), timeout=300)
-    for case in found[0]:
-        try:
-            assert_equal_runs([rank[case] for rank in found], one_rank[case[0], "one"])
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from error
+def training_args(root, name, **changes):
+    model, flags, _ = TRAINED[name]
+    return layout_args(root / model, **{**flags, **changes})
 
 
 @pytest.fixture(scope="module")
-def one_rank(models):
-    cases = training_cases(models[0], TRAINED, {"one": {}})
-    model, flags, _ = TRAINED["losses and biases"]
+def one_rank(models, selected):
+    """By row of `TRAINED`. Only what is compared with is trained."""
+    tests = test_two_ranks_train_as_one, test_four_ranks_train_as_one
+    rows = {"losses and biases", *BY_SAMPLES_AND_STEPS, *(case["name"] for test in tests for case in selected(test))}
+    cases = {name: training_args(models[0], name) for name in TRAINED if name in rows}
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
-        cases[name, "one"] = layout_args(models[0] / model, **{**flags, name: 0.0})
+        cases[name] = training_args(models[0], "losses and biases", **{name: 0.0})
     return run_distributed(train, 1, (cases,))[0]
 
 
 def test_balancing_losses_and_biases_act(one_rank):
-    trained = one_rank["losses and biases", "one"]
+    trained = one_rank["losses and biases"]
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        without = one_rank[name, "one"]["steps"][0]
+        without = one_rank[name]["steps"][0]
         assert abs(without["grad_norm"] - trained["steps"][0]["grad_norm"]) > 1e-3, name
         assert without["loss"] == trained["steps"][0]["loss"]
     for number in range(2):
@@ -329,7 +335,7 @@ def test_balancing_losses_and_biases_act(one_rank):
         # By the rate towards the mean in each step, or not at all where a load is the mean.
         moves = (trained["weights"][name] - trained["loaded"][name]) / 0.01
         assert abs(moves - moves.round()).max() < 1e-4 and 1 <= abs(moves).max() <= 3
-        frozen = one_rank["moe_router_bias_update_rate", "one"]
+        frozen = one_rank["moe_router_bias_update_rate"]
         assert (frozen["weights"][name] == frozen["loaded"][name]).all()
 
 
@@ -364,34 +370,67 @@ def test_dispatchers_keep_nothing_of_a_step_however_experts_are_recomputed(model
     assert found == dict.fromkeys(PACKED, [[], []])
 
 
-@pytest.mark.parametrize("losses", ["losses of samples", "losses of steps"])
-def test_losses_of_samples_and_steps_act_and_do_not_depend_on_packing(models, one_rank, losses):
-    model, flags, _ = TRAINED[losses]
-    cases = {name: layout_args(models[0] / model, **flags, **packed) for name, packed in PACKED.items()}
-    cases["without"] = layout_args(models[0] / model, **flags | {"moe_aux_loss_coeff": 0.0})
-    cases["of streams"] = layout_args(models[0] / model, **flags | {"moe_router_load_balancing_type": "aux_loss"})
-    (found,) = run_distributed(train, 1, (cases,))
-    one = one_rank[losses, "one"]
-    for name in PACKED:
-        assert_equal_runs([found[name]], one)
+BY_SAMPLES_AND_STEPS = ("losses of samples", "losses of steps")
+
+
+@pytest.fixture(scope="module")
+def packed(models, selected):
+    """By losses and packing; and by losses the runs without them, and with those of streams."""
+    chosen = selected(test_losses_of_samples_and_steps_do_not_depend_on_packing)
+    cases = {
+        (case["losses"], case["packing"]): training_args(models[0], case["losses"], **PACKED[case["packing"]])
+        for case in chosen
+    }
+    for losses in BY_SAMPLES_AND_STEPS:
+        cases[losses, "without"] = training_args(models[0], losses, moe_aux_loss_coeff=0.0)
+        cases[losses, "of streams"] = training_args(models[0], losses, moe_router_load_balancing_type="aux_loss")
+    return run_distributed(train, 1, (cases,), timeout=240)[0]
+
+
+@pytest.mark.parametrize(
+    "packing",
+    # The first and the fourth of these are between others, or two at once.
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("all together", "one stream, recomputed") else ())
+        for name in PACKED
+    ],
+)
+@pytest.mark.parametrize("losses", BY_SAMPLES_AND_STEPS)
+def test_losses_of_samples_and_steps_do_not_depend_on_packing(one_rank, packed, losses, packing):
+    assert_equal_runs([packed[losses, packing]], one_rank[losses])
+
+
+@pytest.mark.parametrize("losses", BY_SAMPLES_AND_STEPS)
+def test_losses_of_samples_and_steps_act(one_rank, packed, losses):
+    one = one_rank[losses]
     for name in ("without", "of streams"):
-        assert abs(found[name]["steps"][0]["grad_norm"] - one["steps"][0]["grad_norm"]) > 1e-3, name
+        assert abs(packed[losses, name]["steps"][0]["grad_norm"] - one["steps"][0]["grad_norm"]) > 1e-3, name
 
 
-def test_two_ranks_train_as_one(models, one_rank):
-    layouts = {name: TRAINED_ON_TWO[name] for name in SHARPEST}
-    names = ["losses and biases", "losses of samples", "losses of steps", "scores on inputs"]
-    assert_trained_like_one(models, one_rank, names, 2, layouts)
+@pytest.fixture(scope="module")
+def on_two_ranks(models, selected):
+    return train_selected(models[0], 2, TRAINED_ON_TWO, selected(test_two_ranks_train_as_one))
 
 
-@pytest.mark.slow
-def test_two_ranks_train_every_mixture_as_one(models, one_rank):
-    assert_trained_like_one(models, one_rank, TRAINED, 2, TRAINED_ON_TWO)
+@pytest.fixture(scope="module")
+def on_four_ranks(models, selected):
+    return train_selected(models[0], 4, TRAINED_ON_FOUR, selected(test_four_ranks_train_as_one))
 
 
-@pytest.mark.slow
-def test_four_ranks_train_every_mixture_as_one(models, one_rank):
-    assert_trained_like_one(models, one_rank, TRAINED, 4, TRAINED_ON_FOUR)
+def train_selected(root, ranks, layouts, chosen):
+    pairs = [(case["name"], case["layout"]) for case in chosen]
+    cases = {(name, layout): training_args(root, name, **layouts[layout]) for name, layout in pairs}
+    return run_distributed(train, ranks, (cases,), timeout=300)
+
+
+@pytest.mark.parametrize(("name", "layout"), grid(TRAINED_ON_TWO))
+def test_two_ranks_train_as_one(one_rank, on_two_ranks, name, layout):
+    assert_equal_runs([rank[name, layout] for rank in on_two_ranks], one_rank[name])
+
+
+@pytest.mark.parametrize(("name", "layout"), grid(TRAINED_ON_FOUR))
+def test_four_ranks_train_as_one(one_rank, on_four_ranks, name, layout):
+    assert_equal_runs([rank[name, layout] for rank in on_four_ranks], one_rank[name])
 
 
 def refuse_steps(args):
