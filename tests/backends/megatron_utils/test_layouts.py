@@ -52,13 +52,24 @@ FOUR_RANKS = {
     "virtual": {"vpp2 cp2": {**VIRTUAL, **ZIGZAG}, "vpp2 tp2": {**VIRTUAL, **TENSOR}},
 }
 ALL = {**OBJECTIVES, **CRITIC_OBJECTIVES}
-# All objectives run on every change where the tokens of a response are divided: there most can go wrong.
-ON_EVERY_CHANGE = {layout: tuple(OBJECTIVES) if layout == "cp2" else SHARPEST for layout in TWO_RANKS}
-OTHERS = {
-    layout: tuple(name for name in OBJECTIVES if name not in SHARPEST)
-    for layout, names in ON_EVERY_CHANGE.items()
-    if names is SHARPEST
+# Where the tokens of a response are divided most can go wrong: there those objectives alone are left to the slow tests of which
+# another one has all that is more than arithmetic of single tokens. Where ranks have all tokens of a response, one objective
+# each is enough with statistics over all ranks, ratios of whole sequences, custom functions and kept tokens.
+_LIKE_ANOTHER = (
+    "grpo per token", "dual clip", "gspo", "sequence mask", "cispo", "ppo", "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline", "engine log-probs as old ones", "sft",
+)  # fmt: skip
+_WHOLE_RESPONSES = (
+    "first step", "gspo with sequence mask, per token", "ppo whitened, per token", "masked importance sampling", "top-p",
+)  # fmt: skip
+ON_EVERY_CHANGE = {
+    "dp2": SHARPEST,
+    "tp2": _WHOLE_RESPONSES,
+    "pp2": _WHOLE_RESPONSES,
+    "cp2": tuple(name for name in OBJECTIVES if name not in _LIKE_ANOTHER),
+    "cp2 gathered": (*_WHOLE_RESPONSES, "grpo whitened", "reinforce_plus_plus whitened"),
 }
+OTHERS = {layout: tuple(name for name in OBJECTIVES if name not in names) for layout, names in ON_EVERY_CHANGE.items()}
 TRAINED = {"calculate_per_token_loss": True, "padded_vocab_size": PADDED_VOCABULARY}
 
 
@@ -122,7 +133,6 @@ def rows_of_grid(*layouts):
     others = [
         pytest.param(layout, OTHERS[layout][0], OTHERS[layout], id=f"{layout}, others", marks=pytest.mark.slow)
         for layout in layouts
-        if layout in OTHERS
     ]
     return rows + others
 
