@@ -1,6 +1,7 @@
 """What the backend does about memory, and what it must not change: blocks that are computed once more, parameters on the host,
 float32 masters of passes in bfloat16, and the sleep of a rank that shares its device."""
 
+import functools
 from unittest import mock
 
 import pytest
@@ -234,15 +235,19 @@ def large(tmp_path_factory):
     return str(directory)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def ranks(request, hf_dir):
-    size, context = LAYOUTS[request.param]
-    return run_distributed(run_settings, size * context, (hf_dir, (size, context), SETTINGS), timeout=300)
-
-
 @pytest.fixture(scope="module")
-def one_rank(hf_dir):
-    return run_distributed(run_settings, 1, (hf_dir, LAYOUTS["one rank"], {"clipped": SETTINGS["clipped"]}))[0]
+def ranks_of(hf_dir, selected):
+    """A function: what every rank of a layout finds with each setting; once, and without settings that no test asks for."""
+    on_host = {case["layout"] for case in selected(test_what_lies_on_the_host_is_trained_alike)}
+
+    @functools.cache
+    def found(layout):
+        (size, context), settings = LAYOUTS[layout], SETTINGS
+        if layout not in on_host:
+            settings = {name: flags for name, flags in SETTINGS.items() if "on the host" not in name}
+        return run_distributed(run_settings, size * context, (hf_dir, (size, context), settings), timeout=300)
+
+    return found
 
 
 def assert_same(found, expected):
@@ -254,14 +259,18 @@ def assert_same(found, expected):
     assert all(found["weights"][name].equal(weight) for name, weight in expected["weights"].items())
 
 
-def test_blocks_are_computed_once_more_and_give_the_same_gradients(ranks):
-    for rank in ranks:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_are_computed_once_more_and_give_the_same_gradients(ranks_of, layout):
+    for rank in ranks_of(layout):
         assert (rank["plain"]["calls"], rank["recomputed"]["calls"]) == (1, 2)
         assert_same(rank["recomputed"], rank["plain"])
 
 
-def test_what_lies_on_the_host_is_trained_alike(ranks):
-    for rank in ranks:
+@pytest.mark.parametrize(
+    "layout", ["one rank", "two ranks", pytest.param("ranks that share samples", marks=pytest.mark.slow)]
+)
+def test_what_lies_on_the_host_is_trained_alike(ranks_of, layout):
+    for rank in ranks_of(layout):
         assert_same(rank["moments on the host"], rank["plain"])
         assert_same(rank["on the host"], rank["plain"])
         assert_same(rank["clipped on the host"], rank["clipped"])
@@ -338,21 +347,22 @@ def test_weights_on_the_host_are_free_to_change_after_a_pass(waits, flags, ends)
     assert waits == ["one", "two", *ends]
 
 
-def test_gradients_of_all_ranks_are_clipped_together(ranks, one_rank):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_all_ranks_are_clipped_together(ranks_of, layout):
     import numpy as np
 
     def norm(gradients):
         return float(np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in gradients.values())))
 
-    bounds, expected = bounds_of_batch(padded_vocab_size=VOCABULARY), one_rank["clipped"]
-    for rank in ranks:
+    bounds, expected = bounds_of_batch(padded_vocab_size=VOCABULARY), ranks_of("one rank")[0]["clipped"]
+    for rank in ranks_of(layout):
         found = rank["clipped"]
         assert found["metrics"][0]["grad_norm"] == pytest.approx(norm(rank["plain"]["gradients"][0]), rel=1e-6)
         assert found["metrics"][0]["grad_norm"] > 2 * CLIP
         assert norm(found["gradients"][0]) == pytest.approx(CLIP, rel=1e-4)
         for step, of_one in zip(found["metrics"], expected["metrics"], strict=True):
             assert_equal_metrics(step, of_one, bounds)
-        assert_equal_weights(found["weights"], expected["weights"], one_rank["clipped"]["bound"])
+        assert_equal_weights(found["weights"], expected["weights"], expected["bound"])
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -369,9 +379,13 @@ def test_updates_too_small_for_bfloat16_are_not_lost(hf_dir, size):
         assert rank["is_reference"] and rank["is_back"] and rank["differ"]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("flags", [{}, {"fsdp_cpu_offload": True}], ids=["", "on the host"])
-def test_what_sleeps_leaves_the_memory_and_comes_back(large, size, flags):
+ON_HOST = {"fsdp_cpu_offload": True}
+
+
+@pytest.mark.parametrize(
+    "flags, size", [({}, 1), ({}, 2), (ON_HOST, 2), pytest.param(ON_HOST, 1, marks=pytest.mark.slow)]
+)
+def test_what_sleeps_leaves_the_memory_and_comes_back(large, flags, size):
     for rank in run_distributed(sleepers, size, (large, size, flags)):
         weights, (awake, light, asleep), (before, after) = rank["weights"], rank["sizes"], rank["resident"]
         # Weights, two moments and gradients; nothing that was gathered.
