@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import SafetensorsDirectory, StoredTensor
@@ -18,7 +18,8 @@ from slime.weights.quantisers import (
     INTEGERS_OF_WHOLE_WORDS,
     PACKED,
     STRIP_NUMBERS,
-    int4_scheme,
+    PackedForm,
+    packed_form,
     quantisation_settings,
     quantiser_of,
     unpack_integers,
@@ -48,8 +49,8 @@ def open_checkpoint(directory: str | Path, dtype: torch.dtype | None = None) -> 
         return _Dequantised(
             directory, "weight_scale_inv" if block else "weight_scale", lambda parts: _Fp8(parts, block, dtype)
         )
-    scheme = int4_scheme(directory, settings)
-    return _Dequantised(directory, PACKED, lambda parts: _Packed(parts, scheme.weights))
+    form = packed_form(directory, settings)
+    return _Dequantised(directory, PACKED, lambda parts: _Packed(parts, form))
 
 
 class _Dequantised(SafetensorsDirectory):
@@ -162,14 +163,14 @@ def _put_fp8_numbers(codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor
 class _Packed:
     """A matrix of packed integers, read in the dtype of its scales: (integer − zero point) · scale of its group."""
 
-    def __init__(self, parts: Mapping[str, StoredTensor], weights: Any) -> None:
-        self._integers, self._scale, self._bits = parts[PACKED], parts["weight_scale"], weights.num_bits
-        self._zero = None if weights.symmetric else parts["weight_zero_point"]
-        if weights.group_size:
-            columns = self._scale.shape[1] * weights.group_size
+    def __init__(self, parts: Mapping[str, StoredTensor], form: PackedForm) -> None:
+        self._integers, self._scale, self._bits = parts[PACKED], parts["weight_scale"], form.bits
+        self._zero = None if form.symmetric else parts["weight_zero_point"]
+        if form.group_size:
+            columns = self._scale.shape[1] * form.group_size
         else:
             columns = int(parts["weight_shape"][:][1])
-        self.shape, self._group = (self._integers.shape[0], columns), weights.group_size or columns
+        self.shape, self._group = (self._integers.shape[0], columns), form.group_size or columns
 
     @property
     def dtype(self) -> torch.dtype:

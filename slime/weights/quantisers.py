@@ -381,6 +381,9 @@ def _method(where: str | Path, settings: Mapping[str, Any]) -> tuple[str, Callab
     if method == "fp8":
         return _fp8(where, settings)
     if method == "compressed-tensors" and settings.get("format") == "pack-quantized":
+        form = packed_form(where, settings)
+        if form.scale_dtype is None:
+            return PACKED, lambda weight: quantise_integers(weight, form.bits, form.group_size, form.symmetric)
         scheme = int4_scheme(where, settings)
         return PACKED, lambda weight: quantise_int4(weight, scheme)
     raise _refusal(where, f"quant_method {method}, format {settings.get('format')}")
@@ -404,6 +407,41 @@ def _fp8(where: str | Path, settings: Mapping[str, Any]) -> tuple[str, Callable[
     return names[1], lambda weight: dict(zip(names, quantise(weight), strict=True))
 
 
+@dataclasses.dataclass(frozen=True)
+class PackedForm:
+    """How a `pack-quantized` checkpoint packs its weights. `group_size`: how many columns share a scale; None: all."""
+
+    bits: int
+    group_size: int | None
+    symmetric: bool
+    scale_dtype: Any = None
+
+
+def packed_form(where: str | Path, settings: Mapping[str, Any]) -> PackedForm:
+    """The form that is said by settings of a checkpoint.
+
+    Raises:
+        UserError: as `int4_scheme`.
+    """
+    weights = _packing_scheme(where, settings)["weights"]
+    size, bits, symmetric = weights.get("group_size"), weights.get("num_bits"), weights.get("symmetric", True)
+    has_groups = type(size) is int and size > 0 if weights["strategy"] == "group" else size is None
+    plain = {**weights, "type": weights.get("type", "int"), "dynamic": weights.get("dynamic", False)}
+    usual = all(plain.get(name) in values for name, values in _USUAL_VALUES.items())
+    if has_groups and usual and type(bits) is int and isinstance(symmetric, bool):
+        return PackedForm(bits, size, symmetric)
+    found = int4_scheme(where, settings).weights
+    return PackedForm(found.num_bits, found.group_size, found.symmetric, found.scale_dtype)
+
+
+# Of settings with these values every other entry is without consequence for reading and packing. Of others compressed-tensors
+# knows the meaning, whose import takes seconds, since it brings the models of transformers along.
+_USUAL_VALUES = {
+    "num_bits": (4, 8), "type": ("int",), "dynamic": (False,), "actorder": (None,), "block_structure": (None,),
+    "scale_dtype": (None,),
+}  # fmt: skip
+
+
 def int4_scheme(where: str | Path, settings: Mapping[str, Any]) -> Any:
     """The `QuantizationScheme` of a `pack-quantized` checkpoint.
 
@@ -412,11 +450,16 @@ def int4_scheme(where: str | Path, settings: Mapping[str, Any]) -> Any:
     """
     from compressed_tensors.quantization import QuantizationScheme
 
+    return QuantizationScheme.model_validate({"targets": ["Linear"], **_packing_scheme(where, settings)})
+
+
+def _packing_scheme(where: str | Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The only one of the settings' schemes."""
     schemes = list(settings.get("config_groups", {}).values())
     weights = schemes[0].get("weights") or {} if len(schemes) == 1 else {}
     if weights.get("strategy") not in ("group", "channel") or weights.get("actorder"):
         raise _refusal(where, "pack-quantized with more than one group, another strategy, or an order of activations")
-    return QuantizationScheme.model_validate({"targets": ["Linear"], **schemes[0]})
+    return schemes[0]
 
 
 def moves_when_read(directory: str | Path) -> bool:

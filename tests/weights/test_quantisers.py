@@ -9,11 +9,14 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import RunError, UserError
+from slime.weights import quantisers
 from slime.weights.hf_writer import write_hf_checkpoint
 from slime.weights.quantised_checkpoint import _put_fp8_numbers, open_checkpoint
 from slime.weights.quantisers import (
+    PackedForm,
     _scale_and_zero,
     moves_when_read,
+    packed_form,
     quantise_by_names,
     quantise_fp8_blocks,
     quantise_fp8_tensor,
@@ -117,6 +120,47 @@ def test_s3_a_tensor_of_fp8():
     assert (scale.item(), quantised.float().tolist()) == (2.0, [[448.0, -1.0], [0.0, 224.0]])
     zeros, scale = quantise_fp8_tensor(torch.zeros(2, 2))
     assert zeros.float().abs().max() == 0 and scale.item() == pytest.approx(1e-12 / 448)
+
+
+def without(settings, *names):
+    weights = settings["config_groups"]["group_0"]["weights"]
+    return {**settings, "config_groups": {"only": {"weights": {k: v for k, v in weights.items() if k not in names}}}}
+
+
+def with_entries(**entries):
+    return {**int4(), "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**WEIGHTS, **entries}}}}
+
+
+WEIGHTS = int4()["config_groups"]["group_0"]["weights"]
+USUAL = [
+    int4(), int4(symmetric=False), int4(strategy="channel", group_size=None), without(int4(), "type", "symmetric"),
+    with_entries(num_bits=8, observer="minmax", observer_kwargs={}, dynamic=False, actorder=None, scale_dtype=None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", USUAL)
+def test_the_usual_form_is_read_without_the_package_that_knows_all(monkeypatch, settings):
+    expected = quantisers.int4_scheme("here", settings).weights
+    monkeypatch.setattr(quantisers, "int4_scheme", None)
+    found = packed_form("here", settings)
+    assert found == PackedForm(expected.num_bits, expected.group_size, expected.symmetric, expected.scale_dtype)
+    made = quantise_by_names([("model.layers.0.mlp.up_proj.weight", matrix(16, 64))], settings, "here")
+    assert "model.layers.0.mlp.up_proj.weight_packed" in dict(made)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"num_bits": 5}, {"num_bits": True}, {"type": "INT"}, {"symmetric": "false"}, {"dynamic": True},
+        {"scale_dtype": "torch.float16"}, {"group_size": -1, "strategy": "channel"},
+    ],
+)  # fmt: skip
+def test_of_another_form_the_package_says_the_meaning(monkeypatch, entries):
+    asked, scheme_of = [], quantisers.int4_scheme
+    monkeypatch.setattr(quantisers, "int4_scheme", lambda *given: asked.append(given) or scheme_of(*given))
+    found, expected = packed_form("here", with_entries(**entries)), scheme_of("here", with_entries(**entries)).weights
+    assert asked
+    assert found == PackedForm(expected.num_bits, expected.group_size, expected.symmetric, expected.scale_dtype)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
