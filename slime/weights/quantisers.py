@@ -13,6 +13,7 @@ of two (`scale_fmt` ue8m0) it is the next power of two. For INT4 the scales, the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -116,26 +117,21 @@ def _strips(weight: torch.Tensor, height: int = 1) -> Sequence[torch.Tensor]:
     return weight.split(height * max(STRIP_NUMBERS // (height * max(weight.shape[1], 1)), 1))
 
 
-def quantise_int4(weight: torch.Tensor, scheme: Any) -> dict[str, torch.Tensor]:
-    """A matrix as the tensors of a `pack-quantized` module: weight_packed, weight_scale, weight_shape, weight_zero_point.
-
-    Args:
-        scheme: a `QuantizationScheme` of compressed-tensors whose weights are quantised by group or by channel.
-    """
-    weights = scheme.weights
-    if weights.scale_dtype is None:
-        return quantise_integers(weight, weights.num_bits, weights.group_size, weights.symmetric)
+def quantise_int4(weight: torch.Tensor, form: PackedForm) -> dict[str, torch.Tensor]:
+    """A matrix as the tensors of a `pack-quantized` module: weight_packed, weight_scale, weight_shape, weight_zero_point."""
+    if form.scheme is None:
+        return quantise_integers(weight, form.bits, form.group_size, form.symmetric)
     from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 
-    scale, zero_point = _scale_and_zero(weight, scheme)
+    scale, zero_point = _scale_and_zero(weight, form.scheme)
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
-    return PackedQuantizationCompressor.compress(state, scheme)
+    return PackedQuantizationCompressor.compress(state, form.scheme)
 
 
 def quantise_integers(
     weight: torch.Tensor, bits: int, group_size: int | None, symmetric: bool
 ) -> dict[str, torch.Tensor]:
-    """`quantise_int4` without the compressed-tensors package, with the same numbers bit for bit.
+    """`quantise_int4` with scales of the weight's dtype, with the numbers of the compressed-tensors package bit for bit.
 
     Args:
         group_size: how many columns share a scale; None: all.
@@ -223,7 +219,7 @@ def unpack_integers(words: torch.Tensor, bits: int, columns: int) -> torch.Tenso
 
 
 def rounded_as_int4(weight: torch.Tensor, scheme: Any) -> torch.Tensor:
-    """The numbers that engines compute with after `quantise_int4`, in the dtype of `weight`."""
+    """The numbers that engines compute with after `quantise_int4`, in the dtype of `weight`. `scheme`: of `int4_scheme`."""
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 
     return fake_quantize(weight, *_scale_and_zero(weight, scheme), scheme.weights)
@@ -381,11 +377,7 @@ def _method(where: str | Path, settings: Mapping[str, Any]) -> tuple[str, Callab
     if method == "fp8":
         return _fp8(where, settings)
     if method == "compressed-tensors" and settings.get("format") == "pack-quantized":
-        form = packed_form(where, settings)
-        if form.scale_dtype is None:
-            return PACKED, lambda weight: quantise_integers(weight, form.bits, form.group_size, form.symmetric)
-        scheme = int4_scheme(where, settings)
-        return PACKED, lambda weight: quantise_int4(weight, scheme)
+        return PACKED, functools.partial(quantise_int4, form=packed_form(where, settings))
     raise _refusal(where, f"quant_method {method}, format {settings.get('format')}")
 
 
@@ -409,12 +401,17 @@ def _fp8(where: str | Path, settings: Mapping[str, Any]) -> tuple[str, Callable[
 
 @dataclasses.dataclass(frozen=True)
 class PackedForm:
-    """How a `pack-quantized` checkpoint packs its weights. `group_size`: how many columns share a scale; None: all."""
+    """How a `pack-quantized` checkpoint packs its weights.
+
+    Attributes:
+        group_size: how many columns share a scale; None: all.
+        scheme: the `QuantizationScheme` of compressed-tensors if scales have another dtype than weights, else None.
+    """
 
     bits: int
     group_size: int | None
     symmetric: bool
-    scale_dtype: Any = None
+    scheme: Any = None
 
 
 def packed_form(where: str | Path, settings: Mapping[str, Any]) -> PackedForm:
@@ -430,8 +427,9 @@ def packed_form(where: str | Path, settings: Mapping[str, Any]) -> PackedForm:
     usual = all(plain.get(name) in values for name, values in _USUAL_VALUES.items())
     if has_groups and usual and type(bits) is int and isinstance(symmetric, bool):
         return PackedForm(bits, size, symmetric)
-    found = int4_scheme(where, settings).weights
-    return PackedForm(found.num_bits, found.group_size, found.symmetric, found.scale_dtype)
+    scheme = int4_scheme(where, settings)
+    found = scheme.weights
+    return PackedForm(found.num_bits, found.group_size, found.symmetric, scheme if found.scale_dtype else None)
 
 
 # Of settings with these values every other entry is without consequence for reading and packing. Of others compressed-tensors

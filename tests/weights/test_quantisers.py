@@ -143,7 +143,7 @@ def test_the_usual_form_is_read_without_the_package_that_knows_all(monkeypatch, 
     expected = quantisers.int4_scheme("here", settings).weights
     monkeypatch.setattr(quantisers, "int4_scheme", None)
     found = packed_form("here", settings)
-    assert found == PackedForm(expected.num_bits, expected.group_size, expected.symmetric, expected.scale_dtype)
+    assert found == PackedForm(expected.num_bits, expected.group_size, expected.symmetric)
     made = quantise_by_names([("model.layers.0.mlp.up_proj.weight", matrix(16, 64))], settings, "here")
     assert "model.layers.0.mlp.up_proj.weight_packed" in dict(made)
 
@@ -158,9 +158,11 @@ def test_the_usual_form_is_read_without_the_package_that_knows_all(monkeypatch, 
 def test_of_another_form_the_package_says_the_meaning(monkeypatch, entries):
     asked, scheme_of = [], quantisers.int4_scheme
     monkeypatch.setattr(quantisers, "int4_scheme", lambda *given: asked.append(given) or scheme_of(*given))
-    found, expected = packed_form("here", with_entries(**entries)), scheme_of("here", with_entries(**entries)).weights
+    found, scheme = packed_form("here", with_entries(**entries)), scheme_of("here", with_entries(**entries))
     assert asked
-    assert found == PackedForm(expected.num_bits, expected.group_size, expected.symmetric, expected.scale_dtype)
+    expected = scheme.weights
+    scheme = scheme if "scale_dtype" in entries else None
+    assert found == PackedForm(expected.num_bits, expected.group_size, expected.symmetric, scheme)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -169,7 +171,7 @@ def test_int4_as_the_engine_reads_it(symmetric, strategy, group_size):
     settings = int4(symmetric, strategy, group_size)
     scheme = QuantizationScheme.model_validate(settings["config_groups"]["group_0"])
     weight = matrix(16, 64).float()
-    parts = quantise_int4(weight, scheme)
+    parts = quantise_int4(weight, packed_form("here", settings))
     names = {"weight_packed", "weight_scale", "weight_shape"} | (set() if symmetric else {"weight_zero_point"})
     assert parts.keys() == names and parts["weight_packed"].shape == (16, 8)
     read = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
@@ -195,8 +197,8 @@ def checkpoint(tmp_path):
             quantised, scale = quantise_fp8_blocks(weight, *how) if block else quantise_fp8_tensor(weight)
             tensors |= {"up.weight": quantised, "up.weight_scale_inv" if block else "up.weight_scale": scale}
         else:
-            scheme = QuantizationScheme.model_validate(settings["config_groups"]["group_0"])
-            tensors |= {f"up.{name}": tensor for name, tensor in quantise_int4(weight, scheme).items()}
+            parts = quantise_int4(weight, packed_form("here", settings))
+            tensors |= {f"up.{name}": tensor for name, tensor in parts.items()}
         save_file(tensors, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
         return tmp_path
@@ -272,8 +274,8 @@ def of_tensor(weight):
 
 
 def of_int4(**options):
-    scheme = QuantizationScheme.model_validate(int4(**options)["config_groups"]["group_0"])
-    return int4(**options), lambda weight: quantise_int4(weight, scheme)
+    form = packed_form("here", int4(**options))
+    return int4(**options), lambda weight: quantise_int4(weight, form)
 
 
 @pytest.mark.parametrize(
@@ -495,7 +497,7 @@ def test_integers_are_those_of_the_package_bit_for_bit(monkeypatch, dtype, bits,
         scheme = QuantizationScheme.model_validate({"targets": ["Linear"], "weights": weights})
         state = dict(zip(("weight_scale", "weight_zero_point"), _scale_and_zero(weight, scheme), strict=True))
         expected = PackedQuantizationCompressor.compress({"weight": weight, **state}, scheme)
-        found = quantise_int4(weight, scheme)
+        found = quantise_int4(weight, PackedForm(bits, group, symmetric))
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert found[name].dtype == tensor.dtype and found[name].equal(tensor), (name, rows, columns)

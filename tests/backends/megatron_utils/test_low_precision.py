@@ -8,7 +8,7 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
-from slime.weights.quantisers import quantise_int4, rounded_as_int4
+from slime.weights.quantisers import packed_form, quantise_int4, rounded_as_int4
 from tests.support.models.tiny_model import tiny_args, write_tiny_mixture, write_tiny_model
 from tests.support.processes.distributed import run_distributed
 
@@ -42,7 +42,7 @@ def pack(root):
     packed, rounded = {}, {}
     for name, tensor in tensors.items():
         if "_proj.weight" in name:
-            parts = quantise_int4(tensor, SCHEME)
+            parts = quantise_int4(tensor, packed_form("here", SETTINGS))
             packed |= {name.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}
             rounded[name] = rounded_as_int4(tensor, SCHEME)
         else:
