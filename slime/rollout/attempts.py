@@ -3,7 +3,8 @@
 Generation, and the users' functions that it calls, work on attempts, which are copies: the prompt stays what it is. An attempt
 that failed leaves nothing to the next one, which starts from the prompt. An attempt that was interrupted may be continued in a
 later step: it returns to the data source with what it has, and with its prompt beside it. If the run is started again with
-other sampling flags, it begins anew: all log-probs of an answer must be those of one distribution.
+other sampling flags, it begins anew: all log-probs of an answer must be those of one distribution. So does one that has a
+reward if the run grades in another way, since rewards of a group are compared.
 
 Invariants: no prompt is lost; a returned group has as many entries as it was given; finished siblings stay finished.
 """
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
-# Attributes of an attempt that returned to the data source: its prompt, and the flags that its tokens were sampled under. Both
-# are plain values, since a saved state holds them.
+# Attributes of an attempt that returned to the data source: its prompt, and the flags that its tokens were sampled under and,
+# if it has a reward, graded under. Both are plain values, since a saved state holds them.
 PROMPT_BESIDE = "prompt_beside"
 SAMPLED_UNDER = "sampled_under"
 
@@ -160,32 +161,44 @@ def as_continuable_group(args: Any, original: list[Any], group: list[Any]) -> li
         if can_be_continued(entry):
             first = leaves(entry)[0]
             setattr(first, PROMPT_BESIDE, prompt.to_dict())
-            setattr(first, SAMPLED_UNDER, _sampling_flags(args))
+            flags = _sampling_flags(args)
+            if any(sample.reward is not None for sample in leaves(entry)):
+                flags |= _reward_flags(args)
+            setattr(first, SAMPLED_UNDER, flags)
     return [entry if can_be_continued(entry) else prompt for prompt, entry in zip(prompts, group, strict=True)]
 
 
+def as_finished_group(args: Any, original: list[Any], group: list[Any]) -> list[Any]:
+    """The finished attempts `group` on `original`, to be kept with their rewards. Samples in it that failed start again. With
+    `--group-rm` the whole group does, since one verdict graded all answers."""
+    if args.group_rm and any(sample.status is Sample.Status.FAILED for sample in leaves(group)):
+        return as_prompts(original)
+    return as_continuable_group(args, original, group)
+
+
 def begin_anew_where_sampled_otherwise(args: Any, groups: list[list[Any]], rollout_id: int) -> list[list[Any]]:
-    """`groups`, with prompts in place of attempts that an earlier start sampled from another distribution. A warning tells.
+    """`groups`, with prompts in place of attempts that an earlier start sampled from another distribution, or graded in another
+    way. A warning tells.
 
     An attempt that does not say which flags it was sampled under, say from a user's function, stays as it is.
     """
     if not any(SAMPLED_UNDER in sample.__dict__ for sample in leaves(groups)):
         return groups
-    flags, others = _sampling_flags(args), []
+    flags, others = {**_sampling_flags(args), **_reward_flags(args)}, []
 
     def usable(entry: Any) -> Any:
-        under = [sample.__dict__.get(SAMPLED_UNDER, flags) for sample in leaves(entry)[:1]]
-        if under in ([flags], []):
+        under = {} if not (samples := leaves(entry)) else samples[0].__dict__.get(SAMPLED_UNDER, {})
+        changed = [f"{flag} {was} → {flags[flag]}" for flag, was in under.items() if flags.get(flag, was) != was]
+        if not changed:
             return entry
-        others.extend(under)
+        others.append(", ".join(changed))
         return prompt_of(entry)
 
     pairs = [(group, [usable(entry) for entry in group]) for group in groups]
     if others:
-        changed = [f"{flag} {others[0].get(flag)} → {now}" for flag, now in flags.items() if others[0].get(flag) != now]
         logger.warning(
-            "rollout %d: %d attempts of an earlier start begin anew, from their prompts: they were sampled under other flags "
-            "(%s)", rollout_id, len(others), ", ".join(changed),
+            "rollout %d: %d attempts of an earlier start begin anew, from their prompts: they were sampled or graded under "
+            "other flags (%s)", rollout_id, len(others), others[0],
         )  # fmt: skip
     # A group without such an attempt stays the same object: by that it is known who has drawn it.
     return [group if all(map(operator.is_, group, own)) else own for group, own in pairs]
@@ -197,6 +210,17 @@ def _sampling_flags(args: Any) -> dict[str, Any]:
         "--rollout-temperature": args.rollout_temperature,
         "--rollout-top-p": args.rollout_top_p,
         "--rollout-top-k": args.rollout_top_k,
+    }
+
+
+def _reward_flags(args: Any) -> dict[str, Any]:
+    """What tells how answers are graded."""
+    return {
+        "--rm-type": args.rm_type,
+        "--custom-rm-path": args.custom_rm_path,
+        "--rm-url": args.rm_url,
+        "--reward-key": args.reward_key,
+        "--group-rm": args.group_rm,
     }
 
 

@@ -209,6 +209,7 @@ class RolloutDataSource(DataSource):
             "buffer": [],
             "generators": {"shuffle": dict(self._shuffle)},
             "fingerprint": copy.deepcopy(self._fingerprint),
+            "read_with": _reading_flags(self.args),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -231,6 +232,15 @@ class RolloutDataSource(DataSource):
                 "--rollout-seed (%s) would skip and repeat prompts",
                 saved_shuffle,
                 self._shuffle,
+            )
+        now = _reading_flags(self.args)
+        before = state.get("read_with", {})
+        changed = [f"{flag} {was} → {now[flag]}" for flag, was in before.items() if was != now.get(flag, was)]
+        if changed:
+            logger.warning(
+                "rows are read with other flags than before (%s): prompts that were drawn already, and are not trained yet, "
+                "stay as they were read; --fresh-data-state starts the data from zero",
+                ", ".join(changed),
             )
         self._shuffle = dict(saved_shuffle)
         self._order = None
@@ -426,6 +436,15 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         if len(set(map(id, groups))) < len(groups):
             raise UserError(f"{self._filter_flag} {self._filter_name} returned a group twice")
         return groups
+
+
+def _reading_flags(args: Any) -> dict[str, Any]:
+    """The flags that say what of a row becomes a prompt, in plain values."""
+    names = (
+        "input_key", "label_key", "tool_key", "metadata_key", "multimodal_keys", "apply_chat_template",
+        "apply_chat_template_kwargs",
+    )  # fmt: skip
+    return {f"--{name.replace('_', '-')}": copy.deepcopy(vars(args)[name]) for name in names}
 
 
 def _as_sample(item: Any) -> Sample:

@@ -16,7 +16,7 @@ import math
 from collections import deque
 from typing import Any
 
-from slime.rollout.attempts import as_continuable_group, as_prompts, new_attempt
+from slime.rollout.attempts import as_finished_group, as_prompts, new_attempt
 from slime.rollout.base_types import RolloutFnTrainOutput, first_index, pack_groups
 from slime.rollout.draws import current_draws, draw_groups, drawing_ahead, give_back, wait_for_source
 from slime.rollout.failures import FailureTally, failed_samples
@@ -246,7 +246,7 @@ class AsyncRolloutWorker(metaclass=SingletonMeta):
         if self._draws is not None:
             # A saved state holds the group as attempts, each with its prompt beside it.
             self._draws.finished(
-                origin, lambda: as_continuable_group(self.args, origin, [new_attempt(entry) for entry in group])
+                origin, lambda: as_finished_group(self.args, origin, [new_attempt(entry) for entry in group])
             )
         return group
 

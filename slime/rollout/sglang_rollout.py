@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from slime.rollout.abort import CANCEL_TIMEOUT_S, abort, cancel_tasks
-from slime.rollout.attempts import as_continuable_group, as_prompts
+from slime.rollout.attempts import as_finished_group, as_prompts
 from slime.rollout.base_types import (
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
@@ -294,15 +294,10 @@ class RolloutStep:
         await self._return_to_source(returning)
 
     def _surplus(self, origin: list[Any], group: list[Any]) -> list[Any]:
-        """What a finished group beyond the target returns as: itself with `--keep-surplus-groups`, else its prompts.
-
-        Samples in it that failed start again. With `--group-rm` the whole group does, since one verdict graded all answers.
-        """
+        """What a finished group beyond the target returns as: itself with `--keep-surplus-groups`, else its prompts."""
         self._count_finished(origin, group)
         self.counts["surplus_groups"] += 1
-        if not self.args.keep_surplus_groups or (self.args.group_rm and failed_samples(group)):
-            return as_prompts(origin)
-        return as_continuable_group(self.args, origin, group)
+        return as_finished_group(self.args, origin, group) if self.args.keep_surplus_groups else as_prompts(origin)
 
     def _after_failed_task(self, task: asyncio.Task[Any], origin: list[Any]) -> list[Any]:
         """The prompts of a group whose task failed or was cancelled while the step was being wound down."""

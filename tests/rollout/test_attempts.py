@@ -8,6 +8,7 @@ import pytest
 from slime.observability.trace_utils import trace_event, trace_next_attempt
 from slime.rollout.attempts import (
     as_continuable_group,
+    as_finished_group,
     as_partial_group,
     as_prompts,
     begin_anew_where_sampled_otherwise,
@@ -24,7 +25,10 @@ from tests.support.models.rollout_args import CONTEXT_LENGTH, CountingDataSource
 from tests.support.models.rollout_steps import params, plugin, prompt_number, run, run_step
 
 Status = Sample.Status
-ARGS = SimpleNamespace(rollout_temperature=1.0, rollout_top_p=1.0, rollout_top_k=-1)
+ARGS = SimpleNamespace(
+    rollout_temperature=1.0, rollout_top_p=1.0, rollout_top_k=-1, rm_type="math", custom_rm_path=None, rm_url=None,
+    reward_key=None, group_rm=False,
+)  # fmt: skip
 MASKING = SimpleNamespace(partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
 
 
@@ -237,6 +241,29 @@ def test_attempts_that_were_sampled_under_other_flags_are_prompts_again(tmp_path
     assert f"(--{flag.replace('_', '-')} {getattr(ARGS, flag)} → 0.5)" in warning
 
 
+def test_graded_attempts_begin_anew_where_the_run_grades_otherwise(caplog):
+    """Beside new rewards of another kind they would be compared with these."""
+    origin = [Sample(index=0, prompt="p"), Sample(index=1, prompt="q")]
+    graded = Sample(index=0, status=Status.COMPLETED, response="a", response_length=1, reward=1.0)
+    saved = groups_from_plain(groups_to_plain([as_partial_group(ARGS, origin, [graded, partial_sample(2, 3)], 4)]))
+    for flag, value in (("rm_type", "f1"), ("custom_rm_path", "own.py:reward"), ("reward_key", "score")):
+        caplog.clear()
+        args = SimpleNamespace(**{**vars(ARGS), flag: value})
+        ((begun, continued),) = begin_anew_where_sampled_otherwise(args, saved, 5)
+        assert begun == origin[0] and continued is saved[0][1]
+        assert f"(--{flag.replace('_', '-')} {getattr(ARGS, flag)} → {value})" in caplog.text
+
+
+def test_one_verdict_on_a_group_is_kept_whole_or_not_at_all():
+    origin = [Sample(index=index, prompt="p") for index in range(2)]
+    group = [Sample(index=0, status=Status.COMPLETED, reward=1.0), Sample(index=1, status=Status.FAILED, reward=0.0)]
+    assert as_finished_group(SimpleNamespace(**{**vars(ARGS), "group_rm": True}), origin, group) == origin
+    kept = as_finished_group(ARGS, origin, group)
+    assert kept[0] is group[0] and kept[1] == origin[1]
+    group[1].status = Status.TRUNCATED
+    assert as_finished_group(SimpleNamespace(**{**vars(ARGS), "group_rm": True}), origin, group) == group
+
+
 def test_partial_answers_begin_anew_where_the_run_starts_again_at_another_temperature(server, checkpoint, caplog):
     """Their log-probs would come from two distributions."""
     args = make_args(checkpoint, server.port, partial_rollout=True, over_sampling_batch_size=3)
@@ -254,8 +281,8 @@ def test_partial_answers_begin_anew_where_the_run_starts_again_at_another_temper
     assert [(s.prompt, s.response, len(s.rollout_log_probs)) for s in group] == [("question 0", "FGH", 3)] * 2
     assert {request["sampling_params"]["temperature"] for request in server.requests} == {0.5}
     assert [message for message in caplog.messages if "begin anew" in message] == [
-        "rollout 1: 2 attempts of an earlier start begin anew, from their prompts: they were sampled under other flags "
-        "(--rollout-temperature 1.0 → 0.5)"
+        "rollout 1: 2 attempts of an earlier start begin anew, from their prompts: they were sampled or graded under other "
+        "flags (--rollout-temperature 1.0 → 0.5)"
     ]
 
 

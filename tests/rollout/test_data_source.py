@@ -384,6 +384,20 @@ class TestCreate:
         assert drawn == [group[0].label for group in again.get_samples(40)]
         assert drawn != [group[0].label for group in otherwise.get_samples(40)]
 
+    def test_a_resume_that_reads_rows_otherwise_says_what_stays(self, make_args, caplog):
+        saved = RolloutDataSource(make_args()).state_dict()
+        RolloutDataSource(make_args()).load_state_dict(saved)
+        assert "read with other flags" not in caplog.text
+        kwargs = {"enable_thinking": False}
+        RolloutDataSource(make_args(apply_chat_template_kwargs=kwargs)).load_state_dict(saved)
+        now = "(--apply-chat-template-kwargs {} → {'enable_thinking': False})"
+        assert f"read with other flags than before {now}" in caplog.text
+        # A state of an earlier version does not say.
+        caplog.clear()
+        del saved["read_with"]
+        RolloutDataSource(make_args(apply_chat_template_kwargs=kwargs)).load_state_dict(saved)
+        assert "read with other flags" not in caplog.text
+
     def test_default(self, make_args):
         assert type(create_data_source(make_args())) is RolloutDataSourceWithBuffer
 

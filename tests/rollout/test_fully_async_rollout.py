@@ -490,6 +490,45 @@ def test_a_checkpoint_lacks_what_the_filter_has_dropped(server, checkpoint, tmp_
     assert left == set(prompts) - taken - {"question 1"}
 
 
+def test_a_checkpoint_has_no_part_of_a_group_that_was_judged_as_one(server, checkpoint, tmp_path):
+    """Where a sample has failed, the others' rewards are from a verdict that knew it as it was."""
+    judge = plugin(tmp_path, "def fn(args, samples):\n    return [1.0] * len(samples)\n")
+    (tmp_path / "failing.py").write_text(
+        "from slime.rollout.sglang_rollout import generate\n"
+        "async def fails(args, sample, sampling_params):\n"
+        "    sample = await generate(args, sample, sampling_params)\n"
+        "    if sample.group_index == 3 and sample.index % 2:\n"
+        "        sample.status = type(sample).Status.FAILED\n"
+        "    return sample\n"
+    )
+    names = {"custom_rm_path": judge, "custom_generate_function_path": f"{tmp_path / 'failing.py'}:fails"}
+    args = saving_args(checkpoint, server, tmp_path, group_rm=True, **names)
+    prompts = [f"question {number}" for number in range(40)]
+    source = RolloutDataSourceWithBuffer(prompts, args)
+    snapshots = DataSourceSnapshots(args, source)
+    snapshots.load(-1)
+
+    async def main():
+        with snapshots.of_rollout(0):
+            worker = AsyncRolloutWorker(args, source)
+        async with worker_of(args, source):
+            with GenerationCall(0).under_way(), snapshots.of_rollout(0):
+                await asyncio.wait_for(worker.rollout(0), 30)
+            await until(lambda: len(worker.queue) >= 4)
+            snapshots.remember(0)
+            snapshots.save(0)
+            return {leaves(group)[0].group_index for _, group in worker.queue}
+
+    waiting = asyncio.run(main())
+    again = RolloutDataSourceWithBuffer(prompts, args)
+    resumed = DataSourceSnapshots(args, again)
+    resumed.load(0)
+    with resumed.of_rollout(1):
+        saved = {group[0].group_index: group for group in draw_groups(args, again, len(waiting), 1)}
+    assert 3 in waiting and {sample.reward for sample in saved[3]} == {None}
+    assert {sample.reward for number in waiting - {3} for sample in saved[number]} == {1.0}
+
+
 @pytest.mark.parametrize("rollouts", [1, 2])
 def test_a_checkpoint_has_what_waits_and_what_is_in_flight(server, checkpoint, tmp_path, rollouts):
     """After the kill the prompts that no saved rollout took come again, each once; answers that waited are not made again."""

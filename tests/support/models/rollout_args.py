@@ -78,6 +78,7 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
         "update_weights_interval": 1,
         "group_rm": False,
         "rm_type": "random",
+        "rm_url": None,
         "custom_rm_path": None,
         "rm_concurrency": 64,
         "rm_timeout": 120.0,
