@@ -119,7 +119,9 @@ async def _append(args: Any, sample: Sample, sampling_params: dict[str, Any], sa
         raise TypeError(f"reply returned {type(said).__name__}; expected chat messages, one at least, a str or None")
     state = GenerateState(args)
     last_token = int(held(sample, "tokens")[-1])
-    text, tokens = await state.with_tokenizer(_characters(messages), _encoded_reply, args, messages, last_token)
+    template_kwargs = {**(args.apply_chat_template_kwargs or {}), **sample.apply_chat_template_kwargs}
+    replying = (_encoded_reply, template_kwargs, messages, last_token)
+    text, tokens = await state.with_tokenizer(_characters(messages), *replying)
     sources = [] if is_text else images_of(Sample(prompt=messages))
     if sources:
         images = await state.in_encoder(lambda: [as_data_uri(source) for source in sources])
@@ -141,11 +143,11 @@ def _characters(value: Any) -> int:
 
 
 def _encoded_reply(
-    tokenizer: Any, args: Any, said: str | list[dict[str, Any]], last_token: int
+    tokenizer: Any, template_kwargs: dict[str, Any] | None, said: str | list[dict[str, Any]], last_token: int
 ) -> tuple[str, list[int]]:
     """The text that is put behind an answer that ends in `last_token`, and its tokens."""
     is_text = isinstance(said, str)
-    text = said if is_text else _rendered_reply(args, tokenizer, said)
+    text = said if is_text else _rendered_reply(tokenizer, said, template_kwargs)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if not is_text and tokens[:1] == [last_token]:
         # The model itself has written the mark that ends a turn.
@@ -154,11 +156,11 @@ def _encoded_reply(
     return text, tokens
 
 
-def _rendered_reply(args: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+def _rendered_reply(tokenizer: Any, messages: list[dict[str, Any]], template_kwargs: dict[str, Any] | None) -> str:
     """What the chat template writes from the end of the model's turn to the begin of its next one."""
     spoken = [{"role": "user", "content": "probe question"}, {"role": "assistant", "content": _SPOKEN}]
     try:
-        text = render_chat(tokenizer, [*spoken, *messages], template_kwargs=args.apply_chat_template_kwargs)
+        text = render_chat(tokenizer, [*spoken, *messages], template_kwargs=template_kwargs)
     except Exception as error:  # a template runs arbitrary code over the messages
         raise UserError(
             f"the chat template refused the reply {_shown(messages)} ({type(error).__name__}: {error})"

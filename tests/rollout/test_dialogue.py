@@ -1,6 +1,7 @@
 """Dialogues of the model with an environment: which tokens they consist of, who is trained on what, and how they end."""
 
 import asyncio
+import shutil
 import threading
 import time
 
@@ -13,7 +14,7 @@ from slime.utils.http_utils import close_http_client, post
 from slime.utils.processing_utils import render_chat
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args
-from tests.support.models.tokenizer import build_tokenizer
+from tests.support.models.tokenizer import CHATML_TEMPLATE, build_tokenizer, save_tokenizer
 from tests.support.processes.fake_generate_server import FakeGenerateServer
 from tests.support.processes.spoken import spoken
 from tests.support.processes.waiting import until
@@ -82,6 +83,20 @@ def test_the_response_is_what_the_template_makes_of_the_whole_chat(talk):
     assert whole.endswith(sample.response) and sample.response.startswith("2+2?<|im_end|>\n")
     assert reply.heard == ["2+2?<|im_end|>", "it is 4<|im_end|>"]
     assert sample.status is Status.COMPLETED and sample.metadata == {"round_number": 2}
+
+
+def test_replies_are_rendered_with_the_arguments_of_the_prompts_own_set(talk, checkpoint, tmp_path):
+    """As the prompt was, also where the run has others."""
+    directory = shutil.copytree(checkpoint, tmp_path / "model")
+    template = CHATML_TEMPLATE + "{% if add_generation_prompt %}{{ mood }}{{ voice }}{% endif %}"
+    settings = {
+        "hf_checkpoint": save_tokenizer(directory, template),
+        "apply_chat_template_kwargs": {"mood": "glad ", "voice": "low "},
+    }
+    asked = Sample(index=0, prompt=PROMPT, apply_chat_template_kwargs={"mood": "sad "})
+    sample, _ = talk(["a<|im_end|>", "b<|im_end|>"], replies({"role": "tool", "content": "c"}, None), asked, **settings)
+    text = TOKENIZER.decode(sample.tokens)
+    assert text.count("<|im_start|>assistant\nsad low ") == 2 and "glad" not in text
 
 
 @pytest.mark.parametrize("plain", [False, True])
