@@ -19,13 +19,16 @@ _TAIL_CHARACTERS = 20_000
 _DEFAULT_LETTERS = string.ascii_uppercase[:10]
 
 _MARKED = (
-    r"\\boxed\s{0,9}\{\s{0,9}(?:\\(?:text|mathrm|mathbf|textbf)\s{0,9}\{)?\s{0,9}\(?(?P<boxed>[A-Za-z])\)?[\s.}]{0,9}\}"
+    r"\\boxed\s{0,9}\{\s{0,9}(?:\\(?:text|mathrm|mathbf|textbf)\s{0,9}\{)?\s{0,9}"
+    r"\(?(?:(?P<boxed>[A-Za-z])\)?[\s.}]{0,9}\}|(?P<boxed_with_text>[A-Za-z])[).:]\s)"
     r"|\*\*\s{0,9}\(?(?P<bold>[A-Za-z])\)?\s{0,9}[.:)]?\s{0,9}\*\*"
     r"|(?<!\w)[(\[{](?P<bracketed>[A-Za-z])[)\]}]"
 )
 _LETTER = re.compile(_MARKED + r"|(?<![\w'’\\])(?P<plain>[A-Z])(?!['’]?\w)")
 # What leads to a letter, at the end of the text before it. Fillers may stand between: "is definitely", "must therefore be".
-_LEAD = re.compile(r"\b(?:answer|option|choice)s?\b(?P<between>[^.!?\n]{0,60})$", re.IGNORECASE)
+# Behind a colon, or a heading, the letter may stand on a line of its own.
+_LEAD = re.compile(r"\b(?:answer|option|choice)s?\b(?P<between>[^.!?\n]{0,60}(?::[\s*_]{0,12})?)$", re.IGNORECASE)
+_HEADING = re.compile(r"\n\s{0,3}(?:#{1,6}|\*\*)[^\n]{0,40}\banswer[*_ ]{0,4}\n[\s*_]{0,12}$", re.IGNORECASE)
 _FILLERS = 4
 _VERDICT = re.compile(
     r"\s+(?:is|seems|looks|must be|would be|should be)\s+(?:[a-z]+\s+){0,2}?(?:the\s+)?(?:correct|right|true|best)\b"
@@ -95,6 +98,9 @@ def _valid_letters(given: Any, choices: Sequence[str]) -> list[str]:
 def _correct_letter(named: Any, label: Any, valid: Sequence[str], choices: Sequence[str]) -> str | None:
     """The right letter; None where the label is a text and there are no choices to look it up in."""
     right = label if named is None else named
+    if isinstance(right, float) and right.is_integer():
+        # A column of numbers in which some are missing has them as floating-point numbers.
+        right = int(right)
     text = "" if right is None else str(right).strip()
     letter = text.strip("()").upper()
     if not text:
@@ -146,7 +152,10 @@ def _letters(text: str) -> Iterator[tuple[str, bool]]:
         if _ends_negated(before) or _REJECTION.match(after):
             continue
         is_led = lead is not None and len(between) <= _FILLERS
-        yield letter.upper(), match.lastgroup == "boxed" or is_led or _VERDICT.match(after) is not None
+        # A line break stands for the beginning of the text, which may be a heading as well.
+        is_led |= _HEADING.search("\n" + text[max(0, match.start() - 80) : match.start()]) is not None
+        is_boxed = match.lastgroup in ("boxed", "boxed_with_text")
+        yield letter.upper(), is_boxed or is_led or _VERDICT.match(after) is not None
 
 
 def _clause_before(text: str, position: int) -> str:
