@@ -13,7 +13,7 @@ from typing import Any
 from slime.observability.logging_utils import log
 from slime.rollout.base_types import leaves
 from slime.rollout.dialogue import ask, ask_all
-from slime.rollout.rm_hub import batched_async_rm
+from slime.rollout.rm_hub import batched_async_rm, without_end_mark
 from slime.utils.types import Sample
 
 Messages = list[dict[str, Any]]
@@ -22,7 +22,7 @@ CHOICE = re.compile(r"\\boxed\{\s*(\d+)\s*\}")
 
 def listed(answers: list[Sample]) -> str:
     """Solutions one below the other, numbered from 1, without what was thought before them."""
-    texts = [answer.response.rpartition("</think>")[2].replace("<|im_end|>", "").strip() for answer in answers]
+    texts = [without_end_mark(answer.response).rpartition("</think>")[2].strip() for answer in answers]
     return "\n".join(f"{number}: {text}" for number, text in enumerate(texts, 1))
 
 

@@ -217,16 +217,21 @@ def _engine(args: argparse.Namespace, answers: Sequence[str]) -> Iterator[tuple[
         sent = tuple(payload.get("input_ids") or payload.get("text") or ())
         turns[sent] = max((turn + 1 for ids, turn in turns.items() if ids != sent == ids + sent[len(ids) :]), default=0)
         ids = tokenizer.encode(answers[turns[sent] % len(answers)], add_special_tokens=False)
-        budget = payload["sampling_params"].get("max_new_tokens", len(ids))
+        # As an engine: the token that ends a turn counts, and stands in the text unless the run leaves such tokens out.
+        if ids[-1:] != [tokenizer.eos_token_id]:
+            ids.append(tokenizer.eos_token_id)
+        params = payload["sampling_params"]
+        budget = params.get("max_new_tokens", len(ids))
         meta = {
             "output_token_logprobs": [[-0.5, token, None] for token in ids[:budget]],
-            "finish_reason": {"type": "length" if len(ids) >= budget else "stop"},
+            "finish_reason": {"type": "length"} if len(ids) > budget else {"type": "stop", "matched": ids[-1]},
             "weight_version": "1",
             "completion_tokens": min(len(ids), budget),
         }
         if payload.get("logprob_start_len") is not None:
             meta["input_token_logprobs"] = [[-0.5, token, None] for token in payload.get("input_ids", ())]
-        return web.json_response({"text": tokenizer.decode(ids[:budget], skip_special_tokens=True), "meta_info": meta})
+        text = tokenizer.decode(ids[:budget], skip_special_tokens=params.get("skip_special_tokens", True))
+        return web.json_response({"text": text, "meta_info": meta})
 
     async def idle(request: web.Request) -> web.Response:
         return web.json_response({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}], "workers": []})

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -142,6 +143,20 @@ def render_chat(
         add_generation_prompt=add_generation_prompt,
         **(template_kwargs or {}),
     )
+
+
+# The tokens by which models of the usual families end their turn, as a text has them: `<|im_end|>`, `<｜end▁of▁sentence｜>`.
+_END_MARK = re.compile(r"(?:<\|\w{1,40}\|>|<｜[^｜<>]{1,40}｜>|</s>|<eos>|<end_of_turn>|\[e~\[|\[EO[ST]\])\Z")
+_LONGEST_END_MARK = 44
+
+
+def without_end_mark(response: str) -> str:
+    """A response without the special token by which the model has ended it.
+
+    The text of an engine has that token as the model's words, unless `--rollout-skip-special-tokens` leaves all of them out.
+    """
+    mark = _END_MARK.search(response[-_LONGEST_END_MARK:])
+    return response[: -len(mark[0])] if mark else response
 
 
 def load_processor(path: str, trust_remote_code: bool = False, **kwargs: Any) -> Any | None:

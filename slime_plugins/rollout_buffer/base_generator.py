@@ -30,7 +30,7 @@ from slime.utils.async_utils import run
 from slime.utils.data_files import read_file
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError, post, post_control
-from slime.utils.processing_utils import load_tokenizer, render_chat
+from slime.utils.processing_utils import load_tokenizer, render_chat, without_end_mark
 
 logger = logging.getLogger("generator")
 
@@ -50,12 +50,12 @@ class Turn:
 
     Attributes:
         messages: the chat with the answer at its end.
-        text: the answer.
+        text: the answer, without the token that ends the model's turn.
         prompt_ids: the tokens of the chat before the answer.
         output_ids: the answer's tokens, as the engine sampled them.
         log_probs: the log-probs of `output_ids`.
         truncated: whether a length limit cut the answer off.
-        weight_version: the version of the weights that made it; None if the engine does not tell.
+        weight_versions: the versions of the weights that made it, in their order; empty if the engine does not tell.
     """
 
     messages: list[dict[str, Any]]
@@ -64,7 +64,7 @@ class Turn:
     output_ids: list[int]
     log_probs: list[float]
     truncated: bool
-    weight_version: str | None
+    weight_versions: list[str]
 
 
 class BaseGenerator(abc.ABC):
@@ -133,14 +133,18 @@ class BaseGenerator(abc.ABC):
                 await asyncio.sleep(_WAIT_S)
                 continue
             sampled = [(entry[1], entry[0]) for entry in meta_info.get("output_token_logprobs") or ()]
+            # A chat template ends turns itself.
+            text = without_end_mark(answer["text"])
+            # An answer that pushes of weights went through has parts of several versions.
+            spans = [span["version"] for span in meta_info.get("weight_versions") or ()]
             return Turn(
-                [*messages, {"role": "assistant", "content": answer["text"]}],
-                answer["text"],
+                [*messages, {"role": "assistant", "content": text}],
+                text,
                 ids,
                 [token for token, _ in sampled],
                 [log_prob for _, log_prob in sampled],
                 reason == "length",
-                meta_info.get("weight_version"),
+                [str(version) for version in spans or [meta_info.get("weight_version")] if version is not None],
             )
         raise RunError(
             f"{url}: an answer was interrupted {_MOST_INTERRUPTIONS} times; does something abort the engines?"
@@ -176,14 +180,13 @@ class BaseGenerator(abc.ABC):
 
     def item(self, turn: Turn, reward: Any, **extra_info: Any) -> dict[str, Any]:
         """The fields of a trajectory of one turn, with the tokens and log-probs of the engine."""
-        versions = [] if turn.weight_version is None else [str(turn.weight_version)]
         return {
             "messages": turn.messages,
             "reward": reward,
             "tokens": [*turn.prompt_ids, *turn.output_ids],
             "loss_mask": [1] * len(turn.output_ids),
             "rollout_log_probs": turn.log_probs,
-            "extra_info": {"truncated": turn.truncated, "weight_versions": versions, **extra_info},
+            "extra_info": {"truncated": turn.truncated, "weight_versions": turn.weight_versions, **extra_info},
         }
 
     async def _work(self) -> None:

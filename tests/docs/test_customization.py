@@ -125,7 +125,7 @@ def another_device(given):
 @check("my_reward.py")
 def one_sample(given):
     args = given.args(custom_rm_path="my_reward.py:reward_func")
-    assert asyncio.run(batched_async_rm(args, answers("it is 85 ", "86"))) == [1.0, 0.0]
+    assert asyncio.run(batched_async_rm(args, answers("it is 85 ", "it is 85<|im_end|>", "86"))) == [1.0, 1.0, 0.0]
 
 
 @check("my_detailed_reward.py")

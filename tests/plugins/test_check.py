@@ -453,7 +453,8 @@ def test_several_functions_work_together_and_a_class(file):
     generate, reward = check(words, answers=["first", "second"])
     assert (generate.problems, reward.problems) == ((), ())
     assert "with log-probs, completed" in generate.record.returned and "loss_mask" in generate.record.changed
-    assert reward.record.given == "['What is 1+1?'], ['first..second'], ['2']" and reward.record.returned == "[0.5]"
+    assert reward.record.given == "['What is 1+1?'], ['first<|im_end|>..second<|im_end|>'], ['2']"
+    assert reward.record.returned == "[0.5]"
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,24 @@ from slime.utils.processing_utils import (
     load_tokenizer,
     process_vision_info,
     render_chat,
+    without_end_mark,
 )
 from slime.utils.types import Sample
 from tests.support.models.tokenizer import build_tokenizer, save_tokenizer
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|user|>", "<|observation|>", "<｜end▁of▁sentence｜>",
+        "</s>", "<eos>", "<end_of_turn>", "[e~[", "[EOS]", "[EOT]", "",
+    ],
+)  # fmt: skip
+def test_the_token_that_ended_a_turn_is_cut_off_a_text_once(mark):
+    for text in ("It is 4", "It is 4\n", "a <|im_end|> b", "</answer>", "x < y | z >", ""):
+        assert without_end_mark(text + mark) == text
+        if mark:
+            assert without_end_mark(text + mark + mark) == text + mark
 
 
 def test_a_tokenizer_directory_gives_the_same_ids_also_beside_a_model_config(tmp_path):

@@ -7,6 +7,7 @@ from slime.rollout.rm_hub.grading import async_rm, batched_async_rm
 from slime.rollout.rm_hub.ifbench import compute_ifbench_reward
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
 from slime.rollout.rm_hub.remote import remote_rm
+from slime.utils.processing_utils import without_end_mark
 
 __all__ = [
     "async_rm",
@@ -17,4 +18,5 @@ __all__ = [
     "get_deepscaler_rule_based_reward",
     "grade_answer_verl",
     "remote_rm",
+    "without_end_mark",
 ]

@@ -57,6 +57,7 @@ from slime.utils.plugin_loader import (
     parameters_of,
     user_function_error,
 )
+from slime.utils.processing_utils import without_end_mark
 from slime.utils.reward_types import (
     BOXED,
     REMOTE,
@@ -282,7 +283,7 @@ def _ifbench(args: Any, sample: Sample, response: str) -> float:
 
 def _remote(args: Any, sample: Sample, response: str) -> Callable[[], Awaitable[Any]]:
     asked = own_copy(sample)
-    asked.response = response
+    asked.response = without_end_mark(response)
     return functools.partial(remote_rm, args, asked)
 
 

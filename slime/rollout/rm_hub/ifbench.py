@@ -9,13 +9,15 @@ from typing import Any
 
 from slime.rollout.rm_hub import worker_pool
 from slime.utils.errors import UserError
+from slime.utils.processing_utils import without_end_mark
 
 # Checks take time in proportion to the text, and no prompt asks for more than this.
 _MAX_CHARACTERS = 200_000
 
 
 def compute_ifbench_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
-    """1.0 if the response (the text after its last `</think>`) follows all instructions of the metadata, else 0.0. Blocks.
+    """1.0 if the response (the text after its last `</think>`, without the token that ends the model's turn) follows all
+    instructions of the metadata, else 0.0. Blocks.
 
     Checks that look for the prompt find it in `metadata["prompt"]`. There is no label. Instructions whose check takes more than
     5 s of processor time count as not followed.
@@ -31,7 +33,7 @@ def compute_ifbench_reward(response: str, label: Any, metadata: dict[str, Any] |
             "ifbench: the metadata needs instruction_id_list, and kwargs with one object for each of its entries; it has "
             f"{sorted(metadata)}; see --metadata-key"
         )
-    text = (response or "").rpartition("</think>")[2]
+    text = without_end_mark((response or "").rpartition("</think>")[2])
     if not text.strip() or len(text) > _MAX_CHARACTERS:
         return 0.0
     # Columns of Parquet files have all keywords in each row, most of them null.

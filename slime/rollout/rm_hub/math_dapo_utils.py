@@ -5,6 +5,7 @@ from typing import Any
 
 from slime.rollout.rm_hub.answer_normalization import normalize_answer
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, last_boxed_only_string
+from slime.utils.processing_utils import without_end_mark
 
 _TAIL_CHARACTERS = 300
 _STRICT_TAIL_CHARACTERS = 100
@@ -36,11 +37,13 @@ def normalize_final_answer(answer: str) -> str:
 def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
     """`score` ±1, `acc`, and `pred`, the normalised answer ("[INVALID]" without one).
 
-    Integers are compared by value, other labels by their normalised text.
+    The token that ends the model's turn is no part of an answer. Integers are compared by value, other labels by their
+    normalised text.
 
     Args:
         strict_box_verify: the answer is the last box of the last 100 characters, and no line `Answer: …` counts.
     """
+    solution_str = without_end_mark(solution_str)
     if strict_box_verify:
         box = extract_boxed_answer(solution_str[-_STRICT_TAIL_CHARACTERS:])
         answers = [] if box is None else [box]

@@ -90,7 +90,9 @@ def test_both_libraries_are_asked_and_the_first_wins():
     assert reward("HIGH", ("ifeval:lower", {}), ("words", {"num_words": 1})) == 0.0
 
 
-def test_what_was_thought_does_not_count():
+def test_neither_what_was_thought_nor_the_mark_that_ends_a_turn_counts():
+    assert reward("HIGH<|im_end|>", ("lower", {})) == 0.0
+    assert reward("<think>LOW</think>low</s>", ("lower", {})) == reward("low<|END|>", ("lower", {})) == 1.0
     assert reward("<think>ONE TWO THREE FOUR</think>low", ("lower", {})) == 1.0
 
 

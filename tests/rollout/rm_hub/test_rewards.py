@@ -130,6 +130,27 @@ def test_math_accepts_labels_of_other_types():
     assert grade("math", "5", 5) == 0
 
 
+@pytest.mark.parametrize("mark", ["<|im_end|>", "</s>", "<｜end▁of▁sentence｜>", "[e~["])
+@pytest.mark.parametrize(
+    ("rm_type", "response", "label"),
+    [
+        ("dapo", "Answer: 42", "42"),
+        ("dapo", "Answer: 41", "42"),
+        ("dapo", "Answer: no solution", "no solution"),
+        ("f1", "Paris", "Paris"),
+        ("f1", "yes", "yes"),
+        ("boxed_f1", r"It is \boxed{the cat}", "cat"),
+        ("gpqa", "B", "B"),
+        ("gpqa", "The answer is B", "C"),
+        ("math", r"\boxed{5}", "5"),
+        ("deepscaler", r"</think> \boxed{5}", "5"),
+    ],
+)
+def test_the_mark_that_ends_a_turn_is_no_part_of_an_answer(mark, rm_type, response, label):
+    """The text of an engine has it."""
+    assert grade(rm_type, response + mark, label) == grade(rm_type, response, label)
+
+
 def test_the_boxed_prefix_and_the_metadata_override():
     assert grade("boxed_f1", r"long text \boxed{the cat}", "cat") == 1.0
     assert grade("f1", r"long text \boxed{the cat}", "cat") < 1.0

@@ -78,6 +78,38 @@ def test_an_answer_has_no_more_tokens_than_the_context_leaves(checkpoint, engine
     assert len(engine.requests) == 2
 
 
+def test_a_chat_goes_on_without_the_mark_that_ends_a_turn(checkpoint, engine):
+    """The text of an engine has it, and the chat template writes it once more."""
+    engine.text_of = lambda tokens: "It is 4<|im_end|>"
+    made = generator(checkpoint, engine)
+    first = awaited(made.chat("2+2?"))
+    assert first.text == "It is 4" and first.messages[-1] == {"role": "assistant", "content": "It is 4"}
+    second = awaited(made.chat([*first.messages, {"role": "user", "content": "sure?"}]))
+    assert made.tokenizer.decode(second.prompt_ids).count("It is 4<|im_end|>") == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "versions"),
+    [
+        (
+            {"weight_versions": [{"version": "3", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3}]},
+            ["3", "5"],
+        ),
+        ({"weight_version": "5"}, ["5"]),
+        ({}, []),
+    ],
+)
+def test_an_answer_that_went_through_a_push_has_the_versions_of_all_its_parts(checkpoint, engine, told, versions):
+    """Its age is that of the oldest."""
+    made = generator(checkpoint, engine)
+
+    async def answered(*_):
+        return {"text": "x", "meta_info": {"weight_version": None, **told, "finish_reason": {"type": "stop"}}}
+
+    made._answered = answered
+    assert made.item(awaited(made.chat("why?")), 1.0)["extra_info"]["weight_versions"] == versions
+
+
 @pytest.mark.parametrize("status", [429, 503])
 def test_engines_that_come_back_are_waited_for(checkpoint, engine, status):
     """Longer than the attempts of one request last."""
