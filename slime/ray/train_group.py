@@ -350,6 +350,7 @@ class TrainGroup:
         Ray writes the first kind into logs that everybody on the machine may read, and `--train-env-vars` may hold secrets:
         only those that a process reads as it starts are among the first kind.
         """
+        has_queues = self._args.overlap_moe_expert_parallel_comm or self._args.train_backend != "megatron"
         typed = {name: str(value) for name, value in self._args.train_env_vars.items()}
         early = {name: value for name, value in typed.items() if env.is_read_at_process_start(name)}
         at_start = {
@@ -363,8 +364,9 @@ class TrainGroup:
             "NCCL_CUMEM_ENABLE": "0",
             **communicator_environment(self._args),
             # In one queue kernels begin in program order, by which sequence parallelism overlaps its messages. But what travels
-            # to experts would wait there for all kernels before it, those of the other micro-batch too. Read when CUDA starts.
-            "CUDA_DEVICE_MAX_CONNECTIONS": "32" if self._args.overlap_moe_expert_parallel_comm else "1",
+            # to experts would wait there for all kernels before it, those of the other micro-batch too; so would the weights of
+            # the next layer, which FSDP gathers ahead. Read when CUDA starts.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32" if has_queues else "1",
             # Transformer Engine reads it when it is imported, and Megatron-Core refuses its attention without it.
             **({"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if self._args.deterministic_mode else {}),
             **early,

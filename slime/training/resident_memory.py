@@ -35,11 +35,13 @@ class Residents:
         weights: those of the model, and other sets of weights that lie there too.
         optimizer: its state, without what shares memory with the weights.
         gradients: these, and whatever else need not come back as it was.
+        caches: functions that free what a pass makes again when it needs it.
     """
 
     weights: Iterable[torch.Tensor]
     optimizer: Iterable[torch.Tensor]
     gradients: Iterable[torch.Tensor]
+    caches: Iterable[Callable[[], None]] = ()
 
 
 class ResidentMemory:
@@ -91,6 +93,8 @@ class ResidentMemory:
     def _give_back_all_but_weights(self) -> None:
         # The weights are looked up now too, though they may be given back later: by then tensors may have no bytes.
         residents = self._residents()
+        for free in residents.caches:
+            free()
         weights = _storages(residents.weights)
         optimizer = _storages(residents.optimizer, without=weights)
         gradients = _storages(residents.gradients, without=[*weights, *optimizer])

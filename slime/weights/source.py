@@ -7,11 +7,11 @@ sources follow: they make no buckets, but help to carry each.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from slime.utils.device import get_accelerator
 from slime.weights.buckets import bytes_of, names_of
 from slime.weights.transports import Delta, EnginesFailed, Receiver, Transport
 from slime.weights.verification import NamesDiffer, PushedNames
@@ -139,12 +139,13 @@ class WeightSource:
 
     def _walk_on(self, buckets: Iterator[NamedTensors]) -> None:
         """Make the buckets that are left, and help to carry them. No bucket is held while the next one is made."""
-        if self._transport is None:
-            collections.deque(buckets, maxlen=0)
-            return
         for bucket in buckets:
-            self._transport.help(bucket)
+            if self._transport is not None:
+                self._transport.help(bucket)
             del bucket
+            # A GPU's host waits for no gather. It would queue those of the whole push, and NCCL's watchdog measures from when
+            # a collective was queued.
+            get_accelerator().mark()()
 
     def continue_from(self, version: int, chain: str) -> None:
         """Continue after a source that has ended; see `Transport.continue_from`."""

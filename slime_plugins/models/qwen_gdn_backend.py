@@ -155,7 +155,8 @@ def gated_delta_rule(
         _chunks(rows.to(dtype).unflatten(1, (groups, -1)), sequences) for rows in (value, decay, rate)
     )
     value, decay, rate = value.movedim(1, -2), decay.movedim(1, -1), rate.movedim(1, -1)
-    total = decay.cumsum(-1)
+    # The sum of all up to each; `cumsum` of floats has no deterministic kernel on GPUs (--deterministic-mode).
+    total = decay @ torch.ones(CHUNK, CHUNK, dtype=dtype, device=key.device).triu()
     between = total[..., :, None] - total[..., None, :]
     below = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).tril(-1)
     diagonal = torch.eye(CHUNK, dtype=torch.bool, device=key.device)

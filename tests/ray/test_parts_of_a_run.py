@@ -57,7 +57,7 @@ def test_each_rank_lives_in_its_bundle_and_knows_the_device_there(told, monkeypa
     monkeypatch.setattr(train_group.ray, "remote", lambda of: SimpleNamespace(options=options))
     args = argparse.Namespace(
         role="actor", actor_num_gpus_per_node=8, train_env_vars={}, deterministic_mode=False, has_trainer=True,
-        has_engines=False, overlap_moe_expert_parallel_comm=False,
+        has_engines=False, overlap_moe_expert_parallel_comm=False, train_backend="megatron",
     )  # fmt: skip
     group = TrainGroup(args, None, [(5, 3), (7, 1), (2, 6)])
     group.start(after="engines asleep")

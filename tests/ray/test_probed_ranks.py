@@ -130,6 +130,7 @@ def test_a_rank_that_runs_out_alone_ends_the_run_at_once(monkeypatch):
         placement = ray.util.placement_group([{"CPU": 1, "GPU": 1}] * 2)
         args = argparse.Namespace(
             actor_num_gpus_per_node=2, train_env_vars={}, deterministic_mode=False, overlap_moe_expert_parallel_comm=False,
+            train_backend="megatron",
             has_trainer=True, has_engines=False,
             colocate=False, train_start_timeout=120.0, role="actor", initial_weights=WeightSource("random"),
             memory_probe=True, on_gpus=False,

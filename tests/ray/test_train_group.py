@@ -116,10 +116,10 @@ def test_a_typed_variable_wins_over_ours_of_the_same_name():
     assert environments({"NCCL_CUMEM_ENABLE": 1})[1] == {"NCCL_CUMEM_ENABLE": "1"}
 
 
-def test_what_travels_to_experts_does_not_queue_up_with_what_is_computed():
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    found = [environments({}, overlap_moe_expert_parallel_comm=overlaps)[0][name] for overlaps in (False, True)]
-    assert found == ["1", "32"]
+def test_what_travels_beside_computation_does_not_queue_up_with_it():
+    name, overlaps = "CUDA_DEVICE_MAX_CONNECTIONS", {"overlap_moe_expert_parallel_comm": True}
+    assert environments({})[0][name] == "1"
+    assert environments({}, **overlaps)[0][name] == environments({}, train_backend="fsdp")[0][name] == "32"
 
 
 def test_ranks_on_all_nodes_get_what_the_libraries_find_in_our_environment(monkeypatch):
@@ -226,7 +226,12 @@ def environments(typed: dict, **changes):
 
 
 def group_of(typed: dict, **changes):
-    flags = {"deterministic_mode": False, "overlap_moe_expert_parallel_comm": False, **changes}
+    flags = {
+        "deterministic_mode": False,
+        "overlap_moe_expert_parallel_comm": False,
+        "train_backend": "megatron",
+        **changes,
+    }
     args = argparse.Namespace(
         **flags, actor_num_gpus_per_node=1, train_env_vars=typed, has_trainer=True, has_engines=True,
         sglang_enable_nccl_nvls=None,
@@ -267,6 +272,7 @@ def make_group():
         train_env_vars={},
         deterministic_mode=False,
         overlap_moe_expert_parallel_comm=False,
+        train_backend="megatron",
         has_trainer=True,
         has_engines=False,
         colocate=False,

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import RotaryEmbedding
 
 from slime.scheduling.device_turns import Holds
 from slime.training import resident_memory
@@ -30,12 +32,14 @@ class Model:
         self.main, self.moment = torch.tensor([1.5, 2.5]), torch.tensor([0.1, float("nan")])
         self.gradient = torch.ones(3)
         self.empty = torch.empty(0)
+        self.cached = [torch.ones(5)]
 
     def residents(self) -> Residents:
         return Residents(
             weights=iter([self.first, self.second, self.empty]),
             optimizer=[self.second[2:4], self.main, self.moment],
             gradients=[self.gradient, self.gradient[1:]],
+            caches=[self.cached.clear],
         )
 
     def sizes(self) -> list[int]:
@@ -55,7 +59,7 @@ def test_everything_leaves_and_comes_back_bit_for_bit(place, rounds):
     memory = ResidentMemory(model.residents)
     for _ in range(rounds):
         memory.hold(Holds.WEIGHTS)
-        assert model.sizes() == [48, 0, 0, 0] and model.buffer.tolist() == list(range(12))
+        assert model.sizes() == [48, 0, 0, 0] and model.buffer.tolist() == list(range(12)) and not model.cached
         memory.hold(Holds.NOTHING)
         memory.hold(Holds.NOTHING)
         assert model.sizes() == [0] * 4
@@ -169,7 +173,10 @@ def learn(run: Rank, sleeps: bool) -> dict[str, list]:
     found = {"resident": [before], "refused": [], "weights": list(run.weights().values())}
     if sleeps:
         state = torch.get_rng_state()
+        buffer = parallel_state.get_global_memory_buffer()
+        buffer.get_tensor([4], torch.float32, "mpu")
         run.actor.hold(Holds.WEIGHTS)
+        assert not buffer.buffer and RotaryEmbedding.forward.cache_info().currsize == 0
         found["resident"].append(resident())
         found["same to push"] = all(map(torch.equal, found["weights"], run.weights().values()))
         run.actor.hold(Holds.NOTHING)

@@ -69,6 +69,22 @@ def test_s2_a_rank_that_only_helps_makes_all_buckets():
     source.close()
 
 
+@pytest.mark.parametrize("transport", [None, "takes part"])
+def test_a_rank_that_only_helps_queues_no_more_than_one_bucket(monkeypatch, transport):
+    """A watchdog ends collectives that have been queued for long."""
+    marks = []
+
+    class Device:
+        def mark(self):
+            marks.append("set")
+            return lambda: marks.append("reached")
+
+    monkeypatch.setattr("slime.weights.source.get_accelerator", Device)
+    walk = Walk()
+    WeightSource(walk, transport and TakingPart(), {"a", "b", "c"}, sends=False).send(1)
+    assert walk.made == 3 and marks == ["set", "reached"] * 2
+
+
 class TakingPart(Recording):
     def send(self, bucket):
         self.calls.append(("send", names_of(bucket)))

@@ -273,6 +273,9 @@ class MegatronBackend:
                 yield f"{index}.{name}", tensor
 
     def residents(self) -> Residents:
+        from megatron.core import parallel_state
+        from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
+
         from slime.backends.megatron_utils.optimizer import tensors_of
         from slime.backends.megatron_utils.parameter_names import unwrap_model
 
@@ -285,6 +288,12 @@ class MegatronBackend:
             weights=[*(tensor for _, tensor in self.live_tensors()), *constants],
             optimizer=optimizer,
             gradients=[*gradients, *(buffer.grad_data for buffer in buffers)],
+            # A buffer as large as the longest stream, and angles for each of the last 32 lengths of a longest sequence.
+            caches=[
+                parallel_state.get_global_memory_buffer().buffer.clear,
+                RotaryEmbedding.forward.cache_clear,
+                YarnRotaryEmbedding.forward.cache_clear,
+            ],
         )
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.models.qwen import DELTA_RULE_PACKAGES
 from slime.utils import device
@@ -93,6 +94,22 @@ def test_packed_sequences_do_not_see_their_neighbours():
         own_gradients = torch.autograd.grad((output * weights[own]).sum(), alone)
         for ours, theirs in zip(gradients, own_gradients, strict=True):
             torch.testing.assert_close(ours[own], theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_every_operation_has_a_deterministic_kernel_on_gpus():
+    """Sums of floats up to each place have none: `--deterministic-mode` would end the first pass."""
+    seen = set()
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if torch.is_tensor(args[0] if args else None) and args[0].is_floating_point():
+                seen.add(function.overloadpacket)
+            return function(*args, **(kwargs or {}))
+
+    tensors = inputs(CHUNK + 5, torch.float32)
+    with Recorded():
+        with_gradients(lambda *given: gated_delta_rule(*given, sequences(CHUNK + 5)), tensors)
+    assert torch.ops.aten.bmm in seen and not seen & {torch.ops.aten.cumsum, torch.ops.aten.cumprod}
 
 
 def test_16_bits_are_computed_in_float32():
