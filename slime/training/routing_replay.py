@@ -350,7 +350,8 @@ def _require_captured(captured: np.ndarray, layers: Sequence[int], where: str) -
     if not captured.all():
         raise UserError(
             f"{where} is all zero in layer {layers[int(np.argmin(captured))] + 1}, which has experts: the engine did not "
-            "capture it (a pipeline stage of the engine may have kept its part to itself)"
+            "capture it (a pipeline stage of the engine may have kept its part to itself, or its kernels choose experts "
+            "themselves: --sglang-moe-runner-backend triton has others)"
         )
 
 

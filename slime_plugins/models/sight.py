@@ -1,8 +1,8 @@
 """Models of Qwen with their vision tower: the language model is trained on texts and images, and the tower is not trained.
 
 The tower is that of transformers, with the weights `model.visual.*` of `--hf-checkpoint`. They are not parameters of the
-trained model: no gradient reaches them, the trainer's checkpoints do not have them, and pushes and exports send them as they
-are stored. The tower is read when the first images come, so a run on texts never has it.
+trained model: no gradient reaches them, the trainer's checkpoints do not have them, pushes leave engines those that they have,
+and exports have them as they are stored. The tower is read when the first images come, so a run on texts never has it.
 
 In a sample's tokens an image is one placeholder token per feature that the tower makes of it. On the first pipeline stage the
 features replace the embeddings of these tokens. Some towers make further sets of features, one for each of the first decoder

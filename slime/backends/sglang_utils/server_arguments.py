@@ -22,7 +22,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,9 @@ DERIVED_FIELDS = NOT_EXPOSED | {"host", "api_key", "tp_size", "disaggregation_mo
 _ENVIRONMENT = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
     "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true",
+    # Two names of one setting; sglang 0.5.21 reads the latter.
     "SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true",
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true",
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "true",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
@@ -252,14 +254,20 @@ def _values_of_run(args: Any, role: str, on_cpu: bool) -> dict[str, Any]:
         values["enable_memory_saver"] = True
         # sglang 0.5.21 captures prefill in graphs of a kind that cannot give memory back, and refuses to start with both.
         values["cuda_graph_backend_prefill"] = "disabled"
+        if "vision_config" in _config_of(args.hf_checkpoint):
+            # A push brings no vision tower, which would come back from sleep with whatever lies in its memory then.
+            values["enable_weights_cpu_backup"] = True
     return values
+
+
+def _config_of(model: str | Path) -> Mapping[str, Any]:
+    """The config of the Hugging Face directory `model`, empty if there is none: a server says so itself."""
+    return read_hf_config(model) if Path(model, "config.json").is_file() else {}
 
 
 def defaults_on_cpu(model: str | Path) -> dict[str, Any]:
     """`CPU_DEFAULTS`, and what a server without a GPU must be told of the Hugging Face directory `model`."""
-    # A server says itself that there is no such directory.
-    config = read_hf_config(model) if Path(model, "config.json").is_file() else {}
-    if set(SEEING_MODELS).isdisjoint(config.get("architectures") or ()):
+    if set(SEEING_MODELS).isdisjoint(_config_of(model).get("architectures") or ()):
         return CPU_DEFAULTS
     # Such a server refuses images.
     return {**CPU_DEFAULTS, "language_model_only": True}

@@ -96,6 +96,14 @@ def test_engines_that_sleep_have_no_graphs_of_prefill_unless_they_are_asked_for(
     assert awake.keys().isdisjoint({"enable_memory_saver", "cuda_graph_backend_prefill"})
 
 
+def test_engines_that_sleep_keep_what_no_push_brings_them(tmp_path):
+    sleeping = {"colocate": True, "offload_rollout": True, "hf_checkpoint": str(tmp_path)}
+    for config, kept in (({"model_type": "qwen3_vl", "vision_config": {}}, True), ({"model_type": "qwen3"}, None)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert compute(make_args(**sleeping), on_cpu=False).values.get("enable_weights_cpu_backup") is kept
+        assert "enable_weights_cpu_backup" not in compute(make_args(hf_checkpoint=str(tmp_path)), on_cpu=False).values
+
+
 @pytest.mark.parametrize("replayed", [True, False])
 @pytest.mark.parametrize("groups", [2, None])
 def test_experts_of_groups_of_attention_are_not_read_from_graphs_of_prefill(replayed, groups):
@@ -256,7 +264,8 @@ def test_environment_of_a_cpu_server(monkeypatch):
 def test_variables_of_every_server_that_the_user_has_not_set(monkeypatch):
     given = {
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true",
-        "SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true", "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true",
+        "SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true",
         "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "true",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
     }  # fmt: skip
