@@ -11,7 +11,7 @@ import json
 import re
 import subprocess
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ REDACTED = "<redacted>"
 _SECRET_NAME = re.compile(
     r"(api_keys?|token|secret|password|wandb_key|postgres_db_url|redis_url|authorization|cookie)$", re.IGNORECASE
 )
-# Users name environment variables as they like, so a secret word anywhere in the name counts. (Flags have many numbers of
-# tokens; there only the end of a name counts.)
+# Users name environment variables and values of their own as they like, so a secret word anywhere in the name counts. (Many
+# flags end in `_key` or speak of tokens; there only the end of a name counts.)
 _SECRET_VARIABLE = re.compile(
     r"secret|credential|passw|token(?!izer)|api_?key|(?<![a-z])key(?![a-z])|authorization", re.IGNORECASE
 )
@@ -31,7 +31,8 @@ _SECRET_VARIABLE = re.compile(
 _USER_OF_ADDRESS = re.compile(r"(?<=://)[^/\s?#]*(?=@)")
 _QUERY_VALUE = re.compile(r"([?&;])([^=&;#\s]+)=([^&;#\s]+)")
 _HEADER = re.compile(r"\b((?:authorization|x-api-key|cookie)\s*:\s*|bearer\s+)[^\r\n'\"]+", re.IGNORECASE)
-_VARIABLES = "train_env_vars"
+# Arguments that hold what users named.
+_NAMED_BY_USERS = frozenset({"train_env_vars", "custom_config"})
 # Attributes of `args` that are records about the arguments, and no arguments.
 BOOKS = frozenset({"origins", "typed_flags"})
 _PACKAGES = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers")
@@ -66,16 +67,18 @@ def redacted(values: dict[str, Any]) -> dict[str, Any]:
     """`values` in JSON's types, without secrets: at any depth, entries whose name marks a secret are replaced, and texts lose
     what `redacted_text` finds.
 
-    A name inside `train_env_vars` marks a secret if it contains such a word, any other name if it ends with one, since a run
-    has many numbers of tokens.
+    A name inside `train_env_vars` or `custom_config` marks a secret if it contains such a word, any other name if it ends with
+    one.
     """
-    return {name: _redact(str(name), _plain(value), _SECRET_NAME) for name, value in values.items()}
+    return _redacted_entries(values, _NAMED_BY_USERS)
 
 
 def plain_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """All arguments by name, redacted, in JSON's types."""
+    """All arguments by name, redacted, in JSON's types; names that are no flag's count like those inside `custom_config`."""
     values = {name: value for name, value in vars(args).items() if name not in BOOKS}
-    return dict(sorted(redacted(values).items()))
+    roles = (values.get("role_overrides") or {}).values()
+    own = {name for overrides in roles for name in overrides if name not in values} | {*values.get("custom_config", ())}
+    return dict(sorted(_redacted_entries(values, _NAMED_BY_USERS | own).items()))
 
 
 def write_run_record(args: argparse.Namespace, directory: str | Path) -> Path:
@@ -98,16 +101,27 @@ def write_run_record(args: argparse.Namespace, directory: str | Path) -> Path:
     return path
 
 
-def _redact(name: str, value: Any, secret_name: re.Pattern[str]) -> Any:
-    """`value`, as `_plain` returns it, without its secrets."""
-    if value is not None and secret_name.search(name.replace("-", "_")):
+def _redacted_entries(values: Mapping[str, Any], users: Set[str]) -> dict[str, Any]:
+    return {name: _redact(str(name), _plain(value), users) for name, value in values.items()}
+
+
+def _redact(name: str, value: Any, users: Set[str], *, own: bool = False) -> Any:
+    """`value`, as `_plain` returns it, without its secrets.
+
+    Args:
+        users: names that users gave, or below which they name what they like. own: whether `name` stands below such a name.
+    """
+    own = own or name in users
+    # A number of tokens, or a switch, is none of the secrets that are called so.
+    harmless = isinstance(value, bool) or (isinstance(value, int | float) and "tokens" in name.lower())
+    pattern = _SECRET_VARIABLE if own and not harmless else _SECRET_NAME
+    if value is not None and pattern.search(name.replace("-", "_")):
         return REDACTED
     if isinstance(value, dict):
-        inner = _SECRET_VARIABLE if name == _VARIABLES else secret_name
-        return {key: _redact(key, item, inner) for key, item in value.items()}
+        return {key: _redact(key, item, users, own=own) for key, item in value.items()}
     if isinstance(value, str):
         return redacted_text(value)
-    return [_redact("", item, secret_name) for item in value] if isinstance(value, list) else value
+    return [_redact("", item, users, own=own) for item in value] if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

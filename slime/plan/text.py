@@ -448,8 +448,8 @@ def plan_values(args: argparse.Namespace, parser: argparse.ArgumentParser) -> tu
 
 
 def custom_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The values of YAML files that belong to no flag."""
-    return plain_arguments(argparse.Namespace(**args.custom_config))
+    """The values of YAML files that belong to no flag; secrets are redacted."""
+    return plain_arguments(args)["custom_config"]
 
 
 def _is_default(value: Any, default: Any, origin: Origin) -> bool:

@@ -62,14 +62,37 @@ def test_unset_secrets_stay_visible_as_unset():
     assert redacted({"router_api_key": None}) == {"router_api_key": None}
 
 
+NAMES_OF_SECRETS = ["AWS_SECRET_ACCESS_KEY", "aws_access_key_id", "GOOGLE_APPLICATION_CREDENTIALS_JSON", "DB_PASSWORD_FILE",
+    "GITHUB_TOKEN_V2", "OPENAI_KEY", "OPENAI_API_KEY_2", "MY_PRIVATE_KEY_PEM"]  # fmt: skip
+OTHER_NAMES = ["TOKENIZERS_PARALLELISM", "KEYRING", "MONKEY", "NCCL_DEBUG", "OMP_NUM_THREADS"]
+
+
 def test_m1_names_of_environment_variables_are_secret_wherever_they_hold_such_a_word():
-    secret = ["AWS_SECRET_ACCESS_KEY", "aws_access_key_id", "GOOGLE_APPLICATION_CREDENTIALS_JSON", "DB_PASSWORD_FILE",
-              "GITHUB_TOKEN_V2", "OPENAI_KEY", "OPENAI_API_KEY_2", "MY_PRIVATE_KEY_PEM"]  # fmt: skip
-    shown = ["TOKENIZERS_PARALLELISM", "KEYRING", "MONKEY", "NCCL_DEBUG", "OMP_NUM_THREADS"]
-    variables = redacted({"train_env_vars": dict.fromkeys([*secret, *shown], "x")})["train_env_vars"]
-    assert [name for name, value in variables.items() if value == REDACTED] == secret
+    variables = redacted({"train_env_vars": dict.fromkeys([*NAMES_OF_SECRETS, *OTHER_NAMES], "x")})["train_env_vars"]
+    assert [name for name, value in variables.items() if value == REDACTED] == NAMES_OF_SECRETS
     plain = {"max_tokens_per_gpu": 5, "rollout_stop_token_ids": [1], "tokenizer_path": "t", "log_probs_max_tokens": 2}
     assert redacted(plain) == plain
+
+
+def test_m1_names_of_the_users_own_values_are_secret_like_those_of_variables(tmp_path):
+    own = {name.lower(): "SEKRET" for name in [*NAMES_OF_SECRETS, "judge_key", "judge_passwd", "hf_token_read"]}
+    counts = {name.lower(): "x" for name in OTHER_NAMES} | {"judge_max_tokens": 5, "sort_by_key": True}
+    inner = {"judge": {"judge_key": "SEKRET", "urls": [{"id_of_key": "SEKRET"}]}}
+    custom = own | counts | inner
+    of_critic = {"critic_key": {"a": "SEKRET"}, "judges": {"its_key_1": "SEKRET"}, "label_key": "answer"}
+    text, record = record_of(
+        tmp_path, custom_config=custom, **custom, label_key="label", reward_key="score", rollout_max_tokens=7,
+        role_overrides={"critic": of_critic}, critic_values=of_critic,
+    )  # fmt: skip
+    values = {name: entry["value"] for name, entry in record["arguments"].items()}
+    assert "SEKRET" not in text
+    for place in (values, values["custom_config"]):
+        assert {name for name in custom if place[name] == REDACTED} == own.keys()
+        assert {name: place[name] for name in counts} == counts
+        assert place["judge"] == {"judge_key": REDACTED, "urls": [{"id_of_key": REDACTED}]}
+    assert (values["label_key"], values["reward_key"], values["rollout_max_tokens"]) == ("label", "score", 7)
+    left = {"critic_key": REDACTED, "judges": {"its_key_1": REDACTED}, "label_key": "answer"}
+    assert values["role_overrides"] == {"critic": left} and values["critic_values"] == left
 
 
 def test_flags_and_attributes_are_secret_by_their_name():

@@ -375,9 +375,9 @@ def test_values_with_origins_and_without_secrets():
 
 def test_custom_values_of_yaml(tmp_path):
     path = tmp_path / "custom.yaml"
-    path.write_text("rollout_batch_size: 64\ncustom:\n  my_margin: 0.5\n  my_token: abc\n")
+    path.write_text("rollout_batch_size: 64\ncustom:\n  my_margin: 0.5\n  my_token: abc\n  judge_key: abc\n")
     plan = make_plan(planned(SMALL, "--custom-config-path", str(path)))
-    assert plan.custom_values == {"my_margin": 0.5, "my_token": "<redacted>"}
+    assert plan.custom_values == {"my_margin": 0.5, "my_token": "<redacted>", "judge_key": "<redacted>"}
     assert next(v.origin for v in plan.values if v.flag == "--rollout-batch-size") == "YAML"
     assert "YAML (custom)" in render(plan)
 

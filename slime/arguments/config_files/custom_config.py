@@ -64,7 +64,7 @@ def overruled_values(args: argparse.Namespace) -> Iterator[Violation]:
             of_actor = name in args.role_overrides.get("actor", {})
             place = args.megatron_config_path if of_actor else args.custom_config_path
             taken = f"{place}: {name} is set by the run itself"
-            yield from about([f"{taken}; take another name for the value {shown(name, value)}"], FLAG)
+            yield from about([f"{taken}; take another name in {shown('custom_config', {name: value})}"], FLAG)
 
 
 def set_from_file(args: argparse.Namespace, dest: str, value: Any, where: str) -> None:

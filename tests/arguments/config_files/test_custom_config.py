@@ -246,7 +246,7 @@ def test_a4_values_reach_the_run_with_their_origin(tmp_path):
 
 def test_a_value_of_ones_own_that_the_run_derives_is_refused(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("custom:\n  world_size: 77\n  use_critic: {api_key: SEKRET}\n")
+    path.write_text("custom:\n  world_size: 77\n  use_critic: {judge_key: SEKRET}\n")
     with pytest.raises(UserError, match=r"run.yaml: world_size is set by the run itself.* 77") as error:
         parse(tmp_path, "--custom-config-path", str(path))
     assert "use_critic is set by the run itself" in str(error.value) and "SEKRET" not in str(error.value)
