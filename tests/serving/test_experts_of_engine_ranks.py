@@ -1,4 +1,7 @@
-"""A real engine whose ranks host experts of their own takes from a bucket that differs by rank what each rank hosts."""
+"""A real engine whose ranks host experts of their own takes from a bucket that differs by rank what each rank hosts.
+
+Its server starts without weights, and loads files all the same.
+"""
 
 import pytest
 from safetensors.torch import load_file
@@ -18,6 +21,7 @@ def test_each_rank_of_an_engine_takes_a_bucket_of_its_own(tmp_path):
         make_tiny_checkpoint(tmp_path / "old", seed=0, **MIXTURE),
         rollout_num_gpus_per_engine=RANKS,
         sglang_ep_size=RANKS,
+        sglang_load_format="dummy",
     )
     with serving_of(args, tmp_path / "logs") as serving:
         serving.call_all("update_weights_from_disk", str(new))

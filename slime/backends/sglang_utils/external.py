@@ -71,6 +71,7 @@ class ExternalEngineInfo:
     weight_version: that of its weights when it was found; "default": those with which it was started.
     bootstrap_port: the port at which an engine that prefills is asked for its caches.
     transfer_backend: how an engine that prefills or decodes moves caches.
+    load_format: how it reads checkpoints; one that loads what is pushed as files may change it.
     """
 
     url: str
@@ -85,6 +86,7 @@ class ExternalEngineInfo:
     weight_version: str = field(compare=False)
     bootstrap_port: int | None = None
     transfer_backend: str | None = None
+    load_format: str | None = field(default=None, compare=False)
 
 
 def with_external_engines(args: argparse.Namespace) -> argparse.Namespace:
@@ -208,6 +210,7 @@ def describe_engine(url: str, told: dict[str, Any]) -> ExternalEngineInfo:
         weight_version=str(told.get("weight_version") or "default"),
         bootstrap_port=told.get("disaggregation_bootstrap_port") if worker_type == "prefill" else None,
         transfer_backend=told.get("disaggregation_transfer_backend") if worker_type == role else None,
+        load_format=told.get("load_format"),
     )
 
 
@@ -348,6 +351,7 @@ class ExternalEngine(SGLangEngine):
         # No keep-alive: a server may close an idle connection just when the next order is on its way, which would be lost.
         self._connections.headers["Connection"] = "close"
         self._info = info
+        self._load_format = info.load_format
         self._groups: set[str] = set()
         self._paused = self._changing = False
 

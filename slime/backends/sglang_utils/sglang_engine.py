@@ -58,6 +58,9 @@ _CONNECT_TIMEOUT_SECONDS = 10.0
 _MOST_CONNECTIONS = 8
 # Requests whose time grows with the size of the model, because all weights are read, hashed or put in place.
 _LOADING = frozenset({"/update_weights_from_disk", "/weights_checker", "/end_weight_update"})
+# Load formats of a server that read checkpoints as a push writes them. Of the others, what is loaded after the start is refused
+# ("dummy", "gguf") or sought in files of another kind ("pt").
+_READ_PUSHES = ("fastsafetensors", "flash_rl")
 # SGLang's names for the kinds of its memory.
 _WEIGHTS, _CACHES = ("weights",), ("kv_cache", "cuda_graph")
 _MEMORY = (*_WEIGHTS, *_CACHES)
@@ -86,6 +89,7 @@ class SGLangEngine:
         self._threads = threads
         self.rank = rank
         self._role = role
+        self._load_format: str | None = vars(args).get("sglang_load_format")
         # If it prefills: the port at which engines that decode ask for its caches.
         self._bootstrap: PortReservation | None = None
         self._row: list[PortReservation] = []
@@ -443,7 +447,8 @@ class SGLangEngine:
 
     def update_weights_from_disk(self, path: str, weight_version: str | None = None) -> None:
         """Load the HF checkpoint at `path`. If that fails the server may have a mixture of new and old tensors."""
-        payload: dict[str, Any] = {"model_path": str(path), "flush_cache": True}
+        load_format = self._load_format if self._load_format in _READ_PUSHES else "auto"
+        payload: dict[str, Any] = {"model_path": str(path), "load_format": load_format, "flush_cache": True}
         if weight_version is not None:
             payload["weight_version"] = weight_version
         self._call("POST", "/update_weights_from_disk", payload)

@@ -6,6 +6,7 @@ import pytest
 import urllib3
 
 from slime.backends.sglang_utils import sglang_engine
+from slime.backends.sglang_utils.external import ExternalEngine, describe_engine
 from slime.backends.sglang_utils.server_arguments import EnginePart, ServerArguments
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils.errors import RunError
@@ -61,6 +62,22 @@ def test_an_engine_carries_out_orders_in_turn_until_one_fails(tmp_path, monkeypa
     with pytest.raises(RunError, match="engine 3 reports weight version 4 after it was sent 5"):
         engine.carry_out([("end_weight_update",), ("prove_weight_version", "5"), ("continue_generation",)])
     assert [path for path, _ in asked] == ["/end_weight_update", "/model_info"]
+
+
+@pytest.mark.parametrize(
+    ("of_server", "sent"),
+    [(None, "auto"), ("dummy", "auto"), ("gguf", "auto"), ("flash_rl", "flash_rl"), ("fastsafetensors",) * 2],
+)
+def test_a_server_reads_what_is_pushed_whatever_it_loaded_at_its_start(tmp_path, monkeypatch, of_server, sent):
+    """A real server that was started without weights: `tests/serving/test_experts_of_engine_ranks.py`."""
+    asked = []
+    of_run = SGLangEngine(SimpleNamespace(sglang_load_format=of_server), 3, tmp_path)
+    info = describe_engine("http://10.0.0.1:1", {"model_path": "/m", "load_format": of_server})
+    for engine in (of_run, ExternalEngine(SimpleNamespace(), 3, str(tmp_path), info)):
+        monkeypatch.setattr(engine, "_call", lambda method, path, payload: asked.append(payload))
+        engine.update_weights_from_disk("/w", "4")
+    told = {"model_path": "/w", "load_format": sent, "flush_cache": True, "weight_version": "4"}
+    assert asked == [told, told]
 
 
 @pytest.mark.parametrize(
