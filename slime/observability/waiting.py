@@ -5,7 +5,9 @@ and waiting for all of them would hide the cause. And every wait ends when somet
 since the awaited work may go on trying for long, or may not even depend on it.
 """
 
+import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,10 +27,21 @@ _FETCH_SECONDS = 60.0
 _WATCHED_SECONDS = 1.0
 _ASK_SECONDS = 1.0
 
+
+@dataclasses.dataclass
+class _Asked:
+    """A watched actor: the open question whether it lives (None: answered), when it was asked, and how long it may go without
+    an answer."""
+
+    silence_s: float
+    question: ray.ObjectRef | None = None
+    asked_at: float = 0.0
+
+
 # References whose error ends every wait of this process.
 _watched: list[ray.ObjectRef] = []
-# Actors whose death ends every wait: for each, the open question whether it lives (None: answered), and when it was asked.
-_asked: dict[Any, tuple[ray.ObjectRef | None, float]] = {}
+# Actors whose death ends every wait.
+_asked: dict[Any, _Asked] = {}
 # What the error that tells of an actor's death calls it.
 _names: dict[Any, str] = {}
 
@@ -47,12 +60,13 @@ def unwatch(refs: Sequence[ray.ObjectRef]) -> None:
     _watched[:] = [ref for ref in _watched if ref not in gone]
 
 
-def watch_actors(actors: Sequence[Any]) -> None:
+def watch_actors(actors: Sequence[Any], silence_s: float = math.inf) -> None:
     """End every wait of this process, from now on, when one of `actors` dies, whatever is awaited.
 
-    They are asked once a second whether they live. A busy actor answers when it is done, and counts as alive until then.
+    They are asked once a second whether they live. A busy actor answers when it is done, and counts as alive until then. One
+    whose methods are coroutines answers beside its work: if it does not for `silence_s` seconds, it counts as dead.
     """
-    _asked.update({actor: (None, 0.0) for actor in actors})
+    _asked.update({actor: _Asked(silence_s) for actor in actors})
 
 
 def name_actors(names: Mapping[Any, str]) -> None:
@@ -196,8 +210,7 @@ def _arriving(
             ready = ray.wait(awaited, num_returns=len(awaited), timeout=0)[0] or ready
         for ref in ready:
             if ref in questions:
-                actor = questions[ref]
-                _asked[actor] = (None, _asked[actor][1])
+                _asked[questions[ref]].question = None
                 _get(ref, patience.name, others=[])
             elif ref not in remaining:
                 unwatch([ref])
@@ -208,6 +221,7 @@ def _arriving(
         if on_poll is not None:
             on_poll()
         if remaining:
+            _raise_if_one_is_silent(patience.name)
             patience.go_on(remaining.values())
 
 
@@ -239,10 +253,22 @@ def _get(ref: ray.ObjectRef, name: str, others: Sequence[ray.ObjectRef]) -> Any:
 def _open_questions() -> dict[ray.ObjectRef, Any]:
     """The questions that watched actors have not answered, after asking those whose turn it is: question → actor."""
     now = time.monotonic()
-    for actor, (question, asked_at) in _asked.items():
-        if question is None and now - asked_at > _ASK_SECONDS:
-            _asked[actor] = (actor.__ray_ready__.remote(), now)
-    return {question: actor for actor, (question, _) in _asked.items() if question is not None}
+    for actor, asked in _asked.items():
+        if asked.question is None and now - asked.asked_at > _ASK_SECONDS:
+            asked.question, asked.asked_at = actor.__ray_ready__.remote(), now
+    return {asked.question: actor for actor, asked in _asked.items() if asked.question is not None}
+
+
+def _raise_if_one_is_silent(name: str) -> None:
+    for actor, asked in _asked.items():
+        if asked.question is not None and time.monotonic() - asked.asked_at > asked.silence_s:
+            who = _names.get(actor, "a process of the run")
+            # It is told once, like other deaths: what is awaited next, to save work, may not need this actor.
+            unwatch_actors([actor])
+            raise _WatchedDied(
+                f"{name}: {who} has answered nothing for {asked.silence_s:.0f} s: its process was stopped, or a function in it "
+                "keeps Python from running"
+            )
 
 
 def _raise_if_one_died(others: Sequence[ray.ObjectRef], name: str) -> None:

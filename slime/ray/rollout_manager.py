@@ -27,7 +27,7 @@ from ray.util.placement_group import PlacementGroup
 from slime.arguments.paths import MANAGER_PLUG_INS, load_plug_ins
 from slime.observability.console import GenerationBar, StartupClock, evaluation_name, generation_name
 from slime.observability.logging_utils import LoggedMetrics, configure_logger
-from slime.observability.waiting import unwatch, wait_for, watch
+from slime.observability.waiting import name_actors, unwatch, unwatch_actors, wait_for, watch, watch_actors
 from slime.plan.placement import sleeping_sides
 from slime.ray.driver import RolloutResult, RunLength
 from slime.ray.request_actors import RequestActors
@@ -474,6 +474,9 @@ class RolloutClient:
             # Whatever the driver waits for, be it a call of others, ends when something dies there that nobody replaces.
             self._death = [self._manager.wait_for_death.remote()]
             watch(self._death)
+            # Waits for engines and for users' functions are long. A process that stands still need not be waited for so long.
+            name_actors({self._manager: "the rollout manager"})
+            watch_actors([self._manager], _CONTROL_DEADLINE_SECONDS)
         return self._length
 
     def hold(self, holds: Holds) -> None:
@@ -546,6 +549,7 @@ class RolloutClient:
     def dispose(self) -> None:
         """Stop engines and router, then the manager."""
         unwatch(self._death)
+        unwatch_actors([self._manager])
         ray.wait([self._manager.shutdown.remote()], timeout=_SHUTDOWN_DEADLINE_SECONDS)
         ray.kill(self._manager, no_restart=True)
 

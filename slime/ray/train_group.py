@@ -215,7 +215,7 @@ class TrainGroup:
 
     def hold(self, holds: Holds) -> None:
         """Have all ranks hold that much of their memory on the devices."""
-        self._call_all("hold", holds)
+        self._call_each("hold", holds)
 
     def save(self, rollout_id: int) -> None:
         """Write the checkpoint of `rollout_id`; `publish` makes it the newest. With `--async-save` only `finish_save` waits
@@ -248,11 +248,11 @@ class TrainGroup:
 
     def connect_engines(self, source: int, engines: Sequence[Receiver]) -> Connected:
         """Connect a source of weights to `engines`."""
-        return self._answer_of_one("connect_engines", source, engines)
+        return _only_answer(self._call_all("connect_engines", source, engines))
 
     def send_weights(self, source: int, version: int, whole: bool = False) -> Sent:
         """Send the weights of a source to the engines that it is connected to, as `version`; `whole`: leave nothing out."""
-        return self._answer_of_one("send_weights", source, version, whole)
+        return _only_answer(self._call_all("send_weights", source, version, whole))
 
     def weights_written(self, version: int, engines: Sequence[Any]) -> None:
         """Tell all ranks that files of weights are on the disk; returns when the user's functions for that have returned."""
@@ -260,11 +260,11 @@ class TrainGroup:
 
     def weights_pushed(self, version: int) -> None:
         """Tell all ranks that engines serve their weights as `version`."""
-        self._call_all("weights_pushed", version)
+        self._call_each("weights_pushed", version)
 
     def weights_settled(self) -> None:
         """Tell all ranks that engines which had missed the last push have its weights now, under its version."""
-        self._call_all("weights_settled")
+        self._call_each("weights_settled")
 
     def export_hf(self, directory: str) -> None:
         """Write the weights as a Hugging Face checkpoint."""
@@ -292,14 +292,16 @@ class TrainGroup:
         for actor in actors:
             ray.kill(actor, no_restart=True)
 
-    def _call_all(self, method: str, *arguments: Any, limit: float | None = None) -> list[Any]:
+    def _call_all(self, method: str, *arguments: Any, limit: float | None = None, flag: str | None = None) -> list[Any]:
         refs = [actor.call.remote(method, *arguments) for actor in self._actors]
         seconds = CALL_DEADLINE_SECONDS if limit is None else limit
-        return wait_for_all(refs, f"{method} on the {self.rank_name}s", seconds, pending=self._name_ranks)
+        return wait_for_all(refs, f"{method} on the {self.rank_name}s", seconds, pending=self._name_ranks, flag=flag)
 
-    def _answer_of_one(self, method: str, *arguments: Any) -> Any:
-        """Call all ranks, one of which has something to answer; the others return None."""
-        return next(answer for answer in self._call_all(method, *arguments) if answer is not None)
+    def _call_each(self, method: str, *arguments: Any) -> list[Any]:
+        """`_call_all` for what each rank does by itself with what it holds. No collective tells of one that hangs there, so
+        they have about as long as for loading it."""
+        limit = self._args.train_start_timeout + 60.0 * self._args.distributed_timeout_minutes
+        return self._call_all(method, *arguments, limit=limit, flag="--train-start-timeout")
 
     @contextlib.contextmanager
     def _reporting_errors(self, report: Report) -> Iterator[None]:
@@ -372,6 +374,11 @@ class TrainGroup:
             **early,
         }
         return at_start, typed
+
+
+def _only_answer(answers: list[Any]) -> Any:
+    """That of the one rank which has something to answer; the others return None."""
+    return next(answer for answer in answers if answer is not None)
 
 
 def _cores() -> int:
@@ -460,7 +467,7 @@ class EndingTrainGroup(TrainGroup):
 
     def weights_pushed(self, version: int) -> None:
         """Tell all ranks that engines serve their weights as `version`."""
-        self._pushed = version, self._answer_of_one("weights_pushed", version)
+        self._pushed = version, _only_answer(self._call_each("weights_pushed", version))
 
     def open_weight_push(self) -> Opening:
         """Make the ranks ready for pushes of their weights.

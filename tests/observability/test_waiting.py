@@ -235,6 +235,44 @@ def test_the_death_of_a_watched_actor_ends_a_wait_that_has_nothing_to_do_with_it
     assert wait_for(actor.answer.remote(1), "an answer", 60) == 1
 
 
+def test_an_actor_that_answers_beside_its_work_counts_as_dead_when_it_says_nothing(monkeypatch):
+    """One without a limit may be busy for any time; on a clock of its own."""
+    from slime.observability import waiting
+
+    now, answered = [0.0], {"manager"}
+
+    def wait(refs, num_returns=1, timeout=None):
+        now[0] += timeout
+        return [ref for ref in refs if ref in answered], []
+
+    class Actor:
+        def __init__(self, name):
+            self.__ray_ready__ = SimpleNamespace(remote=lambda: name)
+
+    for name in ("_asked", "_names"):
+        monkeypatch.setattr(waiting, name, {})
+    monkeypatch.setattr(waiting, "ray", SimpleNamespace(wait=wait, get=lambda ref, timeout: ref))
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    manager = Actor("manager")
+    waiting.watch_actors([Actor("busy rank")])
+    waiting.watch_actors([manager], 60.0)
+    waiting.name_actors({manager: "the manager"})
+    for _ in range(2):
+        with pytest.raises(RunError, match="^a push: no answer within 300 s"):
+            waiting.wait_for("push", "a push", 300.0)
+        now[0] += 100.0  # the process does something else, and sees an answer late
+    answered.clear()
+    for wait_once in (waiting.wait_for_all, waiting.wait_for_each):
+        began = now[0]
+        with pytest.raises(RunError, match="^a push: the manager has answered nothing for 60 s"):
+            wait_once(["push"], "a push", 300.0)
+        assert 60.0 < now[0] - began < 62.0
+        with pytest.raises(RunError, match="^a save: no answer within 300 s"):
+            waiting.wait_for("save", "a save", 300.0)
+        waiting.watch_actors([manager], 60.0)
+        waiting.name_actors({manager: "the manager"})
+
+
 def test_the_death_of_an_actor_that_has_a_name_says_which_one_it_was_and_where(actor, worker):
     from slime.observability.waiting import name_actors, unwatch_actors, wait_for, wait_for_all, watch_actors
 

@@ -104,13 +104,14 @@ def test_a_manager_that_hangs_is_killed_when_it_has_had_its_time_to_end(told, mo
     client = RolloutClient.__new__(RolloutClient)
     client._manager, client._death = Part(told), ["its first death"]
     monkeypatch.setattr(waiting, "_watched", ["its first death", "another"])
+    waiting.watch_actors([client._manager], 600.0)
     client.dispose()
     assert told == [
         (client._manager, "shutdown"),
         ("wait", (client._manager, "shutdown"), {"timeout": rollout_manager._SHUTDOWN_DEADLINE_SECONDS}),
         (client._manager, "killed"),
     ]
-    assert waiting._watched == ["another"], "its end is no death"
+    assert waiting._watched == ["another"] and not waiting._asked, "its end is no death"
 
 
 @pytest.mark.parametrize(

@@ -347,7 +347,7 @@ def test_rollouts_take_turns_in_their_order_and_none_begins_in_a_pause():
 def make_client(monkeypatch):
     """A client whose manager is no process: its start is a reference that never has a result."""
     events = []
-    manager = SimpleNamespace(
+    manager = type("Manager", (SimpleNamespace,), {"__hash__": object.__hash__})(
         start=SimpleNamespace(remote=lambda engines: events.append(("manager", engines)) or STARTING),
         wait_for_death=SimpleNamespace(remote=lambda: DEATH),
     )
@@ -465,10 +465,12 @@ def test_what_is_ready_is_awaited_once(make_client, monkeypatch):
     length = RunLength(6, 3)
     monkeypatch.setattr(rollout_manager, "wait_for", lambda *arguments: asked.append(arguments) or length)
     monkeypatch.setattr(rollout_manager, "watch", watched.extend)
+    monkeypatch.setattr(waiting, "_names", {})
+    monkeypatch.setattr(rollout_manager, "watch_actors", lambda actors, silence_s: watched.append((*actors, silence_s)))
     client = make_client()
     assert client.wait_ready() is client.wait_ready() is length
     assert asked == [(STARTING, "start of engines, router and data", client.start_deadline)]
-    assert watched == [DEATH]
+    assert watched == [DEATH, (client._manager, rollout_manager._CONTROL_DEADLINE_SECONDS)]
 
 
 def test_calls_that_are_under_way_are_awaited_one_by_one_and_ask_for_their_own_progress(make_client, monkeypatch):

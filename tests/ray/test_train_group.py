@@ -239,21 +239,6 @@ def group_of(typed: dict, **changes):
     return TrainGroup(args, None, [(0, 0)])
 
 
-def test_a_start_and_a_publication_have_the_time_that_their_flags_give(monkeypatch):
-    limits = []
-    monkeypatch.setattr(
-        train_group, "wait_for_all", lambda refs, name, limit, flag, **options: limits.append((flag, limit)) or [0]
-    )
-    monkeypatch.setattr(train_group, "wait_for", lambda ref, name, limit, flag: limits.append((flag, limit)))
-    args = argparse.Namespace(train_start_timeout=7.0, checkpoint_publish_timeout=9.0)
-    group = TrainGroup(args, None, [(0, 0)])
-    group._actors = [SimpleNamespace(call=SimpleNamespace(remote=lambda *words: words))]
-    monkeypatch.setattr(train_group, "watch_actors", lambda actors: None)
-    group.wait_ready()
-    group.publish(3)
-    assert limits == [("--train-start-timeout", 7.0), ("--checkpoint-publish-timeout", 9.0)]
-
-
 class _Tracker:
     def __init__(self):
         self.told = []
@@ -403,7 +388,8 @@ class Ranks:
 
     def __init__(self, monkeypatch, **flags):
         self.told, self.created_with = [], []
-        values = {"colocate": True, "save": "/s", "no_load_optim": True, "no_load_rng": True, "finetune": True}
+        values = {"colocate": True, "save": "/s", "no_load_optim": True, "no_load_rng": True, "finetune": True,
+                  "train_start_timeout": 7.0, "distributed_timeout_minutes": 1}  # fmt: skip
         args = argparse.Namespace(**{**values, **NOTHING_TO_LOAD, **flags})
         self.group = EndingTrainGroup(args, None, [(0, 0)])
 
@@ -411,7 +397,7 @@ class Ranks:
             self.created_with.append(group._args)
             group._actors = [self]
 
-        def call(group, method, *arguments):
+        def call(group, method, *arguments, **limit):
             assert group.lives
             self.told.append((method, *arguments))
             if method == "weights_pushed":
