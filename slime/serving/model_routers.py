@@ -11,6 +11,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 
@@ -19,7 +20,7 @@ from slime.serving.router import REQUEST_SECONDS, EnginesLacking, RouterHandle, 
 from slime.serving.router_process import NO_PAIRS, compute_router_fields
 from slime.serving.topology import Topology
 from slime.utils.errors import RunError, UserError
-from slime.utils.ports import random_port_start, reserve_port, service_host
+from slime.utils.ports import is_loopback, random_port_start, refuses_connections, reserve_port, service_host
 from slime.utils.run_values import with_run_values
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ _FIRST_PORT = 3000
 # How long a router may take to ask engines that it is told of what they are: some time, and more for each of them.
 _REGISTRATION_SECONDS, _REGISTRATION_SECONDS_EACH = 60.0, 0.25
 _FAREWELL_SECONDS = 10.0
+_CONNECT_SECONDS = 5.0
 
 
 class ModelRouters(Mapping[str, RouterHandle]):
@@ -103,7 +105,7 @@ class ModelRouters(Mapping[str, RouterHandle]):
         """
         for model, router in self.items() if workers else ():
             found = [worker for name, worker in workers.items() if self._model_of(name) == model]
-            router.refuse_other_workers([worker.url for worker in found])
+            refuse_other_workers(router, [worker.url for worker in found])
             self._tell(router, found)
             shown = "" if len(self) == 1 else f" of model {model}"
             logger.info("%d engines%s are ready behind the router %s", len(found), shown, router.url)
@@ -200,6 +202,33 @@ def start_router(
     return launch_router(name, Path(log_dir) / f"{name}.log", fields, (port, prometheus_port), api_key)
 
 
+def refuse_other_workers(router: RouterHandle, ours: Sequence[str] = ()) -> None:
+    """Raise UserError when the router sends requests to engines that are not `ours`: they have other weights.
+
+    Where nothing listens at the address of any of them, a killed run has left them there, and they are taken out.
+    """
+    others = router.other_workers(ours)
+    if others and all(_is_gone(url, router) for url in others):
+        logger.warning(
+            "the router %s still listed engines at whose addresses nothing listens: %s; they are taken out of it",
+            router.url, ", ".join(sorted(others)),
+        )  # fmt: skip
+        router.remove_workers(list(others), _FAREWELL_SECONDS)
+    elif others:
+        raise UserError(
+            f"--sglang-router-ip {router.ip} --sglang-router-port {router.port}: the router already serves engines that "
+            f"are not of this run and have other weights: {', '.join(sorted(others))}. Take them out "
+            f"(DELETE {router.url}/workers/{next(iter(others.values()))}), or leave both flags out and a router is "
+            "started for the run"
+        )
+
+
+def _is_gone(url: str, router: RouterHandle) -> bool:
+    # A loopback address of the router's machine is this machine's only if the router itself is reached by one.
+    is_near = is_loopback(router.ip) or not is_loopback(urlsplit(url).hostname or "")
+    return is_near and refuses_connections(url, _CONNECT_SECONDS)
+
+
 def require_given_router(args: Any, seconds: float) -> None:
     """Raise UserError unless the router that `--sglang-router-ip/port` names, if they do, answers our key within `seconds`."""
     if args.sglang_router_ip is not None:
@@ -221,7 +250,7 @@ def _given_router(
         if response.ok and isinstance(response.json().get("workers"), list):
             if ours is None:
                 return handle
-            handle.refuse_other_workers(ours)
+            refuse_other_workers(handle, ours)
             listed = {worker["url"] for worker in handle.workers()}
             # One without engines says what it misses; in one that has some they have stood the test.
             lacks = None if listed else session.get(f"{handle.url}/get_model_info", timeout=REQUEST_SECONDS)

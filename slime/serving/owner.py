@@ -131,10 +131,11 @@ class ServingOwner:
         for lost in workers.values():
             if isinstance(lost, RunError):
                 raise lost
-        self.routers.open(workers)
-        self._registered.update(names)
         for name, url in zip(names, urls, strict=True):
             self._answers(name, url)
+        # Whatever comes of it, a router that was given may have some of them from here on.
+        self.routers.open(workers)
+        self._registered.update(names)
         self._admit([name for name in names if not self._gets_weights(name)], None)
         self._watching = threading.Thread(target=self._watch, daemon=True, name="serving watch")
         self._watching.start()

@@ -28,7 +28,7 @@ import requests
 from slime.serving.fleet import why_no_router_follows
 from slime.serving.router_process import environment_of_router, lacks_engines, told_at_start
 from slime.utils.child_process import ChildProcess
-from slime.utils.errors import RunError, UserError
+from slime.utils.errors import RunError
 from slime.utils.filesystem import make_scratch_directory, remove_scratch_directory
 from slime.utils.misc import SharedAnswer
 from slime.utils.ports import PortReservation, engine_url, host_for_url
@@ -297,17 +297,10 @@ class RouterHandle:
             time.sleep(min(_ARRIVAL_POLL_SECONDS, _seconds_left(deadline)))
         return healthy
 
-    def refuse_other_workers(self, ours: Sequence[str] = ()) -> None:
-        """Raise UserError when the router sends requests to engines that are not `ours`: they have other weights."""
+    def other_workers(self, ours: Sequence[str]) -> dict[str, str]:
+        """The engines that it sends requests to and that are not `ours`, by URL; each with the id by which it is taken out."""
         listed = self._although_it_dies(self.workers)
-        others = {worker["url"]: worker["id"] for worker in listed if worker["url"] not in ours}
-        if others:
-            raise UserError(
-                f"--sglang-router-ip {self.ip} --sglang-router-port {self.port}: the router already serves engines that "
-                f"are not of this run and have other weights: {', '.join(sorted(others))}. Take them out "
-                f"(DELETE {self.url}/workers/{next(iter(others.values()))}), or leave both flags out and a router is "
-                "started for the run"
-            )
+        return {worker["url"]: worker["id"] for worker in listed if worker["url"] not in ours}
 
     def remove_workers(self, urls: list[str], timeout: float = 60.0) -> None:
         """Take engines out of the router and wait until it has forgotten them; unknown ones are ignored.

@@ -224,6 +224,26 @@ def engine_urls(workers: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(engine_url(worker["url"]) for worker in workers))
 
 
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address without brackets, means the machine that asks, whichever that is."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def refuses_connections(url: str, timeout_s: float) -> bool:
+    """Whether connections to the address of `url` are refused: its machine answers, and nothing listens there."""
+    parts = urlsplit(url)
+    try:
+        with socket.create_connection((parts.hostname, parts.port), timeout_s):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+
+
 def is_port_available(port: int) -> bool:
     """Whether a TCP server could bind `port` on all interfaces at this moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -19,7 +19,7 @@ from sglang_router.router_args import RouterArgs
 
 from slime.arguments.surface import FlagSpec, add_flag, load_surface
 from slime.serving import router as router_module
-from slime.serving.model_routers import start_router
+from slime.serving.model_routers import refuse_other_workers, start_router
 from slime.serving.router import EnginesLacking, RouterHandle, Worker
 from slime.serving.router_process import OUR_DEFAULTS, compute_router_fields
 from slime.utils.errors import RunError, UserError
@@ -151,7 +151,7 @@ def test_with_power_of_two_a_router_starts_when_it_is_told_of_its_engines(tmp_pa
         try:
             router.wait_ready(60)
             assert router.process.pid is None and router.workers() == []
-            router.refuse_other_workers([first.url, second.url])
+            refuse_other_workers(router, [first.url, second.url])
             router.add_workers([Worker(first.url), Worker(second.url)], 60, "s3cret")
             assert {worker["url"] for worker in router.workers()} == {first.url, second.url}
             assert [generates(router) for _ in range(40)] == ["FGH"] * 40
@@ -221,45 +221,6 @@ def test_the_key_of_the_router_is_for_its_owner_only(tmp_path, monkeypatch):
         assert "s3cret" not in repr(router)
     finally:
         router.shutdown()
-
-
-def test_a_given_router_that_serves_engines_of_others_is_refused():
-    with FakeGenerateServer() as server:
-        args = SimpleNamespace(sglang_router_ip="127.0.0.1", sglang_router_port=server.port, router_api_key=None)
-        with pytest.raises(UserError, match=f"--sglang-router-port {server.port}: .*have other weights: {server.url}"):
-            start_router(args, "unused")
-        assert start_router(args, "unused", ours=None).wait_for_workers(10.0) == 1
-        router = RouterHandle("127.0.0.1", server.port, None, None)
-        router.refuse_other_workers([server.url])
-        with pytest.raises(UserError, match=f"DELETE {router.url}/workers/1"):
-            router.refuse_other_workers(["http://127.0.0.1:1"])
-
-
-@pytest.mark.parametrize("roles", [("prefill", "decode"), ("regular",)])
-def test_a_given_router_asks_for_the_engines_of_the_run_or_is_refused(tmp_path, roles):
-    """It was started for pairs or for single engines, and would answer requests by 503 where it got the other ones."""
-    workers = {"prefill": ("prefill", 15002), "decode": ("decode",), "regular": ()}
-    others, way = (("regular",), "without") if "prefill" in roles else (("prefill", "decode"), "with")
-    given = SimpleNamespace(router_policy="round_robin", router_api_key="s3cret")
-    with contextlib.ExitStack() as stack:
-        running = start_router(given, tmp_path, roles=roles)
-        stack.callback(running.shutdown)
-        running.wait_ready(60)
-        given.sglang_router_ip, given.sglang_router_port = running.ip, running.port
-        with pytest.raises(
-            UserError, match=f"--sglang-router-port {running.port}: .*; start it {way} --pd-disaggregation"
-        ):
-            start_router(given, tmp_path, roles=others)
-        servers = {role: stack.enter_context(FakeGenerateServer()) for role in roles}
-        router = start_router(given, tmp_path, roles=roles)
-        router.add_workers([Worker(server.url, *workers[role]) for role, server in servers.items()], 60)
-        request = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
-        asked = requests.post(f"{router.url}/generate", json=request, headers=BEARER, timeout=30)
-        assert asked.json()["text"] == "FGH" and all(len(server.requests) == 1 for server in servers.values())
-        ours = [server.url for server in servers.values()]
-        assert start_router(given, tmp_path, ours, roles=roles).found == set(ours), "engines that it has stay in it"
-        router.remove_workers(ours)
-        assert router.workers() == [] and running.process.poll() is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from slime.utils.ports import (
     group_environment,
     host_for_url,
     interface_of,
+    is_loopback,
     normalize_external_engine_addr,
+    refuses_connections,
     reserve_port,
     reserve_row,
     service_host,
@@ -47,6 +49,20 @@ def test_a_server_can_listen_while_the_reservation_is_held():
     with reserve_port(LOOPBACK, 21000) as reservation, listen(reservation.port):
         with socket.create_connection((LOOPBACK, reservation.port), timeout=5):
             pass
+
+
+def test_connections_are_refused_where_nothing_listens_and_nowhere_else():
+    with reserve_port(LOOPBACK, 21000) as reservation:
+        url = f"http://{LOOPBACK}:{reservation.port}"
+        assert refuses_connections(url, 5.0)
+        with listen(reservation.port):
+            assert not refuses_connections(url, 5.0)
+    assert not refuses_connections("http://no-such-host.invalid:1", 5.0)
+
+
+def test_loopback_addresses_are_known_by_all_their_names():
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.0.1", "::1", "localhost")))
+    assert not any(map(is_loopback, ("10.0.0.1", "fd00::1", "node-3", "")))
 
 
 def test_a_released_port_can_be_reserved_again():

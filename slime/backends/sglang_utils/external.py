@@ -31,7 +31,7 @@ from slime.arguments.surface import version_of
 from slime.backends.sglang_utils.server_arguments import typed_fields
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 from slime.utils.errors import RunError, UserError
-from slime.utils.ports import normalize_external_engine_addr
+from slime.utils.ports import normalize_external_engine_addr, refuses_connections
 from slime.utils.run_values import with_run_values
 from slime.weights.transports.process_group import weight_group_name
 
@@ -397,7 +397,7 @@ class ExternalEngine(SGLangEngine):
         """
         refusals = 0
         while not self._ending.wait(_POLL_SECONDS):
-            refusals = refusals + 1 if self._refuses() else 0
+            refusals = refusals + 1 if refuses_connections(self._url, _CONNECT_SECONDS) else 0
             if refusals == _REFUSALS:
                 raise RunError(
                     f"engine {self.rank} died: nobody listens at {self._url} any more; it was started outside of this run, "
@@ -413,7 +413,7 @@ class ExternalEngine(SGLangEngine):
         """
         if self._answers("/health_generate", timeout):
             return True
-        if self._refuses():
+        if refuses_connections(self._url, _CONNECT_SECONDS):
             raise RunError(f"engine {self.rank} died: nobody listens at {self._url}")
         return False
 
@@ -489,14 +489,3 @@ class ExternalEngine(SGLangEngine):
             self._call("POST", path, payload, timeout=timeout)
             return True
         return False
-
-    def _refuses(self) -> bool:
-        """Whether connections to the server's address are refused."""
-        parts = urlsplit(self._url)
-        try:
-            with socket.create_connection((parts.hostname, parts.port), _CONNECT_SECONDS):
-                return False
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False

@@ -46,8 +46,9 @@ class Router:
         self.events.append(("engines of others", timeout))
         return 2
 
-    def refuse_other_workers(self, urls):
+    def other_workers(self, urls):
         self.events.append((f"only{self.suffix}", urls))
+        return {}
 
     def add_workers(self, workers, timeout, key):
         self.events.append((f"add{self.suffix}", [worker.url for worker in workers]))
