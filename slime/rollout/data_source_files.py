@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from slime.utils.dataset import Dataset, StreamedDataset
-from slime.utils.errors import UserError
-from slime.utils.filesystem import publishing_directory
+from slime.utils.errors import RunError, UserError
+from slime.utils.filesystem import free_room, publishing_directory
 from slime.utils.plain_files import decode_plain, encode_plain, is_plain_array, type_name
 from slime.utils.plugin_loader import calling_user_code, is_coroutine_function, nobody_awaits
 from slime.utils.processing_utils import encode_image_for_rollout_engine, is_image
@@ -85,15 +85,24 @@ def write_state(directory: str | Path, state: dict[str, Any]) -> None:
 
     Raises:
         UserError: `state` holds something that is neither a plain value nor a numpy array; the message says where.
+        RunError: it cannot be written (the disk is full); one of that name is as it was.
     """
+    from safetensors import SafetensorError
+
     arrays: dict[str, np.ndarray] = {}
     text = json.dumps(encode_plain(state, "state", functools.partial(_encode, arrays)))
-    with publishing_directory(directory) as temporary:
-        (temporary / _JSON_FILE).write_text(text)
-        if arrays:
-            from safetensors.numpy import save_file
+    try:
+        with publishing_directory(directory) as temporary:
+            (temporary / _JSON_FILE).write_text(text)
+            if arrays:
+                from safetensors.numpy import save_file
 
-            save_file(arrays, str(temporary / _ARRAY_FILE))
+                save_file(arrays, str(temporary / _ARRAY_FILE))
+    except (OSError, SafetensorError) as error:
+        there = free_room(Path(directory).parent)
+        raise RunError(
+            f"the data state {directory} could not be written: {error}. {there}. Older ones are untouched"
+        ) from error
 
 
 def read_state(directory: str | Path) -> dict[str, Any]:

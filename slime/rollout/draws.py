@@ -495,9 +495,8 @@ class DataSourceSnapshots:
         """Write the state after `rollout_id` below `args.save`. A source that cannot tell its state saves the present one.
 
         Raises:
-            RunError: no state was kept for this rollout.
+            RunError: no state was kept for this rollout, or it cannot be written.
             UserError: the source raised, or its state is not plain.
-            OSError: the state cannot be written.
         """
         directory = state_directory(self._args.save, rollout_id)
         if not self._has_snapshots:

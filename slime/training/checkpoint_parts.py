@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from slime.training.checkpoint_publication import unpublished
 from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError, UserError
-from slime.utils.filesystem import fsync_tree
+from slime.utils.filesystem import free_room, fsync_tree
 from slime.weights.push import write_weight_version
 
 logger = logging.getLogger(__name__)
@@ -99,15 +99,6 @@ def read_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 def directory_of_state(checkpoint: Path, name: str) -> Path:
     """Where the further set of weights `name` lies in a checkpoint."""
     return checkpoint / "states" / name
-
-
-def free_room(directory: Path) -> str:
-    """How much is free on the disk of `directory`, in a sentence for an error."""
-    try:
-        return f"{shutil.disk_usage(directory).free / 1e6:.0f} MB are free there"
-    except OSError as error:
-        # Above all: there is no such directory.
-        return str(error)
 
 
 def run_on_rank_zero(action: Callable[[], Any]) -> str | None:

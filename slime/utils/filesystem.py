@@ -333,6 +333,15 @@ def existing_parent(path: str) -> Path:
     return place
 
 
+def free_room(directory: Path) -> str:
+    """How much is free on the disk of `directory`, in a sentence for an error."""
+    try:
+        return f"{shutil.disk_usage(directory).free / 1e6:.0f} MB are free there"
+    except OSError as error:
+        # Above all: there is no such directory.
+        return str(error)
+
+
 def unwritable(directory: Path) -> str | None:
     """Why nothing can be created in `directory`; None when it can. A file without a name is created to find out."""
     if not directory.is_dir():

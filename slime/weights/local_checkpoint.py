@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slime.utils.errors import RunError, UserError
-from slime.utils.filesystem import write_json_atomically
+from slime.utils.filesystem import free_room, write_json_atomically
 from slime.utils.plugin_loader import call_plug_in
 from slime.weights import delta_encoding
 from slime.weights.buckets import split_into_buckets
@@ -92,6 +92,8 @@ class LocalCheckpoint:
                 the user's function raised.
             RunError: it cannot be written (the disk is full), or another engine of the host takes too long.
         """
+        from safetensors import SafetensorError
+
         try:
             with self._turn():
                 self._call_before_read(published)
@@ -101,8 +103,11 @@ class LocalCheckpoint:
                     self._make(wanted)
         except Unusable as error:
             return str(error)
-        except OSError as error:
-            advice = "; make room there, or name a directory on another disk" if error.errno == errno.ENOSPC else ""
+        except (OSError, SafetensorError) as error:
+            # What writes tensors tells the number of the system's error in its text alone.
+            is_full = os.strerror(errno.ENOSPC) in str(error)
+            free = f". {free_room(self._directory)}; make room there, or name a directory on another disk"
+            advice = free if is_full else ""
             raise RunError(f"{_FLAG} {self._directory}: {error}{advice}") from error
         return None
 

@@ -1,10 +1,12 @@
 """Custom data sources: what is asked of them, and what their states may hold."""
 
+import resource
+
 import numpy as np
 import pytest
 
 from slime.rollout.data_source_files import check_methods, prompts_per_epoch, read_state, write_state
-from slime.utils.errors import UserError
+from slime.utils.errors import RunError, UserError
 from tests.support.models.data_sources import Flat, make_args
 
 
@@ -45,6 +47,21 @@ def test_a_source_without_length_needs_a_number_of_rollouts():
 def test_arrays_that_no_file_takes_are_refused_by_their_place(tmp_path):
     with pytest.raises(UserError, match=r"state\['names'\]\[0\] is a ndarray of <U1; keep plain values there"):
         write_state(tmp_path / "state", {"names": [np.array(["a"])]})
+
+
+@pytest.mark.parametrize("large", ["x" * 5000, np.arange(5000)], ids=["text", "array"])
+def test_a_full_disk_is_told_with_the_directory_and_its_room(tmp_path, large):
+    """Arrays are written by a library that has an error of its own."""
+    place = tmp_path / "rollout" / "global_dataset_state_dict_3"
+    write_state(place, {"position": 7})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(RunError, match=f"{place} could not be written: .*File too large.* MB are free there"):
+            write_state(place, {"position": 8, "large": large})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_state(place) == {"position": 7} and list(place.parent.iterdir()) == [place]
 
 
 def test_arrays_come_back_with_shape_type_and_values(tmp_path):

@@ -3,11 +3,14 @@
 import errno
 import json
 import multiprocessing
+import resource
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import RunError, UserError
@@ -33,10 +36,10 @@ def local(tmp_path):
     return tmp_path / "local"
 
 
-def publish(args, value, version=1):
+def publish(args, value, version=1, name="a"):
     transport = DiskTransport(args, 0, 1)
     transport.begin(version)
-    transport.send([("a", torch.full((4,), value))])
+    transport.send([(name, torch.full((4,), value) if isinstance(value, float) else value)])
     transport.finish()
     return DiskTransport.directory(args, version)
 
@@ -157,6 +160,40 @@ def test_a_full_disk_is_named_and_room_on_it_is_enough(args, local, monkeypatch)
             host_of(args).bring_to(published)
     assert host_of(args).bring_to(published) is None
     assert value(local) == 3.0
+
+
+@pytest.mark.parametrize("reason", ["File too large", "No space left on device"])
+def test_a_full_disk_is_named_also_where_stacked_experts_are_taken_apart(args, local, monkeypatch, reason):
+    """What writes tensors has an error of its own: here a real one, whose reason is another, or with that of a full disk."""
+    (Path(args.hf_checkpoint) / "config.json").write_text('{"hidden_size": 16}')
+    published = publish(args, torch.ones(2, 16, 80), name="model.layers.0.mlp.experts.down_proj")
+    write_shard = local_checkpoint.write_shard
+
+    def refuse(path, bucket):
+        def write():
+            try:
+                write_shard(path, bucket)()
+            except SafetensorError as error:
+                raise SafetensorError(str(error).replace("File too large", reason)) from None
+
+        return write
+
+    local.mkdir()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as disk:
+        disk.setattr(local_checkpoint, "write_shard", refuse)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+        try:
+            with pytest.raises(RunError, match=f"--update-weight-local-checkpoint-dir {local}: .*{reason}") as told:
+                host_of(args).bring_to(published)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (" MB are free there; make room there" in str(told.value)) is (reason == "No space left on device")
+    assert host_of(args).bring_to(published) is None
+    (path,) = local.glob("*.safetensors")
+    assert {name: tensor.shape for name, tensor in load_file(path).items()} == {
+        f"model.layers.0.mlp.experts.{expert}.down_proj.weight": (16, 80) for expert in range(2)
+    }
 
 
 def test_nobody_waits_forever_for_another_engine_of_the_host(args, local):

@@ -53,7 +53,6 @@ from slime.training.checkpoint_parts import (
     directory_of_state,
     exchange,
     first_error,
-    free_room,
     fresh_directory,
     run_on_rank_zero,
 )
@@ -63,7 +62,7 @@ from slime.training.parameter_schedule import schedule_state
 from slime.utils.checkpoint_directory import iteration_directory
 from slime.utils.child_process import ForkedCall
 from slime.utils.errors import RunError
-from slime.utils.filesystem import fsync_tree
+from slime.utils.filesystem import free_room, fsync_tree
 
 logger = logging.getLogger(__name__)
 
