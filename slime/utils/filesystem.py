@@ -59,11 +59,14 @@ def write_json_atomically(path: str | Path, value: Any) -> None:
 def publishing_directory(final_path: str | Path) -> Iterator[Path]:
     """Yield a temporary sibling directory that becomes `final_path` when the block ends without an error.
 
-    An existing `final_path` is replaced. On an error the temporary directory is removed and `final_path` stays as it was.
+    An existing `final_path` is replaced. On an error the temporary directory is removed and `final_path` stays as it was. One
+    process at a time may publish a path: the temporary directory of one that was killed is removed.
     """
     final_path = Path(final_path)
-    final_path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=final_path.parent, prefix=f".{final_path.name}."))
+    temporary = final_path.with_name(f".{final_path.name}.writing")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(mode=0o700, parents=True)
     try:
         yield temporary
         fsync_tree(temporary)

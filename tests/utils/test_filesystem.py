@@ -68,6 +68,19 @@ def test_error_in_the_block_keeps_the_old_directory(tmp_path):
     assert os.listdir(tmp_path) == ["state"]
 
 
+def test_what_a_killed_process_has_left_of_a_directory_goes_when_it_is_published_again(tmp_path):
+    final = tmp_path / "state"
+    code = (
+        "import os, sys; from slime.utils.filesystem import publishing_directory\n"
+        "with publishing_directory(sys.argv[1]) as directory: (directory / 'old').touch(); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, final], env=environment_for_python(), timeout=60)
+    assert killed.returncode == -signal.SIGKILL and len(os.listdir(tmp_path)) == 1
+    with publishing_directory(final) as directory:
+        (directory / "new").touch()
+    assert os.listdir(tmp_path) == ["state"] and os.listdir(final) == ["new"]
+
+
 @pytest.fixture
 def old_and_new(tmp_path):
     for name in ("old", "new"):
