@@ -87,11 +87,9 @@ def serving(old_checkpoint, tmp_path_factory):
 def test_log_lines_of_engines_say_which_engine_it_is(tmp_path, monkeypatch):
     """Ray puts the name of an actor in front of what it logs."""
     monkeypatch.setattr(engines, "configure_logger", lambda level: None)
-    args = SimpleNamespace(log_level="INFO")
+    args, info = SimpleNamespace(log_level="INFO"), SimpleNamespace(worker_type="regular", load_format=None)
     assert repr(engines.EngineActor(args, 3, tmp_path)) == "engine 3"
-    assert (
-        repr(engines.ExternalEngineActor(args, 4, str(tmp_path), SimpleNamespace(worker_type="regular"))) == "engine 4"
-    )
+    assert repr(engines.ExternalEngineActor(args, 4, str(tmp_path), info)) == "engine 4"
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------------
