@@ -31,8 +31,8 @@ _SECRET_VARIABLE = re.compile(
 _USER_OF_ADDRESS = re.compile(r"(?<=://)[^/\s?#]*(?=@)")
 _QUERY_VALUE = re.compile(r"([?&;])([^=&;#\s]+)=([^&;#\s]+)")
 _HEADER = re.compile(r"\b((?:authorization|x-api-key|cookie)\s*:\s*|bearer\s+)[^\r\n'\"]+", re.IGNORECASE)
-# Arguments that hold what users named.
-_NAMED_BY_USERS = frozenset({"train_env_vars", "custom_config"})
+# Arguments, and a key of their files, below which stands what users named.
+_NAMED_BY_USERS = frozenset({"train_env_vars", "custom_config", "custom"})
 # Attributes of `args` that are records about the arguments, and no arguments.
 BOOKS = frozenset({"origins", "typed_flags"})
 _PACKAGES = ("torch", "megatron-core", "sglang", "sglang-router", "ray", "transformers")

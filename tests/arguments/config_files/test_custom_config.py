@@ -193,6 +193,11 @@ def test_values_of_ones_own_beside_the_flags_when_a_plug_in_is_set(tmp_path, whe
     assert set(args.custom_config) == set(OWN_KEYS) and args.tis_mode == 1
 
 
+def test_values_in_a_list_are_refused_without_their_secrets(tmp_path):
+    _, (message,) = apply(tmp_path, "custom: [{judge_key: SEKRET, margin: 0.5}]\n")
+    assert "lines below it, not [{'judge_key': '<redacted>', 'margin': 0.5}]" in message
+
+
 def test_a_plug_in_that_the_file_leaves_out_wants_no_values(tmp_path):
     _, (message,) = apply(tmp_path, "tis_level: 1\ncustom_rm_path: null\n")
     assert "goes below `custom:`" in message
