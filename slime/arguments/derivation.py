@@ -9,7 +9,6 @@ import importlib.util
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from slime.algorithms.estimators import estimator
@@ -33,7 +32,7 @@ from slime.arguments.violations import Violation, about, broken, divisors
 from slime.utils.checkpoint_directory import require_backend
 from slime.utils.errors import UserError
 from slime.utils.eval_config import build_eval_dataset_configs
-from slime.utils.hf_files import checkpoint_bytes
+from slime.utils.hf_files import checkpoint_bytes, time_limits
 from slime.utils.ports import host_for_url
 
 logger = logging.getLogger(__name__)
@@ -291,37 +290,11 @@ def _without_trainer(args: argparse.Namespace) -> None:
     args.colocate = args.offload_train = args.offload_rollout = False
 
 
-# A checkpoint of training beside the weights it trains, in bytes: 16-bit weights, and 12 bytes of optimizer state for each.
-_TRAINING_CHECKPOINT = 7
-
-
-@dataclass(frozen=True)
-class _Limit:
-    """A limit. seconds: for a model of no size. rate: bytes per second that even slow storage and a cold start reach."""
-
-    seconds: float
-    rate: float
-    of_training: bool = False
-
-
-# 0.2 GB/s is a network file system that many nodes read at the same time. A training checkpoint is read by all ranks, each
-# its part, and moved or deleted file by file. In the worst case one rank writes all of it.
-TIME_LIMITS = {
-    "engine_start_timeout": _Limit(600, 0.2e9),
-    "engine_load_timeout": _Limit(300, 0.2e9),
-    "train_start_timeout": _Limit(1800, 1e9, of_training=True),
-    "checkpoint_write_timeout": _Limit(600, 0.2e9, of_training=True),
-    "checkpoint_publish_timeout": _Limit(300, 1e9, of_training=True),
-}
-
-
 def derive_time_limits(args: argparse.Namespace) -> None:
-    """Fill the limits that were not typed, in whole seconds."""
-    size = checkpoint_bytes(args.hf_checkpoint)
-    for name, limit in TIME_LIMITS.items():
+    """Fill the limits that were not typed."""
+    for name, seconds in time_limits(checkpoint_bytes(args.hf_checkpoint)).items():
         if vars(args)[name] is None:
-            read = size * (_TRAINING_CHECKPOINT if limit.of_training else 1)
-            setattr(args, name, float(math.ceil(limit.seconds + read / limit.rate)))
+            setattr(args, name, seconds)
 
 
 def derive_initial_weights(args: argparse.Namespace) -> None:

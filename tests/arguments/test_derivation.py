@@ -7,9 +7,10 @@ import os
 import pytest
 
 from slime.arguments import parse_args
-from slime.arguments.derivation import TIME_LIMITS, derive_time_limits
+from slime.arguments.derivation import derive_time_limits
 from slime.arguments.origins import Origin
 from slime.utils.errors import UserError
+from slime.utils.hf_files import TIME_LIMITS
 from tests.support.models.args import command_line, parse, write_config
 
 
