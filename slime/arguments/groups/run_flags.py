@@ -108,7 +108,7 @@ FAULT_TOLERANCE = Group("fault tolerance", (
     flag("--rollout-health-check-interval", float, 30.0, "pause between two checks while engines generate, in seconds",
         bounds=ABOVE_ZERO, idle=_NO_FAULT_TOLERANCE),
     flag("--rollout-health-check-timeout", float, 30.0, "an engine that has not answered a check after this many seconds "
-        "counts as dead, unless it is busy, for example with a load", bounds=ABOVE_ZERO, idle=_NO_FAULT_TOLERANCE),
+        "counts as dead, unless it is busy, for example with a load", bounds=SECONDS, idle=_NO_FAULT_TOLERANCE),
     flag("--rollout-health-check-first-wait", float, 0.0, "grace before the first check, in seconds; raise it when engines "
         "compile kernels for long", bounds=AT_LEAST_ZERO, idle=_NO_FAULT_TOLERANCE),
 ))  # fmt: skip
@@ -116,7 +116,7 @@ FAULT_TOLERANCE = Group("fault tolerance", (
 NETWORK = Group("network and buffer service", (
     # Requests
     flag("--http-request-timeout", float, 14400.0, "limit of one generation, filter or data-source call, s", bounds=ABOVE_ZERO),
-    flag("--http-control-timeout", float, 300.0, "time limit of one control request, in seconds", bounds=ABOVE_ZERO),
+    flag("--http-control-timeout", float, 300.0, "time limit of one control request, in seconds", bounds=SECONDS),
     flag("--http-max-retries", int, 60, "attempts of a request, 1 s apart; connection errors, 429, 5xx", bounds=AT_LEAST_ONE),
     flag("--abort-timeout", float, 300.0, "time limit for ending the requests and tasks of a step, in seconds; the step does "
         "not wait for later ones", bounds=ABOVE_ZERO),

@@ -18,6 +18,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--num-rollout -1", "--num-rollout", OUT_OF_BOUNDS),
         ("--max-weight-staleness -1", "--max-weight-staleness", OUT_OF_BOUNDS),
         ("--rm-timeout 0", "--rm-timeout", OUT_OF_BOUNDS),
+        ("--http-control-timeout inf", "--http-control-timeout", OUT_OF_BOUNDS),
+        ("--rollout-health-check-timeout inf", "--rollout-health-check-timeout", OUT_OF_BOUNDS),
         ("--lr nan", "--lr", OUT_OF_BOUNDS),
         ("--lr inf", "--lr", OUT_OF_BOUNDS),
         ("--adam-beta1 1.5", "--adam-beta1", OUT_OF_BOUNDS),
