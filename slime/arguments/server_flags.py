@@ -26,6 +26,8 @@ REFUSED: dict[str, str] = {
     "put the tokenizer there",
     "sglang_skip_tokenizer_init": "rollouts need the text of responses; drop it",
     "sglang_is_embedding": "rollouts need engines that generate; drop it",
+    "sglang_preferred_sampling_params": "it would change what answers are sampled from, and the trainer would not know; give "
+    "--rollout-temperature, --rollout-top-p, --rollout-top-k or --rollout-stop, or sampling parameters with a request of yours",
     "sglang_weight_version": "the run numbers the versions of its weights; drop it",
     "sglang_allow_auto_truncate": "the trainer would learn from prompts of which the engine saw a part; give "
     "--rollout-max-prompt-len, which leaves out prompts that are too long",

@@ -137,6 +137,10 @@ def test_one_slip_hides_no_other(tmp_path):
         ("attention_backend: foo", "attention_backend: invalid choice: 'foo'"),
         ("tp_size: 4", "tp_size is set by the run: it follows from num_gpus_per_engine and pp_size; drop it"),
         ("api_key: k", "api_key is set by the run: router and engines of a run share one key"),
+        (
+            "preferred_sampling_params: {min_p: 0.1}",
+            "preferred_sampling_params is set by the run: it would change what",
+        ),
         ("port: 1", "port is set by the run: every engine takes a free port of its node; drop it"),
         (
             "context-length: 64",
