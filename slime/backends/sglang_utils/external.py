@@ -58,6 +58,7 @@ _UNBUILT_SWITCHES = (
 # Arguments with which an engine is refused in any case; `REFUSED` has the reasons.
 _REFUSED_SWITCHES = (
     "skip_tokenizer_init", "is_embedding", "allow_auto_truncate", "admin_api_key", "encoder_only", "language_only",
+    "preferred_sampling_params",
 )  # fmt: skip
 # Policies by which a router chooses among engines of a role.
 _POLICIES = {"router_prefill_policy": "prefill", "router_decode_policy": "decode"}
@@ -251,6 +252,7 @@ def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
     for name in _REFUSED_SWITCHES:
         if told.get(name):
             yield f"it was started with --{name.replace('_', '-')}: {REFUSED[f'sglang_{name}']}"
+    yield from _short_contexts(args, told)
     yield from _misfits_of_role(args, told)
     yield from _what_is_not_built(told)
     if args.use_rollout_routing_replay and not told.get("enable_return_routed_experts"):
@@ -264,6 +266,23 @@ def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
         if name in told and told[name] != value:
             flag = f"--sglang-{name.replace('_', '-')}"
             yield f"{flag} {value}: the engine was started with {told[name]}; drop the flag, or start the engine with it"
+
+
+def _short_contexts(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
+    """Why the engine would refuse the longest requests of this run; nothing if the run knows its limit by a flag."""
+    limit, positions = told.get("context_length"), read_hf_config(args.hf_checkpoint).get("max_position_embeddings")
+    if limit is None or args.sglang_context_length is not None:
+        return
+    kinds = ["rollout"] if args.eval_interval is None else ["rollout", "eval"]
+    for name in (f"{kind}_max_context_len" for kind in kinds):
+        wanted = min(filter(None, (vars(args)[name], positions)), default=limit)
+        if wanted > limit:
+            which = f"{flag_of(name)} {wanted}" if vars(args)[name] else f"the {wanted} positions of the model"
+            yield (
+                f"it was started with --context-length {limit}, and would refuse the longest requests of the run, whose limit "
+                f"is {which}; give {flag_of(name if vars(args)[name] else 'sglang_context_length')} {limit}"
+            )
+            return
 
 
 def _misfits_of_role(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:

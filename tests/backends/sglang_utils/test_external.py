@@ -103,7 +103,8 @@ def make_args(model, *addresses, typed=(), **flags):
         "rollout_num_gpus": None, "has_trainer": True,
         "rollout_num_gpus_per_engine": 1, "http_control_timeout": 10.0, "engine_load_timeout": 10.0,
         "update_weights_in_flight": False, "rollout_top_p": 1.0, "rollout_top_k": -1, "router_prefill_policy": None,
-        "router_decode_policy": None,
+        "router_decode_policy": None, "sglang_context_length": None, "rollout_max_context_len": None,
+        "eval_max_context_len": None, "eval_interval": None,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **flags})
 
@@ -166,6 +167,7 @@ def test_sizes_and_roles_under_all_their_names(told, expected):
     [
         ({"version": "0.5.20"}, {}, "it is SGLang 0.5.20, and the run speaks to engines of SGLang"),
         ({"skip_tokenizer_init": True}, {}, "--skip-tokenizer-init: rollouts need the text of responses"),
+        ({"preferred_sampling_params": {"min_p": 0.1}}, {}, "--preferred-sampling-params: it would change what answers are"),
         ({"encoder_only": True}, {}, "--encoder-only: engines of SGLang that only encode media take no weights"),
         ({"enable_pd_role_switch": True}, {}, "--enable-pd-role-switch: engines that prefill at one time and decode"),
         ({"speculative_algorithm": "EAGLE"}, {}, "--speculative-algorithm EAGLE: speculative decoding by engines of others"),
@@ -179,6 +181,12 @@ def test_sizes_and_roles_under_all_their_names(told, expected):
             "loses the experts of cached prompts",
         ),
         ({"context_length": 512}, {"sglang_context_length": 1024}, "--sglang-context-length 1024: the engine was started"),
+        ({"context_length": 512}, {"rollout_max_context_len": 1024}, "give --rollout-max-context-len 512"),
+        (
+            {"context_length": 512},
+            {"rollout_max_context_len": 256, "eval_max_context_len": 1024, "eval_interval": 1},
+            "give --eval-max-context-len 512",
+        ),
     ],
 )  # fmt: skip
 def test_an_engine_that_the_run_cannot_work_with_is_refused_by_name(start, model, settings, flags, words):
@@ -244,6 +252,17 @@ def test_an_engine_with_what_the_user_asks_for_is_taken(start, model):
     server = start(model, context_length=512, enable_return_routed_experts=True)
     asked = {"sglang_context_length": 512, "use_rollout_routing_replay": True, "sglang_server_concurrency": 64}
     assert len(discover_external_engines(make_args(model, server.address, **asked))) == 1
+
+
+def test_an_engine_with_fewer_positions_than_the_model_is_taken_with_a_limit(start, model):
+    (model / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 1024}')
+    server = start(model, context_length=512)
+    shown = refusal(make_args(model, server.address))
+    assert "--context-length 512" in shown and shown.endswith("give --sglang-context-length 512")
+    unread = {"eval_max_context_len": 1024}  # nothing is evaluated
+    for limit in ({"sglang_context_length": 512}, {"rollout_max_context_len": 512, **unread}):
+        assert len(discover_external_engines(make_args(model, server.address, **limit))) == 1
+    assert len(discover_external_engines(make_args(model, start(model, context_length=1024).address))) == 1
 
 
 def test_a_wrong_model_and_the_same_model_elsewhere(start, model, tmp_path):
