@@ -19,7 +19,7 @@ from typing import Any
 from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.flag import flag_of
 from slime.arguments.hf_config import read_hf_config
-from slime.arguments.rules.data import SFT_FUNCTION, OwnFile, names_reward, own_files
+from slime.arguments.rules.data import OwnFile, names_reward, own_files
 from slime.utils.data_files import BadRow, bad_row, estimated_rows, iterate_rows
 from slime.utils.dataset import RowScan, scan_rows
 from slime.utils.errors import UserError
@@ -32,7 +32,7 @@ from slime.utils.processing_utils import (
     no_chat_template,
     no_processor,
 )
-from slime.utils.prompt_rows import PromptRow, RowKeys, RowReader, prompt_lengths
+from slime.utils.prompt_rows import SFT_FUNCTION, PromptRow, RowKeys, RowReader, prompt_lengths, prompt_limit
 from slime.utils.reward_types import compares_as_text, lacks_label, needs_label
 from slime.utils.types import Sample
 
@@ -235,9 +235,7 @@ def _row_problems(args: argparse.Namespace, deadline: float, scanned: list[_Scan
     no_template = args.hf_checkpoint is not None and lacks_chat_template(args.hf_checkpoint)
     may_label = bool(args.rollout_sample_hook_path or args.buffer_filter_path)
     for file in files_of_the_run(args):
-        # Supervised conversations are cut at the limit of the context.
-        limit = None if args.loss_type == "sft_loss" else args.rollout_max_prompt_len
-        found = _Scanned(file, limit if file.flag == _TRAINS_ON else args.eval_max_prompt_len)
+        found = _Scanned(file, prompt_limit(args) if file.flag == _TRAINS_ON else args.eval_max_prompt_len)
 
         def objection(sample: Sample, file: OwnFile = file, found: _Scanned = found) -> str | None:
             found.look_at(sample)

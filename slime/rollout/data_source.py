@@ -39,6 +39,7 @@ from slime.utils.epoch_order import Part, epoch_order
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import calling_user_code, load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
+from slime.utils.prompt_rows import prompt_limit
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -97,8 +98,7 @@ def build_dataset(args: Any) -> Dataset | StreamedDataset | None:
         return None
     if not args.prompt_data:
         raise UserError("--prompt-data is missing; give one, or --disable-rollout-global-dataset with your own source")
-    # Supervised conversations are cut at the context limit; no limit on their prompts leaves them out.
-    max_length = None if args.loss_type == "sft_loss" else args.rollout_max_prompt_len
+    max_length = prompt_limit(args)
     tokenizer = None
     if args.apply_chat_template or max_length is not None:
         tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)

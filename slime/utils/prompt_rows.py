@@ -19,6 +19,18 @@ from slime.utils.image_rows import image_sources, messages_with_images
 from slime.utils.processing_utils import ANY_KEYS, at_row, encode_with_images, images_of, no_processor, render_chat
 from slime.utils.types import Sample
 
+# Our function that trains on given conversations.
+SFT_FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
+
+
+def prompt_limit(args: Any) -> int | None:
+    """Tokens of the longest prompt that stays in the training data, `--rollout-max-prompt-len`; None: all prompts stay.
+
+    The chats of supervised fine-tuning all stay, whatever the loss: the rollout cuts them at the context limit.
+    """
+    takes_chats = args.loss_type == "sft_loss" or args.rollout_function_path == SFT_FUNCTION
+    return None if takes_chats else args.rollout_max_prompt_len
+
 
 @dataclass(frozen=True)
 class RowKeys:

@@ -121,6 +121,15 @@ def test_prompts_that_are_all_too_long_are_told(tmp_path, told, words, limit, fl
     assert told(words) == []
 
 
+@pytest.mark.parametrize(
+    "loss", ["sft_loss", "custom_loss --custom-loss-function-path slime.backends.megatron_utils.loss.sft_loss_function"]
+)
+def test_chats_that_are_cut_are_not_too_long(tmp_path, told, loss):
+    write(tmp_path / "rows.jsonl", {"prompt": [{"role": "user", "content": "x" * 40}]})
+    words = "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --rollout-max-context-len 9 --loss-type"
+    assert [line for line in told(f"{words} {loss}") if "prompts have more than" in line] == []
+
+
 def test_prompts_whose_bytes_fit_are_not_tokenised(tmp_path, told, monkeypatch):
     def load(*args, **keywords):
         raise AssertionError("the tokenizer was loaded")

@@ -146,7 +146,9 @@ class TestBuildDataset:
         assert dataset[0].prompt == "<|im_start|>user\np0<|im_end|>\n<|im_start|>assistant\n"
         with pytest.raises(UserError, match="none of the 4 prompts has at most 1 tokens"):
             build_dataset(make_args(hf_checkpoint=checkpoint, rollout_max_prompt_len=1))
-        assert len(build_dataset(make_args(loss_type="sft_loss", rollout_max_prompt_len=1))) == 4
+        sft = "slime.rollout.sft_rollout.generate_rollout"
+        for cut in ({"loss_type": "sft_loss"}, {"loss_type": "custom_loss", "rollout_function_path": sft}):
+            assert len(build_dataset(make_args(rollout_max_prompt_len=1, **cut))) == 4
 
     def test_missing_checkpoint(self, make_args):
         with pytest.raises(UserError, match="--hf-checkpoint /none"):

@@ -18,6 +18,7 @@ from slime.arguments.flag import (
     weight,
 )
 from slime.arguments.value_types import integers, json_object
+from slime.utils.prompt_rows import prompt_limit
 
 MANAGER, RANKS = Caller.MANAGER, Caller.RANKS
 
@@ -38,7 +39,7 @@ _STATIC_BATCHES = Idle(lambda args: not args.use_dynamic_batch_size, "without --
 _NEVER_EVALUATES = Idle(lambda args: args.eval_interval is None, "without --eval-interval")
 _NO_PUSH = Idle(lambda a: not (a.has_trainer and (a.rollout_num_gpus or a.rollout_external)), "without a push")
 _NOTHING_PREPARED = Idle(
-    lambda args: not args.apply_chat_template and (args.rollout_max_prompt_len is None or args.loss_type == "sft_loss"),
+    lambda args: not args.apply_chat_template and prompt_limit(args) is None,
     "on rows that are neither rendered (--apply-chat-template) nor measured (--rollout-max-prompt-len)",
 )
 _NO_REHEARSAL = Idle(lambda args: not args.rehearse, "without --rehearse")

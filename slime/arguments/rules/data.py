@@ -29,6 +29,7 @@ from slime.utils.errors import UserError
 from slime.utils.filesystem import existing_files, existing_parent, overlapping, unwritable
 from slime.utils.image_rows import media_keys_problem
 from slime.utils.plain_files import may_be_dump
+from slime.utils.prompt_rows import SFT_FUNCTION
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,8 @@ _SOURCES = ("--load", "--ref-load", "--initial-megatron-checkpoint", "--hf-check
 
 # The package of our own data sources and evaluation functions: the rules know how these read files.
 _OWN = "slime.rollout."
-# Our functions that ask for rewards, and that train on given conversations.
+# Our function that asks for rewards.
 _GRADING_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
-SFT_FUNCTION = "slime.rollout.sft_rollout.generate_rollout"
 
 
 @dataclass(frozen=True)
