@@ -96,6 +96,10 @@ class ParallelLayout:
         """By how much the first rank of a stage and that of the next one differ."""
         return self.tensor * self.context if self.stages_beside else self.world_size // self.pipeline
 
+    def ranks_of_stage(self, stage: int) -> list[int]:
+        """The ranks of a stage, in order."""
+        return [rank for rank in range(self.world_size) if rank // self.ranks_between_stages % self.pipeline == stage]
+
     @property
     def first_of_stages(self) -> list[int]:
         """The first rank of every stage, which sends the stage's weights to engines."""

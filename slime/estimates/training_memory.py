@@ -167,9 +167,10 @@ class RankMemory:
         room = self.host - self.host_offloaded + (self.total - self.persistent if one_memory else 0)
         return max(0, self.loading - room)
 
-    def saving_of_node(self, ranks: int) -> int:
-        """Bytes that a save takes on a node with `ranks` neighbouring ranks: those that begin the stage, which write most."""
-        first = self.stage_savings[:ranks]
+    def saving_of_node(self, ranks: int, stages: int) -> int:
+        """Bytes that a save takes on a node with `ranks` neighbouring ranks, which begin `stages` stages like this one: the
+        first ranks of a stage write most."""
+        first = self.stage_savings[: ranks // stages]
         return sum(first) * ranks // len(first)
 
     @property
@@ -331,9 +332,8 @@ def _savings(
 ) -> list[tuple[int, int]]:
     """(optimizer, weights): the bytes that each rank of `stage` has of both in host memory while it saves."""
     layout, state = setup.layout, setup.state
-    of_stage = layout.world_size // layout.pipeline
     savings = []
-    for place in map(layout.place, range(stage.index * of_stage, (stage.index + 1) * of_stage)):
+    for place in map(layout.place, layout.ranks_of_stage(stage.index)):
         # Each rank writes its own shard of a distributed optimizer, whether replicas share the writing or not.
         optimizer = _optimizer_shard(trained, setup) if state.distributed else _written(trained, setup, place)
         savings.append((round(optimizer * state.saved), round(_written(held, setup, place) * state.weight)))

@@ -128,6 +128,7 @@ def _training(
         parts = (*parts, PartPlan("critic", critic, lower_training(args, setup, "critic", critic / limit)))
     ranks_of_stage = setup.layout.world_size // setup.layout.pipeline
     ranks_of_node = min(args.num_gpus_per_node, setup.layout.world_size)
+    stages_of_node = setup.layout.stages_among(ranks_of_node)
     return TrainingMemoryPlan(
         parts,
         total,
@@ -136,7 +137,7 @@ def _training(
         tuple(memory.total + critics[memory.stage] for memory in memories),
         worst.host,
         _host_parts(args, worst),
-        worst.host_of_ranks(ranks_of_node, setup.layout.stages_among(ranks_of_node)),
+        worst.host_of_ranks(ranks_of_node, stages_of_node),
         tuple(-(-memory.host_of_ranks(ranks_of_stage, 1) // ranks_of_stage) for memory in memories),
         worst.saving,
         tuple(
@@ -144,7 +145,7 @@ def _training(
             for part in SAVING_PARTS
             if getattr(worst, part)
         ),
-        worst.saving_of_node(ranks_of_node),
+        worst.saving_of_node(ranks_of_node, stages_of_node),
         tuple(
             max(memory.saving_beyond(one_memory=one_memory), memory.loading_beyond(one_memory=one_memory))
             for memory in memories

@@ -56,6 +56,8 @@ def test_first_ranks_of_stages_lie_apart_or_beside_each_other():
     assert [beside.stages_among(ranks) for ranks in (1, 2, 3, 8, 32)] == [1, 1, 2, 4, 4]
     for layout in (apart, beside):
         assert [layout.place(rank).pipeline for rank in layout.first_of_stages] == [0, 1, 2, 3]
+        placed = [[rank for rank in range(32) if layout.place(rank).pipeline == stage] for stage in range(4)]
+        assert [layout.ranks_of_stage(stage) for stage in range(4)] == placed
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,25 @@ def test_ranks_that_send_changes_keep_what_engines_have(tied):
     ]
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_each_stage_writes_the_same_in_either_order_of_ranks(tensor):
+    shape = ModelShape(4, 512, 2048, 8, 8, 64, 1024, 1024)
+    state = dataclasses.replace(BF16, saved=12, distributed=False)
+    behind, beside = (
+        training_memory(shape, setup(layout, 4, state, saves=True, shares_saves=False))
+        for layout in (ParallelLayout(8, tensor=tensor, pipeline=2, stages_beside=value) for value in (False, True))
+    )
+    assert [memory.stage_savings for memory in beside] == [memory.stage_savings for memory in behind]
+    for memory in beside:
+        # The first replica of each part of the stage writes it.
+        assert memory.stage_savings == (memory.saving,) * tensor + (0,) * (4 - tensor)
+        # Four neighbouring ranks are two of each stage, or all of one.
+        assert [memory.saving_of_node(4, stages) for stages in (1, 2)] == [
+            tensor * memory.saving,
+            2 * tensor * memory.saving,
+        ]
+
+
 @pytest.mark.parametrize("distributed", [True, False])
 def test_what_a_save_gathers_and_copies(distributed):
     moe = MoeShape(8, 2, 1024, 0, False, False, (True,) * 4)
@@ -182,9 +201,9 @@ def test_what_a_save_gathers_and_copies(distributed):
     assert alone.stage_savings == tuple(map(sum, zip(weights, optimizer, strict=True)))
     assert alone.saving_beyond(one_memory=False) == sum(alone.stage_savings) / 16
     assert shared.stage_savings == (shared.saving,) * 16
-    assert [alone.saving_of_node(ranks) for ranks in (2, 8)] == [2 * alone.saving, sum(alone.stage_savings[:8])]
+    assert [alone.saving_of_node(ranks, 1) for ranks in (2, 8)] == [2 * alone.saving, sum(alone.stage_savings[:8])]
     # A node with stages beside each other.
-    assert alone.saving_of_node(32) == 2 * sum(alone.stage_savings)
+    assert alone.saving_of_node(32, 2) == 2 * sum(alone.stage_savings)
     asleep = memory(saves=True, shares_saves=False, sleeps=True)
     room = asleep.host_asleep
     assert asleep.saving_beyond(one_memory=False) == math.ceil(sum(max(0, s - room) for s in alone.stage_savings) / 16)
