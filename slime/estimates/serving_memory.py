@@ -1,7 +1,7 @@
 """Memory of one GPU of an inference engine, from plain numbers: weights and key/value cache.
 
-An engine takes `mem_fraction_static` of the GPU for both, and the cache gets what the weights leave. The rest of the GPU is for
-activations and graphs.
+An engine takes `mem_fraction_static` of the GPU for both, and the cache gets what the weights leave. Of a model with linear
+attention it shares this room with a pool of states. The rest of the GPU is for activations and graphs.
 
 The size of a weight follows from the `quantization_config` of the served checkpoint: the bits of a quantised weight, and its
 part of a scale. Modules that the checkpoint leaves unquantised are found layer by layer, by the name of one projection of each
@@ -49,6 +49,8 @@ class ServingSetup:
     draft_layers: how many layers of multi-token prediction the engines draft with. They use the model's embedding and head, and
         each has a cache like that of a layer of the model.
     hands_over: caches leave the engine, for others or for the host. Then SGLang has room for an indexer's key in every layer.
+    state_ratio: size of the pool of states of linear attention by that of the cache; 0: another number tells its size, which
+        does not count.
     """
 
     tensor: int
@@ -62,12 +64,14 @@ class ServingSetup:
     sharded_head: bool = True
     draft_layers: int = 0
     hands_over: bool = False
+    state_ratio: float = 0.0
 
 
 @dataclass(frozen=True)
 class ServingMemory:
     """Bytes of one GPU of an engine, on the pipeline stage that takes most.
 
+    states: the pool of states of linear attention.
     reserve: left free beside weights and cache, for activations, graphs and communication.
     cache_bytes_per_token: bytes on this GPU for one token.
     cache_tokens: tokens in the caches of all groups of the engine; 0: the weights do not fit.
@@ -77,6 +81,7 @@ class ServingMemory:
 
     weights: int
     kv_cache: int
+    states: int
     reserve: int
     cache_bytes_per_token: float
     cache_tokens: int
@@ -85,7 +90,7 @@ class ServingMemory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.reserve
+        return self.weights + self.kv_cache + self.states + self.reserve
 
 
 def serving_memory(shape: ModelShape, setup: ServingSetup) -> ServingMemory:
@@ -97,21 +102,30 @@ def serving_memory(shape: ModelShape, setup: ServingSetup) -> ServingMemory:
     require_whole_groups(setup.tensor, setup.attention_data)
     stages = range(min(setup.pipeline, shape.num_layers))
     held = [(_weights(shape, setup, stage), _cache_bytes_per_token(shape, setup, stage)) for stage in stages]
+    states = [0] * len(held)
     if setup.static_fraction is None:
         tokens, reserve = setup.max_total_tokens or 0, 0
     else:
         static = round(setup.gpu_memory * setup.static_fraction)
         reserve = setup.gpu_memory - static
+        rooms = [max(static - weights, 0) for weights, _ in held]
+        if any(map(shape.has_linear_attention, range(shape.num_layers))):
+            states = [round(room * setup.state_ratio / (1 + setup.state_ratio)) for room in rooms]
         # All stages cache the same tokens: as many as have room on each.
-        tokens = min((int(max(static - weights, 0) / per_token) for weights, per_token in held if per_token), default=0)
+        sizes = zip(rooms, states, held, strict=True)
+        tokens = min((int((room - pool) / per_token) for room, pool, (_, per_token) in sizes if per_token), default=0)
         if setup.max_total_tokens is not None:
             tokens = min(tokens, setup.max_total_tokens)
-    totals = tuple(weights + round(tokens * per_token) + reserve for weights, per_token in held)
+    totals = tuple(
+        weights + round(tokens * per_token) + pool + reserve
+        for (weights, per_token), pool in zip(held, states, strict=True)
+    )
     stage = max(stages, key=totals.__getitem__)
     weights, per_token = held[stage]
     return ServingMemory(
         weights=weights,
         kv_cache=round(tokens * per_token),
+        states=states[stage],
         reserve=reserve,
         cache_bytes_per_token=per_token,
         cache_tokens=tokens * setup.attention_data,

@@ -204,7 +204,7 @@ def _serving(
     memory = serving_memory(shape, setup)
     parts = [
         PartPlan(name, size, lower_serving(name, size / min(memory.total, gpu_memory or memory.total)))
-        for name in ("weights", "kv_cache", "reserve")
+        for name in ("weights", "kv_cache", "states", "reserve")
         if (size := getattr(memory, name))
     ]
     longest = longest_sample(args)
@@ -232,7 +232,7 @@ def _phases(
     """What one GPU holds in each phase. Trainer and engines share the GPU, or each has GPUs of its own."""
     if gpu_memory is None:
         return ()
-    engine = served.weights + served.kv_cache if served is not None else 0
+    engine = served.total - served.reserve if served is not None else 0
     if placement_mode(args) != "colocated" or worst is None or served is None:
         trainer = None if worst is None else worst.total + critic
         return _phases_apart(args, trainer, engine if served is not None else None, gpu_memory)
@@ -386,6 +386,7 @@ _WORTH_WHILE = 0.02
 _SERVING = {
     "weights": "--rollout-num-gpus-per-engine",
     "kv_cache": "--sglang-mem-fraction-static, --sglang-kv-cache-dtype fp8_e4m3",
+    "states": "--sglang-mamba-full-memory-ratio",
 }
 
 

@@ -146,6 +146,8 @@ def _gpu(gpu: int, layout: ParallelLayout | None, engine: tuple[int, int, str | 
 
 # SGLang's own choice is between 0.8 and 0.9, depending on GPU and graph sizes.
 ASSUMED_STATIC_FRACTION = 0.85
+# What SGLang takes for --sglang-mamba-full-memory-ratio.
+_STATES_TO_CACHE = 0.9
 # Tokens in the cache of an engine on CPU, unless a flag says otherwise.
 CPU_CACHE_TOKENS = 32768
 _CACHE_BYTES = {"auto": None, "bfloat16": 2.0, "bf16": 2.0, "float32": 4.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0}
@@ -193,6 +195,8 @@ def serving_setup(
     attention_data = (field("dp_size", "dp") or 1) if field("enable_dp_attention") else 1
     weights = weight_bytes(args, shape, hf_config)
     tokens = field("max_total_tokens")
+    ratio = field("mamba_full_memory_ratio")
+    counts_states = field("max_mamba_cache_size") or field("disable_radix_cache") and field("max_running_requests")
     if gpu_memory is None and tokens is None:
         tokens = CPU_CACHE_TOKENS
     return ServingSetup(
@@ -207,6 +211,7 @@ def serving_setup(
         sharded_head=not field("enable_dp_lm_head"),
         draft_layers=1 if field("speculative_algorithm") else 0,
         hands_over=bool(field("enable_hierarchical_cache")) or (group is not None and group.worker_type != "regular"),
+        state_ratio=0.0 if counts_states else _STATES_TO_CACHE if ratio is None else ratio,
     )
 
 

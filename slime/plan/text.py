@@ -39,6 +39,7 @@ WIDTH = 120
 
 _PART_NAMES = {
     "kv_cache": "KV cache",
+    "states": "states of linear attention",
     "reserve": "left free (activations, graphs)",
     "data": "rollout data",
     "overhead": "context and libraries",

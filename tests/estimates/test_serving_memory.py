@@ -95,6 +95,21 @@ def test_latent_and_linear_attention():
     assert serving_memory(dataclasses.replace(SHAPE, linear_attention=linear), SETUP).cache_bytes_per_token == 1024
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_states_of_linear_attention_share_with_the_cache_what_weights_leave(stages):
+    shape = dataclasses.replace(SHAPE, linear_attention=LinearAttentionShape(4, 32, 4, 32, 4, (True, False) * 2))
+    setup = dataclasses.replace(SETUP, pipeline=stages, state_ratio=0.25)
+    memory = serving_memory(shape, setup)
+    room = GIB // 2 - memory.weights
+    assert memory.states == round(room * 0.2) and memory.cache_bytes_per_token == 2 // stages * 1024
+    assert memory.cache_tokens == (room - memory.states) // memory.cache_bytes_per_token
+    assert GIB - memory.cache_bytes_per_token < memory.total == memory.stage_totals[memory.stage] <= GIB
+    # With the number of states given, or without such layers, the cache has all.
+    counted = serving_memory(shape, dataclasses.replace(setup, state_ratio=0.0))
+    assert (counted.states, counted.cache_tokens) == (0, room // memory.cache_bytes_per_token)
+    assert serving_memory(SHAPE, setup) == serving_memory(SHAPE, dataclasses.replace(setup, state_ratio=0.0))
+
+
 def test_linear_attention_is_shared_by_the_ranks_of_an_engine():
     linear = LinearAttentionShape(4, 32, 4, 32, 4, (True, True, True, False))
     shape = dataclasses.replace(SHAPE, linear_attention=linear)

@@ -1,6 +1,9 @@
 """Which GPU holds which rank and which part of an engine, and how an engine's memory is divided."""
 
+import importlib.util
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -208,12 +211,40 @@ def test_the_cache_of_a_frozen_model_is_judged_by_its_own_shape(tmp_path):
     (warning,) = [warning for warning in make_plan(args).warnings if "KV cache" in warning]
     assert warning.startswith(f"{path}:10: the weights of an engine take ") and "leave nothing" in warning
     # What its config is silent about it has not, whatever the trained model has: here some layers of another attention.
-    linear = f"--experimental-attention-variant gated_delta_net --linear-attention-freq [0,1]*{args.num_layers // 2}"
-    linear += " --linear-conv-kernel-dim 4 --linear-key-head-dim 16 --linear-value-head-dim 16"
-    linear += " --linear-num-key-heads 4 --linear-num-value-heads 4"
     flags = SMALL.replace("--rollout-num-gpus 2", "--rollout-num-gpus 8")
-    hybrid = make_plan(planned(flags, *linear.split(), "--sglang-config", str(path)))
+    hybrid = make_plan(planned(flags, *HYBRID.split(), "--sglang-config", str(path)))
     assert warning in hybrid.warnings
+
+
+HYBRID = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-conv-kernel-dim 4 "
+    "--linear-key-head-dim 16 --linear-value-head-dim 16 --linear-num-key-heads 4 --linear-num-value-heads 4"
+)
+
+
+def ratio_of_servers():
+    """What the installed SGLang takes for a ratio that is not given."""
+    file = Path(importlib.util.find_spec("sglang").origin).parent / "srt/arg_groups/fields/schedule.py"
+    declared = file.read_text().partition("mamba_full_memory_ratio:")[2].partition("] = None")[0]
+    return float(re.search(r"fallback=([\d.]+)", declared).group(1))
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [
+        ("", None),
+        ("--sglang-mamba-full-memory-ratio 0.25", 0.25),
+        ("--sglang-max-mamba-cache-size 64", 0),
+        ("--sglang-disable-radix-cache --sglang-max-running-requests 8", 0),
+        ("--sglang-max-running-requests 8", None),
+    ],
+)
+def test_states_of_linear_attention_have_a_pool_beside_the_cache(words, share):
+    plan = make_plan(planned(SMALL, *f"{HYBRID} {words}".split()))
+    sizes = {part.name: part.bytes for part in plan.memory.serving.parts}
+    wanted = ratio_of_servers() if share is None else share
+    assert sizes.get("states", 0) / sizes["kv_cache"] == pytest.approx(wanted, rel=1e-3)
+    assert ("states of linear attention" in render(plan)) == bool(wanted)
 
 
 def test_an_unknown_format_is_a_note(monkeypatch):
