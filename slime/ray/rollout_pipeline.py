@@ -26,7 +26,14 @@ from slime.observability.rollout_metrics import (
     merge_extra_metrics,
 )
 from slime.ray.driver import RolloutResult, RunLength, save_is_due
-from slime.rollout.base_types import call_rollout_fn, check_eval_output, check_metrics, check_sample, leaves
+from slime.rollout.base_types import (
+    call_rollout_fn,
+    check_eval_output,
+    check_metrics,
+    check_sample,
+    leaves,
+    sample_line,
+)
 from slime.rollout.data_source import create_data_source
 from slime.rollout.data_source_files import prompts_per_epoch
 from slime.rollout.draws import DataSourceSnapshots
@@ -64,6 +71,8 @@ class RolloutPipeline:
     def __init__(self, args: argparse.Namespace) -> None:
         self.data_source: Any = None
         self.states: DataSourceSnapshots | None = None
+        # The last rollout at which samples were shown, for the rollouts and for every evaluation set.
+        self._shown: dict[str, int] = {}
         # The progress of each call that is under way, by its name.
         self._progress: dict[str, Progress] = {}
         # Flags whose log function did not return in time, and is not called any more.
@@ -154,7 +163,19 @@ class RolloutPipeline:
         samples = flatten_rollout_output(output.samples, source)
         if args.rollout_sample_filter_path is not None:
             self._mark_samples_to_leave_out(rollout_id, output.samples, samples)
+        if self._shows_samples("rollouts", rollout_id):
+            for which, sample in (("first", samples[0]), ("last", samples[-1])):
+                logger.info("rollout %d, %s sample: %s", rollout_id, which, sample_line(sample))
         return samples, output.metrics
+
+    def _shows_samples(self, source: str, rollout_id: int) -> bool:
+        """Whether samples of `source` (rollouts, or an evaluation set) are shown at this rollout, which they are at the first
+        one of the run, and whenever `--log-samples-interval` rollouts have passed since."""
+        interval, last = self.args.log_samples_interval, self._shown.get(source)
+        due = interval > 0 and (last is None or rollout_id - last >= interval)
+        if due:
+            self._shown[source] = rollout_id
+        return due
 
     def _mark_samples_to_leave_out(self, rollout_id: int, groups: list[Any], samples: list[Sample]) -> None:
         """Call the user's `--rollout-sample-filter-path`, which sets `remove_sample` of what must not be trained. `samples` are
@@ -201,6 +222,10 @@ class RolloutPipeline:
             with _calling(flag, path, name):
                 output = call_rollout_fn(function, args, rollout_id, self.data_source, evaluation=True)
             check_eval_output(output, f"{flag} {path}")
+            for which, result in output.data.items():
+                samples = result.get("samples")
+                if samples is not None and len(samples) and self._shows_samples(f"set {which}", rollout_id):
+                    logger.info("evaluation set %s, first sample: %s", which, sample_line(samples[0]))
             if args.save_debug_rollout_data is not None:
                 save_evaluation(args.save_debug_rollout_data, rollout_id, output.data, before_training=before)
             if not self._call_log_function(log_flag, log_path, rollout_id, output.data, output.metrics):

@@ -19,11 +19,11 @@ from typing import Any
 
 from slime.rollout import abort
 from slime.rollout.attempts import as_continuable_group, own_copy
-from slime.rollout.base_types import RolloutFnEvalOutput, leaves, sample_line
+from slime.rollout.base_types import RolloutFnEvalOutput, leaves
 from slime.rollout.failures import FailureTally
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import cancelled_error, generate_and_rm_group, is_aborted
-from slime.rollout.generation_call import GenerationCall, current_call
+from slime.rollout.generation_call import GenerationCall
 from slime.rollout.user_functions import run_in_daemon_thread
 from slime.utils.dataset import Dataset
 from slime.utils.errors import RunError, UserError
@@ -151,8 +151,6 @@ async def _evaluate_set(
     if failed:
         reason = failed[0].metadata.get("fail_reason", "no reason was given")
         logger.warning("%s: %d samples failed and are left out; the first: %s", whole, len(failed), reason)
-    if samples and GenerateState(args).shows_samples(whole, current_call().rollout_id):
-        logger.info("evaluation set %s, first sample: %s", config.name, sample_line(samples[0]))
     key, rewards = args.eval_reward_key or args.reward_key, [sample.reward for sample in samples]
     result = {
         "rewards": [reward[key] if key and isinstance(reward, dict) else reward for reward in rewards],

@@ -78,7 +78,6 @@ class GenerateState(metaclass=SingletonMeta):
         # The array, read-only, that was last found to have ids of the vocabulary alone: siblings share that of their prompt.
         self.checked_ids: np.ndarray | None = None
         self._warned: set[str] = set()
-        self._shown: dict[str, int] = {}
         # One thread is enough. It has a tokenizer of its own, because fast tokenizers refuse to be used by two threads at once,
         # and users use `tokenizer`.
         self._encoding = threading.Lock()
@@ -101,15 +100,6 @@ class GenerateState(metaclass=SingletonMeta):
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message)
-
-    def shows_samples(self, source: str, rollout_id: int) -> bool:
-        """Whether samples of `source` (rollouts, or an evaluation set) are shown at this rollout, which they are at the first
-        one of the run, and whenever `--log-samples-interval` rollouts have passed since."""
-        interval, last = self.args.log_samples_interval, self._shown.get(source)
-        due = interval > 0 and (last is None or rollout_id - last >= interval)
-        if due:
-            self._shown[source] = rollout_id
-        return due
 
     @cached_property
     def tokenizer(self) -> Any:

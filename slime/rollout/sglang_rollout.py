@@ -22,9 +22,7 @@ from slime.rollout.base_types import (
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
     first_index,
-    leaves,
     pack_groups,
-    sample_line,
 )
 from slime.rollout.draws import draw_groups, give_back, wait_for_source
 from slime.rollout.engine_request import get_model_url, router_urls
@@ -351,9 +349,6 @@ class RolloutStep:
         self.kept.sort(key=first_index)
         self.ledger.failures.stop_when_most_failed()
         await self._process_all_samples()
-        if self.state.shows_samples("rollouts", self.rollout_id):
-            for name, sample in (("first", leaves(self.kept[0])[0]), ("last", leaves(self.kept[-1])[-1])):
-                logger.info("rollout %d, %s sample: %s", self.rollout_id, name, sample_line(sample))
         reported = ("started", "finished", "dropped", "surplus_groups", "aborted_samples")
         counts = ", ".join(f"{name} {self.counts[name]}" for name in reported)
         # Only at debug level: metrics tell the counts that matter.

@@ -183,6 +183,20 @@ def take_from_buffer(args):
     source.get_samples(1, 3)
 
 
+@pytest.mark.parametrize(("interval", "due"), [(3, [2, 5, 8]), (1, [*range(2, 9)]), (0, [])])
+def test_samples_of_any_function_are_shown_first_and_after_every_interval(tmp_path, plug_ins, caplog, interval, due):
+    caplog.set_level("INFO")
+    words = f"--rollout-function-path {plug_ins}:graded --eval-function-path {plug_ins}:groups --log-samples-interval"
+    pipeline = RolloutPipeline(parse(tmp_path, *words.split(), str(interval)))
+    for rollout_id in range(2, 9):
+        pipeline.samples_of(rollout_id)
+        pipeline.evaluate(rollout_id)
+    shown = [message.partition(" sample: ")[0] for message in caplog.messages if " sample: " in message]
+    assert shown == [
+        what for n in due for what in (f"rollout {n}, first", f"rollout {n}, last", "evaluation set held_out, first")
+    ]
+
+
 FAILURES = {
     "--rollout-function-path fails": lambda args: RolloutPipeline(args).samples_of(3),
     "--eval-function-path fails": lambda args: RolloutPipeline(args).evaluate(3, before=False),

@@ -338,20 +338,6 @@ def test_failures_that_a_generate_function_tells_of_stop_a_set_as_well(server, c
     assert (len(easy["samples"]), len(easy["failed"])) == (4, 2)
 
 
-def test_a_sample_of_every_set_is_shown_at_the_first_evaluation_and_after_every_interval(
-    server, checkpoint, tmp_path, caplog
-):
-    caplog.set_level("INFO")
-    args = make_eval_args(checkpoint, server, tmp_path, log_samples_interval=3)
-    shown = {}
-    for rollout_id in range(2, 7):
-        caplog.clear()
-        run(args, rollout_id)
-        shown[rollout_id] = sorted(line.split(",")[0] for line in caplog.messages if ", first sample: " in line)
-    both = ["evaluation set easy", "evaluation set hard"]
-    assert shown == {2: both, 3: [], 4: [], 5: both, 6: []}
-
-
 @pytest.mark.parametrize("limit_s", [None, 100.0])
 def test_a_function_that_cancels_prompts_ends_the_evaluation_with_their_names(server, checkpoint, tmp_path, limit_s):
     path = plugin(

@@ -145,22 +145,6 @@ def test_a_filter_that_drops_everything_is_reported_while_groups_finish(
     assert "; the filter dropped 3 (zero_std_0.0: 3)" in caplog.text
 
 
-def test_samples_are_shown_at_the_first_rollout_and_after_every_interval(server, checkpoint, caplog):
-    caplog.set_level("INFO")
-    args = make_args(checkpoint, server.port, log_samples_interval=3)
-    source = CountingDataSource(2)
-    for rollout_id in range(2, 9):
-        run_step(args, source, rollout_id)
-    shown = [message.partition(" sample:")[0] for message in caplog.messages if " sample: " in message]
-    assert shown == [f"rollout {rollout_id}, {which}" for rollout_id in (2, 5, 8) for which in ("first", "last")]
-
-
-@pytest.mark.parametrize("interval, due", [(1, [0, 1, 2]), (0, [])])
-def test_samples_are_shown_always_or_never(checkpoint, interval, due):
-    state = GenerateState(make_args(checkpoint, log_samples_interval=interval))
-    assert [rollout_id for rollout_id in range(3) if state.shows_samples("rollouts", rollout_id)] == due
-
-
 def test_tasks_that_end_with_a_failed_step_are_not_told(server, checkpoint, caplog, tmp_path):
     """The error is; a line about every group that it took along would bury it."""
     path = plugin(
