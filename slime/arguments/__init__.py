@@ -220,10 +220,10 @@ def warn_of_idle_flags(args: argparse.Namespace) -> Iterator[Violation]:
     for name, flag in OWN_FLAGS.items():
         for idle in flag.idle if name in args.typed_flags else ():
             value = vars(args)[name]
-            if value is None or value is False:
+            if value is None or (value is False and flag.default is not True):
                 continue
             if (value != flag.default or idle.tells_default) and idle.when(args):
-                logger.warning("%s: no effect %s", flag_of(name), idle.reason)
+                logger.warning("%s: no effect %s", flag.names[0], idle.reason)
     yield from ()
 
 

@@ -121,6 +121,8 @@ def test_far_too_large_weights_and_rates_are_warned_of(tmp_path, caplog, flag):
 
 
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 512"
+SFT = "slime.rollout.sft_rollout.generate_rollout"
+FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 AS_THEY_ARE = "on rows that are neither rendered (--apply-chat-template) nor measured (--rollout-max-prompt-len)"
 
 
@@ -158,7 +160,26 @@ AS_THEY_ARE = "on rows that are neither rendered (--apply-chat-template) nor mea
         ("--value-clip 0.1", "--value-clip: no effect without --advantage-estimator ppo"),
         ("--kl-coef 0.1 --ref-load {tmp}/model",
          "--kl-coef: no effect on the advantages of grpo, gspo and cispo: the KL is only logged"),
-        ("--use-unbiased-kl", "--use-unbiased-kl: no effect without --use-kl-loss or --kl-coef"),
+        ("--use-unbiased-kl", "--use-unbiased-kl: no effect without --use-kl-loss"),
+        ("--use-unbiased-kl --kl-coef 0.1 --ref-load {tmp}/model --advantage-estimator ppo",
+         "--use-unbiased-kl: no effect without --use-kl-loss"),
+        ("--eps-clip-c 3 --eps-clip 1 --advantage-estimator cispo",
+         "--eps-clip-c: no effect with cispo, which clips one side alone"),
+        ("--packing first-fit", "--packing: no effect without --use-dynamic-batch-size"),
+        (f"--packing first-fit {DYNAMIC} --balance-by-flops", "--packing: no effect with --balance-by-flops"),
+        ("--disable-grpo-std-normalization --advantage-estimator ppo",
+         "--disable-grpo-std-normalization: no effect with an estimator that does not divide rewards by their deviation "
+         "(grpo, gspo and cispo do)"),
+        ("--disable-rewards-normalization --advantage-estimator ppo",
+         "--disable-rewards-normalization: no effect with an estimator that does not centre rewards in their group "
+         "(grpo, gspo, cispo and reinforce_plus_plus_baseline do)"),
+        ("--rollout-max-prompt-len 9 --loss-type sft_loss",
+         "--rollout-max-prompt-len: no effect on chats: all stay, and --rollout-max-context-len cuts them"),
+        *((f"{words} --rollout-function-path {SFT} --loss-type sft_loss",
+           f"{words.split()[0]}: no effect with {SFT}: it only takes chats")
+          for words in ("--over-sampling-batch-size 8", "--keep-surplus-groups", f"--dynamic-sampling-filter-path {FILTER}",
+                        f"--rollout-all-samples-process-path {FILTER}")),
+        ("--rollout-buffer-url http://a:1", "--rollout-buffer-url: no effect with a function that never asks it"),
         ("--kl-loss-type k2", "--kl-loss-type: no effect without --use-kl-loss or --kl-coef"),
         ("--mask-offpolicy-in-partial-rollout", "--mask-offpolicy-in-partial-rollout: no effect without --partial-rollout"),
         (f"--micro-batch-size 4 {DYNAMIC}", "--micro-batch-size: no effect with --use-dynamic-batch-size"),
@@ -201,6 +222,11 @@ def test_warning(tmp_path, caplog, words, warning):
         "--random-init --load {tmp}/run --save {tmp}/run",
         "--loss-type sft_loss --advantage-estimator grpo --entropy-coef 0.0",
         "--num-data-workers 2 --apply-chat-template",
+        "--eps-clip-c 3 --packing best-fit --rollout-max-prompt-len 9 --over-sampling-batch-size 8",
+        f"--packing first-fit {DYNAMIC}",
+        "--disable-grpo-std-normalization --disable-rewards-normalization",
+        "--disable-rewards-normalization --advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
+        "--n-samples-per-prompt 1 --advantage-estimator ppo",
         "--num-data-workers 2 --rollout-max-context-len 5",
     ],
 )

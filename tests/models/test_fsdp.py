@@ -28,6 +28,10 @@ def test_another_value_of_a_flag_is_found(name):
     [
         "--log-params-norm", "--freeze-params-name-list norm", "--bf16 --grad-reduce-in-bf16", "--check-for-large-grads",
         "--distributed-backend gloo", *TYPED.values(),
+        *(f"--optimizer-cpu-offload {flag}" for flag in (
+            "--optimizer-offload-fraction 0.5", "--overlap-cpu-optimizer-d2h-h2d", "--use-torch-optimizer-for-cpu-offload",
+            "--no-pin-cpu-grads", "--no-pin-cpu-params",
+        )),
     ],
 )  # fmt: skip
 def test_a_run_refuses_the_flag_and_names_the_way_out(tmp_path, words):

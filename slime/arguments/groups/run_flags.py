@@ -18,7 +18,7 @@ from slime.arguments.flag import (
     weight,
 )
 from slime.arguments.value_types import integers, json_object
-from slime.utils.prompt_rows import prompt_limit
+from slime.utils.prompt_rows import SFT_FUNCTION, prompt_limit
 
 MANAGER, RANKS = Caller.MANAGER, Caller.RANKS
 
@@ -42,6 +42,9 @@ _NOTHING_PREPARED = Idle(
     lambda args: not args.apply_chat_template and prompt_limit(args) is None,
     "on rows that are neither rendered (--apply-chat-template) nor measured (--rollout-max-prompt-len)",
 )
+_ALL_STAY = Idle(lambda a: prompt_limit(a) is None, "on chats: all stay, and --rollout-max-context-len cuts them")
+_TAKES_CHATS = Idle(lambda a: a.rollout_function_path == SFT_FUNCTION, f"with {SFT_FUNCTION}: it only takes chats")
+_NO_SERVICE = Idle(lambda a: a.rollout_function_path.startswith("slime.rollout."), "with a function that never asks it")
 _NO_REHEARSAL = Idle(lambda args: not args.rehearse, "without --rehearse")
 _NO_CI_TEST = Idle(lambda args: not args.ci_test, "without --ci-test")
 _NO_GATE = Idle(lambda a: not (a.ci_test or a.true_on_policy_mode), "without --ci-test or --true-on-policy-mode")
@@ -123,7 +126,8 @@ NETWORK = Group("network and buffer service", (
         "not wait for later ones", bounds=ABOVE_ZERO),
     switch("--use-distributed-post", "send requests by --num-gpus-per-node client processes on every node, in turn"),
     # Buffer service
-    flag("--rollout-buffer-url", str, None, "address of the service from which slime_plugins.rollout_buffer takes groups"),
+    flag("--rollout-buffer-url", str, None, "address of the service from which slime_plugins.rollout_buffer takes groups",
+        idle=_NO_SERVICE),
     flag("--fetch-trajectory-retry-times", int, -1, "polls of the buffer service for the groups of a request; -1: no limit"),
     flag("--rollout-task-type", str, "math", "generator that the buffer service starts: its TASK_TYPE"),
 ))  # fmt: skip
@@ -215,7 +219,7 @@ ROLLOUT = Group("rollout", (
     flag("--rollout-max-context-len", int, None, "limit of prompt plus response, in tokens; keep it within the model's "
         "position limit; unset: that limit", bounds=AT_LEAST_ONE),
     flag("--rollout-max-prompt-len", int, None, "longer prompts are dropped when the data set loads; unset: "
-        "--rollout-max-context-len minus 1, if given", bounds=AT_LEAST_ONE),
+        "--rollout-max-context-len minus 1, if given", bounds=AT_LEAST_ONE, idle=_ALL_STAY),
     flag("--rollout-max-response-len", int, None, "token budget of one response; unset: what the context limit leaves",
         bounds=AT_LEAST_ONE),
     switch("--rollout-skip-special-tokens", "drop special tokens from the response text"),
@@ -225,9 +229,9 @@ ROLLOUT = Group("rollout", (
     switch("--rollout-shuffle", "permute the data set every epoch"),
     flag("--rollout-seed", int, 42, "seed of --rollout-shuffle and of deterministic sampling", bounds=SEED),
     flag("--over-sampling-batch-size", int, None, "prompts that a step starts with, at least --rollout-batch-size; a group "
-        "that a filter drops is replaced by one other; unset: --rollout-batch-size", bounds=AT_LEAST_ONE),
+        "that a filter drops is replaced by one other; unset: --rollout-batch-size", bounds=AT_LEAST_ONE, idle=_TAKES_CHATS),
     switch("--keep-surplus-groups", "use finished groups beyond the target in the next step, one weight version older, "
-        "instead of returning their prompts"),
+        "instead of returning their prompts", idle=_TAKES_CHATS),
     switch("--partial-rollout", "aborted responses go back to the buffer and continue later"),
     switch("--mask-offpolicy-in-partial-rollout", "with --partial-rollout, train only the tokens written after the "
         "resumption", idle=_NO_PARTIAL_ROLLOUT),
@@ -242,13 +246,14 @@ ROLLOUT = Group("rollout", (
     # Plug ins
     plug_in("--rollout-function-path", MANAGER, "function that produces one rollout step",
         "slime.rollout.sglang_rollout.generate_rollout"),
-    plug_in("--dynamic-sampling-filter-path", MANAGER, "decides per group whether it is kept"),
+    plug_in("--dynamic-sampling-filter-path", MANAGER, "decides per group whether it is kept", idle=_TAKES_CHATS),
     plug_in("--custom-generate-function-path", MANAGER, "replaces the generation of one sample inside the default loop"),
     plug_in("--custom-rollout-log-function-path", MANAGER, "custom rollout logging; a true result suppresses the default"),
     plug_in("--custom-eval-rollout-log-function-path", MANAGER, "custom logging of evaluations, likewise"),
     plug_in("--buffer-filter-path", MANAGER, "picks groups out of the buffer"),
     plug_in("--rollout-sample-filter-path", MANAGER, "marks samples whose loss is masked"),
-    plug_in("--rollout-all-samples-process-path", MANAGER, "sees every finished group, filtered ones included"),
+    plug_in("--rollout-all-samples-process-path", MANAGER, "sees every finished group, filtered ones included",
+        idle=_TAKES_CHATS),
     plug_in("--rollout-data-postprocess-path", RANKS, "runs on each train rank after advantages, before training"),
     flag("--rollout-sample-hook-path", str, [], "plug-in path, repeatable and applied in order: hook on every generated "
         "sample before its reward", plug_in=MANAGER, action="append"),
@@ -293,7 +298,8 @@ DATA = Group("data and batches", (
         needs="{--max-tokens-per-gpu}, the token budget of a micro-batch (8192 is usual)"),
     flag("--max-tokens-per-gpu", int, None, "token budget of --use-dynamic-batch-size, per GPU; a micro-batch holds this "
         "times --context-parallel-size", bounds=AT_LEAST_ONE, idle=_STATIC_BATCHES),
-    flag("--packing", str, "best-fit", "how dynamic batching fills micro-batches", "best-fit", "first-fit"),
+    flag("--packing", str, "best-fit", "how dynamic batching fills micro-batches", "best-fit", "first-fit",
+        idle=(_STATIC_BATCHES, Idle(lambda args: args.balance_by_flops, "with --balance-by-flops"))),
     switch("--balance-data", "equalise estimated FLOPs over data-parallel ranks"),
     switch("--balance-by-flops", "pack micro-batches by estimated FLOPs instead of tokens; implies --balance-data",
         needs="{--use-dynamic-batch-size}"),

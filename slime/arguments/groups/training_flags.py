@@ -54,13 +54,15 @@ def _no_kl_by_oversight(args: argparse.Namespace) -> bool:
     return _no_kl(args) and not ("kl_loss_coef" in args.typed_flags and args.kl_loss_coef == 0)
 
 
-def _discounts_nothing(args: argparse.Namespace) -> bool:
-    # A custom advantage function may read any flag.
-    return not estimator(args.advantage_estimator).discounts and args.custom_advantage_function_path is None
+def _lacks(args: argparse.Namespace, fact: str, own: str = "custom_advantage_function_path") -> bool:
+    """Whether the estimator is without `fact`, and no function of the user's at `own`, which may read any flag, replaces it."""
+    return not getattr(estimator(args.advantage_estimator), fact) and vars(args)[own] is None
 
 
-def _rewards_of_groups(args: argparse.Namespace) -> bool:
-    return not estimator(args.advantage_estimator).counts_kl and args.custom_advantage_function_path is None
+def _keeps_rewards(fact: str, done: str) -> Idle:
+    """Idle with estimators that do not do with rewards what `done` says."""
+    reason = f"with an estimator that does not {done} ({names_of_estimators(fact, joined_by='and')} do)"
+    return Idle(lambda args: _lacks(args, fact, "custom_reward_post_process_path"), reason)
 
 
 _STARTS_ELSEWHERE = Idle(_starts_elsewhere, "beside --load, --initial-megatron-checkpoint or --ref-load")
@@ -72,18 +74,22 @@ _NO_KL_LOSS = Idle(lambda args: not args.use_kl_loss, "without --use-kl-loss")
 _NO_KL = Idle(_no_kl, "without --use-kl-loss or --kl-coef")
 _NO_KL_BY_OVERSIGHT = Idle(_no_kl_by_oversight, "without --use-kl-loss or --kl-coef")
 _KL_ONLY_LOGGED = Idle(
-    lambda args: _rewards_of_groups(args) and args.loss_type != "sft_loss",
+    lambda args: _lacks(args, "counts_kl") and args.loss_type != "sft_loss",
     f"on the advantages of {names_of_estimators('counts_kl', without=True, joined_by='and')}: the KL is only logged",
 )
 _IMITATION = Idle(lambda args: args.loss_type == "sft_loss", "on the loss of --loss-type sft_loss")
 _DISCOUNTS_NOTHING = Idle(
-    _discounts_nothing,
+    lambda args: _lacks(args, "discounts"),
     f"with an estimator that discounts nothing ({names_of_estimators('discounts', joined_by='and')} do)",
 )
-_COUNTS_NO_STEPS = Idle(_discounts_nothing, "with an estimator that counts no time steps")
+_COUNTS_NO_STEPS = Idle(lambda args: _lacks(args, "discounts"), "with an estimator that counts no time steps")
 _NO_CRITIC = Idle(
     lambda args: not estimator(args.advantage_estimator).needs_critic,
     f"without --advantage-estimator {names_of_estimators('needs_critic')}",
+)
+_ONE_SIDE = Idle(
+    lambda args: args.loss_type == "policy_loss" and estimator(args.advantage_estimator).clips_one_side,
+    f"with {names_of_estimators('clips_one_side')}, which clips one side alone",
 )
 _NO_CUSTOM_LOSS = Idle(lambda args: args.loss_type != "custom_loss", "without --loss-type custom_loss")
 _NO_MTP = Idle(lambda args: not args.enable_mtp_training, "without --enable-mtp-training")
@@ -229,7 +235,7 @@ ALGORITHM = Group("algorithm", (
     # Clipping
     flag("--eps-clip", float, 0.2, "the probability ratio may fall by this", bounds=AT_LEAST_ZERO),
     flag("--eps-clip-high", float, None, "the ratio may rise by this; unset: --eps-clip", bounds=AT_LEAST_ZERO),
-    flag("--eps-clip-c", float, None, "dual-clip bound, above 1 (arXiv 1912.09729); unset: off"),
+    flag("--eps-clip-c", float, None, "dual-clip bound, above 1 (arXiv 1912.09729); unset: off", idle=_ONE_SIDE),
     flag("--value-clip", float, 0.2, "the critic's value may move this far from its old value", bounds=AT_LEAST_ZERO,
         idle=_NO_CRITIC),
     # KL and entropy
@@ -239,7 +245,7 @@ ALGORITHM = Group("algorithm", (
     flag("--kl-loss-coef", float, 0.0, "weight of the KL loss; 0: only logged", bounds=weight(1, "0 to 0.1"), idle=_NO_KL_LOSS),
     flag("--kl-loss-type", str, "k1", "estimator of the KL, in reward and loss", "k1", "k2", "k3", "low_var_kl",
         idle=_NO_KL_BY_OVERSIGHT),
-    switch("--use-unbiased-kl", "weight the estimator of the KL by the importance ratio", idle=_NO_KL),
+    switch("--use-unbiased-kl", "weight the estimator of the KL loss by the importance ratio", idle=_NO_KL_LOSS),
     flag("--ref-update-interval", int, None, "copy the actor into the reference model every N rollouts; unset: the reference "
         "never changes", bounds=AT_LEAST_ONE, idle=_NO_KL),
     flag("--entropy-coef", float, 0.0, "weight of the entropy bonus", bounds=weight(1, "0 to 0.01", low=None), idle=_IMITATION),
@@ -251,8 +257,9 @@ ALGORITHM = Group("algorithm", (
         "estimation", idle=_COUNTS_NO_STEPS),
     switch("--normalize-advantages", "whiten advantages over the tokens of all data- and context-parallel ranks"),
     off("--disable-grpo-std-normalization", "grpo_std_normalization", "centre group rewards only, without division by their "
-        "deviation (arXiv 2503.20783)"),
-    off("--disable-rewards-normalization", "rewards_normalization", "use rewards as they are"),
+        "deviation (arXiv 2503.20783)", idle=_keeps_rewards("scales", "divide rewards by their deviation")),
+    off("--disable-rewards-normalization", "rewards_normalization", "use rewards as they are",
+        idle=_keeps_rewards("centers", "centre rewards in their group")),
     # Critic
     flag("--num-critic-only-steps", int, 0, "leading rollouts that train only the critic (--advantage-estimator ppo)",
         bounds=AT_LEAST_ZERO),
