@@ -37,8 +37,8 @@ from slime.utils.ports import host_for_url
 
 logger = logging.getLogger(__name__)
 
-# The module of the rollout functions that return exactly as many rollouts as are asked for.
-_OWN_ROLLOUTS = "slime.rollout."
+# The package of our own rollout and evaluation functions, which return as many rollouts as are asked for, and data sources.
+OWN = "slime.rollout."
 FULLY_ASYNC = "slime.rollout.fully_async_rollout"
 ROLLOUT_BUFFER = "slime_plugins.rollout_buffer"
 _SPLIT_OF_STAGES = frozenset({
@@ -127,7 +127,7 @@ def _batch_sizes(args: argparse.Namespace, violations: list[Violation]) -> None:
     if steps is None and batch is None:
         steps = 1
     # A user's rollout function may return another number of rollouts; the schedule counts those that came.
-    if args.rollout_function_path.startswith(_OWN_ROLLOUTS):
+    if args.rollout_function_path.startswith(OWN):
         violations += _identity_violations(args, per_rollout, steps, batch)
     args.num_steps_per_rollout = steps or max(1, per_rollout // batch)
     args.global_batch_size = batch or max(1, per_rollout // args.num_steps_per_rollout)

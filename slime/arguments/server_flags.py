@@ -54,6 +54,7 @@ REFUSED: dict[str, str] = {
 }  # fmt: skip
 
 
+ONE_MODEL = "the trainer does not see it, so engines would serve another model; put it into config.json, or drop it"
 NO_SHARE = "it is a share of the GPU's memory, such as 0.8"
 
 

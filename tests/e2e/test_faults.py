@@ -199,10 +199,10 @@ def test_an_address_where_no_cluster_answers(flags, tmp_path):
 
 @pytest.mark.slow
 def test_an_engine_that_does_not_start_shows_the_end_of_its_log(flags, tmp_path):
-    message = run_to_error([*flags, "--sglang-json-model-override-args", "no_such_json"], tmp_path / "run", 1)
+    message = run_to_error([*flags, "--sglang-model-config-parser", "no_such_parser"], tmp_path / "run", 1)
     first, *log = message.splitlines()
     assert re.match(r"engine 0 failed to start: exit code \d+; log \S+/engine_0.log ends with:", first)
-    assert any("JSONDecodeError" in line for line in log)
+    assert any("ValueError" in line and "no_such_parser" in line for line in log)
 
 
 @pytest.mark.parametrize(

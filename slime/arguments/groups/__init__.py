@@ -69,7 +69,7 @@ READ = {
         "sglang_sampling_mask_max_tokens", "sglang_enable_deterministic_inference", "sglang_speculative_algorithm",
         *(f"sglang_speculative_{name}" for name in ("num_steps", "eagle_topk", "num_draft_tokens")), *OF_ROLES,
         "sglang_enable_dp_lm_head", "sglang_cuda_graph_backend_prefill", "sglang_enable_return_hidden_states",
-        "sglang_return_hidden_states_mode", "sglang_kv_cache_dtype",
+        "sglang_return_hidden_states_mode", "sglang_kv_cache_dtype", "sglang_json_model_override_args",
     ),
     "router": ("router_backend", "router_dp_aware", "router_prefill_policy", "router_decode_policy"),
 }  # fmt: skip

@@ -349,6 +349,10 @@ WEIGHT_RULES: tuple[Rule, ...] = (
     warned(lambda args: args.moe_apply_probs_on_input and args.has_engines,
         "{--moe-apply-probs-on-input}: engines multiply the output of experts by their weights; unless they serve your own "
         "model that multiplies the input, their log-probs are those of another policy"),
+    *(warned(lambda args, name=name: vars(args)[name] is not None and args.has_trainer and args.has_engines,
+        f"{{{flag_of(name)}=}}: engines go by config.json, which says nothing of it; unless they serve your own model that "
+        "does the same, their log-probs are those of another policy")
+      for name in ("softmax_scale", "rotary_seq_len_interpolation_factor")),
     *where(lambda args: args.keep_old_actor and args.loss_type == "policy_loss" and not args.use_rollout_logprobs
            and not args.debug_train_only,
         warned(lambda args: not args.asynchronous,

@@ -14,7 +14,7 @@ from typing import Literal
 from slime.arguments.checkpoints import source_of_reference, source_of_teacher
 from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.config_files.role_config import DIRECTORY, critic_args, critic_weights
-from slime.arguments.derivation import FULLY_ASYNC, source_of_actor
+from slime.arguments.derivation import FULLY_ASYNC, OWN, source_of_actor
 from slime.arguments.flag import flag_of
 from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.hf_config import no_directory
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 # The flags that say where weights come from. If one of them has a wrong value by itself, only that is reported.
 _SOURCES = ("--load", "--ref-load", "--initial-megatron-checkpoint", "--hf-checkpoint", "--random-init", "--ckpt-step")
 
-# The package of our own data sources and evaluation functions: the rules know how these read files.
-_OWN = "slime.rollout."
 # Our function that asks for rewards.
 _GRADING_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 
@@ -69,7 +67,7 @@ class OwnFile:
 
 def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
     """All data files that our own code reads. Plug-ins may read their files in any way, so these are left out."""
-    if args.prompt_data and args.data_source_path.startswith(_OWN):
+    if args.prompt_data and args.data_source_path.startswith(OWN):
         kinds = {SFT_FUNCTION: "messages", _GRADING_FUNCTION: "renderable"}
         own_way = args.custom_generate_function_path is not None
         fields = (args.input_key, args.label_key, args.tool_key, args.metadata_key)
@@ -82,7 +80,7 @@ def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
                 in_template=args.apply_chat_template,
                 prompts="any" if own_way else kinds.get(args.rollout_function_path, "any"),
             )
-    if args.eval_function_path.startswith(_OWN):
+    if args.eval_function_path.startswith(OWN):
         place = places_in(args.eval_config if args.eval_datasets else None)
         for dataset in args.eval_datasets:
             in_file = place(dataset.name, "path")
@@ -198,7 +196,7 @@ def _may_fan_out(args: argparse.Namespace) -> bool:
     """Whether one rollout may become several samples, as functions and dumps of the user's can do."""
     names = ("custom_generate_function_path", "custom_convert_samples_to_train_data_path", "load_debug_rollout_data")
     own = args.rollout_function_path.startswith((_GRADING_FUNCTION, SFT_FUNCTION, FULLY_ASYNC))
-    return not (own and args.data_source_path.startswith(_OWN)) or any(vars(args)[name] for name in names)
+    return not (own and args.data_source_path.startswith(OWN)) or any(vars(args)[name] for name in names)
 
 
 def media(args: argparse.Namespace) -> Iterator[Violation]:

@@ -121,8 +121,9 @@ SHAPE_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.group_query_attention and args.num_query_groups is None,
         "{--group-query-attention} needs {--num-query-groups}, a divisor of {--num-attention-heads=}"),
     grouped_heads,
-    refused(lambda args: args.multi_latent_attention and args.rotary_seq_len_interpolation_factor is not None,
-        "{--rotary-seq-len-interpolation-factor=} has no effect with {--multi-latent-attention}; drop it"),
+    refused_each(("rotary_seq_len_interpolation_factor", "softmax_scale"),
+        lambda args, value: args.multi_latent_attention and value is not None,
+        "{0=} has no effect with {--multi-latent-attention}; drop it"),
     refused(lambda args: args.num_attention_heads and args.hidden_size and args.kv_channels is None
             and args.hidden_size % args.num_attention_heads and not args.multi_latent_attention,
         "{--hidden-size=} is no multiple of {--num-attention-heads=}; give {--kv-channels}, a head's width"),

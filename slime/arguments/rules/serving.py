@@ -17,6 +17,7 @@ from slime.arguments.groups import OF_ROLES
 from slime.arguments.hf_config import Config, read_hf_config
 from slime.arguments.server_flags import (
     NO_SHARE,
+    ONE_MODEL,
     REFUSED,
     TOLD_TOKENS,
     attention_groups,
@@ -76,15 +77,17 @@ def engine_sizes(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, template, derived=derived, fitting=args.sglang_tp_size * stages)
 
 
-def of_groups(rule: Rule) -> Rule:
-    """Applies the rule to each group of `--sglang-config`, as if all engines were like it; without the file, to the run."""
+def of_groups(rule: Rule, *, frozen: bool = True) -> Rule:
+    """Applies the rule to each group of `--sglang-config` (`frozen`: also to those that get no weights of the trainer), as if
+    all engines were like it; without the file, to the run."""
 
     def asked(args: argparse.Namespace) -> Iterator[Violation]:
         if args.sglang_config is None or not args.has_engines:
             yield from rule(args)
             return
         for group in served_groups(args):
-            for violation in rule(arguments_of_group(args, group)) if group.num_engines else ():
+            asks = group.num_engines and (frozen or group.update_weights)
+            for violation in rule(arguments_of_group(args, group)) if asks else ():
                 message = violation.message.replace(flag_of("rollout_num_gpus_per_engine"), "num_gpus_per_engine")
                 yield Violation((FLAG,), f"{group.where}: {message}", violation.kind)
 
@@ -358,6 +361,8 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
         "{--sglang-router-ip=}: give the address alone, such as 10.0.0.1 or [fd00::1]; its port has a flag"),
     refused(lambda args: args.sglang_router_port is not None and not 0 < args.sglang_router_port < 65536,
         "{--sglang-router-port=}: a port is a number from 1 to 65535, such as 30000"),
+    of_groups(refused(lambda args: args.has_trainer and args.sglang_json_model_override_args not in (None, "{}"),
+        f"{{--sglang-json-model-override-args=}}: {ONE_MODEL}"), frozen=False),
     of_groups(refused(lambda args: args.use_rollout_routing_replay and args.sglang_enable_hierarchical_cache,
         "{--sglang-enable-hierarchical-cache} loses the experts that {--use-rollout-routing-replay} asks for; drop it")),
     of_groups(refused(lambda args: args.update_weights_in_flight and args.sglang_enable_hierarchical_cache,

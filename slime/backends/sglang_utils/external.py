@@ -26,7 +26,7 @@ from slime.arguments.flag import flag_of
 from slime.arguments.hf_config import read_hf_config
 from slime.arguments.rules.not_built import names_of
 from slime.arguments.rules.serving import WITH_ROLES
-from slime.arguments.server_flags import NOT_YET, REFUSED
+from slime.arguments.server_flags import NOT_YET, ONE_MODEL, REFUSED
 from slime.arguments.surface import version_of
 from slime.backends.sglang_utils.server_arguments import typed_fields
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
@@ -252,6 +252,8 @@ def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
     for name in _REFUSED_SWITCHES:
         if told.get(name):
             yield f"it was started with --{name.replace('_', '-')}: {REFUSED[f'sglang_{name}']}"
+    if args.has_trainer and told.get("json_model_override_args") not in (None, "{}"):
+        yield f"it was started with --json-model-override-args: {ONE_MODEL}"
     yield from _short_contexts(args, told)
     yield from _misfits_of_role(args, told)
     yield from _what_is_not_built(told)

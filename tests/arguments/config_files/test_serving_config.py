@@ -233,6 +233,18 @@ def test_stages_divide_the_engines_of_their_group(tmp_path):
     assert [arguments_of_group(args, group).sglang_pp_size for group in served_groups(args)] == [2, None]
 
 
+def test_only_a_model_that_is_not_trained_may_have_another_config_than_its_checkpoint(tmp_path):
+    words = ["--sglang-json-model-override-args", '{"rope_theta": 1}']
+    parse(tmp_path, *words, "--debug-rollout-only")
+    group = "{num_gpus: 1, overrides: {json_model_override_args: '{\"rope_theta\": 1}'}}"
+    path = written(tmp_path, group_lines(group), "serving.yaml")
+    (line,) = refusals(tmp_path, f"--rollout-num-gpus 1 --sglang-config {path}")
+    assert line.startswith(f"{path}:4: --sglang-json-model-override-args ") and "the trainer does not see it" in line
+    judge = f"  - {{name: judge, update_weights: false, server_groups: [{group}]}}\n"
+    path = written(tmp_path, group_lines("{num_gpus: 1}") + judge, "serving.yaml")
+    parse(tmp_path, "--rollout-num-gpus", "2", "--sglang-config", str(path))
+
+
 JUDGE = """  - name: judge
     model_path: {path}
     server_groups:

@@ -293,6 +293,16 @@ def test_engines_that_weigh_what_experts_give_are_warned_about(tmp_path, caplog,
     assert len(told) == warned
 
 
+@pytest.mark.parametrize("words", ["--softmax-scale 0.1", "--rotary-seq-len-interpolation-factor 2"])
+def test_a_model_of_the_trainer_alone_is_warned_about(tmp_path, caplog, words):
+    parse(tmp_path, *words.split(), "--debug-train-only")
+    assert "engines go by config.json" not in caplog.text
+    parse(tmp_path, *words.split())
+    assert [
+        line.partition(": engines go by")[0].split()[0] for line in caplog.messages if "go by config.json" in line
+    ] == [words.split()[0]]
+
+
 COMPLETE_DELTA = (
     "--update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir /d "
     "--update-weight-local-checkpoint-dir /l"

@@ -64,10 +64,10 @@ def test_the_projection_of_queries_keys_and_values_is_cut_evenly(tmp_path):
     assert not [line for line in lines if "channels of" in line]
 
 
-def test_positions_of_latent_attention_are_not_divided(tmp_path):
-    words = "--multi-latent-attention --rotary-seq-len-interpolation-factor 2"
-    message = "--rotary-seq-len-interpolation-factor 2 has no effect with --multi-latent-attention; drop it"
-    assert message in violations(tmp_path, words)
+@pytest.mark.parametrize("flag", ["--rotary-seq-len-interpolation-factor 2", "--softmax-scale 0.1"])
+def test_latent_attention_has_its_own_scale_and_positions(tmp_path, flag):
+    message = f"{flag} has no effect with --multi-latent-attention; drop it"
+    assert message in violations(tmp_path, f"--multi-latent-attention {flag}")
 
 
 def test_an_unknown_shape_names_what_is_missing(tmp_path):

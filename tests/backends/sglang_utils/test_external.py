@@ -29,7 +29,7 @@ STARTED_WITH = {
     "skip_tokenizer_init": False, "is_embedding": False, "enable_lora": None, "speculative_algorithm": None,
     "quantization": None, "cpu_offload_gb": 0, "offload_group_size": -1, "weight_cache_mode": "off", "tokenizer_worker_num": 1,
     "context_length": None, "weight_version": "default", "enable_return_routed_experts": False,
-    "disaggregation_transfer_backend": "mooncake",
+    "disaggregation_transfer_backend": "mooncake", "json_model_override_args": "{}",
 }  # fmt: skip
 
 
@@ -168,6 +168,7 @@ def test_sizes_and_roles_under_all_their_names(told, expected):
         ({"version": "0.5.20"}, {}, "it is SGLang 0.5.20, and the run speaks to engines of SGLang"),
         ({"skip_tokenizer_init": True}, {}, "--skip-tokenizer-init: rollouts need the text of responses"),
         ({"preferred_sampling_params": {"min_p": 0.1}}, {}, "--preferred-sampling-params: it would change what answers are"),
+        ({"json_model_override_args": '{"rope_theta": 1}'}, {}, "--json-model-override-args: the trainer does not see it"),
         ({"encoder_only": True}, {}, "--encoder-only: engines of SGLang that only encode media take no weights"),
         ({"enable_pd_role_switch": True}, {}, "--enable-pd-role-switch: engines that prefill at one time and decode"),
         ({"speculative_algorithm": "EAGLE"}, {}, "--speculative-algorithm EAGLE: speculative decoding by engines of others"),
@@ -263,6 +264,11 @@ def test_an_engine_with_fewer_positions_than_the_model_is_taken_with_a_limit(sta
     for limit in ({"sglang_context_length": 512}, {"rollout_max_context_len": 512, **unread}):
         assert len(discover_external_engines(make_args(model, server.address, **limit))) == 1
     assert len(discover_external_engines(make_args(model, start(model, context_length=1024).address))) == 1
+
+
+def test_an_engine_of_another_config_is_taken_where_nothing_is_trained(start, model):
+    server = start(model, json_model_override_args='{"rope_theta": 1}')
+    assert len(discover_external_engines(make_args(model, server.address, has_trainer=False))) == 1
 
 
 def test_a_wrong_model_and_the_same_model_elsewhere(start, model, tmp_path):

@@ -258,6 +258,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "--rollout-num-gpus --rollout-num-gpus-per-engine", WRONG),
         ("--rollout-num-gpus 1 --rollout-num-gpus-per-engine 2", "--rollout-num-gpus --rollout-num-gpus-per-engine", WRONG),
         ('--sglang-preferred-sampling-params {{"min_p":0.1}}', "--sglang-preferred-sampling-params", WRONG),
+        ('--sglang-json-model-override-args {{"rope_theta":1}}', "--sglang-json-model-override-args", WRONG),
         ("--rollout-num-gpus 0", "--rollout-num-gpus --router-api-key --sglang-router-ip --sglang-router-port", WRONG),
         ("--rollout-num-gpus 12 --rollout-num-gpus-per-engine 12",
          "--rollout-num-gpus-per-engine --num-gpus-per-node", WRONG),
