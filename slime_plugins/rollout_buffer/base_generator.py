@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import random
 import time
 import uuid
 from collections.abc import Iterator
@@ -27,7 +26,8 @@ from typing import Any
 
 from slime.utils import env
 from slime.utils.async_utils import run
-from slime.utils.data_files import read_file
+from slime.utils.data_files import parse_data_path, read_file
+from slime.utils.epoch_order import Part, epoch_order
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError, post, post_control
 from slime.utils.processing_utils import load_tokenizer, render_chat, without_end_mark
@@ -70,7 +70,8 @@ class Turn:
 class BaseGenerator(abc.ABC):
     """Makes `num_repeat_per_sample` trajectories of each prompt, many at a time, epoch after epoch.
 
-    An instance id is `EPOCH-ROW`, so that groups of two epochs are two groups; those in `skip_instance_ids` are left out.
+    An instance id is `PASS-ROW`, so that a row is another group each time that it comes; those in `skip_instance_ids` are left
+    out. How often it comes follows from the weight of its file: with the same weight for all files, once in each epoch.
 
     Args:
         data: what the run has sent (`rollout.start_request`).
@@ -190,10 +191,15 @@ class BaseGenerator(abc.ABC):
         }
 
     async def _work(self) -> None:
-        rows = list(self._rows())
+        rows: list[dict[str, Any]] = []
+        parts = []
+        for file in self.data["input_files"]:
+            of_file = list(self._rows(file))
+            rows += of_file
+            parts.append(Part(len(of_file), parse_data_path(file).weight))
         if not rows:
             raise UserError(f"{', '.join(self.data['input_files'])}: there is no row")
-        instances = self._instances(rows)
+        instances = self._instances(rows, parts)
         # Each worker makes whole groups, so that groups become full in about the order in which they began.
         size = int(self.data["num_repeat_per_sample"])
         workers = max(1, int(self.data.get("num_process") or _DEFAULT_CONCURRENCY) // size)
@@ -201,23 +207,22 @@ class BaseGenerator(abc.ABC):
             for _ in range(workers):
                 group.create_task(self._make_groups(instances, size))
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
-        """The rows of all files, with the prompt under `prompt` and the label under `label`."""
-        for row in (row for file in self.data["input_files"] for row in read_file(file)):
+    def _rows(self, file: str) -> Iterator[dict[str, Any]]:
+        """The rows of a file, with the prompt under `prompt` and the label under `label`."""
+        for row in read_file(file):
             key = self.data.get("input_key") or ("prompt" if "prompt" in row else "input")
             if key not in row:
                 raise UserError(f"--input-key {key}: a row has {', '.join(row)}")
             yield {**row, "prompt": row[key], "label": row.get(self.data.get("label_key") or "label")}
 
-    def _instances(self, rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _instances(self, rows: list[dict[str, Any]], parts: list[Part]) -> Iterator[tuple[str, dict[str, Any]]]:
         skipped = set(self.data.get("skip_instance_ids") or ())
+        passes = [0] * len(rows)
         # Endless, to make up for groups that are dropped; the run ends it when it has enough.
         for epoch in itertools.count():
-            order = list(range(len(rows)))
-            if self.data.get("shuffle"):
-                random.Random(f"{self.data.get('seed', 0)}-{epoch}").shuffle(order)
-            for position in order:
-                instance_id = f"{epoch}-{position}"
+            for position in epoch_order(parts, int(self.data.get("seed", 0)), epoch, bool(self.data.get("shuffle"))):
+                instance_id = f"{passes[position]}-{position}"
+                passes[position] += 1
                 if instance_id not in skipped:
                     yield instance_id, rows[position]
 

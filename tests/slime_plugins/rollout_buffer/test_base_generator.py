@@ -32,6 +32,18 @@ class Own(BaseGenerator):
         self.sent.append(item)
 
 
+class FirstOfMany(Own):
+    """Asks nobody, and ends after the first `most` trajectories."""
+
+    async def trajectory(self, row):
+        return {"messages": [], "reward": 1.0, "prompt": row["prompt"]}
+
+    async def send(self, item):
+        if len(self.sent) == self.data["most"]:
+            raise UserError("enough")
+        await super().send(item)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
@@ -65,6 +77,39 @@ def awaited(coroutine):
             await close_http_client()
 
     return asyncio.run(main())
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_prompts_come_by_the_weights_of_their_files(checkpoint, engine, tmp_path, shuffle):
+    files = []
+    for name, weight in (("a", ""), ("b", "*3")):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(f'{{"prompt": "{name}{row}"}}\n' for row in range(4)))
+        files.append(f"{file}{weight}")
+
+    def sent(**data):
+        words = {"input_files": files, "num_repeat_per_sample": 1, "num_process": 1, "shuffle": shuffle, "seed": 5}
+        made = generator(checkpoint, engine, FirstOfMany, **{**words, **data})
+        with pytest.raises(UserError, match="enough"):
+            made.run()
+        return [(item["prompt"], item["instance_id"]) for item in made.sent]
+
+    found = sent(most=16)
+    assert [sum(prompt[0] == "a" for prompt, _ in part) for part in (found[:8], found[8:])] == [2, 2], "in each epoch"
+    of_a, of_b = ([f"{name}{row}" for row in range(4)] for name in "ab")
+    assert sorted(prompt for prompt, _ in found) == [*of_a, *sorted(3 * of_b)]
+    # Each time that a row comes is a group of its own, and those that a run has already do not come again.
+    assert {instance for _, instance in found} == {
+        f"{number}-{4 * (row in of_b) + int(row[1])}"
+        for row in of_a + of_b
+        for number in range(3 if row in of_b else 1)
+    }
+    assert sent(most=14, skip_instance_ids=[instance for _, instance in found[:2]]) == found[2:]
+    # The same weight everywhere: all rows in every epoch.
+    plain = sent(most=16, input_files=[file.removesuffix("*3") for file in files])
+    assert [sorted(instance for _, instance in part) for part in (plain[:8], plain[8:])] == [
+        [f"{epoch}-{row}" for row in range(8)] for epoch in range(2)
+    ]
 
 
 def test_an_answer_has_no_more_tokens_than_the_context_leaves(checkpoint, engine):
