@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slime.arguments.checkpoints import (
     REFERENCE,
@@ -21,10 +22,11 @@ from slime.arguments.checkpoints import (
 )
 from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.config_files.role_config import CRITIC, critic_args, place_in
-from slime.arguments.config_files.serving_config import served_models
+from slime.arguments.config_files.serving_config import arguments_of_group, served_groups, served_models
 from slime.arguments.flag import attribute_of, flag_of
 from slime.arguments.hf_config import differing_flags, read_hf_config
 from slime.models.families import FAMILIES, model_args_from_hf
+from slime.plan.placement import dtype_of_engine
 from slime.plan.prompt_files import SCAN_SECONDS, files_of_the_run, prompt_problems
 from slime.utils.checkpoint_directory import (
     FSDP2,
@@ -48,7 +50,7 @@ def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECO
     Raises:
         UserError: one message with everything that would end the run later.
     """
-    for warning in late_evaluations(args):
+    for warning in (*late_evaluations(args), *other_dtypes(args, read_hf_config(args.hf_checkpoint))):
         logger.warning("%s", warning)
     problems = [
         *_checkpoint_problems(args),
@@ -70,6 +72,20 @@ def late_evaluations(args: argparse.Namespace) -> Iterator[str]:
             "without a push measures the weights of the push before it, which fewer rollouts trained than its eval/step says; "
             f"give a multiple of {interval}"
         )
+
+
+def other_dtypes(args: argparse.Namespace, hf_config: dict[str, Any]) -> Iterator[str]:
+    """A warning for each dtype of the run's own engines that differs from the trainer's."""
+    if not args.has_trainer or not args.has_engines or args.rollout_external:
+        return
+    trained = [arguments_of_group(args, group).sglang_dtype for group in served_groups(args) if group.update_weights]
+    for named in sorted(set(trained) - {None}):
+        found = dtype_of_engine(named, hf_config)
+        if found != args.params_dtype_name:
+            yield (
+                f"--sglang-dtype {named}: engines compute in {found}, and the trainer in {args.params_dtype_name}: every push "
+                "casts the weights, and log-probs differ by the rounding; leave it out"
+            )
 
 
 def nothing_left(args: argparse.Namespace) -> str | None:

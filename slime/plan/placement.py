@@ -241,6 +241,14 @@ def _plain_bytes(args: argparse.Namespace) -> float:
     return 4.0 if args.has_trainer and args.params_dtype_name == "float32" else 2.0
 
 
+def dtype_of_engine(named: str, hf_config: dict[str, Any]) -> str:
+    """The dtype in which sglang 0.5.21 computes a model with this config if it is told `named`, a value of --sglang-dtype."""
+    if named == "auto":
+        stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype"))
+        return stored if stored in ("bfloat16", "float16") else "float16"
+    return {"half": "float16", "float": "float32"}.get(named, named)
+
+
 def _group_of_trained_model(args: argparse.Namespace) -> ServerGroup | None:
     """The first group with engines whose model gets the trainer's weights; if there is none, the first group with engines."""
     models = sorted(served_models(args), key=lambda model: not model.update_weights)

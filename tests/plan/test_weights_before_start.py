@@ -1,4 +1,4 @@
-"""Weights that a run cannot load, as files, metadata and configs tell them before anything starts."""
+"""Weights that a run cannot load, or casts, as files, metadata, configs and flags tell them before anything starts."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.plan import make_plan
 from slime.plan.before_start import check_before_start, sizes_against_config
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import places_of_checkpoint
@@ -208,3 +209,23 @@ def test_the_weights_of_every_family_have_the_sizes_of_their_config(tmp_path, fa
             json.dumps({**whole, "text_config": changed} if config is not whole else changed)
         )
         assert list(sizes_against_config(tmp_path, places)), entry
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), None),
+        (("--sglang-dtype", "float"), None),
+        (("--sglang-dtype", "half"), "half: engines compute in float16, and the trainer in float32"),
+        (("--sglang-dtype", "auto"), "auto: engines compute in float16, and the trainer in float32"),
+        (("--sglang-dtype", "auto", "--bf16"), "auto: engines compute in float16, and the trainer in bfloat16"),
+        (("--sglang-dtype", "half", "--debug-rollout-only"), None),
+    ],
+)
+def test_engines_that_are_told_another_dtype_than_the_trainers_are_warned_of(tmp_path, caplog, words, told):
+    args = parse(tmp_path, "--rollout-num-gpus", "1", *words)
+    write_stand_ins(tmp_path / "model")
+    check_before_start(args)
+    for found in ([record.message for record in caplog.records], make_plan(args).warnings):
+        about = [message for message in found if "engines compute in" in message]
+        assert len(about) == (told is not None) and all(f"--sglang-dtype {told}" in message for message in about)

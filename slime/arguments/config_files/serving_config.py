@@ -71,9 +71,9 @@ def arguments_of_group(args: argparse.Namespace, group: ServerGroup, *, sleeps: 
     copied.offload_rollout = args.offload_rollout and sleeps
     copied.origins = dict.fromkeys(vars(args), Origin.DEFAULT) | dict.fromkeys(values, Origin.YAML)
     if not group.update_weights:
-        # Nobody trains on its experts or kept tokens, nor brings it weights when it wakes.
-        vars(copied).update(use_rollout_routing_replay=False, update_weights_in_flight=False, rollout_top_k=-1)
-        copied.sglang_enable_weights_cpu_backup = copied.offload_rollout or None
+        # Nobody trains on its experts or kept tokens, nor brings it weights in the trainer's dtype, or when it wakes.
+        copied.bf16 = copied.fp16 = copied.use_rollout_routing_replay = copied.update_weights_in_flight = False
+        copied.sglang_enable_weights_cpu_backup, copied.rollout_top_k = copied.offload_rollout or None, -1
         # Layers with which to draft are those of the run's model.
         vars(copied).update({name: values.get(name) for name in vars(args) if name.startswith(f"{PREFIX}speculative_")})
         copied.origins |= dict.fromkeys(ONLY_AGAINST_PUSHES, Origin.DEFAULT)

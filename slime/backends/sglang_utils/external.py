@@ -30,6 +30,7 @@ from slime.arguments.server_flags import NOT_YET, ONE_MODEL, REFUSED
 from slime.arguments.surface import version_of
 from slime.backends.sglang_utils.server_arguments import typed_fields
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.plan.placement import dtype_of_engine
 from slime.utils.errors import RunError, UserError
 from slime.utils.ports import normalize_external_engine_addr, refuses_connections
 from slime.utils.run_values import with_run_values
@@ -73,6 +74,7 @@ class ExternalEngineInfo:
     bootstrap_port: the port at which an engine that prefills is asked for its caches.
     transfer_backend: how an engine that prefills or decodes moves caches.
     load_format: how it reads checkpoints; one that loads what is pushed as files may change it.
+    dtype: the one that it was started with; auto: as the config of its model says.
     """
 
     url: str
@@ -88,6 +90,7 @@ class ExternalEngineInfo:
     bootstrap_port: int | None = None
     transfer_backend: str | None = None
     load_format: str | None = field(default=None, compare=False)
+    dtype: str = "auto"
 
 
 def with_external_engines(args: argparse.Namespace) -> argparse.Namespace:
@@ -98,6 +101,7 @@ def with_external_engines(args: argparse.Namespace) -> argparse.Namespace:
             key, another version of SGLang, another model, settings that the run cannot work with.
     """
     infos = discover_external_engines(args)
+    config = read_hf_config(args.hf_checkpoint)
     for info in infos:
         held = (
             "" if info.weight_version == "default" else f", weights of version {info.weight_version} of an earlier run"
@@ -105,6 +109,12 @@ def with_external_engines(args: argparse.Namespace) -> argparse.Namespace:
         logger.info("engine %s of %d GPUs, SGLang %s%s", info.url, info.num_gpus, info.version, held)
         if held and not args.has_trainer:
             logger.warning("%s: nothing is pushed in this run, so it serves the weights of an earlier one", info.url)
+        found = dtype_of_engine(info.dtype, config)
+        if args.has_trainer and found != args.params_dtype_name:
+            logger.warning(
+                "%s computes in %s, and the trainer in %s: every push casts the weights, and log-probs differ by the "
+                "rounding; start it with --dtype %s", info.url, found, args.params_dtype_name, args.params_dtype_name,
+            )  # fmt: skip
     return with_run_values(
         args,
         rollout_external_engine_infos=infos,
@@ -212,6 +222,7 @@ def describe_engine(url: str, told: dict[str, Any]) -> ExternalEngineInfo:
         bootstrap_port=told.get("disaggregation_bootstrap_port") if worker_type == "prefill" else None,
         transfer_backend=told.get("disaggregation_transfer_backend") if worker_type == role else None,
         load_format=told.get("load_format"),
+        dtype=told.get("dtype") or "auto",
     )
 
 

@@ -243,8 +243,9 @@ def _values_of_run(args: Any, role: str, on_cpu: bool) -> dict[str, Any]:
     values: dict[str, Any] = {**RUN_DEFAULTS, **(defaults_on_cpu(args.hf_checkpoint) if on_cpu else {})}
     if on_cpu and role in _LOAD_BALANCE:
         values["disaggregation_transfer_backend"] = _TRANSFER_ON_CPU
-    if not on_cpu and args.fp16:
-        values["dtype"] = "float16"
+    if not on_cpu and (args.fp16 or (args.bf16 and args.has_trainer)):
+        # By itself an engine computes in the dtype that its config.json names, and in float16 where that is float32 or none.
+        values["dtype"] = args.params_dtype_name
     if args.use_rollout_routing_replay:
         values["enable_return_routed_experts"] = True
         if attention_groups(args) > 1:

@@ -279,6 +279,8 @@ def test_a_frozen_model_beside_the_trained_one_has_its_own_checkpoint_and_settin
     assert of_actor["enable_return_routed_experts"] and "enable_return_routed_experts" not in of_judge
     awake = values(judge, sleeps=False)
     assert "enable_memory_saver" not in awake and "enable_weights_cpu_backup" not in awake
+    args.sglang_dtype, args.bf16, args.params_dtype_name = None, True, "bfloat16"
+    assert values(actor)["dtype"] == "bfloat16" and "dtype" not in values(judge), "which has that of its checkpoint"
 
 
 def test_a_frozen_model_drafts_where_its_group_says_so_and_not_because_the_run_does(tmp_path):

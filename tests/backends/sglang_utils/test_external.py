@@ -28,7 +28,7 @@ STARTED_WITH = {
     "disaggregation_mode": "null", "disaggregation_bootstrap_port": 8998, "encoder_only": False, "language_only": False,
     "skip_tokenizer_init": False, "is_embedding": False, "enable_lora": None, "speculative_algorithm": None,
     "quantization": None, "cpu_offload_gb": 0, "offload_group_size": -1, "weight_cache_mode": "off", "tokenizer_worker_num": 1,
-    "context_length": None, "weight_version": "default", "enable_return_routed_experts": False,
+    "context_length": None, "dtype": "auto", "weight_version": "default", "enable_return_routed_experts": False,
     "disaggregation_transfer_backend": "mooncake", "json_model_override_args": "{}",
 }  # fmt: skip
 
@@ -100,7 +100,7 @@ def make_args(model, *addresses, typed=(), **flags):
     values = {
         "hf_checkpoint": str(model), "rollout_external_engine_addrs": list(addresses), "router_api_key": None,
         "typed_flags": set(typed), "update_weight_mode": "full", "use_rollout_routing_replay": False,
-        "rollout_num_gpus": None, "has_trainer": True,
+        "rollout_num_gpus": None, "has_trainer": True, "params_dtype_name": "bfloat16",
         "rollout_num_gpus_per_engine": 1, "http_control_timeout": 10.0, "engine_load_timeout": 10.0,
         "update_weights_in_flight": False, "rollout_top_p": 1.0, "rollout_top_k": -1, "router_prefill_policy": None,
         "router_decode_policy": None, "sglang_context_length": None, "rollout_max_context_len": None,
@@ -144,6 +144,22 @@ def test_engines_are_found_with_their_sizes_and_parsed_arguments_stay(start, mod
     assert (found.rollout_num_engines, found.rollout_num_gpus) == (2, 5)
     assert args.rollout_num_gpus is None and not hasattr(args, "rollout_external_engine_infos")
     assert KEY not in repr(infos)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "named", "computes"),
+    [
+        ("auto", "float32", "float16"), ("auto", None, "float16"), ("auto", "bfloat16", None), ("half", "bfloat16", "float16"),
+        ("bfloat16", "float32", None),
+    ],
+)  # fmt: skip
+def test_an_engine_in_another_dtype_than_the_trainer_is_warned_of(start, model, caplog, dtype, named, computes):
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "dtype": named}))
+    with_external_engines(make_args(model, start(model, dtype=dtype).address))
+    told = [record.message for record in caplog.records if " computes in " in record.message]
+    assert len(told) == (computes is not None) and all(
+        f"in {computes}, and the trainer in bfloat16" in text for text in told
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def make_args(**overrides) -> SimpleNamespace:
     values = {
         "hf_checkpoint": "/models/m", "seed": 1234, "num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 2,
         "sglang_pp_size": None, "sglang_tp_size": None, "sglang_dp_size": None, "sglang_enable_dp_attention": None,
-        "fp16": False, "use_rollout_routing_replay": False,
+        "bf16": True, "fp16": False, "params_dtype_name": "bfloat16", "use_rollout_routing_replay": False,
         "trust_remote_code": False, "router_api_key": None, "has_trainer": True, "has_engines": True, "colocate": False,
         "offload_train": False, "offload_rollout": False, "release_train": False, "rollout_external": False,
     }  # fmt: skip
@@ -81,9 +81,14 @@ def test_defaults_without_a_gpu():
 
 
 def test_no_cpu_defaults_with_a_gpu():
-    values = compute(make_args(), on_cpu=False).values
-    assert "device" not in values and "attention_backend" not in values and "dtype" not in values
-    assert compute(make_args(fp16=True), on_cpu=False).values["dtype"] == "float16"
+    assert compute(make_args(), on_cpu=False).values.keys().isdisjoint({"device", "attention_backend"})
+
+
+def test_engines_on_gpus_have_the_16_bit_dtype_of_the_trainer():
+    in_float16, in_float32 = ({"bf16": False, "fp16": half, "params_dtype_name": "typed"} for half in (True, False))
+    runs = ({}, in_float16, in_float32, {"has_trainer": False}, {"sglang_dtype": "half"})
+    found = [compute(make_args(**run), on_cpu=False).values.get("dtype") for run in runs]
+    assert found == ["bfloat16", "typed", None, None, "half"]
 
 
 def test_engines_that_sleep_have_no_graphs_of_prefill_unless_they_are_asked_for():
