@@ -39,6 +39,12 @@ def text_config_of(config: Config) -> Config:
     return {**config, **text, **whole}
 
 
+def without_nulls(config: Config) -> Config:
+    """The entries that are not null, also those inside of objects: null counts as absent."""
+    found = {name: without_nulls(value) if isinstance(value, dict) else value for name, value in config.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def decoder(config: Config) -> ModelArgs:
     """Sizes, norms and embedding: what every model has."""
     require(config, _NEEDED)
@@ -76,7 +82,7 @@ def grouped_query_attention(config: Config) -> ModelArgs:
 def latent_attention(config: Config) -> ModelArgs:
     """Multi-head latent attention and its YaRN; without scaling the factor is 1, which is plain RoPE."""
     require(config, _NEEDED_BY_LATENT_ATTENTION)
-    rope = rope_scaling(config)
+    rope = {**rope_scaling(config), "original_max_position_embeddings": unscaled_length(config)}
     scaled = rope_type(config) != "default"
     factor = float(rope.get("factor", 1.0)) if scaled else 1.0
     args = {
@@ -94,7 +100,7 @@ def latent_attention(config: Config) -> ModelArgs:
         **(yarn_attention_scale(config) if rope_type(config) == "yarn" else {}),
     }
     names = {"original_max_position_embeddings": int, "beta_fast": float, "beta_slow": float}
-    return {**args, **{name: kind(rope[name]) for name, kind in names.items() if scaled and name in rope}}
+    return {**args, **{name: kind(rope[name]) for name, kind in names.items() if scaled and rope.get(name)}}
 
 
 def yarn_attention_scale(config: Config) -> ModelArgs:
@@ -133,11 +139,14 @@ def mtp_layers(config: Config) -> ModelArgs:
 
 def partial_rope(config: Config) -> ModelArgs:
     """The share of each head that is rotated."""
-    rope = config.get("rope_parameters") or {}
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    return {"rotary_percent": rotated_share(config)}
+
+
+def rotated_share(config: Config) -> float:
+    """The share of each head that is rotated, a number of channels before all else."""
     if config.get("rotary_dim"):
-        share = config["rotary_dim"] / _head_dim(config)
-    return {"rotary_percent": float(share)}
+        return config["rotary_dim"] / _head_dim(config)
+    return float(rope_scaling(config).get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
 
 
 # Entries that scale RoPE for which Megatron has fixed values, and no flags: by type of scaling, these values.
@@ -254,10 +263,23 @@ def rope_type(config: Config) -> str:
 
 def rope_base(config: Config) -> int | float:
     """The base of the rotation: an int, as Megatron's flag has it, or what is between two of them as it is."""
-    # A stale top-level `rope_theta` must not win over that of `rope_parameters`.
-    parameters = config.get("rope_parameters") or {}
-    base = parameters.get("rope_theta", config.get("rope_theta", 10000))
+    # A stale top-level `rope_theta` must not win over that beside the scaling.
+    base = rope_scaling(config).get("rope_theta", config.get("rope_theta", 10000))
     return int(base) if base == int(base) else base
+
+
+def unscaled_length(config: Config) -> int | None:
+    """The length from which RoPE is scaled: that of the model if none is told. None: the config tells neither."""
+    return rope_scaling(config).get("original_max_position_embeddings", config.get("max_position_embeddings"))
+
+
+def ropes_differ(config: Config) -> bool:
+    """Whether `rope_parameters` and `rope_scaling` are both there and do not mean the same. Engines take the latter for most
+    types, and do not look for its base in the former."""
+    both = [rope for name in _OBJECTS if (rope := config.get(name))]
+    common = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    forms = [{**common, **rope, "type": None, "rope_type": rope_type({"rope_scaling": rope})} for rope in both]
+    return len(forms) == 2 and forms[0] != forms[1]
 
 
 def require(config: Config, names: tuple[str, ...]) -> None:

@@ -79,6 +79,12 @@ MINIMAX_M2 = Family(
         "moe_router_load_balancing_type": "none",
     },
     layer_spec="slime_plugins.models.minimax_m2.get_minimax_m2_layer_spec",
+    absent={"rope_theta": 5000000},
+    engine_flags={
+        "rotary_percent": ("rotary_dim", lambda config: hf.rotated_share(config) if "rotary_dim" in config else 1.0),
+        "qk_layernorm": ("use_qk_norm", lambda config: config.get("use_qk_norm", False)),
+        "moe_router_enable_expert_bias": ("use_routing_bias", lambda config: config.get("use_routing_bias", False)),
+    },
     qk_norm_spans_heads=True,
     rules=(
         *ENDS,
@@ -170,7 +176,7 @@ def model_args_from_hf(config: Config) -> dict[str, Any]:
     wrong = hf.wrong_entries(config)
     if wrong:
         raise UserError("; ".join(wrong))
-    return family.model_args(config)
+    return family.model_args(hf.without_nulls(config))
 
 
 def family_of(config: Config) -> Family:
@@ -213,33 +219,49 @@ def training_limits(config: Config, derived: dict[str, Any]) -> Iterator[str]:
         config: of a known `model_type`.
         derived: its flags (`model_args_from_hf`).
     """
-    model_type = config["model_type"]
+    config = hf.without_nulls(config)
+    model_type, family = config["model_type"], family_of(config)
     if model_type not in TRAINED_MODEL_TYPES:
         yield (
             f"model_type {model_type!r} of --hf-checkpoint is planned by --dry-run, but its layers are not built yet; "
             f"models of type {' or '.join(TRAINED_MODEL_TYPES)} can be trained"
         )
-    rope, scaling = hf.rope_type(config), hf.rope_scaling(config)
+    rope = hf.rope_type(config)
+    fixed = hf.FIXED_BY_SCALING.get(rope, {}) if rope in family.rope_types else {}
+    told = {"original_max_position_embeddings": hf.unscaled_length(config), **hf.rope_scaling(config)}
+    scaling = hf.without_nulls(told)
     attention_bias = bool(config.get("attention_bias", False))
     has_biases = derived["add_qkv_bias"] and not derived["multi_latent_attention"]
     scores = derived.get("moe_router_score_function")
     normalised = (True,) if scores == "sigmoid" else (True, False)
     found = (
         ("hidden_act", config.get("hidden_act", "silu"), ("silu",)),
-        ("rope_type", rope, family_of(config).rope_types),
+        ("rope_type", rope, family.rope_types),
         ("use_sliding_window", bool(config.get("use_sliding_window", False)), (False,)),
         ("attention_bias", attention_bias, (True, False) if has_biases else (False,)),
         ("rope_interleave", config.get("rope_interleave", True), (True,)),
         ("mlp_bias", bool(config.get("mlp_bias", False)), (False,)),
         ("scoring_func", scores and config.get("scoring_func") or scores, (scores,)),
         ("norm_topk_prob", config.get("norm_topk_prob") is not False, normalised),
-        *((name, scaling.get(name, only), (only,)) for name, only in hf.FIXED_BY_SCALING.get(rope, {}).items()),
+        *((name, scaling.get(name, only), (only,)) for name, only in fixed.items()),
     )
     for name, value, supported in found:
         if value not in supported:
             yield (
                 f"config.json of --hf-checkpoint: {name} {value!r} cannot be trained; only "
                 f"{' or '.join(repr(option) for option in supported)} is built"
+            )
+    if hf.ropes_differ(config):
+        yield (
+            "config.json of --hf-checkpoint: rope_parameters and rope_scaling say different things, and engines may take the "
+            "one that the trainer does not; leave one of them, with its rope_theta"
+        )
+    for flag, (entry, as_engines_read_it) in family.engine_flags.items():
+        value = as_engines_read_it(config)
+        if value is not None and value != derived[flag]:
+            yield (
+                f"config.json of --hf-checkpoint: engines read {entry} at its top level alone, which makes {flag} {value!r}, "
+                f"and by all its entries the model has {derived[flag]!r}; write a {entry} there that says so"
             )
     groups, of_groups = derived.get("moe_router_num_groups") or 1, derived.get("moe_router_group_topk") or 1
     if groups > 1 and derived["moe_router_topk"] // of_groups != 2:

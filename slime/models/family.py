@@ -71,6 +71,8 @@ class Family:
     constants: flags that hold for every published model of the type, whatever the config says.
     absent: entries that a config of this type may lack, with the values that are then meant.
     rope_types: types of RoPE scaling that the family's layers implement.
+    engine_flags: flags that SGLang 0.5.21 takes from one entry alone where a part reads several: by flag, that entry, and what
+        it makes of the config, None if it has engines fail.
 
     layer_spec: import path of the function that builds its decoder layers, which the backend resolves (`--spec`); None: the
         layers that the backend has for every decoder-only model.
@@ -100,6 +102,7 @@ class Family:
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rope_types: tuple[str, ...] = ("default",)
+    engine_flags: Mapping[str, tuple[str, Callable[[Config], Any]]] = dataclasses.field(default_factory=dict)
     layer_spec: str | None = None
     qk_norm_spans_heads: bool = False
     rules: tuple[Rule, ...] = ()

@@ -104,12 +104,20 @@ def _predicting(mlp: tuple[Rule, ...]) -> tuple[Rule, ...]:
     return prediction_layer(LAYER_NORMS + _GATED_ATTENTION + mlp, f"mtp.layers.{LAYER}.", names, own="mtp.")
 
 
+_HYBRID_IN_ENGINES = {
+    "rotary_percent": ("partial_rotary_factor", lambda config: config.get("partial_rotary_factor", 0.25)),
+    "linear_attention_freq": ("full_attention_interval", lambda config: config.get("full_attention_interval")),
+}
 QWEN3_NEXT = Family(
     model_types=("qwen3_next",),
     names=("qwen3next",),
     parts=(*_MOE, hf.partial_rope, hf.linear_attention),
     constants={"qk_layernorm": True, "layernorm_zero_centered_gamma": True, "moe_shared_expert_gate": True},
     absent={"partial_rotary_factor": 0.25},
+    engine_flags={
+        "rotary_base": ("rope_theta", lambda config: config.get("rope_theta", 10000)),
+        **_HYBRID_IN_ENGINES,
+    },
     layer_spec="slime_plugins.models.qwen3_next.get_qwen3_next_spec",
     rules=ENDS
     + _MIXED_LAYERS
@@ -155,6 +163,7 @@ _QWEN3_5_TEXT = Family(
     parts=(*_DENSE, hf.partial_rope, hf.linear_attention),
     constants={"qk_layernorm": True, "layernorm_zero_centered_gamma": True},
     absent={"partial_rotary_factor": 0.25},
+    engine_flags=_HYBRID_IN_ENGINES,
     layer_spec="slime_plugins.models.qwen3_5.get_qwen3_5_spec",
     rules=ENDS + _QWEN3_5_LAYERS + _QWEN3_5_MLP + _predicting(_QWEN3_5_MLP),
     not_trained=re.compile(r"^(mtp|model\.visual)\."),
@@ -187,6 +196,7 @@ _QWEN3_VL = dataclasses.replace(
     model_types=("qwen3_vl",),
     names=("qwen3vl",),
     other_models=(),
+    absent={"rope_theta": 500000},
     rules=_of_language_model(QWEN3.rules),
     not_trained=re.compile(r"^model\.visual\."),
     fsdp=False,
@@ -196,7 +206,7 @@ _QWEN3_VL_MOE = dataclasses.replace(
     QWEN3_MOE,
     model_types=("qwen3_vl_moe",),
     names=("qwen3vlmoe",),
-    absent={},
+    absent=_QWEN3_VL.absent,
     rules=_of_language_model(QWEN3_MOE.rules),
     not_trained=_QWEN3_VL.not_trained,
     stacks_experts=True,

@@ -19,6 +19,8 @@ from tools.published_models import PUBLISHED_MODELS
 
 WRITTEN_DOWN = script_flags()
 YARN = PUBLISHED_MODELS["deepseek-v3"]["rope_scaling"]
+LLAMA3 = PUBLISHED_MODELS["llama3.1-8B-Instruct"]["rope_scaling"]
+BASE = {"rope_type": "default", "rope_theta": 1e6}
 
 
 @pytest.fixture(scope="module")
@@ -344,8 +346,13 @@ def test_what_would_be_built_differently(changes, message):
         ("llama3.1-8B-Instruct", {"rope_scaling": {"rope_type": "dynamic"}}, "only 'default' or 'llama3' is built"),
         (
             "llama3.1-8B-Instruct",
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 8.0}},
+            {"rope_scaling": {**LLAMA3, "high_freq_factor": 8.0}},
             "high_freq_factor 8.0 cannot be trained; only 4.0 is built",
+        ),
+        (
+            "llama3.1-8B-Instruct",
+            {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": None}},
+            "original_max_position_embeddings 131072 cannot be trained; only 8192 is built",
         ),
         ("glm5-744B-A40B", {"rope_parameters": {"rope_type": "longrope"}}, "only 'default' or 'yarn' is built"),
     ],
@@ -386,3 +393,52 @@ def test_limits_of_routers_and_latent_attention(name, changes, expected):
     assert list(limits_of(PUBLISHED_MODELS[name])) == []
     (limit,) = limits_of({**PUBLISHED_MODELS[name], **changes})
     assert expected in limit
+
+
+@pytest.mark.parametrize(
+    ("changes", "differ"),
+    [
+        ({"rope_parameters": BASE, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, True),
+        ({"rope_theta": None, "rope_parameters": BASE, "rope_scaling": {"type": "default"}}, True),
+        ({"rope_theta": 1e6, "rope_parameters": BASE, "rope_scaling": {"type": "default", "factor": None}}, False),
+        ({"rope_parameters": BASE, "rope_scaling": {"rope_type": "mrope", "rope_theta": 1000000}}, False),
+        (
+            {"rope_parameters": BASE, "rope_scaling": {"rope_type": "mrope", "rope_theta": 1e6, "mrope_section": [1]}},
+            True,
+        ),
+        ({"rope_parameters": BASE, "rope_scaling": {}}, False),
+        ({"rope_parameters": {}, "rope_scaling": BASE}, False),
+    ],
+)
+def test_two_ropes_must_mean_the_same(changes, differ):
+    limits = limits_of({**TINY_QWEN3_CONFIG, **changes})
+    assert ["rope_parameters and rope_scaling say different things" in limit for limit in limits] == [True] * differ
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "lines"),
+    [
+        ("qwen3-next-80B-A3B", {"rope_theta": None, "rope_parameters": BASE}, ["rope_theta .* rotary_base 10000, .* 1000000;"]),
+        ("qwen3-next-80B-A3B", {"rope_theta": 1e6, "rope_parameters": BASE}, []),
+        ("qwen3-next-80B-A3B", {"rope_theta": 5e6, "rope_scaling": BASE}, ["rope_theta .* rotary_base 5000000.0, .* 1000000;"]),
+        ("qwen3-next-80B-A3B", {"partial_rotary_factor": None}, []),
+        ("qwen3-next-80B-A3B", {"full_attention_interval": 2}, ["full_attention_interval .* 2, .*1, 1, 1, 0, 1, 1"]),
+        ("qwen3-next-80B-A3B", {"full_attention_interval": None}, []),
+        (
+            "qwen3.5-4B", {"rope_parameters": {**BASE, "partial_rotary_factor": 0.5}},
+            ["partial_rotary_factor .* rotary_percent 0.25, .* 0.5;"],
+        ),
+        ("qwen3.5-4B", {"partial_rotary_factor": 0.5, "rope_parameters": {**BASE, "partial_rotary_factor": 0.5}}, []),
+        (
+            "minimax-m2", {"rotary_dim": None, "partial_rotary_factor": 0.5, "use_routing_bias": None, "use_qk_norm": False},
+            ["rotary_dim .* rotary_percent 1.0, .* 0.5;", "use_qk_norm .* False, .* True", "use_routing_bias .* False, .*True"],
+        ),
+    ],
+)  # fmt: skip
+def test_entries_that_engines_read_alone_must_say_what_all_entries_mean(name, changes, lines):
+    config = text_config_of(PUBLISHED_MODELS[name])
+    kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(config["num_hidden_layers"])]
+    limits = limits_of({**config, "layer_types": kinds, **changes})
+    assert len(limits) == len(lines)
+    for limit, line in zip(limits, lines, strict=True):
+        assert re.search(f"engines read {line}", limit)

@@ -1,5 +1,9 @@
 """The flags derived from published configs, against the flags of each model written down by hand."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from slime.arguments.hf_config import CHOICES, SUPPLEMENTS, text_config_of
@@ -11,6 +15,7 @@ from slime.models.families import (
     SUPPORTED_MODEL_TYPES,
     family_name,
     model_args_from_hf,
+    training_limits,
 )
 from slime.models.qwen import QWEN2, QWEN3
 from slime.utils.errors import UserError
@@ -178,6 +183,79 @@ def test_irregular_linear_attention_is_one_entry_per_layer():
 def test_a8_rope_base_inside_rope_parameters_wins():
     config = {**TINY_QWEN3_CONFIG, "rope_theta": 10000.0, "rope_parameters": {"rope_theta": 5000000.0}}
     assert model_args_from_hf(config)["rotary_base"] == 5000000
+
+
+@pytest.mark.parametrize(
+    ("name", "rope", "base"),
+    [
+        ("qwen3-4B", {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default", "rope_theta": 5e6}}, 5000000),
+        ("qwen3-4B", {"rope_theta": 5e6, "rope_parameters": {"rope_theta": None}}, 5000000),
+        ("qwen3-4B", {"rope_parameters": {"rope_theta": None}, "rope_scaling": {"rope_theta": 5e6}}, 5000000),
+        ("qwen3-4B", {"rope_theta": None}, 10000),
+        ("minimax-m2", {}, 5000000),
+        ("qwen3-vl-8B", {}, 500000),
+        ("qwen3-vl-30B-A3B", {}, 500000),
+    ],
+)
+def test_where_the_base_is_read_and_what_none_means(name, rope, base):
+    config = text_config_of(PUBLISHED_MODELS[name])
+    bare = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    assert model_args_from_hf({**bare, **rope})["rotary_base"] == base
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+def test_the_rotated_share_may_stand_beside_the_scaling(place):
+    bare = {
+        key: value for key, value in PUBLISHED_MODELS["glm4-9B"].items() if not key.startswith(("rope_", "partial"))
+    }
+    rope = {place: {"rope_type": "default", "partial_rotary_factor": 0.75}}
+    assert model_args_from_hf({**bare, **rope})["rotary_percent"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("told", "length"), [({"original_max_position_embeddings": 64}, 64), ({}, 777), ({"beta_fast": None}, 777)]
+)
+def test_yarn_stretches_from_the_length_of_the_model_unless_another_is_told(told, length):
+    yarn = {"rope_type": "yarn", "factor": 4.0, **told}
+    found = model_args_from_hf(
+        {**PUBLISHED_MODELS["deepseek-v3"], "max_position_embeddings": 777, "rope_scaling": yarn}
+    )
+    assert found["original_max_position_embeddings"] == length and "beta_fast" not in found
+
+
+def test_engines_read_of_every_config_that_can_be_trained_what_the_flags_say():
+    """Where they would not, the config is refused. The classes of transformers and of SGLang are asked."""
+    plain, yarn = {"rope_type": "default", "rope_theta": 5e6}, {"rope_type": "yarn", "factor": 4.0}
+    changes = [
+        {}, {"rope_theta": 5e6}, {"rope_parameters": plain}, {"rope_scaling": plain},
+        {"rope_theta": 1e6, "rope_parameters": plain}, {"rope_theta": 1e6, "rope_scaling": plain},
+        {"rope_parameters": {**plain, "partial_rotary_factor": 0.75}}, {"rope_parameters": plain, "rope_scaling": yarn},
+        {"rope_theta": 5e6, "partial_rotary_factor": 0.75}, {"rope_theta": 5e6, "rope_scaling": yarn},
+        {"rope_theta": 5e6, "rope_scaling": {**yarn, "original_max_position_embeddings": 64}},
+    ]  # fmt: skip
+
+    def bare(config):
+        return {key: value for key, value in config.items() if not key.startswith(("rope_", "partial"))}
+
+    published = {config["model_type"]: config for config in PUBLISHED_MODELS.values() if config["model_type"] != "mimo"}
+    configs = [
+        {**config, "text_config": {**bare(config["text_config"]), **change}}
+        if "text_config" in config
+        else {**bare(config), **change}
+        for config in published.values()
+        for change in changes
+    ]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.processes.engine_configs"]
+    answer = subprocess.run(command, input=json.dumps(configs), capture_output=True, text=True, timeout=600)
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    compared = set()
+    for config, read in zip(configs, json.loads(answer.stdout.splitlines()[-1]), strict=True):
+        text = text_config_of(config)
+        flags = model_args_from_hf(text)
+        if not list(training_limits(text, flags)):
+            assert {name: flags[name] for name in read} == read, text
+            compared |= {text["model_type"], *read}
+    assert compared == {*published, "rotary_base", "rotary_percent", "original_max_position_embeddings"}
 
 
 @pytest.mark.parametrize(("written", "base"), [(1e6, 1000000), (10000.5, 10000.5)])
