@@ -6,8 +6,8 @@ left alone stay plain. The result must have the checkpoint's names, dtypes and s
 names decide which weights are quantised.
 
 A scale of FP8 is the largest magnitude over 448, the largest number of `float8_e4m3fn`; if the checkpoint's scales are powers
-of two (`scale_fmt` ue8m0) it is the next power of two. For INT4 the scales, the rounding and the packing are those of the
-`compressed-tensors` package, with which engines read it.
+of two (`scale_fmt` ue8m0) it is the next power of two. Scales of blocks have the checkpoint's dtype. For INT4 the scales, the
+rounding and the packing are those of the `compressed-tensors` package, with which engines read it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _LEAST_AMAX = 1e-12
 # The same for scales that are powers of two; engines that compute with these take no smaller one.
 _LEAST_AMAX_OF_POWERS = 1e-4
 PACKED = "weight_packed"
+SCALE_OF_BLOCKS = "weight_scale_inv"
 # How many numbers are converted at a time: enough that calls cost little, and few enough for a cache in float32.
 STRIP_NUMBERS = 2**19
 # So many integers of any number of bits fill whole words.
@@ -49,21 +50,32 @@ ScaleFormat = Literal["float", "ue8m0"]
 
 
 def quantise_fp8_blocks(
-    weight: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat = "float"
+    weight: torch.Tensor,
+    block: tuple[int, int],
+    scale_format: ScaleFormat = "float",
+    scale_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix as `float8_e4m3fn`, and the scale of every block, float32 [rows / block, columns / block], rounded up.
+    """A matrix as `float8_e4m3fn`, and the scale of every block, [rows / block, columns / block], rounded up.
 
     A block of zeros has the scale 1. With `scale_format` ue8m0 a scale is the least power of two that is not smaller.
+
+    Args:
+        scale_dtype: that of the scales, to which they are rounded before numbers are divided by them; None: float32.
     """
     import torch
 
     quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     strips = zip(_strips(weight, block[0]), _strips(quantised, block[0]), strict=True)
-    return quantised, torch.cat([_fp8_strip(strip, into, block, scale_format) for strip, into in strips])
+    dtype = scale_dtype or torch.float32
+    return quantised, torch.cat([_fp8_strip(strip, into, block, scale_format, dtype) for strip, into in strips])
 
 
 def _fp8_strip(
-    weight: torch.Tensor, into: torch.Tensor, block: tuple[int, int], scale_format: ScaleFormat
+    weight: torch.Tensor,
+    into: torch.Tensor,
+    block: tuple[int, int],
+    scale_format: ScaleFormat,
+    scale_dtype: torch.dtype,
 ) -> torch.Tensor:
     """The scales of a strip; its quantised numbers are written to `into`."""
     import torch
@@ -81,10 +93,10 @@ def _fp8_strip(
         mantissa, exponent = torch.frexp(_of_largest(amax.clamp(min=_LEAST_AMAX_OF_POWERS)))
         # A power of two has the mantissa 1/2 and is not rounded up.
         scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
-    scale = torch.where(amax == 0, 1.0, scale)
+    scale = torch.where(amax == 0, 1.0, scale.to(scale_dtype).float())
     blocks.div_(scale).clamp_(-_FP8_LARGEST, _FP8_LARGEST)
     into.copy_(numbers[:rows, :columns])
-    return scale[:, 0, :, 0].contiguous()
+    return scale[:, 0, :, 0].to(scale_dtype).contiguous()
 
 
 def _of_largest(amax: torch.Tensor) -> torch.Tensor:
@@ -245,7 +257,7 @@ class Quantiser:
 
     directory: Path
     suffix: str
-    quantise: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+    quantise: Callable[..., Mapping[str, torch.Tensor]]
     places: Mapping[str, Place]
 
     def __call__(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -307,7 +319,18 @@ def quantiser_of(directory: str | Path) -> Quantiser | None:
     if not places:
         # There is only a configuration, with which a run is rehearsed.
         return None
-    return Quantiser(directory, *_method(directory, settings), places)
+    suffix, quantise = _method(directory, settings)
+    if suffix == SCALE_OF_BLOCKS:
+        quantise = functools.partial(quantise, scale_dtype=dtype_of_block_scales(places))
+    return Quantiser(directory, suffix, quantise, places)
+
+
+def dtype_of_block_scales(places: Mapping[str, Place]) -> torch.dtype:
+    """That of a checkpoint's scales of FP8 blocks: bfloat16 if all of them are, else float32. `places`: its tensors."""
+    import torch
+
+    stored = {place.dtype for name, place in places.items() if name.endswith(f".{SCALE_OF_BLOCKS}")}
+    return torch.bfloat16 if stored == {"BF16"} else torch.float32
 
 
 def quantise_by_names(
@@ -381,22 +404,19 @@ def _method(where: str | Path, settings: Mapping[str, Any]) -> tuple[str, Callab
     raise _refusal(where, f"quant_method {method}, format {settings.get('format')}")
 
 
-def _fp8(where: str | Path, settings: Mapping[str, Any]) -> tuple[str, Callable[[Any], Mapping[str, Any]]]:
-    if settings.get("activation_scheme", "dynamic") != "dynamic" or settings.get("fmt", "e4m3") != "e4m3":
+def _fp8(where: str | Path, settings: Mapping[str, Any]) -> tuple[str, Callable[..., Mapping[str, Any]]]:
+    formats = ("e4m3", "float8_e4m3fn")
+    if settings.get("activation_scheme", "dynamic") != "dynamic" or settings.get("fmt", formats[0]) not in formats:
         raise _refusal(where, f"activation_scheme {settings.get('activation_scheme')}, fmt {settings.get('fmt')}")
     scale_format, block = settings.get("scale_fmt") or "float", settings.get("weight_block_size")
     if scale_format not in ("float", "ue8m0") or (scale_format == "ue8m0" and block is None):
         raise _refusal(where, f"scale_fmt {scale_format}, weight_block_size {block}")
     if block is None:
-        names = ("weight", "weight_scale")
-        quantise: Callable[[Any], Any] = quantise_fp8_tensor
+        names, quantise = ("weight", "weight_scale"), quantise_fp8_tensor
     else:
-        names = ("weight", "weight_scale_inv")
-
-        def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return quantise_fp8_blocks(weight, tuple(block), scale_format)
-
-    return names[1], lambda weight: dict(zip(names, quantise(weight), strict=True))
+        names = ("weight", SCALE_OF_BLOCKS)
+        quantise = functools.partial(quantise_fp8_blocks, block=tuple(block), scale_format=scale_format)
+    return names[1], lambda weight, **how: dict(zip(names, quantise(weight, **how), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -187,14 +187,14 @@ def test_int4_as_the_engine_reads_it(symmetric, strategy, group_size):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    def write(settings, dtype=torch.bfloat16):
+    def write(settings, dtype=torch.bfloat16, scale_dtype=None):
         """A checkpoint whose maker has quantised one of two matrices."""
         weight = matrix(128, 256).to(dtype)
         tensors = {"norm.weight": torch.ones(256, dtype=dtype), "lm_head.weight": weight.clone()}
         if settings["quant_method"] == "fp8":
             block = settings.get("weight_block_size")
             how = (tuple(block), settings.get("scale_fmt", "float")) if block else ()
-            quantised, scale = quantise_fp8_blocks(weight, *how) if block else quantise_fp8_tensor(weight)
+            quantised, scale = quantise_fp8_blocks(weight, *how, scale_dtype) if block else quantise_fp8_tensor(weight)
             tensors |= {"up.weight": quantised, "up.weight_scale_inv" if block else "up.weight_scale": scale}
         else:
             parts = quantise_int4(weight, packed_form("here", settings))
@@ -217,18 +217,34 @@ def read_files(directory):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [BLOCK, {**BLOCK, "scale_fmt": "ue8m0"}, TENSOR, int4(), int4(symmetric=False)],
-    ids=["block", "powers", "tensor", "int4", "zero"],
-)
-def test_what_comes_out_is_what_the_checkpoint_has(checkpoint, settings):
-    directory = checkpoint(settings)
+    ("settings", "scale_dtype"),
+    [
+        (BLOCK, None), (BLOCK, torch.bfloat16), ({**BLOCK, "scale_fmt": "ue8m0"}, None), (TENSOR, None), (int4(), None),
+        (int4(symmetric=False), None), ({**BLOCK, "fmt": "float8_e4m3fn"}, None),
+    ],
+    ids=["block", "block of bfloat16", "powers", "tensor", "int4", "zero", "another word"],
+)  # fmt: skip
+def test_what_comes_out_is_what_the_checkpoint_has(checkpoint, settings, scale_dtype):
+    directory = checkpoint(settings, scale_dtype=scale_dtype)
     found = dict(quantiser_of(directory)(named_weights()))
     stored = read_files(directory)
     assert found.keys() == stored.keys()
     for name, tensor in stored.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
         assert found[name].view(torch.uint8).equal(tensor.view(torch.uint8)) if tensor.dim() else True, name
+
+
+def test_scales_of_bfloat16_are_rounded_before_they_divide(checkpoint):
+    """So numbers times scales are as near as with scales of float32, and stay what they are when they are quantised again."""
+    directory, weight = checkpoint(BLOCK, scale_dtype=torch.bfloat16), matrix(128, 256)
+    stored, read = read_files(directory), open_checkpoint(directory).tensor("up.weight")[:]
+    scales = torch.stack([half.abs().amax() for half in weight.float().split(128, 1)]).div(448).bfloat16()
+    assert stored["up.weight_scale_inv"].equal(scales[None])
+    wide = scales.float().repeat_interleave(128)
+    numbers = (weight.float() / wide).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert stored["up.weight"].float().equal(numbers) and read.equal(numbers * wide)
+    again = dict(quantiser_of(directory)([("up.weight", read)]))
+    assert all(stored[name].float().equal(tensor.float()) for name, tensor in again.items()) and len(again) == 2
 
 
 @pytest.mark.parametrize(
@@ -346,6 +362,7 @@ def test_a_checkpoint_that_is_not_quantised_has_no_quantiser(tmp_path):
     [
         {**BLOCK, "activation_scheme": "static"},
         {**BLOCK, "scale_fmt": "other"},
+        {**BLOCK, "fmt": "e5m2"},
         {**TENSOR, "scale_fmt": "ue8m0"},
         {"quant_method": "awq"},
         {**int4(), "format": "float-quantized"},

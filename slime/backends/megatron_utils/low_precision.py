@@ -42,7 +42,7 @@ from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import SafetensorsDirectory, places_of_checkpoint
 from slime.weights.quantisers import (
-    ScaleFormat,
+    dtype_of_block_scales,
     int4_scheme,
     quantisation_settings,
     quantise_fp8_blocks,
@@ -154,6 +154,8 @@ _FLAGS = "--megatron-deepgemm-[moe-]forward-layers"
 _FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 # The least magnitude from which a scale is computed, so that a group of zeros has a scale, too.
 _LEAST_AMAX = 1e-10
+# Weight -> its numbers (float8_e4m3fn), the scales of its blocks.
+Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 # Rows, weight (float8_e4m3fn), the sizes of its blocks, their scales -> rows.
 EngineLinear = Callable[[torch.Tensor, torch.Tensor, list[int], torch.Tensor], torch.Tensor]
 
@@ -188,7 +190,7 @@ def multiply_in_fp8(args: Any, chunks: Sequence[torch.nn.Module]) -> None:
                 if layer.layer_number - 1 in layers:
                     for module in _modules_of_layer(layer, endings, f"--megatron-deepgemm-{flag}-modules"):
                         stored.require_whole_blocks(names[id(module.weight)], module.weight)
-                        module._forward_impl = functools.partial(_linear_in_fp8, stored.scale_format, multiply)
+                        module._forward_impl = functools.partial(_linear_in_fp8, stored.quantise, multiply)
                         count += 1
     logger.info("%d modules of this rank multiply in FP8 when they compute forwards", count)
 
@@ -209,11 +211,12 @@ def _modules_of_layer(layer: torch.nn.Module, endings: Sequence[str], flag: str)
 
 @dataclasses.dataclass(frozen=True)
 class _StoredBlocks:
-    """The FP8 weights of `--hf-checkpoint`. `rows`: how many rows each tensor that has scales of blocks has."""
+    """The FP8 weights of `--hf-checkpoint`. `quantise`: (numbers, scales) of a weight, as the next push has them; `rows`: how
+    many rows each tensor that has scales of blocks has."""
 
     args: Any
     directory: Path
-    scale_format: ScaleFormat
+    quantise: Quantise
     rows: dict[str, int]
 
     @classmethod
@@ -229,7 +232,8 @@ class _StoredBlocks:
             )
         places = places_of_checkpoint(directory)
         rows = {name: place.shape[0] for name, place in places.items() if f"{name}_scale_inv" in places}
-        return cls(args, directory, settings.get("scale_fmt") or "float", rows)
+        scales = {"scale_format": settings.get("scale_fmt") or "float", "scale_dtype": dtype_of_block_scales(places)}
+        return cls(args, directory, functools.partial(quantise_fp8_blocks, block=(_BLOCK, _BLOCK), **scales), rows)
 
     def require_whole_blocks(self, name: str, weight: torch.Tensor) -> None:
         """Refuse a weight (global name) that this rank would quantise in other blocks than the checkpoint, or that the
@@ -275,7 +279,7 @@ def has_whole_blocks(layout: Layout, rows: tuple[int, ...], sizes: TensorSizes, 
 
 
 def _linear_in_fp8(
-    scale_format: ScaleFormat,
+    quantise: Quantise,
     multiply: EngineLinear,
     *,
     input: torch.Tensor,
@@ -288,7 +292,7 @@ def _linear_in_fp8(
 ) -> torch.Tensor:
     """The function that Megatron's linear layers call to multiply, with their keywords."""
     kind = "gathered" if sequence_parallel else "shared" if allreduce_dgrad else "own"
-    output = _LinearInFp8.apply(input, weight, kind, tp_group, scale_format, multiply)
+    output = _LinearInFp8.apply(input, weight, kind, tp_group, quantise, multiply)
     return output if bias is None else output + bias
 
 
@@ -300,7 +304,7 @@ class _LinearInFp8(torch.autograd.Function):
     def forward(
         context: Any, rows: torch.Tensor, weight: torch.Tensor, kind: str, group: Any, *how: Any
     ) -> torch.Tensor:
-        scale_format, multiply = how
+        quantise, multiply = how
         # The rows are needed only for the gradient of the weight, which a frozen weight does not have.
         context.save_for_backward(rows if context.needs_input_grad[1] else None, weight)
         context.kind, context.group = kind, group
@@ -308,8 +312,9 @@ class _LinearInFp8(torch.autograd.Function):
         # Kernels ignore strides, and cannot take zero rows, which experts without tokens have.
         flat = whole.flatten(0, -2).contiguous()
         if len(flat):
-            numbers, scales = quantise_fp8_blocks(weight, (_BLOCK, _BLOCK), scale_format)
-            output = multiply(flat, numbers, [_BLOCK, _BLOCK], scales)
+            numbers, scales = quantise(weight)
+            # Engines keep scales in float32, whatever the dtype is in which they are stored.
+            output = multiply(flat, numbers, [_BLOCK, _BLOCK], scales.float())
         else:
             output = flat.new_empty(0, len(weight))
         return output.unflatten(0, whole.shape[:-1])

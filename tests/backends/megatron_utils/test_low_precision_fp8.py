@@ -1,5 +1,6 @@
 """Modules that multiply forwards in FP8: the engine's numbers, the parameters' gradients, every layout, and what is refused."""
 
+import functools
 import json
 import os
 import sys
@@ -81,7 +82,8 @@ def test_kernels_are_given_whole_rows_and_what_a_gradient_needs_is_kept(is_froze
 
     def linear(rows):
         of_megatron = {"bias": None, "allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
-        return _linear_in_fp8("float", multiply, input=rows, weight=weight, **of_megatron)
+        quantise = functools.partial(quantise_fp8_blocks, block=(BLOCK, BLOCK))
+        return _linear_in_fp8(quantise, multiply, input=rows, weight=weight, **of_megatron)
 
     weight = torch.randn(64, 2 * BLOCK).requires_grad_(not is_frozen)
     # Rows between which others lie.
@@ -124,7 +126,7 @@ def test_blocks_of_a_rank_are_those_of_the_checkpoint(layout, rows, size, is_who
     assert found == {is_whole}
 
 
-def in_blocks(root, written, directory="served", **settings):
+def in_blocks(root, written, directory="served", scale_dtype=torch.float32, **settings):
     """The model in `root/plain` in FP8 for engines, in `root/served`; `written`: names of what is quantised."""
     (root / directory).mkdir()
     config = json.loads((root / "plain/config.json").read_text())
@@ -135,7 +137,9 @@ def in_blocks(root, written, directory="served", **settings):
     for name, tensor in load_file(root / "plain/model.safetensors").items():
         tensors[name] = tensor
         if written in name:
-            tensors[name], tensors[f"{name}_scale_inv"] = quantise_fp8_blocks(tensor, (BLOCK, BLOCK))
+            tensors[name], tensors[f"{name}_scale_inv"] = quantise_fp8_blocks(
+                tensor, (BLOCK, BLOCK), scale_dtype=scale_dtype
+            )
     save_file(tensors, root / directory / "model.safetensors")
 
 
@@ -312,14 +316,15 @@ def test_log_probs_come_near_those_of_an_engine(dense):
     assert gaps["exact"] > 5e-3 and gaps["fp8"] < gaps["exact"] / 20, gaps
 
 
-def test_a_layer_rounds_the_weights_that_it_has_at_the_time_as_the_checkpoint_is_rounded(tmp_path):
+@pytest.mark.parametrize("how", [("ue8m0", torch.float32), ("float", torch.bfloat16)], ids=["powers", "bfloat16"])
+def test_a_layer_rounds_the_weights_that_it_has_at_the_time_as_the_checkpoint_is_rounded(tmp_path, how):
     """A reference, a teacher and older copies take turns in one model."""
     write_tiny_model(tmp_path / "plain", hidden=128, intermediate_size=256)
-    in_blocks(tmp_path, ".mlp.", scale_fmt="ue8m0")
-    run_distributed(_products, 1, (str(tmp_path),))
+    in_blocks(tmp_path, ".mlp.", scale_fmt=how[0], scale_dtype=how[1])
+    run_distributed(_products, 1, (str(tmp_path), how))
 
 
-def _products(root):
+def _products(root, how):
     from slime.backends.megatron_utils.hf_conversion import load_hf_weights
     from slime.backends.megatron_utils.low_precision import _multiply_on_host
     from slime.backends.megatron_utils.parameter_names import unwrap_model
@@ -334,13 +339,16 @@ def _products(root):
         load_hf_weights(args, chunks, f"{root}/{directory}")
         with torch.no_grad():
             found, expected = module(rows)[0], {}
-            for scale_format in ("float", "ue8m0"):
-                numbers, scales = quantise_fp8_blocks(module.weight, (BLOCK, BLOCK), scale_format)
-                expected[scale_format] = _multiply_on_host(rows.flatten(0, 1), numbers, [BLOCK, BLOCK], scales)
-        assert torch.equal(found.flatten(0, 1), expected["ue8m0"])
-        assert not torch.equal(expected["float"], expected["ue8m0"])
+            for one in (how, ("float", torch.float32)):
+                numbers, scales = quantise_fp8_blocks(module.weight, (BLOCK, BLOCK), *one)
+                expected[one] = _multiply_on_host(rows.flatten(0, 1), numbers, [BLOCK, BLOCK], scales.float())
+        assert torch.equal(found.flatten(0, 1), expected[how])
+        # What has been read with scales of bfloat16 gets the same ones in float32.
+        kept = directory == "served" and how[1] == torch.bfloat16
+        assert torch.equal(expected[how], expected["float", torch.float32]) is kept
         seen.append(found)
-    assert not torch.equal(*seen)
+    # Of the same form as those of the checkpoint, scales are what they were.
+    assert torch.equal(*seen) is (how[1] == torch.bfloat16)
 
 
 def test_what_does_not_fit_is_refused_by_name(dense, tmp_path):
