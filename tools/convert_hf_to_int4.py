@@ -4,8 +4,9 @@
     python tools/convert_hf_to_int4.py --input-dir MODEL --output-dir MODEL-INT4 --data-dir SAMPLES
 
 --data-dir has .jsonl or .parquet files. Their first rows, in the order of file names, are the samples: a row has `text`, or
-`messages` for the chat template. Matrices of attention and of dense and expert layers are quantised; norms, embeddings, head
-and routers are copied. An expert that very few tokens reach is rounded to nearest.
+`messages` for the chat template. Matrices of attention and of dense and expert layers are quantised, except those of latent
+attention that engines take apart or join with others; norms, embeddings, head and routers are copied. An expert that very few
+tokens reach is rounded to nearest.
 
 The tool needs memory for one decoder layer, the hidden states of all samples, and up to 4 GiB more. An interrupted conversion
 goes on with the layer at which it stopped when the same command runs again.

@@ -3,8 +3,9 @@
 
     python tools/convert_hf_to_int4_direct.py --model-dir MODEL --save-dir MODEL-INT4 --group-size 32
 
-Matrices of attention and of dense and expert layers are quantised, except those that --ignore-rules names; norms, embeddings,
-head and routers are copied. An interrupted conversion goes on when the same command runs again.
+Matrices of attention and of dense and expert layers are quantised, except those that --ignore-rules names and those of latent
+attention that engines take apart or join with others; norms, embeddings, head and routers are copied. An interrupted conversion
+goes on when the same command runs again.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.weights.quantisers import NEVER_PACKED
 from tools.command_line import require_checkpoint, run_tool
 from tools.conversion.hugging_face import add_options, integer_recipe, quantise_checkpoint
 from tools.conversion.units import start_server
@@ -43,7 +45,9 @@ def main(words: list[str] | None = None) -> None:
     require_checkpoint("--model-dir", args.model_dir)
     start_server(args.max_workers, "tools.conversion.hugging_face")
     recipe = integer_recipe(4, args.group_size, args.is_symmetric)
-    quantise_checkpoint(args.model_dir, args.save_dir, recipe, args.ignore_rules, args.group_size, args)
+    quantise_checkpoint(
+        args.model_dir, args.save_dir, recipe, (*NEVER_PACKED, *args.ignore_rules), args.group_size, args
+    )
 
 
 if __name__ == "__main__":

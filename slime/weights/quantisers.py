@@ -46,6 +46,10 @@ LINEAR_WEIGHTS = re.compile(
     r"|in_proj_qkv|in_proj_qkvz|in_proj_z|out_proj)|\.experts\.\d+\.w[123])\.weight$"
 )
 
+# Matrices of latent attention, by the ends of their names, that SGLang 0.5.21 cannot serve packed: it takes the first apart,
+# and joins each of the others with one beside it.
+NEVER_PACKED = ("kv_b_proj", "q_a_proj", "kv_a_proj_with_mqa", "indexer.wk")
+
 ScaleFormat = Literal["float", "ue8m0"]
 
 
@@ -338,8 +342,8 @@ def quantise_by_names(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a checkpoint with the `quantization_config` `settings`, if there is no checkpoint that tells which.
 
-    The matrices whose names `LINEAR_WEIGHTS` knows are quantised, except those of modules that `settings` leave alone, and
-    those whose columns do not divide into groups. Scales of INT4 have the dtype of their weight.
+    The matrices whose names `LINEAR_WEIGHTS` knows are quantised, except those of modules that `settings` leave alone, those
+    whose columns do not divide into groups, and for packed ones `NEVER_PACKED`. Scales of INT4 have the dtype of their weight.
 
     Args:
         where: the source of the settings, for errors.
@@ -386,9 +390,10 @@ def modules_by_name(rules: Sequence[str], where: str) -> Callable[[str], bool]:
 
 def _left_alone(settings: Mapping[str, Any], where: str) -> Callable[[str], bool]:
     """A function that tells whether settings leave a module alone. Settings of packed weights name modules as `modules_by_name`
-    does. In those of FP8 a name stands for everything inside the module too, and a leading `model.` may be missing."""
+    does, beside those that no engine takes packed. In those of FP8 a name stands for everything inside the module too, and a
+    leading `model.` may be missing."""
     if "config_groups" in settings:
-        return modules_by_name(settings.get("ignore") or (), where)
+        return modules_by_name((*NEVER_PACKED, *(settings.get("ignore") or ())), where)
     names = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or ()
     within = [f".{name.removeprefix('model.').strip('.')}." for name in names]
     return lambda module: any(name in f".{module}." for name in within)

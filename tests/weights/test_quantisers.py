@@ -266,13 +266,17 @@ def test_o7_an_export_of_fp8_has_plain_scales_and_is_read_again(checkpoint, tmp_
 LAYER = "model.layers.0."
 # By name: what a matrix is for says whether it is quantised.
 MATRICES = [f"{LAYER}{name}" for name in (
-    "self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.indexer.wq_b", "linear_attn.in_proj_qkv", "mlp.down_proj",
+    "self_attn.q_proj", "self_attn.q_b_proj", "self_attn.indexer.wq_b", "linear_attn.in_proj_qkv", "mlp.down_proj",
     "mlp.experts.1.gate_proj", "mlp.shared_expert.up_proj",
 )]  # fmt: skip
 LEFT = ["model.embed_tokens", "lm_head", f"{LAYER}mlp.gate", f"{LAYER}mlp.shared_expert_gate", "model.norm"]
 
 
-def by_names(settings, weight, names=(*MATRICES, *LEFT)):
+# Engines do not take these packed.
+OF_LATENT = [f"{LAYER}self_attn.{name}" for name in ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "indexer.wk")]
+
+
+def by_names(settings, weight, names=(*MATRICES, *OF_LATENT, *LEFT)):
     """The tensors in place of `weight`, by module and part."""
     found = {}
     for name, tensor in quantise_by_names([(f"{name}.weight", weight) for name in names], settings, "here"):
@@ -308,14 +312,16 @@ def of_int4(**options):
 def test_without_a_checkpoint_names_say_what_is_quantised(settings, expected):
     weight = matrix()
     found, parts = by_names(settings, weight), expected(weight)
-    assert len(found) == len(MATRICES) + len(LEFT)
-    for module in MATRICES:
+    assert len(found) == len(MATRICES) + len(OF_LATENT) + len(LEFT)
+    packed = "config_groups" in settings
+    for module in (*MATRICES, *(() if packed else OF_LATENT)):
         assert found[module].keys() == parts.keys(), module
         for part, tensor in parts.items():
             made = found[module][part]
             assert (made.dtype, made.shape) == (tensor.dtype, tensor.shape)
             assert made.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
-    assert all(found[module]["weight"] is weight and len(found[module]) == 1 for module in LEFT)
+    left = [*LEFT, *(OF_LATENT if packed else ())]
+    assert all(found[module]["weight"] is weight and len(found[module]) == 1 for module in left)
 
 
 def test_modules_that_settings_name_are_left_alone():

@@ -24,6 +24,7 @@ from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import FUSED_EXPERTS, SafetensorsDirectory, fused_ending
 from slime.weights.quantisers import (
+    NEVER_PACKED,
     pack_integers,
     quantisation_settings,
     quantise_integers,
@@ -250,7 +251,7 @@ def calibrate_checkpoint(source: Path, target: Path, data: Path, options: argpar
     if quantisation_settings(source) is not None:
         raise UserError(f"{source} is quantised already: make a plain one of it first (tools/fp8_cast_bf16.py)")
     places, size = places_of(source), options.quant_group_size
-    chosen, left = quantised_matrices(places, (), size)
+    chosen, left = quantised_matrices(places, NEVER_PACKED, size)
     recipe = integer_recipe(options.bits, size, True)
     config = {**read_config(source), "quantization_config": {**recipe.settings, recipe.ignored: left}}
     model = LayeredModel(source, options.trust_remote_code, get_accelerator().device())

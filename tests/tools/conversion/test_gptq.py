@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from slime.utils.errors import RunError, UserError
 from slime.weights.quantised_checkpoint import open_checkpoint
 from slime.weights.quantisers import quantise_integers, unpack_integers
-from tests.support.models.tiny_model import write_tiny_mixture, write_tiny_model
+from tests.support.models.tiny_model import write_tiny_latent, write_tiny_mixture, write_tiny_model
 from tests.support.models.tokenizer import build_tokenizer
 from tools import convert_hf_to_int4
 from tools.conversion import gptq
@@ -186,6 +186,22 @@ def test_experts_that_hardly_a_token_reaches_are_rounded_to_nearest_and_told_onc
         parts = quantise_integers(stored[name], 8, 32, True)
         same = found[name.removesuffix("weight") + "weight_packed"].equal(parts["weight_packed"])
         assert same == (name in few), name
+
+
+@pytest.mark.slow
+def test_matrices_of_latent_attention_that_engines_do_not_take_packed_stay_as_they_are(tmp_path):
+    write_tiny_latent(tmp_path / "latent", "deepseek_v3", **SIZES)
+    build_tokenizer().save_pretrained(tmp_path / "latent")
+    write_samples(tmp_path / "data", 4)
+    target = convert(tmp_path, "latent", "--quant-group-size", "8")
+    stored, found = tensors_of(tmp_path / "latent"), tensors_of(target)
+    ends = ("kv_b_proj.weight", "q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+    left = [name for name in stored if name.endswith(ends)]
+    assert len(left) % 3 == 0 and left and all(found[name].equal(stored[name]) for name in left)
+    others = [name for name in stored if name.endswith(("q_b_proj.weight", "o_proj.weight"))]
+    assert others and not found.keys() & set(others)
+    ignored = json.loads((target / "config.json").read_text())["quantization_config"]["ignore"]
+    assert set(ignored) >= {name.removesuffix(".weight") for name in left}
 
 
 def test_a_rendered_conversation_gets_no_second_first_token(tmp_path):

@@ -13,6 +13,7 @@ from slime.utils.errors import RunError, UserError
 from slime.weights.hf_reader import Place
 from slime.weights.quantised_checkpoint import open_checkpoint
 from slime.weights.quantisers import quantise_fp8_blocks, quantiser_of, rounded_as_int4
+from tests.support.models.tiny_model import write_tiny_latent
 from tools import (
     convert_hf_to_fp8,
     convert_hf_to_int4_direct,
@@ -287,3 +288,24 @@ def test_what_cannot_be_converted_is_refused(checkpoint, tmp_path, capsys):
     )
     lost = message(convert_hf_to_fp8.main, "--model-dir", str(source), "--save-dir", str(tmp_path / "c"))
     assert "model-00002-of-00002.safetensors is not there, and the index of the weights in " in lost
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_matrices_of_latent_attention_are_left_as_engines_want_them(tmp_path, kind):
+    """They take one of them apart, and join others with what lies beside: packed integers could not be served."""
+    write_tiny_latent(tmp_path / "model", "deepseek_v3")
+    words = ["--model-dir", str(tmp_path / "model"), "--save-dir", str(tmp_path / kind)]
+    if kind == "fp8":
+        convert_hf_to_fp8.main([*words, "--block-size", "16", "16"])
+    else:
+        convert_hf_to_int4_direct.main([*words, "--group-size", "8"])
+    plain, stored = read(tmp_path / "model"), read(tmp_path / kind)
+    ends = ("kv_b_proj.weight", "q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+    of_latent = {name for name in plain if name.endswith(ends)}
+    kept = {name for name in of_latent if name in stored and stored[name].dtype == plain[name].dtype}
+    assert {name.rpartition("self_attn.")[2] for name in of_latent} == set(ends)
+    assert kept == (set() if kind == "fp8" else of_latent)
+    quantised = {name.removesuffix("_packed") for name in stored if name.endswith("weight_packed")}
+    assert kind == "fp8" or quantised >= {name for name in plain if name.endswith(("o_proj.weight", "q_b_proj.weight"))}
+    ignored = config_of(tmp_path / kind).get("ignore", [])
+    assert {f"{module}.weight" for module in ignored} >= kept
