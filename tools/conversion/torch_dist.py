@@ -443,10 +443,13 @@ def convert_torch_dist_to_hf(
 
 
 def _stored_parameters(directory: Path, family: Family) -> dict[str, StoredParameter]:
-    """The parameters of a Megatron checkpoint by their global names."""
+    """The parameters of a Megatron checkpoint by their global names, without those that Hugging Face checkpoints of the family
+    do not have."""
     found: dict[str, StoredParameter] = {}
     for key, entry in TorchDistDirectory(directory).tensors.items():
         for name, prefix in megatron_names(key, entry.size):
+            if family.leaves_out(name):
+                continue
             try:
                 family.find(name)
             except KeyError as error:

@@ -17,7 +17,7 @@ from tests.support.models.tiny_model import tiny_args, write_tiny_mimo, write_ti
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.family_checks import of_trained_parts, stored_tensors
 from tests.support.tables.shell_arrays import ROOT
-from tools import convert_hf_to_fp8, convert_to_hf, convert_torch_dist_to_hf_parallel, inspect_checkpoint
+from tools import convert_hf_to_fp8, convert_torch_dist_to_hf_parallel, inspect_checkpoint
 from tools import convert_hf_to_torch_dist as converter
 from tools.command_line import run_tool
 from tools.conversion import torch_dist
@@ -229,6 +229,17 @@ def test_what_lacks_something_is_refused_or_filled(directories, tmp_path):
         convert_torch_dist_to_hf(tmp_path, tmp_path.with_name("c"), directories / "mimo", **HF_OPTIONS)
 
 
+def test_layers_for_prediction_that_the_family_has_no_tensors_for_are_left_out(directories, tmp_path):
+    """Such as a run of Qwen2 has by --mtp-num-layers. The layers of MiMo are those of Qwen2."""
+    config = json.loads((directories / "mimo" / "config.json").read_text())
+    stored = {name: t for name, t in load_file(directories / "mimo" / "model.safetensors").items() if "mtp" not in name}
+    (tmp_path / "qwen2").mkdir()
+    (tmp_path / "qwen2" / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
+    save_file(stored, tmp_path / "qwen2" / "model.safetensors")
+    convert_torch_dist_to_hf(directories / "mimo-dist", tmp_path / "back", tmp_path / "qwen2", **HF_OPTIONS)
+    assert list(differences(tmp_path / "back", tmp_path / "qwen2")) == []
+
+
 def _forget_prediction(checkpoint):
     import pickle
 
@@ -416,22 +427,6 @@ def test_the_export_of_training_has_the_tensors_it_came_from(directories, tmp_pa
         assert result.returncode == (not same), result.stdout + result.stderr
         assert ("has other numbers" in result.stdout) == (not same)
         assert list(differences(tmp_path / source, directories / name)) == [] or not same
-
-
-@pytest.mark.parametrize(
-    ("entries", "typed", "expected"),
-    [
-        ({"dtype": "bfloat16"}, [], ["--bf16"]),
-        ({"torch_dtype": "float16"}, ["--load", "elsewhere"], ["--fp16"]),
-        ({"text_config": {"dtype": "bfloat16"}}, [], ["--bf16"]),
-        ({"dtype": "bfloat16"}, ["--fp16"], []),
-        ({"dtype": "float32"}, [], []),
-        ({}, [], []),
-    ],
-)
-def test_an_export_has_the_dtype_of_the_config_unless_one_is_typed(tmp_path, entries, typed, expected):
-    (tmp_path / "config.json").write_text(json.dumps(entries))
-    assert convert_to_hf.flag_of_dtype(tmp_path, typed) == expected
 
 
 @pytest.mark.slow
