@@ -6,8 +6,8 @@
 
 The tool builds the model, loads its weights as a run does, and exports it. The model must fit into memory;
 tools/convert_torch_dist_to_hf.py builds no model. Without --bf16 or --fp16, weights have the dtype in the config.json of
---hf-checkpoint. --check-same compares the result with --hf-checkpoint bit by bit: it shows, before any training, whether a
-model survives the way into the trainer and back. The exit status is 1 if something differs.
+--hf-checkpoint, and float32 if it names none. --check-same compares the result with --hf-checkpoint bit by bit, and shows so
+before any training whether a model survives the way into the trainer and back. The exit status is 1 if something differs.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slime.arguments.derivation import settle_precision
 from slime.arguments.hf_config import read_hf_config
 from slime.utils.errors import UserError
 from tools.command_line import require_checkpoint, run_tool
@@ -37,10 +38,9 @@ def main(words: list[str] | None = None) -> None:
         raise UserError(f"{args.output_dir} exists already; give another directory, or --force")
     from slime.training.actor_rank import ActorRank
     from tools.conversion.hugging_face import differences
-    from tools.conversion.torch_dist import is_left_out, parse_model_flags
+    from tools.conversion.torch_dist import is_left_out
 
-    flags += flag_of_dtype(args.hf_checkpoint, flags)
-    rank = ActorRank(parse_model_flags(args.hf_checkpoint, flags), 0, 1, 0)
+    rank = ActorRank(arguments_of_model(args.hf_checkpoint, flags), 0, 1, 0)
     rank.init(rank.rendezvous_address())
     rank.export_hf(str(args.output_dir))
     rank.dispose()
@@ -50,15 +50,19 @@ def main(words: list[str] | None = None) -> None:
     sys.exit(1 if wrong else 0)
 
 
-_FLAGS_OF_DTYPES = {"bfloat16": "--bf16", "float16": "--fp16"}
+def arguments_of_model(hf_checkpoint: Path, flags: Sequence[str]) -> argparse.Namespace:
+    """The arguments of the model, whose dtype is that of `flags`, or else of its config.json, or else float32; not that which
+    runs on this machine would have."""
+    from tools.conversion.torch_dist import parse_model_flags
 
-
-def flag_of_dtype(hf_checkpoint: Path, flags: Sequence[str]) -> list[str]:
-    """The flag for the dtype in a checkpoint's config.json, unless `flags` have one. Without it the machine would choose."""
-    config = read_hf_config(hf_checkpoint)
-    name = config.get("dtype") or config.get("torch_dtype")
-    typed = not set(flags).isdisjoint(_FLAGS_OF_DTYPES.values())
-    return [] if typed or name not in _FLAGS_OF_DTYPES else [_FLAGS_OF_DTYPES[name]]
+    config, typed = read_hf_config(hf_checkpoint), {"--bf16", "--fp16"}
+    flag = {"bfloat16": ["--bf16"], "float16": ["--fp16"]}.get(config.get("dtype") or config.get("torch_dtype"), [])
+    args = parse_model_flags(hf_checkpoint, flags if typed & set(flags) else [*flags, *flag])
+    on_gpus = args.on_gpus
+    # No flag asks for float32, which is what runs without a GPU have.
+    settle_precision(args, on_gpus=False)
+    args.on_gpus = on_gpus
+    return args
 
 
 if __name__ == "__main__":
