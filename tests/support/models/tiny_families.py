@@ -137,7 +137,11 @@ _SEEING_EARLY: dict[str, Any] = {
 _GATED_MOE: dict[str, Any] = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
 }  # fmt: skip
-_MINIMAX_M2 = {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 16, "rope_parameters": _HALF_ROPE}
+_MINIMAX_M2 = {
+    "num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 16, "rope_parameters": _HALF_ROPE,
+    # As engines want to be told.
+    "rotary_dim": 8, "use_qk_norm": True, "use_routing_bias": True,
+}  # fmt: skip
 _YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0,
     "beta_slow": 1.0,
