@@ -23,8 +23,9 @@ _RELEASE = "release"
 TORCH_METADATA = ".metadata"
 # The file with the version of its weights' push, or of the last push before it.
 WEIGHT_VERSION = "weight_version.json"
-# The name of the FSDP backend in the metadata; checkpoints of Megatron have torch_dist.
-FSDP2 = "fsdp2"
+# The name of the FSDP backend in the metadata; checkpoints of Megatron have torch_dist. What its optimizer remembers lies in a
+# directory of its own.
+FSDP2, FSDP_OPTIMIZER = "fsdp2", "optimizer"
 
 
 def why_no_directory(path: str | os.PathLike[str]) -> str:

@@ -9,7 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, iteration_directory, latest_iteration
+from slime.utils.checkpoint_directory import (
+    FSDP2,
+    FSDP_OPTIMIZER,
+    METADATA,
+    POINTER,
+    is_megatron_checkpoint,
+    iteration_directory,
+    latest_iteration,
+    sharded_backend,
+)
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_json_atomically
 from slime.weights.hf_reader import places_of_checkpoint, places_of_tensors
@@ -23,22 +32,53 @@ _READ_BYTES = 16 * 1024**2
 
 
 def describe(directory: Path) -> Iterator[str]:
-    """Lines about a Hugging Face directory, a Megatron checkpoint, or one of its iterations.
+    """Lines about a Hugging Face directory, a checkpoint of Megatron or FSDP, or one of its iterations.
 
     Raises:
         UserError: it is none of these, or a file of it is missing or cut off.
     """
-    if is_megatron_checkpoint(directory):
-        newest = latest_iteration(directory)
+    root = _newest(directory)
+    backend, is_torch_dist = sharded_backend(root), (root / ".metadata").is_file()
+    if root != directory:
         others = sorted(int(path.name[5:]) for path in directory.glob("iter_*") if path.name[5:].isdigit())
-        yield f"Megatron checkpoint, iterations {', '.join(map(str, others))}; the newest is {newest} ({POINTER})"
-        directory = iteration_directory(directory, newest)
-    if (directory / ".metadata").is_file():
+        if backend is None and not is_torch_dist:
+            raise UserError(f"{root / METADATA} is missing, or cannot be read, so the checkpoint is not whole")
+        kind = "FSDP" if backend == FSDP2 else "Megatron"
+        newest = latest_iteration(directory)
+        yield f"{kind} checkpoint, iterations {', '.join(map(str, others))}; the newest is {newest} ({POINTER})"
+        directory = root
+    if backend == FSDP2:
+        yield from _describe_fsdp(directory)
+    elif is_torch_dist:
         yield from _describe_torch_dist(directory)
     elif (directory / "config.json").is_file():
         yield from _describe_hf(directory)
     else:
         raise UserError(f"{directory} is no checkpoint: it has neither {POINTER} nor .metadata nor config.json")
+
+
+def _newest(directory: Path) -> Path:
+    """The directory of the newest iteration, if `directory` has several; else itself."""
+    return (
+        iteration_directory(directory, latest_iteration(directory)) if is_megatron_checkpoint(directory) else directory
+    )
+
+
+def _describe_fsdp(directory: Path) -> Iterator[str]:
+    noted = json.loads((directory / METADATA).read_text())
+    yield f"iteration {noted.get('iteration', '?')}, saved by {noted.get('world_size', '?')} ranks with --train-backend fsdp"
+    yield f"optimizer state: {'yes' if noted.get('has_optimizer') else 'no'}"
+    states = sorted((directory / "states").glob("*"))
+    for part in (*states, *([directory / FSDP_OPTIMIZER] if noted.get("has_optimizer") else ())):
+        TorchDistDirectory(part).require_files()
+    _require_generators(directory)
+    yield from _states_line(states)
+    yield from _describe_hf(directory)
+
+
+def _states_line(states: Sequence[Path]) -> Iterator[str]:
+    if states:
+        yield f"further sets of weights: {', '.join(state.name for state in states)}"
 
 
 def _describe_torch_dist(directory: Path) -> Iterator[str]:
@@ -49,8 +89,7 @@ def _describe_torch_dist(directory: Path) -> Iterator[str]:
     states = sorted((directory / "states").glob("*"))
     for state in states:
         _whole(state)
-    if states:
-        yield f"further sets of weights: {', '.join(state.name for state in states)}"
+    yield from _states_line(states)
     numel: collections.Counter[str] = collections.Counter()
     for entry in stored.tensors.values():
         numel[str(dtype_of(entry)).removeprefix("torch.")] += math.prod(entry.size)
@@ -62,9 +101,14 @@ def _whole(directory: Path) -> tuple[TorchDistDirectory, dict[str, Any]]:
     stored = TorchDistDirectory(directory)
     stored.require_files()
     require_format(directory)
+    _require_generators(directory)
+    return stored, read_common(directory)
+
+
+def _require_generators(directory: Path) -> None:
+    """Raise UserError if a file with the states of a rank's generators is cut off."""
     for path in directory.glob("rng_*.safetensors"):
         places_of_tensors(path)
-    return stored, read_common(directory)
 
 
 def _describe_hf(directory: Path) -> Iterator[str]:
@@ -87,20 +131,16 @@ def _sizes_line(count: int, numel: Mapping[str, int]) -> str:
 
 def misfits(directory: Path, hf_checkpoint: Path, words: Sequence[str]) -> list[str]:
     """The differences between a checkpoint and the model of `hf_checkpoint` with the model flags `words`, in words."""
-    if not is_megatron_checkpoint(directory) and not (directory / ".metadata").is_file():
+    root = _newest(directory)
+    if sharded_backend(root) == FSDP2 or (root == directory and not (root / ".metadata").is_file()):
         args = parse_model_flags(hf_checkpoint, words)
-        missing, surplus = missing_and_surplus(directory, describe_model(args)[0], args.model_name)
+        missing, surplus = missing_and_surplus(root, describe_model(args)[0], args.model_name)
         return [*(f"lacks {name}" for name in missing), *(f"has {name}, which the model has not" for name in surplus)]
     from slime.backends.megatron_utils import initialize
 
     initialize.prepare()
     from slime.backends.megatron_utils.checkpoint.stored import VOCABULARY, Stored, other_sizes
 
-    root = (
-        directory
-        if not is_megatron_checkpoint(directory)
-        else iteration_directory(directory, latest_iteration(directory))
-    )
     found = {key: tuple(entry.size) for key, entry in TorchDistDirectory(root).tensors.items()}
     args = parse_model_flags(hf_checkpoint, words)
     parameters, _ = describe_model(args, found)

@@ -58,7 +58,14 @@ from slime.training.resident_memory import Residents
 from slime.training.rollout_data import MicroBatch
 from slime.training.routing_replay import RoutingReplay
 from slime.training.train_step import MicroBatches
-from slime.utils.checkpoint_directory import FSDP2, METADATA, iteration_directory, latest_iteration, require_backend
+from slime.utils.checkpoint_directory import (
+    FSDP2,
+    FSDP_OPTIMIZER,
+    METADATA,
+    iteration_directory,
+    latest_iteration,
+    require_backend,
+)
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_json_atomically
@@ -71,7 +78,6 @@ from slime.weights.quantised_checkpoint import open_checkpoint
 logger = logging.getLogger(__name__)
 
 # The directory of the optimizer state in a checkpoint.
-_OPTIMIZER = "optimizer"
 
 
 class FSDPBackend:
@@ -189,7 +195,7 @@ class FSDPBackend:
 
         def write_training_state() -> None:
             if has_optimizer:
-                dcp.save(self._remembered(), checkpoint_id=directory / _OPTIMIZER)
+                dcp.save(self._remembered(), checkpoint_id=directory / FSDP_OPTIMIZER)
             for name in stored:
                 with states(name):
                     live = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
@@ -413,7 +419,7 @@ class FSDPBackend:
             for parameter in (p for name, p in self.model.named_parameters() if name not in never):
                 moments = {kind: torch.zeros_like(parameter.detach()) for kind in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
-            read_tensors(directory / _OPTIMIZER, self._remembered())
+            read_tensors(directory / FSDP_OPTIMIZER, self._remembered())
             if args.optimizer_cpu_offload:
                 self._put_moments(torch.device("cpu"))
         elif not args.no_load_optim and stored["scheduler"]["num_steps"] and is_first:

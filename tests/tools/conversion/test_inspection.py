@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slime.arguments.checkpoints import WeightSource
 from slime.utils.errors import UserError
 from tests.support.models.tiny_model import write_tiny_mixture, write_tiny_model
 from tests.support.processes.distributed import run_distributed
+from tests.support.processes.layout_steps import layout_args
 from tests.support.tables.shell_arrays import ROOT
 from tools.conversion.inspection import describe, misfits
 from tools.conversion.torch_dist import convert_hf_to_torch_dist, parse_model_flags
@@ -69,10 +71,63 @@ def test_further_sets_of_weights_and_the_format_are_looked_at_too(root, tmp_path
         list(describe(tmp_path / "run"))
 
 
+@pytest.fixture(scope="module")
+def of_fsdp(root):
+    """A checkpoint that FSDP has saved of `plain`, with the optimizer's state, a further set of weights and generators."""
+    run_distributed(_save_fsdp, 1, (str(root / "plain"), str(root / "fsdp")))
+    return root / "fsdp"
+
+
+def _save_fsdp(model, directory):
+    from slime.training.backend import make_backend
+    from slime.training.checkpoint_publication import publish_checkpoint
+    from slime.training.model_states import REFERENCE, ModelStates
+
+    args = layout_args(
+        model, train_backend="fsdp", save=directory, lr=1e-3, keep_last=None, save_hf=None, data_parallel_size=1
+    )
+    backend = make_backend(args)
+    backend.place()
+    backend.load(WeightSource("hf", model))
+    for parameter in backend.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    backend.optimizer.step()
+    states = ModelStates(backend.live_tensors)
+    states.capture(REFERENCE)
+    backend.save(4, states, (REFERENCE,)).finish()
+    publish_checkpoint(args, 4)
+
+
+def test_a_checkpoint_of_fsdp_is_looked_at_whole(of_fsdp, tmp_path):
+    shutil.copytree(of_fsdp, tmp_path / "run")
+    run = tmp_path / "run" / "iter_0000004"
+    lines = list(describe(tmp_path / "run"))
+    assert lines[0].startswith("FSDP checkpoint, iterations 4; the newest is 4") and lines[1:] == list(describe(run))
+    assert "saved by 1 ranks with --train-backend fsdp" in lines[1] and lines[2] == "optimizer state: yes"
+    assert lines[3] == "further sets of weights: ref" and lines[4].startswith("Hugging Face checkpoint of qwen3, ")
+    (generators,), (weights, *_) = run.glob("rng_*.safetensors"), sorted(run.glob("model*.safetensors"))
+    for path in (
+        run / "optimizer/__0_0.distcp",
+        run / "states/ref/__0_0.distcp",
+        generators,
+        weights,
+        run / "metadata.json",
+    ):
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(UserError, match=str(path)):
+            list(describe(tmp_path / "run"))
+        path.write_bytes(whole)
+    (run / "optimizer/.metadata").unlink()
+    with pytest.raises(UserError, match="optimizer is no torch_dist checkpoint: it has no .metadata"):
+        list(describe(tmp_path / "run"))
+
+
 def _misfits(root):
     root = Path(root)
     found = {name: misfits(root / "plain-dist", root / name, []) for name in ("plain", "tied", "larger")}
     found |= {f"hf, {name}": misfits(root / "plain", root / name, []) for name in ("plain", "tied")}
+    found |= {f"fsdp, {name}": misfits(root / "fsdp", root / name, []) for name in ("plain", "tied")}
     for frequency in ("1", "[1]*2"):
         found[frequency] = misfits(root / "experts-dist", root / "experts", ["--moe-layer-freq", frequency])
     _rename(root / "experts-dist", ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
@@ -93,15 +148,16 @@ def _rename(checkpoint, old, new):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_compared_with_a_model(root, tmp_path):
-    for name in ("plain", "tied", "larger", "experts", *(f"{name}-dist" for name in CONVERTED)):
+def test_a_checkpoint_is_compared_with_a_model(root, of_fsdp, tmp_path):
+    for name in ("plain", "tied", "larger", "experts", "fsdp", *(f"{name}-dist" for name in CONVERTED)):
         shutil.copytree(root / name, tmp_path / name)
     (found,) = run_distributed(_misfits, 1, (str(tmp_path),))
-    for name in ("plain", "hf, plain", "1", "[1]*2", "older", "older, plain"):
+    for name in ("plain", "hf, plain", "fsdp, plain", "1", "[1]*2", "older", "older, plain"):
         assert found[name] == [], name
     assert "has output_layer.weight, which the model has not" in found["tied"]
     assert "decoder.layers.mlp.linear_fc2.weight is [4, 32, 96], and [2, 32, 96] in the model" in found["tied"]
-    assert "has model.layers.2.mlp.up_proj.weight, which the model has not" in found["hf, tied"]
+    for name in ("hf, tied", "fsdp, tied"):
+        assert "has model.layers.2.mlp.up_proj.weight, which the model has not" in found[name]
     assert found["larger"] == ["--vocab-size 131 in the checkpoint, and 300 by the flags"]
     rows = [line.partition(" in the checkpoint")[0] for line in found["older, larger"]]
     assert all(name in row for name, row in zip(("embedding", "output_layer"), rows, strict=True))
