@@ -53,8 +53,9 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _COMPUTATION = (
     "layernorm_epsilon", "layernorm_zero_centered_gamma", "position_embedding_type", "rotary_base", "rotary_percent",
     "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor", "rope_type", "rotary_scaling_factor", "mscale",
-    "mscale_all_dim", "softmax_scale", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+    "mscale_all_dim", "original_max_position_embeddings", "beta_fast", "beta_slow", "rotary_seq_len_interpolation_factor",
+    "softmax_scale", "dsa_indexer_topk", "dsa_indexer_rope_interleave", "moe_router_topk", "moe_router_score_function",
+    "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
 )  # fmt: skip
 
 

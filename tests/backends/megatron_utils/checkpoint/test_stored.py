@@ -277,6 +277,25 @@ def test_weights_that_would_compute_something_else_are_refused_in_a_resume_and_t
     assert told.endswith(f"its weights compute something else here: {differences}")
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("original_max_position_embeddings", 96), ("beta_fast", 16.0), ("beta_slow", 2.0), ("dsa_indexer_topk", 3),
+        ("rotary_seq_len_interpolation_factor", 2), ("dsa_indexer_rope_interleave", True), ("mscale", 0.5),
+    ],
+)  # fmt: skip
+def test_what_has_no_weights_is_compared_where_a_checkpoint_notes_it(tmp_path, flag, value):
+    from slime.backends.megatron_utils.checkpoint.stored import model_notes, other_settings
+
+    TINY_FAMILIES["glm_moe_dsa"].save(tmp_path)
+    args = tiny_args(tmp_path)
+    other, notes = SimpleNamespace(**{**vars(args), flag: value}), model_notes(args)
+    (line,) = other_settings(other, notes)
+    assert line.startswith(f"--{flag.replace('_', '-')} ") and other_settings(args, notes) == []
+    del notes["computation"][flag]
+    assert other_settings(other, notes) == []
+
+
 def test_metadata_that_are_damaged_or_missing_are_told_by_file(tmp_path):
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
