@@ -104,8 +104,8 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
 def train_batch_from_columns(columns: dict[str, Any], source: str, samples: Sequence[Sample] = ()) -> TrainBatch:
     """A batch from a plug-in's dict of per-sample lists.
 
-    As in `build_train_batch`, samples that are to be left out get masks of zeros, and `failed` tells which samples failed,
-    unless the plug-in has such a column itself.
+    As in `build_train_batch`, samples that are to be left out get masks of zeros. `failed` tells which samples failed, and
+    `rollout_ids` which execution each came from, unless the plug-in has such a column itself.
 
     Args:
         source: flag and path of the plug-in, for messages.
@@ -140,13 +140,16 @@ def train_batch_from_columns(columns: dict[str, Any], source: str, samples: Sequ
                 raise UserError(f"{where} `{name}` is {value!r}; expected a finite number")
     masks = [(mask, f"{where} `loss_masks`") for mask, where in zip(batch["loss_masks"], of_samples, strict=True)]
     batch["loss_masks"] = [as_loss_mask(_as_array(mask, None, name), name) for mask, name in masks]
+    rollout_ids = list(batch.get("rollout_ids", [None] * rows))
     for position, sample in _samples_of_rows(samples, batch["sample_indices"]):
+        if "rollout_ids" not in columns:
+            rollout_ids[position] = sample.rollout_id
         if sample.remove_sample:
             batch["loss_masks"][position] = np.zeros_like(batch["loss_masks"][position])
         if failed_and_masked(sample) and "failed" not in columns:
             batch.setdefault("failed", np.zeros(rows, np.bool_))[position] = True
     try:
-        batch["rollout_ids"] = execution_ids(list(batch.get("rollout_ids", [None] * rows)))
+        batch["rollout_ids"] = execution_ids(rollout_ids)
     except (TypeError, ValueError) as error:
         raise UserError(f"{source}: `rollout_ids` has other entries than whole numbers and None: {error}") from None
     for name in columns:

@@ -315,6 +315,19 @@ def test_plug_in_columns_are_completed():
         train_batch_from_columns({**columns, "rewards": [1]}, PLUG_IN)
 
 
+def test_rows_of_a_plug_in_without_executions_belong_to_those_of_their_samples():
+    columns = {
+        "tokens": [[1, 2, 3]] * 4, "response_lengths": [2] * 4, "rewards": [1] * 4, "raw_reward": [1] * 4,
+        "truncated": [0] * 4, "sample_indices": [4, 4, 5, 6], "loss_masks": [[1, 1], [1, 0], [1, 1], [1, 0]],
+    }  # fmt: skip
+    samples = [sample(4, rollout_id=7), sample(4, rollout_id=7), sample(5)]
+    batch = train_batch_from_columns(columns, PLUG_IN, samples)
+    assert batch["rollout_ids"].tolist() == [7, 7, 8, 9], "and a row of no sample is an execution of its own"
+    assert batch["rollout_mask_sums"].tolist() == [3, 3, 2, 1]
+    own = train_batch_from_columns({**columns, "rollout_ids": [1, None, 1, 2]}, PLUG_IN, samples)
+    assert own["rollout_ids"].tolist() == [1, 3, 1, 2]
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
