@@ -9,6 +9,7 @@ metric of what was rejected must still see it.
 from __future__ import annotations
 
 import argparse
+import contextvars
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ from slime.training.rollout_data import Metrics, MicroBatch, Reducer
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import accepted_keywords, calling_user_code, load_function
 
+# The micro-batch of the user's loss that runs, for shipped functions that it calls with columns alone.
+batch_of_custom_loss: contextvars.ContextVar[MicroBatch | None] = contextvars.ContextVar("batch_of_loss", default=None)
+
 
 def custom_loss_function(
     args: argparse.Namespace, batch: MicroBatch, logits: torch.Tensor, reduce: Reducer
@@ -38,7 +42,12 @@ def custom_loss_function(
     stand in `batch` as `tokens` and as `unconcat_tokens`.
     """
     path, flag = args.custom_loss_function_path, "--custom-loss-function-path"
-    result = _call(flag, path, batch, load_function(path, flag=flag), args, batch, logits, reduce)
+    function = load_function(path, flag=flag)
+    token = batch_of_custom_loss.set(batch)
+    try:
+        result = _call(flag, path, batch, function, args, batch, logits, reduce)
+    finally:
+        batch_of_custom_loss.reset(token)
     if not (isinstance(result, tuple) and len(result) == 2 and torch.is_tensor(result[0])):
         raise UserError(f"{flag} {path} returned {_kind(result)}; expected (loss tensor, {{name: scalar tensor}})")
     loss, metrics = result

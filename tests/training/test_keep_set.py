@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.training import keep_set
+from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+from slime.training import context_parallel, keep_set
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.training.keep_set import KeepSet, KeptTokens, kept_tokens
 from slime.training.log_probs import calculate_log_probs_and_entropy
-from slime.training.loss import loss_function
+from slime.training.loss import loss_function, response_log_probs
 from slime.training.packed_stream import Rows
 from slime.training.rollout_data import MicroBatch, RolloutData
 from tests.support.models.grpo_batch import objective_args
@@ -355,6 +356,48 @@ def test_the_loss_is_that_of_the_renormalised_distribution():
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(logits.grad.double(), leaf.grad, rtol=1e-5, atol=1e-7)
+
+
+COLUMNS = ("total_lengths", "response_lengths")
+SETS = ("rollout_top_p_token_ids", "rollout_top_p_token_offsets")
+
+
+def likelihood(args, batch, logits, sum_of_sample_mean):
+    """A loss of a user's, who hands on the columns that the helper needs; of the batch, of copies, and of other tokens."""
+    lengths = {name: batch[name] for name in COLUMNS}
+
+    def found(tokens):
+        return torch.cat(get_log_probs_and_entropy(logits, args=args, unconcat_tokens=tokens, **lengths)["log_probs"])
+
+    args.found = [found(batch["unconcat_tokens"]), found([row.clone() for row in batch["tokens"]])]
+    args.of_others = found([(row + 1) % VOCABULARY for row in batch["tokens"]])
+    return sum_of_sample_mean(-args.found[0]), {}
+
+
+@pytest.mark.parametrize("size, rank", [(1, 0), (2, 0), (2, 1)])
+def test_a_loss_of_the_users_has_log_probs_within_the_sets(monkeypatch, size, rank):
+    cp = ContextParallel(size, rank, None)
+    monkeypatch.setattr(context_parallel, "_told", cp)
+    batch = make_batch(cp)
+    batch["loss_masks"] = [torch.ones(response) for _, response in LENGTHS]
+    logits = torch.randn(len(batch.stream.tokens), VOCABULARY, generator=torch.Generator().manual_seed(3))
+    args = objective_args(loss_type="custom_loss", custom_loss_function_path=f"{__file__}:likelihood")
+    args.calculate_per_token_loss = True
+    loss, _ = loss_function(args, batch, logits, None)
+    within, _ = response_log_probs(args, batch, logits, None, with_entropy=False)
+    assert all(torch.equal(found, within) for found in args.found)
+    assert float(loss) == pytest.approx(-float(within.sum()))
+    # Outside of a loss there are the sets that a caller gives.
+    lengths = {name: batch[name] for name in COLUMNS}
+
+    def outside(tokens, **sets):
+        found = get_log_probs_and_entropy(logits, args=args, unconcat_tokens=tokens, **lengths, **sets)
+        return torch.cat(found["log_probs"])
+
+    assert torch.equal(outside(batch["tokens"], **{name: batch[name] for name in SETS}), within)
+    assert (outside(batch["tokens"]) < within - 1e-3).any()
+    # Other tokens were not sampled from the sets.
+    assert torch.equal(args.of_others, outside([(row + 1) % VOCABULARY for row in batch["tokens"]]))
 
 
 def test_offsets_of_another_response_are_refused():

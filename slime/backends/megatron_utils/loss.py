@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from slime.training import advantages as estimation
 from slime.training import loss as losses
 from slime.training.context_parallel import ContextParallel, told_place
-from slime.training.custom_functions import icepop_function, vanilla_tis_function
+from slime.training.custom_functions import batch_of_custom_loss, icepop_function, vanilla_tis_function
+from slime.training.keep_set import OFFSETS, TOKEN_IDS
 from slime.training.packed_stream import PackedStream, pack_stream
 from slime.training.rollout_data import Metrics, MicroBatch, Reducer, RolloutData
 
@@ -108,16 +109,26 @@ def get_log_probs_and_entropy(
     response_lengths: Sequence[int],
     with_entropy: bool = False,
     with_entropy_grad: bool = True,
+    rollout_top_p_token_ids: Sequence[torch.Tensor] | None = None,
+    rollout_top_p_token_offsets: Sequence[torch.Tensor] | None = None,
 ) -> dict[str, list[torch.Tensor]]:
     """`log_probs` and, if asked for, `entropy`: per sample one float32 tensor for the response tokens that this rank owns.
 
     Args:
         logits: of the packed samples, without division by the rollout temperature, which happens inside.
         unconcat_tokens: whole sequences, one tensor per sample.
+        rollout_top_p_token_ids, rollout_top_p_token_offsets: these columns of the samples, for log-probs within the sets of
+            tokens that sampling kept. A custom loss need not give them: None takes them from its batch, if these are tokens of
+            it, and if it has them.
     """
     rows = _rows(logits)
     stream = _stream(args, unconcat_tokens, response_lengths, rows)
-    batch = MicroBatch({"stream": stream}, stream.cp)
+    if rollout_top_p_token_offsets is None:
+        sets = _sets_of(unconcat_tokens)
+    else:
+        sets = {TOKEN_IDS: rollout_top_p_token_ids, OFFSETS: rollout_top_p_token_offsets}
+    lengths = {"total_lengths": total_lengths, "response_lengths": response_lengths}
+    batch = MicroBatch({"stream": stream, **lengths, **sets}, stream.cp)
     log_probs, entropy = losses.response_log_probs(
         args, batch, rows, _tensor_group(), with_entropy=with_entropy, with_entropy_grad=with_entropy_grad
     )
@@ -137,6 +148,23 @@ def get_values(
     rows = _rows(logits)
     stream = _stream(args, unconcat_tokens, response_lengths, rows)
     return {"values": stream.split(losses.response_values(stream, rows))}
+
+
+def _sets_of(tokens: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """The columns of kept sets of these samples of the user's loss that runs; nothing where it has none, or the tokens are not
+    its batch's."""
+    batch = batch_of_custom_loss.get()
+    if batch is None or OFFSETS not in batch:
+        return {}
+    place_of = {id(row): place for place, row in enumerate(batch["tokens"])}
+    places = [place_of.get(id(row)) for row in tokens]
+    if None in places:
+        # Copies. Only for them the device has to be waited for.
+        own, given = torch.cat(list(batch["tokens"])), torch.cat(list(tokens))
+        if list(map(len, tokens)) != list(batch["total_lengths"]) or not torch.equal(own, given.to(own)):
+            return {}
+        places = list(range(len(tokens)))
+    return {name: [batch[name][place] for place in places] for name in (TOKEN_IDS, OFFSETS)}
 
 
 @contextlib.contextmanager
