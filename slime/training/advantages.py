@@ -22,7 +22,14 @@ from slime.algorithms.estimators import estimator
 from slime.algorithms.kl import approx_kl_of_responses, distilled_advantages
 from slime.algorithms.reduction import zero_masked_tokens
 from slime.training.metric_reduction import whiten
-from slime.training.rollout_data import RolloutData, Tensors, put_beside_tokens, require_entries
+from slime.training.rollout_data import (
+    RolloutData,
+    Tensors,
+    lengths_of,
+    put_beside_tokens,
+    require_entries,
+    require_tensors,
+)
 from slime.utils.errors import UserError
 from slime.utils.plugin_loader import call_plug_in
 
@@ -157,43 +164,20 @@ def _estimate(args: argparse.Namespace, rollout_data: RolloutData) -> tuple[Tens
 
 def _call_custom_function(args: argparse.Namespace, rollout_data: RolloutData) -> None:
     path, flag = args.custom_advantage_function_path, "--custom-advantage-function-path"
-    lengths = rollout_data.local_lengths
-    masks = torch.cat(list(rollout_data["loss_masks"])) if lengths else None
-    call_plug_in(flag, path, f"{len(lengths)} samples", args, rollout_data)
+    samples = len(rollout_data["response_lengths"])
+    masks = torch.cat(list(rollout_data["loss_masks"])) if samples else None
+    call_plug_in(flag, path, f"{samples} samples", args, rollout_data)
     if masks is not None and not _are_together(rollout_data.get("loss_masks"), masks, rollout_data["response_lengths"]):
         raise UserError(
             f"{flag} {path} changed `loss_masks`: the number of trained tokens, by which the loss is divided, and the other "
             "pipeline stages know nothing of it; edit them in a function for --rollout-data-postprocess-path, which comes next"
         )
     for name in ("advantages", "returns"):
-        found = _lengths_of(rollout_data.get(name))
-        if found != lengths:
-            raise UserError(
-                f"{flag} {path}: rollout_data[{name!r}] must be a list with one tensor of the response's length (its part on "
-                f"this rank) per sample; {_first_difference(lengths, found)}"
-            )
+        require_tensors(rollout_data, name, f"{flag} {path}")
     require_entries(rollout_data, f"{flag} {path}")
     put_beside_tokens(rollout_data)
 
 
 def _are_together(rows: Any, flat: torch.Tensor, lengths: Sequence[int]) -> bool:
     """Whether `rows` are tensors of these lengths which, concatenated, equal `flat`."""
-    return _lengths_of(rows) == list(lengths) and bool((torch.cat(list(rows)).to(flat.device) == flat).all())
-
-
-def _lengths_of(tensors: Any) -> list[int | None] | None:
-    """The length of each tensor, None for an entry that is no tensor of one dimension; None if `tensors` is no list or
-    tuple."""
-    if not isinstance(tensors, list | tuple):
-        return None
-    return [len(tensor) if torch.is_tensor(tensor) and tensor.dim() == 1 else None for tensor in tensors]
-
-
-def _first_difference(expected: Sequence[int], found: list[int | None] | None) -> str:
-    if found is None:
-        return "it is not set, or no list"
-    if len(found) != len(expected):
-        return f"expected {len(expected)} tensors, got {len(found)}"
-    row = next(row for row, (wanted, length) in enumerate(zip(expected, found, strict=True)) if wanted != length)
-    got = "no tensor of one dimension" if found[row] is None else f"length {found[row]}"
-    return f"expected length {expected[row]} in place {row}, got {got}"
+    return lengths_of(rows) == list(lengths) and bool((torch.cat(list(rows)).to(flat.device) == flat).all())

@@ -36,7 +36,8 @@ class Column:
     """What is known of a column.
 
     Attributes:
-        dtype: what the rollout brings is made of this type; None: it stays as it comes, or the trainer makes the column.
+        dtype: what the rollout brings is made of this type; None: it stays as it comes.
+        computed: the trainer makes it; only a batch that a user's function made may bring it.
         required: a plug-in's batch must have it.
         sent_whole: a shard has the entries of all samples, not only those of its rank.
         on_host: it stays on the host, where it is read: it is large, or read by offsets.
@@ -46,6 +47,7 @@ class Column:
 
     kind: Kind
     dtype: Any = None
+    computed: bool = False
     required: bool = False
     sent_whole: bool = False
     on_host: bool = False
@@ -64,6 +66,7 @@ class Column:
 
 
 IMAGES = "multimodal_train_inputs"
+_COMPUTED = Column(Kind.RESPONSE_PART, np.float32, computed=True)
 COLUMNS: dict[str, Column] = {
     "tokens": Column(Kind.SEQUENCE, np.int64, required=True),
     "response_lengths": Column(Kind.SAMPLE, np.int64, required=True, reported=True),
@@ -92,14 +95,14 @@ COLUMNS: dict[str, Column] = {
     "rollout_top_p_token_ids": Column(Kind.SEQUENCE, np.int32, on_host=True),
     "rollout_top_p_token_offsets": Column(Kind.SEQUENCE, np.int32, on_host=True),
     "rollout_routed_experts": Column(Kind.SEQUENCE, np.int32, on_host=True),
-    "log_probs": Column(Kind.RESPONSE_PART),
-    "ref_log_probs": Column(Kind.RESPONSE_PART),
-    "entropy": Column(Kind.RESPONSE_PART),
-    "values": Column(Kind.RESPONSE_PART),
-    "kl": Column(Kind.RESPONSE_PART),
-    "advantages": Column(Kind.RESPONSE_PART),
-    "returns": Column(Kind.RESPONSE_PART),
-    "opd_reverse_kl": Column(Kind.RESPONSE_PART),
+    "log_probs": _COMPUTED,
+    "ref_log_probs": _COMPUTED,
+    "entropy": _COMPUTED,
+    "values": _COMPUTED,
+    "kl": _COMPUTED,
+    "advantages": _COMPUTED,
+    "returns": _COMPUTED,
+    "opd_reverse_kl": _COMPUTED,
     "partition": Column(Kind.SCHEDULE),
     "micro_batch_indices": Column(Kind.SCHEDULE),
     "num_microbatches": Column(Kind.SCHEDULE),

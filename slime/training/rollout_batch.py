@@ -21,7 +21,7 @@ import numpy as np
 from slime.algorithms.reduction import rollout_mask_sums
 from slime.scheduling.dp_schedule import DPSchedule
 from slime.training.batch_transport import fetch_shard
-from slime.training.columns import COLUMNS, IMAGES, column_of
+from slime.training.columns import COLUMNS, IMAGES, Kind, column_of, names_of
 from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
 from slime.utils.misc import Box
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 TrainBatch = dict[str, Any]
 
+_OF_TOKENS = names_of(Kind.RESPONSE_PART)
 # Columns of a plug-in with one number per sample, all of which must be finite: they count in means and lengths.
 _OF_NUMBERS = ("rewards", "raw_reward", "response_lengths", "truncated", "rollout_mask_sums")
 
@@ -113,7 +114,7 @@ def train_batch_from_columns(columns: dict[str, Any], source: str, samples: Sequ
 
     Raises:
         UserError: it is no dict, a required column is missing or has another number of rows, a mask holds something else than 1
-            and 0, a reward or the log-prob of a trained token is no finite number, or the rows of a sample do not fit together.
+            and 0, a reward or what belongs to a trained token is no finite number, or the rows of a sample do not fit together.
     """
     if not isinstance(columns, dict):
         raise UserError(f"{source} returned {type(columns).__name__}; expected a dict of columns")
@@ -209,7 +210,8 @@ def _as_array(row: Any, dtype: Any, name: str) -> np.ndarray:
 def _require_fitting_rows(sample: dict[str, Any], where: str) -> None:
     """Raise UserError, with column and both numbers, if the rows of a sample do not fit together; `where` names the sample.
 
-    Log-probs of trained tokens must be finite numbers. Those of other tokens do not matter: nobody reads them.
+    Log-probs, advantages and the like must be finite numbers at trained tokens. Those of other tokens do not matter: nobody
+    reads them.
     """
     total, response = len(sample["tokens"]), int(sample["response_lengths"])
     if not 0 <= response < total:
@@ -217,14 +219,20 @@ def _require_fitting_rows(sample: dict[str, Any], where: str) -> None:
             f"{where} `response_lengths` is {response} of {total} `tokens`; the first token cannot be predicted, so a sample "
             "needs at least one prompt token"
         )
-    expected = dict.fromkeys(("loss_masks", "rollout_log_probs", "teacher_log_probs"), response)
+    expected = dict.fromkeys(("loss_masks", *_OF_TOKENS), response)
     expected["rollout_top_p_token_offsets"] = response + 1
     for name, length in expected.items():
-        if name in sample and len(sample[name]) != length:
+        if name not in sample:
+            continue
+        if sample[name].ndim != 1:
+            raise UserError(
+                f"{where} `{name}` has the shape {list(sample[name].shape)}; expected a number for each token"
+            )
+        if len(sample[name]) != length:
             raise UserError(
                 f"{where} `{name}` has {len(sample[name])} entries, expected {length}: `response_lengths` is {response}"
             )
-        if name.endswith("_log_probs") and name in sample:
+        if name in _OF_TOKENS:
             wrong = first_not_finite(np.where(sample["loss_masks"] != 0, sample[name], 0.0))
             if wrong is not None:
                 raise UserError(

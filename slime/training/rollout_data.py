@@ -157,7 +157,8 @@ def require_entries(data: RolloutData, where: str) -> None:
         where: flag and path of the function, for the message.
 
     Raises:
-        UserError: a column per sample, also one that the function added, is not a list, tensor or array of that many entries.
+        UserError: a column per sample, also one that the function added, is not a list, tensor or array of that many entries;
+            or one per response token is none that `require_tensors` lets through.
     """
     count = len(data["response_lengths"])
     for name, rows in data.items():
@@ -170,16 +171,52 @@ def require_entries(data: RolloutData, where: str) -> None:
                 f"{where} left {found} in rollout_data[{name!r}]; expected a list with one entry for each of the {count} "
                 "samples of the rank. What is about all of them has no place there"
             )
+    for name in filter(data.__contains__, names_of(Kind.RESPONSE_PART)):
+        require_tensors(data, name, where)
+
+
+def require_tensors(data: RolloutData, name: str, where: str) -> None:
+    """Check the column `name`, which a user's function set per response token.
+
+    Args:
+        where: flag and path of the function, for the message.
+
+    Raises:
+        UserError: it is no list with one tensor for each sample, as long as the rank's part of its response.
+    """
+    lengths, found = data.local_lengths, lengths_of(data.get(name))
+    if found != lengths:
+        raise UserError(
+            f"{where}: rollout_data[{name!r}] must be a list with one tensor of the response's length (its part on this rank) "
+            f"per sample; {_first_difference(lengths, found)}"
+        )
+
+
+def lengths_of(tensors: Any) -> list[int | None] | None:
+    """The length of each tensor, None for an entry that is no tensor of one dimension; None if `tensors` is no list or
+    tuple."""
+    if not isinstance(tensors, list | tuple):
+        return None
+    return [len(tensor) if torch.is_tensor(tensor) and tensor.dim() == 1 else None for tensor in tensors]
+
+
+def _first_difference(expected: Sequence[int], found: list[int | None] | None) -> str:
+    if found is None:
+        return "it is not set, or no list"
+    if len(found) != len(expected):
+        return f"expected {len(expected)} tensors, got {len(found)}"
+    row = next(row for row, (wanted, length) in enumerate(zip(expected, found, strict=True)) if wanted != length)
+    got = "no tensor of one dimension" if found[row] is None else f"length {found[row]}"
+    return f"expected length {expected[row]} in place {row}, got {got}"
 
 
 def put_beside_tokens(data: RolloutData) -> None:
     """Make what a user's function left per response token float32 tensors on the device of the tokens, where the loss is: the
-    function may have computed on the host, or in the type of its rewards. A column of such tensors stays the same list."""
+    function may have computed on the host, or in the type of its rewards. A column of such tensors stays the same list. The
+    columns are those that `require_entries` lets through."""
     device = data["tokens"][0].device if data.get("tokens") else None
     for name in names_of(Kind.RESPONSE_PART) if device is not None else ():
-        rows = data.get(name)
-        if not isinstance(rows, list | tuple) or not all(map(torch.is_tensor, rows)):
-            continue
+        rows = data.get(name, ())
         kinds = {(row.device, row.dtype) for row in rows}
         if kinds <= {(device, torch.float32)}:
             continue

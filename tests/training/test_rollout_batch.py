@@ -103,6 +103,10 @@ def test_columns_have_the_documented_types():
     assert shard["rollout_log_probs"].values.dtype == np.float32
 
 
+_TWO = {
+    "tokens": [[1, 2, 3], [1, 2, 3]], "response_lengths": [2, 2], "loss_masks": [[0, 1], [1, 1]],
+    "rollout_log_probs": [[-1.0, -1.0], [-1.0, -1.0]],
+}  # fmt: skip
 WRONG_CONTENT = {
     "`rewards` is nan; expected a finite number": {"rewards": [0.5, float("nan")]},
     "`rewards` is None; expected a finite number": {"rewards": [0.5, None]},
@@ -114,6 +118,10 @@ WRONG_CONTENT = {
     "`rollout_log_probs` has 3 entries, expected 1": {"rollout_log_probs": [[-1.0, -1.0], [-1.0, -1.0, -1.0]]},
     "`rollout_log_probs` is nan at response token 0": {"rollout_log_probs": [[-1.0, -1.0], [float("nan")]]},
     "`teacher_log_probs` has 0 entries, expected 1": {"teacher_log_probs": [[-1.0, -1.0], []]},
+    "`advantages` has 1 entries, expected 2": {**_TWO, "advantages": [[0.5, 0.5], [0.5]]},
+    "`returns` has the shape [2, 1]; expected a number for each token": {**_TWO, "returns": [[0.5, 0.5], [[0.5], [0.5]]]},
+    "`log_probs` is inf at response token 1": {**_TWO, "log_probs": [[float("inf"), -1.0], [-1.0, float("inf")]]},
+    "`values` is no row of numbers": {**_TWO, "values": [[0.5, 0.5], ["a", "b"]]},
     "`rollout_top_p_token_offsets` has 1 entries, expected 2": {
         "rollout_top_p_token_offsets": [[0, 1, 2], [0]], "rollout_top_p_token_ids": [[7, 8], []]
     },
@@ -124,9 +132,7 @@ WRONG_CONTENT = {
         "rollout_top_p_token_offsets": [[0, 1, 2], [1, 1]], "rollout_top_p_token_ids": [[7, 8], [7]]
     },
     "`rollout_top_p_token_offsets` must ascend from 0": {
-        "tokens": [[1, 2, 3], [1, 2, 3]], "response_lengths": [2, 2], "loss_masks": [[1, 0], [1, 1]],
-        "rollout_log_probs": [[-1.0, -1.0], [-1.0, -1.0]],
-        "rollout_top_p_token_offsets": [[0, 1, 2], [0, 2, 1]], "rollout_top_p_token_ids": [[7, 8], [7]],
+        **_TWO, "rollout_top_p_token_offsets": [[0, 1, 2], [0, 2, 1]], "rollout_top_p_token_ids": [[7, 8], [7]],
     },
 }  # fmt: skip
 
@@ -348,6 +354,24 @@ def test_what_is_no_column_of_a_plug_in_is_named(wrong, message):
     }  # fmt: skip
     with pytest.raises(UserError, match=f"^{PLUG_IN}: {message}"):
         train_batch_from_columns({**columns, **wrong}, PLUG_IN)
+
+
+@pytest.mark.parametrize("form", [list, np.array, torch.tensor, lambda row: torch.tensor(row, dtype=torch.bfloat16)])
+def test_what_the_trainer_would_compute_may_come_from_a_plug_in_in_any_form(form):
+    columns = {
+        "tokens": [[1, 2, 3], [4, 5]], "response_lengths": [2, 1], "rewards": [1, 0], "raw_reward": [1, 0],
+        "truncated": [0, 0], "sample_indices": [0, 1], "loss_masks": [[1, 0], [1]],
+        # Nobody reads what belongs to a token that is not trained.
+        "advantages": [form([0.5, float("nan")]), form([-2.0])], "log_probs": [form([-1.0, -0.5]), form([-0.25])],
+    }  # fmt: skip
+    batch = train_batch_from_columns(columns, PLUG_IN)
+    shard = split_for_data_parallel(batch, DPSchedule([[1, 0]], [[[0, 1]]], [1], [2], 0))[0]
+    data = to_tensors(shard, "cpu")
+    assert [row.nan_to_num(7).tolist() for row in data["advantages"]] == [[-2.0], [0.5, 7.0]]
+    assert [row.tolist() for row in data["log_probs"]] == [[-0.25], [-1.0, -0.5]]
+    # In the place of a GPU: tensors are there, without entries.
+    for name in ("advantages", "log_probs"):
+        assert {(row.device.type, row.dtype) for row in to_tensors(shard, "meta")[name]} == {("meta", torch.float32)}
 
 
 def test_a_plug_in_may_give_tensors_of_any_type_and_samples_without_index():

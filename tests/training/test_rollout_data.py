@@ -125,6 +125,24 @@ def test_columns_that_micro_batches_could_not_take_entries_of(name, rows, found)
             require_entries(data, "--flag mine.py:fn")
 
 
+def test_what_a_function_left_per_token_must_be_tensors_as_long_as_the_ranks_parts():
+    cp = ContextParallel(2, 1, None)
+    rows = RolloutData.of_rank(columns_of(), cp)["advantages"]
+    wrong = {
+        "it is not set, or no list": torch.ones(6, 4),
+        "expected length 4 in place 0, got no tensor of one dimension": [row.tolist() for row in rows],
+        "expected length 7 in place 1, got no tensor of one dimension": [rows[0], rows[1].numpy(), *rows[2:]],
+        "expected length 7 in place 1, got length 10": [rows[0], torch.ones(10), *rows[2:]],
+        "expected length 1 in place 5, got no tensor of one dimension": [*rows[:5], rows[5][:, None]],
+    }
+    for name in names_of(Kind.RESPONSE_PART):
+        require_entries(RolloutData({**columns_of(), "advantages": rows, name: tuple(rows)}, cp), "--flag mine.py:fn")
+        for told, column in wrong.items():
+            data = RolloutData({**columns_of(), "advantages": rows, name: column}, cp)
+            with pytest.raises(UserError, match=rf"^--flag mine\.py:fn: rollout_data\['{name}'\] must be .*{told}"):
+                require_entries(data, "--flag mine.py:fn")
+
+
 def test_a_copy_is_a_dict_alone(tmp_path):
     """A user's function may keep the data, though the rank's process group can be neither copied nor written."""
     data = RolloutData(columns_of(), ContextParallel(2, 0, group=lambda: None))
