@@ -26,6 +26,7 @@ from slime.scheduling.device_turns import Holds
 from slime.training.advantages import compute_advantages_and_returns
 from slime.training.checkpoint_publication import publish_checkpoint
 from slime.training.column_exchange import ColumnPart, fetch_column, send_columns
+from slime.training.custom_functions import copied_masks
 from slime.training.metric_reduction import all_reduce_sum
 from slime.training.model_states import ACTOR, REFERENCE, ModelStates, StateSchedule
 from slime.training.on_policy import expect_proof
@@ -94,11 +95,11 @@ class ActorRank(TrainRank):
 
         Returns:
             What was logged. From one rank of those that have the same samples also this rank's part of what the critic is to
-            learn: the returns, and the masks where `--rollout-data-postprocess-path` may have changed them; else None.
+            learn: the returns, and the masks where `--rollout-data-postprocess-path` has changed them; else None.
         """
         with self._collected() as logged, self._recorded(Part.OVERALL, rollout_id):
-            data = self._train(rollout_id, shards, values, logged)
-        names = ["returns"] if self.args.rollout_data_postprocess_path is None else ["returns", "loss_masks"]
+            data, masks_are_edited = self._train(rollout_id, shards, values, logged)
+        names = ["returns", "loss_masks"] if masks_are_edited else ["returns"]
         return logged, send_columns(data, names, self.groups) if self.groups.is_last_stage else None
 
     def residents(self) -> Residents:
@@ -297,9 +298,9 @@ class ActorRank(TrainRank):
 
     def _train(
         self, rollout_id: int, shards: list[Box], values: Sequence[ColumnPart], logged: list[LoggedMetrics]
-    ) -> RolloutData:
-        """`train` and `train_on_values`. Returns the data with all that was computed for it; `logged` gets metrics as they
-        come."""
+    ) -> tuple[RolloutData, bool]:
+        """`train` and `train_on_values`. Returns the data with all that was computed for it, and whether the user's function
+        edited masks of any rank; `logged` gets metrics as they come."""
         self.require(Holds.ALL, "it trains")
         Timer().add("train_wait", time.perf_counter() - self._idle_since)
         self.state_schedule.before_rollout(rollout_id)
@@ -309,7 +310,7 @@ class ActorRank(TrainRank):
                 if values and self.groups.is_last_stage:
                     data["values"] = fetch_column(values, "values", data, self.args.http_control_timeout)
                 expect_proof(self.args, rollout_id, data, self.weight_version)
-            self._prepare(rollout_id, data, logged)
+            masks_are_edited = self._prepare(rollout_id, data, logged)
             self._dump(rollout_id, data)
             if rollout_id >= self.args.num_critic_only_steps:
                 with (
@@ -326,7 +327,7 @@ class ActorRank(TrainRank):
         speeds = phase_speeds(phases, self._tokens_of_all_ranks(data), self._tflops(data))
         logged.append(({**speeds, **phases}, step_key))
         self._idle_since = time.perf_counter()
-        return data
+        return data, masks_are_edited
 
     def _tokens_of_all_ranks(self, data: RolloutData) -> float:
         """Tokens of all samples that were trained; the last ones of a rollout may fit no whole step. Collective."""
@@ -342,9 +343,9 @@ class ActorRank(TrainRank):
         ranks = self.world_size // dist.get_world_size(self.groups.sample_group)
         return calculate_fwd_flops(data["total_lengths"], self.args) / ranks / 1e12
 
-    def _prepare(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> None:
+    def _prepare(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> bool:
         """Compute log-probs and advantages, both on the last pipeline stage; then the user's function may change the data, on
-        every rank."""
+        every rank. Returns whether it edited masks of any rank."""
         args = self.args
         others = [state for state in (REFERENCE, TEACHER) if state in self.states]
         needs_own = needs_log_prob_pass(args, steps=len(data["num_microbatches"]))
@@ -362,7 +363,10 @@ class ActorRank(TrainRank):
         # Demonstrations have no rewards, but a critic may learn beside the imitation.
         if args.compute_advantages_and_returns and (args.use_critic or not is_imitation):
             self._compute_advantages(rollout_id, data, logged)
+        masks_are_edited = False
         if args.rollout_data_postprocess_path is not None:
+            # A function may edit them in place.
+            masks = copied_masks(data["loss_masks"])
             path, flag = args.rollout_data_postprocess_path, "--rollout-data-postprocess-path"
             returned = call_plug_in(flag, path, f"rollout {rollout_id}", args, rollout_id, data)
             if returned is not None and returned is not data:
@@ -370,9 +374,10 @@ class ActorRank(TrainRank):
                 raise UserError(f"{found}; expected None: it changes the columns of `rollout_data` in place")
             require_entries(data, f"{flag} {path}")
             put_beside_tokens(data)
-            refresh_mask_sums(data, self.groups.sample_group)
+            masks_are_edited = refresh_mask_sums(data, self.groups.sample_group, masks)
         if args.get_mismatch_metrics and self.groups.is_last_stage and not is_imitation:
             self._tell_worst_tokens(rollout_id, data)
+        return masks_are_edited
 
     def _compute_advantages(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> None:
         """Compute advantages and returns, on the last pipeline stage; all stages log their metrics."""

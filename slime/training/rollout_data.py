@@ -226,36 +226,50 @@ def put_beside_tokens(data: RolloutData) -> None:
         data[name] = [part for flat, lengths in moved for part in flat.split(lengths)]
 
 
-def refresh_mask_sums(data: RolloutData, data_group: dist.ProcessGroup) -> None:
-    """Compute `rollout_mask_sums` again, after masks were edited: trained tokens per execution, over all ranks.
+def refresh_mask_sums(
+    data: RolloutData, data_group: dist.ProcessGroup, before: Sequence[torch.Tensor] | None = None
+) -> bool:
+    """Compute `rollout_mask_sums` again, if masks were edited on any rank: trained tokens per execution, over all ranks.
 
     Masks of any kind become int32 tensors on the device of the tokens. Collective over `data_group`.
+
+    Args:
+        before: the masks as they were; None: they are known to be edited.
+
+    Returns:
+        Whether they were edited. Else the sums stay as they are: a user's function may have made them.
 
     Raises:
         UserError: on any rank a mask holds something else than 1 and 0, is no row of numbers or of another length than its
             response, or there are more or fewer masks than samples; on all ranks.
     """
-    masks, local, failure = [], [], None
+    masks, local, failure, are_edited = [], [], None, True
     try:
-        masks = _checked_masks(data)
+        masks, are_edited = _checked_masks(data, before)
         local = list(zip(data["rollout_ids"], (int(mask.sum()) for mask in masks), strict=True))
     except UserError as error:
         failure = str(error)
     gathered: list[Any] = [None] * dist.get_world_size(data_group)
-    dist.all_gather_object(gathered, (local, failure), group=data_group)
-    for _, message in gathered:
+    dist.all_gather_object(gathered, (local, failure, are_edited), group=data_group)
+    for _, message, _ in gathered:
         if message is not None:
             raise UserError(message)
-    if masks:
+    if not are_edited:
+        data["loss_masks"] = list(before or ())
+    elif masks:
         flat = torch.from_numpy(np.concatenate(masks)).to(data["tokens"][0].device)
         data["loss_masks"] = list(flat.split([len(mask) for mask in masks]))
+    if not any(on_rank for *_, on_rank in gathered):
+        return False
     totals: dict[int, int] = {}
-    for rollout_id, mask_sum in (pair for part, _ in gathered for pair in part):
+    for rollout_id, mask_sum in (pair for part, *_ in gathered for pair in part):
         totals[rollout_id] = totals.get(rollout_id, 0) + mask_sum
     data["rollout_mask_sums"] = [float(totals[rollout_id]) for rollout_id in data["rollout_ids"]]
+    return True
 
 
-def _checked_masks(data: RolloutData) -> list[np.ndarray]:
+def _checked_masks(data: RolloutData, before: Sequence[torch.Tensor] | None) -> tuple[list[np.ndarray], bool]:
+    """(The masks, whether they are others than `before`)."""
     flag = "--rollout-data-postprocess-path"
     masks, samples = data.get("loss_masks"), data["sample_indices"]
     if not isinstance(masks, Sequence) or len(masks) != len(samples):
@@ -263,7 +277,11 @@ def _checked_masks(data: RolloutData) -> list[np.ndarray]:
         raise UserError(f"{flag}: `loss_masks` must be a list of one mask per sample, {len(samples)} here, not {found}")
     names = [f"{flag}: sample {sample}: `loss_masks`" for sample in samples]
     rows = [_as_mask(*given) for given in zip(names, masks, data["response_lengths"], strict=True)]
-    return [as_loss_mask(row, name) for row, name in zip(_on_host(rows), names, strict=True)]
+    # Both together, so that the device is waited for once.
+    arrays = _on_host([*rows, *(before or ())])
+    found, were = arrays[: len(rows)], arrays[len(rows) :]
+    masks = [as_loss_mask(row, name) for row, name in zip(found, names, strict=True)]
+    return masks, before is None or not all(map(np.array_equal, masks, were))
 
 
 def _as_mask(name: str, mask: Any, length: int) -> torch.Tensor:

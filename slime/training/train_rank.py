@@ -284,7 +284,7 @@ class CriticRank(TrainRank):
 
     Its `args` are those of `slime.arguments.config_files.role_config.critic_args`. A rollout takes two calls, `values` before
     the actor's work and `train` after it; the data stay on the rank in between. Then the actor tells `returns` and
-    `loss_masks`, as `--rollout-data-postprocess-path` may have left them, so that both models train on the same tokens. A
+    `loss_masks`, where `--rollout-data-postprocess-path` has changed them, so that both models train on the same tokens. A
     critic has one set of weights, and pushes none.
     """
 

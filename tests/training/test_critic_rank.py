@@ -149,6 +149,43 @@ def critic_worker(cases, save):
     return results
 
 
+def constant_sums(args, rollout_id, rollout_data):
+    """A user's function that changes no mask."""
+    rollout_data["mine"] = list(rollout_data["rewards"])
+
+
+def without_first_tokens(args, rollout_id, rollout_data):
+    for mask in rollout_data["loss_masks"]:
+        mask[:1] = 0
+
+
+def told_worker(directory):
+    """By the user's function, what a rank of the actor has after a rollout whose denominators a user set, and what of it is
+    told to the critic."""
+    import ray
+
+    from tests.support.processes.actor_run import Rank, command_line
+
+    ray.put = lambda value: value
+    found = {}
+    for name in ("constant_sums", "without_first_tokens"):
+        run = Rank(command_line(directory, "--rollout-data-postprocess-path", f"{__file__}:{name}"))
+
+        def fetch(shards, run=run):
+            data = run._data()
+            data["rollout_mask_sums"] = [8192.0] * len(data["rollout_ids"])
+            return data
+
+        run.actor._fetch = fetch
+        _, part = run.actor.train_on_values(0, [], ())
+        found[name] = {
+            "sums": run.data["rollout_mask_sums"], "masks": [mask.tolist() for mask in run.data["loss_masks"]],
+            "executions": run.data["rollout_ids"], "told": part and sorted(part.boxes),
+        }  # fmt: skip
+        run.end()
+    return found
+
+
 def save_critic(run, directory):
     import torch.distributed as dist
 
@@ -311,6 +348,23 @@ def test_both_models_train_on_the_masks_that_a_user_edited(two_ranks):
         ranks = [rank[layout]["masks"] for rank in two_ranks]
         assert ranks[0] | ranks[1] == expected
         assert ranks[0].items() <= expected.items() and (layout == "dp2" or ranks[0] == ranks[1])
+
+
+def test_denominators_of_a_user_stay_in_both_models_where_no_mask_was_edited(tmp_path):
+    write_tiny_model(tmp_path / "actor", tied=True)
+    (tmp_path / "prompts.jsonl").write_text(8 * '{"prompt": "1+1", "label": "2"}\n')
+    ranks = run_distributed(told_worker, 2, (tmp_path,), timeout=300)
+    # One of the two ranks tells.
+    assert sorted(rank["constant_sums"]["told"] or [] for rank in ranks) == [[], ["returns"]]
+    assert sorted(rank["without_first_tokens"]["told"] or [] for rank in ranks) == [[], ["loss_masks", "returns"]]
+    for rank in ranks:
+        assert set(rank["constant_sums"]["sums"]) == {8192.0}
+        edited = rank["without_first_tokens"]
+        assert not any(mask[0] for mask in edited["masks"])
+        trained = dict.fromkeys(edited["executions"], 0)
+        for execution, mask in zip(edited["executions"], edited["masks"], strict=True):
+            trained[execution] += sum(mask)
+        assert edited["sums"] == [trained[execution] for execution in edited["executions"]]
 
 
 def test_a_checkpoint_of_another_layout_continues(one_rank):

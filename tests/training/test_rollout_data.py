@@ -168,7 +168,8 @@ def test_every_column_has_a_kind():
 
 
 def refreshed(masks):
-    """Trained tokens per execution, or the error, from edited masks of samples that two ranks share."""
+    """Trained tokens per execution, or the error, from edited masks of samples that two ranks share; and those of a call that
+    edited none, and of one that edited a mask of the second rank."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     results = []
@@ -183,7 +184,16 @@ def refreshed(masks):
             results.append(data["rollout_mask_sums"])
         except UserError as error:
             results.append(str(error))
-    return results
+    of_calls = []
+    for masks_of_second in ([[1], [1]], [[1], [0]]):
+        before = [torch.tensor([1], dtype=torch.int32)] * 2
+        data = {
+            "rollout_ids": [5, rank], "sample_indices": [0, 1], "response_lengths": [1, 1], "rollout_mask_sums": [8.0, 8.0],
+            "loss_masks": [torch.tensor(mask) for mask in (masks_of_second if rank else [[1], [1]])],
+            "tokens": [torch.zeros(2)] * 2,
+        }  # fmt: skip
+        of_calls.append((refresh_mask_sums(data, dist.group.WORLD, before), data["rollout_mask_sums"]))
+    return results, of_calls
 
 
 GOOD = [[1, 0, 1], [1]]
@@ -200,7 +210,8 @@ BAD = {
 def test_edited_masks_are_counted_and_those_that_weigh_are_refused_on_all_ranks():
     good = ([torch.tensor([1, 0, 1]), torch.tensor([1])], [torch.tensor([1.0, 1.0]), torch.tensor([False])])
     plain = ([[1, 0, 1], np.array([1])], [[True, True], np.zeros(1)])
-    found = run_distributed(refreshed, 2, ([good, plain, *BAD.values()],))
+    found, of_calls = zip(*run_distributed(refreshed, 2, ([good, plain, *BAD.values()],)), strict=True)
+    assert of_calls == ([(False, [8.0, 8.0]), (True, [2.0, 1.0])], [(False, [8.0, 8.0]), (True, [2.0, 0.0])])
     assert [rank[:2] for rank in found] == [[[4.0, 1.0]] * 2, [[4.0, 0.0]] * 2]
     for rank in found:
         for told, message in zip(BAD, rank[2:], strict=True):
@@ -230,14 +241,30 @@ def test_masks_of_any_kind_become_whole_numbers_on_the_device_of_the_tokens(alon
     nothing = edited(0, [])
     refresh_mask_sums(nothing, None)
     assert nothing["loss_masks"] == nothing["rollout_mask_sums"] == []
+    assert not refresh_mask_sums(nothing, None, []) and nothing["loss_masks"] == []
+
+
+@pytest.mark.parametrize("same", [list, np.array, torch.tensor, lambda mask: torch.tensor(mask, dtype=torch.bfloat16)])
+def test_sums_that_a_user_made_stay_where_no_mask_has_changed(alone, same):
+    before = [torch.tensor([1, 0], dtype=torch.int32), torch.tensor([1, 1], dtype=torch.int32)]
+    data = {**edited(2, [same([1, 0]), same([1, 1])]), "rollout_mask_sums": [8192.0, 8192.0]}
+    assert not refresh_mask_sums(data, None, before) and data["rollout_mask_sums"] == [8192.0, 8192.0]
+    assert [(mask.tolist(), mask.dtype) for mask in data["loss_masks"]] == [
+        ([1, 0], torch.int32), ([1, 1], torch.int32)
+    ]  # fmt: skip
+    data["loss_masks"] = [same([0, 1]), same([1, 0])]
+    assert refresh_mask_sums(data, None, before) and data["rollout_mask_sums"] == [2.0, 2.0]
+    assert [mask.tolist() for mask in data["loss_masks"]] == [[0, 1], [1, 0]]
 
 
 def test_masks_are_checked_and_counted_with_one_wait_for_all_samples(alone):
-    def waits(samples):
+    def waits(samples, before=None):
         masks = [torch.tensor([1, 0], dtype=torch.int32) for _ in range(samples)]
         with counted_waits() as counted:
-            refresh_mask_sums(edited(samples, masks), None)
+            refresh_mask_sums(edited(samples, masks), None, before and before * samples)
         # What is on the host already may be looked at as arrays.
         return counted.total() - counted["numpy"]
 
     assert waits(2) == waits(40) == 1
+    for mask in ([1, 0], [1, 1]):
+        assert waits(40, [torch.tensor(mask, dtype=torch.int32)]) == 1
