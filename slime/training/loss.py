@@ -139,7 +139,8 @@ def sft_loss_function(
     tensor_group: dist.ProcessGroup | None,
     reduce: Reducer,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Negative log-likelihood of the trained tokens, at temperature 1: they are data, not samples of a rollout."""
+    """Negative log-likelihood of the trained tokens in the whole vocabulary, at temperature 1: they are data, whoever sampled
+    them."""
     log_probs, _ = response_log_probs(args, batch, logits, tensor_group, with_entropy=False, temperature=1.0)
     return -reduce(*where_trained(batch, log_probs)), {}
 
@@ -245,20 +246,22 @@ def response_log_probs(
 
     Args:
         logits: [T, V / tensor-parallel size], or [R, V / tensor-parallel size] of the R rows alone that predict a response
-            token: others are not read. They are divided by the temperature inside. Where the batch has the sets of tokens that
-            top-p sampling kept, log-probs are those within the sets; the entropy is always that of the whole distribution.
-        temperature: None takes that of the rollout, or 1 in supervised fine-tuning, whose tokens nobody sampled.
+            token: others are not read. They are divided by the temperature inside.
+        temperature: None asks for log-probs as sampling had them: at the temperature of the rollout and, where the batch has
+            the sets of tokens that top-p sampling kept, within these. With a number they are those in the whole vocabulary, as
+            in supervised fine-tuning, which takes 1: its tokens are data. The entropy is always of the whole distribution.
     """
     stream = batch.stream
+    as_sampled = temperature is None and args.loss_type != "sft_loss"
     if temperature is None:
-        temperature = 1.0 if args.loss_type == "sft_loss" else args.rollout_temperature
+        temperature = args.rollout_temperature if as_sampled else 1.0
     log_probs, entropy = calculate_log_probs_and_entropy(
         logits,
         stream.next_tokens.index_select(0, stream.predicting_rows.index),
         tensor_group,
         with_entropy=with_entropy,
         chunk_size=args.log_probs_chunk_size,
-        log_prob_keep_mask=kept_tokens(batch),
+        log_prob_keep_mask=kept_tokens(batch) if as_sampled else None,
         with_entropy_grad=with_entropy_grad,
         temperature=temperature,
         rows=stream.predicting_rows.within(logits),

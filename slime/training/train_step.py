@@ -78,7 +78,7 @@ def forward_log_probs(
     """Log-probs of every response token under the live weights, without gradient and without dropout.
 
     Args:
-        temperature: None takes that of the rollout.
+        temperature: as in `response_log_probs`; None is as the rollout sampled.
         prefix: what the names of the results begin with; it tells whose weights are live.
 
     Returns:

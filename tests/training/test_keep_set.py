@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, sft_loss_function
 from slime.training import context_parallel, keep_set
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel
 from slime.training.keep_set import KeepSet, KeptTokens, kept_tokens
@@ -339,8 +339,14 @@ def test_the_loss_is_that_of_the_renormalised_distribution():
     batch = make_batch(NO_CONTEXT_PARALLEL)
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(batch["stream"].tokens), VOCABULARY, generator=generator).requires_grad_()
-    args = objective_args(loss_type="sft_loss", calculate_per_token_loss=True)
+    # The ratios are the probabilities themselves, and none is clipped.
+    args = objective_args(
+        calculate_per_token_loss=True, rollout_temperature=1.0, use_kl_loss=False, entropy_coef=0.0, eps_clip=1.0,
+        eps_clip_high=1.0,
+    )  # fmt: skip
     batch["loss_masks"] = [torch.ones(response) for _, response in LENGTHS]
+    batch["log_probs"] = [torch.zeros(response) for _, response in LENGTHS]
+    batch["advantages"] = [torch.ones(response) for _, response in LENGTHS]
     loss, _ = loss_function(args, batch, logits, None)
     loss.backward()
 
@@ -351,11 +357,34 @@ def test_the_loss_is_that_of_the_renormalised_distribution():
             place = start + total - response + t
             kept = batch["kept"][sample][t]
             row = leaf[place - 1]
-            expected = expected - (row[batch["tokens"][sample][total - response + t]] - torch.logsumexp(row[kept], 0))
+            token = batch["tokens"][sample][total - response + t]
+            expected = expected - (row[token] - torch.logsumexp(row[kept], 0)).exp()
         start += total
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(logits.grad.double(), leaf.grad, rtol=1e-5, atol=1e-7)
+
+
+def imitation(args, batch, logits, sum_of_sample_mean):
+    return sft_loss_function(args, batch, logits, sum_of_sample_mean)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [{"loss_type": "sft_loss"}, {"loss_type": "custom_loss", "custom_loss_function_path": f"{__file__}:imitation"}],
+)
+def test_imitation_is_of_tokens_among_the_whole_vocabulary_however_they_were_sampled(objective):
+    batch = make_batch(NO_CONTEXT_PARALLEL)
+    batch["loss_masks"] = [torch.ones(response) for _, response in LENGTHS]
+    logits = torch.randn(len(batch.stream.tokens), VOCABULARY, generator=torch.Generator().manual_seed(3))
+    args = objective_args(**objective, calculate_per_token_loss=True)
+    loss, _ = loss_function(args, batch, logits, None)
+    places = batch.stream.predicting_rows.index
+    expected = logits.log_softmax(-1)[places, batch.stream.next_tokens[places]].tolist()
+    assert float(loss) == pytest.approx(-sum(expected), rel=1e-5)
+    if args.loss_type == "sft_loss":
+        of_pass, _ = response_log_probs(args, batch, logits, None, with_entropy=False)
+        assert of_pass.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 COLUMNS = ("total_lengths", "response_lengths")
