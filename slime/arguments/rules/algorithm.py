@@ -199,12 +199,8 @@ OBJECTIVE_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.kl_coef != 0 and args.kl_loss_coef != 0,
         "{--kl-coef=} and {--kl-loss-coef=} count the KL twice, in the reward and in the loss; set one of them to 0"),
     *where(lambda args: args.ref_load is None and args.has_trainer,
-        refused(lambda args: args.kl_coef != 0,
-            "{--kl-coef=} needs {--ref-load}, the reference checkpoint; {--hf-checkpoint}'s directory would do"),
-        refused(lambda args: args.use_kl_loss,
-            "{--use-kl-loss} needs {--ref-load}, the reference checkpoint; {--hf-checkpoint}'s directory would do"),
-        refused(lambda args: args.ref_update_interval is not None,
-            "{--ref-update-interval=} needs {--ref-load}, the reference checkpoint")),
+        refused_each(("kl_coef", "use_kl_loss", "ref_update_interval"), lambda args, asked: asked,
+            "{0=} needs {--ref-load}, the reference checkpoint; {--hf-checkpoint}'s directory would do")),
     # Estimator
     refused(lambda args: estimator(args.advantage_estimator).needs_whitening and not args.normalize_advantages,
         "{--advantage-estimator=} needs {--normalize-advantages}"),
@@ -256,8 +252,10 @@ OBJECTIVE_RULES: tuple[Rule, ...] = (
             "update_weights: false, or give {--rm-url}"),
         warned(lambda args: args.has_engines and args.rollout_temperature != 1,
             "{--opd-type=} with {--rollout-temperature=}: the teacher is asked for log-probs at that temperature, but many "
-            "engines give those of a prompt at 1.0 whatever they are asked; make sure that the teacher's does not, or give "
-            "1.0")),
+            "engines give those of a prompt at 1.0 whatever they are asked; make sure that this one does not, or give 1.0"),
+        warned(lambda args: args.has_engines and args.rollout_top_k != -1,
+            "{--opd-type=} with {--rollout-top-p=} and {--rollout-top-k=}: log-probs of the student are among the tokens that "
+            "sampling kept, the teacher's among all; give {--rollout-top-p} 1 {--rollout-top-k} -1, or {--opd-type} megatron")),
 )  # fmt: skip
 
 

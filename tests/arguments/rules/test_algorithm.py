@@ -233,6 +233,21 @@ def test_a_served_teacher_at_another_temperature_is_warned_about(tmp_path, caplo
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        ("--opd-type sglang --rollout-top-p 0.9", "--rollout-top-p 0.9 and --rollout-top-k 2048"),
+        ("--opd-type sglang --rollout-top-k 50", "--rollout-top-p 1.0 and --rollout-top-k 50"),
+        ("--opd-type megatron --opd-teacher-load {tmp}/model --rollout-top-p 0.9", None),
+    ],
+)
+def test_a_served_teacher_beside_a_nucleus_is_warned_about(tmp_path, caplog, words, told):
+    words = f"--use-opd {words}".format(tmp=tmp_path)
+    parse(tmp_path, *words.split(), "--custom-generate-function-path", f"{__file__}:asks_the_teacher")
+    lines = [line for line in caplog.messages if "log-probs of the student are among the tokens" in line]
+    assert [line.partition(": ")[0] for line in lines] == ([f"--opd-type sglang with {told}"] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
         ("--eps-clip 0.2 --eps-clip-high 0.1", "--eps-clip-high 0.1 is below --eps-clip 0.2"),
         ("--use-tis --tis-clip 0.5", "--tis-clip-low 0.0 and --tis-clip 0.5 leave 1 out"),
         ("--use-tis --tis-clip-low 1.5", "--tis-clip-low 1.5 and --tis-clip 2.0 leave 1 out"),

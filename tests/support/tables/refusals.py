@@ -112,7 +112,7 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.2 --ref-load {tmp}/model", "--kl-coef --kl-loss-coef", WRONG),
         ("--kl-coef 0.1", "--kl-coef --ref-load --hf-checkpoint", WRONG),
         ("--use-kl-loss", "--use-kl-loss --ref-load --hf-checkpoint", WRONG),
-        ("--ref-update-interval 4", "--ref-update-interval --ref-load", WRONG),
+        ("--ref-update-interval 4", "--ref-update-interval --ref-load --hf-checkpoint", WRONG),
         ("--advantage-estimator ppo --no-offload-train", "--no-offload-train --advantage-estimator", WRONG),
         ("--advantage-estimator reinforce_plus_plus", "--advantage-estimator --normalize-advantages", WRONG),
         ("--advantage-estimator reinforce_plus_plus_baseline", "--advantage-estimator --normalize-advantages", WRONG),
