@@ -126,6 +126,12 @@ FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero
 AS_THEY_ARE = "on rows that are neither rendered (--apply-chat-template) nor measured (--rollout-max-prompt-len)"
 
 
+SKIPPED = "--disable-compute-advantages-and-returns"
+CONVERTED = f"{SKIPPED} --custom-convert-samples-to-train-data-path m.f"
+OWN_LOSS = f"{SKIPPED} --loss-type custom_loss --custom-loss-function-path m.f"
+TEACHER = "--use-opd --opd-type megatron --opd-teacher-load {tmp}/model"
+
+
 @pytest.mark.parametrize(
     "words, warning",
     [
@@ -140,6 +146,11 @@ AS_THEY_ARE = "on rows that are neither rendered (--apply-chat-template) nor mea
          "--kl-coef: no effect on the loss of --loss-type sft_loss"),
         ("--custom-advantage-function-path m.f --loss-type sft_loss",
          "--custom-advantage-function-path: no effect on the loss of --loss-type sft_loss"),
+        (f"--normalize-advantages {CONVERTED}", f"--normalize-advantages: no effect with {SKIPPED}"),
+        (f"--normalize-advantages {OWN_LOSS}", f"--normalize-advantages: no effect with {SKIPPED}"),
+        (f"--custom-advantage-function-path m.f {OWN_LOSS}", f"--custom-advantage-function-path: no effect with {SKIPPED}"),
+        (f"--kl-coef 0.1 --ref-load {{tmp}}/model {CONVERTED}", f"--kl-coef: no effect with {SKIPPED}"),
+        (f"{TEACHER} {CONVERTED}", f"--use-opd: no effect with {SKIPPED}"),
         ("--entropy-coef 0.1 --loss-type sft_loss", "--entropy-coef: no effect on the loss of --loss-type sft_loss"),
         ("--advantage-estimator ppo --loss-type sft_loss",
          "--advantage-estimator: no effect on the loss of --loss-type sft_loss"),
@@ -227,6 +238,9 @@ def test_warning(tmp_path, caplog, words, warning):
         "--disable-grpo-std-normalization --disable-rewards-normalization",
         "--disable-rewards-normalization --advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
         "--n-samples-per-prompt 1 --advantage-estimator ppo",
+        # A function of the user's may read the teacher's log-probs.
+        f"{TEACHER} {OWN_LOSS}",
+        f"{TEACHER} {CONVERTED} --rollout-data-postprocess-path m.f",
         "--num-data-workers 2 --rollout-max-context-len 5",
     ],
 )

@@ -1,9 +1,8 @@
 """The flags of a parser by every name that a file may use for them.
 
-A key that sets a flag is the name of the attribute (`grpo_std_normalization`) or of the flag
-(`disable-grpo-std-normalization`), with dashes or underscores; its value is converted by the flag's own argparse action. Under
-the name of the flag, `true` gives the flag and `false` leaves it out; under the name of the attribute the value is the
-attribute's.
+A key that sets a flag is the name of the attribute (`grpo_std_normalization`) or the flag's (`disable-grpo-std-normalization`),
+with dashes or underscores; its value is converted by the flag's own argparse action. Under the name of the flag, `true` gives
+the flag and `false` leaves it out; under the name of the attribute the value is the attribute's.
 """
 
 import argparse

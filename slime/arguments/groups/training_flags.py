@@ -96,6 +96,10 @@ _NO_MTP = Idle(lambda args: not args.enable_mtp_training, "without --enable-mtp-
 _NO_TIS = Idle(lambda a: not (a.use_tis or a.custom_tis_function_path), "without --use-tis", tells_default=True)
 _NO_OPSM = Idle(lambda args: not args.use_opsm, "without --use-opsm", tells_default=True)
 _NO_OPD = Idle(lambda args: not args.use_opd, "without --use-opd")
+_SKIPPED = Idle(lambda args: not args.compute_advantages_and_returns, "with --disable-compute-advantages-and-returns")
+_READ_BY_NOBODY = Idle(
+    lambda a: _SKIPPED.when(a) and a.loss_type == "policy_loss" and not a.rollout_data_postprocess_path, _SKIPPED.reason
+)
 
 CHECKPOINTS = Group("checkpoints", (
     # Load
@@ -230,7 +234,7 @@ ALGORITHM = Group("algorithm", (
         "reinforce_plus_plus* need --normalize-advantages", *ESTIMATORS, idle=_IMITATION),
     off("--disable-compute-advantages-and-returns", "compute_advantages_and_returns",
         "skip advantages (supervised fine-tuning, own losses)"),
-    plug_in("--custom-advantage-function-path", RANKS, "replaces the advantage estimator", idle=_IMITATION),
+    plug_in("--custom-advantage-function-path", RANKS, "replaces the advantage estimator", idle=(_IMITATION, _SKIPPED)),
     plug_in("--custom-pg-loss-reducer-function-path", RANKS, "own reduction of the policy-gradient term, and of no other"),
     # Clipping
     flag("--eps-clip", float, 0.2, "the probability ratio may fall by this", bounds=AT_LEAST_ZERO),
@@ -240,7 +244,7 @@ ALGORITHM = Group("algorithm", (
         idle=_NO_CRITIC),
     # KL and entropy
     flag("--kl-coef", float, 0.0, "weight of the KL against --ref-load inside the reward; not together with --kl-loss-coef",
-        bounds=weight(1, "0 to 0.1"), idle=(_IMITATION, _KL_ONLY_LOGGED)),
+        bounds=weight(1, "0 to 0.1"), idle=(_IMITATION, _KL_ONLY_LOGGED, _READ_BY_NOBODY)),
     switch("--use-kl-loss", "KL against the reference model (--ref-load) as a loss term", idle=_IMITATION),
     flag("--kl-loss-coef", float, 0.0, "weight of the KL loss; 0: only logged", bounds=weight(1, "0 to 0.1"), idle=_NO_KL_LOSS),
     flag("--kl-loss-type", str, "k1", "estimator of the KL, in reward and loss", "k1", "k2", "k3", "low_var_kl",
@@ -255,7 +259,7 @@ ALGORITHM = Group("algorithm", (
     flag("--lambd", float, 1.0, "decay of generalised advantage estimation, per token", bounds=share(0.95), idle=_NO_CRITIC),
     switch("--discount-masked-tokens", "count masked tokens (tool output, say) as time steps in discounting and advantage "
         "estimation", idle=_COUNTS_NO_STEPS),
-    switch("--normalize-advantages", "whiten advantages over the tokens of all data- and context-parallel ranks"),
+    switch("--normalize-advantages", "whiten advantages over tokens of all data- and context-parallel ranks", idle=_SKIPPED),
     off("--disable-grpo-std-normalization", "grpo_std_normalization", "centre group rewards only, without division by their "
         "deviation (arXiv 2503.20783)", idle=_keeps_rewards("scales", "divide rewards by their deviation")),
     off("--disable-rewards-normalization", "rewards_normalization", "use rewards as they are",
@@ -294,7 +298,7 @@ OFF_POLICY = Group("off-policy corrections", (
 ))  # fmt: skip
 
 DISTILLATION = Group("on-policy distillation", (
-    switch("--use-opd", "distil from a teacher, on top of any estimator; needs --opd-type", idle=_IMITATION,
+    switch("--use-opd", "distil from a teacher, on top of any estimator; needs --opd-type", idle=(_IMITATION, _READ_BY_NOBODY),
         needs="{--opd-type}: sglang (teacher behind {--rm-url}) or megatron (teacher in the trainer)"),
     flag("--opd-type", str, None, "where the teacher is: behind HTTP (--rm-url), or as further weights in the trainer "
         "(--opd-teacher-load)", "sglang", "megatron", idle=_NO_OPD),

@@ -305,8 +305,7 @@ def fixed_models(args: argparse.Namespace) -> Iterator[Violation]:
 
 WEIGHT_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.only_train_params_name_list and args.freeze_params_name_list,
-        "{--only-train-params-name-list} and {--freeze-params-name-list} exclude each other: each says which parameters are "
-        "trained; keep one"),
+        "{--only-train-params-name-list} and {--freeze-params-name-list} exclude each other: both say what trains; keep one"),
     parameter_patterns, *where(lambda args: args.has_trainer, fixed_models),
     refused(lambda args: args.update_weight_transport == "disk" and args.update_weight_disk_dir is None,
         "{--update-weight-transport=} needs {--update-weight-disk-dir}, a directory that trainer and engines share"),
