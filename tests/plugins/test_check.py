@@ -397,10 +397,8 @@ def test_an_endpoint_for_agents_has_two_turns_that_become_a_sample(file, name):
     (finding,) = check(["--adapter-cls", f"{file}:{name}"], answers=["It is 2<|im_end|>", "It is 4<|im_end|>"])
     assert finding.problems == () and finding.record.given == "'What is 1+1?', 'What is 2+2?'"
     # Two answers of seven bytes and a mark.
-    assert re.fullmatch(
-        r"\[Sample\(\d+ tokens, response \d+, 16 of them trained, with log-probs, completed, reward 0.0\)\]",
-        finding.record.returned,
-    )
+    said = r"\[Sample\(\d+ tokens, response \d+, 16 of them trained, with log-probs, completed, reward 0.0\)\]"
+    assert re.fullmatch(said, finding.record.returned)
 
 
 @pytest.mark.parametrize(
@@ -453,8 +451,8 @@ def test_several_functions_work_together_and_a_class(file):
     generate, reward = check(words, answers=["first", "second"])
     assert (generate.problems, reward.problems) == ((), ())
     assert "with log-probs, completed" in generate.record.returned and "loss_mask" in generate.record.changed
-    assert reward.record.given == "['What is 1+1?'], ['first<|im_end|>..second<|im_end|>'], ['2']"
-    assert reward.record.returned == "[0.5]"
+    given = "['What is 1+1?'], ['first<|im_end|>..second<|im_end|>'], ['2']"
+    assert (reward.record.given, reward.record.returned) == (given, "[0.5]")
 
 
 @pytest.mark.parametrize(

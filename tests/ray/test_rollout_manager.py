@@ -385,11 +385,9 @@ def test_manager_and_engines_get_what_the_training_ranks_get(make_client, monkey
     client = make_client()
     of_manager = client.options["runtime_env"]["env_vars"]
     flags = {
-        "actor_num_gpus_per_node": 1,
-        "deterministic_mode": False,
-        "overlap_moe_expert_parallel_comm": False,
+        "actor_num_gpus_per_node": 1, "deterministic_mode": False, "overlap_moe_expert_parallel_comm": False,
         "train_backend": "megatron",
-    }
+    }  # fmt: skip
     of_ranks, _ = TrainGroup(SimpleNamespace(**vars(client._args), **flags), None, [(0, 0)])._environments()
     names = {name for name in of_manager if name.startswith(("NCCL_", "SLIME_", "RAY_"))}
     assert {name: of_manager[name] for name in names} == {name: of_ranks.get(name) for name in names}
