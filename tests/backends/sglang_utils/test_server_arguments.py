@@ -95,15 +95,11 @@ def test_engines_that_sleep_have_no_graphs_of_prefill_unless_they_are_asked_for(
     assert awake.keys().isdisjoint({"enable_memory_saver", "cuda_graph_backend_prefill"})
 
 
-def test_engines_that_sleep_keep_the_vision_tower_that_no_push_brings(tmp_path):
-    for config, sleeps, kept in (
-        ({"vision_config": {}}, True, True),
-        ({"vision_config": {}}, False, None),
-        ({}, True, None),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", **config}))
-        args = make_args(colocate=True, offload_rollout=sleeps, hf_checkpoint=str(tmp_path))
-        assert compute(args, on_cpu=False).values.get("enable_weights_cpu_backup") is kept
+@pytest.mark.parametrize("sees, sleeps, kept", [(True, True, True), (True, False, None), (False, True, None)])
+def test_engines_that_sleep_keep_the_vision_tower_that_no_push_brings(tmp_path, sees, sleeps, kept):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", **({"vision_config": {}} if sees else {})}))
+    args = make_args(colocate=True, offload_rollout=sleeps, hf_checkpoint=str(tmp_path))
+    assert compute(args, on_cpu=False).values.get("enable_weights_cpu_backup") is kept
 
 
 @pytest.mark.parametrize("replayed", [True, False])
