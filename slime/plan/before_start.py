@@ -40,6 +40,7 @@ from slime.utils.checkpoint_directory import (
 from slime.utils.errors import UserError
 from slime.utils.processing_utils import lacks_tokenizer
 from slime.weights.hf_reader import Place, places_of_checkpoint
+from slime.weights.quantisers import loaded_once_on_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECO
     Raises:
         UserError: one message with everything that would end the run later.
     """
-    for warning in (*late_evaluations(args), *other_dtypes(args, read_hf_config(args.hf_checkpoint))):
+    dtypes = other_dtypes(args, read_hf_config(args.hf_checkpoint))
+    for warning in (*late_evaluations(args), *dtypes, *pushes_without_a_taker(args)):
         logger.warning("%s", warning)
     problems = [
         *_checkpoint_problems(args),
@@ -86,6 +88,20 @@ def other_dtypes(args: argparse.Namespace, hf_config: dict[str, Any]) -> Iterato
                 f"--sglang-dtype {named}: engines compute in {found}, and the trainer in {args.params_dtype_name}: every push "
                 "casts the weights, and log-probs differ by the rounding; leave it out"
             )
+
+
+def pushes_without_a_taker(args: argparse.Namespace) -> Iterator[str]:
+    """A warning if engines with GPUs would not survive a push of the checkpoint's quantised form."""
+    if not args.has_trainer or not args.has_engines or args.on_gpus is False or not args.hf_checkpoint:
+        return
+    name = loaded_once_on_gpus(args.hf_checkpoint)
+    if name is not None:
+        yield (
+            f"--hf-checkpoint {args.hf_checkpoint}: {name}: on GPUs SGLang 0.5.21 takes pushes of packed weights for experts "
+            "alone, and of FP8 weights with scales of blocks alone; the first push is likely to end engines with this "
+            "checkpoint. Convert it with --strategy block (convert_hf_to_fp8.py), or leave all but experts alone "
+            "(--ignore-rules of convert_hf_to_int4_direct.py)"
+        )
 
 
 def nothing_left(args: argparse.Namespace) -> str | None:

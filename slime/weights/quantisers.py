@@ -494,6 +494,23 @@ def moves_when_read(directory: str | Path) -> bool:
     return (quantisation_settings(Path(directory)) or {}).get("format") == "pack-quantized"
 
 
+def loaded_once_on_gpus(directory: str | Path) -> str | None:
+    """The first weight of a checkpoint that engines with GPUs cannot load a second time, and so take no push of; None: all can.
+
+    SGLang 0.5.21 gives weights another form for their kernels, and before a push takes that back for packed experts and for FP8
+    with scales of blocks; not for other packed layers, and not for FP8 with a scale per tensor.
+    """
+    settings = quantisation_settings(Path(directory)) or {}
+    ending = ".weight_scale" if settings.get("quant_method") == "fp8" else f".{PACKED}"
+    names = places_of_checkpoint(Path(directory)) if settings else ()
+    found = (
+        name
+        for name in names
+        if name.endswith(ending) and (settings["quant_method"] == "fp8" or ".experts." not in name)
+    )
+    return next(found, None)
+
+
 def _refusal(where: str | Path, what: str) -> UserError:
     return UserError(
         f"{where}: weights are neither quantised nor read as its quantization_config asks for ({what}); FP8 (e4m3, dynamic "

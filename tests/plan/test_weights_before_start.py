@@ -4,11 +4,14 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from slime.plan import make_plan
-from slime.plan.before_start import check_before_start, sizes_against_config
+from slime.plan.before_start import check_before_start, pushes_without_a_taker, sizes_against_config
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import places_of_checkpoint
 from tests.support.models.args import parse, write_config, write_iteration, write_stand_ins
@@ -229,3 +232,14 @@ def test_engines_that_are_told_another_dtype_than_the_trainers_are_warned_of(tmp
     for found in ([record.message for record in caplog.records], make_plan(args).warnings):
         about = [message for message in found if "engines compute in" in message]
         assert len(about) == (told is not None) and all(f"--sglang-dtype {told}" in message for message in about)
+
+
+@pytest.mark.parametrize(
+    "on_gpus, has_trainer, warned", [(True, True, 1), (None, True, 1), (False, True, 0), (True, False, 0)]
+)
+def test_a_checkpoint_that_engines_with_gpus_load_but_once_is_warned_of(tmp_path, on_gpus, has_trainer, warned):
+    write_config(tmp_path, quantization_config={"quant_method": "compressed-tensors", "format": "pack-quantized"})
+    save_file({"lm_head.weight_packed": torch.zeros(1)}, tmp_path / "model.safetensors")
+    args = SimpleNamespace(on_gpus=on_gpus, has_trainer=has_trainer, has_engines=True, hf_checkpoint=str(tmp_path))
+    found = list(pushes_without_a_taker(args))
+    assert len(found) == warned and all("lm_head.weight_packed: on GPUs" in message for message in found)

@@ -15,6 +15,7 @@ from slime.weights.quantised_checkpoint import _put_fp8_numbers, open_checkpoint
 from slime.weights.quantisers import (
     PackedForm,
     _scale_and_zero,
+    loaded_once_on_gpus,
     moves_when_read,
     packed_form,
     quantise_by_names,
@@ -204,6 +205,20 @@ def checkpoint(tmp_path):
         return tmp_path
 
     return write
+
+
+def test_what_engines_with_gpus_load_but_once(checkpoint):
+    """Packed layers that are no experts, and FP8 with one scale; no push of these would be taken."""
+    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    assert loaded_once_on_gpus(checkpoint(int4())) == "up.weight_packed"
+    assert loaded_once_on_gpus(checkpoint(fp8)) == "up.weight_scale"
+    directory = checkpoint({**fp8, "weight_block_size": [128, 128]})
+    assert loaded_once_on_gpus(directory) is None
+    save_file({"mlp.experts.0.up_proj.weight_packed": torch.zeros(1)}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"quantization_config": int4()}))
+    assert loaded_once_on_gpus(directory) is None
+    (directory / "config.json").write_text("{}")
+    assert loaded_once_on_gpus(directory) is None
 
 
 def named_weights():
