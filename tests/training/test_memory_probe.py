@@ -216,7 +216,10 @@ def critic_worker(directory: Path, layouts: dict[str, dict]) -> dict[str, list[s
 
         def state(backend=backend) -> dict:
             residents = backend.residents()
-            kept = {part: [tensor.clone() for tensor in getattr(residents, part)] for part in vars(residents)}
+            kept = {
+                part: [tensor.clone() for tensor in getattr(residents, part)]
+                for part in ("weights", "optimizer", "gradients")
+            }
             return {**kept, "generator": torch.get_rng_state()}
 
         before, parts = state(), ("forward_values", "step_loss", "forward_log_probs")
