@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.base_types import leaves
+from slime.rollout.failures import failed_samples
 from slime.utils.misc import unique_hex
 from slime.utils.sample_fields import read_only, token_array
 from slime.utils.types import PrefixCacheInfo, Sample, SpecInfo
@@ -171,7 +172,7 @@ def as_continuable_group(args: Any, original: list[Any], group: list[Any]) -> li
 def as_finished_group(args: Any, original: list[Any], group: list[Any]) -> list[Any]:
     """The finished attempts `group` on `original`, to be kept with their rewards. Samples in it that failed start again. With
     `--group-rm` the whole group does, since one verdict graded all answers."""
-    if args.group_rm and any(sample.status is Sample.Status.FAILED for sample in leaves(group)):
+    if args.group_rm and failed_samples(group):
         return as_prompts(original)
     return as_continuable_group(args, original, group)
 
@@ -187,7 +188,8 @@ def begin_anew_where_sampled_otherwise(args: Any, groups: list[list[Any]], rollo
     flags, others = {**_sampling_flags(args), **_reward_flags(args)}, []
 
     def usable(entry: Any) -> Any:
-        under = {} if not (samples := leaves(entry)) else samples[0].__dict__.get(SAMPLED_UNDER, {})
+        samples = leaves(entry)
+        under = samples[0].__dict__.get(SAMPLED_UNDER, {}) if samples else {}
         changed = [f"{flag} {was} → {flags[flag]}" for flag, was in under.items() if flags.get(flag, was) != was]
         if not changed:
             return entry
