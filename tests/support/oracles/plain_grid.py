@@ -13,12 +13,13 @@ import torch
 
 from tests.support.oracles.plain_mis import plain_step
 from tests.support.oracles.plain_objective import PlainSample, PlainStep, policy_step, set_advantages, value_step
-from tests.support.oracles.rounding import assert_equal_metrics, assert_equal_rows
+from tests.support.oracles.rounding import assert_equal_metrics, assert_equal_rows, terms_of_value
 from tests.support.processes.objective_grid import (
     CONSTANT_LENGTH,
     CRITIC_OBJECTIVES,
     FULL,
     HIDDEN,
+    LAYERS,
     OBJECTIVES,
     SPARSE,
     STEPS,
@@ -28,6 +29,8 @@ from tests.support.processes.objective_grid import (
 )
 
 SHAPES = {"full": FULL, "sparse": SPARSE}
+# Objectives whose advantages are made from the values that the critic has just computed.
+OF_OWN_VALUES = ("value", "value per token")
 # Objectives with the sets of tokens that an engine kept: the loops do not compute these.
 WITHOUT_LOOPS = ("top-p",)
 
@@ -75,7 +78,7 @@ class PlainGrid:
         for sample in samples:
             if objective == "first step":
                 sample.old = self.log_probs(sample)
-            if objective in ("value", "value per token"):
+            if objective in OF_OWN_VALUES:
                 first, last = sample.prompt - 1, len(sample.tokens) - 1
                 sample.values = self.values(sample)[first:last].tolist()
         set_advantages(args, samples)
@@ -173,6 +176,8 @@ def assert_like_loops(
             assert_equal_metrics({name: metrics.get(name) for name in expected}, expected, bounds)
         if objective.startswith("sft"):
             continue
+        names = ("advantages", "returns", *(["values"] if objective in OF_OWN_VALUES else []))
         samples = enumerate(plain.prepared(objective, batch, args))
-        expected = {(name, i): getattr(sample, name) for i, sample in samples for name in ("advantages", "returns")}
-        assert_equal_rows({key: result["columns"][key] for key in expected}, expected)
+        expected = {(name, i): getattr(sample, name) for i, sample in samples for name in names}
+        found_rows = {key: result["columns"][key] for key in expected}
+        assert_equal_rows(found_rows, expected, terms_of_value=terms_of_value(HIDDEN, LAYERS))

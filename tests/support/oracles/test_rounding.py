@@ -64,6 +64,14 @@ def test_rows_and_gradients_are_bounded_by_their_own_sizes():
         assert_equal_rows(other, values)
     with pytest.raises(AssertionError):
         assert_equal_rows({**values, ("values", 0): [5e-3 + 1e-6]}, values, terms_of_value=64)
+    # An advantage near zero is the difference of two values, and a column without values has no such terms.
+    advantages = {("advantages", 0): [1e-4], ("advantages", 1): [0.5]}
+    near = {**advantages, ("advantages", 0): [1e-4 + 2e-7]}
+    assert_equal_rows({**near, **values}, {**advantages, **values}, terms_of_value=64)
+    for columns, change in (({}, 2e-7), (values, 1e-6)):
+        with pytest.raises(AssertionError):
+            apart = {**advantages, ("advantages", 0): [1e-4 + change]}
+            assert_equal_rows({**apart, **columns}, {**advantages, **columns}, terms_of_value=64)
     gradient = np.array([1e-9, 1e-2])
     assert_equal_gradients({"w": gradient + 1e-8}, {"w": gradient}, tokens=33)
     with pytest.raises(AssertionError):
