@@ -97,13 +97,17 @@ def generate_rollout(
 
 
 def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> None:
-    """Never returns, so that engines stay up for whoever asks them; logs the addresses of their routers.
+    """Never returns, so that engines stay up for whoever asks them with the key of `--router-api-key`; logs the addresses of
+    their routers.
 
     It ends when the run is ended.
     """
     while True:
         for name, url in router_urls(args).items():
-            logger.info("rollout %d sleeps; model %s is served at %s", rollout_id, name, url)
+            logger.info(
+                "rollout %d sleeps; model %s is served at %s, for requests with 'Authorization: Bearer KEY', the key of "
+                "--router-api-key (without that flag it is one of the run's own)", rollout_id, name, url,
+            )  # fmt: skip
         time.sleep(SLEEP_REPORT_S)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from slime.rollout.attempts import own_copy
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate, generate_streaming
 from slime.rollout.rm_hub import grade_answer_verl
@@ -102,6 +103,27 @@ def graded_reward(args: Any, sample: Sample) -> float:
     response = sample.tokens[-sample.response_length :]
     right = grade_answer_verl(sample.response, str(sample.label))
     return float(right) + sum(token % 2 for token in response) / max(1, len(response))
+
+
+def parities(requests: list[dict[str, Any]]) -> list[float]:
+    """A grader of a reward service: 1 for answers of an even number of characters."""
+    return [float(len(request["response"]) % 2 == 0) for request in requests]
+
+
+class OwnFunctions(RolloutDataSourceWithBuffer):
+    """The default source. Samples of every second group bring a generate function and a reward function of their own."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        groups = super().get_samples(num_samples)
+        for sample in (sample for group in groups for sample in group if sample.group_index % 2):
+            sample.generate_function_path = f"{__file__}:marked_generate"
+            sample.custom_rm_path = f"{__file__}:graded_reward"
+        return groups
+
+
+async def generate_too_hot(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The default generation, at a temperature that engines refuse for sample 5."""
+    return await generate(args, sample, {**sampling_params, **({"temperature": -1.0} if sample.index == 5 else {})})
 
 
 def failing_reward(args: Any, sample: Sample) -> float:
