@@ -245,10 +245,8 @@ def _no_batch_invariant_kernels(module: types.ModuleType) -> None:
 
 
 def _weight_checker_without_cuda(module: types.ModuleType) -> None:
-    """sglang 0.5.21, `/weights_checker` action `checksum`: calls `torch.cuda.synchronize()` around the hashing.
-
-    The module gets a view of torch whose `cuda.synchronize` does nothing; torch itself stays as it is.
-    """
+    """sglang 0.5.21, `/weights_checker` action `checksum`: calls `torch.cuda.synchronize()` around the hashing. The module gets
+    a view of torch whose `cuda.synchronize` does nothing; torch itself stays as it is."""
     import torch
 
     cuda = types.SimpleNamespace(synchronize=lambda *args, **kwargs: None)
@@ -369,8 +367,7 @@ def _norm_of_gated_heads(module: types.ModuleType) -> None:
 
 def _load_while_receiving(module: types.ModuleType) -> None:
     """sglang 0.5.21, `/update_weights_from_distributed`: waits for all tensors of a bucket, and loads none before. On the host
-    receiving and loading are copies, which two threads can make at the same time.
-    """
+    receiving and loading are copies, which two threads can make at the same time."""
     import torch
 
     updater = module.WeightUpdater
@@ -475,9 +472,30 @@ def _sleep_while_paused(module: types.ModuleType) -> None:
     scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
 
 
+def _leave_a_core_to_the_sender(module: types.ModuleType) -> None:
+    """sglang 0.5.21: copies a bucket into the weights with all threads. Meanwhile the trainer makes the next bucket, and the
+    threads would wait for the one whose core it has taken; on two cores that was a third of a push."""
+    import torch
+
+    def with_one_thread_less(load):
+        def load_with_one_thread_less(*args, **options):
+            threads = torch.get_num_threads()
+            torch.set_num_threads(max(1, threads - 1))
+            try:
+                return load(*args, **options)
+            finally:
+                torch.set_num_threads(threads)
+
+        return load_with_one_thread_less
+
+    for name in ("update_weights_from_tensor", "load_weights_from_distributed"):
+        setattr(module.WeightUpdater, name, with_one_thread_less(getattr(module.WeightUpdater, name)))
+
+
 def _copy_weights_less(module: types.ModuleType) -> None:
     _keep_buckets_mapped(module)
     _load_while_receiving(module)
+    _leave_a_core_to_the_sender(module)
     _look_through_a_model_once(module)
 
 

@@ -389,6 +389,25 @@ def test_a_tensor_is_loaded_when_it_has_arrived_and_others_have_not(monkeypatch)
         assert WeightUpdater().receive_weights_from_distributed(**{**bucket, **others}) == {**bucket, **others}
 
 
+@pytest.mark.parametrize(("threads", "while_loading"), [(4, 3), (1, 1)])
+def test_weights_are_loaded_with_one_thread_less_and_the_next_step_has_them_all(monkeypatch, threads, while_loading):
+    class WeightUpdater:
+        def update_weights_from_tensor(self, named_tensors, load_format):
+            return named_tensors, load_format, counts[-1]
+
+        def load_weights_from_distributed(self, named_tensors):
+            raise ValueError(named_tensors)
+
+    counts = [threads]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: counts[-1])
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    cpu_runtime._leave_a_core_to_the_sender(SimpleNamespace(WeightUpdater=WeightUpdater))
+    assert WeightUpdater().update_weights_from_tensor([1], load_format="flat") == ([1], "flat", while_loading)
+    with pytest.raises(ValueError, match="broken"):
+        WeightUpdater().load_weights_from_distributed("broken")
+    assert counts == [threads, *[while_loading, threads] * 2]
+
+
 def test_install_after_sglang_is_refused(monkeypatch):
     monkeypatch.setattr(cpu_runtime, "gpus_on_this_machine", lambda: 0)
     monkeypatch.setitem(sys.modules, "sglang", object())
