@@ -19,7 +19,7 @@ from slime.arguments.sizes import layout_of, plans_for_gpus
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.shape import ModelShape
 from slime.models.families import model_args_from_hf
-from slime.plan.batch import plan_batch, plan_parameters
+from slime.plan.batch import plan_batch, plan_overlap, plan_parameters
 from slime.plan.before_start import late_evaluations, other_dtypes, pushes_without_a_taker
 from slime.plan.memory import (
     HostShare,
@@ -79,6 +79,7 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
         placement=placement,
         layout=_layout(args, layout, shape),
         batch=batch,
+        overlap=plan_overlap(args),
         parameters=plan_parameters(args, shape, layout) if shape is not None else None,
         memory=memory,
         sync=plan_sync(args, shape, hf_config, layout) if shape is not None else None,

@@ -1,17 +1,22 @@
-"""The numbers of a run: prompts, rollouts, optimizer steps, micro-batches, bytes of a train batch, and parameters."""
+"""The numbers of a run: prompts, rollouts, optimizer steps, micro-batches, bytes of a train batch, parameters, and how far
+generation is ahead of training."""
 
 import argparse
 import dataclasses
 
+from slime.arguments.derivation import FULLY_ASYNC
 from slime.arguments.megatron.values import pipeline_stages
+from slime.arguments.rules.algorithm import unavoidable_staleness
 from slime.arguments.sizes import longest_sample, micro_batches_at_a_time
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.parameters import count_parameters, rank_parameters
 from slime.estimates.shape import ModelShape
-from slime.plan.placement import trains
+from slime.plan.placement import sleeping_sides, trains
 from slime.plan.setup import planned_sample, prompt_is_limited
-from slime.plan.structure import BatchPlan, ParameterPlan
+from slime.plan.structure import BatchPlan, OverlapPlan, ParameterPlan
 
+# Functions whose rollouts generate all that they hand out in their own turn, but for groups that came back from another.
+_IN_TURN = "slime.rollout.sglang_rollout."
 # Bytes of a critic's value for one token.
 _VALUE_BYTES = 4
 
@@ -51,8 +56,7 @@ def train_batch_bytes(args: argparse.Namespace) -> int:
     does not train.
 
     It is a lower bound if no flag limits the prompt. Images do not count, since no flag tells their sizes. Sets of kept tokens
-    count with the largest size that they may have. There is one batch at a time: the driver frees it before it asks for the
-    next.
+    count with the largest size that they may have. `batches_at_a_time` tells how many such batches there are.
     """
     if not (args.has_trainer and trains(args)):
         return 0
@@ -62,6 +66,41 @@ def train_batch_bytes(args: argparse.Namespace) -> int:
         # what the actor computes from them travels back.
         per_token = 2 * (per_token + _VALUE_BYTES)
     return args.rollout_batch_size * args.n_samples_per_prompt * (_sample_length(args) or 0) * per_token
+
+
+def batches_at_a_time(args: argparse.Namespace) -> int:
+    """The most train batches that there are at a time: the driver frees one before it asks for the next, but rollouts that are
+    generated ahead wait with theirs."""
+    return 1 + (args.async_buffer_size if args.asynchronous else 0)
+
+
+def plan_overlap(args: argparse.Namespace) -> OverlapPlan | None:
+    """What overlaps; None if the run takes no training step."""
+    if not (args.has_trainer and trains(args)):
+        return None
+    batches, sleeps = batches_at_a_time(args), sleeping_sides(args)
+    asleep = "ends" if args.release_train else "sleeps"
+    return OverlapPlan(
+        loop="train_async.py" if args.asynchronous else "train.py",
+        never_stops=args.rollout_function_path.startswith(FULLY_ASYNC),
+        rollouts_ahead=batches - 1,
+        trainer=(asleep if sleeps.trainer else "stays") if args.has_engines else None,
+        engines=("sleeps" if sleeps.engines else "stays") if args.has_engines else None,
+        push_interval=args.update_weights_interval if args.has_engines else None,
+        in_flight=args.has_engines and args.update_weights_in_flight,
+        oldest=_oldest_weights(args) if args.has_engines else None,
+        batches=batches,
+    )
+
+
+def _oldest_weights(args: argparse.Namespace) -> int | None:
+    """By how many pushes the weights of a trained token may be older than those that train on it; None: no flag bounds that."""
+    in_turn = args.rollout_function_path.startswith(_IN_TURN)
+    # Groups that come back to a later rollout bring tokens of an earlier one, which may be kept out of training.
+    brings_back = args.partial_rollout and not args.mask_offpolicy_in_partial_rollout
+    if in_turn and not brings_back and not args.keep_surplus_groups:
+        return unavoidable_staleness(args)
+    return args.max_weight_staleness
 
 
 def bytes_per_token(args: argparse.Namespace) -> dict[str, int]:

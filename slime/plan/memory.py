@@ -41,8 +41,8 @@ from slime.models.families import model_args_from_hf
 from slime.plan.placement import (
     EnginePart,
     has_critic,
-    placement_mode,
     serving_setup,
+    shares_gpus,
     starts_engines,
     trains,
 )
@@ -233,7 +233,7 @@ def _phases(
     if gpu_memory is None:
         return ()
     engine = served.total - served.reserve if served is not None else 0
-    if placement_mode(args) != "colocated" or worst is None or served is None:
+    if not shares_gpus(args) or worst is None or served is None:
         trainer = None if worst is None else worst.total + critic
         return _phases_apart(args, trainer, engine if served is not None else None, gpu_memory)
     # Actor and critic are two processes. Both always sleep while engines work on their GPUs.
@@ -266,7 +266,7 @@ def _phases_apart(
     if args.has_trainer:
         phases.append(_phase("training" if trains(args) else "weight sync", trainer, 0, gpu_memory))
     if engine is not None:
-        beside = None if unknown and placement_mode(args) == "colocated" else 0
+        beside = None if unknown and shares_gpus(args) else 0
         phases.append(_phase("generation", beside, engine, gpu_memory))
     return tuple(phases)
 

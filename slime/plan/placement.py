@@ -94,7 +94,16 @@ def placement_mode(args: argparse.Namespace) -> str:
         return "engines only"
     if args.rollout_num_gpus == 0:
         return "external engines"
-    return "colocated" if args.colocate else "disaggregated"
+    if not args.colocate:
+        return "disaggregated"
+    ranks = layout_of(args).actor_gpus
+    beside = any(part.first + part.count > ranks for part in engine_parts(args, 0))
+    return "mixed" if beside else "colocated"
+
+
+def shares_gpus(args: argparse.Namespace) -> bool:
+    """Whether all engines, or some, are on GPUs of training ranks."""
+    return placement_mode(args) in ("colocated", "mixed")
 
 
 def trains(args: argparse.Namespace) -> bool:
@@ -306,7 +315,7 @@ def _transport(args: argparse.Namespace) -> str:
     way = WEIGHT_TRANSPORTS[args.update_weight_transport]
     if args.update_weight_mode == "delta":
         return f"{way.told_as}, changed bytes only (at most)"
-    if way.colocated is None or placement_mode(args) != "colocated":
+    if way.colocated is None or not shares_gpus(args):
         return way.told_as
     ranks, first, shared, beside = layout_of(args).actor_gpus, 0, False, False
     for group in served_groups(args):

@@ -40,7 +40,8 @@ class ServedModelPlan:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """mode: "colocated", "disaggregated", "training only", "engines only" or "external engines".
+    """mode: "colocated", "mixed" (some engines on GPUs of training ranks, others beside them), "disaggregated", "training
+        only", "engines only" or "external engines".
 
     models: those of `--sglang-config`; empty without it.
     """
@@ -100,6 +101,32 @@ class BatchPlan:
     object_store: int | None
     kept_per_token: int = 0
     in_manager: bool = False
+
+
+@dataclass(frozen=True)
+class OverlapPlan:
+    """What goes on at the same time, and how old that makes what is trained.
+
+    loop: "train.py" or "train_async.py"; with the latter generation and training overlap.
+    never_stops: the engines always generate, and rollouts take what is finished (fully async).
+    rollouts_ahead: how many rollouts beyond the trained one are generated meanwhile, or wait.
+    trainer, engines: what each does while the other works: "stays", "sleeps" or, a trainer alone, "ends". None: no engines.
+    push_interval: rollouts from one push to the next; None: nothing is pushed.
+    in_flight: pushes swap weights under running requests, not between rollouts.
+    oldest: by how many pushes the weights that made a trained token may be older than those that train on it; None: no flag
+        sets a bound, or nothing is pushed.
+    batches: the most train batches that wait for the trainer or are trained; `BatchPlan` has the bytes of one.
+    """
+
+    loop: str
+    never_stops: bool
+    rollouts_ahead: int
+    trainer: str | None
+    engines: str | None
+    push_interval: int | None
+    in_flight: bool
+    oldest: int | None
+    batches: int
 
 
 @dataclass(frozen=True)
@@ -244,6 +271,7 @@ class Plan:
     placement: PlacementPlan
     layout: LayoutPlan | None
     batch: BatchPlan
+    overlap: OverlapPlan | None
     parameters: ParameterPlan | None
     memory: MemoryPlan | None
     sync: SyncPlan | None

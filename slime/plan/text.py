@@ -23,6 +23,7 @@ from slime.plan.structure import (
     LayoutPlan,
     MemoryPlan,
     NodePlan,
+    OverlapPlan,
     ParameterPlan,
     PartPlan,
     PhasePlan,
@@ -46,6 +47,8 @@ _PART_NAMES = {
     "logits": "logits and their gradient",
     "optimizer": "optimizer state",
 }
+_TRAINER_MEANWHILE = {"stays": "keeps its memory", "sleeps": "sleeps", "ends": "is ended"}
+_ENGINES_MEANWHILE = {"stays": "engines keep theirs", "sleeps": "engines on its GPUs sleep"}
 _PARAMETER_NAMES = {
     "output_head": "head",
     "dense_mlp": "MLP",
@@ -60,6 +63,7 @@ def render(plan: Plan) -> str:
         _section("PLAN", [_headline(plan)]),
         _section("PLACEMENT", placement_lines(plan.placement, plan.layout)),
         _section("BATCH", list(_batch(plan.batch))),
+        _section("OVERLAP", list(_overlap(plan.overlap, plan.batch))),
         _section("PARAMETERS", list(_parameters(plan.parameters, plan.layout))),
         _section("MEMORY", list(_memory(plan.memory, plan.missing, plan.batch))),
         _section("WEIGHT SYNC", list(_sync(plan.sync, plan.placement.models))),
@@ -100,13 +104,53 @@ def _batch(batch: BatchPlan) -> Iterator[str]:
     if batch.micro_batches is not None:
         yield _micro_batches(batch)
     if batch.object_store:
-        at_least = "at least " if batch.longest_sample is not None and not batch.prompt_is_limited else ""
-        place = "the rollout manager" if batch.in_manager else "Ray's object store"
-        yield f"train batch in {place}, host memory: {at_least}{_size(batch.object_store)} of a rollout step"
+        yield f"train batch in {_place(batch)}, host memory: {_at_least(batch)}{_size(batch.object_store)} of a rollout step"
         if batch.kept_per_token:
             yield f"  with {batch.kept_per_token} ids in the set of kept tokens of each token, the most that there may be"
     if batch.total_optimizer_steps is not None:
         yield f"{batch.num_rollout} rollout steps = {batch.total_optimizer_steps} optimizer steps in all"
+
+
+def _place(batch: BatchPlan) -> str:
+    return "the rollout manager" if batch.in_manager else "Ray's object store"
+
+
+def _at_least(batch: BatchPlan) -> str:
+    return "at least " if batch.longest_sample is not None and not batch.prompt_is_limited else ""
+
+
+def _overlap(overlap: OverlapPlan | None, batch: BatchPlan) -> Iterator[str]:
+    if overlap is None:
+        return
+    ahead = f"the next {_several(overlap.rollouts_ahead, 'rollout')}"
+    if overlap.never_stops:
+        yield f"{overlap.loop}: generation never stops; while a rollout is trained, {ahead} may take finished groups and wait"
+    elif overlap.rollouts_ahead:
+        yield f"{overlap.loop}: while a rollout is trained, {ahead} may be generated and wait"
+    else:
+        yield f"{overlap.loop}: a rollout is generated, then trained; nothing overlaps"
+    if overlap.trainer is not None and not overlap.rollouts_ahead:
+        trainer = _TRAINER_MEANWHILE[overlap.trainer]
+        yield f"while engines generate, the trainer {trainer}; while it trains, {_ENGINES_MEANWHILE[overlap.engines]}"
+    if overlap.push_interval is not None:
+        way = "under running requests, which go on" if overlap.in_flight else "while no request is under way"
+        yield f"engines get weights after every {_several(overlap.push_interval, 'rollout')}, {way}"
+        yield _oldest(overlap.oldest)
+    if batch.object_store:
+        total = _size(overlap.batches * batch.object_store)
+        yield f"train batches in {_place(batch)} at a time: {overlap.batches}, {_at_least(batch)}{total}"
+
+
+def _oldest(pushes: int | None) -> str:
+    if pushes is None:
+        return "trained tokens may be made with weights of any age: --max-weight-staleness limits it"
+    if pushes == 0:
+        return "trained tokens are made with the weights that train on them"
+    return f"trained tokens are made with weights up to {pushes} push{_s(pushes, 'es')} older than those that train on them"
+
+
+def _several(count: int, name: str) -> str:
+    return name if count == 1 else f"{count} {name}s"
 
 
 def _micro_batches(batch: BatchPlan) -> str:
@@ -248,10 +292,10 @@ def _sync(sync: SyncPlan | None, models: Sequence[ServedModelPlan]) -> Iterator[
         f"{_size(sync.bytes)} to every engine{of} by {sync.transport}, in about {sync.buckets} bucket{_s(sync.buckets)}"
     )
     time = f"{sync.seconds:.2g} s or more at {sync.link_gbps:g} Gbit/s"
+    told = time if not sync.shared_handles else "on the same GPU, over no link"
+    yield from textwrap.wrap(f"{line}: {told}", WIDTH - 2, subsequent_indent="  ")
     if not sync.shared_handles:
-        yield f"{line}: {time}"
         return
-    yield f"{line}: on the same GPU, over no link"
     if sync.seconds and sync.direct_experts:
         yield f"before that, ranks gather all but experts, and get those that their GPU hosts: {_size(sync.gathered)} at most,"
         yield f"{time}; less where the link within a node is faster"

@@ -44,7 +44,7 @@ from slime.arguments.violations import Refusal
 from slime.backends.sglang_utils.server_arguments import require_cache_transfer, require_drafts
 from slime.observability.waiting import watch_nothing
 from slime.plan import require_memory_of_machine
-from slime.plan.batch import kept_tokens, train_batch_bytes
+from slime.plan.batch import batches_at_a_time, kept_tokens, train_batch_bytes
 from slime.plan.prompt_files import place_of_images
 from slime.serving.model_routers import require_given_router
 from slime.utils import env
@@ -163,7 +163,7 @@ def object_store_bytes(args: argparse.Namespace) -> int:
 
     Ray writes what does not fit to disk and reads it back, at a fraction of the speed; a warning tells both numbers.
     """
-    batches = 1 + args.async_buffer_size if args.asynchronous else 1
+    batches = batches_at_a_time(args)
     if args.rollout_data_transport == "nixl" and not args.use_critic:
         # Batches then stay in the manager's own memory. With a critic they are counted all the same, for the columns that both
         # models exchange through the store.

@@ -44,6 +44,47 @@ def test_the_train_batch_is_as_large_as_its_columns():
     assert batch.train_batch_bytes(argparse.Namespace(has_trainer=False)) == 0
 
 
+STALE = ("--max-weight-staleness", "4")
+PARTIAL = ("--partial-rollout", "--over-sampling-batch-size", "64")
+MASKED = (*PARTIAL, "--mask-offpolicy-in-partial-rollout")
+OWN_FUNCTION = ("--rollout-function-path", "mine.generate", "--eval-function-path", "mine.generate")
+
+
+@pytest.mark.parametrize(
+    "asynchronous, words, oldest, batches",
+    [
+        (False, (), 0, 1),
+        (False, PARTIAL, None, 1),
+        (False, (*PARTIAL, *STALE), 4, 1),
+        (False, MASKED, 0, 1),
+        (True, (), 1, 2),
+        (True, ("--update-weights-in-flight", *STALE), 1, 2),
+        (True, ("--async-buffer-size", "3", "--update-weights-interval", "2"), 2, 4),
+        (True, MASKED, 1, 2),
+        (True, OWN_FUNCTION, None, 2),
+    ],
+)
+def test_what_is_ahead_and_how_old_it_may_be(asynchronous, words, oldest, batches):
+    args = parse_args(argv=[*SMALL.split(), *words], asynchronous=asynchronous)
+    plan = make_plan(args)
+    found = plan.overlap
+    assert found.loop == ("train_async.py" if asynchronous else "train.py")
+    assert (found.oldest, found.batches, found.rollouts_ahead) == (oldest, batches, batches - 1)
+    assert (found.push_interval, found.in_flight) == (args.update_weights_interval, args.update_weights_in_flight)
+    assert f"{batches}, {batches * 32}.00 MiB" in render(plan) and plan_as_json(plan)["overlap"]["oldest"] == oldest
+
+
+@pytest.mark.parametrize("words", [["--debug-rollout-only"], ["--num-rollout", "0"]])
+def test_without_training_nothing_overlaps(words):
+    plan = make_plan(planned(SMALL, *words))
+    assert plan.overlap is None and "OVERLAP" not in render(plan)
+
+
+def test_training_alone_waits_for_no_engines():
+    found = make_plan(planned(SMALL, "--debug-train-only")).overlap
+    assert (found.trainer, found.engines, found.push_interval, found.oldest) == (None, None, None, None)
+
+
 def test_every_column_with_a_row_for_each_sample_counts():
     """All that the rollout brings in rows as long as samples; images, which have no such row, have a note."""
     everything = {"use_opd": True, "use_rollout_routing_replay": True, "rollout_top_k": 3}
