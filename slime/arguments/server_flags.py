@@ -98,7 +98,7 @@ _WEIGHTS_ON_THE_HOST = "engine weights in host memory (pushed weights would not 
 
 NOT_YET: tuple[NotYet, ...] = (
     # Layouts
-    NotYet("sglang_enable_pd_role_switch", "engines that prefill at one time and decode at another"),
+    NotYet("sglang_enable_pd_role_switch", "engines that prefill at one time and decode at another (routers keep their roles)"),
     NotYet("sglang_enable_dp_attention_local_control_broadcast",
         "control requests to each group of data-parallel attention by itself (groups would be paused one after the other)"),
     NotYet("sglang_dwdp_size", "ranks that fetch experts from each other (each is made a group of data-parallel attention)",
@@ -115,8 +115,8 @@ NOT_YET: tuple[NotYet, ...] = (
     *features("drafts that branch (experts would be told of other tokens)", sglang_speculative_eagle_topk=1),
     *features("choosing how drafts are made and accepted (answers might be no samples of the model)",
         "sglang_speculative_a[cdt]*", "sglang_speculative_moe_*", "sglang_speculative_skip_*", "sglang_speculative_use_*"),
-    *features("LoRA adapters in the engines", "sglang_enable_lora*", "sglang_lora_*", "sglang_max_lora*",
-        "sglang_max_loaded_loras", "sglang_experts_shared_outer_loras"),
+    *features("LoRA adapters in the engines (they would change what pushed weights compute)", "sglang_enable_lora*",
+        "sglang_lora_*", "sglang_max_lora*", "sglang_max_loaded_loras", "sglang_experts_shared_outer_loras"),
     *features("quantisation by the engine (pushed weights would not be quantised; give a quantised --hf-checkpoint)",
         "sglang_modelopt_*", "sglang_quantize_and_serve", "sglang_rl_quant_profile"),
     *features(_WEIGHTS_ON_THE_HOST, "sglang_kt_*"),
@@ -134,5 +134,5 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("sglang_cpu_offload_gb", _WEIGHTS_ON_THE_HOST, works=(0,)),
     NotYet("sglang_offload_group_size", _WEIGHTS_ON_THE_HOST, works=(-1,)),
     NotYet("sglang_weight_cache_mode", "a cache of weights beside the engines (it would keep the first ones)", works=("off",)),
-    NotYet("sglang_tokenizer_worker_num", "one weight version over several tokenizer processes", works=(1,)),
+    NotYet("sglang_tokenizer_worker_num", "several tokenizer processes (one alone would know the weight version)", works=(1,)),
 )  # fmt: skip

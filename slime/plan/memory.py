@@ -157,8 +157,8 @@ def _training(
 def _training_notes(args: argparse.Namespace) -> Iterator[str]:
     if has_critic(args):
         yield (
-            "the critic stays on the GPU while the actor works, and the actor while the critic works: moving one of them to "
-            "the host is not built yet"
+            "the critic stays on the GPU while the actor works, and the actor while the critic works; --offload-train moves "
+            "both to the host while engines generate"
         )
     if longest_sample(args) is not None and not prompt_is_limited(args):
         yield (

@@ -122,8 +122,8 @@ def sleeping_sides(args: argparse.Namespace) -> Sides:
 
     A trainer that ends while engines work counts as one that sleeps: its state is in a checkpoint.
 
-    A critic turns `offload_train` on by itself, so that actor and critic can take turns on the trainer's GPUs. Those turns are
-    not built yet, so without `--colocate` only a typed flag counts.
+    A critic turns `offload_train` on by itself. But actor and critic train one after the other with both on the GPUs, and on
+    GPUs of their own they make room for nobody, so without `--colocate` they sleep only for a typed flag.
     """
     both = args.has_trainer and args.has_engines
     trainer, engines = both and (args.offload_train or args.release_train), both and args.offload_rollout

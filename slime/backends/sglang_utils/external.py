@@ -51,8 +51,8 @@ _REFUSALS = 3
 _FAREWELL_SECONDS = 5.0
 # More pipeline stages than any trainer has, each with a weight group.
 _MOST_STAGES = 64
-# Arguments of servers that a run does not support yet; `NOT_YET` has the explanations.
-_UNBUILT_SWITCHES = (
+# Switches with which a server does what no run works with; `NOT_YET` has the reasons.
+_UNUSED_SWITCHES = (
     "enable_lora", "enable_lmcache", "hicache_storage_backend", "enable_pd_role_switch",
     "disaggregation_decode_enable_offload_kvcache",
 )  # fmt: skip
@@ -267,7 +267,7 @@ def misfits(args: argparse.Namespace, told: dict[str, Any]) -> Iterator[str]:
         yield f"it was started with --json-model-override-args: {ONE_MODEL}"
     yield from _short_contexts(args, told)
     yield from _misfits_of_role(args, told)
-    yield from _what_is_not_built(told)
+    yield from _what_no_run_works_with(told)
     if args.use_rollout_routing_replay and not told.get("enable_return_routed_experts"):
         yield "--use-rollout-routing-replay needs an engine that was started with --enable-return-routed-experts"
     if args.use_rollout_routing_replay and told.get("enable_hierarchical_cache"):
@@ -311,16 +311,16 @@ def _misfits_of_role(args: argparse.Namespace, told: dict[str, Any]) -> Iterator
             yield "its --disaggregation-transfer-backend fake moves no caches; start it with another one"
 
 
-def _what_is_not_built(told: dict[str, Any]) -> Iterator[str]:
-    """Features that the engine was started with, and that no run can use in engines of others yet."""
+def _what_no_run_works_with(told: dict[str, Any]) -> Iterator[str]:
+    """Features that the engine was started with, and that no run uses in engines of others."""
     if told.get("speculative_algorithm"):
         yield (
-            f"it was started with --speculative-algorithm {told['speculative_algorithm']}: speculative decoding by engines of "
-            "others is not built yet; start it without"
+            f"it was started with --speculative-algorithm {told['speculative_algorithm']}: the run's own --sglang-speculative "
+            "flags say what a push sends to the draft, and they are for engines that the run starts; start it without"
         )
-    for name in filter(told.get, _UNBUILT_SWITCHES):
+    for name in filter(told.get, _UNUSED_SWITCHES):
         feature = next(row.feature for row in NOT_YET if names_of(row, {f"sglang_{name}"}))
-        yield f"it was started with --{name.replace('_', '-')}: {feature} is not built yet"
+        yield f"it was started with --{name.replace('_', '-')}: no run works with {feature}; start it without"
     groups = told.get("dp_size") or told.get("dp") or 1
     if groups > 1:
         yield (
@@ -337,7 +337,7 @@ def _what_is_not_built(told: dict[str, Any]) -> Iterator[str]:
         value = told.get(row.name.removeprefix("sglang_"))
         if row.works and value is not None and value is not False and value not in row.works:
             option = row.name.removeprefix("sglang_").replace("_", "-")
-            yield f"it was started with --{option} {value}: {row.feature} is not built yet"
+            yield f"it was started with --{option} {value}: no run works with {row.feature}; start it without"
 
 
 def serves_model(told: dict[str, Any], hf_checkpoint: str) -> bool:

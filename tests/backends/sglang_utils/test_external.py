@@ -186,10 +186,12 @@ def test_sizes_and_roles_under_all_their_names(told, expected):
         ({"preferred_sampling_params": {"min_p": 0.1}}, {}, "--preferred-sampling-params: it would change what answers are"),
         ({"json_model_override_args": '{"rope_theta": 1}'}, {}, "--json-model-override-args: the trainer does not see it"),
         ({"encoder_only": True}, {}, "--encoder-only: engines of SGLang that only encode media take no weights"),
-        ({"enable_pd_role_switch": True}, {}, "--enable-pd-role-switch: engines that prefill at one time and decode"),
-        ({"speculative_algorithm": "EAGLE"}, {}, "--speculative-algorithm EAGLE: speculative decoding by engines of others"),
+        ({"enable_pd_role_switch": True}, {}, "--enable-pd-role-switch: no run works with engines that prefill at one"),
+        ({"enable_lora": True}, {}, "they would change what pushed weights compute); start it without"),
+        ({"speculative_algorithm": "EAGLE"}, {}, "--speculative-algorithm EAGLE: the run's own --sglang-speculative flags"),
         ({"pp_size": 2}, {}, "--pp-size 2: its stages would take the same places in a weight group"),
-        ({"quantization": "fp8"}, {}, "--quantization fp8: quantisation by the engine"),
+        ({"quantization": "fp8"}, {}, "--quantization fp8: no run works with quantisation by the engine (pushed"),
+        ({"tokenizer_worker_num": 2}, {}, "--tokenizer-worker-num 2: no run works with several tokenizer processes"),
         ({"dp_size": 2, "enable_dp_attention": True}, {}, "--dp-size 2: it calls its caches flushed when one of its 2"),
         ({}, {"use_rollout_routing_replay": True}, "started with --enable-return-routed-experts"),
         (
@@ -210,7 +212,7 @@ def test_an_engine_that_the_run_cannot_work_with_is_refused_by_name(start, model
     server = start(model, **settings)
     shown = refusal(make_args(model, server.address, **flags))
     assert shown.startswith(f"--rollout-external-engine-addrs {server.address}: ") and words in shown
-    assert len(shown.splitlines()) == 1
+    assert len(shown.splitlines()) == 1 and "not built" not in shown
 
 
 PREFILL = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 9}
