@@ -36,6 +36,8 @@ from tools.tied import ROOT, tied
 # Earlier steps pay for imports and compilations.
 _FIRST = 1
 _OVER_SAMPLING = 12
+# A prediction is good if it differs by at most this share from what was measured.
+BAR = 0.15
 _SLOW = (
     "--custom-generate-function-path tools/bench/long_answers.py:slow_generate "
     "--custom-advantage-function-path tools/bench/long_answers.py:slow_advantages"
@@ -144,7 +146,9 @@ def compare(name: str, directory: Path, measured_by: Path, arrangement: str, run
     split = Split(devices, shape.trainer_devices, shape.engines)
     predicted = replay(replayed, split, found.speeds, work, seed=0, rollouts=104, warm_up=4).step_seconds
     mean, spread = float(np.mean(steps)), float(np.std(steps) / np.sqrt(len(steps)))
-    return f"| {name} | {len(steps)} | {predicted:.2f} | {mean:.2f} ± {spread:.2f} | {predicted / mean - 1:+.1%} |"
+    difference = predicted / mean - 1
+    verdict = "met" if abs(difference) <= BAR else "missed"
+    return f"| {name} | {len(steps)} | {predicted:.2f} | {mean:.2f} ± {spread:.2f} | {difference:+.1%} | {verdict} |"
 
 
 def overlap(name: str, directory: Path, synchronous: Path) -> str:
@@ -195,7 +199,8 @@ def main() -> None:
     for name in () if options.of else options.runs:
         start(name, directory, options.rollouts, options.seconds)
     print(f"seconds of a step, {processor()}\n")
-    print("| Run | Steps | Predicted | Measured | Difference |\n| --- | ---: | ---: | ---: | ---: |")
+    print(f"| Run | Steps | Predicted | Measured | Difference | Within {BAR:.0%} |")
+    print("| --- | ---: | ---: | ---: | ---: | --- |")
     if options.of:
         print(compare(directory.name, directory, directory, "sync", options.max_running_requests))
         return

@@ -37,6 +37,10 @@ START_SECONDS = 300.0
 SAMPLE_SECONDS = 0.002
 # How weights travel → the flags that choose it.
 WAYS = {"group": [], "handles": ["--colocate"]}
+# Bars for a push to one engine: the least share of a copy's speed, by way, and the most seconds where the requests, not the
+# bytes, take the time.
+SHARES = {"group": 0.25, "handles": 0.5}
+SMALL_BYTES, SMALL_SECONDS = 10e6, 0.03
 
 
 def main() -> None:
@@ -121,6 +125,17 @@ def processor_seconds(roles: dict[str, list[int]]) -> dict[str, float]:
     return found
 
 
+def bar(way: str, size: float) -> str:
+    """What the best push of `size` bytes to one engine has to reach."""
+    return f"at most {SMALL_SECONDS} s" if size <= SMALL_BYTES else f"ratio of at least {SHARES[way]}"
+
+
+def verdict(way: str, size: float, best: float, copy: float) -> str:
+    """Whether the best push, and the best copy of as many bytes, in seconds, meet the bar."""
+    met = best <= SMALL_SECONDS if size <= SMALL_BYTES else copy / best >= SHARES[way]
+    return "met" if met else "missed"
+
+
 def tell(
     way: str,
     engines: int,
@@ -133,10 +148,14 @@ def tell(
     size, parts = metrics[0]["perf/update_weights_bytes"], metrics[0]["perf/update_weights_parts"]
     best, median = min(seconds[1:]), sorted(seconds[1:])[len(seconds[1:]) // 2]
     copy = min(copies)
+    of_bar = (
+        f"  bar {bar(way, size)}: {verdict(way, size, best, copy)}" if engines == 1 else "  no bar for several engines"
+    )
     lines = (
         f"{way}, {engines} engine(s): {size / 1e6:.1f} MB in {parts:.0f} parts",
         f"  first push {seconds[0]:.4f} s; then best {best:.4f} s, median {median:.4f} s",
         f"  copy {copy:.4f} s ({size / copy / 1e9:.1f} GB/s); ratio {copy / best:.2f}",
+        of_bar,
         "  processor: "
         + ", ".join(f"{role} {min(of_push[role] for of_push in computed):.3f} s" for role in computed[0]),
         f"  peak of the trainer: {memory / 1e6:.1f} MB above its weights",
