@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import router as megatron_router
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -45,10 +46,34 @@ from slime.utils.errors import UserError
 
 # Megatron-Core's router asks for this name, which only an import of Transformer Engine defines.
 vars(moe_utils).setdefault("te_general_gemm", None)
+_drop_tokens = moe_utils.apply_router_token_dropping
 _OF_SAMPLES = "seq_aux_loss"
 _OF_STEPS = "global_aux_loss"
 # Distance between the seeds of two layers: more than there are ranks.
 _SEEDS_OF_A_LAYER = 2**20
+
+
+def drop_tokens(
+    probs: torch.Tensor, routing_map: torch.Tensor, *, drop_policy: str, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Megatron's `apply_router_token_dropping`, whose policy `position` keeps the first tokens of each expert. Megatron's own
+    takes the largest of zeros and ones, which leaves it to the sort of the device which of its tokens a full expert keeps.
+
+    Args:
+        probs: weights of the experts of each token, [tokens, experts].
+        routing_map: whether a token is sent to an expert, bool of the same shape.
+
+    Returns:
+        Both, for the tokens that are kept.
+    """
+    if drop_policy != "position":
+        return _drop_tokens(probs, routing_map, drop_policy=drop_policy, **options)
+    places = torch.arange(len(routing_map), 0, -1, device=routing_map.device)
+    _, kept = _drop_tokens(routing_map * places[:, None], routing_map, drop_policy="probs", **options)
+    return probs * kept, kept
+
+
+megatron_router.apply_router_token_dropping = drop_tokens
 
 
 @dataclass(frozen=True, eq=False)
