@@ -151,10 +151,15 @@ def write_tiny_delta_net(directory: Path, **options: Any):
     return model
 
 
-# Tensors of a layer for multi-token prediction whose names in a checkpoint do not follow the decoder's.
+# Tensors of a layer for multi-token prediction whose names in a checkpoint do not follow the decoder's, and the layer inside.
 PREDICTS_BESIDE = {
     "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
-    "shared_head.norm": "mtp.norm",
+    "shared_head.norm": "mtp.norm", "inside": "mtp.layers.0",
+}  # fmt: skip
+_OF_MIMO = "model.mtp_layers.0"
+PREDICTS_LIKE_MIMO = {
+    "eh_proj": f"{_OF_MIMO}.input_proj", "enorm": f"{_OF_MIMO}.token_layernorm", "hnorm": f"{_OF_MIMO}.hidden_layernorm",
+    "shared_head.norm": f"{_OF_MIMO}.final_layernorm", "inside": _OF_MIMO,
 }  # fmt: skip
 
 
@@ -165,7 +170,8 @@ def write_predicting(
     in which it is an ordinary layer, and by name the tensors of the layer that this model lacks.
 
     Args:
-        own_names: `PREDICTS_BESIDE`; None: the layer has the number after the last layer, and copies of embedding and head.
+        own_names: `PREDICTS_BESIDE` or `PREDICTS_LIKE_MIMO`; None: the layer has the number after the last layer, and copies
+            of embedding and head.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -190,7 +196,8 @@ def write_predicting(
         }
         tensors |= {f"model.layers.2.{name}.weight": tensor.clone() for name, tensor in (own | copies).items()}
     else:
-        tensors = {name.replace("model.layers.2.", "mtp.layers.0."): tensor for name, tensor in tensors.items()}
+        inside = f"{own_names['inside']}."
+        tensors = {name.replace("model.layers.2.", inside): tensor for name, tensor in tensors.items()}
         tensors |= {f"{own_names[name]}.weight": tensor.clone() for name, tensor in own.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return model, own
