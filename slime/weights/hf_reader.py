@@ -5,13 +5,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.models.config_entries import text_config_of
 from slime.models.families import FAMILIES
+from slime.models.family import Family
 from slime.utils.errors import UserError
 from slime.utils.hf_files import INDEX_FILE
 
@@ -168,12 +170,27 @@ class StoredTensor:
             raise UserError(f"{self._path}: tensor {self._name} cannot be read: {error}") from error
 
 
-class _OfExpert(StoredTensor):
-    """Some of one expert's rows in a tensor of all experts [experts, rows, columns], or [experts, columns, rows]."""
+@dataclasses.dataclass(frozen=True)
+class PlaceInStack:
+    """Where a matrix of one expert lies in the tensor `stack` of all experts, which is [experts, rows, columns] or, exchanged,
+    [experts, columns, rows]. `rows`: those of the matrix among the expert's."""
 
-    def __init__(self, fused: StoredTensor, expert: int, rows: range, is_exchanged: bool) -> None:
-        self._fused, self._expert, self._rows, self._is_exchanged = fused, expert, rows, is_exchanged
-        self.shape = (len(rows), fused.shape[1 if is_exchanged else 2])
+    stack: str
+    expert: int
+    rows: range
+    columns: int
+    is_exchanged: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), self.columns
+
+
+class _OfExpert(StoredTensor):
+    """A matrix of one expert, at `place` of the tensor of all experts `fused`."""
+
+    def __init__(self, fused: StoredTensor, place: PlaceInStack) -> None:
+        self._fused, self._place, self.shape = fused, place, place.shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -181,9 +198,9 @@ class _OfExpert(StoredTensor):
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> torch.Tensor:
         rows, *columns = index if isinstance(index, tuple) else (slice(None) if index is ... else index,)
-        own, of_expert = self._rows[rows], slice(self._expert, self._expert + 1)
+        own, of_expert = self._place.rows[rows], slice(self._place.expert, self._place.expert + 1)
         place = (slice(own.start, own.stop), *(columns or [slice(None)]))
-        if self._is_exchanged:
+        if self._place.is_exchanged:
             return self._fused[(of_expert, *reversed(place))][0].T.contiguous()
         return self._fused[(of_expert, *place)][0]
 
@@ -216,14 +233,63 @@ def fused_ending(name: str) -> str | None:
     return next((ending for ending in FUSED_EXPERTS if name.endswith(ending)), None)
 
 
-def config_of_stacks(directory: Path) -> dict[str, Any] | None:
-    """The config of a checkpoint's language model if its family stacks experts; None if not, or if the family is unknown."""
+def _config_and_family(directory: Path) -> tuple[dict[str, Any], Family | None]:
     try:
         config = text_config_of(json.loads((directory / "config.json").read_text()))
     except (OSError, ValueError, AttributeError):
-        return None
-    family = FAMILIES.get(str(config.get("model_type")))
+        return {}, None
+    return config, FAMILIES.get(str(config.get("model_type")))
+
+
+def config_of_stacks(directory: Path) -> dict[str, Any] | None:
+    """The config of a checkpoint's language model if its family stacks experts; None if not, or if the family is unknown."""
+    config, family = _config_and_family(directory)
     return config if family is not None and family.stacks_experts else None
+
+
+def _places_in_stacks(directory: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, PlaceInStack]:
+    """Where the matrices of each expert lie, by the names that they have in checkpoints with a tensor for each.
+
+    Args:
+        shapes: those of the checkpoint's tensors of all experts of a layer.
+    """
+    config, found = config_of_stacks(directory), {}
+    for stack, shape in shapes.items():
+        ending = fused_ending(stack)
+        exchanged = config is not None and is_exchanged(stack, shape, config.get("hidden_size"))
+        parts, (rows, columns) = FUSED_EXPERTS[ending], reversed(shape[1:]) if exchanged else shape[1:]
+        rows //= len(parts)
+        for expert in range(shape[0]):
+            for number, part in enumerate(parts):
+                own = range(number * rows, (number + 1) * rows)
+                name = f"{stack.removesuffix(ending)}.experts.{expert}.{part}"
+                found[name] = PlaceInStack(stack, expert, own, columns, exchanged)
+    return found
+
+
+def places_of_matrices(directory: Path) -> dict[str, Place]:
+    """`places_of_checkpoint` with the matrices of each expert, named as in `SafetensorsDirectory`, in the place of a tensor of
+    all of them. Where columns lie before rows, a matrix does not lie in one piece: its place is as large, and in its expert.
+
+    In models of an unknown family rows may have another order, and there such tensors stay.
+
+    Raises:
+        UserError: as `places_of_checkpoint`; or rows cannot be told from columns.
+    """
+    places = places_of_checkpoint(directory)
+    if _config_and_family(directory)[1] is None:
+        return places
+    stacks = {name: place for name, place in places.items() if fused_ending(name) is not None}
+    found = {name: place for name, place in places.items() if name not in stacks}
+    for name, of_expert in _places_in_stacks(directory, {name: place.shape for name, place in stacks.items()}).items():
+        stack = stacks[of_expert.stack]
+        nbytes = (stack.stop - stack.start) // stack.shape[0]
+        row = nbytes * of_expert.columns // math.prod(stack.shape[1:])
+        start = stack.start + of_expert.expert * nbytes + of_expert.rows.start * row
+        found[name] = dataclasses.replace(
+            stack, start=start, stop=start + len(of_expert.rows) * row, shape=of_expert.shape
+        )
+    return found
 
 
 class SafetensorsDirectory:
@@ -241,22 +307,12 @@ class SafetensorsDirectory:
         self._directory = Path(directory)
         self._files: dict[str, Any] = {}
         self._file_of = self._read_index()
-        # Name → (the tensor of all experts, the number of the expert, the position of this part among the expert's).
-        self._fused: dict[str, tuple[str, int, int]] = {}
-        self._exchanged: set[str] = set()
-        config = config_of_stacks(self._directory)
-        for name in self._file_of:
-            ending = fused_ending(name)
-            if ending is not None:
-                layer, parts, shape = name.removesuffix(ending), FUSED_EXPERTS[ending], self._stored(name).shape
-                if config is not None and is_exchanged(name, shape, config.get("hidden_size")):
-                    self._exchanged.add(name)
-                for expert in range(shape[0]):
-                    for place, part in enumerate(parts):
-                        self._fused[f"{layer}.experts.{expert}.{part}"] = (name, expert, place)
+        shapes = {name: self._stored(name).shape for name in self._file_of if fused_ending(name) is not None}
+        self._in_stacks = _places_in_stacks(self._directory, shapes)
+        self._names = (self._file_of.keys() - shapes.keys()) | self._in_stacks.keys()
 
     def names(self) -> set[str]:
-        return (set(self._file_of) - {name for name, *_ in self._fused.values()}) | set(self._fused)
+        return set(self._names)
 
     def tensor(self, name: str) -> StoredTensor:
         """The tensor `name`, of which nothing is read yet.
@@ -264,13 +320,8 @@ class SafetensorsDirectory:
         Raises:
             UserError: the file cannot be read, or lacks the tensor.
         """
-        if name not in self._fused:
-            return self._stored(name)
-        fused_name, expert, place = self._fused[name]
-        fused = self._stored(fused_name)
-        is_exchanged = fused_name in self._exchanged
-        rows = fused.shape[2 if is_exchanged else 1] // len(FUSED_EXPERTS[fused_ending(fused_name)])
-        return _OfExpert(fused, expert, range(place * rows, (place + 1) * rows), is_exchanged)
+        place = self._in_stacks.get(name)
+        return self._stored(name) if place is None else _OfExpert(self._stored(place.stack), place)
 
     def _stored(self, name: str) -> StoredTensor:
         from safetensors import SafetensorError

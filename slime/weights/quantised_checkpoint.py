@@ -70,9 +70,6 @@ class _Dequantised(SafetensorsDirectory):
         hidden = {name for parts in self._parts.values() for name in parts.values()}
         self._names = (stored - hidden) | {f"{module}weight" for module in modules}
 
-    def names(self) -> set[str]:
-        return set(self._names)
-
     def tensor(self, name: str) -> StoredTensor:
         parts = self._parts.get(name.removesuffix("weight"))
         if parts is None or not name.endswith("weight"):

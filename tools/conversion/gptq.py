@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from slime.utils.data_files import read_file
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
-from slime.weights.hf_reader import FUSED_EXPERTS, SafetensorsDirectory, fused_ending
+from slime.weights.hf_reader import FUSED_EXPERTS, SafetensorsDirectory, fused_ending, places_of_matrices
 from slime.weights.quantisers import (
     NEVER_PACKED,
     pack_integers,
@@ -139,14 +139,17 @@ class LayeredModel:
     """
 
     def __init__(self, source: Path, trust_remote_code: bool, device: torch.device) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         self._source, self._stored, self._device = source, SafetensorsDirectory(source), device
         try:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+            # Beside a vision tower the language model has other names, and not every one is also a model of its own.
+            is_language_model = config.get_text_config() is config
+            kind = AutoModelForCausalLM if is_language_model else AutoModelForImageTextToText
             with torch.device("meta"):
                 # Eager experts are computed one by one, so that the inputs of each can be observed.
-                self._model = AutoModelForCausalLM.from_config(
+                self._model = kind.from_config(
                     config, trust_remote_code=trust_remote_code, experts_implementation="eager"
                 ).eval()
         except (ValueError, OSError, ImportError) as error:
@@ -250,7 +253,7 @@ def calibrate_checkpoint(source: Path, target: Path, data: Path, options: argpar
     """
     if quantisation_settings(source) is not None:
         raise UserError(f"{source} is quantised already: make a plain one of it first (tools/fp8_cast_bf16.py)")
-    places, size = places_of(source), options.quant_group_size
+    places, size = places_of(source, places_of_matrices), options.quant_group_size
     chosen, left = quantised_matrices(places, NEVER_PACKED, size)
     recipe = integer_recipe(options.bits, size, True)
     config = {**read_config(source), "quantization_config": {**recipe.settings, recipe.ignored: left}}

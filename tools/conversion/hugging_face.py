@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_json_atomically
 from slime.utils.hf_files import INDEX_FILE
-from slime.weights.hf_reader import Place, SafetensorsDirectory, StoredTensor, places_of_checkpoint
+from slime.weights.hf_reader import (
+    Place,
+    SafetensorsDirectory,
+    StoredTensor,
+    places_of_checkpoint,
+    places_of_matrices,
+)
 from slime.weights.hf_writer import copy_auxiliary_files, number_shards
 from slime.weights.quantised_checkpoint import open_checkpoint
 from slime.weights.quantisers import (
@@ -69,14 +75,14 @@ def quantised_matrices(
         columns: the number of columns has to be a multiple of this.
 
     Raises:
-        UserError: a pattern is not a regular expression; no weight is left; several experts are stored in one tensor.
+        UserError: a pattern is not a regular expression; no weight is left; several experts are one of the tensors.
     """
     is_ignored = modules_by_name(rules, "--ignore-rules")
     chosen, left = [], []
     for name, place in places.items():
         if len(place.shape) == 3 and ".experts." in name:
             raise UserError(
-                f"{name} has all experts of a layer in one tensor, which is not taken apart here, and would stay as it is; "
+                f"{name} has all experts of a layer in one tensor, in a form that is not known, so it would stay as it is; "
                 "give a checkpoint with a tensor for each expert"
             )
         if not name.endswith(".weight") or len(place.shape) != 2 or _EMBEDDING.search(name):
@@ -142,7 +148,8 @@ def integer_recipe(bits: int, group_size: int, is_symmetric: bool) -> Recipe:
 def quantise_checkpoint(
     source: Path, target: Path, recipe: Recipe, rules: Sequence[str], columns: int, options: argparse.Namespace
 ) -> None:
-    """Write `source` with its matrices quantised by `recipe` as `target`; see `Conversion` for errors.
+    """Write `source` with its matrices quantised by `recipe` as `target`; see `Conversion` for errors. Experts that are in one
+    tensor get tensors of their own, as engines take them.
 
     Args:
         rules, columns: see `quantised_matrices`.
@@ -153,7 +160,7 @@ def quantise_checkpoint(
     """
     if quantisation_settings(source) is not None:
         raise UserError(f"{source} is quantised already: make a plain one of it first (tools/fp8_cast_bf16.py)")
-    places = places_of(source)
+    places = places_of(source, places_of_matrices)
     chosen, left = quantised_matrices(places, rules, columns)
     settings = {**recipe.settings, recipe.ignored: left}
     config = {**read_config(source), "quantization_config": settings}
@@ -308,15 +315,15 @@ def _plain(
         yield name, strips if math.prod(stored.shape) * plain.itemsize % ALIGNMENT == 0 else list(strips)
 
 
-def places_of(source: Path) -> dict[str, Place]:
-    """Where the tensors of a Hugging Face checkpoint lie, by name.
+def places_of(source: Path, read: Callable[[Path], dict[str, Place]] = places_of_checkpoint) -> dict[str, Place]:
+    """Where the tensors of a Hugging Face checkpoint lie, by name; those that `read` finds.
 
     Raises:
         UserError: `source` is no directory, has no weights, or lacks one of their files.
     """
     if not source.is_dir():
         raise UserError(f"{source} is no directory; give a Hugging Face checkpoint")
-    places = places_of_checkpoint(source)
+    places = read(source)
     if not places:
         raise UserError(f"{source} holds no *.safetensors file")
     return places

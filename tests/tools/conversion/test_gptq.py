@@ -9,12 +9,14 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationScheme
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 
 from slime.utils.errors import RunError, UserError
+from slime.weights.hf_reader import SafetensorsDirectory
 from slime.weights.quantised_checkpoint import open_checkpoint
 from slime.weights.quantisers import quantise_integers, unpack_integers
+from tests.support.models.tiny_families import TINY_FAMILIES
 from tests.support.models.tiny_model import write_tiny_latent, write_tiny_mixture, write_tiny_model
 from tests.support.models.tokenizer import build_tokenizer
 from tools import convert_hf_to_int4
@@ -186,6 +188,30 @@ def test_experts_that_hardly_a_token_reaches_are_rounded_to_nearest_and_told_onc
         parts = quantise_integers(stored[name], 8, 32, True)
         same = found[name.removesuffix("weight") + "weight_packed"].equal(parts["weight_packed"])
         assert same == (name in few), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_experts_in_one_tensor_are_rounded_as_those_with_a_tensor_for_each(tmp_path, name):
+    """Of models with a vision tower, which is copied."""
+    family = TINY_FAMILIES[name]
+    entries = {**family.entries, "moe_intermediate_size": 96, **SIZES}
+    family.write(tmp_path / "stacked", model_type=name, **entries)
+    build_tokenizer().save_pretrained(tmp_path / "stacked")
+    shutil.copytree(tmp_path / "stacked", tmp_path / "apart")
+    stacked = SafetensorsDirectory(tmp_path / "stacked")
+    plain = {tensor: stacked.tensor(tensor)[...].clone() for tensor in stacked.names()}
+    save_file(plain, tmp_path / "apart" / "model.safetensors")
+    write_samples(tmp_path / "data", 30)
+    made, expected = (tensors_of(convert(tmp_path, kind)) for kind in ("stacked", "apart"))
+    assert made.keys() == expected.keys() and all(made[key].equal(tensor) for key, tensor in expected.items())
+    assert open_checkpoint(tmp_path / "stacked-int4").names() == plain.keys()
+    experts = [key.removesuffix("_packed") for key in made if ".experts." in key and key.endswith("_packed")]
+    assert len(experts) == 2 * 4 * 3
+    assert not all(
+        made[f"{key}_packed"].equal(quantise_integers(plain[key], 4, 32, True)["weight_packed"]) for key in experts
+    )
+    assert all(made[key].equal(tensor) for key, tensor in plain.items() if ".visual." in key)
 
 
 @pytest.mark.slow

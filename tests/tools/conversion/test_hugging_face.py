@@ -203,6 +203,48 @@ def test_plain_experts_in_one_tensor_stay_so_beside_quantised_weights(checkpoint
     assert plain.keys() == {*tensors, FUSED} and plain[FUSED].equal(fused)
 
 
+@pytest.mark.parametrize("convert", [convert_hf_to_fp8.main, convert_hf_to_int4_direct.main])
+@pytest.mark.parametrize("model_type, is_exchanged", [("qwen3_5_moe", False), ("qwen3_vl_moe", True)])
+def test_experts_in_one_tensor_become_those_of_a_checkpoint_with_a_tensor_for_each(
+    tmp_path, convert, model_type, is_exchanged
+):
+    """Each process makes some experts of a layer. A matrix that is left alone has a tensor of its own all the same."""
+    layer, (experts, width, hidden) = "model.language_model.layers.0", (4, 96, 64)
+    generator = torch.Generator().manual_seed(0)
+    gate_up, down = (
+        torch.randn(experts, *sides, generator=generator).bfloat16() for sides in ((2 * width, hidden), (hidden, width))
+    )
+    others = {f"{layer}.mlp.gate.weight": gate_up[0, :experts].clone(), f"{layer}.self_attn.o_proj.weight": down[0]}
+    stacks = {f"{layer}.mlp.experts.gate_up_proj": gate_up, f"{layer}.mlp.experts.down_proj": down}
+    plain = dict(others)
+    for expert in range(experts):
+        parts = {"gate": gate_up[expert, :width], "up": gate_up[expert, width:], "down": down[expert]}
+        plain |= {f"{layer}.mlp.experts.{expert}.{part}_proj.weight": matrix for part, matrix in parts.items()}
+    stacked = {name: stack.mT if is_exchanged else stack for name, stack in stacks.items()} | others
+    found = []
+    for name, tensors in {"stacked": stacked, "apart": plain}.items():
+        source, target = tmp_path / name, tmp_path / f"{name}-quantised"
+        source.mkdir()
+        save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, source / "model.safetensors")
+        config = {"model_type": model_type, "text_config": {"hidden_size": hidden, "num_experts": experts}}
+        (source / "config.json").write_text(json.dumps(config))
+        rules = ["--ignore-rules", "experts.1.up_proj"] if convert is convert_hf_to_int4_direct.main else []
+        convert(["--model-dir", str(source), "--save-dir", str(target), "--chunk-size", "30000", *rules])
+        settings = config_of(target)
+        left = settings.pop("ignore", None) or settings.pop("modules_to_not_convert")
+        found.append((read(target), settings, sorted(left)))
+    files = sorted((tmp_path / "stacked-quantised").glob("*.safetensors"))
+    assert len({path.name for path in files for name in load_file(path) if "up_proj" in name}) > 1
+    (made, *settings), (expected, *expected_settings) = found
+    assert settings == expected_settings and made.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert made[name].dtype == tensor.dtype and made[name].view(torch.uint8).equal(tensor.view(torch.uint8)), name
+    opened = open_checkpoint(tmp_path / "stacked-quantised")
+    assert opened.names() == plain.keys()
+    for name, tensor in plain.items():
+        assert (opened.tensor(name)[:] - tensor).abs().max() <= tensor.abs().max() / 14
+
+
 def test_quantised_experts_in_one_tensor_are_refused(checkpoint, tmp_path):
     source, _ = checkpoint
     convert_hf_to_fp8.main(["--model-dir", str(source), "--save-dir", str(tmp_path / "fp8")])
@@ -276,9 +318,14 @@ def test_what_cannot_be_converted_is_refused(checkpoint, tmp_path, capsys):
         from tools.conversion.hugging_face import quantised_matrices
 
         quantised_matrices({}, ["re:("])
-    fused = Place(source / "model.safetensors", 0, 16, "BF16", (2, 2, 2))
-    with pytest.raises(UserError, match=r"experts\.gate_up_proj has all experts of a layer in one tensor"):
-        quantised_matrices({"model.layers.0.mlp.experts.gate_up_proj": fused}, [])
+    # In models that are not known rows may come in another order, and tensors of all experts may have other names.
+    for model_type, name in (("gpt_oss", "gate_up_proj"), ("qwen3_moe", "w13_weight")):
+        other = tmp_path / model_type
+        other.mkdir()
+        save_file({f"model.layers.0.mlp.experts.{name}": torch.ones(2, 2, 2)}, other / "model.safetensors")
+        (other / "config.json").write_text(json.dumps({"model_type": model_type}))
+        refused = message(convert_hf_to_fp8.main, "--model-dir", str(other), "--save-dir", str(tmp_path / "d"))
+        assert f"experts.{name} has all experts of a layer in one tensor" in refused
     matrix = Place(source / "model.safetensors", 0, 16, "BF16", (2, 4))
     with pytest.raises(UserError, match=r"no weight is left .* or have columns that are no multiple of 3$"):
         quantised_matrices({"model.layers.0.mlp.down_proj.weight": matrix}, [], 3)
