@@ -1,7 +1,6 @@
 """Hugging Face -> torch_dist -> Hugging Face without a model in memory, and what training makes of either."""
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -476,105 +475,6 @@ def _status(directory, *words):
     with pytest.raises(SystemExit) as end:
         run_tool(inspect_checkpoint.main, words=[str(directory), *words])
     return end.value.code
-
-
-CONVERTERS = (
-    "convert_hf_to_torch_dist", "convert_torch_dist_to_hf", "convert_hf_to_fp8", "convert_hf_to_int4_direct", "fp8_cast_bf16",
-)  # fmt: skip
-HELD = """
-import sys, threading
-from pathlib import Path
-
-def anonymous():
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
-
-def watch():
-    global most
-    while not ended.wait(0.002):
-        most = max(most, anonymous())
-
-main = __import__("importlib").import_module(sys.argv[1]).main
-import torch, safetensors.torch, tools.conversion.torch_dist
-torch.set_num_threads(1)
-# What a tool imports late, as Megatron, is there when the last of its command lines is measured.
-*first, words = [line.split() for line in sys.argv[2:]]
-for line in first:
-    main(line)
-ended = threading.Event()
-before = most = anonymous()
-watching = threading.Thread(target=watch)
-watching.start()
-main(words)
-ended.set()
-watching.join()
-print(most - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tool", CONVERTERS)
-def test_a_process_holds_about_its_largest_tensor(tmp_path, tool):
-    """Of a model of which that is a small part; pages of mapped files are the kernel's, and not counted."""
-    hidden, layers = 1024, 24
-    largest = 4 * hidden * hidden * 2
-    model, dist, fp8, target = (tmp_path / name for name in ("model", "dist", "fp8", "target"))
-    write_bench_like_model(model, hidden, layers)
-    lines = [f"--model-dir {model} --save-dir {target}"]
-    if tool == "convert_hf_to_torch_dist":
-        write_tiny_model(tmp_path / "small")
-        lines = [
-            f"--hf-checkpoint {tmp_path}/small --save {tmp_path}/other",
-            f"--hf-checkpoint {model} --save {target}",
-        ]
-    if tool == "convert_torch_dist_to_hf":
-        run_distributed(_convert_one, 1, (str(model), str(dist)), timeout=300)
-        lines = [f"--input-dir {dist} --output-dir {target} --origin-hf-dir {model}"]
-    if tool == "fp8_cast_bf16":
-        convert_hf_to_fp8.main(["--model-dir", str(model), "--save-dir", str(fp8), "--max-workers", "1"])
-        lines = [f"--input-fp8-hf-path {fp8} --output-bf16-hf-path {target}"]
-    lines = [f"{line} --max-workers 1" for line in lines]
-    command = [sys.executable, "-W", "ignore", "-c", HELD, f"tools.{tool}", *lines]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    total = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    assert total > 60 * largest / 4
-    # In float32 and rounded, and what the modules of a tool take that are imported late.
-    assert int(result.stdout.split()[-1]) < 8 * largest + 64e6 < total / 3
-
-
-def write_bench_like_model(directory, hidden, layers):
-    directory.mkdir()
-    one = torch.randn(4 * hidden, hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
-    heads, width = hidden // 64, 64
-    shapes = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden, hidden), "self_attn.v_proj": (hidden, hidden),
-        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (4 * hidden, hidden), "mlp.up_proj": (4 * hidden, hidden),
-        "mlp.down_proj": (hidden, 4 * hidden), "self_attn.q_norm": (width,), "self_attn.k_norm": (width,),
-        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-    }  # fmt: skip
-
-    def cut(shape):
-        return one.flatten()[: math.prod(shape)].view(shape).clone()
-
-    ends = {"model.embed_tokens.weight": cut((1024, hidden)), "model.norm.weight": cut((hidden,))}
-    save_file(ends, directory / "model-ends.safetensors")
-    for layer in range(layers):
-        tensors = {f"model.layers.{layer}.{name}.weight": cut(shape) for name, shape in shapes.items()}
-        save_file(tensors, directory / f"model-{layer}.safetensors")
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": layers, "hidden_size": hidden,
-        "intermediate_size": 4 * hidden, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": width,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 1024, "max_position_embeddings": 512,
-        "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False, "dtype": "bfloat16",
-    }  # fmt: skip
-    (directory / "config.json").write_text(json.dumps(config))
-
-
-def _convert_one(model, target):
-    from pathlib import Path
-
-    convert_hf_to_torch_dist(Path(model), Path(target), [], workers=1, force=False, largest=2**28)
 
 
 @pytest.mark.slow
