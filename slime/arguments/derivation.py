@@ -237,10 +237,6 @@ def _type(args: argparse.Namespace, name: str, value: Any) -> None:
     args.typed_flags.add(name)
 
 
-# GPUs of a usual node, by which a run without training ranks counts its nodes.
-_USUAL_NODE = 8
-
-
 def derive_placement(args: argparse.Namespace) -> None:
     """Fill modes, sizes and offloads, in place."""
     args.debug_train_only = args.debug_train_only or args.load_debug_rollout_data is not None
@@ -261,14 +257,14 @@ def derive_placement(args: argparse.Namespace) -> None:
     if args.use_critic and args.offload_train is None:
         # Actor and critic take turns on the same GPUs; a rule refuses what was typed against it.
         args.offload_train = True
+    if args.colocate and args.rollout_num_gpus is None:
+        args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.debug_rollout_only:
         _without_trainer(args)
     if args.colocate:
         # A trainer that ends during generation has nothing to move.
         args.offload_train = not args.release_train if args.offload_train is None else args.offload_train
         args.offload_rollout = args.offload_rollout is not False
-        if args.rollout_num_gpus is None:
-            args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     args.offload_train, args.offload_rollout = bool(args.offload_train), bool(args.offload_rollout)
     # Offloading moves these buffers itself; a second copy on the host would only take memory.
     args.disable_param_buffer_cpu_backup = args.disable_grad_buffer_cpu_backup = args.offload_train
@@ -282,10 +278,9 @@ def _without_trainer(args: argparse.Namespace) -> None:
     """The training sizes of a run that only generates are those of its engines."""
     if args.rollout_external:
         return
-    if args.colocate and args.rollout_num_gpus is None:
-        args.rollout_num_gpus = args.actor_num_nodes * args.actor_num_gpus_per_node
     gpus = args.rollout_num_gpus or 0
-    args.actor_num_gpus_per_node = min(_USUAL_NODE, gpus)
+    # A usual node has 8.
+    args.actor_num_gpus_per_node = min(8, gpus)
     args.actor_num_nodes = gpus // args.actor_num_gpus_per_node if gpus else 0
     args.colocate = args.offload_train = args.offload_rollout = False
 

@@ -91,11 +91,8 @@ def matching_entries(parser: argparse.ArgumentParser, word: str) -> str:
 
     Capitals, dashes and underscores are alike. With dashes in front `word` is a whole flag.
     """
-    pattern = re.compile(
-        rf"(?<![\w-]){re.escape(_plain(word))}(?![\w-])"
-        if word.startswith("-")
-        else rf"(?<![^\W_]){re.escape(_plain(word))}"
-    )
+    before, behind = (r"(?<![\w-])", r"(?![\w-])") if word.startswith("-") else (r"(?<![^\W_])", "")
+    pattern = re.compile(before + re.escape(_plain(word)) + behind)
     formatter = parser._get_formatter()
     for title, actions in groups_of(parser):
         texts = [f"{' '.join(action.option_strings)} {meaning_of(action)}" for action in actions]

@@ -51,12 +51,10 @@ def make_paths_absolute(args: argparse.Namespace) -> dict[str, Violation]:
 
 
 def _absolute(args: argparse.Namespace) -> None:
-    for name in PATHS:
-        if vars(args)[name] is not None:
-            setattr(args, name, absolute(vars(args)[name]))
-    for name in _READ_HERE:
-        if vars(args)[name] is not None:
-            setattr(args, name, os.path.expanduser(vars(args)[name]))
+    for names, full_form in ((PATHS, absolute), (_READ_HERE, os.path.expanduser)):
+        for name in names:
+            if vars(args)[name] is not None:
+                setattr(args, name, full_form(vars(args)[name]))
     if args.prompt_data is not None:
         # Checked arguments hold a list of one path as that path.
         files = [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data
@@ -109,11 +107,10 @@ def load_plug_ins(args: argparse.Namespace, names: tuple[str, ...]) -> None:
             load_to_call(path, flag_of(name), batched=_for_groups(args, name))
     for dataset in args.eval_datasets if args.eval_interval is not None else ():
         for name in PLUG_INS_OF_SETS:
-            path = vars(dataset)[name]
-            if not path or name not in names:
+            if not vars(dataset)[name] or name not in names:
                 continue
             try:
-                load_to_call(path, flag_of(name), batched=_for_groups(args, name))
+                load_to_call(vars(dataset)[name], flag_of(name), batched=_for_groups(args, name))
             except UserError as error:
                 raise UserError(f"evaluation set {dataset.name}: {error}") from error
 

@@ -114,8 +114,3 @@ def expects_gpus(args: argparse.Namespace) -> bool | None:
         return True
     joins = not args.dry_run and env.ray_address() is not None and env.forced_accelerator() != "cpu"
     return None if joins else False
-
-
-def runs_on_gpus(args: argparse.Namespace) -> bool:
-    """Whether the run is known to have GPUs."""
-    return args.on_gpus is True

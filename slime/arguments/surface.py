@@ -237,9 +237,8 @@ def _describe(package: Package, version: str) -> str:
 
 
 def _specs_from(text: str) -> tuple[FlagSpec, ...]:
-    rows = json.loads(text)
-    choices = [None if row.get("choices") is None else tuple(row["choices"]) for row in rows]
+    # JSON has lists where a description has tuples.
     return tuple(
-        FlagSpec(**{**row, "flags": tuple(row["flags"]), "choices": of_row})
-        for row, of_row in zip(rows, choices, strict=True)
+        FlagSpec(**row | {name: row[name] and tuple(row[name]) for name in ("flags", "choices") if name in row})
+        for row in json.loads(text)
     )

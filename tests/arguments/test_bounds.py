@@ -122,6 +122,12 @@ def test_far_too_large_weights_and_rates_are_warned_of(tmp_path, caplog, flag):
 
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 512"
 SFT = "slime.rollout.sft_rollout.generate_rollout"
+BUFFER = "slime_plugins.rollout_buffer.rollout.generate_rollout"
+EVALUATED = (
+    "--eval-function-path slime.rollout.sglang_rollout.generate_rollout --eval-interval 2 --eval-prompt-data a "
+    "{tmp}/prompts.jsonl"
+)
+OF_SAMPLES = "--custom-generate-function-path m.f --custom-rm-path m.f --rollout-sample-hook-path m.f"
 FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 AS_THEY_ARE = "on rows that are neither rendered (--apply-chat-template) nor measured (--rollout-max-prompt-len)"
 
@@ -189,7 +195,10 @@ TEACHER = "--use-opd --opd-type megatron --opd-teacher-load {tmp}/model"
         *((f"{words} --rollout-function-path {SFT} --loss-type sft_loss",
            f"{words.split()[0]}: no effect with {SFT}: it only takes chats")
           for words in ("--over-sampling-batch-size 8", "--keep-surplus-groups", f"--dynamic-sampling-filter-path {FILTER}",
-                        f"--rollout-all-samples-process-path {FILTER}")),
+                        f"--rollout-all-samples-process-path {FILTER}", "--partial-rollout", "--group-rm",
+                        "--custom-generate-function-path m.f", "--custom-rm-path m.f", "--rollout-sample-hook-path m.f")),
+        ("--partial-rollout --rollout-function-path slime.rollout.forge_load.generate_rollout",
+         "--partial-rollout: no effect with slime.rollout.forge_load.generate_rollout: it replays a dump"),
         ("--rollout-buffer-url http://a:1", "--rollout-buffer-url: no effect with a function that never asks it"),
         ("--kl-loss-type k2", "--kl-loss-type: no effect without --use-kl-loss or --kl-coef"),
         ("--mask-offpolicy-in-partial-rollout", "--mask-offpolicy-in-partial-rollout: no effect without --partial-rollout"),
@@ -242,6 +251,9 @@ def test_warning(tmp_path, caplog, words, warning):
         f"{TEACHER} {OWN_LOSS}",
         f"{TEACHER} {CONVERTED} --rollout-data-postprocess-path m.f",
         "--num-data-workers 2 --rollout-max-context-len 5",
+        # Evaluation reads them.
+        f"--rollout-function-path {SFT} --loss-type sft_loss {EVALUATED} {OF_SAMPLES}",
+        f"--rollout-function-path {BUFFER} --rollout-buffer-url http://a:1 {EVALUATED} {OF_SAMPLES}",
     ],
 )
 def test_no_warning(tmp_path, caplog, words):

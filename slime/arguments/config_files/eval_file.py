@@ -122,8 +122,5 @@ def _check(mapping: YamlMapping, keys: Collection[str], subject: str, violations
 
 def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     # Like paths of the command line, relative ones start where the command was typed.
-    if values.get("path"):
-        values = {**values, "path": absolute(values["path"])}
-    return {
-        key: absolute_plug_in(value) if key in PLUG_INS_OF_SETS and value else value for key, value in values.items()
-    }
+    full_forms = {"path": absolute, **dict.fromkeys(PLUG_INS_OF_SETS, absolute_plug_in)}
+    return {key: full_forms[key](value) if key in full_forms and value else value for key, value in values.items()}

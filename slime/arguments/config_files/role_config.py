@@ -90,11 +90,8 @@ def apply_role_config(args: argparse.Namespace, parser: argparse.ArgumentParser)
     has_critic = estimator(args.advantage_estimator).needs_critic
     args.critic_values = _values_of_critic(args, parser, *before) if has_critic else {}
     if CRITIC in args.role_overrides and not has_critic:
-        logger.warning(
-            "%s: the run has no critic (--advantage-estimator %s has), its entry has no effect",
-            FLAG,
-            names_of_estimators("needs_critic"),
-        )
+        line = "%s: the run has no critic (--advantage-estimator %s has), its entry has no effect"
+        logger.warning(line, FLAG, names_of_estimators("needs_critic"))
     return violations
 
 

@@ -18,7 +18,7 @@ from slime.arguments.flag import (
     weight,
 )
 from slime.arguments.value_types import integers, json_object
-from slime.utils.prompt_rows import SFT_FUNCTION, prompt_limit
+from slime.utils.prompt_rows import prompt_limit
 
 MANAGER, RANKS = Caller.MANAGER, Caller.RANKS
 
@@ -43,7 +43,6 @@ _NOTHING_PREPARED = Idle(
     "on rows that are neither rendered (--apply-chat-template) nor measured (--rollout-max-prompt-len)",
 )
 _ALL_STAY = Idle(lambda a: prompt_limit(a) is None, "on chats: all stay, and --rollout-max-context-len cuts them")
-_TAKES_CHATS = Idle(lambda a: a.rollout_function_path == SFT_FUNCTION, f"with {SFT_FUNCTION}: it only takes chats")
 _NO_SERVICE = Idle(lambda a: a.rollout_function_path.startswith("slime.rollout."), "with a function that never asks it")
 _NO_REHEARSAL = Idle(lambda args: not args.rehearse, "without --rehearse")
 _NO_CI_TEST = Idle(lambda args: not args.ci_test, "without --ci-test")
@@ -229,9 +228,9 @@ ROLLOUT = Group("rollout", (
     switch("--rollout-shuffle", "permute the data set every epoch"),
     flag("--rollout-seed", int, 42, "seed of --rollout-shuffle and of deterministic sampling", bounds=SEED),
     flag("--over-sampling-batch-size", int, None, "prompts that a step starts with, at least --rollout-batch-size; a group "
-        "that a filter drops is replaced by one other; unset: --rollout-batch-size", bounds=AT_LEAST_ONE, idle=_TAKES_CHATS),
+        "that a filter drops is replaced by one other; unset: --rollout-batch-size", bounds=AT_LEAST_ONE),
     switch("--keep-surplus-groups", "use finished groups beyond the target in the next step, one weight version older, "
-        "instead of returning their prompts", idle=_TAKES_CHATS),
+        "instead of returning their prompts"),
     switch("--partial-rollout", "aborted responses go back to the buffer and continue later"),
     switch("--mask-offpolicy-in-partial-rollout", "with --partial-rollout, train only the tokens written after the "
         "resumption", idle=_NO_PARTIAL_ROLLOUT),
@@ -246,14 +245,13 @@ ROLLOUT = Group("rollout", (
     # Plug ins
     plug_in("--rollout-function-path", MANAGER, "function that produces one rollout step",
         "slime.rollout.sglang_rollout.generate_rollout"),
-    plug_in("--dynamic-sampling-filter-path", MANAGER, "decides per group whether it is kept", idle=_TAKES_CHATS),
+    plug_in("--dynamic-sampling-filter-path", MANAGER, "decides per group whether it is kept"),
     plug_in("--custom-generate-function-path", MANAGER, "replaces the generation of one sample inside the default loop"),
     plug_in("--custom-rollout-log-function-path", MANAGER, "custom rollout logging; a true result suppresses the default"),
     plug_in("--custom-eval-rollout-log-function-path", MANAGER, "custom logging of evaluations, likewise"),
     plug_in("--buffer-filter-path", MANAGER, "picks groups out of the buffer"),
     plug_in("--rollout-sample-filter-path", MANAGER, "marks samples whose loss is masked"),
-    plug_in("--rollout-all-samples-process-path", MANAGER, "sees every finished group, filtered ones included",
-        idle=_TAKES_CHATS),
+    plug_in("--rollout-all-samples-process-path", MANAGER, "sees every finished group, filtered ones included"),
     plug_in("--rollout-data-postprocess-path", RANKS, "runs on each train rank after advantages, before training"),
     flag("--rollout-sample-hook-path", str, [], "plug-in path, repeatable and applied in order: hook on every generated "
         "sample before its reward", plug_in=MANAGER, action="append"),

@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from slime.algorithms.estimators import estimator, names_of_estimators
 from slime.arguments.checkpoints import REFERENCE, TEACHER, other_model_states
 from slime.arguments.config_files.eval_file import places_in
-from slime.arguments.derivation import FULLY_ASYNC, ROLLOUT_BUFFER
+from slime.arguments.derivation import FULLY_ASYNC, OWN, ROLLOUT_BUFFER
 from slime.arguments.flag import flag_of
 from slime.arguments.sizes import positions_of_model
 from slime.arguments.violations import Kind, Rule, Violation, broken, refused, refused_each, warned, where
+from slime.utils.prompt_rows import SFT_FUNCTION
 from slime.utils.reward_types import REMOTE, bare_reward_type, is_reward_type, known_reward_types, lacks_checks
 
 logger = logging.getLogger(__name__)
 
+_ABOVE_POSITIONS = "is above the model's {--max-position-embeddings=}; give at most that"
 _SCHEMES = ("http://", "https://")
 _LENGTHS = tuple(f"{kind}_max_{part}_len" for kind in ("rollout", "eval") for part in ("context", "prompt", "response"))
 
@@ -38,9 +40,7 @@ def lengths(args: argparse.Namespace) -> Iterator[Violation]:
         length = vars(args)[name]
         # A length that was derived from the context is too long only if the context is, and the context is checked here too.
         if name in args.typed_flags and length is not None and length > limit:
-            yield broken(
-                args, "{0=} is above the model's {--max-position-embeddings=}; give at most that", flag_of(name)
-            )
+            yield broken(args, f"{{0=}} {_ABOVE_POSITIONS}", flag_of(name))
 
 
 def lengths_of_sets(args: argparse.Namespace) -> Iterator[Violation]:
@@ -55,8 +55,7 @@ def lengths_of_sets(args: argparse.Namespace) -> Iterator[Violation]:
             template = "max_response_len {length} must be below {--eval-max-context-len=}, at most {most}"
             yield broken(args, template, length=length, most=context - 1).at(where)
         elif limit is not None and length > limit:
-            template = "max_response_len {length} is above the model's {--max-position-embeddings=}; give at most that"
-            yield broken(args, template, length=length).at(where)
+            yield broken(args, f"max_response_len {{length}} {_ABOVE_POSITIONS}", length=length).at(where)
 
 
 def summed_lengths(args: argparse.Namespace) -> Iterator[Violation]:
@@ -123,6 +122,36 @@ def rewards(args: argparse.Namespace) -> Iterator[Violation]:
             yield broken(args, template, *flags, kind=kind, place=place, name=name, known=known_reward_types())
 
 
+_OF_STEPS = ("over_sampling_batch_size", "keep_surplus_groups", "rollout_all_samples_process_path")
+# Evaluation by the usual function reads these, too.
+_OF_SAMPLES = ("custom_generate_function_path", "custom_rm_path", "rollout_sample_hook_path")
+_OF_GENERATION = (*_OF_STEPS, *_OF_SAMPLES, "partial_rollout", "group_rm")
+# Our rollout functions, by the beginning of their paths -> (why they do not read some flags, which these are).
+_UNREAD = {
+    FULLY_ASYNC: ("its rollouts take finished groups in turn", _OF_STEPS),
+    ROLLOUT_BUFFER: ("its groups come generated and graded", (*_OF_GENERATION, "buffer_filter_path")),
+    SFT_FUNCTION: ("it only takes chats", (*_OF_GENERATION, "dynamic_sampling_filter_path")),
+    f"{OWN}forge_load": ("it replays a dump", (*_OF_GENERATION, "dynamic_sampling_filter_path", "buffer_filter_path")),
+}
+
+
+def unread_flags(args: argparse.Namespace) -> Iterator[Violation]:
+    """Flags that a rollout function of ours never reads; beside one that generates nothing they are only warned of."""
+    path, batch = args.rollout_function_path, args.rollout_batch_size
+    why, names = next((row for start, row in _UNREAD.items() if path.startswith(start)), ("", ()))
+    evaluates = args.eval_interval is not None and not args.eval_function_path.startswith(tuple(_UNREAD))
+    for name in names:
+        value = vars(args)[name]
+        if not value or (name == "over_sampling_batch_size" and value == batch) or (evaluates and name in _OF_SAMPLES):
+            continue
+        if path.startswith((FULLY_ASYNC, ROLLOUT_BUFFER)):
+            yield broken(
+                args, "{0=}: no effect with {--rollout-function-path=}: {why}; drop the former", flag_of(name), why=why
+            )
+        else:
+            logger.warning("%s: no effect with %s: %s", flag_of(name), path, why)
+
+
 _PROOF = "with {--true-on-policy-mode} samples must come from the weights that train on them"
 
 ROLLOUT_RULES: tuple[Rule, ...] = (
@@ -145,10 +174,7 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         "{--update-weights-interval=}: train.py pushes the weights after every rollout; use train_async.py, or give 1"),
     refused(lambda args: not args.asynchronous and args.rollout_function_path.startswith(FULLY_ASYNC),
         "{--rollout-function-path=} generates while the trainer works: use train_async.py"),
-    refused_each(("over_sampling_batch_size", "keep_surplus_groups", "rollout_all_samples_process_path"),
-        lambda args, value: args.rollout_function_path.startswith(FULLY_ASYNC)
-            and value not in (None, False, args.rollout_batch_size),
-        "{0=} has no effect on {--rollout-function-path=}, whose rollouts take finished groups in turn; drop the former"),
+    unread_flags,
     refused(lambda args: args.rollout_function_path.startswith(ROLLOUT_BUFFER) and args.rollout_buffer_url is None,
         "{--rollout-function-path=} takes its groups from a service: give {--rollout-buffer-url} http://127.0.0.1:8889"),
     refused(lambda args: args.eval_interval is not None and args.eval_function_path.startswith((FULLY_ASYNC, ROLLOUT_BUFFER)),

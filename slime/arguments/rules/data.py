@@ -299,19 +299,18 @@ def saved_among_others(args: argparse.Namespace) -> Iterator[Violation]:
 
 def templates(args: argparse.Namespace) -> Iterator[Violation]:
     for name, flag in OWN_FLAGS.items():
-        placeholders = flag.placeholders
-        template = vars(args)[name] if placeholders else None
+        template = vars(args)[name] if flag.placeholders else None
         if template is None:
             continue
         more = ""
         try:
-            template.format(**dict.fromkeys(placeholders, 0))
+            template.format(**dict.fromkeys(flag.placeholders, 0))
             continue
         except KeyError as error:
             problem = f"nothing fills in {{{error.args[0]}}}"
         except (IndexError, ValueError, AttributeError) as error:
             problem, more = str(error), ", and {{ stands for one brace"
-        known = [f"{{{placeholder}}}" for placeholder in placeholders]
+        known = [f"{{{placeholder}}}" for placeholder in flag.placeholders]
         only = f"only {' '.join(known)} {'is' if len(known) == 1 else 'are'} filled in{more}"
         yield broken(args, "{0=}: {problem}; {only}", flag_of(name), problem=problem, only=only)
 

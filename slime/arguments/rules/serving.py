@@ -24,7 +24,7 @@ from slime.arguments.server_flags import (
     is_share,
     tensor_parallel_size,
 )
-from slime.arguments.sizes import divides_the_ranks, layout_of, runs_on_gpus
+from slime.arguments.sizes import divides_the_ranks, layout_of
 from slime.arguments.violations import Kind, Rule, Violation, about, broken, divisors, refused, refused_each, where
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import require_whole_groups
@@ -252,7 +252,7 @@ def whole_engines(args: argparse.Namespace) -> Iterator[Violation]:
 def engine_around_a_sender(args: argparse.Namespace) -> Iterator[Violation]:
     """With `--colocate` on GPUs, an engine that shares a GPU with a sender of weights must share all its GPUs with training."""
     ranks, way = layout_of(args).actor_gpus, WEIGHT_TRANSPORTS[args.update_weight_transport]
-    if not (args.colocate and ranks and way.colocated and runs_on_gpus(args) and divides_the_ranks(args)):
+    if not (args.colocate and ranks and way.colocated and args.on_gpus and divides_the_ranks(args)):
         return
     layout = ParallelLayout(
         ranks, args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size,

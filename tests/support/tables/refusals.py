@@ -7,6 +7,7 @@ from slime.arguments.violations import Kind
 
 UNKNOWN, OUT_OF_BOUNDS, WRONG, MISSING, NOT_BUILT = Kind
 FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+BUFFER = "--rollout-function-path slime_plugins.rollout_buffer.rollout.generate_rollout"
 
 # {tmp} stands for the directory of the run's files.
 REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
@@ -91,8 +92,12 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--partial-rollout --true-on-policy-mode --mask-offpolicy-in-partial-rollout", WRONG),
         ("--rm-url host:80", "--rm-url", WRONG),
         ("--rollout-buffer-url host:80", "--rollout-buffer-url", WRONG),
-        ("--rollout-function-path slime_plugins.rollout_buffer.rollout.generate_rollout",
-         "--rollout-function-path --rollout-buffer-url", WRONG),
+        (BUFFER, "--rollout-function-path --rollout-buffer-url", WRONG),
+        *((f"{BUFFER} --rollout-buffer-url http://a:1 {words}", f"{words.split()[0]} --rollout-function-path", WRONG)
+          for words in ("--over-sampling-batch-size 8", "--keep-surplus-groups", "--partial-rollout", "--group-rm",
+                        "--rollout-all-samples-process-path f.py:seen", "--rollout-sample-hook-path f.py:hook",
+                        "--custom-generate-function-path f.py:generate", "--custom-rm-path f.py:reward",
+                        "--buffer-filter-path f.py:oldest")),
     ),
     "asynchronous loop": (
         ("--colocate", "--colocate --offload --release-train", WRONG),
