@@ -35,6 +35,6 @@ def quickstart(directory: Path, *words: str, timeout: float = 900) -> str:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)
         output, _ = process.communicate(timeout=_END_SECONDS)
-        raise AssertionError(f"not done after {timeout} s: {output[-4000:]}") from None
+        raise AssertionError(f"not done after {timeout:.0f} s: {output[-4000:]}") from None
     assert process.returncode == 0, output[-4000:]
     return output
