@@ -169,9 +169,9 @@ class Sample:
         return values
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Sample:
+    def from_dict(cls, d: dict[str, Any]) -> Sample:
         """The inverse of `to_dict`: missing keys take their defaults, unknown keys become attributes."""
-        values = {name: _copy_containers(value) for name, value in values.items()}
+        values = {name: _copy_containers(value) for name, value in d.items()}
         sample = cls()
         for name, value in values.items():
             setattr(sample, name, value)

@@ -1,9 +1,13 @@
-"""Users' plug-ins import these: module → names, and by which names arguments are given."""
+"""Users' plug-ins import these: module → names, and how they are called."""
 
+import dataclasses
 import importlib
 import inspect
 
 import pytest
+
+from slime.agent.trajectory import TurnRecord
+from slime.arguments.groups import OWN_FLAGS
 
 PUBLIC_NAMES = {
     "slime.data": "Sample RolloutDataSource RolloutDataSourceWithBuffer",
@@ -61,6 +65,11 @@ PUBLIC_NAMES = {
     "slime.observability.tensorboard_utils": "TensorBoardTracker",
     "slime.observability.trace_utils": "trace_span trace_function trace_event bind_trace bind_trace_carrier export_trace "
     "import_trace trace_next_attempt build_sglang_meta_trace_attrs",
+    # Their names are for tools and tests, and may be others in another version.
+    "slime.observability.rollout_metrics": "",
+    "slime.observability.rollout_data_utils": "",
+    "slime.observability.train_data_utils": "",
+    "slime.observability.train_metric_utils": "",
     "slime.observability.timer": "Timer timer inverse_timer with_defer",
     "slime.backends.megatron_utils.cp_utils": "get_logits_and_tokens_offset_with_cp get_sum_of_sample_mean "
     "all_gather_with_cp slice_with_cp slice_log_prob_with_cp",
@@ -78,86 +87,149 @@ PUBLIC_NAMES = {
     "slime.backends.sglang_utils.sglang_engine": "SGLangEngine",
     "slime.backends.sglang_utils.sglang_config": "SglangConfig ModelConfig ServerGroupConfig",
     "slime.agent.trajectory": "TurnRecord TrajectoryManager",
-    "slime.agent.adapters": "BaseAdapter",
-    "slime.agent.harness": "BaseHarness ClaudeCodeHarness CodexHarness",
+    "slime.agent.adapters": "BaseAdapter OpenAIAdapter AnthropicAdapter parse_model_output",
+    "slime.agent.harness": "HarnessContext BaseHarness ClaudeCodeHarness CodexHarness run_agent install_npm_cli install_node22",
+    "slime.agent.aiohttp_threaded": "run_app_in_thread FilteredAccessLogger",
     "slime.agent.sandbox": "Sandbox exec_and_wait EXIT_TIME_BUDGET_EXCEEDED E2BSandbox LocalSandbox DockerSandbox",
     "slime.plugins": "check",
+    "slime_plugins.models.flash_dot_product_attention": "",
+    "slime_plugins.models.glm4": "get_glm_spec",
+    "slime_plugins.models.glm5.glm5": "get_glm5_spec",
+    "slime_plugins.models.hf_attention": "",
+    "slime_plugins.models.learnable_softmax_attention": "",
+    "slime_plugins.models.minimax_m2": "get_minimax_m2_layer_spec",
+    "slime_plugins.models.qwen3_5": "get_qwen3_5_spec",
+    "slime_plugins.models.qwen3_5_vl": "get_qwen3_5_vl_model_provider",
+    "slime_plugins.models.qwen3_next": "get_qwen3_next_spec",
+    "slime_plugins.models.qwen_gdn_backend": "",
+    "slime_plugins.rollout_buffer": "",
 }
 
-# In their order; others may stand between them.
-PARAMETERS = {
-    "slime.utils.http_utils:post": "url payload max_retries headers json",
+# As users may call them: in this order, by position up to `*`, and with these defaults. Others may follow.
+SIGNATURES = {
+    "slime.utils.http_utils:post": "url, payload, max_retries=60, headers=None, *, json",
     "slime.utils.http_utils:get": "url",
     "slime.utils.http_utils:get_rollout_num_engines": "args",
     "slime.utils.http_utils:init_http_client": "args",
-    "slime.utils.misc:should_run_periodic_action": "rollout_id interval num_rollout_per_epoch num_rollout",
-    "slime.utils.misc:decode_int32_meta_array": "meta keys",
+    "slime.utils.http_utils:find_available_port": "base",
+    "slime.utils.misc:SingletonMeta.clear_instances": "",
+    "slime.utils.misc:Box": "inner",
+    "slime.utils.misc:should_run_periodic_action": "rollout_id, interval, num_rollout_per_epoch=None, num_rollout=None",
+    "slime.utils.misc:decode_int32_meta_array": "meta, keys",
     "slime.utils.async_utils:run": "coro",
-    "slime.utils.data:Dataset": "path tokenizer processor max_length prompt_key multimodal_keys "
-    "label_key tool_key metadata_key seed apply_chat_template apply_chat_template_kwargs",
+    "slime.utils.data:Dataset": "path, tokenizer, processor, max_length, *, prompt_key, multimodal_keys, label_key, tool_key, "
+    "metadata_key, seed, apply_chat_template, apply_chat_template_kwargs",
     "slime.utils.data:read_file": "path",
-    "slime.utils.data:filter_long_prompt": "samples tokenizer processor max_length",
-    "slime.utils.data:process_rollout_data": "args refs dp_rank dp_size",
-    "slime.utils.processing_utils:process_vision_info": "prompt processor",
+    "slime.utils.data:filter_long_prompt": "samples, tokenizer, processor, max_length",
+    "slime.utils.data:process_rollout_data": "args, refs, dp_rank, dp_size",
+    "slime.utils.processing_utils:process_vision_info": "prompt, processor",
     "slime.utils.processing_utils:encode_image_for_rollout_engine": "image",
-    "slime.utils.mask_utils:MultiTurnLossMaskGenerator": "tokenizer tokenizer_type",
-    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_loss_mask": "messages tools",
-    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_response_lengths": "masks",
-    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_loss_mask_with_multimodal_alignment": "messages "
-    "input_ids tools",
-    "slime.utils.ppo_utils:compute_approx_kl": "log_probs log_probs_base kl_loss_type importance_ratio",
-    "slime.utils.ppo_utils:compute_policy_loss": "ppo_kl advantages eps_clip eps_clip_high eps_clip_c",
-    "slime.utils.ppo_utils:compute_cispo_loss": "ppo_kl log_probs advantages eps_clip eps_clip_high",
-    "slime.utils.ppo_utils:compute_gspo_kl": "full_log_probs full_old_log_probs local_log_probs loss_masks",
-    "slime.utils.ppo_utils:compute_opsm_mask": "args full_log_probs full_old_log_probs advantages loss_masks",
-    "slime.utils.ppo_utils:get_grpo_returns": "rewards kl",
-    "slime.utils.ppo_utils:get_reinforce_plus_plus_returns": "rewards kl loss_masks "
-    "response_lengths total_lengths kl_coef gamma",
-    "slime.utils.ppo_utils:get_reinforce_plus_plus_baseline_advantages": "rewards kl loss_masks kl_coef",
-    "slime.utils.ppo_utils:get_advantages_and_returns_batch": "total_lengths response_lengths values_list "
-    "rewards_list gamma lambd chunked",
-    "slime.utils.ppo_utils:vanilla_gae": "rewards values gamma lambd",
-    "slime.utils.ppo_utils:chunked_gae": "rewards values gamma lambd chunk_size",
-    "slime.utils.ppo_utils:chunked_discounted_returns": "rewards discount chunk_size",
-    "slime.utils.ppo_utils:calculate_log_probs_and_entropy": "logits tokens tp_group "
-    "with_entropy chunk_size log_prob_keep_mask with_entropy_grad",
-    "slime.utils.arguments:parse_args": "add_custom_arguments",
-    "slime.utils.eval_config:build_eval_dataset_configs": "args raw_config defaults",
-    "slime.utils.dp_schedule:build_dp_schedule": "args train_parallel_config "
-    "total_lengths global_batch_size rollout_indices",
-    "slime.utils.distributed_utils:distributed_masked_whiten": "values mask process_group shift_mean epsilon",
-    "slime.rollout.sglang_rollout:generate": "args sample sampling_params",
-    "slime.rollout.sglang_rollout:generate_and_rm": "args sample sampling_params evaluation",
-    "slime.rollout.sglang_rollout:generate_and_rm_group": "args group sampling_params evaluation",
-    "slime.rollout.sglang_rollout:get_model_url": "args model_name endpoint",
-    "slime.rollout.rm_hub:async_rm": "args sample",
-    "slime.rollout.rm_hub:batched_async_rm": "args samples",
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator": "tokenizer, tokenizer_type='qwen'",
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_loss_mask": "self, messages, tools=None",
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_response_lengths": "self, masks",
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_text_from_loss_mask": "self, token_ids, loss_mask",
+    "slime.utils.mask_utils:MultiTurnLossMaskGenerator.get_loss_mask_with_multimodal_alignment": "self, messages, input_ids, "
+    "tools=None",
+    "slime.utils.ppo_utils:compute_approx_kl": "log_probs, log_probs_base, kl_loss_type, importance_ratio=None",
+    "slime.utils.ppo_utils:compute_policy_loss": "ppo_kl, advantages, eps_clip, eps_clip_high, eps_clip_c=None",
+    "slime.utils.ppo_utils:compute_cispo_loss": "ppo_kl, log_probs, advantages, eps_clip, eps_clip_high",
+    "slime.utils.ppo_utils:compute_gspo_kl": "full_log_probs, full_old_log_probs, local_log_probs, loss_masks",
+    "slime.utils.ppo_utils:compute_opsm_mask": "args, full_log_probs, full_old_log_probs, advantages, loss_masks",
+    "slime.utils.ppo_utils:get_grpo_returns": "rewards, kl",
+    "slime.utils.ppo_utils:get_reinforce_plus_plus_returns": "rewards, kl, loss_masks, response_lengths, total_lengths, "
+    "kl_coef, gamma",
+    "slime.utils.ppo_utils:get_reinforce_plus_plus_baseline_advantages": "rewards, kl, loss_masks, kl_coef",
+    "slime.utils.ppo_utils:get_advantages_and_returns_batch": "total_lengths, response_lengths, values_list, rewards_list, "
+    "gamma, lambd, chunked=True",
+    "slime.utils.ppo_utils:vanilla_gae": "rewards, values, gamma, lambd",
+    "slime.utils.ppo_utils:chunked_gae": "rewards, values, gamma, lambd, chunk_size=128",
+    "slime.utils.ppo_utils:chunked_discounted_returns": "rewards, discount, chunk_size=128",
+    "slime.utils.ppo_utils:calculate_log_probs_and_entropy": "logits, tokens, tp_group, with_entropy=False, chunk_size=-1, "
+    "log_prob_keep_mask=None, with_entropy_grad=True",
+    "slime.utils.arguments:parse_args": "add_custom_arguments=None",
+    "slime.utils.eval_config:build_eval_dataset_configs": "args, raw_config, defaults",
+    "slime.utils.dp_schedule:build_dp_schedule": "args, train_parallel_config, total_lengths, *, global_batch_size, "
+    "rollout_indices",
+    "slime.utils.distributed_utils:distributed_masked_whiten": "values, mask, process_group=None, shift_mean=True, "
+    "epsilon=1e-8",
+    "slime.utils.types:Sample.to_dict": "self",
+    "slime.utils.types:Sample.from_dict": "d",
+    "slime.utils.types:Sample.get_reward_value": "self, args",
+    "slime.utils.types:Sample.reset_for_retry": "self",
+    "slime.utils.types:Sample.append_response_tokens": "self, args=None, *, tokens=None, log_probs=None, trainable=True, "
+    "meta_info=None, text=None, update_terminal_info=True",
+    "slime.utils.types:ParamInfo": "name, dtype, shape, attrs, size, src_rank",
+    "slime.utils.types:MultimodalType": "name, placeholder",
+    "slime.utils.types:MultimodalTypes.all": "",
+    "slime.utils.types:MultimodalTypes.get": "name",
+    "slime.rollout.sglang_rollout:generate": "args, sample, sampling_params",
+    "slime.rollout.sglang_rollout:generate_and_rm": "args, sample, sampling_params, evaluation=False",
+    "slime.rollout.sglang_rollout:generate_and_rm_group": "args, group, sampling_params, evaluation=False",
+    "slime.rollout.sglang_rollout:generate_rollout": "args, rollout_id, data_source, evaluation=False",
+    "slime.rollout.sglang_rollout:eval_rollout": "args, rollout_id",
+    "slime.rollout.sglang_rollout:get_model_url": "args, model_name, endpoint='/generate'",
+    "slime.rollout.sft_rollout:generate_rollout": "args, rollout_id, data_source, evaluation=False",
+    "slime.rollout.forge_load:generate_rollout": "args, rollout_id, data_source, evaluation=False",
+    "slime.rollout.rm_hub:async_rm": "args, sample, **kw",
+    "slime.rollout.rm_hub:batched_async_rm": "args, samples, **kw",
+    "slime.rollout.data_source:RolloutDataSourceWithBuffer.get_metadata": "self",
+    "slime.rollout.data_source:RolloutDataSourceWithBuffer.update_metadata": "self, metadata",
+    "slime.rollout.data_source:RolloutDataSourceWithBuffer.get_buffer_length": "self",
+    "slime.rollout.filter_hub.base_types:call_dynamic_filter": "fn, *a, **kw",
+    "slime.rollout.filter_hub.base_types:should_drop_dynamic_filter_output": "out, *, remaining_batch_size, target_data_size",
+    "slime.rollout.filter_hub.base_types:DynamicFilterOutput": "keep, reason=None, keep_when_insufficient=False",
+    "slime.rollout.filter_hub.base_types:MetricGatherer.on_dynamic_filter_drop": "self, reason",
+    "slime.rollout.filter_hub.base_types:MetricGatherer.collect": "self",
+    "slime.rollout.base_types:RolloutFnTrainOutput": "samples, metrics=None",
+    "slime.rollout.base_types:RolloutFnEvalOutput": "data, metrics=None",
+    "slime.rollout.base_types:call_rollout_fn": "fn, *args, evaluation, **kw",
     "slime.ray.placement_group:create_placement_groups": "args",
-    "slime.ray.placement_group:create_rollout_manager": "args pg",
-    "slime.ray.placement_group:create_training_models": "args pgs rollout_manager actor_cls",
-    "slime.observability.logging_utils:log": "args metrics step_key",
-    "slime.backends.megatron_utils.cp_utils:get_logits_and_tokens_offset_with_cp": "total_length response_length",
-    "slime.backends.megatron_utils.cp_utils:get_sum_of_sample_mean": "total_lengths response_lengths "
-    "loss_masks sample_denoms calculate_per_token_loss",
-    "slime.backends.megatron_utils.cp_utils:all_gather_with_cp": "tensor total_length response_length",
-    "slime.backends.megatron_utils.cp_utils:slice_with_cp": "tokens pad_value",
-    "slime.backends.megatron_utils.cp_utils:slice_log_prob_with_cp": "log_prob total_length response_length",
-    "slime.backends.megatron_utils.loss:compute_advantages_and_returns": "args rollout_data",
+    "slime.ray.placement_group:create_rollout_manager": "args, pg",
+    "slime.ray.placement_group:create_training_models": "args, pgs, rollout_manager, actor_cls=None",
+    "slime.observability.logging_utils:log": "args, metrics, step_key",
+    "slime.backends.megatron_utils.cp_utils:get_logits_and_tokens_offset_with_cp": "total_length, response_length",
+    "slime.backends.megatron_utils.cp_utils:get_sum_of_sample_mean": "total_lengths, response_lengths, loss_masks, "
+    "sample_denoms=None, calculate_per_token_loss=False",
+    "slime.backends.megatron_utils.cp_utils:all_gather_with_cp": "tensor, total_length, response_length",
+    "slime.backends.megatron_utils.cp_utils:slice_with_cp": "tokens, pad_value",
+    "slime.backends.megatron_utils.cp_utils:slice_log_prob_with_cp": "log_prob, total_length, response_length",
+    "slime.backends.megatron_utils.loss:compute_advantages_and_returns": "args, rollout_data",
     "slime.backends.megatron_utils.arguments:set_default_megatron_args": "args",
-    "slime.backends.megatron_utils.megatron_to_hf:convert_to_hf": "args model_name name param quantization_config",
-    "slime.rollout.filter_hub.base_types:should_drop_dynamic_filter_output": "out "
-    "remaining_batch_size target_data_size",
-    "slime.rollout.filter_hub.base_types:DynamicFilterOutput": "keep reason keep_when_insufficient",
-    "slime.rollout.base_types:RolloutFnTrainOutput": "samples metrics",
-    "slime.rollout.base_types:RolloutFnEvalOutput": "data metrics",
-    "slime.rollout.base_types:call_rollout_fn": "fn evaluation",
-    "slime.utils.types:Sample.append_response_tokens": "args tokens log_probs "
-    "trainable meta_info text update_terminal_info",
-    "slime.agent.trajectory:TrajectoryManager": "fork_threshold_tokens",
-    "slime.agent.trajectory:TrajectoryManager.record_turn": "sid turn prompt_messages response_message metadata",
-    "slime.agent.trajectory:TrajectoryManager.get_trajectory": "sid base_sample "
-    "reward extra_metadata max_sample_tokens",
-    "slime.agent.trajectory:TurnRecord": "prompt_ids output_ids finish_reason output_log_probs ill_formed",
+    "slime.backends.megatron_utils.megatron_to_hf:convert_to_hf": "args, model_name, name, param, quantization_config=None",
+    "slime.backends.sglang_utils.sglang_config:SglangConfig.from_yaml": "path",
+    "slime.agent.trajectory:TurnRecord": "prompt_ids, output_ids, finish_reason, output_log_probs=[], ill_formed=False",
+    "slime.agent.trajectory:TrajectoryManager": "fork_threshold_tokens=1024",
+    "slime.agent.trajectory:TrajectoryManager.has_session": "self, sid",
+    "slime.agent.trajectory:TrajectoryManager.turn_count": "self, sid",
+    "slime.agent.trajectory:TrajectoryManager.record_turn": "self, sid, *, turn, prompt_messages, response_message, "
+    "metadata=None",
+    "slime.agent.trajectory:TrajectoryManager.get_trajectory": "self, sid, *, base_sample, reward=0.0, extra_metadata=None, "
+    "max_sample_tokens=0",
+    "slime.agent.trajectory:TrajectoryManager.drop_session": "self, sid",
+    "slime.agent.adapters:BaseAdapter": "tokenizer, sglang_url, tool_parser, reasoning_parser, max_turns_per_sid, "
+    "fork_threshold_tokens, debug_callback",
+    "slime.agent.adapters:BaseAdapter.open_session": "self, sid, sampling_defaults, max_context_tokens",
+    "slime.agent.adapters:BaseAdapter.shutdown_session": "self, sid, wait_timeout=5",
+    "slime.agent.adapters:BaseAdapter.drop_session": "self, sid",
+    "slime.agent.adapters:parse_model_output": "text, tools_schema, tool_parser_name, reasoning_parser_name",
+    "slime.agent.aiohttp_threaded:run_app_in_thread": "app, *, host='127.0.0.1', port=0, thread_name, start_timeout_sec=15, "
+    "runner_kwargs",
+    "slime.agent.harness:HarnessContext": "workdir, session_id, adapter_url, model_label='slime-actor'",
+    "slime.agent.harness:BaseHarness.install_cli": "self, sb",
+    "slime.agent.harness:BaseHarness.write_config": "self, sb, ctx",
+    "slime.agent.harness:BaseHarness.launch_and_wait": "self, sb, ctx, prompt, time_budget_sec",
+    "slime.agent.harness:BaseHarness.run": "self, sb, *, workdir, session_id, adapter_url, time_budget_sec, prompt",
+    "slime.agent.sandbox:Sandbox.exec": "self, cmd, *, user='root', env=None, timeout=120, check=False, idempotent=True",
+    "slime.agent.sandbox:Sandbox.write_file": "self, path, content, *, user",
+    "slime.agent.sandbox:Sandbox.read_file": "self, path, *, user",
+    "slime.agent.sandbox:exec_and_wait": "sb, *, cmd, time_budget_sec, tag, user, env, workdir, out_file, want_output",
+}
+
+# (place, parameter) → what is there instead. None means the flag whose default is the public one, so that a run may change it.
+OTHER_DEFAULTS = {
+    ("slime.utils.http_utils:post", "max_retries"): None,
+    # A list of its own for every record.
+    ("slime.agent.trajectory:TurnRecord", "output_log_probs"): dataclasses._HAS_DEFAULT_FACTORY,
 }
 
 
@@ -167,11 +239,27 @@ def test_public_names_are_there(module):
     assert [name for name in PUBLIC_NAMES[module].split() if not hasattr(found, name)] == []
 
 
-@pytest.mark.parametrize("place", PARAMETERS)
-def test_arguments_can_be_given_by_their_public_names(place):
+@pytest.mark.parametrize("place", SIGNATURES)
+def test_calls_as_they_are_public_are_possible(place):
     module, _, path = place.partition(":")
     found = importlib.import_module(module)
     for name in path.split("."):
         found = getattr(found, name)
-    public = PARAMETERS[place].split()
-    assert [name for name in inspect.signature(found).parameters if name in public] == public
+    ours = inspect.signature(found).parameters
+    public = inspect.signature(eval(f"lambda {SIGNATURES[place]}: None")).parameters
+    by_position = [name for name, one in public.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert list(ours)[: len(by_position)] == by_position
+    for name, one in public.items():
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            assert one.kind in [other.kind for other in ours.values()]
+            continue
+        assert ours[name].kind in ({one.kind} if name in by_position else {one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD})
+        if one.default is not one.empty:
+            assert ours[name].default == OTHER_DEFAULTS.get((place, name), one.default), name
+    more = [one for name, one in ours.items() if name not in public]
+    assert all(one.default is not one.empty for one in more if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+
+
+def test_other_defaults_come_to_the_same():
+    assert OWN_FLAGS["http_max_retries"].default == 60
+    assert TurnRecord([], [], "stop").output_log_probs == []
