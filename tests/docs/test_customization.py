@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from slime.arguments.flag import flag_of
+from slime.arguments.paths import LOADED_BY_RANKS, MANAGER_PLUG_INS
 from slime.plugins import POINTS
 from slime.plugins.__main__ import main as try_functions
 from slime.rollout.base_types import leaves
@@ -396,17 +398,22 @@ def test_every_field_of_a_sample_is_in_the_table():
     assert named == {field.name for field in dataclasses.fields(Sample)}
 
 
-def test_every_plug_in_is_on_the_page():
-    from slime.arguments.flag import flag_of
-    from slime.arguments.paths import MANAGER_PLUG_INS, RANK_PLUG_INS
-
-    text = PAGE.read_text()
-    assert [flag_of(name) for name in MANAGER_PLUG_INS + RANK_PLUG_INS if flag_of(name) not in text] == []
+def section_of(page: Path, anchor: str) -> str:
+    """The part of a page to which `page.md#anchor` leads, up to the next heading of its level; all of it without an anchor."""
+    text = page.read_text()
+    for heading in re.finditer(r"^(##+) (.*)$", text, re.MULTILINE):
+        if anchor == re.sub(r"[^\w -]", "", heading[2].lower()).replace(" ", "-"):
+            return re.split(rf"^{heading[1]} ", text[heading.end() :], maxsplit=1, flags=re.MULTILINE)[0]
+    assert not anchor, f"{page} has no #{anchor}"
+    return text
 
 
 def test_the_table_of_needs_leads_to_every_point_at_which_a_run_can_be_changed():
-    """What no flag of a run names stands on the pages to which the rows lead, with the command that tries it."""
+    """A flag of a run stands in a row; what no flag names stands, with the command that tries it, where a row leads."""
     table = PAGE.read_text().partition("| I want to")[2].partition("\n\n")[0]
-    linked = {(PAGE.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+\.md)", table)}
-    text = PAGE.read_text() + "".join(page.read_text() for page in sorted(linked))
-    assert [flag for flag in POINTS if not re.search(rf"{flag}(?![\w-])", text)] == []
+    links = set(re.findall(r"\]\(([^)#]*)#?([^)]*)\)", table))
+    led_to = "".join(section_of((PAGE.parent / page).resolve() if page else PAGE, anchor) for page, anchor in links)
+    no_flags = {flag for flag, point in POINTS.items() if point.in_python}
+    flags = {*map(flag_of, MANAGER_PLUG_INS + LOADED_BY_RANKS), *POINTS} - no_flags
+    assert [flag for flag in sorted(flags) if not re.search(rf"{flag}(?![\w-])", table)] == []
+    assert [flag for flag in sorted(no_flags) if not re.search(rf"{flag}(?![\w-])", led_to)] == []
