@@ -6,6 +6,8 @@ from collections import Counter
 
 from slime.utils.processing_utils import without_end_mark
 
+# Only so much of a response's end is read: no answer is longer, and every word of a longer one is held apart.
+_TAIL_CHARACTERS = 100_000
 _EXACT = ("yes", "no", "noanswer")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -19,11 +21,11 @@ def normalize_text(text: str) -> str:
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
     """(F1, precision, recall) over word tokens; `yes`, `no` and `noanswer` count only when both sides agree.
 
-    The token that ends the model's turn is no part of a prediction.
+    The token that ends the model's turn is no part of a prediction, of which the last 100,000 characters count.
     """
     if prediction is None:
         return 0.0, 0.0, 0.0
-    predicted, truth = normalize_text(without_end_mark(prediction)), normalize_text(ground_truth)
+    predicted, truth = normalize_text(without_end_mark(prediction)[-_TAIL_CHARACTERS:]), normalize_text(ground_truth)
     if predicted != truth and (predicted in _EXACT or truth in _EXACT):
         return 0.0, 0.0, 0.0
     predicted_tokens, truth_tokens = predicted.split(), truth.split()

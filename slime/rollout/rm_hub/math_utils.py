@@ -8,6 +8,7 @@ reduced, brackets must match, and sizes are bounded.
 import itertools
 import math
 import re
+from collections.abc import Collection
 from fractions import Fraction
 
 from slime.rollout.rm_hub import worker_pool
@@ -16,7 +17,7 @@ from slime.rollout.rm_hub.answer_normalization import exact_latex, normalize_ans
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox) ([^\s$]+)")
 _OPENED_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"[{}]")
-# How many boxes are tried: each one that is never closed costs a look at the rest of the text.
+# How many boxes are tried.
 _MAX_BOXES = 50
 # The most that the library is given to read: characters, and depth of brackets within brackets.
 _MAX_CHARACTERS = 300
@@ -33,30 +34,33 @@ _NAME = re.compile(r"\s*(?:(?:\\angle )?\\?[a-zA-Z]+(?:_\{?\w\}?)?'*\s*(?:\([a-z
 
 def last_boxed_only_string(text: str) -> str | None:
     r"""The last `\boxed{…}` or `\fbox{…}` of `text` with balanced braces (also `\boxed 5`); None without one."""
-    end = len(text)
-    for _ in range(_MAX_BOXES):
-        start = max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
-        if start < 0:
-            return None
-        box = _box_at(text, start)
-        if box is not None:
-            return box
-        end = start
+    starts, end = [], len(text)
+    while len(starts) < _MAX_BOXES and (end := max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))) >= 0:
+        starts.append(end)
+    openings = {start: found.end() - 1 for start in starts if (found := _OPENED_BOX.match(text, start))}
+    ends = _ends_of(text, openings.values())
+    for start in starts:
+        bare = _BARE_BOX.match(text, start)
+        if bare and not bare[1].startswith("{"):
+            return bare[0]
+        if openings.get(start) in ends:
+            return text[start : ends[openings[start]]]
     return None
 
 
-def _box_at(text: str, start: int) -> str | None:
-    bare = _BARE_BOX.match(text, start)
-    if bare and not bare[1].startswith("{"):
-        return bare[0]
-    if not _OPENED_BOX.match(text, start):
-        return None
-    depth = 0
-    for brace in _BRACE.finditer(text, start):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[start : brace.end()]
-    return None
+def _ends_of(text: str, openings: Collection[int]) -> dict[int, int]:
+    """Position of an opening brace → the position behind the brace that closes it, of those that are closed.
+
+    All in one pass: boxes that are never closed may stand before megabytes of braces.
+    """
+    wanted, ends = set(openings), {}
+    open_ones: list[int] = []
+    for brace in _BRACE.finditer(text, min(wanted)) if wanted else ():
+        if brace[0] == "{":
+            open_ones.append(brace.start())
+        elif open_ones and (opening := open_ones.pop()) in wanted:
+            ends[opening] = brace.end()
+    return ends
 
 
 def remove_boxed(text: str | None) -> str | None:

@@ -60,6 +60,12 @@ def test_the_last_box_with_balanced_braces(text, boxed, answer):
     assert extract_answer(text) == answer
 
 
+def test_boxes_that_are_never_closed_cost_one_pass():
+    before = time.thread_time()
+    assert last_boxed_only_string(r"\boxed{5}" + r"\boxed{" * 49 + "{" * 1_000_000) == r"\boxed{5}"
+    assert time.thread_time() - before < 2
+
+
 @pytest.mark.parametrize("text", ["5", r"\boxed{5", "boxed{5}", None])
 def test_remove_boxed_gives_none_on_malformed_input(text):
     assert remove_boxed(text) is None

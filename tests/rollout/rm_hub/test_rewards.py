@@ -2,6 +2,7 @@
 
 import socket
 import subprocess
+import time
 from decimal import Decimal
 from types import SimpleNamespace
 
@@ -26,6 +27,13 @@ def grade(rm_type, response, label, metadata=None):
 
 def test_a_vector_of_f1():
     assert f1_score("the cat sat", "cat sat down") == (pytest.approx(0.8), 1.0, pytest.approx(2 / 3))
+
+
+def test_f1_reads_the_end_of_megabytes():
+    before = time.thread_time()
+    _, precision, recall = f1_score("w " * 4_000_000 + "cat sat", "cat sat down")
+    assert time.thread_time() - before < 0.2
+    assert 2 / 60_000 < precision < 2 / 40_000 and recall == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
