@@ -38,14 +38,20 @@ from slime.plugins.from_python import (
 )
 from slime.plugins.recorder import FORGIVEN, LATE, Recorder
 from slime.ray.rollout_pipeline import RolloutPipeline, batch_schedule, flatten_rollout_output
+from slime.rollout.attempts import as_partial_group
+from slime.rollout.base_types import leaves
+from slime.rollout.custom_generate import GENERATE_FLAG, resolve_generate_function
 from slime.rollout.draws import draw_groups
+from slime.rollout.generate_state import GenerateState
+from slime.rollout.generation import generate_and_rm_group, is_aborted
+from slime.rollout.generation_call import GenerationCall
 from slime.rollout.rm_hub.grading import clear_reward_instances
 from slime.rollout.train_data import convert_samples_to_train_batch
 from slime.utils import async_utils
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client
 from slime.utils.misc import SingletonMeta, get_free_port, near_name
-from slime.utils.plugin_loader import call_plug_in, calling_user_code, observing_plug_ins
+from slime.utils.plugin_loader import accepted_keywords, call_plug_in, calling_user_code, observing_plug_ins
 from slime.utils.plugin_points import POINTS
 from slime.utils.ports import host_for_url
 from slime.utils.processing_utils import load_tokenizer
@@ -54,6 +60,8 @@ from slime.utils.run_values import with_run_values
 if TYPE_CHECKING:
     from slime.training.rollout_data import RolloutData
 
+# An answer that an engine aborts, other than any that it finishes.
+_CUT_OFF = "Let me see:"
 ANSWER = "I add both numbers. Answer: \\boxed{4}"
 _POLL_S = 0.05
 _HOST = "127.0.0.1"
@@ -138,13 +146,14 @@ def check(
                     watched[flag, path, found] = record.watched(found)
                 return watched[flag, path, found]
 
-        with observing_plug_ins(observe), _engine(args, answers or [ANSWER]) as engine:
+        interruption = _Interruption()
+        with observing_plug_ins(observe), _engine(args, answers or [ANSWER], interruption) as engine:
             host, port = engine
             models = {"default": (host_for_url(host), port)}
             args_of_run = with_run_values(
                 args, rollout_num_engines=1, sglang_router_ip=host, sglang_router_port=port, sglang_model_routers=models
             )
-            failure = _run(lambda: _step(args_of_run, named, in_python, records), records, time_limit)
+            failure = _run(lambda: _step(args_of_run, named, in_python, records, interruption), records, time_limit)
     paths = in_python | {flag: str(vars(args)[attribute_of(flag)]) for flag in named if not POINTS[flag].in_python}
     return _findings(paths, records, failure)
 
@@ -202,8 +211,16 @@ def _write_weights(directory: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(directory)
 
 
+@dataclass
+class _Interruption:
+    """Whether the engine is to abort its answers, and whether it has done so."""
+
+    wanted: bool = False
+    happened: bool = False
+
+
 @contextlib.contextmanager
-def _engine(args: argparse.Namespace, answers: Sequence[str]) -> Iterator[tuple[str, int]]:
+def _engine(args: argparse.Namespace, answers: Sequence[str], interruption: _Interruption) -> Iterator[tuple[str, int]]:
     """Serve a stand-in for a router with one engine; yields its address."""
     from aiohttp import web
 
@@ -216,15 +233,19 @@ def _engine(args: argparse.Namespace, answers: Sequence[str]) -> Iterator[tuple[
         # A request has either token ids or a text.
         sent = tuple(payload.get("input_ids") or payload.get("text") or ())
         turns[sent] = max((turn + 1 for ids, turn in turns.items() if ids != sent == ids + sent[len(ids) :]), default=0)
-        ids = tokenizer.encode(answers[turns[sent] % len(answers)], add_special_tokens=False)
+        text = _CUT_OFF if interruption.wanted else answers[turns[sent] % len(answers)]
+        ids = tokenizer.encode(text, add_special_tokens=False)
         # As an engine: the token that ends a turn counts, and stands in the text unless the run leaves such tokens out.
-        if ids[-1:] != [tokenizer.eos_token_id]:
+        if not interruption.wanted and ids[-1:] != [tokenizer.eos_token_id]:
             ids.append(tokenizer.eos_token_id)
         params = payload["sampling_params"]
         budget = params.get("max_new_tokens", len(ids))
+        ended = {"type": "length"} if len(ids) > budget else {"type": "stop", "matched": ids[-1]}
+        if interruption.wanted:
+            ended, interruption.happened = {"type": "abort"}, True
         meta = {
             "output_token_logprobs": [[-0.5, token, None] for token in ids[:budget]],
-            "finish_reason": {"type": "length"} if len(ids) > budget else {"type": "stop", "matched": ids[-1]},
+            "finish_reason": ended,
             "weight_version": "1",
             "completion_tokens": min(len(ids), budget),
         }
@@ -251,6 +272,7 @@ def _step(
     named: Sequence[str],
     in_python: dict[str, str],
     records: dict[tuple[str, str], Recorder],
+    interruption: _Interruption,
 ) -> None:
     """Run one rollout, an evaluation if it was asked for, and the training rank's part up to the loss; then try the parts of a
     user's own driver in `in_python` (word → path)."""
@@ -270,6 +292,9 @@ def _step(
             pipeline.logged_by_user(0, samples, metrics or {}, 1.0)
         if args.eval_interval is not None:
             pipeline.evaluate(0)
+        if GENERATE_FLAG in named:
+            record = records[GENERATE_FLAG, args.custom_generate_function_path]
+            async_utils.run(_generate_otherwise(args, pipeline.data_source, record, interruption))
         if BUFFER_GENERATOR in in_python:
             path = in_python[BUFFER_GENERATOR]
             record = records[BUFFER_GENERATOR, path] = Recorder(BUFFER_GENERATOR, path)
@@ -293,6 +318,39 @@ def _step(
             continue
         record = records[flag, path] = Recorder(flag, path)
         tries[flag](record)
+
+
+async def _generate_otherwise(
+    args: argparse.Namespace, source: Any, record: Recorder, interruption: _Interruption
+) -> None:
+    """Have the function that generates called for an evaluation, if it is told, and with `--partial-rollout` once more for
+    answers that were cut off."""
+    params = GenerateState(args).sampling_params
+    prompts = draw_groups(args, source, 1, 1)[0]
+    if accepted_keywords(resolve_generate_function(args, prompts[0]).function, {"evaluation": True}):
+        with GenerationCall(0, evaluation=True).under_way():
+            await generate_and_rm_group(args, prompts, params, evaluation=True)
+    if not args.partial_rollout:
+        return
+    interruption.wanted = True
+    with GenerationCall(1).under_way():
+        begun = await generate_and_rm_group(args, prompts, params)
+    interruption.wanted = False
+    if interruption.happened and not is_aborted(begun):
+        record.note(
+            f"an engine aborted an answer, and what it returned is {leaves(begun)[0].status.value}: as ABORTED it would be "
+            "continued (--partial-rollout), so return it with the status that append_response_tokens gives it"
+        )
+    begun = as_partial_group(args, prompts, begun, 1)
+    with GenerationCall(2).under_way():
+        continued = await generate_and_rm_group(args, begun, params)
+    for before, after in zip(begun, continued, strict=True):
+        held = list(leaves(before)[0].tokens)
+        if held != list(leaves(after)[0].tokens)[: len(held)]:
+            record.note(
+                f"it was given an answer that had been cut off, and dropped the {len(held)} tokens that this had: with "
+                "--partial-rollout it has to continue from sample.tokens (generate and dialogue do); or leave out the flag"
+            )
 
 
 def _train(args: argparse.Namespace, batch: dict[str, Any], named: Sequence[str]) -> None:

@@ -99,7 +99,7 @@ class Recorder:
             self.returned = self.returned or _cut(described(result))
             loss = result[0] if self.flag == _LOSS and isinstance(result, tuple) and result else None
             if not getattr(loss, "requires_grad", True):
-                self._note(_CONSTANT)
+                self.note(_CONSTANT)
             return result
 
         try:
@@ -110,7 +110,7 @@ class Recorder:
             if POINTS[self.flag].is_forgiven:
                 # A call is cancelled only when its time is over.
                 late = isinstance(error, asyncio.CancelledError)
-                self._note(f"{LATE if late else f'it raised {type(error).__name__}: {error}'}; {FORGIVEN}")
+                self.note(f"{LATE if late else f'it raised {type(error).__name__}: {error}'}; {FORGIVEN}")
             raise
         finally:
             del self.running[number]
@@ -119,7 +119,7 @@ class Recorder:
             now_shared = _shared_state(given)
             changed = {name for name, value in before.items() if now_shared.get(name) != value}
             if changed:
-                self._note(
+                self.note(
                     f"it changed args.{', args.'.join(sorted(changed))}: args are shared by all calls under way; keep "
                     "what belongs to a sample in sample.metadata"
                 )
@@ -128,9 +128,10 @@ class Recorder:
             }
             self.changed |= now
             if now and POINTS[self.flag].keeps_samples:
-                self._note(f"it changed {', '.join(sorted(now))} of samples, not its own; a sample hook may")
+                self.note(f"it changed {', '.join(sorted(now))} of samples, not its own; a sample hook may")
 
-    def _note(self, problem: str) -> None:
+    def note(self, problem: str) -> None:
+        """Add a problem, once."""
         if problem not in self.problems:
             self.problems.append(problem)
 
