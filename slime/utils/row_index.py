@@ -8,6 +8,7 @@ ones do, and a slice has Python's semantics. The file must not change after it w
 from __future__ import annotations
 
 import codecs
+import logging
 import os
 import threading
 import weakref
@@ -20,9 +21,12 @@ import numpy as np
 from slime.utils.data_files import DataFile, parquet_errors, parse_data_path, parse_row
 from slime.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 _CHUNK_BYTES = 16 * 2**20
 _BEGINS_BLANK = np.frombuffer(b" \t\n\r\x0b\x0c" + codecs.BOM_UTF8[:1], np.uint8)
-# How much of decoded row groups is kept; several are useful because shuffled rows come from all over a file.
+# How much of decoded row groups is kept; several are useful because shuffled rows come from all over a file. A larger group is
+# warned of.
 _KEPT_GROUP_BYTES = 256 * 2**20
 
 
@@ -153,7 +157,15 @@ class _RowGroups:
             self._table = parquet.ParquetFile(file.path)
         weakref.finalize(self, self._table.close)
         metadata = self._table.metadata
-        sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        largest = max((group.total_byte_size for group in groups), default=0)
+        if largest > _KEPT_GROUP_BYTES:
+            logger.warning(
+                "%s: a row group has %d MiB, and for a row that is not at hand a whole one is decoded (--streaming-data); "
+                "write the file with smaller groups (row_group_size of pyarrow, a few thousand rows), or as JSONL",
+                file.path, largest // 2**20,
+            )  # fmt: skip
+        sizes = [group.num_rows for group in groups]
         self._group_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
         self._selected = range(metadata.num_rows)[file.start : file.stop]
         self._groups: OrderedDict[int, Any] = OrderedDict()

@@ -72,6 +72,22 @@ def test_an_unreadable_row_is_named_when_it_is_read(tmp_path):
             index.read(position)
 
 
+def test_large_row_groups_are_warned_of(tmp_path, caplog, monkeypatch):
+    from pyarrow import Table, parquet
+
+    path = str(tmp_path / "data.parquet")
+    parquet.write_table(Table.from_pylist([{"prompt": f"{i}" * 100_000} for i in range(50)]), path)
+    index_rows(path)
+    assert caplog.text == ""
+    monkeypatch.setattr(row_index, "_KEPT_GROUP_BYTES", 2**20)
+    index_rows(path)
+    (record,) = caplog.records
+    assert (
+        f"{path}: a row group has" in record.getMessage()
+        and "write the file with smaller groups" in record.getMessage()
+    )
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_a_file_that_changes_under_the_run_is_named_and_one_that_takes_its_name_is_not_read(tmp_path, ending):
     path = tmp_path / f"data.{ending}"
