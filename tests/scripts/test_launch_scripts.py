@@ -253,6 +253,23 @@ def test_runs_of_examples_are_named_after_them() -> None:
     assert [(name, place) for name, place in zip(names, places, strict=True) if not place.startswith(f"{name}-")] == []
 
 
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"TEACHER_URL": "http://h:1"}, {"--opd-type sglang", "--rm-url http://h:1"}),
+        ({"TEACHER_LOAD": "{tmp}/teacher"}, {"--opd-type megatron", "--opd-teacher-load {tmp}/teacher"}),
+    ],
+)
+def test_a_teacher_is_a_server_or_weights_of_the_trainer(variables, words, tmp_path: Path) -> None:
+    given = {name: value.format(tmp=tmp_path) for name, value in variables.items()}
+    script = ROOT / "examples/on_policy_distillation/run-qwen3-8B.sh"
+    result = bash(f"bash {script}", PRINT_COMMAND="1", **given)
+    assert result.returncode == 0, result.stderr
+    command = " ".join(shlex.split(result.stdout))
+    assert all(word.format(tmp=tmp_path) in command for word in words)
+    assert ("--custom-rm-path" in command) == ("TEACHER_URL" in variables) != ("--rm-type" in command)
+
+
 def test_shellcheck_finds_nothing() -> None:
     scripts = sorted(str(path) for folder in ("scripts", "examples") for path in (ROOT / folder).glob("**/*.sh"))
     result = subprocess.run([SHELLCHECK, *scripts], capture_output=True, text=True, timeout=120)
