@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 from slime.arguments.flag import Bounds, NotYet  # noqa: E402
 from slime.arguments.groups import BOUNDS, OWN_FLAGS  # noqa: E402
 from slime.arguments.help_text import default_of, groups_of, meaning_of, value_of  # noqa: E402
+from slime.arguments.megatron.effects import FIXED  # noqa: E402
 from slime.arguments.parser import build_parser  # noqa: E402
 from slime.arguments.rules.not_built import rows  # noqa: E402
 from slime.arguments.surface import PACKAGES, load_surface  # noqa: E402
@@ -163,12 +164,16 @@ def _section(title: str, actions: list[argparse.Action]) -> str:
 
 
 def _table_row(action: argparse.Action) -> str:
-    planned = " ".join(_planned(row) for row in rows() if fnmatch.fnmatchcase(action.dest, row.name))
+    marks = [_planned(row) for row in rows() if fnmatch.fnmatchcase(action.dest, row.name)]
+    if action.dest in FIXED:
+        value, reason = FIXED[action.dest]
+        always = "on" if value is True else _code(_typed(value)) if value else "off"
+        marks.append(f"*Always {always}: {_escaped(reason)}.*")
     cells = (
         " ".join(map(_code, action.option_strings)),
         _code(value_of(action)),
         _code(default_of(action)),
-        " ".join(filter(None, (_escaped(_own_words(meaning_of(action))), planned))),
+        " ".join(filter(None, (_escaped(_own_words(meaning_of(action))), *marks))),
     )
     return f"| {' | '.join(cells)} |"
 

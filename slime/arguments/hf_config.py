@@ -126,6 +126,8 @@ _MEANINGS: dict[str, Callable[[argparse.Namespace, ModelArgs], bool]] = {
         (args.moe_ffn_hidden_size or args.ffn_hidden_size) == derived["moe_ffn_hidden_size"]
     ),
     "add_qkv_bias": lambda args, derived: derived["multi_latent_attention"],
+    # The layers of a family have its attention, whether or not a flag says so.
+    "experimental_attention_variant": lambda args, derived: args.experimental_attention_variant is None,
     # Any typed value is accepted; Megatron's default would change biases that the family keeps.
     "moe_router_bias_update_rate": lambda args, derived: True,
     # A user who names a layer spec or a model provider answers for it.

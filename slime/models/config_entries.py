@@ -19,7 +19,7 @@ _PLAIN: ModelArgs = {
     "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "attention_output_gate": False,
     "multi_latent_attention": False, "post_self_attn_layernorm": False, "post_mlp_layernorm": False,
     "layernorm_zero_centered_gamma": False, "rotary_interleaved": False, "rotary_percent": 1.0, "use_rope_scaling": False,
-    "num_experts": None,
+    "num_experts": None, "experimental_attention_variant": None,
 }  # fmt: skip
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "rms_norm_eps", "vocab_size")
 _NEEDED_BY_LATENT_ATTENTION = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -232,7 +232,12 @@ def linear_attention(config: Config) -> ModelArgs:
         )
         if name in config
     }  # fmt: skip
-    return {"linear_attention_freq": _linear_attention_freq(config), "attention_output_gate": True, **sizes}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": _linear_attention_freq(config),
+        "attention_output_gate": True,
+        **sizes,
+    }
 
 
 def sparse_attention(config: Config) -> ModelArgs:
@@ -243,6 +248,7 @@ def sparse_attention(config: Config) -> ModelArgs:
     require(config, tuple(names))
     own = _indexer_layers(config)
     return {
+        "experimental_attention_variant": "dsa",
         **{flag: config[name] for name, flag in names.items()},
         "dsa_indexer_layers": None if all(own) else own,
         "dsa_indexer_rope_interleave": bool(config.get("indexer_rope_interleave", False)),

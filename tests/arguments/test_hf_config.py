@@ -133,6 +133,16 @@ def test_flags_of_a_published_model_agree_with_its_config(name, derivation, pars
         ("deepseek-v3", {"rotary_scaling_factor": ("32",)}, ["--rotary-scaling-factor", "32.0", "40.0"]),
         ("deepseek-v3", {"rope_type": ("rope",)}, ["--rope-type", "rope", "yarn"]),
         ("kimi-k2", {"moe_router_num_groups": ("8",)}, ["--moe-router-num-groups", "8", "1"]),
+        *(
+            (name, {"experimental_attention_variant": (typed,)}, ["--experimental-attention-variant", typed, of_config])
+            for name, typed, of_config in (
+                ("qwen3-4B", "gated_delta_net", "unset"),
+                ("qwen3-4B", "dsa", "unset"),
+                ("deepseek-v3", "dsa", "unset"),
+                ("qwen3-next-80B-A3B", "dsa", "gated_delta_net"),
+                ("glm5-744B-A40B", "gated_delta_net", "dsa"),
+            )
+        ),
     ],
 )
 def test_one_difference_is_one_row(name, changes, row, parser):
@@ -158,6 +168,11 @@ def test_one_difference_is_one_row(name, changes, row, parser):
         ("qwen2.5-7B", {"kv_channels": ("128",)}),
         ("mimo-7B-rl", {"mtp_num_layers": None}),
         ("glm4-9B", {"spec": ("my.module", "my_spec")}),
+        *(
+            (name, {"experimental_attention_variant": ("gated_delta_net",)})
+            for name in ("qwen3-next-80B-A3B", "qwen3.5-4B")
+        ),
+        ("glm5-744B-A40B", {"experimental_attention_variant": ("dsa",)}),
     ],
 )
 def test_what_means_the_same_or_is_the_users_choice(name, changes, parser):

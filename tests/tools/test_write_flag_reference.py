@@ -88,6 +88,18 @@ def test_planned_features_are_marked(monkeypatch):
     assert "| engine *Other values than `megatron` are planned, refused by a run.* |" in own
 
 
+def test_a_flag_with_one_value_says_why(monkeypatch):
+    fixed = {
+        "record_memory_history": (False, "it is slow"),
+        "train_backend": ("megatron", "a|b"),
+        "size": (3, "it fits"),
+    }
+    monkeypatch.setattr(write_flag_reference, "FIXED", fixed)
+    own = reference(example())[REFERENCE / "flags.md"]
+    assert "| share *Always off: it is slow.* |" in own and "| engine *Always `megatron`: a\\|b.* |" in own
+    assert "*Always `3`: it fits.* |" in own
+
+
 def test_check_writes_nothing_and_names_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(write_flag_reference, "ROOT", tmp_path)
     monkeypatch.setattr(write_flag_reference, "build_parser", example)

@@ -39,7 +39,27 @@ FIXED: dict[str, tuple[Any, str]] = {
     "log_validation_ppl_to_tensorboard": (False, "evaluations grade answers: there is no loss of theirs"),
     "logging_level": (None, "--log-level says it, in words"),
     "memory_snapshot_path": ("snapshot.pickle", "every rank has one: --memory-snapshot-dir is where they go"),
-    "moe_latent_size": (None, "no family has projections around its experts: no checkpoint and no engine could hold them"),
+    "position_embedding_type": ("rope", "every family rotates, and models that see images tell their positions themselves"),
+    "mrope_section": (None, "models that see images have the sections of their config"),
+    "softmax_type": ("vanilla", "learnable sinks come by --spec slime_plugins.models.learnable_softmax_attention "
+                     "get_learnable_softmax_spec"),
+    **{name: (value, "no family has such layers: no checkpoint and no engine could hold them") for name, value in {
+        "moe_latent_size": None, "window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None, "qk_l2_norm": False,
+        "squared_relu": False, "quick_geglu": False, "activation_func_clamp_value": None, "glu_linear_offset": 0.0,
+        "heterogeneous_block_specs": False, "hetereogenous_dist_checkpoint": False, "is_hybrid_model": False,
+        "mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8, "mamba_num_heads": None,
+        "use_mamba_mem_eff_path": True,
+    }.items()},
+    **dict.fromkeys(("qk_clip", "log_max_attention_logit"), (False, "it goes by the largest logits of attention, which the "
+        "kernels of packed samples do not return; --clip-grad bounds what a step changes")),
+    **{name: (value, "only layers of Transformer Engine can move what they keep to the host; --recompute-granularity full has "
+        "any layer keep little") for name, value in {
+        "cpu_offloading": False, "cpu_offloading_num_layers": 0, "cpu_offloading_activations": True, "offload_modules": [],
+        "cpu_offloading_weights": False, "cpu_offloading_double_buffering": False, "min_offloaded_tensor_size": 2**20,
+        "fine_grained_activation_offloading": False,
+    }.items()},
+    "delay_wgrad_compute": (False, "it takes layers of Transformer Engine that part the two gradients of a product; "
+                            "--overlap-moe-expert-parallel-comm hides the messages of experts without it"),
     **{name: (value, "the engines generate, not Megatron") for name, value in {
         "flash_decode": False, "inference_rng_tracker": False, "inference_sampling_seed": 42,
         "inference_fuse_tp_communication": False, "use_inference_optimized_layers": False, "symmetric_ar_type": None,
@@ -77,7 +97,7 @@ _ON_BY_DEFAULT = frozenset((
     "align_grad_reduce", "align_param_gather", "batch_p2p_comm", "batch_p2p_sync", "tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad",
     "tp_comm_overlap_ag", "tp_comm_overlap_rs", "tp_comm_split_ag", "tp_comm_split_rs", "pin_cpu_grads", "pin_cpu_params",
     "store_param_remainders", "muon_split_qkv", "preserve_fp32_weights", "gradient_reduce_div_fusion", "fp8_wgrad",
-    "cpu_offloading_activations", "barrier_with_L1_time", "use_mamba_mem_eff_path",
+    "barrier_with_L1_time",
 ))  # fmt: skip
 
 
@@ -115,8 +135,6 @@ def _is(name: str, *values: Any) -> Callable[[argparse.Namespace], bool]:
 def _above_one(name: str) -> Callable[[argparse.Namespace], bool]:
     return lambda args: (vars(args)[name] or 1) > 1
 
-
-_LINEAR_ATTENTION = "{--experimental-attention-variant} gated_delta_net or a {--spec} with such layers"
 
 ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--pipeline-model-parallel-size} above 1", _above_one("pipeline_model_parallel_size"), (
@@ -163,12 +181,12 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--dsa-indexer-topk} and a {--spec} with sparse attention", lambda args: args.dsa_indexer_topk and args.spec,
              ("dsa_indexer_loss_coeff",)),
     ActsWith("{--dsa-indexer-loss-coeff}", _given("dsa_indexer_loss_coeff"), ("dsa_indexer_use_sparse_loss",)),
-    ActsWith(_LINEAR_ATTENTION, lambda args: bool(args.experimental_attention_variant or args.spec), (
+    ActsWith("{--experimental-attention-variant} gated_delta_net or a {--spec} with such layers",
+             lambda args: bool(args.experimental_attention_variant or args.spec), (
         "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
         "linear_num_key_heads", "linear_num_value_heads",
     )),
     ActsWith("{--group-query-attention}", _given("group_query_attention"), ("num_query_groups",)),
-    ActsWith("{--window-size}", _given("window_size"), ("window_attn_skip_freq",)),
     ActsWith("{--qk-clip}", _given("qk_clip"), ("qk_clip_alpha", "qk_clip_threshold")),
     ActsWith("{--fp8-format}", _given("fp8"), (
         "fp8_recipe", "fp8_param_gather", "fp8_quantizer_factory", "fp8_margin", "fp8_amax_history_len",
@@ -219,12 +237,6 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     )),
     ActsWith("{--recompute-granularity} selective", _is("recompute_granularity", "selective"), ("recompute_modules",)),
     ActsWith("{--recompute-granularity} full", _is("recompute_granularity", "full"), ("distribute_saved_activations",)),
-    ActsWith("{--cpu-offloading}", _given("cpu_offloading"), (
-        "cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights",
-        "cpu_offloading_double_buffering",
-    )),
-    ActsWith("{--fine-grained-activation-offloading}", _given("fine_grained_activation_offloading"),
-             ("offload_modules", "min_offloaded_tensor_size")),
     ActsWith("{--cuda-graph-impl}", lambda args: args.cuda_graph_impl != "none", ("cuda_graph_scope",
              "cuda_graph_warmup_steps", "cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph")),
     ActsWith("{--ckpt-fully-parallel-load}", _given("ckpt_fully_parallel_load"), ("ckpt_fully_parallel_load_exchange_algo",)),
@@ -235,10 +247,6 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     )),
     ActsWith("{--timing-log-level}", _given("timing_log_level"), ("timing_log_option", "barrier_with_L1_time")),
     ActsWith("{--manual-gc}", _given("manual_gc"), ("manual_gc_interval",)),
-    ActsWith("{--is-hybrid-model}", _given("is_hybrid_model"),
-             ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "use_mamba_mem_eff_path")),
-    ActsWith("{--position-embedding-type} mrope", _is("position_embedding_type", "mrope"), ("mrope_section",)),
-    ActsWith("{--heterogeneous-block-specs}", _given("heterogeneous_block_specs"), ("hetereogenous_dist_checkpoint",)),
 )  # fmt: skip
 
 
@@ -254,26 +262,16 @@ NOT_YET: tuple[NotYet, ...] = (
     NotYet("nccl_ub", "registered communication buffers"),
     # Shape
     NotYet("transformer_impl", "that layer implementation", works=("transformer_engine", "local")),
-    NotYet("position_embedding_type", "another position embedding than RoPE", works=("rope",)),
-    *features("another MLP than gated SiLU (--swiglu)", "squared_relu", "quick_geglu", "activation_func_clamp_value",
-        glu_linear_offset=0.0),
     NotYet("attention_dropout", "dropout in attention", works=(0.0,)),
-    NotYet("softmax_type", "that softmax by a flag (learnable sinks: --spec slime_plugins.models."
-        "learnable_softmax_attention get_learnable_softmax_spec)", works=("vanilla",)),
-    *features("another attention than causal self-attention with grouped queries", "window_size", "qk_l2_norm", "qk_clip",
-        "no_rope_freq", "experimental_attention_variant"),
     NotYet("attention_backend", "that choice of attention kernels", works=("auto", "flash", "fused")),
-    *features("a model of layers that differ", "heterogeneous_block_specs", "is_hybrid_model"),
     # Precision
     *features("training with these kernels of Transformer Engine", "fp4", "fp8_param_gather", "fp8_dot_product_attention",
         "fp8_multi_head_attention", "use_kitchen", "te_precision_config_file", "te_rng_tracker", "fused_single_qkv_rope",
-        "memory_efficient_layer_norm", "defer_embedding_wgrad_compute", "delay_wgrad_compute", "tp_comm_overlap",
-        "use_te_activation_func"),
+        "memory_efficient_layer_norm", "defer_embedding_wgrad_compute", "tp_comm_overlap", "use_te_activation_func"),
     *features("autocast, or batch-invariant kernels, in training", "batch_invariant_mode", "enable_autocast"),
     # Optimizer, memory and checkpoints
     NotYet("optimizer", "another optimizer than Adam and SGD", works=("adam", "sgd")),
-    *features("moving activations to the host", "cpu_offloading", "fine_grained_activation_offloading"),
     *features("CUDA graphs in training", "enable_cuda_graph", "external_cuda_graph", cuda_graph_impl="none"),
     # Logging
-    *features("Megatron's own logging", "log_progress", "log_max_attention_logit"),
+    NotYet("log_progress", "Megatron's own logging"),
 )  # fmt: skip

@@ -64,6 +64,8 @@ def build_transformer_config(args: Any) -> TransformerConfig:
         calculate_per_token_loss=False,
         # No kernel here rounds the scores that it is for, and Transformer Engine wants a variable of the environment with it.
         apply_query_key_layer_scaling=False,
+        # Layers of these kinds are the family's own, and do what Megatron's cannot, such as context parallelism.
+        experimental_attention_variant=None,
         # The model itself has no such layers; `put_prediction_layers` adds them, and they run in the training step alone.
         mtp_num_layers=None,
     )

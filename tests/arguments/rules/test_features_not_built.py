@@ -19,13 +19,16 @@ def objections(origin: Origin, **values) -> list[str]:
 
 
 def test_a_typed_flag_can_be_dropped():
-    (message,) = objections(Origin.COMMAND_LINE, window_size=8)
-    assert message.startswith("--window-size 8: ") and "drop the flag" in message
+    (message,) = objections(Origin.COMMAND_LINE, te_precision_config_file="x")
+    assert message.startswith("--te-precision-config-file x: ") and "drop the flag" in message
 
 
 def test_what_the_config_asks_for_has_no_flag_to_drop():
-    (message,) = objections(Origin.HF_CONFIG, window_size=8)
-    assert message.startswith("config.json of --hf-checkpoint asks for --window-size 8: ") and "drop" not in message
+    (message,) = objections(Origin.HF_CONFIG, te_precision_config_file="x")
+    assert (
+        message.startswith("config.json of --hf-checkpoint asks for --te-precision-config-file x: ")
+        and "drop" not in message
+    )
 
 
 def test_a_value_that_works_is_accepted_and_no_other():

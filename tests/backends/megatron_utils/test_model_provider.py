@@ -99,6 +99,9 @@ def _configuration(directory):
     refusals.append(build_transformer_config(unasked).masked_softmax_fusion)
     latent = SimpleNamespace(**{**vars(args), "multi_latent_attention": True, "kv_lora_rank": 48, "rotary_base": 5})
     refusals.append(build_transformer_config(latent).kv_lora_rank)
+    # Megatron's own layers of these kinds refuse context parallelism; a family's do not.
+    split = {"context_parallel_size": 2, "experimental_attention_variant": "gated_delta_net"}
+    refusals.append(_refusal(args, **split))
     shown = {
         name: getattr(config, name)
         for name in ("hidden_dropout", "layernorm_epsilon", "num_query_groups", "gated_linear_unit", "add_bias_linear",
@@ -133,13 +136,13 @@ def test_configuration_follows_the_flags(tmp_path):
     }
     assert silu
     assert groups_without_gqa == 4
-    fusion, fp8, attention, of_megatron, unasked, latent = refusals
+    fusion, fp8, attention, of_megatron, unasked, latent, of_variant = refusals
     assert "--apply-rope-fusion needs Transformer Engine" in fusion
     assert "--fp8-format hybrid needs Transformer Engine" in fp8
     assert "--attention-backend fused needs Transformer Engine" in attention
     assert "recompute_method" in of_megatron, "what Megatron refuses is an error of the user's too"
     assert unasked is False, "fusions that were not typed are left out where their kernels are missing"
-    assert latent == 48
+    assert latent == 48 and of_variant is None
 
 
 def _fusion_beside_transformer_engine(directory):

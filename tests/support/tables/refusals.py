@@ -402,6 +402,10 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-apply-probs-on-input",
          "--moe-apply-probs-on-input --moe-router-topk", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-latent-size 32", "--moe-latent-size", WRONG),
+        *((words, words.split()[0], WRONG) for words in (
+            "--window-size 8,0", "--qk-clip", "--log-max-attention-logit", "--position-embedding-type none",
+            "--softmax-type learnable", "--cpu-offloading", "--fine-grained-activation-offloading", "--delay-wgrad-compute",
+        )),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-enable-deepep",
          "--moe-enable-deepep --moe-token-dispatcher-type", WRONG),
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-input-jitter-eps 0.01",
