@@ -474,7 +474,7 @@ def _sleep_while_paused(module: types.ModuleType) -> None:
 
 def _leave_a_core_to_the_sender(module: types.ModuleType) -> None:
     """sglang 0.5.21: copies a bucket into the weights with all threads. Meanwhile the trainer makes the next bucket, and the
-    threads would wait for the one whose core it has taken; on two cores that was a third of a push."""
+    threads would wait for the one whose core it has taken."""
     import torch
 
     def with_one_thread_less(load):
