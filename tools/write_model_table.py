@@ -5,8 +5,8 @@ models that train, by that table, into README.md.
     python tools/write_model_table.py --check                # exit status 1 when one of them is not up to date
     python tools/write_model_table.py --rehearse NAME ...    # rehearse these models at their true size, record it, rewrite
 
-The tables of the tests say what is tested of a family (`tests/support/models/tiny_families.py`, `tests/e2e/test_families.py`
-and `tests/e2e/test_mixture_loop.py`). Results of rehearsals are kept beside the page, in model-rehearsals.json.
+The tables of the tests say what is tested of a family, and of its variants (`tests/support/models/tiny_families.py` and
+`tests/e2e/test_families.py`). Results of rehearsals are kept beside the page, in model-rehearsals.json.
 """
 
 import argparse
@@ -19,18 +19,19 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from slime.models.families import FAMILIES, TRAINED_MODEL_TYPES  # noqa: E402
+from slime.models.config_entries import text_config_of  # noqa: E402
+from slime.models.families import FAMILIES, TRAINED_MODEL_TYPES, model_args_from_hf  # noqa: E402
 from slime.utils.filesystem import write_text_atomically  # noqa: E402
 from slime.utils.hf_files import INDEX_FILE  # noqa: E402
 from slime.weights.hf_reader import SafetensorsDirectory  # noqa: E402
-from tests.e2e import test_families, test_mixture_loop  # noqa: E402
+from tests.e2e.test_families import SERVED  # noqa: E402
 from tests.support.models.tiny_families import TINY_FAMILIES  # noqa: E402
 from tools.published_models import PUBLISHED_MODELS  # noqa: E402
 from tools.write_memory_table import words_of  # noqa: E402
@@ -43,7 +44,8 @@ BEGIN_TYPES, END_TYPES = "<!-- model types: begin -->", "<!-- model types: end -
 NOT_YET = "not yet"
 _README_WIDTH = 120
 _PROVIDER = "--custom-model-provider-path"
-_SERVED = {entries["model_type"] for entries in (*test_families.SERVED.values(), test_mixture_loop.SERVED)}
+# Entries of a config by which models of one family have other tensors.
+_VARIANTS = ("tie_word_embeddings", "use_qk_norm", "attention_bias")
 _HEADER = (
     "Script", "`model_type`", "Logits and gradients of transformers", "Its experts chosen", "Checkpoint given back",
     "Trains in", "Pushed to SGLang on CPU, five rollouts", "Rehearsed: layout", "Peak GiB of rank 0, planned",
@@ -122,11 +124,21 @@ def _row(name: str, record: dict[str, Any] | None) -> list[str]:
     model_type = PUBLISHED_MODELS[name]["model_type"]
     own = FAMILIES[model_type].model_types
     # Tiny models without experts have layouts that models with experts cannot have, so they are left out.
-    tiny = [row for key, row in TINY_FAMILIES.items() if row.model_type in own and not key.endswith(" dense")]
+    tiny = [
+        row
+        for key, row in TINY_FAMILIES.items()
+        if row.model_type in own
+        and not key.endswith(" dense")
+        and _is_of_its_kind(name, {**row.entries, "tie_word_embeddings": row.entries.get("tied", False)})
+    ]
     tested = bool(tiny) and model_type in TRAINED_MODEL_TYPES
     layouts = dict.fromkeys(layout for row in tiny for layout in row.layouts)
     references = {row.reference for row in tiny} - {None}
-    is_served = not _SERVED.isdisjoint(own)
+    is_served = any(
+        entries["model_type"] in own
+        and _is_of_its_kind(name, {**entries, "tie_word_embeddings": entries.get("tie", True)})
+        for entries in SERVED.values()
+    )
     return [
         f"`{name}`",
         f"`{model_type}`",
@@ -141,6 +153,14 @@ def _row(name: str, record: dict[str, Any] | None) -> list[str]:
         _tensors(record) if record else "",
         str(record["seconds"]) if record else "",
     ]
+
+
+def _is_of_its_kind(name: str, entries: Mapping[str, Any]) -> bool:
+    """Whether a tiny model with these entries has tensors of the same kinds as the script's model of the same family."""
+    config = text_config_of(PUBLISHED_MODELS[name])
+    other = {entry: value for entry, value in config.items() if entry not in _VARIANTS}
+    other |= {entry: entries[entry] for entry in _VARIANTS if entry in entries}
+    return model_args_from_hf(other) == model_args_from_hf(config)
 
 
 def _apart(record: dict[str, Any]) -> str:

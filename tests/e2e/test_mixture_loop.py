@@ -9,19 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from slime.rollout.rollout_dump import load_rollout
+from tests.e2e.test_families import SERVED
 from tests.support.models.tiny_task import make_tiny_task
 from tests.support.processes.train_process import TrainProcess
 
 ROLLOUTS = range(5)
-# SGLang holds a head of its own for this family; published models have one.
-SERVED = {
-    "model_type": "qwen3_moe",
-    "tie": False,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-}
+MIXTURE = SERVED["qwen3_moe"]
 # The first layer is dense. In the others two groups of experts are chosen by sigmoid scores, and a shared expert sees all.
 IN_GROUPS = {
     "model_type": "deepseek_v3", "tie": False, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 4,
@@ -40,7 +33,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mixture(directory):
-    return make_tiny_task(directory / "task", **SERVED)
+    return make_tiny_task(directory / "task", **MIXTURE)
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +117,12 @@ def chosen_by_transformers(model, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("served", [SERVED, IN_GROUPS], ids=["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("served", [MIXTURE, IN_GROUPS], ids=["qwen3_moe", "deepseek_v3"])
 def test_the_trainer_sends_tokens_to_the_experts_that_the_engines_chose(served, tmp_path):
     from transformers import AutoModelForCausalLM
 
     task = make_tiny_task(tmp_path / "task", **served)
-    flags = task.loop_flags if served is SERVED else without_determinism(task.loop_flags)
+    flags = task.loop_flags if served is MIXTURE else without_determinism(task.loop_flags)
     dumps = str(tmp_path / "samples" / "{rollout_id}.pt")
     more = [
         *flags, *SPREAD, "--num-rollout", "2", "--use-rollout-routing-replay", "--save-debug-rollout-data", dumps,
@@ -169,7 +162,7 @@ def test_an_engine_attends_in_groups_to_requests_of_their_own(mixture, tmp_path,
 def test_replay_narrows_the_gap_between_trainer_and_engine_in_16_bits(tmp_path):
     """Eight experts in four layers, some of whose scores bfloat16 cannot tell apart. The measured ratio is below one half
     (docs/en/advanced/routing-replay.md)."""
-    experts = {**SERVED, "num_experts": 8, "num_hidden_layers": 4}
+    experts = {**MIXTURE, "num_experts": 8, "num_hidden_layers": 4}
     task = make_tiny_task(tmp_path / "task", **experts)
     more = ["--bf16", "--num-rollout", "1", "--rollout-max-response-len", "64", "--max-tokens-per-gpu", "1024"]
     gaps, answers = {}, {}

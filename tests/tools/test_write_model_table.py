@@ -84,7 +84,6 @@ def test_a_row_says_what_is_tested_and_what_was_rehearsed():
     assert "| `glm4` | yes | none | yes | recomputed, tp2," in rows["glm4-9B"] and rows["glm4-9B"].endswith(
         "| TP 2, DP 4 | 12.3, 12.3 | push | 1,234 of 5,678 | 7 |"
     )
-    # Its engine is tested with experts on two training ranks, in a module of its own.
     assert rows["qwen3-30B-A3B"].split(" | ")[2:7:2] == ["yes", "yes", "yes"]
     assert rows["qwen3-30B-A3B"].split(" | ")[3] == "yes"
     # Families whose layers another class has.
@@ -99,6 +98,27 @@ def test_a_row_says_what_is_tested_and_what_was_rehearsed():
     # All are served by some test.
     assert {row.split(" | ")[6] for row in rows.values()} == {"yes"}
     assert json.loads(RECORDS.read_text()).keys() <= rows.keys()
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "script", "columns"),
+    [
+        ("TINY_FAMILIES", "glm4_moe without norms", "glm4.5-106B-A12B", [2, 3, 4, 5]),
+        ("TINY_FAMILIES", "qwen3_5 tied", "qwen3.5-4B", [2, 4, 5]),
+        ("TINY_FAMILIES", "glm4 without bias", "glm4-32B", [2, 4, 5]),
+        ("SERVED", "glm4_moe without norms", "glm4.5-106B-A12B", [6]),
+        ("SERVED", "qwen3_5 tied", "qwen3.5-0.8B", [6]),
+        ("SERVED", "glm4 without bias", "glm4-32B", [6]),
+        ("SERVED", "qwen2 untied", "qwen2.5-7B", [6]),
+    ],
+)
+def test_a_variant_of_a_family_is_tested_by_its_own_row(monkeypatch, table, row, script, columns):
+    """A row with other biases, norms or another head says nothing of a model's tensors."""
+    rows = getattr(write_model_table, table)
+    monkeypatch.setattr(write_model_table, table, {name: entry for name, entry in rows.items() if name != row})
+    lines = with_table(PAGE.read_text(), {}).split(BEGIN)[1].split(END)[0].splitlines()
+    (cells,) = (line.split(" | ") for line in lines if line.startswith(f"| `{script}` "))
+    assert [number for number in range(2, 7) if cells[number] == NOT_YET] == columns
 
 
 def test_scripts_of_one_model_share_its_rehearsal_and_layout():

@@ -179,6 +179,9 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         layouts=("recomputed", "tp2", "pp2"),
     ),
     "qwen3_5": TinyFamily("qwen3_5", {**_TWO_KINDS, **_VISION}, write=write_tiny_delta_net, layouts=DENSE),
+    "qwen3_5 tied": TinyFamily(
+        "qwen3_5", {**_TWO_KINDS, **_VISION, "tied": True}, write=write_tiny_delta_net, layouts=DENSE
+    ),
     "qwen3_5_text": TinyFamily(
         "qwen3_5_text", {**_TWO_KINDS, "tied": True}, write=write_tiny_delta_net, layouts=("recomputed", "pp2")
     ),
@@ -189,6 +192,9 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         "qwen3_5_moe_text", {**_TWO_KINDS, **_GATED_MOE}, write=write_tiny_delta_net, layouts=("recomputed", "pp2")
     ),
     "glm4_moe": TinyFamily("glm4_moe", _GLM4_MOE, write=write_biased_mixture, layouts=CUT_EXPERTS),
+    "glm4_moe without norms": TinyFamily(
+        "glm4_moe", {**_GLM4_MOE, "use_qk_norm": False}, write=write_biased_mixture, layouts=CUT_EXPERTS
+    ),
     # Half of each head is rotated.
     "minimax_m2": TinyFamily(
         "minimax_m2", _MINIMAX_M2, write=write_biased_mixture, layouts=(*CUT_EXPERTS, "cp2 gathered", "tp2 pp2")
