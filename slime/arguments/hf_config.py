@@ -126,8 +126,6 @@ _MEANINGS: dict[str, Callable[[argparse.Namespace, ModelArgs], bool]] = {
         (args.moe_ffn_hidden_size or args.ffn_hidden_size) == derived["moe_ffn_hidden_size"]
     ),
     "add_qkv_bias": lambda args, derived: derived["multi_latent_attention"],
-    # The layers of a family have its attention, whether or not a flag says so.
-    "experimental_attention_variant": lambda args, derived: args.experimental_attention_variant is None,
     # Any typed value is accepted; Megatron's default would change biases that the family keeps.
     "moe_router_bias_update_rate": lambda args, derived: True,
     # A user who names a layer spec or a model provider answers for it.
@@ -156,7 +154,7 @@ SUPPLEMENTS = frozenset({
     "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "linear_attention_freq",
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
     "linear_num_value_heads", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_layers",
-    "dsa_indexer_rope_interleave",
+    "dsa_indexer_rope_interleave", "experimental_attention_variant",
 })  # fmt: skip
 
 # Attributes whose usual flag has another name.
