@@ -162,6 +162,8 @@ class UnfinishedCheckpoint:
             # Nothing is deleted: whoever touches a disk that hangs would hang, too.
             there = f"What there is of it stays in {self.directory}"
         else:
+            # A writer of another rank that has not ended yet would put files into what is being deleted.
+            first_error(None)
             run_on_rank_zero(lambda: shutil.rmtree(self.directory, ignore_errors=True))
             there = free_room(self._final.parent)
         raise RunError(
