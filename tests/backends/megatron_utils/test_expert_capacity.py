@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.models.tiny_model import TINY_EXPERTS, tiny_args, write_tiny_mixture
+from tests.support.models.tiny_model import TINY_EXPERTS, tiny_args, write_tiny_mixtures
 from tests.support.processes.distributed import run_distributed
 
 EXPERTS, TOPK, TOKENS = 4, 2, 61
@@ -18,10 +18,7 @@ LAYOUTS = {"one": (1, {}), "spread": (2, {"expert_model_parallel_size": 2})}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("hf")
-    for name in TINY_EXPERTS:
-        write_tiny_mixture(root / name, name, vocab_size=128)
-    return root
+    return write_tiny_mixtures(tmp_path_factory.mktemp("hf"))
 
 
 def layers_worker(cases, tokens):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.models.tiny_model import TINY_EXPERTS, write_tiny_mixture
+from tests.support.models.tiny_model import write_tiny_mixtures
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.layout_steps import LayoutRun, assert_equal_runs, layout_args, train_case
 
@@ -40,10 +40,7 @@ PIPELINE = {"pipeline_model_parallel_size": 2}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("hf")
-    for name in TINY_EXPERTS:
-        write_tiny_mixture(root / name, name, vocab_size=128)
-    return root
+    return write_tiny_mixtures(tmp_path_factory.mktemp("hf"))
 
 
 def args_of(root, model="qwen3_moe", **flags):

@@ -92,6 +92,13 @@ def write_tiny_mixture(directory: Path, model_type: str, **options: Any):
     return write_tiny_model(directory, **{"model_type": model_type, **TINY_EXPERTS[model_type], **options})
 
 
+def write_tiny_mixtures(root: Path) -> Path:
+    """`write_tiny_mixture` of every family in `TINY_EXPERTS`, in `root` by its name; returns `root`."""
+    for name in TINY_EXPERTS:
+        write_tiny_mixture(root / name, name, vocab_size=128)
+    return root
+
+
 def write_stacked_mixture(directory: Path, **options: Any):
     """`write_tiny_model` of a family whose published checkpoints have transposed matrices in tensors of all experts."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
