@@ -28,6 +28,7 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,8 @@ vars(moe_utils).setdefault("te_general_gemm", None)
 _drop_tokens = moe_utils.apply_router_token_dropping
 _OF_SAMPLES = "seq_aux_loss"
 _OF_STEPS = "global_aux_loss"
+# While a router chooses: which of its rows are padding, bool [rows]; None: none is.
+_padding: ContextVar[torch.Tensor | None] = ContextVar("padding of the rows of a router", default=None)
 # Distance between the seeds of two layers: more than there are ranks.
 _SEEDS_OF_A_LAYER = 2**20
 
@@ -58,6 +61,7 @@ def drop_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Megatron's `apply_router_token_dropping`, whose policy `position` keeps the first tokens of each expert. Megatron's own
     takes the largest of zeros and ones, which leaves it to the sort of the device which of its tokens a full expert keeps.
+    Padding goes to no expert: its rows are alike, and would together take the places of tokens.
 
     Args:
         probs: weights of the experts of each token, [tokens, experts].
@@ -66,6 +70,9 @@ def drop_tokens(
     Returns:
         Both, for the tokens that are kept.
     """
+    if (padding := _padding.get()) is not None:
+        routing_map = routing_map & ~padding[:, None]
+        probs = probs * routing_map
     if drop_policy != "position":
         return _drop_tokens(probs, routing_map, drop_policy=drop_policy, **options)
     places = torch.arange(len(routing_map), 0, -1, device=routing_map.device)
@@ -140,7 +147,8 @@ class _ByChance(torch.autograd.Function):
 
 
 class RouterOfPasses(TopKRouter):
-    """Megatron's router, whose random choices are the same in two passes, so that these give the same log-probs."""
+    """Megatron's router. Its random choices are the same in two passes, so that these give the same log-probs. Padding takes no
+    place of an expert that is full."""
 
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -151,6 +159,13 @@ class RouterOfPasses(TopKRouter):
         seed = self.layer_number * _SEEDS_OF_A_LAYER + dist.get_rank()
         logits = _ByChance.apply(self.gating(self.apply_input_jitter(input)), seed)
         return self.routing(logits, padding_mask=padding_mask)
+
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        token = _padding.set(None if padding_mask is None else padding_mask.flatten())
+        try:
+            return super().routing(logits, padding_mask)
+        finally:
+            _padding.reset(token)
 
     def apply_input_jitter(self, input: torch.Tensor) -> torch.Tensor:
         return super().apply_input_jitter(input) if self.training else input

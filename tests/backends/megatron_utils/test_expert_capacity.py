@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.support.models.tiny_model import TINY_EXPERTS, tiny_args, write_tiny_mixtures
 from tests.support.processes.distributed import run_distributed
 
-EXPERTS, TOPK, TOKENS = 4, 2, 61
+EXPERTS, TOPK, TOKENS, PADDING = 4, 2, 61, 7
 FACTORS = (0.4, 1.0)
 POLICIES = ("probs", "position")
 # By layout: its ranks and flags. Each rank has the whole stream, and its experts take its share from every rank.
@@ -22,8 +22,8 @@ def root(tmp_path_factory):
 
 
 def layers_worker(cases, tokens):
-    """By case, of the last layer: what it takes and gives, each [tokens, hidden], which tokens its router sends to which
-    expert, bool [tokens, experts], and how many tokens each expert of this rank computes."""
+    """By case, of the last layer: what it takes and gives, each [rows, hidden], which rows its router sends to which
+    expert, bool [rows, experts], and how many rows each expert of this rank computes."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from tests.support.processes import megatron_worker as megatron
@@ -43,7 +43,7 @@ def layers_worker(cases, tokens):
             lambda experts, taken, seen=seen: seen.update(computed=taken[1].tolist())
         )
         with torch.no_grad():
-            megatron.packed_forward(chunk, [tokens])
+            megatron.packed_forward(chunk, [tokens], name[-1])
         found[name] = seen
     return found
 
@@ -53,8 +53,9 @@ def gated(weights, prefix, row):
     return down @ (torch.nn.functional.silu(gate @ row) * (up @ row))
 
 
-def by_hand(model, weights, rows, factor, policy):
-    """The same as `layers_worker`, for a layer whose experts see one token after the other: the output and what is kept."""
+def by_hand(model, weights, rows, factor, policy, padding=0):
+    """The same as `layers_worker`, for a layer whose experts see one token after the other: the output and what is kept. The
+    last rows may be padding, which goes to no expert."""
     mlp = "model.layers.1.mlp"
     scores = (rows @ weights[f"{mlp}.gate.weight"].T).softmax(-1)
     choices = [sorted(range(EXPERTS), key=lambda expert, row=row: -row[expert])[:TOPK] for row in scores.tolist()]
@@ -65,7 +66,7 @@ def by_hand(model, weights, rows, factor, policy):
         # The weights of qwen3_moe's experts add up to one for each token.
         weight = {
             token: scores[token, expert] / (scores[token, chosen].sum() if model == "qwen3_moe" else 1)
-            for token, chosen in enumerate(choices)
+            for token, chosen in enumerate(choices[: len(rows) - padding])
             if expert in chosen
         }
         first = sorted(weight, key=lambda token, weight=weight: -weight[token]) if policy == "probs" else sorted(weight)
@@ -86,22 +87,23 @@ def test_full_experts_by_hand(root, layout):
     # Experts that are filled up cannot be shared by data ranks.
     fills = (False, True) if layout == "one" else (False,)
     cases = {
-        (model, factor, policy, fill): tiny_args(
+        (model, factor, policy, fill, padding): tiny_args(
             root / model, moe_expert_capacity_factor=factor, moe_token_drop_policy=policy,
             moe_pad_expert_input_to_capacity=fill, **sizes,
         )
         for model in TINY_EXPERTS for factor in FACTORS for policy in POLICIES for fill in fills
+        for padding in (0, PADDING)
     }  # fmt: skip
     of_ranks = run_distributed(layers_worker, ranks, (cases, tokens))
-    for model, factor, policy, fill in cases:
+    for model, factor, policy, fill, padding in cases:
         weights = load_file(root / model / "model.safetensors")
         computed = []
         for rank in of_ranks:
-            seen = rank[model, factor, policy, fill]
-            output, kept, capacity = by_hand(model, weights, seen["taken"], factor, policy)
+            seen = rank[model, factor, policy, fill, padding]
+            output, kept, capacity = by_hand(model, weights, seen["taken"], factor, policy, padding)
             # At either factor some expert is full, and at the small one some token is dropped by all of its experts.
             assert kept.sum() < TOKENS * TOPK and (factor == 1.0 or not kept.any(1).all()) and kept.any()
-            case = f"{model}, {factor}, {policy}, {fill}"
+            case = f"{model}, {factor}, {policy}, {fill}, {padding}"
             torch.testing.assert_close(
                 seen["given"], output, rtol=1e-4, atol=1e-5, msg=lambda text, case=case: f"{case}: {text}"
             )

@@ -118,8 +118,9 @@ def load_model(args: SimpleNamespace) -> list[Any]:
     return chunks
 
 
-def packed_forward(chunk: torch.nn.Module, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Logits [tokens, local part of the vocabulary] of the sequences, packed into one stream."""
+def packed_forward(chunk: torch.nn.Module, sequences: Sequence[Sequence[int]], padding: int = 0) -> torch.Tensor:
+    """Logits [tokens, local part of the vocabulary] of the sequences, packed into one stream, with rows of `padding` behind
+    them, of which the model is told."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.utils import get_model_config
 
@@ -127,6 +128,11 @@ def packed_forward(chunk: torch.nn.Module, sequences: Sequence[Sequence[int]]) -
     from slime.training.packed_stream import pack_stream
 
     device = get_accelerator().current_device()
+    options = {}
+    if padding:
+        is_padding = [False] * sum(map(len, sequences)) + [True] * padding
+        options["padding_mask"] = torch.tensor(is_padding, device=device)[None]
+        sequences = [*sequences, [0] * padding]
     lengths = [len(sequence) for sequence in sequences]
     boundaries = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     describe = PackedSeqParams
@@ -145,7 +151,7 @@ def packed_forward(chunk: torch.nn.Module, sequences: Sequence[Sequence[int]]) -
     )
     tokens = torch.tensor([token for sequence in sequences for token in sequence], device=device)
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    return chunk(tokens[None], positions[None], None, packed_seq_params=packed)[0]
+    return chunk(tokens[None], positions[None], None, packed_seq_params=packed, **options)[0]
 
 
 @contextlib.contextmanager
