@@ -3,7 +3,8 @@ if its own schedule is another one.
 
 The schedule is megatron.core's `OptimizerParamScheduler`, for any optimizer with groups of parameters. It counts rollouts
 ("samples" in Megatron's words), not iterations, so that a step which lost some of its rollouts moves it on by what was really
-trained. Lengths that are given in iterations are therefore multiplied by the global batch size.
+trained. Lengths that are given in iterations are therefore multiplied by the global batch size: by that of the run that began
+with them, so that the curve goes on where it was when a resumed run takes steps of another size.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from slime.utils.errors import UserError
 Scheduler = Any
 # What shapes the curve, and is missing in the state that Megatron makes of a schedule.
 _FURTHER = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+# The lengths of a schedule that flags give in optimizer steps.
+_IN_STEPS = {
+    "lr_warmup_steps": "lr_warmup_iters", "lr_decay_steps": "lr_decay_iters", "wsd_decay_steps": "lr_wsd_decay_iters",
+}  # fmt: skip
 # Two schedules are compared at so many points.
 _POINTS = 64
 
@@ -81,24 +86,64 @@ def _schedule_lengths(args: Any) -> tuple[int, int]:
     return decay_steps, warmup_steps
 
 
-def schedule_state(scheduler: Scheduler) -> dict[str, Any]:
+def schedule_state(args: argparse.Namespace, scheduler: Scheduler) -> dict[str, Any]:
     """Where the schedule stands and what it is, as plain values."""
-    return {**scheduler.state_dict(), **{name: getattr(scheduler, name) for name in _FURTHER}}
+    size = vars(scheduler).get("global_batch_size", args.global_batch_size)
+    return {
+        **scheduler.state_dict(), **{name: getattr(scheduler, name) for name in _FURTHER}, "global_batch_size": size,
+    }  # fmt: skip
 
 
-def restore_schedule(scheduler: Scheduler, state: dict[str, Any]) -> None:
-    """Put the schedule where it was. With `--use-checkpoint-opt-param-scheduler` it also becomes the checkpoint's."""
+def restore_schedule(args: argparse.Namespace, scheduler: Scheduler, state: dict[str, Any]) -> list[str]:
+    """Put the schedule where it was. With `--use-checkpoint-opt-param-scheduler` it also becomes the checkpoint's.
+
+    Args:
+        scheduler: made by this run's `schedule_settings`.
+        state: of `schedule_state`.
+
+    Returns:
+        Lines about what is not as the flags, or the checkpoint, alone would have it.
+    """
+    lines = []
     if scheduler.use_checkpoint_opt_param_scheduler:
         for name in _FURTHER:
             setattr(scheduler, name, state.get(name, getattr(scheduler, name)))
+        scheduler.global_batch_size = state.get("global_batch_size", args.global_batch_size)
+    else:
+        lines += _keep_lengths(args, scheduler, state)
     # Megatron moves the schedule on by the number that it loads, so it has to stand at the start. It sets the parameter groups
     # before it takes over the checkpoint's weight decay, so a step of 0 sets them again.
     scheduler.num_steps = 0
     scheduler.load_state_dict(state)
     scheduler.step(0)
+    return lines if scheduler.use_checkpoint_opt_param_scheduler else lines + _changed_curves(args, scheduler, state)
 
 
-def changed_curves(args: argparse.Namespace, scheduler: Scheduler, state: dict[str, Any]) -> list[str]:
+def _keep_lengths(args: argparse.Namespace, scheduler: Scheduler, state: dict[str, Any]) -> list[str]:
+    """If steps have another size than when the schedule began: keep the lengths that flags give in steps as they did then. In
+    steps of now the place in the schedule, which is counted in rollouts, would be at another point of its curve, or behind
+    its end. Returns a line about them."""
+    size, now = state.get("global_batch_size", args.global_batch_size), args.global_batch_size
+    given = {name: steps for name, flag in _IN_STEPS.items() if (steps := vars(args)[flag])}
+    kept = {name: steps for name, steps in given.items() if size != now and steps * size == state[name]}
+    if not kept:
+        return []
+    scheduler.global_batch_size = size
+    for name in kept:
+        setattr(scheduler, name, state[name])
+    if args.lr_warmup_fraction is not None:
+        scheduler.lr_warmup_steps = int(args.lr_warmup_fraction * scheduler.lr_decay_steps)
+    told = ", ".join(
+        f"--{_IN_STEPS[name].replace('_', '-')} {steps} is {steps * size / now:g} of now"
+        for name, steps in kept.items()
+    )
+    return [
+        f"{args.role}: the learning-rate schedule goes on as it began, in optimizer steps of {size} rollouts; the run takes "
+        f"those of {now}: {told}. Another value counts steps of {now}"
+    ]
+
+
+def _changed_curves(args: argparse.Namespace, scheduler: Scheduler, state: dict[str, Any]) -> list[str]:
     """A line for each curve (learning rate, weight decay) that differs from the checkpoint's because it is as long as the run.
 
     Args:
@@ -108,14 +153,13 @@ def changed_curves(args: argparse.Namespace, scheduler: Scheduler, state: dict[s
     Returns:
         No line for a curve that stays, or whose length was given by a flag.
     """
-    if scheduler.use_checkpoint_opt_param_scheduler:
-        return []
     saved = copy.copy(scheduler)
     vars(saved).update(state)
     lines = [] if args.lr_decay_iters else [_changed_rate(args, scheduler, saved)]
     lines.append(_changed_decay(args, scheduler, saved))
     # `--train-iters` is the length of the run, given in optimizer steps.
-    return [] if args.train_iters else [line for line in lines if line is not None]
+    is_given = args.train_iters and state.get("global_batch_size") in (None, args.global_batch_size)
+    return [] if is_given else [line for line in lines if line is not None]
 
 
 def _changed_rate(args: argparse.Namespace, scheduler: Scheduler, saved: Scheduler) -> str | None:

@@ -53,7 +53,7 @@ from slime.training.checkpoint_publication import unpublished
 from slime.training.context_parallel import NO_CONTEXT_PARALLEL, ContextParallel, tell_place
 from slime.training.loss import rows_of_logits
 from slime.training.model_states import ModelStates
-from slime.training.parameter_schedule import changed_curves, restore_schedule, schedule_settings, schedule_state
+from slime.training.parameter_schedule import restore_schedule, schedule_settings, schedule_state
 from slime.training.resident_memory import Residents
 from slime.training.rollout_data import MicroBatch
 from slime.training.routing_replay import RoutingReplay
@@ -205,7 +205,7 @@ class FSDPBackend:
 
         metadata = {
             "sharded_backend": FSDP2, "format_version": 1, "iteration": rollout_id, "has_optimizer": has_optimizer,
-            "world_size": dist.get_world_size(), "scheduler": schedule_state(self.scheduler),
+            "world_size": dist.get_world_size(), "scheduler": schedule_state(self.args, self.scheduler),
             "parameter_groups": [{name: group[name] for name in ("betas", "eps")} for group in self.optimizer.param_groups],
             "without_gradient": [name for name, p in self.model.named_parameters() if p not in self.optimizer.state],
         }  # fmt: skip
@@ -429,9 +429,9 @@ class FSDPBackend:
         if args.use_checkpoint_opt_param_scheduler:
             for group, saved in zip(self.optimizer.param_groups, stored["parameter_groups"], strict=True):
                 group.update(saved, betas=tuple(saved["betas"]))
-        restore_schedule(self.scheduler, stored["scheduler"])
-        for line in changed_curves(args, self.scheduler, stored["scheduler"]) if is_first else ():
-            logger.warning(line)
+        for line in restore_schedule(args, self.scheduler, stored["scheduler"]):
+            if is_first:
+                logger.warning(line)
         if not args.no_load_rng and stored["world_size"] == dist.get_world_size():
             load_generators(directory)
         elif not args.no_load_rng and is_first:

@@ -47,7 +47,7 @@ from slime.backends.megatron_utils.parameter_names import unwrap_model
 from slime.backends.megatron_utils.parameter_selection import as_flags, selection_of
 from slime.backends.megatron_utils.value_head import has_stored_head, leave_out_missing_head
 from slime.training.checkpoint_parts import describe, directory_of_state
-from slime.training.parameter_schedule import changed_curves, restore_schedule
+from slime.training.parameter_schedule import restore_schedule
 from slime.utils.checkpoint_directory import iteration_directory, latest_iteration, require_backend
 from slime.utils.errors import UserError
 
@@ -98,8 +98,7 @@ def load_checkpoint(
         _load_with_optimizer(args, directory, common, stored, model, optimizer, resume=source.resume)
     if scheduler is not None:
         if "scheduler" in common:
-            restore_schedule(scheduler, common["scheduler"])
-            for line in changed_curves(args, scheduler, common["scheduler"]):
+            for line in restore_schedule(args, scheduler, common["scheduler"]):
                 _tell(logging.WARNING, line)
         if not args.no_load_rng:
             if has_layout(args, common.get("layout")):

@@ -341,7 +341,7 @@ def _common_state(args: argparse.Namespace, iteration: int, optimizer: Any, sche
     return {
         "format_version": 1,
         "iteration": iteration,
-        "scheduler": schedule_state(scheduler),
+        "scheduler": schedule_state(args, scheduler),
         "parameter_groups": group_settings(optimizer),
         "loss_scales": loss_scales(optimizer),
         "layout": layout_of(args),
