@@ -40,7 +40,7 @@ from slime.backends.megatron_utils.layer_spec import (
 from slime.backends.megatron_utils.low_precision import multiply_in_fp8, require_fp8_shapes, round_weights_to_int4
 from slime.backends.megatron_utils.optimizer import gather_behind_layers, takes_both_dtypes
 from slime.backends.megatron_utils.overlapped_experts import run_in_parts
-from slime.backends.megatron_utils.parameter_names import EMBEDDING, global_named_parameters, named_expert_biases
+from slime.backends.megatron_utils.parameter_names import EMBEDDING, global_named_parameters
 from slime.backends.megatron_utils.parameter_selection import select_trained_parameters
 from slime.backends.megatron_utils.prediction_layers import put_prediction_layers
 from slime.backends.megatron_utils.transformer_config import build_transformer_config, virtual_stages
@@ -51,6 +51,8 @@ from slime.utils.plugin_loader import accepted_keywords, calling_user_code, load
 
 ModelProvider = Callable[..., GPTModel]
 
+# Buffers of routers.
+_IN_FLOAT32 = ("expert_bias", "local_tokens_per_expert")
 _ROUTES = {"probs", "routing_map", "reversed_local_input_permutation_mapping"}
 
 
@@ -288,9 +290,11 @@ def setup_model(args: Any) -> list[DistributedDataParallel]:
         model = model.to(get_accelerator().current_device())
         if config.fp16 or config.bf16:
             model = Float16Module(config, model)
-            for _, bias in named_expert_biases(model):
-                # Routers do that at their first forward pass; a bias that is loaded before would be rounded.
-                bias.data = bias.float()
+            for name, buffer in model.named_buffers():
+                # Routers do that with their biases at the first forward pass; one that is loaded before would be rounded. A
+                # count of tokens in bfloat16 has no odd numbers above 256.
+                if name.endswith(_IN_FLOAT32):
+                    buffer.data = buffer.float()
             if takes_both_dtypes(args):
                 keep_float32(args, model)
         # Buckets let the first chunk's gradients travel during backward; those of later chunks have time in any case.

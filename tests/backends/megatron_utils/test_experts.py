@@ -456,6 +456,26 @@ def test_a_step_that_is_not_taken_moves_no_bias(models):
     assert skipped == 1 and unmoved
 
 
+def count_tokens(args):
+    """How many times each router has sent a token to an expert, after two streams of 701 tokens."""
+    know_biases()
+    from slime.backends.megatron_utils.routers import Router
+    from tests.support.processes import megatron_worker as megatron
+
+    (chunk,) = megatron.load_model(args)
+    for _ in range(2):
+        megatron.packed_forward(chunk, [[7] * 701])
+    return [module.local_tokens_per_expert.tolist() for module in chunk.modules() if isinstance(module, Router)]
+
+
+def test_routers_count_tokens_in_32_bits_beside_weights_of_16(models):
+    """bfloat16 has neither 701 nor 1402, so that loads which are nearly even would seem to be so."""
+    (counts,) = run_distributed(count_tokens, 1, (tiny_args(models[0] / BIASED, **BIAS, bf16=True),))
+    assert len(counts) == 2
+    # Two experts for each token. Since these are all alike, an expert has many of them.
+    assert all(sum(of_router) == 2 * 1402 and max(of_router) > 701 for of_router in counts)
+
+
 def save_and_go_on(runs):
     """By name: the weights at a checkpoint after two steps, and those that a third step ends at."""
     know_biases()
