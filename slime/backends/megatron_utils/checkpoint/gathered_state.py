@@ -191,9 +191,9 @@ def _put_states_of(part: DistributedOptimizer, weight: torch.Tensor, pieces: Map
 
 
 def _spread_weights(part: DistributedOptimizer) -> None:
-    """Gather weights that are part of their main parameter, since they may have been rounded in another way when these were
-    saved. Collective over the data-parallel ranks."""
-    if _is_precision_aware(part):
+    """Gather weights that are part of their main parameter, or the same memory, since those of the checkpoint may have been
+    rounded in another way, or have been of 16 bits. Collective over the data-parallel ranks."""
+    if _is_precision_aware(part) or any(weight.dtype == torch.float32 for weight in part.model_param_group_index_map):
         for chunk in part.model_chunks:
             chunk.start_param_sync(force_sync=True)
 

@@ -164,6 +164,29 @@ def test_every_layout_saves_what_it_loaded_and_megatrons_own_way_is_the_same(fou
         assert not different, f"{directory}: {different[:3]}"
 
 
+def widen(narrow: SimpleNamespace, wide: SimpleNamespace) -> list[torch.Tensor]:
+    """The weights of this rank, in float32, of a run that resumes from the checkpoint of one in bfloat16."""
+    run = ResumableRun(narrow)
+    run.prepare()
+    run.step()
+    run.save()
+    return [p.detach().clone() for chunk in resumed(wide, narrow.save).model for p in chunk.parameters()]
+
+
+def test_ranks_that_go_on_in_float32_all_have_the_float32_values_of_a_checkpoint_in_16_bits(tmp_path):
+    """Each has them for its share of the optimizer, and only roundings of the rest."""
+    write_tiny_model(tmp_path / "model", tied=False)
+    cases = [
+        resumable_args(tmp_path / "model", tmp_path / "saved", data_parallel_size=2, **flags)
+        for flags in (BFLOAT16, {})
+    ]
+    one, other = run_distributed(widen, 2, tuple(cases))
+    assert [index for index, (own, its) in enumerate(zip(one, other, strict=True)) if not own.equal(its)] == []
+    rounded = [index for index, weight in enumerate(one) if weight.bfloat16().float().equal(weight)]
+    # Norms of a fresh model are ones, and a step of them is small.
+    assert len(rounded) < len(one) / 2
+
+
 # As runs pad 131 rows: to a multiple of 8 for each tensor-parallel rank.
 DATA, TENSOR = {"data_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 WHOLE_VOCABULARY, CUT_VOCABULARY = {**DATA, "padded_vocab_size": 136}, {**TENSOR, "padded_vocab_size": 144}
