@@ -4,7 +4,8 @@ Generation, and the users' functions that it calls, work on attempts, which are 
 that failed leaves nothing to the next one, which starts from the prompt. An attempt that was interrupted may be continued in a
 later step: it returns to the data source with what it has, and with its prompt beside it. If the run is started again with
 other sampling flags, it begins anew: all log-probs of an answer must be those of one distribution. So does one that has a
-reward if the run grades in another way, since rewards of a group are compared.
+reward if the run grades in another way, since rewards of a group are compared, and a finished one without the experts of its
+tokens if the run replays them now.
 
 Invariants: no prompt is lost; a returned group has as many entries as it was given; finished siblings stay finished.
 """
@@ -178,8 +179,8 @@ def as_finished_group(args: Any, original: list[Any], group: list[Any]) -> list[
 
 
 def begin_anew_where_sampled_otherwise(args: Any, groups: list[list[Any]], rollout_id: int) -> list[list[Any]]:
-    """`groups`, with prompts in place of attempts that an earlier start sampled from another distribution, or graded in another
-    way. A warning tells.
+    """`groups`, with prompts in place of attempts that an earlier start sampled from another distribution, graded in another
+    way, or finished without what this one trains on. A warning tells.
 
     An attempt that does not say which flags it was sampled under, say from a user's function, stays as it is.
     """
@@ -191,6 +192,8 @@ def begin_anew_where_sampled_otherwise(args: Any, groups: list[list[Any]], rollo
         samples = leaves(entry)
         under = samples[0].__dict__.get(SAMPLED_UNDER, {}) if samples else {}
         changed = [f"{flag} {was} → {flags[flag]}" for flag, was in under.items() if flags.get(flag, was) != was]
+        if under and args.use_rollout_routing_replay and any(map(_lacks_experts, samples)):
+            changed.append("--use-rollout-routing-replay")
         if not changed:
             return entry
         others.append(", ".join(changed))
@@ -204,6 +207,11 @@ def begin_anew_where_sampled_otherwise(args: Any, groups: list[list[Any]], rollo
         )  # fmt: skip
     # A group without such an attempt stays the same object: by that it is known who has drawn it.
     return [group if all(map(operator.is_, group, own)) else own for group, own in pairs]
+
+
+def _lacks_experts(sample: Sample) -> bool:
+    """Whether no engine will be asked for the experts of its tokens any more."""
+    return sample.status in FINISHED and sample.response_length > 0 and sample.rollout_routed_experts is None
 
 
 def _sampling_flags(args: Any) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Attempts on prompts that stay as they are: what returns to the data source, and the masks after a resumption."""
 
+import operator
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from slime.observability.trace_utils import trace_event, trace_next_attempt
@@ -27,7 +29,7 @@ from tests.support.models.rollout_steps import params, plugin, prompt_number, ru
 Status = Sample.Status
 ARGS = SimpleNamespace(
     rollout_temperature=1.0, rollout_top_p=1.0, rollout_top_k=-1, rm_type="math", custom_rm_path=None, rm_url=None,
-    reward_key=None, group_rm=False,
+    reward_key=None, group_rm=False, use_rollout_routing_replay=False,
 )  # fmt: skip
 MASKING = SimpleNamespace(partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
 
@@ -252,6 +254,20 @@ def test_graded_attempts_begin_anew_where_the_run_grades_otherwise(caplog):
         ((begun, continued),) = begin_anew_where_sampled_otherwise(args, saved, 5)
         assert begun == origin[0] and continued is saved[0][1]
         assert f"(--{flag.replace('_', '-')} {getattr(ARGS, flag)} → {value})" in caplog.text
+
+
+def test_finished_attempts_without_experts_begin_anew_where_the_run_replays_them(caplog):
+    """Nobody would ask for them again. Unfinished ones get those of all their tokens with the rest."""
+    origin = [Sample(index=index, prompt="p") for index in range(3)]
+    finished = {"status": Status.COMPLETED, "response": "a", "response_length": 1, "reward": 1.0}
+    group = [Sample(index=0, **finished), partial_sample(2, 3, index=1), Sample(index=2, **finished)]
+    group[2].rollout_routed_experts = np.zeros((2, 2, 1), np.int32)
+    saved = groups_from_plain(groups_to_plain([as_partial_group(ARGS, origin, group, 4)]))
+    args = SimpleNamespace(**{**vars(ARGS), "use_rollout_routing_replay": True})
+    ((begun, *kept),) = begin_anew_where_sampled_otherwise(args, saved, 5)
+    assert begun == origin[0] and all(map(operator.is_, kept, saved[0][1:]))
+    assert "rollout 5: 1 attempts of an earlier start begin anew" in caplog.text
+    assert "(--use-rollout-routing-replay)" in caplog.text
 
 
 def test_one_verdict_on_a_group_is_kept_whole_or_not_at_all():

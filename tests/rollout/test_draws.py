@@ -435,6 +435,7 @@ def test_an_attempt_that_begins_anew_goes_back_as_what_was_drawn(data_args):
     data_args.n_samples_per_prompt = 1
     data_args.rollout_temperature, data_args.rollout_top_p, data_args.rollout_top_k = 1.0, 1.0, -1
     data_args.rm_type, data_args.custom_rm_path, data_args.rm_url, data_args.reward_key = "math", None, None, None
+    data_args.use_rollout_routing_replay = False
     data_args.group_rm = False
     origin = [Sample(index=70, prompt="waited")]
     attempt = Sample(index=70, tokens=[1, 2], response_length=1, status=Sample.Status.ABORTED)
