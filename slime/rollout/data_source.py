@@ -210,6 +210,7 @@ class RolloutDataSource(DataSource):
             "generators": {"shuffle": dict(self._shuffle)},
             "fingerprint": copy.deepcopy(self._fingerprint),
             "read_with": _reading_flags(self.args),
+            "rollout_batch_size": self.args.rollout_batch_size,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -242,6 +243,19 @@ class RolloutDataSource(DataSource):
                 "stay as they were read; --fresh-data-state starts the data from zero",
                 ", ".join(changed),
             )
+        size, size_before = self.args.rollout_batch_size, state.get("rollout_batch_size")
+        if size_before not in (None, size) and self.args.num_epoch is not None:
+            logger.warning(
+                "--num-epoch %d is as many rollouts as these passes have by --rollout-batch-size %d, also of those that were "
+                "done with %d: the run ends before or behind the end of a pass; --num-rollout says when",
+                self.args.num_epoch, size, size_before,
+            )  # fmt: skip
+        # A class of a user's own may put the groups back itself.
+        if state["buffer"] and type(self) is RolloutDataSource:
+            logger.warning(
+                "%d groups that were returned to the data are left out: --data-source-path %s takes none back",
+                len(state["buffer"]), self.args.data_source_path,
+            )  # fmt: skip
         self._shuffle = dict(saved_shuffle)
         self._order = None
         self.sample_offset = state["sample_offset"]

@@ -59,6 +59,7 @@ def make_args(tmp_path):
             load=str(tmp_path / "checkpoint"),
             start_rollout_id=None,
             num_rollout=2,
+            num_epoch=None,
             rollout_function_path="slime.rollout.sglang_rollout.generate_rollout",
             rollout_batch_size=2,
             over_sampling_batch_size=2,

@@ -386,6 +386,25 @@ class TestCreate:
         assert drawn == [group[0].label for group in again.get_samples(40)]
         assert drawn != [group[0].label for group in otherwise.get_samples(40)]
 
+    def test_groups_that_a_source_without_a_buffer_leaves_out_are_told(self, make_args, caplog):
+        with_buffer = RolloutDataSourceWithBuffer(make_args())
+        with_buffer.add_samples(with_buffer.get_samples(2))
+        saved = with_buffer.state_dict()
+        RolloutDataSourceWithBuffer(make_args()).load_state_dict(saved)
+        assert "left out" not in caplog.text
+        path = "slime.rollout.data_source.RolloutDataSource"
+        RolloutDataSource(make_args(data_source_path=path)).load_state_dict(saved)
+        assert f"2 groups that were returned to the data are left out: --data-source-path {path}" in caplog.text
+
+    def test_a_number_of_epochs_is_told_to_be_one_of_rollouts_where_these_have_another_size(self, make_args, caplog):
+        saved = RolloutDataSource(make_args(rollout_batch_size=2)).state_dict()
+        RolloutDataSource(make_args(rollout_batch_size=2, num_epoch=3)).load_state_dict(saved)
+        RolloutDataSource(make_args(rollout_batch_size=4, num_epoch=None)).load_state_dict(saved)
+        assert "--num-epoch" not in caplog.text
+        RolloutDataSource(make_args(rollout_batch_size=4, num_epoch=3)).load_state_dict(saved)
+        assert "--num-epoch 3 is as many rollouts as these passes have by --rollout-batch-size 4" in caplog.text
+        assert "those that were done with 2:" in caplog.text
+
     def test_a_resume_that_reads_rows_otherwise_says_what_stays(self, make_args, caplog):
         saved = RolloutDataSource(make_args()).state_dict()
         RolloutDataSource(make_args()).load_state_dict(saved)

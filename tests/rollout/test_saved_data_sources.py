@@ -102,7 +102,9 @@ class TestState:
         assert [path.name for path in directory.parent.iterdir()] == [directory.name]
         state = json.loads((directory / "state.json").read_text())
         expected = {"sample_offset", "epoch_id", "sample_group_index", "sample_index", "metadata", "buffer"}
-        assert expected | {"generators", "fingerprint", "format_version", "read_with"} == set(state)
+        assert expected | {"generators", "fingerprint", "format_version", "read_with", "rollout_batch_size"} == set(
+            state
+        )
         assert state["fingerprint"]["files"][0]["path"].endswith("prompts.jsonl")
         resumed = RolloutDataSourceWithBuffer(make_args())
         resumed.load(3)
