@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -319,11 +320,13 @@ def begins_with_a_tenth_of_the_learning_rate(given):
         given.directory, "--num-steps-per-rollout", "2", "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"
     )
     rates = []
-    for rollout_id, step_id in ((0, 0), (1, 0), (40, 1)):
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-        function(args, rollout_id, step_id, [], optimizer, None)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = SimpleNamespace(get_lr=lambda group: 1.0)
+    # After a step that was skipped the schedule has not set the rate anew.
+    for rollout_id, step_id in ((0, 0), (1, 0), (1, 0), (40, 1)):
+        function(args, rollout_id, step_id, [], optimizer, schedule)
         rates.append(optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([0.1, 0.3, 1.0])
+    assert rates == pytest.approx([0.1, 0.3, 0.3, 1.0])
 
 
 @check("my_rollout.py")
