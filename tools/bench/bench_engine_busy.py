@@ -1,12 +1,11 @@
 """The share of the generation phase in which engines compute (processor seconds of their schedulers over seconds of the phase),
-and the length of the phase.
+the length of the phase, and what other processes of the run take of the processor meanwhile.
 
     python tools/bench/bench_engine_busy.py                    # 0.8 M and 19 M parameters, an engine per core
     python tools/bench/bench_engine_busy.py --model 19M --lengths long-tailed
 
 `train.py`, started as users start it, generates 128 answers to 16 prompts in each rollout and trains nothing. On a machine that
-others use too, an engine that waits for a core looks idle. The first rollout pays for one-time work and does not count.
-Bar: 0.9.
+others use too, an engine that waits for a core looks idle. The first rollout is told apart. Bar: 0.9.
 """
 
 import argparse
@@ -29,6 +28,11 @@ from tools.bench.bench_peers import LENGTHS, PROMPTS, SAMPLES, SHAPES
 from tools.tied import ROOT, run_tied
 
 INTERVAL_S = 0.05
+# Processes of a run, and what their command lines hold; whatever else carries its mark is among the "others".
+KINDS = {
+    "schedulers": "sglang::scheduler", "detokenizers": "sglang::detokenizer", "servers": "sglang_utils.server_process",
+    "router": "router_process", "manager": "ray::RolloutManager", "others": "",
+}  # fmt: skip
 
 
 def main() -> None:
@@ -60,33 +64,43 @@ def measure(name: str, directory: Path, options: argparse.Namespace) -> None:
     environment = {**os.environ, "TENSORBOARD_DIR": str(events), "SLIME_ACCELERATOR": "cpu", MARK: watch.mark}
     run_tied(command, directory / "train.log", environment)
     seconds = watch.stop()
-    told = phases(events)[1:]
-    shares = [share_of(phase, seconds) for phase in told]
+    first, *told = phases(events)
+    shares = [share_of(phase, seconds["schedulers"]) for phase in told]
     took = statistics.median(end - begin for begin, end in told)
     lowest, highest = (statistics.median(pick(share) for share in shares) for pick in (min, max))
     mean = statistics.median(statistics.fmean(share) for share in shares)
     print(
         f"{name}, {options.lengths}, {options.engines} engine(s): busy {mean:.2f} of {len(shares)} phases of {took:.2f} s "
-        f"(medians; the engine with the least {lowest:.2f}, with the most {highest:.2f})",
-        flush=True,
+        f"(medians; the engine with the least {lowest:.2f}, with the most {highest:.2f}), the first one of "
+        f"{first[1] - first[0]:.2f} s"
+    )
+    taken = {
+        kind: statistics.median(sum(share_of(phase, read)) * (phase[1] - phase[0]) for phase in told)
+        for kind, read in seconds.items()
+    }
+    print(
+        "  seconds of the processor in a phase:", ", ".join(f"{kind} {taken[kind]:.2f}" for kind in KINDS), flush=True
     )
 
 
 class Watch:
-    """Reads the processor seconds of the schedulers of the run that carries its mark, until it is stopped."""
+    """Reads the processor seconds of the processes of the run that carries its mark, until it is stopped."""
 
     def __init__(self) -> None:
         self.mark = uuid.uuid4().hex
         self._read: dict[int, list[tuple[float, float]]] = {}
+        self._kinds: dict[int, str] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def stop(self) -> list[np.ndarray]:
-        """Stop reading. Returns an array [n, 2] for each scheduler: (time, its processor seconds so far)."""
+    def stop(self) -> dict[str, list[np.ndarray]]:
+        """Stop reading. Returns for each kind an array [n, 2] of each process: (time, its processor seconds so far)."""
         self._stopped.set()
         self._thread.join(60)
-        return [np.array(read) for read in self._read.values()]
+        return {
+            kind: [np.array(read) for pid, read in self._read.items() if self._kinds[pid] == kind] for kind in KINDS
+        }
 
     def _watch(self) -> None:
         found: dict[int, psutil.Process] = {}
@@ -94,7 +108,7 @@ class Watch:
         while not self._stopped.wait(INTERVAL_S):
             # Looking through all processes takes much longer than reading a few, so it happens less often.
             if time.monotonic() - looked > 2:
-                found, looked = self._schedulers(), time.monotonic()
+                found, looked = self._processes(), time.monotonic()
             for pid, process in found.items():
                 try:
                     times = process.cpu_times()
@@ -102,12 +116,15 @@ class Watch:
                     continue
                 self._read.setdefault(pid, []).append((time.time(), times.user + times.system))
 
-    def _schedulers(self) -> dict[int, psutil.Process]:
+    def _processes(self) -> dict[int, psutil.Process]:
         found = {}
         for process in psutil.process_iter():
             try:
-                if "sglang::scheduler" in " ".join(process.cmdline()) and process.environ().get(MARK) == self.mark:
+                if process.environ().get(MARK) == self.mark:
+                    command = " ".join(process.cmdline())
                     found[process.pid] = process
+                    # A process gets its title when it has begun.
+                    self._kinds[process.pid] = next(kind for kind, words in KINDS.items() if words in command)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         return found

@@ -1,6 +1,6 @@
 """Tokens per second of one engine without a GPU: our batched attention and SGLang's own, taking turns in one run.
 
-    python tools/bench/bench_generation.py                                    # 0.8 M parameters, 128 answers of 64 tokens
+    python tools/bench/bench_generation.py                                    # 1.25 M parameters, 128 answers of 64 tokens
     python tools/bench/bench_generation.py --hidden-size 512 --num-layers 8   # other sizes, for tools/make_toy_task.py
     python tools/bench/bench_generation.py --lengths 32 256                   # log-normal: median, cap
 

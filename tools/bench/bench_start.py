@@ -3,7 +3,7 @@
     python tools/bench/bench_start.py [--starts 3]
     git worktree add ../before COMMIT && python tools/bench/bench_start.py --beside ../before
 
-A start is a run of one rollout on the toy task of 0.8 M parameters, with one engine and one rank. `train.py` logs the seconds
+A start is a run of one rollout on the toy task of 1.25 M parameters, with one engine and one rank. `train.py` logs the seconds
 itself; the bench reads processor seconds from the kernel while the run goes on, up to that moment. With --beside, each turn
 starts the other trees first and then this one, all with the interpreter of this one, so that all trees meet the same state of
 the machine. Before the clock starts, the bench compiles the modules of every tree and lets it cache the flags of the installed
