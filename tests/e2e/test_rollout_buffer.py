@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slime.utils.ports import reserve_port
-from tests.support.models.tiny_task import SAMPLES_PER_PROMPT
+from tests.support.models.tiny_task import SAMPLES_PER_PROMPT, without
 from tests.support.processes.train_process import REPOSITORY, TrainProcess
 from tests.support.processes.waiting import wait_until
 
@@ -83,7 +83,8 @@ def test_a_run_trains_on_what_generators_send_also_when_the_service_is_killed(ta
 
     def flags(num_rollout):
         return [
-            *task.loop_flags, "--rollout-function-path", "slime_plugins.rollout_buffer.rollout.generate_rollout",
+            *without(task.loop_flags, "--custom-rm-path"),
+            "--rollout-function-path", "slime_plugins.rollout_buffer.rollout.generate_rollout",
             "--rollout-buffer-url", service.url, "--rollout-task-type", "even_tokens", "--num-rollout", num_rollout,
             "--save", checkpoints, "--load", checkpoints, "--save-interval", "1", "--use-tis",
             "--save-debug-rollout-data", dumps / "{rollout_id}.pt", "--rollout-batch-size", ROLLOUT_BATCH_SIZE,

@@ -16,7 +16,7 @@ import pytest
 import requests
 
 from slime.rollout.rollout_dump import load_rollout
-from tests.support.models.tiny_task import PLUG_INS, ROLLOUT_BATCH_SIZE
+from tests.support.models.tiny_task import PLUG_INS, ROLLOUT_BATCH_SIZE, without
 from tests.support.processes.plug_ins import graded_reward, parities
 from tests.support.processes.train_process import REPOSITORY, TrainProcess
 
@@ -56,12 +56,6 @@ def rollouts(task, reward_service, tmp_path_factory):
         "--num-rollout", len(ROLLOUTS), "--save-debug-rollout-data", directory / "{rollout_id}.pt",
     ]  # fmt: skip
     return TrainProcess(flags, directory / "run", env=KEY).finish(400), str(directory / "{rollout_id}.pt")
-
-
-def without(flags, name):
-    """`flags` without the flag `name` and its value."""
-    place = flags.index(name)
-    return [*flags[:place], *flags[place + 2 :]]
 
 
 @pytest.mark.slow

@@ -65,6 +65,12 @@ class TinyTask:
         ]  # fmt: skip
 
 
+def without(flags: list[str], name: str) -> list[str]:
+    """`flags` without the flag `name` and its value."""
+    place = flags.index(name)
+    return [*flags[:place], *flags[place + 2 :]]
+
+
 def make_tiny_task(directory: Path, prompts: int = 14, **model: Any) -> TinyTask:
     """Write a model (`make_tiny_checkpoint`), prompts and held-out prompts below `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
