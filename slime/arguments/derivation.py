@@ -168,7 +168,7 @@ def _unset_values(args: argparse.Namespace) -> None:
         args.eval_top_k = -1 if args.eval_top_k is None else args.eval_top_k
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
-    args.update_weights_in_flight |= args.rollout_function_path.startswith(FULLY_ASYNC)
+    args.update_weights_in_flight |= args.rollout_function_path.startswith((FULLY_ASYNC, ROLLOUT_BUFFER))
     args.rm_model_path = args.rm_model_path or args.hf_checkpoint
     for name in ("rollout", "train") if args.dump_details is not None else ():
         if f"save_debug_{name}_data" not in args.typed_flags:

@@ -55,7 +55,7 @@ _WITH_STAGES = {
 WITH_ROLES = {
     "use_rollout_routing_replay": "the engine that prefills keeps the experts of a prompt, and the other returns wrong ones",
     "update_weights_in_flight": "a paused engine transfers no caches, and cannot be flushed during a transfer (fully "
-    "asynchronous generation implies the flag)",
+    "asynchronous generation and the rollout buffer imply the flag)",
 }
 _ADDRESS = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+(%\w+)?\]")
 

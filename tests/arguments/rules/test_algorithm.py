@@ -55,6 +55,10 @@ def test_generation_that_never_stops_needs_its_loop_and_somebody_who_evaluates(t
     assert_violation(tmp_path, words, message, asynchronous=True)
     assert asynchronous(tmp_path, f"--rollout-function-path {path}").update_weights_in_flight is True
     assert asynchronous(tmp_path, "--async-buffer-size 2").update_weights_in_flight is False
+    # Generators ask all the time, too: what a push cut off and they asked again would only ever be short answers.
+    path = "slime_plugins.rollout_buffer.rollout.generate_rollout"
+    words = f"--rollout-function-path {path} --rollout-buffer-url http://127.0.0.1:1"
+    assert asynchronous(tmp_path, words).update_weights_in_flight is True
 
 
 def test_a_dict_of_a_reward_has_an_entry_that_counts(tmp_path):
