@@ -26,7 +26,7 @@ from typing import Any
 
 from slime.utils import env
 from slime.utils.async_utils import run
-from slime.utils.data_files import parse_data_path, read_file
+from slime.utils.data_files import iterate_rows, parse_data_path, raise_bad_row
 from slime.utils.epoch_order import Part, epoch_order
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError, post, post_control
@@ -38,7 +38,7 @@ logger = logging.getLogger("generator")
 _TRY_LATER = 429
 # If so many trajectories in a row, of more than one prompt, fail, they have one cause, which does not go away.
 _MOST_FAILURES = 32
-# So often an answer may be cut off by a push of weights before that counts as a fault.
+# So often an answer may be cut off before that counts as a fault.
 _MOST_INTERRUPTIONS = 50
 _WAIT_S = 0.5
 _DEFAULT_CONCURRENCY = 64
@@ -110,8 +110,9 @@ class BaseGenerator(abc.ABC):
     async def chat(self, prompt: str | list[dict[str, Any]], **sampling_params: Any) -> Turn:
         """The engine's answer to a chat, or to one message of a user, sampled as the run samples.
 
-        If a push of weights interrupts the answer it is begun anew. With `--use-fault-tolerance` it waits for engines that are
-        away, up to `--http-request-timeout`. The answer has no more tokens than the context leaves room for.
+        A push of weights only pauses the answer; if an engine gives it up for another reason, it is begun anew. With
+        `--use-fault-tolerance` it waits for engines that are away, up to `--http-request-timeout`. The answer has no more
+        tokens than the context leaves room for.
 
         Raises:
             UserError: the chat fills the context, so that no token is left for an answer.
@@ -209,10 +210,12 @@ class BaseGenerator(abc.ABC):
 
     def _rows(self, file: str) -> Iterator[dict[str, Any]]:
         """The rows of a file, with the prompt under `prompt` and the label under `label`."""
-        for row in read_file(file):
+        on_bad_row = _leave_out if self.data.get("allow_bad_rows") else raise_bad_row
+        for place, row in iterate_rows(file, on_bad_row=on_bad_row):
             key = self.data.get("input_key") or ("prompt" if "prompt" in row else "input")
             if key not in row:
-                raise UserError(f"--input-key {key}: a row has {', '.join(row)}")
+                on_bad_row(place, f"there is no {key} (--input-key) among {', '.join(row)}")
+                continue
             yield {**row, "prompt": row[key], "label": row.get(self.data.get("label_key") or "label")}
 
     def _instances(self, rows: list[dict[str, Any]], parts: list[Part]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -280,6 +283,10 @@ class BaseGenerator(abc.ABC):
             with contextlib.suppress(_Later):
                 return await _post_item(url, item)
             await asyncio.sleep(_WAIT_S)
+
+
+def _leave_out(place: str, cause: str) -> None:
+    logger.warning("%s is left out: %s", place, cause)
 
 
 class _Later(Exception):

@@ -320,6 +320,7 @@ def start_request(args: Any, run_id: str, skip_instance_ids: list[str]) -> dict[
         "input_files": prompts,
         "input_key": args.input_key,
         "label_key": args.label_key,
+        "allow_bad_rows": bool(args.allow_bad_rows),
         "shuffle": bool(args.rollout_shuffle),
         "seed": args.rollout_seed,
         "tokenizer_path": args.hf_checkpoint,

@@ -11,6 +11,7 @@ from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError, HttpSettings, close_http_client, post
 from slime_plugins.rollout_buffer import base_generator
 from slime_plugins.rollout_buffer.base_generator import BaseGenerator
+from slime_plugins.rollout_buffer.math_generator import MathGenerator
 from tests.support.models.rollout_args import make_checkpoint
 from tests.support.processes.fake_generate_server import FakeGenerateServer
 from tests.support.processes.http_server import forget_everything
@@ -110,6 +111,27 @@ def test_prompts_come_by_the_weights_of_their_files(checkpoint, engine, tmp_path
     assert [sorted(instance for _, instance in part) for part in (plain[:8], plain[8:])] == [
         [f"{epoch}-{row}" for row in range(8)] for epoch in range(2)
     ]
+
+
+def test_bad_rows_are_left_out_where_the_run_allows_them(checkpoint, engine, tmp_path, caplog):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": \n{"question": "b"}\n{"prompt": "c"}\n')
+    words = {"input_files": [str(file)], "input_key": "prompt", "num_repeat_per_sample": 1, "num_process": 1, "most": 2}
+    with pytest.raises(UserError, match="rows.jsonl:2: .*--allow-bad-rows"):
+        generator(checkpoint, engine, FirstOfMany, **words).run()
+    made = generator(checkpoint, engine, FirstOfMany, allow_bad_rows=True, **words)
+    with pytest.raises(UserError, match="enough"):
+        made.run()
+    assert [item["prompt"] for item in made.sent] == ["a", "c"]
+    assert "rows.jsonl:2 is left out" in caplog.text
+    assert "rows.jsonl:3 is left out: there is no prompt (--input-key) among question" in caplog.text
+
+
+@pytest.mark.parametrize("label", [None, "", {"ground_truth": "7"}, ["7"]])
+def test_a_label_that_no_answer_equals_is_told(checkpoint, engine, label):
+    made = generator(checkpoint, engine, MathGenerator)
+    with pytest.raises(UserError, match="the label of a row is .*--label-key"):
+        asyncio.run(made.trajectory({"prompt": "why?", "label": label}))
 
 
 def test_an_answer_has_no_more_tokens_than_the_context_leaves(checkpoint, engine):
