@@ -29,15 +29,19 @@ from slime.rollout.engine_request import get_model_url, router_urls
 from slime.rollout.train_data import relative_rewards
 from slime.utils import env
 from slime.utils.engine_answers import TokenLogProbs
-from slime.utils.errors import RunError, UserError
+from slime.utils.errors import UserError
 from slime.utils.finite_number import finite_number
-from slime.utils.http_utils import post_generate
+from slime.utils.http_utils import HttpError, post_generate
 from slime.utils.processing_utils import load_tokenizer, sees_images
 from slime.utils.sample_fields import held, read_only, token_array
 from slime.utils.types import Sample, failed_and_masked
 
 # The name of a teacher that the run serves itself.
 SERVED_TEACHER = "teacher"
+# A teacher that takes other weights, or is served by a run that ends a step early, gives up what it was asked, and is asked
+# again, so many times.
+_ABORTED_TIMES = 5
+_WAIT_S = 0.5
 # Teachers whose tokenizer was compared, by address.
 _compared: set[str] = set()
 
@@ -47,8 +51,7 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
 
     Raises:
         UserError: no address, the teacher reads the tokens as other text than the student, or the prompt has images.
-        RunError: the teacher's answer does not hold the log-probs of the sample's tokens.
-        HttpError: the teacher refuses the request, or cannot be reached.
+        HttpError: the teacher refuses the request, cannot be reached, or gives no log-probs of the sample's tokens.
     """
     if sees_images(sample):
         raise UserError(
@@ -59,7 +62,11 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
     is_first = url not in _compared
     key = env.reward_service_key() if args.rm_url else None
     headers = {"Authorization": f"Bearer {key}"} if key else None
-    answer = await post_generate(url, _request(args, sample, with_text=is_first), headers)
+    for is_last in (*[False] * _ABORTED_TIMES, True):
+        answer = await post_generate(url, _request(args, sample, with_text=is_first), headers)
+        if is_last or not _is_aborted(answer):
+            break
+        await asyncio.sleep(_WAIT_S)
     sample.teacher_log_probs = _response_log_probs(answer, sample, url)
     if is_first and url not in _compared:
         # In a thread: it loads a tokenizer, and looks at each token of a response that may be long.
@@ -74,7 +81,7 @@ def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) ->
     A reward that is the answer itself, from a function that returned it, is turned into `teacher_log_probs`.
 
     Raises:
-        RunError: an answer does not hold the log-probs of the sample's tokens.
+        HttpError: an answer does not hold the log-probs of the sample's tokens.
         UserError: a reward is no finite number.
     """
     raw = [_number(args, sample) for sample in samples]
@@ -123,17 +130,22 @@ def _request(args: Any, sample: Sample, *, with_text: bool) -> dict[str, Any]:
     return {**payload, "return_text_in_logprobs": True} if with_text else payload
 
 
+def _is_aborted(answer: Any) -> bool:
+    meta_info = answer.get("meta_info") if isinstance(answer, dict) else None
+    return ((meta_info or {}).get("finish_reason") or {}).get("type") == "abort"
+
+
 def _response_log_probs(answer: Any, sample: Sample, source: str) -> np.ndarray:
     meta_info = answer.get("meta_info") if isinstance(answer, dict) else None
     entries = (meta_info or {}).get("input_token_logprobs")
     if entries is None or not len(entries):
-        raise RunError(f"{source} answered without meta_info.input_token_logprobs for sample {sample.index}")
+        raise HttpError(f"{source} answered without meta_info.input_token_logprobs for sample {sample.index}")
     # The first token has nothing before it that could predict it.
     log_probs = _log_probs(entries)[1:]
     response = log_probs[max(len(log_probs) - sample.response_length, 0) :]
     wrong = response[~np.isfinite(response)]
     if len(wrong) or len(response) != sample.response_length:
-        raise RunError(
+        raise HttpError(
             f"{source} gave log-probs for sample {sample.index} that are no numbers or too few: {len(response)} of "
             f"{sample.response_length}, {len(wrong)} of them no numbers"
         )

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from slime.rollout import on_policy_distillation
+from slime.rollout.failures import SampleFailed, failing_alone
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
 from slime.rollout.rm_hub import async_rm
 from slime.rollout.train_data import convert_samples_to_train_batch
-from slime.utils.errors import RunError, UserError
+from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError, close_http_client
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import make_args
@@ -151,8 +152,41 @@ def test_an_answer_as_reward_is_taken_apart(checkpoint):
 )
 def test_an_answer_without_the_tokens_is_an_error(checkpoint, entries, message):
     sample = a_sample(reward={"meta_info": {"input_token_logprobs": entries}})
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(HttpError, match=message):
         post_process_rewards(teacher_args(checkpoint, "http://t"), [sample])
+
+
+def test_a_teacher_that_gives_a_request_up_is_asked_again_and_not_for_ever(checkpoint, monkeypatch):
+    """A run that ends a step early, or gives the teacher other weights, has it give up all requests."""
+    given_up = {"meta_info": {"finish_reason": {"type": "abort"}, "input_token_logprobs": []}}
+    entries = [[None, 40], [-1.0, 41], [-2.0, 42], [-3.0, 43], [-4.0, 44]]
+    answers = [
+        given_up,
+        given_up,
+        {"meta_info": {"finish_reason": {"type": "length"}, "input_token_logprobs": entries}},
+    ]
+
+    async def answer(*_):
+        return answers.pop(0) if len(answers) > 1 else answers[0]
+
+    monkeypatch.setattr(on_policy_distillation, "post_generate", answer)
+    monkeypatch.setattr(on_policy_distillation, "_WAIT_S", 0)
+    sample = a_sample()
+    assert run(reward_func(teacher_args(checkpoint, "http://t"), sample)) == [0.0]
+    assert sample.teacher_log_probs == [-2.0, -3.0, -4.0]
+    answers[:] = [given_up]
+    with pytest.raises(HttpError, match="without meta_info.input_token_logprobs for sample 0"):
+        run(reward_func(teacher_args(checkpoint, "http://t"), sample))
+
+
+def test_an_answer_that_cannot_be_used_fails_its_sample_alone(checkpoint, monkeypatch):
+    async def answer(*_):
+        return {"meta_info": {"input_token_logprobs": [[None, 40], [-math.inf, 44]]}}
+
+    monkeypatch.setattr(on_policy_distillation, "post_generate", answer)
+    args = teacher_args(checkpoint, "http://t", use_fault_tolerance=True)
+    with pytest.raises(SampleFailed, match="too few"), failing_alone(args):
+        run(async_rm(args, a_sample()))
 
 
 def test_another_tokenizer_is_noticed(server, checkpoint):
