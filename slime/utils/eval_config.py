@@ -7,6 +7,7 @@ training) flag.
 import copy
 import dataclasses
 import inspect
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
@@ -15,6 +16,8 @@ from typing import Any, get_args, get_origin
 from slime.utils.errors import UserError
 from slime.utils.image_rows import media_keys_problem
 from slime.utils.types import Sample
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -215,4 +218,10 @@ def _build(args: Any, entry: dict[str, Any], defaults: Mapping[str, Any]) -> Eva
     problems = [problem for key in given if (problem := value_problem(key, given[key])) is not None]
     if problems:
         raise UserError(f"evaluation set {config.name}: {'; '.join(problems)}")
+    own_reward = vars(args).get("custom_rm_path")
+    if config.rm_type and own_reward and not config.custom_rm_path:
+        logger.warning(
+            "evaluation set %s: its rm_type %s has no effect, because --custom-rm-path %s grades all sets that have no "
+            "custom_rm_path of their own", config.name, config.rm_type, own_reward,
+        )  # fmt: skip
     return config

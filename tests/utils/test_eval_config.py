@@ -39,6 +39,19 @@ def test_entry_beats_defaults_beats_eval_flags_beats_rollout_flags():
     assert c.stop == ["END"]
 
 
+def test_a_type_of_reward_beside_a_function_that_grades_all_sets_is_told_to_have_no_effect(caplog):
+    args = Namespace(**{**vars(ARGS), "custom_rm_path": "own.py:reward"})
+    entries = [
+        {"name": "a", "path": "p", "rm_type": "math"}, {"name": "b", "path": "p"},
+        {"name": "c", "path": "p", "rm_type": "math", "custom_rm_path": "other.py:reward"},
+    ]  # fmt: skip
+    build_eval_dataset_configs(ARGS, entries, {})
+    assert not caplog.records
+    build_eval_dataset_configs(args, entries, {})
+    (told,) = caplog.messages
+    assert told.startswith("evaluation set a: its rm_type math has no effect, because --custom-rm-path own.py:reward")
+
+
 @pytest.mark.parametrize(
     ("key", "flags"),
     [
