@@ -141,7 +141,8 @@ def quantise_int4(weight: torch.Tensor, form: PackedForm) -> dict[str, torch.Ten
 
     scale, zero_point = _scale_and_zero(weight, form.scheme)
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
-    return PackedQuantizationCompressor.compress(state, form.scheme)
+    # The package makes the shape on the host.
+    return {**PackedQuantizationCompressor.compress(state, form.scheme), "weight_shape": _shape_of(weight)}
 
 
 def quantise_integers(
@@ -159,7 +160,18 @@ def quantise_integers(
     found = {"weight_packed": torch.cat(packed), "weight_scale": torch.cat(scales)}
     if not symmetric:
         found["weight_zero_point"] = pack_integers(torch.cat(zeros).T, bits).T.contiguous()
-    return {**found, "weight_shape": torch.tensor(weight.shape)}
+    return {**found, "weight_shape": _shape_of(weight)}
+
+
+def _shape_of(weight: torch.Tensor) -> torch.Tensor:
+    """The shape of `weight`, int64, on its device: a bucket has one. It is filled, because a copy from the host would wait for
+    work that is queued."""
+    import torch
+
+    shape = torch.empty(weight.dim(), dtype=torch.int64, device=weight.device)
+    for number, size in zip(shape, weight.shape, strict=True):
+        number.fill_(size)
+    return shape
 
 
 def _integers_of_strip(

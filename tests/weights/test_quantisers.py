@@ -22,6 +22,7 @@ from slime.weights.quantisers import (
     quantise_fp8_blocks,
     quantise_fp8_tensor,
     quantise_int4,
+    quantise_integers,
     quantiser_of,
     rounded_as_int4,
 )
@@ -184,6 +185,13 @@ def test_int4_as_the_engine_reads_it(symmetric, strategy, group_size):
     expected = ((groups / step + zero).round().clamp(-8, 7) - zero) * step
     assert read.view_as(expected).allclose(expected, atol=1e-6)
     assert rounded_as_int4(weight, scheme).equal(read)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_all_parts_of_a_packed_weight_are_on_its_device(symmetric):
+    """A bucket takes the device of its first tensor, and a process group of GPUs sends nothing of the host."""
+    parts = quantise_integers(torch.empty(16, 64, device="meta"), 4, 32, symmetric)
+    assert {tensor.device.type for tensor in parts.values()} == {"meta"}
 
 
 @pytest.fixture
