@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from slime.utils.checkpoint_directory import iteration_directory
+from slime.weights.push import read_weight_version
 from tests.support.models.tiny_task import TinyTask
 from tests.support.oracles.drawn_groups import assert_in_turn, assert_none_is_lost
 from tests.support.processes.train_process import TrainProcess
@@ -34,6 +36,10 @@ _NEVER_STOPS = [
 # The flags of a loop, and when it is killed, start by start.
 LOOPS = {
     "rollouts in turn": (["--async-buffer-size", "2"], ["before the first checkpoint", "pushing", "saving"]),
+    "rollouts in turn, a push every two and a checkpoint every three": (
+        ["--async-buffer-size", "2", "--update-weights-interval", "2", "--save-interval", "3", "--keep-last", "1"],
+        ["pushing", "saving"],
+    ),
     "rollouts in turn, weights in flight": (
         ["--async-buffer-size", "2", "--update-weights-in-flight"], ["pushing", "an event"],
     ),
@@ -116,20 +122,42 @@ def kill_when(moment: str, process: TrainProcess, chance: random.Random) -> None
         shutil.rmtree(process.event_directory)
 
 
+class Survived:
+    """What a loop of `LOOPS` left in the end."""
+
+    def __init__(self, name: str, task: TinyTask, directory: Path) -> None:
+        flags, moments = LOOPS[name]
+        chance = random.Random(SEED)
+        # By rollout: the version that engines had of the weights that were trained on it.
+        self.version_when_trained: dict[int, int] = {}
+        for moment in moments:
+            with run_loop(task, directory, flags) as process:
+                self._note_versions(process)
+                kill_when(moment, process, chance)
+        # The process that came to the end, and the samples that each rollout was trained on.
+        self.process = run_loop(task, directory, flags)
+        self._note_versions(self.process)
+        self.process.finish()
+        self.rollouts = [torch.load(directory / f"{r}.pt", weights_only=True)["samples"] for r in ROLLOUTS]
+
+    def _note_versions(self, process: TrainProcess) -> None:
+        """A start pushes what it has loaded, whichever version that was saved as; then the loop pushes at its interval."""
+        loaded, interval = last_checkpoint(process), 1
+        if "--update-weights-interval" in process.flags:
+            interval = int(process.flags[process.flags.index("--update-weights-interval") + 1])
+        version = 1 + read_weight_version(iteration_directory(process.directory / "checkpoints", loaded))
+        for rollout_id in ROLLOUTS[loaded + 1 :]:
+            self.version_when_trained[rollout_id] = version
+            version += (rollout_id + 1) % interval == 0
+
+
 @pytest.fixture(scope="module", params=LOOPS)
-def survived(request, task, tmp_path_factory) -> tuple[TrainProcess, list[list[dict]]]:
-    """The last process, and the samples that each rollout was trained on in the end."""
-    directory = tmp_path_factory.mktemp("kills")
-    (flags, moments), chance = LOOPS[request.param], random.Random(SEED)
-    for moment in moments:
-        with run_loop(task, directory, flags) as process:
-            kill_when(moment, process, chance)
-    process = run_loop(task, directory, flags).finish()
-    return process, [torch.load(directory / f"{r}.pt", weights_only=True)["samples"] for r in ROLLOUTS]
+def survived(request, task, tmp_path_factory) -> Survived:
+    return Survived(request.param, task, tmp_path_factory.mktemp("kills"))
 
 
 def test_counted_from_the_checkpoints_no_prompt_is_lost_and_none_comes_twice(survived):
-    process, rollouts = survived
+    process, rollouts = survived.process, survived.rollouts
     assert_none_is_lost(rollouts, process.directory / "checkpoints")
     if "--rollout-function-path" not in process.flags:
         assert_in_turn(rollouts)
@@ -138,14 +166,13 @@ def test_counted_from_the_checkpoints_no_prompt_is_lost_and_none_comes_twice(sur
 
 
 def test_the_bound_on_staleness_holds_over_every_start(survived):
-    _, rollouts = survived
-    for rollout_id, samples in enumerate(rollouts):
-        # A push before the first rollout and one behind each, whoever was killed meanwhile.
-        ages = [rollout_id + 1 - int(version) for s in samples for version, _, _ in s["weight_version_spans"]]
+    for rollout_id, samples in enumerate(survived.rollouts):
+        trained_as = survived.version_when_trained[rollout_id]
+        ages = [trained_as - int(version) for s in samples for version, _, _ in s["weight_version_spans"]]
         assert min(ages) >= 0 and max(ages) <= BOUND
 
 
 def test_metric_axes_go_on(survived):
-    process, _ = survived
+    process = survived.process
     for tag in ("rollout/raw_reward", "rollout/staleness/max", "train/loss", "perf/train_time"):
         assert sorted(process.scalars(tag)) == list(ROLLOUTS), tag

@@ -192,3 +192,26 @@ def test_an_export_generates_what_the_engine_of_the_run_does(name, tmp_path):
         assert found == pytest.approx(expected, abs=1e-6)
     # Training moved them by more: of the first token the log-probs have the same tokens before them.
     assert max(abs(was[0] - now[0]) for (_, was), (_, now) in zip(before, pushed, strict=True)) > 1e-3
+
+
+# Family -> how two training ranks share it.
+ON_TWO_RANKS = {
+    "deepseek_v3": ["--expert-model-parallel-size", "2"],
+    "minimax_m2": ["--pipeline-model-parallel-size", "2"],
+    "qwen3_next": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_two_training_ranks_agree_with_the_engine_after_every_weight_update(name, tmp_path):
+    task = make_tiny_task(tmp_path / "task", **SERVED[name])
+    flags = [
+        *flags_of(name, task), *ON_TWO_RANKS[name], "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1",
+        "--num-rollout", "3", "--check-weight-update-equal", "--update-weight-buffer-size", "4096",
+    ]  # fmt: skip
+    process = TrainProcess(flags, tmp_path / "run").finish(300)
+    differences = process.scalars("train/train_rollout_logprob_abs_diff")
+    assert sorted(differences) == [0, 1, 2]
+    assert all(0 < difference <= LOG_PROB_GATE for difference in differences.values()), differences
+    assert process.scalars("train/kl_loss")[2] > 10 * LOG_PROB_GATE

@@ -13,7 +13,7 @@ import torch
 
 from tests.support.models.tiny_task import PLUG_INS, ROLLOUT_BATCH_SIZE, SAMPLES_PER_PROMPT
 from tests.support.processes.train_process import TrainProcess
-from tests.support.processes.waiting import wait_until
+from tests.support.processes.waiting import runs, wait_until
 
 pytestmark = pytest.mark.slow
 ROLLOUTS = range(3)
@@ -99,6 +99,57 @@ def test_the_run_goes_on_with_a_new_server_that_has_the_weights(task, tmp_path, 
     output = process.output()
     assert re.search(cause, output) and "ERROR" not in output and "Traceback" not in output
     # The new server got the weights of the last push under its name, and the run compared its log-probs.
+    assert_all_is_there_and_right(process, tmp_path)
+
+
+THROUGH_DISK = ["--update-weight-transport", "disk", "--update-weight-disk-dir", "pushes"]
+# How weights travel -> the number of engines, flags, the order that opens a push, and that of each of its parts.
+PUSHES = {
+    "a process group, the only engine": (1, [], "begin_weight_update", "update_weights_from_distributed"),
+    "a process group, one of two": (2, [], "begin_weight_update", "update_weights_from_distributed"),
+    "shared handles": (1, ["--colocate"], "begin_weight_update", "update_weights_from_tensor"),
+    "files": (2, THROUGH_DISK, "pause_generation", None),
+    "deltas": (
+        2, [*THROUGH_DISK, "--update-weight-mode", "delta", "--update-weight-local-checkpoint-dir", "local"],
+        "pause_generation", None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", PUSHES)
+def test_an_engine_that_is_killed_within_a_push_is_replaced_and_nobody_serves_half_of_the_weights(task, tmp_path, way):
+    """Between two buckets, or while it loads files."""
+    engines, further, opening, part = PUSHES[way]
+    flags = [
+        *task.rollout_flags, *task.train_flags, *ONE_RANK, "--rollout-num-gpus", engines, *further,
+        # A bucket for each tensor, so that there is a moment between two.
+        "--update-weight-buffer-size", "1024", "--sglang-log-level", "info",
+        "--num-rollout", len(ROLLOUTS), "--use-fault-tolerance", *PATIENT_CHECKS,
+        "--custom-generate-function-path", f"{PLUG_INS}:marked_generate",
+        "--save-debug-rollout-data", tmp_path / "dumps/{rollout_id}.pt",
+    ]  # fmt: skip
+    with TrainProcess(flags, tmp_path, {"E2E_HOLD_ROLLOUT": "1"}) as process:
+        process.wait_for_line("holding rollout 1", 900)
+        log = process.event_directory / "logs/engine_0.log"
+        (scheduler,) = [pid for pid in process.schedulers() if os.readlink(f"/proc/{pid}/fd/1") == str(log)]
+
+        def pushes() -> list[list[str]]:
+            """What engine 0 did, by push: from the opening of one to that of the next."""
+            _, *told = re.split(rf"POST /{opening} ", log.read_text(errors="replace"))
+            return [re.findall(r"POST /(\w+) ", of_one) for of_one in told]
+
+        assert len(pushes()) == 2
+        (tmp_path / "go").touch()
+        wait_until(lambda: len(found := pushes()) == 3 and (part is None or part in found[-1]), 300)
+        os.kill(scheduler, signal.SIGKILL)
+        wait_until(lambda: not runs(scheduler), 60)
+        first, _, last = pushes()
+        assert "continue_generation" not in last and (part is None or 0 < last.count(part) < first.count(part))
+        process.wait_for_line("engine 0 has a new server", REPLACED_SECONDS)
+        process.wait_for_success(900)
+        process.assert_no_process_left()
+    output = process.output()
+    assert re.search(r"engine 0 died( \(/\w+\))?: its scheduler_0 .* SIGKILL", output) and "Traceback" not in output
     assert_all_is_there_and_right(process, tmp_path)
 
 
