@@ -19,7 +19,7 @@ from slime.arguments.sizes import longest_sample, micro_batches_at_a_time
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.training_memory import worst_rank
 from slime.plan.batch import plan_batch
-from slime.plan.memory import planned_critic
+from slime.plan.critic_memory import planned_critic
 from slime.plan.setup import parallel_layout, planned_sample, prompt_is_limited, shape_of, step_memory
 from slime.plan.structure import GIB
 

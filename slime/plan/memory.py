@@ -1,7 +1,7 @@
 """The memory part of the plan: what training and serving need, on GPUs and in host memory, and which flags would lower it.
 
-Actor and critic take turns, but the one that rests is not moved to the host yet: its weights, gradients and optimizer state
-stay on the GPU.
+Actor and critic take turns. The one that rests is not moved to the host: its weights, gradients and optimizer state stay on the
+GPU, but while engines work there, when both sleep.
 
 On a machine without GPUs all tensors of engines and ranks are in its own memory, and flags may ask for any number of these
 processes. With GPUs the plan counts the host memory that ranks take; that of engines is not known.
@@ -19,7 +19,6 @@ from typing import Any
 
 import psutil
 
-from slime.arguments.config_files.role_config import critic_args
 from slime.arguments.config_files.serving_config import arguments_of_group, served_groups
 from slime.arguments.hf_config import SUPPLEMENTS, read_hf_config
 from slime.arguments.sizes import longest_sample, plans_for_gpus
@@ -38,6 +37,7 @@ from slime.estimates.training_memory import (
     worst_rank,
 )
 from slime.models.families import model_args_from_hf
+from slime.plan.critic_memory import CriticMemory, critic_memory
 from slime.plan.placement import (
     EnginePart,
     has_critic,
@@ -50,7 +50,6 @@ from slime.plan.setup import (
     CUDA_OVERHEAD_BYTES,
     host_copies,
     padded_stream,
-    parallel_layout,
     prompt_is_limited,
     shape_of,
     tokens_of_stream,
@@ -86,9 +85,9 @@ def plan_memory(
     if layout is not None and reason is None:
         setup = training_setup(args, layout, tokens_of_stream(args, layout), micro_batches)
         memories = training_memory(shape, setup)
-        critics = critic_bytes(args, layout, memories, micro_batches) if has_critic(args) else (0,) * len(memories)
-        worst = max(memories, key=lambda memory: memory.total + critics[memory.stage])
-        critic = critics[worst.stage]
+        critics = critic_memory(args, layout, memories, micro_batches)
+        worst = max(memories, key=lambda memory: memory.total + critics.device[memory.stage])
+        critic = critics.device[worst.stage]
         training = _training(args, setup, memories, worst, critics, gpu_memory)
     served, serving = _serving(args, shape, hf_config, gpu_memory)
     buffers = 0
@@ -113,10 +112,10 @@ def _training(
     setup: TrainingSetup,
     memories: tuple[RankMemory, ...],
     worst: RankMemory,
-    critics: tuple[int, ...],
+    critics: CriticMemory,
     gpu_memory: int | None,
 ) -> TrainingMemoryPlan:
-    critic = critics[worst.stage]
+    critic, critic_host = critics.device[worst.stage], critics.host[worst.stage]
     total = worst.total + critic
     limit, one_memory = min(total, gpu_memory or total), gpu_memory is None
     parts = tuple(
@@ -134,11 +133,14 @@ def _training(
         total,
         worst.stage,
         worst.moment,
-        tuple(memory.total + critics[memory.stage] for memory in memories),
-        worst.host,
-        _host_parts(args, worst),
-        worst.host_of_ranks(ranks_of_node, stages_of_node),
-        tuple(-(-memory.host_of_ranks(ranks_of_stage, 1) // ranks_of_stage) for memory in memories),
+        tuple(memory.total + critics.device[memory.stage] for memory in memories),
+        worst.host + critic_host,
+        _host_parts(args, worst) + ((PartPlan("critic", critic_host),) if critic_host else ()),
+        worst.host_of_ranks(ranks_of_node, stages_of_node) + ranks_of_node * critic_host,
+        tuple(
+            -(-memory.host_of_ranks(ranks_of_stage, 1) // ranks_of_stage) + critics.host[memory.stage]
+            for memory in memories
+        ),
         worst.saving,
         tuple(
             PartPlan(part.removeprefix("saving_"), getattr(worst, part))
@@ -344,39 +346,6 @@ def over_long_warning(longest: int, tokens: int, context: int, peaks: str | None
         f"--context-parallel-size {context}): such a sample makes a micro-batch of its own"
     )
     return warning if peaks is None else f"{warning}, and the training peak is then {peaks}"
-
-
-def critic_bytes(
-    args: argparse.Namespace, layout: ParallelLayout, actors: tuple[RankMemory, ...], micro_batches: int | None
-) -> tuple[int, ...]:
-    """For each stage of the actor, the bytes that a rank needs for the critic on top of the actor's peak.
-
-    Either the critic rests at the actor's peak, or the critic works and the peak is its own, if that is higher. The critic may
-    have other stages than the actor: then the largest part of the critic on any rank of the actor's stage counts.
-
-    Args:
-        actors: the actor's memory on a rank of every stage of `layout`.
-
-    Raises:
-        UserError: the critic's sizes do not divide the number of ranks, or its layers cannot be split.
-    """
-    critic = planned_critic(critic_args(args))
-    own = parallel_layout(critic)
-    setup = training_setup(critic, own, tokens_of_stream(critic, own), micro_batches)
-    memories = training_memory(shape_of(critic), setup)
-    needed = [0] * len(actors)
-    for rank in range(layout.world_size):
-        stage, memory = layout.place(rank).pipeline, memories[own.place(rank).pipeline]
-        beside = max(memory.persistent, memory.total + actors[stage].persistent - actors[stage].total)
-        needed[stage] = max(needed[stage], beside)
-    return tuple(needed)
-
-
-def planned_critic(critic: argparse.Namespace) -> argparse.Namespace:
-    """The flags of `critic_args` with those changes that memory is planned with."""
-    # A critic never pushes, keeps no other set of weights, and has no layers that predict further tokens.
-    changed = {"has_engines": False, "offload_train": False, "mtp_num_layers": None}
-    return argparse.Namespace(**{**vars(critic), **changed})
 
 
 # A part gets advice if it is at least this share of the whole, or of the GPU if the whole is larger. For a smaller one advice

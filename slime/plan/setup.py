@@ -222,7 +222,7 @@ def training_setup(
         push_snapshot=args.has_engines and args.update_weight_mode == "delta",
         gloo=not on_gpus,
         host_copies=len(host_copies(args)),
-        sleeps=sleeping_sides(args).trainer and not args.release_train,
+        sleeps=trainer_sleeps(args),
         saves=args.save is not None and trains(args),
         loads_float32=_loads_float32(args),
         fp8=args.fp8 is not None,
@@ -230,6 +230,11 @@ def training_setup(
         shares_saves=args.ckpt_fully_parallel_save,
         overhead=CUDA_OVERHEAD_BYTES if on_gpus else 0,
     )
+
+
+def trainer_sleeps(args: argparse.Namespace) -> bool:
+    """Whether the ranks move their state to the host while engines work. One that ends meanwhile has it in a checkpoint."""
+    return sleeping_sides(args).trainer and not args.release_train
 
 
 def _loads_float32(args: argparse.Namespace) -> bool:

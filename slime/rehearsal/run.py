@@ -16,8 +16,8 @@ from slime.arguments.rules.megatron import RECOMPUTED_BY_ENGINE
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.training_memory import RankMemory, push_buffers
 from slime.plan.batch import plan_batch
+from slime.plan.critic_memory import planned_critic
 from slime.plan.longest_batch import micro_batches
-from slime.plan.memory import planned_critic
 from slime.plan.setup import parallel_layout, shape_of, step_memory, tokens_of_stream, training_setup
 from slime.rehearsal.report import Failure, Planned, Pushed, RankReport, Rehearsed, Saved, Task, render
 from slime.rehearsal.stand_in import StandIn, find_or_build

@@ -5,6 +5,7 @@ import torch
 
 from slime.arguments.config_files.role_config import critic_args
 from slime.estimates.training_memory import worst_rank
+from slime.plan.critic_memory import planned_critic
 from slime.plan.longest_batch import (
     ProbedMemory,
     described,
@@ -13,7 +14,6 @@ from slime.plan.longest_batch import (
     planned_peak,
     probe_line,
 )
-from slime.plan.memory import planned_critic
 from slime.plan.setup import parallel_layout, step_memory
 from slime.plan.structure import GIB
 from tests.support.tables.plans import SMALL, TWO_NODES, planned

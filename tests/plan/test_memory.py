@@ -10,6 +10,7 @@ from slime.arguments.config_files.role_config import critic_args
 from slime.estimates.training_memory import training_memory
 from slime.plan import make_plan, render, require_memory_of_machine
 from slime.plan import memory as host_memory
+from slime.plan.critic_memory import planned_critic
 from slime.plan.memory import (
     ENGINE_BYTES,
     FURTHER_SCHEDULER_BYTES,
@@ -21,7 +22,6 @@ from slime.plan.memory import (
     host_memory_problem,
     host_shares,
     machine_memory,
-    planned_critic,
 )
 from slime.plan.placement import EnginePart
 from slime.plan.setup import parallel_layout, shape_of, tokens_of_stream, training_setup
@@ -73,6 +73,26 @@ def test_a_critic_has_no_vocabulary_projection_on_its_last_stage(words):
     # 18 layers each, the embedding's 151,936 rows and 128 that pad them, and a final norm beside the row.
     assert (first.weights - last.weights) / 2 == 152_064 // 2 * 2560 - 2 * 2560
     assert last.logits == 0
+
+
+@pytest.mark.parametrize("words", [(), ("--optimizer-cpu-offload",)])
+def test_a_critic_is_on_the_host_where_the_actor_is(words):
+    """All of it that stays between two steps, but its gradients, where both sleep, and an optimizer that is there anyhow."""
+    shared = ("--colocate", "--rollout-num-gpus", "4", *words)
+    alone, both = training(*shared), training(*shared, *PPO)
+    (critic,) = of_critic(planned(SMALL, *shared, *PPO))
+    expected = critic.weights + critic.optimizer + critic.host_offloaded
+    assert expected > 2 * GIB and both.host - alone.host == part_of_host(both, "critic") == expected
+    assert both.host_of_node - alone.host_of_node == 4 * expected
+    assert [ours - its for ours, its in zip(both.stage_hosts, alone.stage_hosts, strict=True)] == [expected]
+    (share,) = host_shares(
+        planned(SMALL, *shared, *PPO), make_plan(planned(SMALL, *shared, *PPO)).memory, 4, [], on_gpus=True
+    )
+    assert share.each >= both.host
+
+
+def part_of_host(plan, name):
+    return next((part.bytes for part in plan.host_parts if part.name == name), 0)
 
 
 def test_every_stage_has_the_same_stage_of_the_critic_beside_it():
