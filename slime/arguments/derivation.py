@@ -71,6 +71,7 @@ def derive_critic(critic: argparse.Namespace) -> list[Violation]:
         critic.sequence_parallel = False
     if critic.pipeline_model_parallel_size == 1:
         vars(critic).update(dict.fromkeys(_SPLIT_OF_STAGES - own))
+    critic.deterministic_mode |= critic.true_on_policy_mode
     _model_values(critic, violations)
     critic.typed_flags -= {name for group in ACTS_WITH for name in group.idle(critic)} - own
     switch_off(critic)

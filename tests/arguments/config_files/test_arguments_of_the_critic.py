@@ -87,6 +87,12 @@ def test_a_layout_of_its_own_changes_what_follows_from_it(tmp_path):
     assert (critic.data_parallel_size, critic.sequence_parallel, critic.padded_vocab_size) == (4, False, 384)
 
 
+def test_it_is_as_deterministic_as_the_actor(tmp_path):
+    args = parse(tmp_path, *PPO, "--true-on-policy-mode")
+    assert args.deterministic_mode and critic_args(args).deterministic_mode
+    assert not critic_args(parse(tmp_path, *PPO)).deterministic_mode
+
+
 def test_what_the_run_says_of_pipeline_stages_is_nothing_to_a_critic_without_any(tmp_path):
     words = "--actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 --batch-p2p-sync"
     args = parse(tmp_path, *PPO, *words.split(), *roles(tmp_path, "pipeline_model_parallel_size: 1"))
