@@ -127,16 +127,25 @@ def ray_cluster(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
         _require_shared_directory(args)
     try:
         if address is not None:
-            # The driver's own machine may have other devices than the nodes that will train. A node with real GPUs shows their
-            # type as a resource, if Ray found them by itself and knows the type.
-            found = any(name.startswith("accelerator_type:") for name in ray.cluster_resources())
+            # The driver's own machine may have other devices than the nodes that will train.
             forced = env.forced_accelerator()
-            args = _as_on(args, on_gpus=found if forced is None else forced != "cpu")
+            args = _as_on(args, on_gpus=_has_gpus() if forced is None else forced != "cpu")
         with _agents_follow_driver() if address is None else contextlib.nullcontext():
             yield args
     finally:
         watch_nothing()
         ray.shutdown()
+
+
+def _has_gpus() -> bool:
+    """Whether nodes of the cluster have real GPUs. A node shows the type of those that Ray found by itself, if Ray knows it.
+    What the driver's own node has, this machine knows anyhow, also of types that Ray does not know."""
+    if any(name.startswith("accelerator_type:") for name in ray.cluster_resources()):
+        return True
+    if gpus_on_this_machine() == 0:
+        return False
+    own = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == own and node["Resources"].get("GPU", 0) > 0 for node in ray.nodes())
 
 
 def _as_on(args: argparse.Namespace, *, on_gpus: bool) -> argparse.Namespace:

@@ -266,6 +266,23 @@ def test_the_precision_follows_the_devices_of_the_cluster_that_is_joined(
     assert vars(args) == parsed
 
 
+@pytest.mark.parametrize(
+    ("gpus", "counted", "precision"), [(4, 4.0, "bfloat16"), (4, 0.0, "float32"), (0, 4.0, "float32")]
+)
+def test_gpus_of_this_machine_whose_type_ray_does_not_know_are_gpus(
+    joined, monkeypatch, tmp_path, gpus, counted, precision
+):
+    """Where Ray counts them; it may count devices that are none, too."""
+    joined(_LOGICAL)
+    nodes = [{"NodeID": "own", "Alive": True, "Resources": {"GPU": counted}}]
+    nodes.append({"NodeID": "other", "Alive": True, "Resources": {"GPU": 4.0}})
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "own"))
+    monkeypatch.setattr(cluster, "gpus_on_this_machine", lambda: gpus)
+    with cluster.ray_cluster(parse(tmp_path)) as of_cluster:
+        assert of_cluster.params_dtype_name == precision
+
+
 def test_what_is_watched_in_a_cluster_is_forgotten_with_it(joined, monkeypatch, tmp_path):
     """A start of the run after it would ask those whom only the cluster before it knew."""
     monkeypatch.setattr(waiting, "_watched", [])
