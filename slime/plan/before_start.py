@@ -81,6 +81,11 @@ def other_dtypes(args: argparse.Namespace, hf_config: dict[str, Any]) -> Iterato
     if not args.has_trainer or not args.has_engines or args.rollout_external:
         return
     trained = [arguments_of_group(args, group).sglang_dtype for group in served_groups(args) if group.update_weights]
+    if None in trained and args.on_gpus and args.params_dtype_name == "float32":
+        yield (
+            f"engines compute in {dtype_of_engine('auto', hf_config)}, as the config of --hf-checkpoint says, and the trainer "
+            "in float32: every push casts the weights, and log-probs differ by the rounding; give --sglang-dtype float32"
+        )
     for named in sorted(set(trained) - {None}):
         found = dtype_of_engine(named, hf_config)
         if found != args.params_dtype_name:

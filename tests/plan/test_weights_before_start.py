@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from slime.plan import make_plan
-from slime.plan.before_start import check_before_start, pushes_without_a_taker, sizes_against_config
+from slime.plan.before_start import check_before_start, other_dtypes, pushes_without_a_taker, sizes_against_config
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import places_of_checkpoint
 from tests.support.models.args import parse, write_config, write_iteration, write_stand_ins
@@ -232,6 +232,23 @@ def test_engines_that_are_told_another_dtype_than_the_trainers_are_warned_of(tmp
     for found in ([record.message for record in caplog.records], make_plan(args).warnings):
         about = [message for message in found if "engines compute in" in message]
         assert len(about) == (told is not None) and all(f"--sglang-dtype {told}" in message for message in about)
+
+
+@pytest.mark.parametrize(
+    "on_gpus, words, warned", [(True, (), 1), (False, (), 0), (True, ("--sglang-dtype", "float32"), 0)]
+)
+def test_engines_on_gpus_that_follow_the_config_beside_a_trainer_in_float32_are_warned_of(
+    tmp_path, on_gpus, words, warned
+):
+    """Without GPUs they are told to compute in float32."""
+    args = parse(tmp_path, "--rollout-num-gpus", "1", *words)
+    assert args.params_dtype_name == "float32"
+    args.on_gpus = on_gpus
+    told = list(other_dtypes(args, {"torch_dtype": "bfloat16"}))
+    assert len(told) == warned
+    assert all(
+        "engines compute in bfloat16, as the config" in line and "--sglang-dtype float32" in line for line in told
+    )
 
 
 @pytest.mark.parametrize(
