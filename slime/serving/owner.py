@@ -24,6 +24,7 @@ from typing import Any
 
 import ray
 
+from slime.arguments.derivation import FULLY_ASYNC, ROLLOUT_BUFFER
 from slime.observability.waiting import wait_for_all
 from slime.scheduling.device_turns import Holds
 from slime.serving.engines import Engines, outcome_of
@@ -79,8 +80,10 @@ class ServingOwner:
         self._urls: dict[EngineName, str] = {}
         # Engines that their router knows, and those that it is just being told of.
         self._registered, self._admitting = set[EngineName](), set[EngineName]()
-        # Engines that are part of the push under way.
-        self._receiving: set[EngineName] = set()
+        # Engines that are part of the push under way, and those of them that served when it began.
+        self._receiving, self._interrupted = set[EngineName](), set[EngineName]()
+        # Engines that are being ended, and may still have their devices.
+        self._leaving: set[EngineName] = set()
         # What the watch waits for → the method that takes the outcome, and the engine that it is about.
         self._awaited: dict[ray.ObjectRef, tuple[_Taker, EngineName]] = {}
         self._health = HealthChecks(
@@ -90,6 +93,8 @@ class ServingOwner:
             work_limit=args.engine_start_timeout,
         )
         self._generations = 0
+        # Whether requests go on between two rollouts.
+        self._never_stops = args.rollout_function_path.startswith((FULLY_ASYNC, ROLLOUT_BUFFER))
         self._deaths: Counter[str] = Counter()  # by model
         # Whether the engines sleep. Those that die meanwhile get new servers when the others wake.
         self._asleep = False
@@ -190,12 +195,14 @@ class ServingOwner:
 
     def end_push(self, names: Sequence[EngineName], version: int, failed: Mapping[int, str]) -> None:
         """The push to `names` is over: those not in `failed` (engine id → reason) hold `version`, the others are given up."""
-        self._admit([name for name in names if name.engine_id not in failed], version)
+        # First: until the router forgets them it sends them requests that nobody answers.
         for name in names:
             if name.engine_id in failed:
                 self._died(name, RunError(failed[name.engine_id]))
+        self._admit([name for name in names if name.engine_id not in failed], version)
         with self._changed:
             self._receiving.difference_update(names)
+            self._interrupted.difference_update(names)
 
     def engines(self) -> FleetSnapshot:
         """All engines that answer."""
@@ -204,6 +211,7 @@ class ServingOwner:
 
     def _taking_weights(self, *states: EngineState) -> FleetSnapshot:
         names = [name for name in self._named(*states) if self._gets_weights(name)]
+        self._interrupted.update(name for name in names if self._is(name, EngineState.SERVING))
         for name in names:
             self._fleet.weights_change(name)
         self._receiving.update(names)
@@ -299,6 +307,16 @@ class ServingOwner:
                 # An engine that obeyed is no longer in doubt, even if a request to it failed meanwhile.
                 if self._is(name, EngineState.STALE, EngineState.SERVING, EngineState.SUSPECT):
                     self._fleet.sleep(name)
+        with self._changed:
+            # One that failed to sleep has its devices until it has ended, and the trainer is about to take them.
+            are_free = self._changed.wait_for(
+                lambda: self.ended.done() or not any(map(self._sleeps, self._leaving)), self._start_limit
+            )
+            who = ", ".join(map(str, self._leaving))
+        if self.ended.done():
+            self.ended.result()
+        if not are_free:
+            raise RunError(f"sleep of the engines: {who} has not ended after {self._start_limit:.0f} s")
 
     def _wake(self) -> None:
         with self._changed:
@@ -340,11 +358,17 @@ class ServingOwner:
                 self._generations -= 1
 
     def is_serving(self, model: str | None = None) -> bool:
-        """Whether requests to `model` find an engine of each role; None: to each model that gets the trainer's weights."""
+        """Whether requests to `model` find an engine of each role; None: to each model that gets the trainer's weights. One
+        that served when a push began goes on while files are written, and paused it lets requests wait."""
         trained = [m.name for m in self._topology.models if m.update_weights or not self._args.has_trainer]
         asked, states = trained if model is None else [model], (EngineState.SERVING, EngineState.SUSPECT)
         with self._changed:
-            return all(self._fleet.has(part, *states) for part in self._fleet.parts if part[0] in asked)
+            pushed_to = {
+                self._topology.parts[name.engine_id] for name in self._interrupted if self._is(name, EngineState.STALE)
+            }
+            return all(
+                part in pushed_to or self._fleet.has(part, *states) for part in self._fleet.parts if part[0] in asked
+            )
 
     def doubt_all(self, model: str, cause: str) -> None:
         """A request to `model` failed, and nobody knows on which engine: all its engines are checked at once, and are in doubt
@@ -438,6 +462,7 @@ class ServingOwner:
                     missing = f"{name} is given up: {why}, and no other engine does its work; the last time: {error}"
                     self._fail(RunError(missing))
                     return
+            self._leaving.add(name)
             self._changed.notify_all()
         if why:
             logger.warning("%s is given up: %s. The run goes on without it; the last time: %s", name, why, error)
@@ -471,6 +496,9 @@ class ServingOwner:
         with contextlib.suppress(RunError):
             self.routers.remove(known)
         self._engines.stop([name])
+        with self._changed:
+            self._leaving.discard(name)
+            self._changed.notify_all()
         self.routers.remove(known, at_last=True)
         with self._changed:
             self._registered.discard(name)
@@ -508,11 +536,12 @@ class ServingOwner:
             self._changed.notify_all()
 
     def _begin_checks(self) -> None:
-        """While samples are generated all engines are checked, and afterwards those that are doubted."""
+        """While requests go out all engines are checked, and afterwards those that are doubted."""
         if not self._args.use_fault_tolerance:
             return
         with self._changed:
-            states = (EngineState.SERVING, EngineState.SUSPECT) if self._generations else (EngineState.SUSPECT,)
+            asks = self._generations or self._never_stops
+            states = (EngineState.SERVING, EngineState.SUSPECT) if asks else (EngineState.SUSPECT,)
             now, names = time.monotonic(), [name for name in self._named(*states) if not self._rests(name)]
             # The version is noted because a push pauses the engine: if one comes during the check, the check says nothing.
             due = {name: self._fleet.record(name.engine_id).weight_version for name in self._health.begin(now, names)}

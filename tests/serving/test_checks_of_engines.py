@@ -4,10 +4,12 @@ import re
 import threading
 from types import SimpleNamespace
 
+import pytest
+
 from slime.serving import fleet as fleet_module
 from slime.serving import owner as owner_module
 from slime.serving.fleet import EngineName, EngineState
-from tests.support.processes.owned_engines import died, let_the_watch_turn, serving, states
+from tests.support.processes.owned_engines import died, let_the_watch_turn, ready, serving, states
 from tests.support.processes.waiting import wait_until
 
 FIRST, SECOND = EngineName(0), EngineName(0, 1)
@@ -21,6 +23,38 @@ def test_f1_engines_are_checked_while_samples_are_generated_and_one_that_hangs_i
     with owner.generating():
         wait_until(owner.lacks_weights)
     assert owner.begin_push_to_stale() == (1, [SECOND])
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["slime.rollout.fully_async_rollout.generate_rollout_fully_async", "slime_plugins.rollout_buffer.rollout.f"],
+)
+def test_between_rollouts_they_are_checked_where_requests_go_on(make_owner, function):
+    owner = serving(make_owner(use_fault_tolerance=True, rollout_function_path=function))
+    owner.outcomes["check", FIRST] = died("engine 0 hangs")
+    wait_until(owner.lacks_weights)
+    assert owner.begin_push_to_stale() == (1, [SECOND])
+
+
+def test_engines_that_take_weights_under_running_requests_take_others_meanwhile(make_owner):
+    """They generate until files are written, which may take minutes."""
+    owner = ready(make_owner(use_fault_tolerance=True))
+    _, names = owner.begin_push()
+    assert not owner.is_serving(), "they have no weights yet"
+    owner.end_push(names, 1, {})
+    _, names = owner.begin_push()
+    assert owner.is_serving() and owner.is_serving("default")
+    owner.end_push(names, 2, {})
+    assert owner.is_serving()
+
+
+def test_engines_that_failed_a_push_leave_the_router_before_others_come_to_it(make_owner, monkeypatch):
+    owner = serving(make_owner(use_fault_tolerance=True))
+    _, names = owner.begin_push()
+    seen, admit = [], owner._admit
+    monkeypatch.setattr(owner, "_admit", lambda *given: (seen.append(states(owner)), admit(*given)))
+    owner.end_push(names, 2, {0: "it broke"})
+    assert seen[0][0] is not EngineState.STALE and owner.deaths("default") == 1
 
 
 def test_one_that_computes_without_an_answer_is_doubted_and_not_killed(make_owner):

@@ -120,6 +120,21 @@ def test_an_engine_that_fails_to_sleep_or_to_wake_is_dead(make_owner, method, to
     assert owner.begin_push() == (1, [LEFT, EngineName(1, 1)])
 
 
+def test_the_devices_of_one_that_fails_to_sleep_are_free_before_the_trainer_takes_them(make_owner, monkeypatch):
+    owner = serving(make_owner(use_fault_tolerance=True))
+    may_end, stop = threading.Event(), owner._engines.stop
+    monkeypatch.setattr(owner._engines, "stop", lambda names=None: (may_end.wait(60), stop(names)))
+    owner.outcomes["sleep", RIGHT] = RunError("engine 1 hangs")
+    turn = threading.Thread(target=owner.hold, args=(Holds.NOTHING,), daemon=True)
+    turn.start()
+    wait_until(lambda: states(owner) == [EngineState.ASLEEP, EngineState.DEAD])
+    let_the_watch_turn(owner)
+    assert turn.is_alive() and ("stop", RIGHT) not in owner.events
+    may_end.set()
+    turn.join(60)
+    assert not turn.is_alive() and ("stop", RIGHT) in owner.events
+
+
 def test_one_that_dies_asleep_is_replaced_when_the_others_wake_and_its_time_counts_from_then(make_owner, monkeypatch):
     monkeypatch.setattr(owner_module, "_ANSWER_SECONDS", 0.0)
     owner = serving(make_owner(use_fault_tolerance=True))

@@ -96,6 +96,7 @@ def make_owner(monkeypatch, tmp_path):
             "sglang_router_ip": None, "rollout_external_engine_infos": None, "has_trainer": True, "engine_start_timeout": 600.0,
             "sglang_server_concurrency": 512, "has_engines": True, "world_size": 1,
             "use_fault_tolerance": False, "colocate": False,
+            "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
             "rollout_health_check_interval": 0.05, "rollout_health_check_timeout": 600.0,
             "rollout_health_check_first_wait": 0.0,
         }  # fmt: skip
