@@ -42,7 +42,9 @@ def write_seeing_model(
     if is_deep:
         entries |= {"layers": 4, "vision": {**vision, "depth": 4, "deepstack_visual_indexes": [0, 1, 2]}}
     else:
-        entries |= {"head_dim": 32, "rope_parameters": {**rope, "partial_rotary_factor": 0.5}}
+        # Engines read the one beside the others.
+        half = {"partial_rotary_factor": 0.5}
+        entries |= {"head_dim": 32, "rope_parameters": {**rope, **half}, **half}
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
     whole = dict(zip(names, marks, strict=True))
     return family.write(directory, model_type=model_type, vocab_size=vocab_size, whole=whole, **entries)
