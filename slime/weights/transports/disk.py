@@ -10,6 +10,7 @@ same names. If the trainer ends between pushes (`--release-train`), a process be
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +26,19 @@ from slime.weights.transports.transport import Background, Order, Transport
 if TYPE_CHECKING:
     from slime.weights.buckets import NamedTensors
 
+logger = logging.getLogger(__name__)
+
 _DISCARD_SECONDS = 30.0
+
+
+def _remove(directory: Path) -> None:
+    """Remove what is published no more. Where an engine still has files open they may stay: no reason for a push to fail."""
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        logger.warning(
+            "%s could not be removed: %s; remove it when the run has ended, if it is still there", directory, error
+        )
 
 
 class DiskTransport(Transport):
@@ -129,7 +142,7 @@ class DiskTransport(Transport):
         self._remove_others(chains={self._chain})
         # With `--release-train` the files stay, since later there may be no trainer that could write these weights again.
         if not self._args.release_train:
-            shutil.rmtree(self._final)
+            _remove(self._final)
 
     def chain(self) -> str | None:
         return self._chain if self._is_last else None
@@ -152,7 +165,7 @@ class DiskTransport(Transport):
         for other in self._final.parent.glob("weight_v*"):
             chain = chain_of(other)
             if other != self._final and chain is not None and (chains is None or chain in chains):
-                shutil.rmtree(other)
+                _remove(other)
 
     def _wait(self) -> None:
         """Return when the shard that is being written is on disk."""

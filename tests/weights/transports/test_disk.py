@@ -186,6 +186,22 @@ def test_what_no_engine_took_goes_with_the_next_weights(args, tmp_path):
     assert contents(tmp_path / "pushes") == ["weight_v000007"]
 
 
+def test_files_that_cannot_be_removed_fail_no_push(args, tmp_path, monkeypatch, caplog):
+    """As on a network disk, where an engine that is being ended has them open."""
+    transport = send(args, 1, BUCKETS[:1])[0]
+
+    def refuse(directory, **options):
+        raise OSError(39, "Directory not empty", str(directory))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk.shutil, "rmtree", refuse)
+        transport.settle()
+    assert "weight_v000001 could not be removed: [Errno 39] Directory not empty" in caplog.text
+    send(args, 2, BUCKETS[:1], [transport])
+    transport.settle()
+    assert contents(tmp_path / "pushes") == []
+
+
 def test_files_are_kept_where_asked_for(args, tmp_path):
     args.update_weight_disk_keep_files = True
     for version in (1, 2):
