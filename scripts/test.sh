@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh                      what CI runs
 #   bash scripts/test.sh --all                with the slow tests
-#   bash scripts/test.sh --examples           every example learns its toy task
+#   bash scripts/test.sh --examples           every example and arrangement learns its toy task
 #   bash scripts/test.sh --dry-run            only says what it would run
 #   bash scripts/test.sh tests/utils -k data  other arguments go to pytest
 set -euo pipefail
@@ -17,7 +17,8 @@ usage: bash scripts/test.sh [--all | --examples] [--dry-run] [PYTEST ARGUMENTS..
 Installs what is missing (scripts/install.sh), then runs the tests that need no GPU.
 
   --all       the slow tests too
-  --examples  nothing but the trainings by which every example learns its toy task; --all has none of them
+  --examples  nothing but the trainings by which every example, and every arrangement of the quick start, learns its toy
+              task; --all has none of them
   --dry-run   print the commands that it would run, and end
   other arguments are given to pytest, for example: tests/rollout -k abort -x; without any, two test files run at a time
 HELP

@@ -17,7 +17,7 @@ exec {sys.executable} -c 'import json, sys; print("told " + json.dumps(sys.argv[
 
 
 class ToyTask:
-    """A task below `directory`. `start` is the supervised run; all others begin with its checkpoint."""
+    """A task below `directory`, with its `model`. `start` is the supervised run; all others begin with its checkpoint."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory.resolve()
@@ -31,6 +31,7 @@ class ToyTask:
         # If there is no task, the plan makes one in a directory of its own.
         program, _, *arguments = self._told("unused")[0]
         task = self._directory / "seed-0/task"
+        self.model = task / "model"
         subprocess.run([sys.executable, str(REPOSITORY / program), str(task), *arguments], check=True)
 
     def start(self) -> TrainProcess:

@@ -8,11 +8,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 _PAGE = ROOT / "docs/en/get_started/quick_start.md"
-_ROWS = re.findall(r"^\| (.*) \| `bash scripts/quickstart\.sh([^`]*)` \|", _PAGE.read_text(), re.MULTILINE)
+_ROWS = re.findall(r"^\| (.*) \| `bash scripts/quickstart\.sh([^`]*)` \|(.*)", _PAGE.read_text(), re.MULTILINE)
 # The words after `bash scripts/quickstart.sh` in the rows of the page's tables.
-COMMANDS = sorted({words for _, words in _ROWS})
+COMMANDS = sorted({words for _, words, _ in _ROWS})
+# Rows of the table of arrangements, which names a page for each: `tests/e2e/test_arrangements_learn.py` trains them.
+ARRANGEMENTS = {row: words for row, words, page in _ROWS if page}
 # Rows that only say how weights travel, with their flags: `tests/e2e/test_weight_transports.py` runs these.
-WEIGHT_COMMANDS = {row: words for row, words in _ROWS if re.fullmatch(r" --( --update-weight-\S+ [^-\s]\S*)+", words)}
+WEIGHT_COMMANDS = {
+    row: words for row, words, _ in _ROWS if re.fullmatch(r" --( --update-weight-\S+ [^-\s]\S*)+", words)
+}
 
 _END_SECONDS = 60
 
