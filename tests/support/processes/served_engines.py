@@ -98,6 +98,7 @@ def make_args(checkpoint: str | Path, **overrides: Any) -> SimpleNamespace:
         "sglang_custom_pull_weights_pre_read_hook": None,
         "custom_update_weight_post_write_path": None,
         "update_weights_in_flight": False,
+        "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
         "update_weight_buffer_size": 100_000,
     }
     return SimpleNamespace(**{**values, **overrides})
