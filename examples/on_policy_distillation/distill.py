@@ -4,11 +4,12 @@ from typing import Any
 
 from slime.rollout.on_policy_distillation import reward_func
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
+from slime.utils.reward_types import checked_label
 from slime.utils.types import Sample
 
 
 async def reward(args: Any, sample: Sample, evaluation: bool = False, **kwargs: Any) -> float:
     """0, with `teacher_log_probs` set; in an evaluation 1 for a right answer, else 0, and the teacher is not asked."""
     if evaluation:
-        return float(grade_answer_verl(sample.response, str(sample.label)))
+        return float(grade_answer_verl(sample.response, checked_label(sample.label)))
     return await reward_func(args, sample)

@@ -21,7 +21,9 @@ from aiohttp import web
 
 from slime.rollout.rm_hub import grade_answer_verl
 from slime.utils.child_process import exit_when_parent_dies
+from slime.utils.errors import UserError
 from slime.utils.plugin_loader import load_function
+from slime.utils.reward_types import checked_label
 
 logger = logging.getLogger("reward_server")
 
@@ -29,9 +31,17 @@ Grader = Callable[[list[dict[str, Any]]], Sequence[Any]]
 FIELDS = ("prompt", "response", "label")
 
 
-def grade(requests: list[dict[str, Any]]) -> list[float]:
+def grade(requests: list[dict[str, Any]]) -> list[float | UserError]:
     """1.0 where the last box of the response is the label, else 0.0: the place for a judge of your own."""
-    return [float(grade_answer_verl(request["response"], str(request["label"]))) for request in requests]
+    return [_boxed(request) for request in requests]
+
+
+def _boxed(request: dict[str, Any]) -> float | UserError:
+    """The grade of one request. What a label lacks fails its own request, not the others of the call."""
+    try:
+        return float(grade_answer_verl(request["response"], checked_label(request["label"])))
+    except UserError as error:
+        return error
 
 
 class Batcher:
@@ -101,6 +111,8 @@ def make_app(
             return refusal(429, f"{max_waiting} requests wait already")
         except TimeoutError:
             return refusal(504, f"no grade within {timeout:g} s")
+        except UserError as error:
+            return refusal(400, str(error))
         except Exception as error:
             # Its text may hold the prompt; the log of the service has all of it.
             return refusal(500, f"the grader raised {type(error).__name__}")

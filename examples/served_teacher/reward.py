@@ -8,10 +8,12 @@ from typing import Any
 
 from slime.rollout.on_policy_distillation import reward_func
 from slime.rollout.rm_hub.math_utils import grade_answer_verl
+from slime.utils.reward_types import checked_label
 from slime.utils.types import Sample
 
 
 async def reward(args: Any, sample: Sample, **kwargs: Any) -> float:
     """1 for a right answer, else 0; the model `teacher` of `--sglang-config` sets `sample.teacher_log_probs`."""
+    label = checked_label(sample.label)
     await reward_func(args, sample)
-    return float(grade_answer_verl(sample.response, str(sample.label)))
+    return float(grade_answer_verl(sample.response, label))

@@ -6,6 +6,8 @@ from decimal import Decimal
 from importlib.util import find_spec
 from typing import Any
 
+from slime.utils.errors import UserError
+
 BOXED = "boxed_"
 # A service at --rm-url grades it.
 REMOTE = "remote_rm"
@@ -57,6 +59,20 @@ def text_of_label(label: Any) -> str:
     if isinstance(label, numbers.Real | Decimal) and not isinstance(label, numbers.Rational) and math.isfinite(label):
         return format(Decimal(str(label)), "f")
     return str(label)
+
+
+def checked_label(label: Any) -> str:
+    """The text of a label that a response is compared with.
+
+    Raises:
+        UserError: there is no label, or it is not one text or number, so that every answer would be wrong.
+    """
+    if lacks_label(label) or not compares_as_text(label):
+        raise UserError(
+            f"the label of a row is {label!r}, and answers are compared with one text or number; name a field that has one "
+            "with --label-key, or grade with a function of your own"
+        )
+    return text_of_label(label)
 
 
 def known_reward_types() -> str:

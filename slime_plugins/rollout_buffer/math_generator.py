@@ -6,8 +6,7 @@ import asyncio
 from typing import Any
 
 from slime.rollout.rm_hub import grade_answer_verl
-from slime.utils.errors import UserError
-from slime.utils.reward_types import compares_as_text, lacks_label, text_of_label
+from slime.utils.reward_types import checked_label
 from slime_plugins.rollout_buffer.base_generator import BaseGenerator
 
 TASK_TYPE = "math"
@@ -17,15 +16,10 @@ class MathGenerator(BaseGenerator):
     """Asks once; the reward is 1.0 if the last box of the answer equals the row's label, else 0.0."""
 
     async def trajectory(self, row: dict[str, Any]) -> dict[str, Any]:
-        label = row["label"]
-        if lacks_label(label) or not compares_as_text(label):
-            raise UserError(
-                f"the label of a row is {label!r}, and answers are compared with one text or number; name a field that has one "
-                "with --label-key, or give a generator of your own"
-            )
+        label = checked_label(row["label"])
         turn = await self.chat(row["prompt"])
-        right = await asyncio.to_thread(grade_answer_verl, turn.text, text_of_label(label))
-        return self.item(turn, reward=float(right), label=label)
+        right = await asyncio.to_thread(grade_answer_verl, turn.text, label)
+        return self.item(turn, reward=float(right), label=row["label"])
 
 
 def run_rollout(data: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from examples.on_policy_distillation import distill, toy_task
+from slime.utils.errors import UserError
 from slime.utils.types import Sample
 from tests.support.models.toy_rows import toy_rows
 
@@ -23,6 +24,11 @@ def test_rewards_are_measured_in_evaluations_alone(monkeypatch, evaluation, resp
     sample = Sample(response=response, label="7")
     assert asyncio.run(distill.reward(None, sample, evaluation=evaluation)) == reward
     assert asked == ([] if evaluation else [sample])
+
+
+def test_an_evaluation_needs_labels():
+    with pytest.raises(UserError, match="the label of a row is None.*--label-key"):
+        asyncio.run(distill.reward(None, Sample(response="\\boxed{7}"), evaluation=True))
 
 
 def test_the_teacher_learns_the_same_sums_without_mistakes(tmp_path):

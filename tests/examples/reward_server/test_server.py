@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from slime.rollout.rm_hub import batched_async_rm, remote
+from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError
 from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
@@ -53,6 +54,17 @@ def samples(*responses):
 
 def test_boxed_answers_by_default():
     assert graded(boxed, samples(r"\boxed{2}", r"\boxed{3}", "2")) == [1.0, 0.0, 0.0]
+
+
+def test_a_missing_label_is_refused_alone():
+    right, without = samples(r"\boxed{2}", r"\boxed{2}")
+    without.label = None
+    with pytest.raises(HttpError, match="the label of a row is None.*--label-key") as refused:
+        graded(boxed, [without])
+    assert refused.value.status == 400
+    requests = [{"response": sample.response, "label": sample.label} for sample in (without, right)]
+    failure, reward = boxed(requests)
+    assert isinstance(failure, UserError) and reward == 1.0
 
 
 def test_what_waits_is_graded_together(monkeypatch):

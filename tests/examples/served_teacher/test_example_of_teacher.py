@@ -3,6 +3,9 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
+from slime.utils.errors import UserError
 from slime.utils.plugin_loader import load_function
 from slime.utils.types import Sample
 from tests.support.models.args import parse
@@ -37,3 +40,5 @@ def test_the_reward_grades_and_the_teacher_is_asked(tmp_path, monkeypatch):
     assert [asyncio.run(reward(args, sample)) for sample in (right, wrong)] == [1.0, 0.0]
     assert asked == ["http://127.0.0.1:2/generate"] * 2
     assert list(right.teacher_log_probs) == [-0.5, -0.25]
+    with pytest.raises(UserError, match="the label of a row is None.*--label-key"):
+        asyncio.run(reward(args, Sample(tokens=[1, 2, 3], response_length=2, response="\\boxed{7}")))
