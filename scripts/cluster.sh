@@ -13,6 +13,8 @@ CONNECT_SECONDS="${CONNECT_SECONDS:-10}"
 START_SECONDS="${START_SECONDS:-120}"
 STATUS_SECONDS="${STATUS_SECONDS:-15}"
 LOG="$CLUSTER_DIR/ray.log"
+# Launch scripts set this one for a head of theirs: the address of the node alone, and nothing that its processes inherit.
+NODE_ADDRESS="${OWN_HEAD_ADDRESS:-${SLIME_HOST_IP:-}}"
 
 usage() {
   cat <<HELP
@@ -75,7 +77,7 @@ settle_gpus() {
 require_free_port() {
   local variable="$1" port="$2"
   if ! [[ "$port" =~ ^[1-9][0-9]{0,4}$ ]] || ((port > 65535)); then refuse "$variable='$port': must be a port, 1 to 65535"; fi
-  if listens "${SLIME_HOST_IP:-127.0.0.1}" "$port" 2 || listens 127.0.0.1 "$port" 2; then
+  if listens "${NODE_ADDRESS:-127.0.0.1}" "$port" 2 || listens 127.0.0.1 "$port" 2; then
     refuse "port $port is taken: perhaps another Ray cluster runs here (ray status)." \
       "Use another port: $variable=$(free_port "$((port + 1))") bash scripts/cluster.sh head"
   fi
@@ -154,7 +156,7 @@ run_node() {
 start_node() {
   local role="$1" deadline
   shift
-  if [[ -n "${SLIME_HOST_IP:-}" ]]; then set -- "$@" --node-ip-address "$SLIME_HOST_IP"; fi
+  if [[ -n "$NODE_ADDRESS" ]]; then set -- "$@" --node-ip-address "$NODE_ADDRESS"; fi
   if [[ -n "${RAY_TEMP_DIR:-}" ]]; then set -- "$@" --temp-dir "$RAY_TEMP_DIR"; fi
   # The agent that takes jobs has one port on every machine unless another is asked for, and beside another Ray goes without.
   set -- start "$@" --dashboard-agent-listen-port 0 --num-gpus "$NUM_GPUS" --num-cpus "$(cpus_for_ray)" \
@@ -167,7 +169,7 @@ start_node() {
   fi
   (umask 077 && mkdir -p "$CLUSTER_DIR")
   [[ -O "$CLUSTER_DIR" ]] || refuse "$CLUSTER_DIR belongs to somebody else; set CLUSTER_DIR to a directory of your own"
-  if [[ "${SLIME_HOST_IP:-}" == 127.0.0.1 ]]; then stay_on_loopback; fi
+  if [[ "$NODE_ADDRESS" == 127.0.0.1 ]]; then stay_on_loopback; fi
   run_node "$role" "$@"
   deadline=$((SECONDS + START_SECONDS))
   until grep -q "Ray runtime started" "$LOG"; do
@@ -215,7 +217,7 @@ start_head() {
   address="${address:-127.0.0.1:$RAY_PORT}" # a head of this machine alone announces none
   printf '%s\n' "address=$address" "dashboard=http://$DASHBOARD_HOST:$DASHBOARD_PORT" >>"$NODE_FILE"
   say "head at $address with $NUM_GPUS GPUs; jobs and dashboard: http://$DASHBOARD_HOST:$DASHBOARD_PORT"
-  if [[ "${SLIME_HOST_IP:-}" == 127.0.0.1 ]]; then
+  if [[ "$NODE_ADDRESS" == 127.0.0.1 ]]; then
     say "SLIME_HOST_IP=127.0.0.1: it serves this machine alone"
     return
   fi
@@ -230,7 +232,7 @@ start_worker() {
   local host="${1%:*}" port="$RAY_PORT"
   if [[ "$1" == *:* ]]; then port="${1##*:}"; fi
   [[ -n "$host" && "$port" =~ ^[0-9]+$ ]] || refuse "'$1' is no address of a head: give HOST or HOST:PORT, for example 10.0.0.1:6379"
-  if is_loopback "${SLIME_HOST_IP:-}" && ! is_loopback "$host"; then
+  if is_loopback "$NODE_ADDRESS" && ! is_loopback "$host"; then
     refuse "SLIME_HOST_IP=$SLIME_HOST_IP: the head at $host would look for this node on its own machine." \
       "Set SLIME_HOST_IP to the address of this machine that the head can reach, or leave it out."
   fi

@@ -11,6 +11,9 @@ export RUN_NAME="${RUN_NAME:-reward_server-qwen3-4B}"
 RUN=(bash "$REPOSITORY/scripts/run-qwen3-4B.sh" --rm-type remote_rm --rm-url)
 if [[ -n "${RM_URL:-}" ]]; then exec "${RUN[@]}" "$RM_URL" "$@"; fi
 
+# The run names this command in its last lines, not that of the script below, which has no server.
+SLIME_START_COMMAND="$(quoted bash "$HERE/run-qwen3-4B.sh" "$@")"
+export SLIME_START_COMMAND
 PYTHON="${PYTHON:-$(find_program python3)}"
 PORT="$(free_port "${PORT:-8181}")"
 exec "$PYTHON" "$REPOSITORY/tools/with_server.py" --port "$PORT" --log "${SERVER_LOG:-$REPOSITORY/outputs/reward_server/server.log}" \

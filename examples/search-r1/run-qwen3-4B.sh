@@ -20,6 +20,9 @@ RUN=(
 )
 if [[ -z "${CORPUS:-}" ]]; then exec "${RUN[@]}" "$@"; fi
 
+# The run names this command in its last lines, not that of the script below, which has no retriever.
+SLIME_START_COMMAND="$(quoted env "CORPUS=$CORPUS" bash "$HERE/run-qwen3-4B.sh" "$@")"
+export SLIME_START_COMMAND
 PYTHON="${PYTHON:-$(find_program python3)}"
 exec "$PYTHON" "$REPOSITORY/tools/with_server.py" --port 8000 --log "$REPOSITORY/outputs/search-r1/retriever.log" --timeout 600 \
   "$PYTHON" "$HERE/retriever.py" --corpus "$CORPUS" --port 8000 -- "${RUN[@]}" "$@"

@@ -17,7 +17,7 @@ SCRIPT="${SCRIPT#"$REPOSITORY/"}"
 GIVEN_SETTINGS=()
 for name in MODEL NUM_GPUS RUN_NAME BASE_DIR MODELS_DIR DATA_DIR CHECKPOINTS_DIR TOY_DIR HF_CHECKPOINT REF_LOAD LOAD SAVE PROMPT_DATA \
   EVAL_DATA SFT_DATA ACTOR_NUM_NODES CONTEXT_PARALLEL_SIZE EXPERT_PARALLEL_SIZE MODEL_ARGS_NUM_LAYERS MODEL_ARGS_ROTARY_BASE \
-  TRAIN_SCRIPT KEEP_MESSAGES EVAL_CONFIG TEACHER_URL TEACHER_LOAD NCCL_NVLS_ENABLE WANDB_PROJECT WANDB_GROUP RAY_ADDRESS; do
+  TRAIN_SCRIPT KEEP_MESSAGES EVAL_CONFIG TEACHER_URL TEACHER_LOAD NCCL_NVLS_ENABLE WANDB_PROJECT WANDB_GROUP RAY_ADDRESS SLIME_HOST_IP; do
   if [[ -n "${!name:-}" ]]; then GIVEN_SETTINGS+=("$name=${!name}"); fi
 done
 unset name
@@ -118,9 +118,26 @@ cluster_is_here() {
   [[ -n "$host" ]] && [[ "$host" == 127.* || "$own" == *" $host "* ]]
 }
 
-# 1 where GPUs are joined by NVLink, whose switches NCCL may then use.
+# Prints 1 where GPUs are joined by NVLink, whose switches NCCL may then use, else 0; nothing on a machine without NVIDIA GPUs,
+# which says nothing about the nodes of the run.
 nvlink_present() {
-  if command -v nvidia-smi >/dev/null && nvidia-smi topo -m 2>/dev/null | grep -q '\bNV[0-9]'; then echo 1; else echo 0; fi
+  if (($(detect_gpus) == 0)) || ! command -v nvidia-smi >/dev/null; then return; fi
+  if nvidia-smi topo -m 2>/dev/null | grep -q '\bNV[0-9]'; then echo 1; else echo 0; fi
+}
+
+# Sets HANDED_ON, the variables of this shell that the run reads, as NAME=VALUE, and KEPT_BACK, the names of those that may hold
+# secrets. A cluster that runs already has the environment in which it was started, and not this one.
+settle_environment() {
+  local variable given=" ${GIVEN_SETTINGS[*]%%=*} "
+  HANDED_ON=() KEPT_BACK=()
+  while IFS= read -r -d '' variable; do
+    if [[ "$variable" != *=* ]]; then
+      KEPT_BACK+=("$variable")
+      continue
+    fi
+    HANDED_ON+=("$variable")
+    if [[ "$given" != *" ${variable%%=*} "* ]]; then GIVEN_SETTINGS+=("$variable"); fi
+  done < <(PYTHONPATH="$REPOSITORY" "$PYTHON" -c 'from slime.utils.env import write_environment_of_call as write; write()')
 }
 
 json_string() {
@@ -129,11 +146,11 @@ json_string() {
   printf '"%s"' "${text//$'\n'/\\n}"
 }
 
-# Prints the command that starts the run again, with the user's settings and flags ($@).
+# Prints the command that starts the run again, with the user's settings and flags ($@), or with the command of a script that
+# starts this one beside a server.
 start_command() {
-  local settings=()
-  if ((${#GIVEN_SETTINGS[@]})); then settings=(env "${GIVEN_SETTINGS[@]}"); fi
-  quoted ${settings[@]+"${settings[@]}"} bash "${BASH_SOURCE[-1]}" "$@"
+  if ((${#GIVEN_SETTINGS[@]})); then quoted env "${GIVEN_SETTINGS[@]}"; fi
+  if [[ -n "${SLIME_START_COMMAND:-}" ]]; then printf ' %s' "$SLIME_START_COMMAND"; else quoted bash "${BASH_SOURCE[-1]}" "$@"; fi
 }
 
 # Prints RUNTIME_ENV as the JSON that Ray reads. Secrets do not belong there: it is shown by ps and by the dashboard.
@@ -187,7 +204,12 @@ start_own_head() {
   export CLUSTER_DIR="$OWN_DIR" RAY_TEMP_DIR="$OWN_DIR/ray"
   NODE_FILE="$CLUSTER_DIR/node"
   RAY_PORT="$(free_port "${RAY_PORT:-6379}")" DASHBOARD_PORT="$(free_port "${DASHBOARD_PORT:-8265}")" \
-    SLIME_HOST_IP=127.0.0.1 bash "$SCRIPTS_DIR/cluster.sh" head >"$OWN_DIR/head.log" || { cat "$OWN_DIR/head.log" >&2 && exit 2; }
+    OWN_HEAD_ADDRESS="${SLIME_HOST_IP:-127.0.0.1}" bash "$SCRIPTS_DIR/cluster.sh" head >"$OWN_DIR/head.log" ||
+    { cat "$OWN_DIR/head.log" >&2 && exit 2; }
+  # A script that is killed ends nothing itself.
+  # shellcheck disable=SC2016 # the inner shell expands
+  setsid bash -c 'tail --pid="$0" --follow /dev/null; exec bash "$1" stop' $$ "$SCRIPTS_DIR/cluster.sh" </dev/null >/dev/null 2>&1 &
+  HEAD_WATCH=$!
   CLUSTER_ADDRESS="$(node_value dashboard)"
   RAY_AUTH_MODE="$(node_value auth)"
   export RAY_AUTH_MODE
@@ -201,14 +223,26 @@ end_run() {
   rm -f ${CHECK_MESSAGES:+"$CHECK_MESSAGES"} ${SUBMIT_MESSAGES:+"$SUBMIT_MESSAGES"} ${JOB_FILE:+"$JOB_FILE"}
   if [[ -n "${SUBMISSION_ID:-}" ]]; then
     say "stopping job $SUBMISSION_ID"
-    timeout 60 "$RAY" job stop --address "$CLUSTER_ADDRESS" "$SUBMISSION_ID" >/dev/null 2>&1 || true
-    kill "$SUBMIT_PID" 2>/dev/null || true
+    if stop_job; then
+      timeout 10 tail --pid="$SUBMIT_PID" --follow /dev/null || true # it still prints the last lines of the run
+    fi
+    if kill "$SUBMIT_PID" 2>/dev/null; then
+      # It may have been about to submit.
+      wait "$SUBMIT_PID" 2>/dev/null || true
+      stop_job || true
+    fi
   fi
   if [[ -n "${OWN_DIR:-}" ]]; then
+    if [[ -n "${HEAD_WATCH:-}" ]]; then kill -- "-$HEAD_WATCH" 2>/dev/null || true; fi
     if [[ -f "$NODE_FILE" ]]; then bash "$SCRIPTS_DIR/cluster.sh" stop; fi
     if ((status)); then say "Ray's logs of this run: $OWN_DIR"; else rm -rf "$OWN_DIR"; fi
   fi
   exit "$status"
+}
+
+# Fails where there is no such job.
+stop_job() {
+  timeout $((RAY_JOB_STOP_WAIT_TIME_S + 30)) "$RAY" job stop --address "$CLUSTER_ADDRESS" "$SUBMISSION_ID" >/dev/null 2>&1
 }
 
 # Arguments: those of the user.
@@ -217,8 +251,10 @@ submit() {
   # Ray sets OMP_NUM_THREADS to 1 for a job; the run looks there for what the user wants, and believes a 1 that stands in the
   # environment that the job was submitted with.
   if [[ -n "${OMP_NUM_THREADS:-}" ]]; then RUNTIME_ENV[OMP_NUM_THREADS]="$OMP_NUM_THREADS"; fi
+  # The supervisor of the job reads this one.
+  RUNTIME_ENV[RAY_JOB_STOP_WAIT_TIME_S]="$RAY_JOB_STOP_WAIT_TIME_S"
   local job=(env -C "$PWD" -u OMP_NUM_THREADS ${OMP_NUM_THREADS:+"OMP_NUM_THREADS=$OMP_NUM_THREADS"}
-    "SLIME_START_COMMAND=$(start_command "$@")" "${COMMAND[@]}")
+    ${HANDED_ON[@]+"${HANDED_ON[@]}"} "SLIME_START_COMMAND=$(start_command "$@")" "${COMMAND[@]}")
   if cluster_is_here; then
     # Ray writes the words of a job into its logs, and they may hold secrets: here it gets the name of a file that only its
     # owner reads, and that the job removes. Where the job does not come to that, `end_run` does.
@@ -260,6 +296,7 @@ env["env_vars"] = {**env.get("env_vars", {}), **json.loads(sys.argv[1])["env_var
 print(json.dumps(job))'
   RAY_JOB_CONFIG_JSON_ENV_VAR="$("$PYTHON" -c "$merge" "$(runtime_env_json)")"
   export RAY_JOB_CONFIG_JSON_ENV_VAR
+  settle_environment # the command that starts the run again has it
   for name in "${!RUNTIME_ENV[@]}"; do export "$name=${RUNTIME_ENV[$name]}"; done
   SLIME_START_COMMAND="$(start_command "$@")" exec "${COMMAND[@]}"
 }
@@ -297,7 +334,8 @@ launch() {
     if [[ -n "$CLUSTER_ADDRESS" ]]; then export RAY_ADDRESS="$CLUSTER_ADDRESS"; fi
     exec "${COMMAND[@]}"
   else
-    RUNTIME_ENV[NCCL_NVLS_ENABLE]="${NCCL_NVLS_ENABLE:-$(nvlink_present)}"
+    local nvlink="${NCCL_NVLS_ENABLE:-$(nvlink_present)}"
+    if [[ -n "$nvlink" ]]; then RUNTIME_ENV[NCCL_NVLS_ENABLE]="$nvlink"; fi
     # Ray tells every job what it was submitted with.
     if [[ -n "${RAY_JOB_CONFIG_JSON_ENV_VAR:-}" ]]; then become_run "$@"; fi
     require_ray
@@ -307,7 +345,12 @@ launch() {
     find_cluster
     require_nodes
     if runs_here; then check_run; fi
-    if [[ -z "$CLUSTER_ADDRESS" ]]; then start_own_head; fi
+    settle_environment
+    if [[ -z "$CLUSTER_ADDRESS" ]]; then
+      start_own_head
+    elif ((${#KEPT_BACK[@]})); then
+      say "not handed to the cluster, since they may hold secrets: ${KEPT_BACK[*]}; the run has those with which it was started"
+    fi
     submit "$@"
   fi
 }

@@ -6,6 +6,8 @@
 REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 CLUSTER_DIR="${CLUSTER_DIR:-${TMPDIR:-/tmp}/slime-cluster-$UID}"
 NODE_FILE="$CLUSTER_DIR/node"
+# Ray kills a stopped job after 3 seconds unless told otherwise. A run ends engines, a checkpoint that is being written, and trackers.
+export RAY_JOB_STOP_WAIT_TIME_S="${RAY_JOB_STOP_WAIT_TIME_S:-180}"
 
 say() { printf '%s: %s\n' "${SAY_AS:-$(basename "$0" .sh)}" "$*"; }
 

@@ -327,6 +327,26 @@ def library_environment() -> dict[str, str]:
     }
 
 
+# What a driver reads beside the variables of libraries, and hands on to its actors.
+_OF_A_CALL = re.compile(
+    "SLIME_|SWE_|ADAPTER_|OPEN_TRAINING_|WANDB_|TENSORBOARD_DIR$|PYTORCH_(CUDA_)?ALLOC_CONF$|TEACHER_PORT$"
+)
+# Variables of one machine or one process, and texts in which keys may stand.
+_NOT_HANDED_ON = re.compile("SLIME_(HOST_IP|SESSION|START_COMMAND|BENCH_RUN)$")
+_MAY_HOLD_KEYS = re.compile("_EXTRA_(ARGS|ENVS)$")
+
+
+def write_environment_of_call() -> None:
+    """Write to standard output what a launch script hands on to the job that it submits, since a cluster that was started
+    before has another environment: each variable as NAME=VALUE, or, if its value may be a secret, as NAME alone, followed by a
+    null byte."""
+    for name, value in sorted(os.environ.items()):
+        if not (name.startswith(_OF_LIBRARIES) or _OF_A_CALL.match(name)) or _NOT_HANDED_ON.match(name) or not value:
+            continue
+        is_secret = (_SECRET.search(name) or _MAY_HOLD_KEYS.search(name)) is not None
+        print(name if is_secret else f"{name}={value}", end="\0")
+
+
 # All variables that begin with SLIME_ and are read: here, by scripts and tools, and by processes and sandboxes that get them.
 _READ = (
     "SLIME_ACCELERATOR", "SLIME_BENCH_RUN", "SLIME_BUFFER_API_KEY", "SLIME_BUFFER_API_KEY_FILE", "SLIME_DEBUG",

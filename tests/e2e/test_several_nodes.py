@@ -176,6 +176,9 @@ def test_ray_job_stop_ends_the_run(nodes, tmp_path, by_hand):
             # To Ray what was stopped has not failed.
             assert script.wait(60) == 0
             assert "was stopped" in output.read_text(), output.read_text()
+            if not by_hand:
+                # Ray gives a run that the script submits time for its last lines.
+                assert "stopped by SIGTERM" in output.read_text(), output.read_text()
             wait_until(lambda: not of_a_run(nodes), 60)
         finally:
             script.kill()

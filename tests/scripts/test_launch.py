@@ -192,7 +192,7 @@ def test_environment_of_the_run(stub, tmp_path: Path, links: str, expected: str)
     """NVLS follows the links that nvidia-smi shows; the key of a tracker stays out."""
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
-    smi.write_text(f"#!/bin/sh\necho '{links}'\n")
+    smi.write_text(f"#!/bin/sh\necho 'GPU 0: a\n{links}'\n")
     smi.chmod(0o755)
     path = bash('printf %s "$PATH"').stdout
     result = bash(
@@ -202,8 +202,86 @@ def test_environment_of_the_run(stub, tmp_path: Path, links: str, expected: str)
     assert result.returncode == 0, result.stderr
     assert runtime_env(stub) == {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_NVLS_ENABLE": expected, "PYTHONPATH": str(ROOT),
+        "RAY_JOB_STOP_WAIT_TIME_S": "180",
     }  # fmt: skip
     assert "s3cret" not in "\n".join(calls(stub)) + result.stdout + result.stderr
+
+
+def test_a_machine_without_gpus_says_nothing_about_those_of_the_nodes(stub) -> None:
+    assert bash(f"bash {ONE_NODE}", RAY_ADDRESS="http://h:1", **stub).returncode == 0
+    assert "NCCL_NVLS_ENABLE" not in runtime_env(stub)
+
+
+def test_a_cluster_that_runs_gets_what_the_run_reads_of_this_shell(stub) -> None:
+    """It has the environment in which it was started. What belongs to this machine alone, and secrets, it does not get."""
+    handed_on = {
+        "NCCL_DEBUG": "INFO", "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "SLIME_RM_API_KEY_FILE": "/k", "SWE_BOOT_RETRIES": "2",
+        "TENSORBOARD_DIR": "/events of mine", "WANDB_MODE": "offline", "PYTORCH_CUDA_ALLOC_CONF": "a:b",
+    }  # fmt: skip
+    secrets = {"SLIME_RM_API_KEY": "s3cret", "WANDB_API_KEY": "s3cret", "SWE_CC_EXTRA_ENVS": '{"KEY": "s3cret"}'}
+    others = {
+        "SLIME_HOST_IP": "10.0.0.1",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "SLIME_SESSION": "x",
+        "SWE_BOOT_CONCURRENCY": "",
+    }
+    variables = {**stub, **handed_on, **secrets, **others, "RAY_ADDRESS": "http://198.51.100.1:8265"}
+    result = bash(f"bash {ONE_NODE}", **variables)
+    assert result.returncode == 0, result.stderr
+    words = job(stub)
+    words = words[: words.index(stub["PYTHON"])]
+    assert {f"{name}={value}" for name, value in handed_on.items()} <= set(words)
+    assert not {word.partition("=")[0] for word in words} & (secrets.keys() | others.keys())
+    assert "may hold secrets: SLIME_RM_API_KEY SWE_CC_EXTRA_ENVS WANDB_API_KEY;" in result.stdout
+    assert "s3cret" not in "\n".join(calls(stub)) + result.stdout + result.stderr
+    # Without them the command would start another run.
+    again = start_command(stub)
+    assert {f"{name}={value}" for name, value in handed_on.items()} < set(again[: again.index("bash")])
+
+
+@pytest.mark.parametrize(("given", "address"), [("", "127.0.0.1"), ("127.0.0.5", "127.0.0.5")])
+def test_processes_of_an_own_head_announce_what_the_user_says(stub, given: str, address: str) -> None:
+    """An engine elsewhere could not reach a rank that announces the loopback address."""
+    result = bash(f"bash {ONE_NODE}", NUM_GPUS="8", RAY_AUTH_TOKEN="t", SLIME_HOST_IP=given, **stub)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"--node-ip-address {address} " in calls(stub)[0]
+    assert Path(stub["STUB_LOG"] + ".host").read_text() == f"{given}\n"
+
+
+def test_a_killed_script_leaves_no_head(stub) -> None:
+    environment = script_environment(NUM_GPUS="8", STUB_JOB_SECONDS="600", **stub)
+    with subprocess.Popen(["bash", str(ONE_NODE)], env=environment, stdout=subprocess.DEVNULL) as process:
+        wait_until(lambda: any(line.startswith("job submit") for line in calls(stub)))
+        (node,) = Path(stub["TMPDIR"]).glob("slime-run-*/node")
+        head = int(re.search(r"^pid=(\d+)$", node.read_text(), re.MULTILINE)[1])
+        assert runs(head)
+        process.kill()
+    wait_until(lambda: not runs(head))
+
+
+def test_the_last_lines_of_a_stopped_run_are_printed(stub) -> None:
+    """A run that is stopped says what is kept, and how it goes on."""
+    environment = script_environment(NUM_GPUS="8", STUB_JOB_SECONDS="600", STUB_LAST_LINE="go on: x", **stub)
+    with subprocess.Popen(["bash", str(ONE_NODE)], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: any(line.startswith("job submit") for line in calls(stub)))
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert "go on: x" in output
+
+
+def test_the_command_that_starts_again_has_the_server_of_an_example(stub, tmp_path: Path) -> None:
+    script = ROOT / "examples" / "search-r1" / "run-qwen3-4B.sh"
+    python = tmp_path / "python-with-server"
+    python.write_text(f"""#!/usr/bin/env bash
+if [[ "$1" == *with_server.py ]]; then while [[ "$1" != -- ]]; do shift; done; shift; PYTHON={stub["PYTHON"]} exec "$@"; fi
+""")
+    python.chmod(0o755)
+    variables = {**stub, "PYTHON": str(python), "CORPUS": "/my corpus.jsonl", "RAY_ADDRESS": "http://198.51.100.1:8265"}
+    result = bash(f"bash {script} --seed 7", **variables)
+    assert result.returncode == 0, result.stderr
+    again = start_command(stub)
+    assert again[0] == "env" and "RAY_ADDRESS=http://198.51.100.1:8265" in again
+    assert again[-6:] == ["env", "CORPUS=/my corpus.jsonl", "bash", str(script), "--seed", "7"]
 
 
 SECRET_WORDS = (
@@ -263,7 +341,9 @@ def test_questions_are_answered_without_ray(stub, words: str) -> None:
 def test_a_check_goes_by_the_cluster_that_is_there(stub, tmp_path: Path) -> None:
     """This machine's GPUs do not matter then."""
     python = tmp_path / "python-of-the-run"
-    python.write_text('#!/bin/sh\necho "the run needs 4 GPUs" "${RAY_ADDRESS:-none}" | tee -a "$STUB_LOG.addresses"\n')
+    python.write_text(
+        '#!/bin/sh\n[ "$1" = -c ] || echo "the run needs 4 GPUs" "${RAY_ADDRESS:-none}" | tee -a "$STUB_LOG.addresses"\n'
+    )
     head = "bash scripts/cluster.sh"
     program = f"{head} head && bash {ONE_NODE} --check && bash {ONE_NODE}; {head} stop; bash {ONE_NODE} --check"
     result = bash(program, NUM_GPUS="4", RAY_PORT="21381", DASHBOARD_PORT="21267", **stub)
@@ -323,7 +403,8 @@ NOT_SAID_AGAIN = {
     "DRY_RUN", "PRINT_COMMAND", "START_SECONDS", "PYTHON", "RAY", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
     "RAY_PORT", "RAY_TMPDIR", "DASHBOARD_PORT", "CLUSTER_DIR", "TMPDIR", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "WANDB_API_KEY",
     "CHECK_MESSAGES", "SUBMIT_MESSAGES", "JOB_FILE", "OWN_DIR", "SUBMISSION_ID", "CLUSTER_ADDRESS", "SAY_AS",
-    "RAY_JOB_CONFIG_JSON_ENV_VAR", "OMP_NUM_THREADS", "STOP_SECONDS", "LEFT_SECONDS",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_STOP_WAIT_TIME_S", "OMP_NUM_THREADS", "STOP_SECONDS", "LEFT_SECONDS",
+    "HEAD_WATCH", "SLIME_START_COMMAND",
 }  # fmt: skip
 
 

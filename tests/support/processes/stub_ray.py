@@ -2,11 +2,12 @@
 the latest submission are in STUB_LOG.submission, each followed by a null byte. If the job is a file, STUB_LOG.job is its copy.
 
 Variables: STUB_LOG (file of calls; those of `python` are in STUB_LOG.python), STUB_START (ok, mismatch, token, deep, hang, or
-slow: the second start succeeds), STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (its duration), STUB_REFUSALS
-(number of submissions that are refused first), STUB_REFUSAL (message of a refusal), STUB_CHECK (output of the check of a run),
-STUB_CHECK_STATUS (its exit status).
+slow: the second start succeeds), STUB_JOB_STATUS (exit status of the job), STUB_JOB_SECONDS (its duration), STUB_LAST_LINE
+(its last line), STUB_REFUSALS (number of submissions that are refused first), STUB_REFUSAL (message of a refusal),
+STUB_CHECK (output of the check of a run), STUB_CHECK_STATUS (its exit status).
 """
 
+import sys
 from pathlib import Path
 
 _PROGRAM = """#!/usr/bin/env bash
@@ -25,6 +26,7 @@ case "$1" in
         ;;
     esac
     echo "$RAY_AUTH_MODE" >"$STUB_LOG.auth"
+    echo "${SLIME_HOST_IP:-}" >"$STUB_LOG.host"
     while (($#)); do if [[ "$1" == --port ]]; then port="$2"; fi; shift; done
     # As Ray does where it serves this machine alone: nothing to join is announced.
     if [[ "${RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER:-}" != 0 ]]; then echo "  ray start --address='127.0.0.1:${port:-0}'"; fi
@@ -40,9 +42,13 @@ case "$1" in
         echo "${STUB_REFUSAL:-No available agent to submit job}" >&2 && exit 1
       fi
       sleep "${STUB_JOB_SECONDS:-0}" >/dev/null 2>&1 &
+      echo $! >"$STUB_LOG.running"
       trap 'kill $!' TERM
       wait $!
+      printf '%s' "${STUB_LAST_LINE:-}"
       exit "${STUB_JOB_STATUS:-0}"
+    elif [[ "$2" == stop ]]; then
+      kill "$(cat "$STUB_LOG.running")"
     fi
     ;;
   get-auth-token) mkdir -p "$HOME/.ray" && echo stub-token >"$HOME/.ray/auth_token" ;;
@@ -50,8 +56,10 @@ esac
 """
 
 
-_PYTHON = """#!/usr/bin/env bash
-printf '%s\\n' "$*" >>"$STUB_LOG.python"
+_PYTHON = f"""#!/usr/bin/env bash
+if [[ "$1" == -c ]]; then exec {sys.executable} "$@"; fi
+"""
+_PYTHON += """printf '%s\\n' "$*" >>"$STUB_LOG.python"
 echo "INFO: said beside the result" >&2
 if ((${STUB_CHECK_STATUS:-0})); then echo "ERROR: --lr 0: refused" >&2 && exit "$STUB_CHECK_STATUS"; fi
 echo "${STUB_CHECK-ready; the run needs 4 GPUs}"
