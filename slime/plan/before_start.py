@@ -32,6 +32,7 @@ from slime.utils.checkpoint_directory import (
     FSDP2,
     POINTER,
     TORCH_METADATA,
+    evaluated_rollouts,
     iteration_directory,
     latest_iteration,
     read_torch_metadata,
@@ -124,12 +125,22 @@ def nothing_left(args: argparse.Namespace) -> str | None:
     if source is None or not source.resume:
         return None
     start = 1 + (latest_iteration(source.path) if source.step is None else source.step)
-    if start < total:
+    if start < total or (start == total and lacks_evaluation(args, start)):
         return None
     return (
         f"nothing left to do: {start} rollouts are done in --load {source.path}, --num-rollout is {total}; a larger "
         "--num-rollout goes on from there"
     )
+
+
+def lacks_evaluation(args: argparse.Namespace, start: int) -> bool:
+    """Whether a run that goes on from a checkpoint of `start` rollouts lacks an evaluation that was due behind it, because the
+    run that wrote the checkpoint ended before that evaluation did."""
+    source = args.initial_weights
+    if not args.has_engines or args.eval_interval is None or source is None or not source.resume:
+        return False
+    evaluated = evaluated_rollouts(source.path)
+    return evaluated is not None and evaluated < start
 
 
 def _checkpoint_problems(args: argparse.Namespace) -> Iterator[str]:

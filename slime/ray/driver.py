@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from slime.observability.console import StartupClock, evaluation_line, evaluation_name, has_line, rollout_line
 from slime.observability.logging_utils import LoggedMetrics, forget_lost_steps, write_to_trackers
+from slime.plan.before_start import lacks_evaluation
 from slime.scheduling.device_turns import ENGINES, TRAINER, Holds, Sides, Turn, steps_to
+from slime.utils.checkpoint_directory import EVALUATED, evaluated_rollouts
 from slime.utils.errors import RunError, UserError
-from slime.utils.filesystem import write_json_atomically
+from slime.utils.filesystem import write_json_atomically, write_text_atomically
 from slime.utils.misc import Box, host_memory_gib, should_run_periodic_action
 
 if TYPE_CHECKING:
@@ -107,8 +109,12 @@ def push_is_due(args: argparse.Namespace, length: RunLength, rollout_id: int) ->
 
 
 def evaluates_before_training(args: argparse.Namespace, run: StartedRun) -> bool:
-    """Whether to evaluate before the first rollout: of a new run, or as all that a run with `--num-rollout 0` does."""
+    """Whether to evaluate before the first rollout: of a new run, as all that a run with `--num-rollout 0` does, or because the
+    run that goes on here ended within the evaluation that followed its checkpoint."""
     start, num_rollout = run.start_rollout_id, run.length.num_rollout
+    if 0 < start <= num_rollout and evaluation_is_due(args, run.length, start - 1) and lacks_evaluation(args, start):
+        logger.info("the evaluation after rollout %d was not finished, and is made now", start - 1)
+        return True
     if start >= num_rollout > 0:
         logger.info("nothing left to do: %d of %d rollouts are done", start, num_rollout)
     if not args.has_engines or args.eval_interval is None:
@@ -227,6 +233,11 @@ class StepReport:
             progress.start_rollout_id = run.start_rollout_id
         progress.num_rollout = run.length.num_rollout
         forget_lost_steps(args, run.start_rollout_id, run.length.num_rollout, again=starts_again)
+        # Whoever goes on from a checkpoint of this run knows by the file which evaluation it lacks. It is there from the start,
+        # because a run may end within its first one.
+        self._saves = run.actor is not None and args.save is not None and args.eval_interval is not None
+        if self._saves and evaluated_rollouts(args.save) is None:
+            self._note_evaluation(run.start_rollout_id)
 
     @contextlib.contextmanager
     def step(self, rollout_id: int) -> Iterator[None]:
@@ -271,13 +282,24 @@ class StepReport:
         self.add([({**metrics, "rollout/step": self._rollout_id}, "rollout/step")])
 
     def evaluation(self, logged: list[LoggedMetrics]) -> None:
-        """Metrics of an evaluation, before the first step or after the last one; prints its line."""
+        """Metrics of an evaluation, before the first step or after the last one; prints its line, and notes beside the
+        checkpoints that it was made."""
         write_to_trackers(logged)
         before = self._rollout_id is None
+        self._note_evaluation(self._start_rollout_id if before else self._rollout_id + 1)
         name = evaluation_name(self._start_rollout_id if before else self._rollout_id, before=before)
         for metrics, step_key in logged:
             if step_key == "eval/step":
                 logger.info("%s", evaluation_line(name, metrics))
+
+    def _note_evaluation(self, rollouts: int) -> None:
+        if not self._saves:
+            return
+        try:
+            write_text_atomically(Path(self._args.save) / EVALUATED, str(rollouts))
+        except OSError as error:
+            # A later start may make the evaluation again, which costs time and no data.
+            logger.warning("%s: %s", Path(self._args.save) / EVALUATED, error)
 
 
 def check_numbers(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> None:

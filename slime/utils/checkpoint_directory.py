@@ -23,6 +23,8 @@ _RELEASE = "release"
 TORCH_METADATA = ".metadata"
 # The file with the version of its weights' push, or of the last push before it.
 WEIGHT_VERSION = "weight_version.json"
+# The file with the number of rollouts that were trained before the latest evaluation that ended.
+EVALUATED = "latest_evaluation.txt"
 # The name of the FSDP backend in the metadata; checkpoints of Megatron have torch_dist. What its optimizer remembers lies in a
 # directory of its own.
 FSDP2, FSDP_OPTIMIZER = "fsdp2", "optimizer"
@@ -53,6 +55,15 @@ def latest_iteration(path: str | os.PathLike[str]) -> int:
     if not (text.isascii() and text.isdigit()):
         raise UserError(f"{Path(path) / POINTER} holds {text[:40]!r}, not an iteration number; {newest_whole(path)}")
     return int(text)
+
+
+def evaluated_rollouts(path: str | os.PathLike[str]) -> int | None:
+    """How many rollouts were trained before the latest evaluation of the run that saves below `path`; None where nothing tells
+    so."""
+    try:
+        return int((Path(path) / EVALUATED).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def newest_whole(path: str | os.PathLike[str]) -> str:

@@ -243,6 +243,20 @@ def test_a_finished_run_has_nothing_left(tmp_path, pointer, words, left):
         )
 
 
+@pytest.mark.parametrize(("evaluated", "words", "is_left"), [
+    ("4", "--eval-interval 2", True), ("5", "--eval-interval 2", False), ("4", "", False),
+    ("4", "--eval-interval 2 --num-rollout 4", False),
+])  # fmt: skip
+def test_an_evaluation_that_was_cut_off_is_left(tmp_path, evaluated, words, is_left):
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text("4")
+    (checkpoint / "latest_evaluation.txt").write_text(evaluated)
+    held_out = ["--eval-prompt-data", "held_out", write(tmp_path / "held_out.jsonl", PLAIN_PROMPTS)]
+    args = parse(tmp_path, "--num-rollout", "5", "--load", str(checkpoint), *held_out, *words.split())
+    assert (nothing_left(args) is None) is is_left
+
+
 @pytest.mark.parametrize(("name", "words", "told"), [
     ("iter_0000007", "", "does not exist, although {checkpoint}/latest_checkpointed_iteration.txt names it; name a whole one"),
     ("iter_0000001", "--ckpt-step 1", "is no whole checkpoint; ask for another step, or start elsewhere"),

@@ -8,6 +8,7 @@ import pytest
 
 import train
 import train_async
+from slime.arguments.checkpoints import WeightSource
 from slime.arguments.rules.algorithm import unavoidable_staleness
 from slime.ray.driver import (
     RolloutResult,
@@ -24,6 +25,7 @@ from slime.ray.driver import (
     save_is_due,
 )
 from slime.scheduling.device_turns import IllegalTurn
+from slime.utils.checkpoint_directory import EVALUATED, evaluated_rollouts
 from slime.utils.errors import RunError
 
 
@@ -34,6 +36,7 @@ def make(**values):
         "async_save": False, "ci_test": False, "ci_disable_kl_checker": False, "ci_save_grad_norm": None,
         "ci_load_grad_norm": None, "ci_train_rollout_logprob_abs_diff_threshold": 0.1, "num_steps_per_rollout": 2,
         "use_rollout_logprobs": False, "keep_old_actor": False, "log_interval": 1,
+        "save": None, "initial_weights": None,
     }  # fmt: skip
     return SimpleNamespace(**{**defaults, **values})
 
@@ -120,6 +123,47 @@ def test_an_evaluation_is_told_by_the_rollout_that_it_precedes_or_follows(caplog
     told = [record.getMessage().partition(" | ")[0] for record in caplog.records]
     before, after = "evaluation before rollout 3: math 0.5000", "evaluation after rollout 4: math 0.7500"
     assert told == [before, "rollout 3 (4/12)", after]
+
+
+@pytest.mark.parametrize(
+    ("start", "resume", "evaluated", "is_made"),
+    [
+        # The evaluation after rollout 4 is due, and after the last one, but not after rollout 3.
+        (5, True, "0", True), (5, True, "5", False), (4, True, "0", False), (12, True, "10", True), (12, True, "12", False),
+        # A checkpoint of another start, or of a run that told nothing.
+        (5, False, "0", False), (5, True, None, False), (5, True, "damaged", False),
+    ],
+)  # fmt: skip
+def test_an_evaluation_that_was_cut_off_is_made_at_the_resume(tmp_path, start, resume, evaluated, is_made):
+    if evaluated is not None:
+        (tmp_path / EVALUATED).write_text(evaluated)
+    args = make(initial_weights=WeightSource("megatron", str(tmp_path), resume=resume))
+    assert evaluates_before_training(args, started(start)) is is_made
+    assert not evaluates_before_training(make(**{**vars(args), "eval_interval": None}), started(start))
+    assert not evaluates_before_training(make(**{**vars(args), "has_engines": False}), started(start))
+
+
+def test_evaluations_are_noted_beside_the_checkpoints(tmp_path):
+    args, actor = make(save=str(tmp_path)), SimpleNamespace()
+    report = StepReport(args, started(3, actor=actor), RunProgress())
+    assert evaluated_rollouts(tmp_path) == 3, "if the first one is cut off"
+    with report.step(3):
+        pass
+    report.evaluation([])
+    assert evaluated_rollouts(tmp_path) == 4
+    StepReport(args, started(8, actor=actor), RunProgress())
+    assert evaluated_rollouts(tmp_path) == 4, "a start is no evaluation"
+    StepReport(args, started(8, actor=actor), RunProgress()).evaluation([])
+    assert evaluated_rollouts(tmp_path) == 8
+    for values, ranks in (({"eval_interval": None}, actor), ({}, None)):
+        StepReport(make(save=str(tmp_path / "none"), **values), started(0, actor=ranks), RunProgress()).evaluation([])
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_evaluation_that_cannot_be_noted_is_no_failure(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    StepReport(make(save=str(tmp_path / "file")), started(actor=SimpleNamespace()), RunProgress()).evaluation([])
+    assert caplog.text.count(EVALUATED) == 2
 
 
 def test_the_end_of_a_run_knows_what_was_saved():
