@@ -257,6 +257,8 @@ def test_a_killed_script_leaves_no_head(stub) -> None:
         assert runs(head)
         process.kill()
     wait_until(lambda: not runs(head))
+    # The program that submits ends with the real head.
+    os.kill(int(Path(stub["STUB_LOG"] + ".running").read_text()), signal.SIGTERM)
 
 
 def test_the_last_lines_of_a_stopped_run_are_printed(stub) -> None:
