@@ -138,6 +138,7 @@ settle_environment() {
     HANDED_ON+=("$variable")
     if [[ "$given" != *" ${variable%%=*} "* ]]; then GIVEN_SETTINGS+=("$variable"); fi
   done < <(PYTHONPATH="$REPOSITORY" "$PYTHON" -c 'from slime.utils.env import write_environment_of_call as write; write()')
+  wait "$!" || refuse "the run's environment could not be settled: $PYTHON (PYTHON) failed"
 }
 
 json_string() {
