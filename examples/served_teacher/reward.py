@@ -4,6 +4,7 @@
       --use-opd --opd-type sglang --opd-kl-coef 0.01 --custom-rm-path examples/served_teacher/reward.py:reward
 """
 
+import asyncio
 from typing import Any
 
 from slime.rollout.on_policy_distillation import reward_func
@@ -12,8 +13,10 @@ from slime.utils.reward_types import checked_label
 from slime.utils.types import Sample
 
 
-async def reward(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """1 for a right answer, else 0; the model `teacher` of `--sglang-config` sets `sample.teacher_log_probs`."""
+async def reward(args: Any, sample: Sample, evaluation: bool = False, **kwargs: Any) -> float:
+    """1 for a right answer, else 0. In training the model `teacher` of `--sglang-config` sets `sample.teacher_log_probs`."""
     label = checked_label(sample.label)
-    await reward_func(args, sample)
-    return float(grade_answer_verl(sample.response, label))
+    if not evaluation:
+        await reward_func(args, sample)
+    # Grading may take seconds, in which the event loop would serve nobody.
+    return float(await asyncio.to_thread(grade_answer_verl, sample.response, label))

@@ -39,6 +39,7 @@ def test_the_reward_grades_and_the_teacher_is_asked(tmp_path, monkeypatch):
     wrong = Sample(tokens=[1, 2, 3], response_length=2, response="\\boxed{8}", label="7")
     assert [asyncio.run(reward(args, sample)) for sample in (right, wrong)] == [1.0, 0.0]
     assert asked == ["http://127.0.0.1:2/generate"] * 2
+    assert asyncio.run(reward(args, right, evaluation=True)) == 1.0 and len(asked) == 2, "nobody reads it there"
     assert list(right.teacher_log_probs) == [-0.5, -0.25]
     with pytest.raises(UserError, match="the label of a row is None.*--label-key"):
         asyncio.run(reward(args, Sample(tokens=[1, 2, 3], response_length=2, response="\\boxed{7}")))
