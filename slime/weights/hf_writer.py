@@ -199,7 +199,12 @@ def _make_draft(draft: Path, directory: Path, source: Path) -> None:
         shutil.rmtree(draft)
     draft.mkdir(parents=True)
     if directory.is_dir():
-        shutil.copytree(directory, draft, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_WEIGHT_FILES))
+        old_weights = shutil.ignore_patterns(*_WEIGHT_FILES)
+        # What lies deeper is not of this checkpoint: somebody else's files, of other checkpoints perhaps.
+        shutil.copytree(
+            directory, draft, dirs_exist_ok=True,
+            ignore=lambda place, names: old_weights(place, names) if Path(place) == directory else set(),
+        )  # fmt: skip
     copy_auxiliary_files(source, draft)
 
 

@@ -91,8 +91,13 @@ def test_only_the_weight_files_of_an_old_checkpoint_are_replaced(tmp_path, sourc
     target = tmp_path / "checkpoint"
     write_hf_checkpoint(target, iter([("a", torch.ones(3)), ("b", torch.ones(3))]), source, max_shard_bytes=12)
     (target / "notes.txt").write_text("mine")
+    (target / "of_others/deeper").mkdir(parents=True)
+    others = [target / "of_others/common.pt", target / "of_others/deeper/model.safetensors"]
+    for path in others:
+        path.write_text("theirs")
     write_hf_checkpoint(target, iter([("a", torch.zeros(3))]), source)
     assert (target / "notes.txt").read_text() == "mine"
+    assert [path.read_text() for path in others] == ["theirs"] * 2
     assert [path.name for path in target.glob("*.safetensors")] == ["model-00001-of-00001.safetensors"]
     assert torch.equal(read_back(target)[1]["a"], torch.zeros(3))
 
