@@ -75,7 +75,8 @@ class WeightSync:
         rollout_manager.bring_weights_by(self.push_to_stale)
 
     def push(self) -> dict[str, float]:
-        """Push the weights, check what the flags ask for, and return transfer metrics.
+        """Push the weights, check what the flags ask for, and return transfer metrics. Where nothing was trained since the last
+        push of this start, which may have come between two of the loop's, the version stays.
 
         With `--use-fault-tolerance` engines that fail are replaced: their successors get the weights while samples are
         generated, or at once if nobody else serves.
@@ -84,6 +85,7 @@ class WeightSync:
             RunError: an engine does not hold the trainer's weights.
         """
         first = self._pushes == 0
+        is_new = first or self._train_group.rollouts_trained != self._trained_at_push
         self._trained_at_push = self._train_group.rollouts_trained
         check = self._args.check_weight_update_equal
         before = self._weight_push.version
@@ -92,7 +94,8 @@ class WeightSync:
             fleet = self._rollout_manager.begin_push()
             # If all engines took the weights and then failed to prove them, the version is taken, and their successors get the
             # same one: another number for the same weights would make all samples that wait look older than they are.
-            send = self._weight_push.push if self._weight_push.version == before else self._weight_push.repeat
+            is_taken = not is_new or self._weight_push.version != before
+            send = self._weight_push.repeat if is_taken else self._weight_push.push
             report = self._push_with_checksums(fleet, send) if first and check else send(_receivers(fleet))
             served = _without(fleet, report.failed)
             failed = dict(report.failed)

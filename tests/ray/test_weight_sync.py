@@ -135,9 +135,14 @@ def sync(monkeypatch, events):
     return sync
 
 
+def train_and_push(sync):
+    sync._train_group.rollouts_trained += 1
+    return sync.push()
+
+
 def test_a_push_goes_to_the_engines_that_are_there_and_the_fleet_hears_of_its_end(sync, events):
     for _ in range(3):
-        assert sync.push() == {"perf/update_weights_time": 1.0}
+        assert train_and_push(sync) == {"perf/update_weights_time": 1.0}
     assert events == [
         [(0, "a", 1, 0), (1, "b", 1, 1)], ("log-probs", "engine 0", "engine 1"), ("engine 0", "engine 1", 5, {}),
         [(0, "a", 1, 0), (1, "b", 1, 1)], ("engine 0", "engine 1", 6, {}),
@@ -164,7 +169,7 @@ def test_without_engines_there_is_no_push_and_nothing_to_prove(sync, events):
 
 def test_devices_turn_to_the_push_and_then_to_generation_and_log_probs_are_told_by_whoever_is_awake(sync, events):
     sync.push()
-    sync.push()
+    train_and_push(sync)
     assert sync.turns == [Turn.PUSH, "probe", Turn.GENERATION, "compare", Turn.PUSH, Turn.GENERATION]
     sync.turns.clear()
     sync.stale = fleet_of("new", first=1)
@@ -179,7 +184,7 @@ def test_devices_turn_to_the_push_and_then_to_generation_and_log_probs_are_told_
 def test_a_trainer_that_ends_tells_its_log_probs_for_engines_that_come_when_it_is_gone(sync, events):
     sync._args.release_train = True
     sync.push()
-    sync.push()
+    train_and_push(sync)
     assert sync.turns == [Turn.PUSH, "probe", Turn.GENERATION, "compare", Turn.PUSH, "probe", Turn.GENERATION]
     sync._train_group.lives = False
     sync.turns.clear()
@@ -210,11 +215,11 @@ def test_a_new_server_proves_its_first_weights_and_nobody_later_ones(sync, event
     second_life = dataclasses.replace(sync.fleets[0].engines[1], name=EngineName(1, 1))
     sync.fleets[0] = dataclasses.replace(sync.fleets[0], engines=(sync.fleets[0].engines[0], second_life))
     events.clear()
-    sync.push()
+    train_and_push(sync)
     assert events[1:-1] == [("log-probs", "engine 1")]
     sync._args.check_weight_update_equal = True
     events.clear()
-    sync.push()
+    train_and_push(sync)
     assert events[1:-1] == [("log-probs", "engine 1")], "with the flag, after every push"
 
 
@@ -386,7 +391,7 @@ def test_where_none_proves_its_weights_their_successors_get_them_under_the_same_
         ("engine 0", "engine 1", 5, {}),
     ]
     assert events.count("again") == 1
-    sync.push()
+    train_and_push(sync)
     assert events[-1] == ("engine 1", 6, {}) and events.count("again") == 1, "the next ones are new weights"
 
 
@@ -482,6 +487,21 @@ def test_an_engine_that_missed_weights_which_nobody_has_any_more_waits_for_other
         assert events[-1] == ("engine 0", "engine 1", 6, {}) and "again" not in events
         sync.push_to_stale()
         assert events[-1] == ("engine 1", 6, {}) and "again" in events, "now all have what the trainer has"
+
+
+def test_weights_that_a_push_between_two_has_taken_ahead_keep_their_version_at_the_next(sync, events):
+    """Rollouts that were asked for before expect one version more, and `--keep-old-actor` moves once for each training."""
+    sync._args.use_fault_tolerance = True
+    sync.push()
+    sync._train_group.rollouts_trained += 1
+    sync._rollout_manager.is_working = lambda: False
+    sync.push_to_stale()
+    assert events[-1] == ("engine 0", "engine 1", 6, {}) and "again" not in events
+    sync.push()
+    assert events[-1] == ("engine 1", 6, {}) and events.count("again") == 1
+    sync.fleets.append(fleet_of("b", first=1))
+    train_and_push(sync)
+    assert events[-1] == ("engine 1", 7, {}) and events.count("again") == 1
 
 
 @pytest.mark.parametrize("quantised, difference", [(False, 0.3), (True, 0.3), (True, 0.7)])
