@@ -44,6 +44,8 @@ _watched: list[ray.ObjectRef] = []
 _asked: dict[Any, _Asked] = {}
 # What the error that tells of an actor's death calls it.
 _names: dict[Any, str] = {}
+# Ids of the actors whose death was told.
+_told: set[str | None] = set()
 
 
 def watch(refs: Sequence[ray.ObjectRef]) -> None:
@@ -91,6 +93,7 @@ def watch_nothing() -> None:
     _watched.clear()
     _asked.clear()
     _names.clear()
+    _told.clear()
 
 
 def wait_for_all(
@@ -211,10 +214,10 @@ def _arriving(
         for ref in ready:
             if ref in questions:
                 _asked[questions[ref]].question = None
-                _get(ref, patience.name, others=[])
+                _get(ref, patience.name, others=[], is_watched=True)
             elif ref not in remaining:
                 unwatch([ref])
-                _get(ref, patience.name, others=[])
+                _get(ref, patience.name, others=[], is_watched=True)
             else:
                 position = remaining.pop(ref)
                 yield ref, position, list(remaining)
@@ -230,7 +233,9 @@ def wait_for(ref: ray.ObjectRef, name: str, timeout_s: float, **options: Any) ->
     return wait_for_all([ref], name, timeout_s, **options)[0]
 
 
-def _get(ref: ray.ObjectRef, name: str, others: Sequence[ray.ObjectRef]) -> Any:
+def _get(ref: ray.ObjectRef, name: str, others: Sequence[ray.ObjectRef], is_watched: bool = False) -> Any:
+    """The result of `ref`, which is ready. None if it `is_watched` and tells of a death that was told before: an actor dies for
+    every call of it, and what is awaited next, to save work, may not need this actor."""
     try:
         return ray.get(ref, timeout=_FETCH_SECONDS)
     except RayTaskError as error:
@@ -245,7 +250,9 @@ def _get(ref: ray.ObjectRef, name: str, others: Sequence[ray.ObjectRef]) -> Any:
         _raise_if_one_died(others, name)
         raise
     except RayActorError as error:
-        raise RunError(f"{name}: a process of the run died. {_death_cause(error)}") from None
+        if is_watched and error.actor_id in _told:
+            return None
+        raise _death(error, name) from None
     except GetTimeoutError:
         raise RunError(f"{name}: the result is ready but could not be fetched within {_FETCH_SECONDS:g} s") from None
 
@@ -279,7 +286,7 @@ def _raise_if_one_died(others: Sequence[ray.ObjectRef], name: str) -> None:
         try:
             ray.get(ref, timeout=_FETCH_SECONDS)
         except RayActorError as error:
-            raise RunError(f"{name}: a process of the run died. {_death_cause(error)}") from None
+            raise _death(error, name) from None
         except RayTaskError:
             continue
 
@@ -291,14 +298,15 @@ def _raise_if_watched_died(name: str) -> None:
     unwatch(ready)
     for ref in ready:
         try:
-            _get(ref, name, others=[])
+            _get(ref, name, others=[], is_watched=True)
         except RunError as error:
             raise _WatchedDied(str(error)) from None
 
 
-def _death_cause(error: RayActorError) -> str:
+def _death(error: RayActorError, name: str) -> RunError:
+    _told.add(error.actor_id)
     hint = "If memory ran out, the kernel's log (dmesg) names the process; lower --max-tokens-per-gpu or the engines' cache."
     # Ray hands out the id of an actor as text here, and tells what it is a class of: all ranks are of the same.
     named = (name for actor, name in _names.items() if actor._actor_id.hex() == error.actor_id)
     who = next((f"It was {name}. " for name in named), "")
-    return f"{who}{str(error).strip()}\n{hint}"
+    return RunError(f"{name}: a process of the run died. {who}{str(error).strip()}\n{hint}")

@@ -75,7 +75,8 @@ class WeightSync:
         rollout_manager.bring_weights_by(self.push_to_stale)
 
     def push(self) -> dict[str, float]:
-        """Push the weights, check what the flags ask for, and return transfer metrics.
+        """Push the weights, check what the flags ask for, and return transfer metrics. Where nothing was trained since the last
+        push of this start, which may have come between two of the loop's, the version stays.
 
         With `--use-fault-tolerance` engines that fail are replaced: their successors get the weights while samples are
         generated, or at once if nobody else serves.
@@ -84,6 +85,7 @@ class WeightSync:
             RunError: an engine does not hold the trainer's weights.
         """
         first = self._pushes == 0
+        is_new = first or self._train_group.rollouts_trained != self._trained_at_push
         self._trained_at_push = self._train_group.rollouts_trained
         check = self._args.check_weight_update_equal
         before = self._weight_push.version
@@ -92,15 +94,15 @@ class WeightSync:
             fleet = self._rollout_manager.begin_push()
             # If all engines took the weights and then failed to prove them, the version is taken, and their successors get the
             # same one: another number for the same weights would make all samples that wait look older than they are.
-            send = self._weight_push.push if self._weight_push.version == before else self._weight_push.repeat
+            is_taken = not is_new or self._weight_push.version != before
+            send = self._weight_push.repeat if is_taken else self._weight_push.push
             report = self._push_with_checksums(fleet, send) if first and check else send(_receivers(fleet))
-            served = _without(fleet, report.failed)
-            failed = dict(report.failed)
+            served, failed = self._give_up_failed(fleet, report), {}
             # Without an engine that has the weights the trainer does not go to sleep: it still has to give them to new engines.
-            if served.engines and (not failed or self._args.use_fault_tolerance):
-                failed |= self._turn_to_generation(served if check else self._unproven_of(served))
-            self._rollout_manager.end_push(fleet.names, report.version, failed)
-            served = _without(fleet, failed)
+            if served.engines and (not report.failed or self._args.use_fault_tolerance):
+                failed = self._turn_to_generation(served if check else self._unproven_of(served))
+            self._rollout_manager.end_push(served.names, report.version, failed)
+            served, failed = _without(served, failed), report.failed | failed
             if served.engines or not self._args.use_fault_tolerance:
                 break
         if failed and not (self._args.use_fault_tolerance and served.engines):
@@ -129,9 +131,10 @@ class WeightSync:
             report = self._weight_push.repeat(_receivers(fleet))
         else:
             report = self._weight_push.repeat_from_files(_receivers(fleet))
-        failed = {**report.failed, **self._turn_to_generation(_without(fleet, report.failed))}
-        self._rollout_manager.end_push(fleet.names, report.version, failed)
-        served = _without(fleet, failed)
+        served = self._give_up_failed(fleet, report)
+        failed = self._turn_to_generation(served)
+        self._rollout_manager.end_push(served.names, report.version, failed)
+        served = _without(served, failed)
         if served.engines:
             logger.info("%s: weights of version %d", ", ".join(map(str, served.names)), report.version)
 
@@ -171,6 +174,14 @@ class WeightSync:
             tensors = sum(map(len, after_push.values()))
             logger.info("weight check: %d tensors equal on %d engines", tensors, len(after_push))
         return dataclasses.replace(report, failed=failed)
+
+    def _give_up_failed(self, fleet: FleetSnapshot, report: PushReport) -> FleetSnapshot:
+        """The engines of `fleet` that took a push. The push is over for the others: one that hangs would also be waited for in
+        the turn to generation."""
+        served = _without(fleet, report.failed)
+        if lost := [name for name in fleet.names if name not in served.names]:
+            self._rollout_manager.end_push(lost, report.version, report.failed)
+        return served
 
     def _turn_to_generation(self, unproven: FleetSnapshot) -> dict[int, str]:
         """End a push: let the engines generate, and compare the log-probs of those that are `unproven`.

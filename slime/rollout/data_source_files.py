@@ -15,6 +15,8 @@ import functools
 import json
 import logging
 import shutil
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ from slime.utils.sample_fields import exactly_as, hold_arrays
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
+
+# A source need not be thread-safe: if several rollouts are under way, one at a time calls it.
+source_turn = threading.RLock()
 
 # The ending of states that other programs wrote, with a pickle in them.
 PICKLED = ".pt"
@@ -261,6 +266,27 @@ def calling_source(args: Any, source: Any, method: str, subject: str) -> context
     if (getattr(function, "__module__", None) or "").startswith("slime."):
         return contextlib.nullcontext()
     return calling_user_code(FLAG, args.data_source_path, f"{method}, {subject}")
+
+
+@contextlib.contextmanager
+def turn_for_state(args: Any) -> Iterator[None]:
+    """Nobody else calls the source in the block, which takes its state.
+
+    Raises:
+        UserError: a call that another rollout made did not return within `--http-request-timeout`.
+    """
+    if not source_turn.acquire(timeout=min(args.http_request_timeout, threading.TIMEOUT_MAX)):
+        raise source_is_late(args, "get_samples or add_samples, which another rollout has called,")
+    try:
+        yield
+    finally:
+        source_turn.release()
+
+
+def source_is_late(args: Any, call: str) -> UserError:
+    """The error for a `call` of the source that has taken too long."""
+    limit = f"--http-request-timeout {args.http_request_timeout:g} s"
+    return UserError(f"{FLAG} {args.data_source_path}: {call} did not return within {limit}")
 
 
 def has_method(source: Any, name: str) -> bool:

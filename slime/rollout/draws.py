@@ -43,7 +43,10 @@ from slime.rollout.data_source_files import (
     left_for_a_fresh_start,
     read_drawn_ahead,
     read_state,
+    source_is_late,
+    source_turn,
     state_directory,
+    turn_for_state,
     write_drawn_ahead,
     write_state,
 )
@@ -52,9 +55,6 @@ from slime.utils.plugin_loader import accepted_keywords
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
-
-# A source need not be thread-safe: if several rollouts are under way, one at a time calls it.
-source_turn = threading.RLock()
 
 # Groups made of plain prompts get the number rollout · this + position, so that a resumed run gives new numbers, too.
 _NUMBERS_PER_ROLLOUT = 2**20
@@ -378,14 +378,11 @@ async def wait_for_source(args: Any, call: asyncio.Future[Any], method: str) -> 
     Raises:
         UserError: it did not return within `--http-request-timeout`.
     """
-    limit = args.http_request_timeout
-    await asyncio.wait([call], timeout=limit)
+    await asyncio.wait([call], timeout=args.http_request_timeout)
     if call.done():
         return call.result()
     asked = f", which asks --buffer-filter-path {args.buffer_filter_path}," if args.buffer_filter_path else ""
-    raise UserError(
-        f"{FLAG} {args.data_source_path}: {method}{asked} did not return within --http-request-timeout {limit:g} s"
-    )
+    raise source_is_late(args, f"{method}{asked}")
 
 
 def give_back(
@@ -481,7 +478,7 @@ class DataSourceSnapshots:
     def _take_states(self) -> None:
         if not self._has_snapshots or not self._draws.awaited:
             return
-        with source_turn:
+        with turn_for_state(self._args):
             for rollout_id in sorted(filter(self._draws.is_complete, self._draws.awaited)):
                 with calling_source(self._args, self._source, "state_dict", f"rollout {rollout_id}"):
                     state = self._source.state_dict()
@@ -500,7 +497,7 @@ class DataSourceSnapshots:
         """
         directory = state_directory(self._args.save, rollout_id)
         if not self._has_snapshots:
-            with source_turn:
+            with turn_for_state(self._args):
                 with calling_source(self._args, self._source, "save", f"rollout {rollout_id}"):
                     self._source.save(rollout_id)
                 ahead = self._draws.behind(rollout_id, self._args.n_samples_per_prompt)

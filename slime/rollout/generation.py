@@ -149,6 +149,8 @@ class _Stream:
         self._args, self._sample, self._payload = args, sample, payload
         self._text_before = sample.response
         self._tokens = 0
+        # The weights that made the tokens so far, in the form in which the end of an answer tells them.
+        self._versions: list[dict[str, Any]] = []
         self._unfinished: dict[str, Any] | None = None
 
     def append(self, output: dict[str, Any]) -> None:
@@ -161,15 +163,27 @@ class _Stream:
                 meta_info[name] = meta_info[name][self._tokens :]
         before, self._tokens = self._tokens, self._tokens + len(meta_info.get("output_token_logprobs") or ())
         append_engine_output(self._args, self._sample, {"meta_info": meta_info}, told_before=before)
+        self._note_version(meta_info.get("weight_version"))
         if self._tokens:
             # The whole text is replaced: an engine may change the end of a text whose last character was not complete.
             self._sample.response = self._text_before + (output.get("text") or "")
 
     def close(self) -> None:
-        """End the stream. If the engine did not finish, the sample is ABORTED, with the version and counters told last."""
+        """End the stream. If the engine did not finish, the sample is ABORTED, with the counters told last, and each token has
+        the version of its time."""
         if self._unfinished is not None:
             told = {name: value for name, value in self._unfinished.items() if name not in self._PER_TOKEN}
-            self._sample.append_response_tokens(self._args, meta_info={**told, "finish_reason": {"type": "abort"}})
+            versions = told.get("weight_versions") or self._versions
+            ended = {"weight_versions": versions, "finish_reason": {"type": "abort"}}
+            self._sample.append_response_tokens(self._args, meta_info=told | ended)
+
+    def _note_version(self, version: Any) -> None:
+        if self._versions:
+            # What came since the answer before counts as made before a push that came since: it may not look newer than it is.
+            self._versions[-1]["end"] = self._tokens
+        if version is not None and (not self._versions or version != self._versions[-1]["version"]):
+            start = self._tokens if self._versions else 0
+            self._versions.append({"version": version, "start": start, "end": self._tokens})
 
 
 def append_engine_output(args: Any, sample: Sample, output: dict[str, Any], *, told_before: int = 0) -> None:

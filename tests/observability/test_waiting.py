@@ -273,6 +273,45 @@ def test_an_actor_that_answers_beside_its_work_counts_as_dead_when_it_says_nothi
         waiting.name_actors({manager: "the manager"})
 
 
+@pytest.mark.parametrize("first", ["call", "death", "question"])
+def test_a_death_that_shows_in_several_ways_is_told_once(monkeypatch, first):
+    """What is awaited next, of processes that live, may save work."""
+    from ray.exceptions import ActorDiedError
+
+    from slime.observability import waiting
+
+    now, died = [10.0], ActorDiedError()
+    died.actor_id = "id of the manager"
+
+    class Actor:
+        __ray_ready__ = SimpleNamespace(remote=lambda: f"question at {now[0]}")
+
+    def wait(refs, num_returns=1, timeout=None):
+        now[0] += timeout
+        return [ref for ref in refs if not ref.startswith("no answer")], []
+
+    def get(ref, timeout):
+        if ref.startswith(("call", "death", "question")):
+            raise died
+        return ref
+
+    for name, empty in (("_asked", {}), ("_names", {}), ("_told", set()), ("_watched", [])):
+        monkeypatch.setattr(waiting, name, empty, raising=False)
+    monkeypatch.setattr(waiting, "ray", SimpleNamespace(wait=wait, get=get))
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    if first != "question":
+        waiting.watch(["death"])
+    waiting.watch_actors([Actor()], 60.0)
+    with pytest.raises(RunError, match="^a rollout: a process of the run died"):
+        waiting.wait_for("call" if first == "call" else "no answer", "a rollout", 60.0)
+    waiting.watch(["death"])
+    assert waiting.wait_for_all(["rank 0", "rank 1"], "ends of a save", 10.0) == ["rank 0", "rank 1"]
+    with pytest.raises(RunError, match="^a publication: no answer within 10 s"):
+        waiting.wait_for("no answer", "a publication", 10.0)
+    with pytest.raises(RunError, match="^data: a process of the run died"):
+        waiting.wait_for("call 2", "data", 10.0)
+
+
 def test_the_death_of_an_actor_that_has_a_name_says_which_one_it_was_and_where(actor, worker):
     from slime.observability.waiting import name_actors, unwatch_actors, wait_for, wait_for_all, watch_actors
 

@@ -135,9 +135,14 @@ def sync(monkeypatch, events):
     return sync
 
 
+def train_and_push(sync):
+    sync._train_group.rollouts_trained += 1
+    return sync.push()
+
+
 def test_a_push_goes_to_the_engines_that_are_there_and_the_fleet_hears_of_its_end(sync, events):
     for _ in range(3):
-        assert sync.push() == {"perf/update_weights_time": 1.0}
+        assert train_and_push(sync) == {"perf/update_weights_time": 1.0}
     assert events == [
         [(0, "a", 1, 0), (1, "b", 1, 1)], ("log-probs", "engine 0", "engine 1"), ("engine 0", "engine 1", 5, {}),
         [(0, "a", 1, 0), (1, "b", 1, 1)], ("engine 0", "engine 1", 6, {}),
@@ -164,7 +169,7 @@ def test_without_engines_there_is_no_push_and_nothing_to_prove(sync, events):
 
 def test_devices_turn_to_the_push_and_then_to_generation_and_log_probs_are_told_by_whoever_is_awake(sync, events):
     sync.push()
-    sync.push()
+    train_and_push(sync)
     assert sync.turns == [Turn.PUSH, "probe", Turn.GENERATION, "compare", Turn.PUSH, Turn.GENERATION]
     sync.turns.clear()
     sync.stale = fleet_of("new", first=1)
@@ -179,7 +184,7 @@ def test_devices_turn_to_the_push_and_then_to_generation_and_log_probs_are_told_
 def test_a_trainer_that_ends_tells_its_log_probs_for_engines_that_come_when_it_is_gone(sync, events):
     sync._args.release_train = True
     sync.push()
-    sync.push()
+    train_and_push(sync)
     assert sync.turns == [Turn.PUSH, "probe", Turn.GENERATION, "compare", Turn.PUSH, "probe", Turn.GENERATION]
     sync._train_group.lives = False
     sync.turns.clear()
@@ -210,11 +215,11 @@ def test_a_new_server_proves_its_first_weights_and_nobody_later_ones(sync, event
     second_life = dataclasses.replace(sync.fleets[0].engines[1], name=EngineName(1, 1))
     sync.fleets[0] = dataclasses.replace(sync.fleets[0], engines=(sync.fleets[0].engines[0], second_life))
     events.clear()
-    sync.push()
+    train_and_push(sync)
     assert events[1:-1] == [("log-probs", "engine 1")]
     sync._args.check_weight_update_equal = True
     events.clear()
-    sync.push()
+    train_and_push(sync)
     assert events[1:-1] == [("log-probs", "engine 1")], "with the flag, after every push"
 
 
@@ -222,14 +227,28 @@ def test_an_engine_that_fails_ends_the_run_with_its_message_and_the_fleet_knows_
     sync.pushes.failed = [{1: "engine 1 died"}]
     with pytest.raises(RunError, match="^engine 1 died$"):
         sync.push()
-    assert events[1:] == [("engine 0", "engine 1", 5, {1: "engine 1 died"})]
+    assert events[1:] == [("engine 1", 5, {1: "engine 1 died"}), ("engine 0", 5, {})]
 
 
 def test_with_fault_tolerance_the_others_go_on_without_the_one_that_failed(sync, events):
     sync._args.use_fault_tolerance = True
     sync.pushes.failed = [{1: "engine 1 died"}]
     assert sync.push() == {"perf/update_weights_time": 1.0}
-    assert events[1:] == [("log-probs", "engine 0"), ("engine 0", "engine 1", 5, {1: "engine 1 died"})]
+    assert events[1:] == [("engine 1", 5, {1: "engine 1 died"}), ("log-probs", "engine 0"), ("engine 0", 5, {})]
+
+
+def test_one_that_failed_a_push_is_given_up_before_the_turn_to_generation(sync, events):
+    """It may hang, and the turn waits for all engines that have no caches yet."""
+    sync._args.use_fault_tolerance = True
+    sync._devices.turn_to = events.append
+    lost = ("engine 1", 5, {1: "engine 1 hangs"})
+    sync.pushes.failed = [lost[-1]]
+    sync.push()
+    assert events.index(lost) < events.index(Turn.GENERATION) < events.index(("engine 0", 5, {}))
+    events.clear()
+    sync.stale, sync.pushes.failed = fleet_of("new", "newer"), [lost[-1]]
+    sync.push_to_stale()
+    assert events.index(lost) < events.index(Turn.GENERATION) < events.index(("engine 0", 5, {}))
 
 
 @pytest.fixture
@@ -279,7 +298,7 @@ def test_with_fault_tolerance_those_that_go_on_are_checked_when_another_fails_th
     assert checksums.asked == [["a", "b"], ["a", "b"], ["b"]]
     told = "weights_checksum"
     assert checksums.order == ["update_weights_from_disk", told, "reset_weights", told, told], "those of the trainer"
-    assert events[-1] == ("engine 0", "engine 1", 5, {0: "engine 0 died"})
+    assert ("engine 0", 5, {0: "engine 0 died"}) in events and events[-1] == ("engine 1", 5, {})
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -289,11 +308,11 @@ def test_with_fault_tolerance_one_that_dies_while_checksums_are_made_is_replaced
     sync._args.use_fault_tolerance = True
     checksums.dies = (number, "a")
     sync.push()
-    *_, told = events
-    assert told == ("engine 0", "engine 1", 5, {0: "a died"})
+    _, given_up, *proven, told = events
+    assert (given_up, told) == (("engine 0", 5, {0: "a died"}), ("engine 1", 5, {}))
     sent = [(1, "b", 1, 1)] if number < 4 else [(0, "a", 1, 0), (1, "b", 1, 1)]
     assert events[0] == sent, "its part of the weights is not waited for"
-    assert events[1:-1] == [("log-probs", "engine 1")]
+    assert proven == [("log-probs", "engine 1")]
     assert len(checksums.order) == 5 and checksums.asked[-1] == (["b"] if number < 4 else ["a", "b"])
 
 
@@ -386,7 +405,7 @@ def test_where_none_proves_its_weights_their_successors_get_them_under_the_same_
         ("engine 0", "engine 1", 5, {}),
     ]
     assert events.count("again") == 1
-    sync.push()
+    train_and_push(sync)
     assert events[-1] == ("engine 1", 6, {}) and events.count("again") == 1, "the next ones are new weights"
 
 
@@ -414,7 +433,7 @@ def test_engines_that_missed_a_push_get_it_under_its_version_and_prove_it_before
     events.clear()
     sync.pushes.failed = [{1: "engine 1 died"}]
     sync.push_to_stale()
-    assert events[2:] == [("engine 1", 5, {1: "engine 1 died"})]
+    assert events[2:] == [("engine 1", 5, {1: "engine 1 died"}), (5, {})]
     events.clear()
     sync.stale = fleet_of()
     sync.push_to_stale()
@@ -482,6 +501,21 @@ def test_an_engine_that_missed_weights_which_nobody_has_any_more_waits_for_other
         assert events[-1] == ("engine 0", "engine 1", 6, {}) and "again" not in events
         sync.push_to_stale()
         assert events[-1] == ("engine 1", 6, {}) and "again" in events, "now all have what the trainer has"
+
+
+def test_weights_that_a_push_between_two_has_taken_ahead_keep_their_version_at_the_next(sync, events):
+    """Rollouts that were asked for before expect one version more, and `--keep-old-actor` moves once for each training."""
+    sync._args.use_fault_tolerance = True
+    sync.push()
+    sync._train_group.rollouts_trained += 1
+    sync._rollout_manager.is_working = lambda: False
+    sync.push_to_stale()
+    assert events[-1] == ("engine 0", "engine 1", 6, {}) and "again" not in events
+    sync.push()
+    assert events[-1] == ("engine 1", 6, {}) and events.count("again") == 1
+    sync.fleets.append(fleet_of("b", first=1))
+    train_and_push(sync)
+    assert events[-1] == ("engine 1", 7, {}) and events.count("again") == 1
 
 
 @pytest.mark.parametrize("quantised, difference", [(False, 0.3), (True, 0.3), (True, 0.7)])

@@ -1,13 +1,15 @@
 """What a source has for saving, a state or methods that save and load, is written and read for it."""
 
 import copy
+import re
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from slime.rollout.data_source_files import DrawnAhead, state_directory, write_drawn_ahead
-from slime.rollout.draws import DataSourceSnapshots
+from slime.rollout.draws import DataSourceSnapshots, draw_groups
 from slime.utils.errors import RunError, UserError
 from tests.support.models.data_sources import make_args
 
@@ -164,3 +166,38 @@ def test_a_flag_for_missing_states_leaves_one_of_another_program_that_cannot_be_
     args.fresh_data_state = True
     DataSourceSnapshots(args, source).load(0)
     assert source.state["position"] == [0] and "the data starts from zero" in caplog.text
+
+
+@pytest.mark.parametrize("source_class", [Cursor, OnlySaves])
+def test_a_state_does_not_wait_for_ever_for_a_source_that_hangs(args, source_class):
+    """The rollout that is to be saved has ended, and later ones draw already."""
+    args.http_request_timeout, returns, hangs, told = 0.2, threading.Event(), threading.Event(), []
+
+    class Hanging(source_class):
+        def get_samples(self, n):
+            hangs.set()
+            returns.wait(60)
+            return []
+
+    source = Hanging()
+    states = DataSourceSnapshots(args, source)
+    drawing = threading.Thread(target=draw_groups, args=(args, source, 1, 1), daemon=True)
+    drawing.start()
+    assert hangs.wait(60)
+
+    def save():
+        with pytest.raises(UserError) as error:
+            states.remember(0)
+            states.save(0)
+        told.append(str(error.value))
+
+    saving = threading.Thread(target=save, daemon=True)
+    saving.start()
+    saving.join(30)
+    returns.set()
+    drawing.join(60)
+    assert told and re.fullmatch(
+        "--data-source-path my.Source: get_samples or add_samples, which another rollout has called, did not return within "
+        "--http-request-timeout 0.2 s",
+        told[0],
+    )

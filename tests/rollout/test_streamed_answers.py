@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime.rollout import generation
 from slime.rollout.failures import SampleFailed
 from slime.rollout.generation import generate, generate_and_rm
 from slime.rollout.sglang_streaming_rollout import generate_streaming
+from slime.rollout.staleness import oldest_version
 from slime.utils import http_utils
 from slime.utils.http_utils import HttpError, init_http_client, post_control, post_generate_stream
 from slime.utils.types import Sample
@@ -55,6 +57,22 @@ def test_what_came_before_a_broken_connection_is_kept_and_gone_on_with(server, c
     assert (whole.tokens[1:], whole.status) == ([70, 71, 70, 71, 72], Status.COMPLETED)
     assert whole.weight_version_spans == [("1", 0, 2), ("2", 2, 5)]
     assert [request["sampling_params"]["max_new_tokens"] for request in server.requests] == [8, 6]
+
+
+def test_tokens_of_a_broken_stream_keep_the_version_that_made_them(server, checkpoint, monkeypatch):
+    """A push between two answers is seen in the second: what this adds may have been made before it."""
+
+    async def stream(args, sample, payload, on_answer):
+        for count, server.weight_version in ((1, "1"), (2, "1"), (4, "2"), (5, "3"), (7, "3")):
+            on_answer(server._output(payload, list(range(70, 70 + count)), None))
+
+    monkeypatch.setattr(generation, "stream_engine", stream)
+    args, sample = make_args(checkpoint, server.port), Sample(index=0, prompt="p", tokens=[65, 90])
+    sample.append_response_tokens(tokens=[91], log_probs=[-1.0], text="[")
+    cut = run(generate_streaming(args, sample, params(args)))
+    assert (cut.status, cut.response_length) == (Status.ABORTED, 8)
+    assert cut.weight_version_spans == [("1", 1, 5), ("2", 5, 6), ("3", 6, 8)]
+    assert cut.weight_versions == ["3"] and oldest_version(cut) == 1
 
 
 def test_a_step_goes_on_with_what_came_before_its_connections_broke(server, checkpoint):

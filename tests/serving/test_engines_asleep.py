@@ -99,6 +99,22 @@ def test_engines_are_asleep_before_the_first_push_too(make_owner):
     assert owner.begin_push() == (None, [LEFT, RIGHT])
 
 
+def test_an_engine_that_failed_a_push_is_given_up_before_the_others_have_caches(make_owner):
+    """One that hangs would keep them waiting until the limit of an order."""
+    owner = serving(make_owner(use_fault_tolerance=True))
+    owner.hold(Holds.NOTHING)
+    owner.hold(Holds.WEIGHTS)
+    owner.begin_push()
+    owner.end_push([RIGHT], 2, {1: "engine 1 hangs"})
+    assert states(owner)[0] is EngineState.STALE, "nobody asks it for samples before it has caches"
+    owner.hold(Holds.ALL)
+    owner.end_push([LEFT], 2, {})
+    (woken,) = (event for event in owner.events if event[0] == "wake_caches")
+    assert LEFT in woken and RIGHT not in woken and owner.deaths("default") == 1
+    assert states(owner)[0] is EngineState.SERVING
+    assert owner.begin_push() == (2, [LEFT, EngineName(1, 1)])
+
+
 HALF_WAY = {"sleep": [Holds.NOTHING], "wake_weights": [Holds.NOTHING, Holds.WEIGHTS], "wake_caches": list(Holds)}
 
 

@@ -16,6 +16,7 @@ def make_args(**changes: Any) -> SimpleNamespace:
         "rollout_batch_size": 2,
         "over_sampling_batch_size": 2,
         "dynamic_sampling_filter_path": None,
+        "http_request_timeout": 600.0,
     }
     return SimpleNamespace(**{**values, **changes})
 
