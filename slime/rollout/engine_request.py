@@ -135,8 +135,9 @@ def check_prompt_length(sample: Sample, context_length: int | None) -> None:
         raise SampleFailed("the prompt has no tokens", retryable=False)
     if context_length is not None and length >= context_length:
         raise SampleFailed(
-            f"the prompt has {length} tokens, the context length is {context_length} "
-            "(--rollout-max-context-len or, in evaluation, --eval-max-context-len; --sglang-context-length; the model's own)",
+            f"the prompt has {length} tokens, and with its response it may have {context_length} (--rollout-max-context-len, "
+            "or --eval-max-context-len in evaluation; or what engines take, a little less than --sglang-context-length or the "
+            "model's own)",
             retryable=False,
         )
 

@@ -20,6 +20,7 @@ import numpy as np
 from slime.rollout.failures import SampleFailed
 from slime.rollout.generation_call import current_call
 from slime.rollout.user_functions import CallKind, CallSlots
+from slime.utils.engine_protocol import longest_input
 from slime.utils.errors import UserError
 from slime.utils.http_utils import generation_concurrency, init_http_client
 from slime.utils.misc import SingletonMeta
@@ -153,9 +154,13 @@ class GenerateState(metaclass=SingletonMeta):
         """How many tokens prompt and response may have together: the smaller of our limit and the engines'; None: no limit.
 
         Ours is `args.rollout_max_context_len`. It is read from `args` because evaluation passes its own (`evaluation_args`).
+        That of the engines is less than their context length, so that they take all of it as an input again.
         """
-        engine_limit = args.sglang_context_length or self._hf_config.get("max_position_embeddings")
-        return min(filter(None, (args.rollout_max_context_len, engine_limit)), default=None)
+        limits = [] if args.rollout_max_context_len is None else [args.rollout_max_context_len]
+        of_engines = args.sglang_context_length or self._hf_config.get("max_position_embeddings")
+        if of_engines:
+            limits.append(longest_input(of_engines))
+        return min(limits, default=None)
 
     async def encode_prompt(self, sample: Sample) -> np.ndarray:
         """As `prompt_ids`, off the event loop: a read-only int64 array that siblings share."""

@@ -159,8 +159,8 @@ class BaseGenerator(abc.ABC):
             return
         if length >= limit:
             raise UserError(
-                f"the chat has {length} tokens, and the context length is {limit} (--rollout-max-context-len, "
-                "--sglang-context-length, or the model's own): none is left for an answer"
+                f"the chat has {length} tokens, and with its answer it may have {limit} (--rollout-max-context-len; or what "
+                "engines take, which is a little less than --sglang-context-length or the model's own): no answer is possible"
             )
         wanted = params.get("max_new_tokens")
         params["max_new_tokens"] = limit - length if wanted is None else min(wanted, limit - length)

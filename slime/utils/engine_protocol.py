@@ -1,0 +1,14 @@
+"""Requests to engines as SGLang 0.5.21 reads them: which lengths it refuses (status 400)."""
+
+# An engine's scheduler takes an input only if it leaves more tokens of the context length than these: one is kept free by
+# `max_req_len`, and five more by `max_req_input_len`.
+_KEPT_FREE = 6
+
+
+def longest_input(context_length: int) -> int:
+    """How many tokens an engine of this context length takes as an input.
+
+    A prompt and its response have no more together, although an engine would write a few tokens more: what is within this limit
+    can be sent again, to be gone on with or for a teacher's log-probs.
+    """
+    return context_length - 1 - _KEPT_FREE
