@@ -5,10 +5,22 @@
 _KEPT_FREE = 6
 
 
-def longest_input(context_length: int) -> int:
+def longest_input(context_length: int, reserved: int = 0) -> int:
     """How many tokens an engine of this context length takes as an input.
 
     A prompt and its response have no more together, although an engine would write a few tokens more: what is within this limit
     can be sent again, to be gone on with or for a teacher's log-probs.
+
+    Args:
+        reserved: tokens that an engine which drafts adds to each input before it compares.
     """
-    return context_length - 1 - _KEPT_FREE
+    return context_length - 1 - max(_KEPT_FREE, reserved)
+
+
+def reserved_for_drafts(steps: int | None) -> int:
+    """How many tokens an engine that drafts in so many steps adds to each input; None: the steps that SGLang takes by itself.
+
+    It adds max(topk × steps, draft tokens). Runs draft with a topk of 1, for which it drafts one token more than there are
+    steps, whatever its setting for that number says.
+    """
+    return 1 + (3 if steps is None else steps)

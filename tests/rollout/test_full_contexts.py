@@ -1,5 +1,7 @@
 """Samples near the context length of the engines, which refuse inputs that leave them too little of it."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from slime.rollout.dialogue import dialogue
@@ -13,6 +15,7 @@ from tests.support.models.rollout_steps import params, run
 Status = Sample.Status
 # The longest input that an engine of this context length takes.
 LONGEST = CONTEXT_LENGTH - 7
+STEPS = "speculative_num_steps"
 
 
 def begun(length):
@@ -73,3 +76,18 @@ def test_an_answer_as_long_as_the_context_allows_is_scored_by_a_teacher_of_the_s
     sample = run(generate(args, Sample(index=0, tokens=[1] * 5), params(args)))
     assert sample.status is Status.TRUNCATED
     assert run(reward_func(args, sample)) == 0.0 and len(sample.teacher_log_probs) == sample.response_length
+
+
+@pytest.mark.parametrize(
+    ("steps", "of_groups", "reserved", "free"),
+    [(3, [], 4, 7), (None, [], 4, 7), (9, [], 10, 11), (3, [{}, {STEPS: 9}], 10, 11)],
+)
+def test_what_engines_reserve_for_their_drafts_is_left_to_them(server, checkpoint, steps, of_groups, reserved, free):
+    server.reserved = reserved
+    served = [SimpleNamespace(groups=[SimpleNamespace(overrides=overrides) for overrides in of_groups])]
+    args = make_args(
+        checkpoint, server.port, rollout_max_response_len=CONTEXT_LENGTH, sglang_speculative_algorithm="EAGLE",
+        sglang_speculative_num_steps=steps, served_models=served if of_groups else None,
+    )  # fmt: skip
+    run(generate(args, Sample(index=0, tokens=[1] * 200), params(args)))
+    assert server.requests[0]["sampling_params"]["max_new_tokens"] == CONTEXT_LENGTH - free - 200

@@ -94,6 +94,8 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
         "tool_key": "tools",
         "sglang_enable_deterministic_inference": False,
         "sglang_speculative_algorithm": None,
+        "sglang_speculative_num_steps": None,
+        "served_models": None,
         "sglang_context_length": None,
         "sglang_model_routers": {},
         "use_tis": False,
