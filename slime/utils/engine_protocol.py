@@ -1,5 +1,8 @@
 """Requests to engines as SGLang 0.5.21 reads them: which lengths it refuses (status 400)."""
 
+from collections.abc import Mapping
+from typing import Any
+
 # An engine's scheduler takes an input only if it leaves more tokens of the context length than these: one is kept free by
 # `max_req_len`, and five more by `max_req_input_len`.
 _KEPT_FREE = 6
@@ -24,3 +27,14 @@ def reserved_for_drafts(steps: int | None) -> int:
     steps, whatever its setting for that number says.
     """
     return 1 + (3 if steps is None else steps)
+
+
+def within_budget(sampling_params: Mapping[str, Any], budget: int, generated: int = 0) -> dict[str, Any]:
+    """`sampling_params` for at most `budget` tokens behind `generated` ones of the same response.
+
+    What these leave of `min_new_tokens` is lowered to the budget, because engines refuse a minimum above the maximum.
+    """
+    params = {**sampling_params, "max_new_tokens": budget}
+    if params.get("min_new_tokens") is not None:
+        params["min_new_tokens"] = min(max(params["min_new_tokens"] - generated, 0), budget)
+    return params

@@ -91,3 +91,23 @@ def test_what_engines_reserve_for_their_drafts_is_left_to_them(server, checkpoin
     )  # fmt: skip
     run(generate(args, Sample(index=0, tokens=[1] * 200), params(args)))
     assert server.requests[0]["sampling_params"]["max_new_tokens"] == CONTEXT_LENGTH - free - 200
+
+
+def least_and_most(server):
+    asked = [request["sampling_params"] for request in server.requests]
+    return [(params["min_new_tokens"], params["max_new_tokens"]) for params in asked]
+
+
+def test_a_minimum_is_one_of_the_whole_response_and_never_above_what_is_left(server, checkpoint):
+    args = make_args(checkpoint, server.port)
+    for sample, least in ((begun(10), 5), (begun(10), 1), (begun(LONGEST - 1), 5), (Sample(tokens=[1]), 20)):
+        run(generate(args, sample, {**params(args), "min_new_tokens": least}))
+    assert least_and_most(server) == [(3, 6), (0, 6), (1, 1), (8, 8)]
+
+
+def test_a_minimum_is_one_of_all_turns_of_a_dialogue(server, checkpoint):
+    args = make_args(checkpoint, server.port, rollout_max_response_len=24)
+    server.text_of = GenerateState(args).tokenizer.decode
+    wanted = {**params(args), "min_new_tokens": 3}
+    run(dialogue(args, Sample(index=0, tokens=[1] * 5), wanted, lambda turn: "." * 20))
+    assert least_and_most(server) == [(3, 24), (0, 1)]

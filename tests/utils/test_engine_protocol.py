@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime.utils.engine_protocol import longest_input, reserved_for_drafts
+from slime.utils.engine_protocol import longest_input, reserved_for_drafts, within_budget
 
 
 @pytest.mark.parametrize("reserved", [0, 4, 5, 6, 7, 20])
@@ -25,3 +25,19 @@ def test_what_drafts_take_of_a_context(steps, topk, draft_tokens, given):
     """The last case is what SGLang takes without these settings for the models that have a layer to draft with
     (`_auto_choose_speculative_params`)."""
     assert reserved_for_drafts(given) == max(topk * steps, draft_tokens)  # `compute_num_reserved_tokens`
+
+
+@pytest.mark.parametrize(
+    ("least", "budget", "generated", "left"),
+    [(5, 8, 0, 5), (5, 8, 2, 3), (5, 8, 7, 0), (9, 8, 0, 8), (9, 3, 2, 3), (0, 1, 0, 0)],
+)
+def test_a_minimum_is_what_is_missing_of_it_and_at_most_what_is_left(least, budget, generated, left):
+    params = {"min_new_tokens": least, "max_new_tokens": 100, "top_k": 3}
+    wanted = {"min_new_tokens": left, "max_new_tokens": budget, "top_k": 3}
+    assert within_budget(params, budget, generated) == wanted
+    assert params == {"min_new_tokens": least, "max_new_tokens": 100, "top_k": 3}
+
+
+def test_no_minimum_stays_none():
+    assert within_budget({"min_new_tokens": None}, 3) == {"min_new_tokens": None, "max_new_tokens": 3}
+    assert within_budget({}, 3) == {"max_new_tokens": 3}
