@@ -1,11 +1,15 @@
-"""Requests to engines as SGLang 0.5.21 reads them: which lengths it refuses (status 400)."""
+"""Requests to engines as SGLang 0.5.21 reads them: which lengths it refuses (status 400), and how many prompts there are."""
 
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 # An engine's scheduler takes an input only if it leaves more tokens of the context length than these: one is kept free by
 # `max_req_len`, and five more by `max_req_input_len`.
 _KEPT_FREE = 6
+# The field of a prompt → how deeply lists are nested in one; in the order in which engines look for the fields.
+_LEVELS_OF_A_PROMPT = {"text": 0, "input_ids": 1, "input_embeds": 2}
 
 
 def longest_input(context_length: int, reserved: int = 0) -> int:
@@ -38,3 +42,23 @@ def within_budget(sampling_params: Mapping[str, Any], budget: int, generated: in
     if params.get("min_new_tokens") is not None:
         params["min_new_tokens"] = min(max(params["min_new_tokens"] - generated, 0), budget)
     return params
+
+
+def num_prompts(payload: Mapping[str, Any]) -> int | None:
+    """The number of prompts in a request; None if it has one prompt that is not in a list."""
+    for name, levels in _LEVELS_OF_A_PROMPT.items():
+        prompts = payload.get(name)
+        if prompts is not None:
+            inner = prompts
+            while levels >= 0 and isinstance(inner, list | tuple | np.ndarray) and len(inner):
+                inner, levels = inner[0], levels - 1
+            return len(prompts) if levels < 0 else None
+    return None
+
+
+def is_multiplied(payload: Mapping[str, Any]) -> bool:
+    """Whether a request asks for several answers to a prompt. SGLang makes a request of each, with ids that it tells nobody;
+    only the end of the connection ends those."""
+    params = payload.get("sampling_params")
+    first = params[0] if isinstance(params, list) and params else params
+    return isinstance(first, dict) and first.get("n") not in (None, 1)
