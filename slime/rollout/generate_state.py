@@ -157,7 +157,8 @@ class GenerateState(metaclass=SingletonMeta):
         That of the engines is less than their context length, so that they take all of it as an input again.
         """
         limits = [] if args.rollout_max_context_len is None else [args.rollout_max_context_len]
-        of_engines = args.sglang_context_length or self._hf_config.get("max_position_embeddings")
+        told = [engine.context_length for engine in args.rollout_external_engine_infos or () if engine.context_length]
+        of_engines = min(told, default=args.sglang_context_length or self._hf_config.get("max_position_embeddings"))
         if of_engines:
             limits.append(longest_input(of_engines, self._reserved))
         return min(limits, default=None)

@@ -37,6 +37,14 @@ def test_an_answer_that_an_engine_would_not_go_on_with_is_full(server, checkpoin
     assert server.requests[0]["sampling_params"]["max_new_tokens"] == 2
 
 
+def test_engines_of_others_may_have_a_shorter_context_than_the_model(server, checkpoint):
+    """The limit of the run is at most that."""
+    engines = [SimpleNamespace(context_length=length) for length in (None, 128)]
+    args = make_args(checkpoint, server.port, rollout_max_context_len=128, rollout_external_engine_infos=engines)
+    server.context_length = 128
+    assert run(generate(args, begun(122), params(args))).status is Status.TRUNCATED and server.requests == []
+
+
 def test_a_limit_of_the_run_is_no_limit_of_the_engines(server, checkpoint):
     """An answer may have all of it."""
     args = make_args(checkpoint, server.port, rollout_max_context_len=LONGEST - 1)

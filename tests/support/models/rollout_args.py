@@ -96,6 +96,7 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
         "sglang_speculative_algorithm": None,
         "sglang_speculative_num_steps": None,
         "served_models": None,
+        "rollout_external_engine_infos": None,
         "sglang_context_length": None,
         "sglang_model_routers": {},
         "use_tis": False,
