@@ -138,7 +138,7 @@ def _take_over(origin: Sample, sample: Sample) -> None:
     if sample is origin:
         return
     prompt = own_copy(origin)
-    for name in ("group_index", "index", "prompt", "label", "metadata", "custom_rm_path"):
+    for name in ("group_index", "index", "prompt", "label", "metadata", "train_metadata", "custom_rm_path"):
         value = getattr(sample, name)
         if value is None or (name in ("prompt", "metadata") and not value):
             setattr(sample, name, getattr(prompt, name))

@@ -24,6 +24,7 @@ from slime.rollout.generation_call import GenerationCall, current_call
 from slime.utils import http_utils
 from slime.utils.async_utils import SingleFlight
 from slime.utils.engine_answers import TokenLogProbs
+from slime.utils.engine_protocol import within_budget
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError, post_generate, post_generate_stream
 from slime.utils.misc import SingletonMeta
@@ -67,6 +68,8 @@ def token_budget(sample: Sample, sampling_params: dict[str, Any], context_length
 def build_payload(state: GenerateState, sample: Sample, sampling_params: dict[str, Any], budget: int) -> dict[str, Any]:
     """Body of the request that continues `sample.tokens` by at most `budget` tokens.
 
+    `min_new_tokens` is, like `max_new_tokens`, about the whole response, all turns of a dialogue together.
+
     Raises:
         UserError: an id outside the vocabulary, or `min_p` together with deterministic inference; both would end the
             engine. Or `min_p` of engines that draft, which would not heed it.
@@ -83,8 +86,8 @@ def build_payload(state: GenerateState, sample: Sample, sampling_params: dict[st
             f"min_p {min_p} has no effect with --sglang-speculative-algorithm {drafting}: drafts are "
             "accepted without it; leave one of them out"
         )
-    params = {name: value for name, value in sampling_params.items() if value is not None}
-    params["max_new_tokens"] = budget
+    given = {name: value for name, value in sampling_params.items() if value is not None}
+    params = within_budget(given, budget, generated=sample.response_length)
     payload = {"input_ids": token_ids, "sampling_params": params, "return_logprob": True}
     if state.args.use_rollout_routing_replay:
         experts = sample.rollout_routed_experts
@@ -135,8 +138,9 @@ def check_prompt_length(sample: Sample, context_length: int | None) -> None:
         raise SampleFailed("the prompt has no tokens", retryable=False)
     if context_length is not None and length >= context_length:
         raise SampleFailed(
-            f"the prompt has {length} tokens, the context length is {context_length} "
-            "(--rollout-max-context-len or, in evaluation, --eval-max-context-len; --sglang-context-length; the model's own)",
+            f"the prompt has {length} tokens, and with its response it may have {context_length} (--rollout-max-context-len, "
+            "or --eval-max-context-len in evaluation; or what engines take, a little less than --sglang-context-length or the "
+            "model's own)",
             retryable=False,
         )
 

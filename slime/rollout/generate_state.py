@@ -20,6 +20,7 @@ import numpy as np
 from slime.rollout.failures import SampleFailed
 from slime.rollout.generation_call import current_call
 from slime.rollout.user_functions import CallKind, CallSlots
+from slime.utils.engine_protocol import longest_input, reserved_for_drafts
 from slime.utils.errors import UserError
 from slime.utils.http_utils import generation_concurrency, init_http_client
 from slime.utils.misc import SingletonMeta
@@ -153,9 +154,23 @@ class GenerateState(metaclass=SingletonMeta):
         """How many tokens prompt and response may have together: the smaller of our limit and the engines'; None: no limit.
 
         Ours is `args.rollout_max_context_len`. It is read from `args` because evaluation passes its own (`evaluation_args`).
+        That of the engines is less than their context length, so that they take all of it as an input again.
         """
-        engine_limit = args.sglang_context_length or self._hf_config.get("max_position_embeddings")
-        return min(filter(None, (args.rollout_max_context_len, engine_limit)), default=None)
+        limits = [] if args.rollout_max_context_len is None else [args.rollout_max_context_len]
+        told = [engine.context_length for engine in args.rollout_external_engine_infos or () if engine.context_length]
+        of_engines = min(told, default=args.sglang_context_length or self._hf_config.get("max_position_embeddings"))
+        if of_engines:
+            limits.append(longest_input(of_engines, self._reserved))
+        return min(limits, default=None)
+
+    @cached_property
+    def _reserved(self) -> int:
+        """The tokens that the engines of the first model add to each input for their drafts."""
+        if self.args.sglang_speculative_algorithm is None:
+            return 0
+        served, steps = self.args.served_models, self.args.sglang_speculative_num_steps
+        own = [group.overrides.get("speculative_num_steps", steps) for group in served[0].groups] if served else []
+        return max(map(reserved_for_drafts, own or [steps]))
 
     async def encode_prompt(self, sample: Sample) -> np.ndarray:
         """As `prompt_ids`, off the event loop: a read-only int64 array that siblings share."""

@@ -36,6 +36,7 @@ import orjson
 
 from slime.utils import env
 from slime.utils.async_utils import Slots, time_limit, until_true
+from slime.utils.engine_protocol import is_multiplied, num_prompts
 from slime.utils.errors import RunError
 from slime.utils.http_carriers import CarriedAnswer, CarrierLost, Carriers, ExchangeFailed
 from slime.utils.http_exchange import Exchanges, Outages, Response, new_session
@@ -56,8 +57,6 @@ _SAME_FAILURE_SECONDS = 30.0
 _BODY_CHARACTERS_IN_MESSAGES = 2000
 # Below this a thread costs more than parsing: 400 tokens, a tenth of a millisecond.
 THREAD_FROM_BYTES = 16 * 2**10
-# The field of a prompt → how deeply lists are nested in one; in the order in which engines look for the fields.
-_LEVELS_OF_A_PROMPT = {"text": 0, "input_ids": 1, "input_embeds": 2}
 _ORJSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -71,7 +70,7 @@ class HttpError(RunError):
         self.body = body
 
 
-class _FailedForNow(Exception):
+class _FailedForNow(HttpError):
     """Ends an attempt whose answer is a failure that is retried; it also tells the context manager of the address."""
 
 
@@ -278,7 +277,8 @@ async def post_generate_stream(
     """As `post_generate`, for a request with `stream`: `on_answer` gets the answer so far, again and again as it grows.
 
     Answers are cumulative, so if several have arrived only the last one is read. After the first one the request is not sent
-    again: if its connection breaks, the call returns with what came before. A stream that ends before is a failed attempt.
+    again: if its connection breaks, the call returns with what came before. A stream that ends before is a failed attempt. A
+    status that the engine tells in the stream, as the reason of its end, counts as one that it answers with.
 
     Raises:
         HttpError: as `post`; or the engine tells of an error in the stream.
@@ -304,11 +304,14 @@ async def _receive_events(on_answer: Callable[[dict[str, Any]], None], response:
             if not isinstance(answer, dict) or "meta_info" not in answer:
                 text = events[-1].decode("utf-8", "replace")[:_BODY_CHARACTERS_IN_MESSAGES]
                 raise HttpError(f"POST {response.url} streamed {text}", url=str(response.url), body=text)
+            told = answer["meta_info"].get("finish_reason")
+            if isinstance(told, dict) and told.get("status_code") is not None:
+                raise _status_error("POST", str(response.url), told["status_code"], str(told.get("message")).encode())
             answered = True
             on_answer(answer)
         if not answered:
             raise aiohttp.ClientPayloadError(f"the stream brought no answer, but {begin.decode(errors='replace')!r}")
-    except aiohttp.ClientError as error:
+    except (aiohttp.ClientError, _FailedForNow) as error:
         if not answered:
             raise
         logger.warning("POST %s: the stream broke (%s: %s)", response.url, type(error).__name__, error)
@@ -338,7 +341,7 @@ class _Body:
     def __init__(self, payload: Any, ids: set[str] | None = None) -> None:
         self._payload = payload
         self._own: set[str] = set()
-        self._ids = None if ids is None or _is_multiplied(payload) else ids
+        self._ids = None if ids is None or is_multiplied(payload) else ids
         self._plain = _encode(payload) if self._ids is None else None
 
     def __enter__(self) -> "_Body":
@@ -347,7 +350,7 @@ class _Body:
     def __call__(self) -> bytes | None:
         if self._ids is None:
             return self._plain
-        request_id, prompts = unique_hex(), _num_prompts(self._payload)
+        request_id, prompts = unique_hex(), num_prompts(self._payload)
         # SGLang numbers the prompts of a list behind the id, and knows none by the id alone. The router takes no list of ids.
         names = {request_id} if prompts is None else {f"{request_id}_{place}" for place in range(prompts)}
         self._own |= names
@@ -375,27 +378,6 @@ def _warn_of_lost_ids(url: str) -> None:
         "requests cannot be aborted so: those of an agent that is gone, or of a rollout beside which another or an evaluation "
         "is under way, go on to their ends. Give --sglang-router-ip a router that hands `rid` on, or leave it out", url,
     )  # fmt: skip
-
-
-def _is_multiplied(payload: dict[str, Any]) -> bool:
-    """Whether the request asks for several answers to a prompt. SGLang makes a request of each, with ids that it tells nobody;
-    only the end of the connection ends those.
-    """
-    params = payload.get("sampling_params")
-    first = params[0] if isinstance(params, list) and params else params
-    return isinstance(first, dict) and first.get("n") not in (None, 1)
-
-
-def _num_prompts(payload: dict[str, Any]) -> int | None:
-    """The number of prompts in a request of the engines' protocol; None if it has one prompt that is not in a list."""
-    for name, levels in _LEVELS_OF_A_PROMPT.items():
-        prompts = payload.get(name)
-        if prompts is not None:
-            inner = prompts
-            while levels >= 0 and isinstance(inner, list | tuple | np.ndarray) and len(inner):
-                inner, levels = inner[0], levels - 1
-            return len(prompts) if levels < 0 else None
-    return None
 
 
 async def post_control(
@@ -470,11 +452,14 @@ async def _send(
                             if response.status < 400:
                                 return await receive(response) if receive else _decode(await response.read())
                             failure = _status_error(method, address, response.status, await response.read())
+                        except HttpError as error:
+                            # A stream has told of a failure.
+                            failure = error
                         finally:
                             # Unlike the end of an `async with`, this does not wait after the answer was read to its end.
                             response.release()
-                    if failure.status == 429 or failure.status >= 500:
-                        raise _FailedForNow
+                    if isinstance(failure, _FailedForNow):
+                        raise failure
             raise failure
         except _FailedForNow:
             pass
@@ -538,10 +523,10 @@ def is_news(url: str, status: int | None) -> bool:
 
 
 def _status_error(method: str, url: str, status: int, content: bytes) -> HttpError:
-    body = content.decode("utf-8", "replace")
+    body, kind = content.decode("utf-8", "replace"), _FailedForNow if status == 429 or status >= 500 else HttpError
     if not env.debug_enabled():
         body = body[:_BODY_CHARACTERS_IN_MESSAGES]
-    return HttpError(f"{method} {url} answered {status}: {body}", url=url, status=status, body=body)
+    return kind(f"{method} {url} answered {status}: {body}", url=url, status=status, body=body)
 
 
 def _encode(payload: Any) -> bytes | None:

@@ -27,6 +27,7 @@ from typing import Any
 from slime.utils import env
 from slime.utils.async_utils import run
 from slime.utils.data_files import iterate_rows, parse_data_path, raise_bad_row
+from slime.utils.engine_protocol import within_budget
 from slime.utils.epoch_order import Part, epoch_order
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError, post, post_control
@@ -159,11 +160,11 @@ class BaseGenerator(abc.ABC):
             return
         if length >= limit:
             raise UserError(
-                f"the chat has {length} tokens, and the context length is {limit} (--rollout-max-context-len, "
-                "--sglang-context-length, or the model's own): none is left for an answer"
+                f"the chat has {length} tokens, and with its answer it may have {limit} (--rollout-max-context-len; or what "
+                "engines take, which is a little less than --sglang-context-length or the model's own): no answer is possible"
             )
         wanted = params.get("max_new_tokens")
-        params["max_new_tokens"] = limit - length if wanted is None else min(wanted, limit - length)
+        params |= within_budget(params, limit - length if wanted is None else min(wanted, limit - length))
 
     async def _answered(self, url: str, payload: dict[str, Any], headers: dict[str, str] | None) -> Any:
         """As `post`, repeated while no engine serves, because a dead engine may take longer to come back than `post` tries."""

@@ -265,11 +265,12 @@ def fn(args, sample, sampling_params):
     return {returned}
 """
     args = make_args(checkpoint, custom_generate_function_path=make_plugin(source))
-    prompt = Sample(index=0, group_index=5, prompt="p", label="6", metadata={"rm_type": "f1"})
+    prompt = Sample(index=0, group_index=5, prompt="p", label="6", metadata={"rm_type": "f1"}, train_metadata={"d": 2})
     entry = asyncio.run(generate_and_rm(args, prompt, {}))
     for sample in entry if isinstance(entry, list) else [entry]:
         assert (sample.index, sample.group_index, sample.prompt, sample.label) == (0, 5, "p", "6")
         assert sample.reward == 1.0 and sample.metadata == {"rm_type": "f1"} and sample.metadata is not prompt.metadata
+        assert sample.train_metadata == {"d": 2} and sample.train_metadata is not prompt.train_metadata
 
 
 @pytest.mark.parametrize("reward", ["float('nan')", "'1.0'", "{'a': 1.0}", "[1.0]"])

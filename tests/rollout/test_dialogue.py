@@ -41,6 +41,7 @@ def talk(checkpoint):
             server.text_of = TOKENIZER.decode
             settings = {"max_turns": None, "rollout_max_response_len": 100, "apply_chat_template": True, **changes}
             args = make_args(checkpoint, server.port, **settings)
+            server.context_length = args.sglang_context_length or server.context_length
             asked = sample or Sample(index=0, prompt=PROMPT)
 
             async def main():

@@ -96,7 +96,7 @@ def test_r1_a_continuation_gets_what_is_left_of_its_budget(server, checkpoint):
 def test_r1_the_budget_is_limited_by_the_context_length(server, checkpoint):
     args = make_args(checkpoint, server.port, rollout_max_response_len=None)
     run(generate(args, Sample(tokens=[1] * 200), params(args)))
-    assert server.requests[0]["sampling_params"]["max_new_tokens"] == CONTEXT_LENGTH - 200
+    assert server.requests[0]["sampling_params"]["max_new_tokens"] == CONTEXT_LENGTH - 7 - 200
     SingletonMeta.clear_instances()
     args = make_args(checkpoint, server.port, rollout_max_context_len=100)
     run(generate(args, Sample(tokens=[1] * 95), params(args)))
@@ -126,7 +126,7 @@ def test_a_prompt_beyond_the_context_fails_with_a_reason_and_trains_nothing(serv
     assert sample.status is Status.FAILED
     assert sample.remove_sample
     assert (
-        f"the prompt has {CONTEXT_LENGTH} tokens, the context length is {CONTEXT_LENGTH}"
+        f"the prompt has {CONTEXT_LENGTH} tokens, and with its response it may have {CONTEXT_LENGTH - 7}"
         in (sample.metadata["fail_reason"])
     )
     assert sample.get_reward_value(args) == 0.0
@@ -411,8 +411,8 @@ def held_bytes(sample):
 
 
 def test_a_long_answer_is_parsed_off_the_event_loop_and_held_in_forty_bytes_per_token(server, checkpoint, monkeypatch):
-    args = make_args(checkpoint, server.port, rollout_max_response_len=5000)
-    monkeypatch.setattr(GenerateState, "context_length", lambda self, args: None)
+    args = make_args(checkpoint, server.port, rollout_max_response_len=5000, sglang_context_length=8192)
+    server.context_length = args.sglang_context_length
     ids = [257 + i % 40 for i in range(4000)]
     server.answer = lambda payload: ids
     parsed = []

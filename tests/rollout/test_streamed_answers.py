@@ -1,6 +1,7 @@
 """Generation by a stream: from events to a sample, with a connection that may break."""
 
 import asyncio
+import json
 import time
 from types import SimpleNamespace
 
@@ -180,3 +181,67 @@ def test_a_stream_that_ends_without_an_answer_is_a_failed_attempt(monkeypatch, p
     with pytest.raises(HttpError, match=r"brought no answer, .* \(2 attempts\)") as told:
         run(_streamed(page, answers))
     assert page.decode().strip() in str(told.value)
+
+
+def _ended(ids, **reason):
+    """The event that ends a stream after these ids."""
+    entries = [[-0.5, token, None] for token in ids]
+    answer = {"text": "x" * len(ids), "meta_info": {"output_token_logprobs": entries, "finish_reason": reason or None}}
+    return b"data: " + json.dumps(answer).encode() + b"\n\n"
+
+
+def _failure(status, ids=()):
+    return _ended(ids, type="abort", message="there is no room", status_code=status)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_failure_that_passes_is_tried_again_if_a_stream_tells_it_before_the_first_token(monkeypatch, status):
+    forget_everything(monkeypatch)
+    init_http_client(http_args(http_max_retries=2))
+    answers = []
+    run(_streamed(_failure(status), answers, _ended([70], type="stop")))
+    assert [answer["text"] for answer in answers] == ["x"]
+    with pytest.raises(HttpError, match=rf"answered {status}: there is no room \(2 attempts\)") as told:
+        run(_streamed(_failure(status), answers))
+    assert told.value.status == status and len(answers) == 1
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_what_is_wrong_with_a_request_itself_is_told_by_a_stream_as_by_an_answer(monkeypatch, before):
+    forget_everything(monkeypatch)
+    init_http_client(http_args(http_max_retries=2))
+    answers = []
+    with pytest.raises(HttpError, match="answered 400: there is no room$") as told:
+        run(_streamed_apart([*[_ended([70] * (n + 1)) for n in range(before)], _failure(400, [70] * before)], answers))
+    assert (told.value.status, len(answers)) == (400, before)
+
+
+def test_what_came_before_a_failure_that_passes_is_kept_as_if_the_connection_had_broken(monkeypatch, caplog):
+    forget_everything(monkeypatch)
+    answers = []
+    run(_streamed_apart([_ended([70]), _failure(503, [70, 71])], answers))
+    assert [answer["text"] for answer in answers] == ["x"]
+    assert "the stream broke" in caplog.text and "answered 503: there is no room" in caplog.text
+
+
+def test_an_abort_without_a_status_is_an_answer(monkeypatch):
+    forget_everything(monkeypatch)
+    answers = []
+    run(_streamed(_ended([], type="abort", message="Aborted", status_code=None), answers))
+    assert answers[0]["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def _streamed_apart(events, answers):
+    """As `_streamed`, with a pause behind each event, so that the client reads them one by one."""
+    from aiohttp import web
+
+    async def handler(request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            await response.write(event)
+            await asyncio.sleep(0.05)
+        return response
+
+    async with serving(handler) as url:
+        await post_generate_stream(url + "/generate", {"stream": True}, answers.append)

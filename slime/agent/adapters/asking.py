@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from slime.agent.trajectory import Message, TurnRecord
+from slime.utils.engine_protocol import within_budget
 from slime.utils.http_utils import HttpError, get, post_control, post_generate, trust_engine_urls
 from slime.utils.ports import engine_urls
 
@@ -124,9 +125,11 @@ class Engine:
             Refusal: the client is gone (499), or the engine takes too long (504).
             HttpError: the engine refuses, cannot be reached, or gives an answer of which no turn can be made.
         """
-        if sampling_params["max_new_tokens"] <= 0:
+        budget = sampling_params["max_new_tokens"]
+        if budget <= 0:
             return TurnRecord(prompt_ids, [], "length")
-        payload = {"input_ids": prompt_ids, "sampling_params": sampling_params, "return_logprob": True}
+        params = within_budget(sampling_params, budget)
+        payload = {"input_ids": prompt_ids, "sampling_params": params, "return_logprob": True}
         ids, headers = _TurnIds(noted_ids), {"X-SMG-Routing-Key": session_id}
         url, deadline = f"{self._base_url}/generate", time.monotonic() + READ_TIMEOUT_S
         asking = asyncio.create_task(post_generate(url, payload | self._request_fields, headers, request_ids=ids))

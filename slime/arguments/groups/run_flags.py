@@ -216,7 +216,7 @@ ROLLOUT = Group("rollout", (
     flag("--rollout-top-k", int, -1, "sample among this many tokens only, as for --rollout-top-p; -1: off, but 2048 with a "
         "--rollout-top-p below 1"),
     flag("--rollout-max-context-len", int, None, "limit of prompt plus response, in tokens; keep it within the model's "
-        "position limit; unset: that limit", bounds=AT_LEAST_ONE),
+        "position limit; unset: a few tokens less than that, as engines take no more", bounds=AT_LEAST_ONE),
     flag("--rollout-max-prompt-len", int, None, "longer prompts are dropped when the data set loads; unset: "
         "--rollout-max-context-len minus 1, if given", bounds=AT_LEAST_ONE, idle=_ALL_STAY),
     flag("--rollout-max-response-len", int, None, "token budget of one response; unset: what the context limit leaves",

@@ -44,11 +44,14 @@ def lengths(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 def lengths_of_sets(args: argparse.Namespace) -> Iterator[Violation]:
-    """The lengths in `--eval-config` must fit as those of the flags must."""
+    """The lengths in `--eval-config` must fit as those of the flags must, and no set may ask for more than it allows."""
     limit, context = positions_of_model(args), args.eval_max_context_len
     place = places_in(args.eval_config if args.eval_datasets else None)
     for dataset in args.eval_datasets:
         where, length = place(dataset.name, "max_response_len"), dataset.max_response_len
+        if length is not None and (dataset.min_new_tokens or 0) > length:
+            template = "{--eval-min-new-tokens}: set {name} asks for {least} tokens and allows {length}; ask for fewer"
+            yield broken(args, template, least=dataset.min_new_tokens, name=dataset.name, length=length)
         if where is None:
             continue
         if context is not None and length >= context:

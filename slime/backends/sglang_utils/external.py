@@ -75,6 +75,7 @@ class ExternalEngineInfo:
     transfer_backend: how an engine that prefills or decodes moves caches.
     load_format: how it reads checkpoints; one that loads what is pushed as files may change it.
     dtype: the one that it was started with; auto: as the config of its model says.
+    context_length: the one that it was started with; None: that of its model.
     """
 
     url: str
@@ -91,6 +92,7 @@ class ExternalEngineInfo:
     transfer_backend: str | None = None
     load_format: str | None = field(default=None, compare=False)
     dtype: str = "auto"
+    context_length: int | None = None
 
 
 def with_external_engines(args: argparse.Namespace) -> argparse.Namespace:
@@ -223,6 +225,7 @@ def describe_engine(url: str, told: dict[str, Any]) -> ExternalEngineInfo:
         transfer_backend=told.get("disaggregation_transfer_backend") if worker_type == role else None,
         load_format=told.get("load_format"),
         dtype=told.get("dtype") or "auto",
+        context_length=told.get("context_length"),
     )
 
 

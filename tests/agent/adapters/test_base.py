@@ -238,6 +238,13 @@ def test_a_request_may_only_lower_the_limit(own, asked, limit):
         assert agent.engine.requests[0]["sampling_params"]["max_new_tokens"] == limit
 
 
+def test_a_minimum_is_never_above_the_limit_of_a_request():
+    with talking(f"a{END}", defaults={"min_new_tokens": 50}) as agent:
+        agent.ask({"messages": [USER], "max_tokens": 20})
+        (payload,) = agent.engine.requests
+    assert (payload["sampling_params"]["min_new_tokens"], payload["sampling_params"]["max_new_tokens"]) == (20, 20)
+
+
 def test_prompt_and_answer_fit_the_context_and_no_room_is_an_empty_answer():
     length = len(build_tokenizer().encode(FIRST_PROMPT))
     with talking("abcdefgh", max_context_tokens=length + 3) as agent:

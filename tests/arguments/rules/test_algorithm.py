@@ -136,6 +136,21 @@ def test_values_of_a_file_are_named_with_their_line(tmp_path):
     assert_violation(tmp_path, f"{words} --eval-max-context-len 100", message)
 
 
+def test_no_set_asks_for_more_tokens_than_its_responses_may_have(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl")
+    words = f"--eval-interval 2 --eval-prompt-data math {rows} --eval-min-new-tokens 20"
+    message = "--eval-min-new-tokens: set math asks for 20 tokens and allows 16; ask for fewer"
+    assert_violation(tmp_path, f"{words} --rollout-max-response-len 16", message)
+    assert_violation(tmp_path, f"{words} --eval-max-response-len 16", message)
+    fitting = "--rollout-max-response-len 16 --eval-max-response-len 20 --dry-run"
+    assert parse(tmp_path, *words.split(), *fitting.split()).eval_datasets[0].min_new_tokens == 20
+    (tmp_path / "eval.yaml").write_text(
+        f"datasets:\n  - {{name: a, path: {rows}, min_new_tokens: 9, max_response_len: 8}}\n"
+    )
+    message = "--eval-min-new-tokens: set a asks for 9 tokens and allows 8; ask for fewer"
+    assert_violation(tmp_path, f"--eval-interval 2 --eval-config {tmp_path}/eval.yaml", message)
+
+
 @pytest.mark.parametrize(
     ("words", "warned"),
     [

@@ -280,7 +280,8 @@ def test_an_engine_with_fewer_positions_than_the_model_is_taken_with_a_limit(sta
     assert "--context-length 512" in shown and shown.endswith("give --sglang-context-length 512")
     unread = {"eval_max_context_len": 1024}  # nothing is evaluated
     for limit in ({"sglang_context_length": 512}, {"rollout_max_context_len": 512, **unread}):
-        assert len(discover_external_engines(make_args(model, server.address, **limit))) == 1
+        (info,) = discover_external_engines(make_args(model, server.address, **limit))
+        assert info.context_length == 512
     assert len(discover_external_engines(make_args(model, start(model, context_length=1024).address))) == 1
 
 

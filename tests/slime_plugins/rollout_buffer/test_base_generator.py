@@ -140,9 +140,11 @@ def test_an_answer_has_no_more_tokens_than_the_context_leaves(checkpoint, engine
     assert engine.requests[0]["sampling_params"]["max_new_tokens"] == 64 - len(turn.prompt_ids) < 60
     awaited(made.chat("why?", max_new_tokens=3))
     assert engine.requests[1]["sampling_params"]["max_new_tokens"] == 3
-    with pytest.raises(UserError, match="the context length is 64 .*none is left for an answer"):
+    awaited(made.chat("why?", max_new_tokens=3, min_new_tokens=5))
+    assert engine.requests[2]["sampling_params"]["min_new_tokens"] == 3
+    with pytest.raises(UserError, match="with its answer it may have 64 .*no answer is possible"):
         awaited(made.chat("why? " * 100))
-    assert len(engine.requests) == 2
+    assert len(engine.requests) == 3
 
 
 def test_a_chat_goes_on_without_the_mark_that_ends_a_turn(checkpoint, engine):

@@ -451,13 +451,8 @@ def test_a_prompt_that_is_too_long_costs_its_group_alone(checkpoint, prompts, tm
     """As with engines that refuse what does not fit into the context."""
     rows = prompts.read_text().splitlines()
     prompts.write_text("\n".join([json.dumps({"prompt": "why " * 300, "label": "0"}), *rows]) + "\n")
-
-    def refuse(payload):
-        wanted = len(payload["input_ids"]) + payload["sampling_params"]["max_new_tokens"]
-        return f"{wanted} tokens are longer than the context" if wanted > 64 else None
-
     with FakeGenerateServer() as engine, serving([], tmp_path) as (url, _):
-        engine.refuse = refuse
+        engine.context_length = 64
         args = arguments(
             checkpoint, url, rollout_task_type="math", prompt_data=[str(prompts)], sglang_router_port=engine.port,
             rollout_max_response_len=60, sglang_context_length=64, n_samples_per_prompt=40, sglang_server_concurrency=40,

@@ -62,6 +62,8 @@ def endpoint(
         return tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else said
 
     with FakeGenerateServer(answer) as engine:
+        # There is room for the answers of agents, whose limit is 4096 tokens.
+        engine.context_length = 32768
         adapter = kind(tokenizer, engine.url, **options)
         adapter.open_session("s", defaults, max_context_tokens)
         served = run_app_in_thread(adapter.app)

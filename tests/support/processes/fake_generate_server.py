@@ -14,6 +14,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.support.models.rollout_args import CONTEXT_LENGTH
+
 
 class FakeGenerateServer:
     """The server, as a context manager.
@@ -21,6 +23,9 @@ class FakeGenerateServer:
     `answer(payload)` gives the response ids of a request and `text_of(ids)` their text. If `hold(payload)` is true, the request
     stays unfinished until it is aborted (it then returns the first id of its answer) or `release` is called.
     `break_after(payload)` gives the number of ids after which the connection of a stream breaks.
+
+    Requests that SGLang 0.5.21 refuses for their lengths are refused here, too: `context_length` is the engine's, and
+    `reserved` the number of tokens that an engine which drafts adds to every input.
     """
 
     def __init__(
@@ -33,6 +38,8 @@ class FakeGenerateServer:
         self.text_of: Callable[[list[int]], str] = lambda ids: "".join(chr(i) for i in ids)
         self.refuse: Callable[[dict[str, Any]], str | None] = lambda payload: None  # text of a refusal
         self.refusal_status = 400
+        self.context_length = CONTEXT_LENGTH
+        self.reserved = 0
         self.matched: Callable[[dict[str, Any]], Any] = lambda payload: None  # the stop id or text that ended an answer
         self.break_after: Callable[[dict[str, Any]], int | None] = lambda payload: None
         self.delay_s = 0.0
@@ -135,6 +142,9 @@ class FakeGenerateServer:
         refusal = self.refuse(payload)
         if refusal is not None:
             return web.Response(status=self.refusal_status, text=refusal)
+        refusal = self._misfit(payload)
+        if refusal is not None:
+            return web.json_response({"error": {"message": refusal}}, status=400)
         self.in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
         try:
@@ -144,12 +154,26 @@ class FakeGenerateServer:
         finally:
             self.in_flight -= 1
         ids = self.answer(payload)
-        budget = payload["sampling_params"]["max_new_tokens"]
+        budget = min(payload["sampling_params"]["max_new_tokens"], self.context_length - _length(payload) - 2)
         reason = "abort" if aborted else "length" if len(ids) >= budget else "stop"
         ids = ids[:1] if aborted else ids[:budget]
         if payload.get("stream"):
             return await self._stream(request, payload, ids, reason)
         return web.json_response(self._output(payload, ids, reason))
+
+    def _misfit(self, payload: dict[str, Any]) -> str | None:
+        """Why an engine of this context length would refuse a request; None: it would not."""
+        length, params = _length(payload), payload["sampling_params"]
+        least, most = params.get("min_new_tokens") or 0, params.get("max_new_tokens", 128)
+        if least > most:
+            return f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}."
+        if max(length + 1, length + most) + self.reserved > self.context_length:
+            return f"{length} tokens, {self.reserved} reserved ones and {most} new ones exceed {self.context_length}"
+        if length >= self.context_length - 6:
+            return (
+                f"Input length ({length} tokens) exceeds the maximum allowed length ({self.context_length - 6} tokens)."
+            )
+        return None
 
     async def _stream(
         self, request: web.Request, payload: dict[str, Any], ids: list[int], reason: str
@@ -176,7 +200,7 @@ class FakeGenerateServer:
                 **({} if self.drops_log_probs else {"output_token_logprobs": [[-0.5, token, None] for token in ids]}),
                 "finish_reason": reason and {"type": reason, "matched": self.matched(payload)},
                 "weight_version": self.weight_version,
-                "prompt_tokens": len(payload.get("input_ids", ())),
+                "prompt_tokens": _length(payload),
                 "completion_tokens": len(ids),
                 "cached_tokens": 0,
             },
@@ -206,3 +230,7 @@ class FakeGenerateServer:
         aborted.cancel()
         released.cancel()
         return was_aborted
+
+
+def _length(payload: dict[str, Any]) -> int:
+    return len(payload.get("input_ids", ()))

@@ -1,7 +1,9 @@
 """Calls a generate function with an engine whose answers a test has written down."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from slime.rollout.generate_state import GenerateState
@@ -45,4 +47,6 @@ def spoken(
         args = make_args(checkpoint, server.port)
         # Settings of the function itself may be among them.
         vars(args).update(settings)
+        config = json.loads((Path(checkpoint) / "config.json").read_text())
+        server.context_length = args.sglang_context_length or config["max_position_embeddings"]
         return asyncio.run(main(args)), server.requests
