@@ -8,7 +8,6 @@ of a tied embedding on the last stage has the embedding's name. Tensor-parallel 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -37,13 +36,14 @@ def global_named_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch
 
 def global_named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """`global_named_parameters`, then the biases by which routers choose experts: these are weights without gradients."""
-    model = unwrap_model(chunk)
-    yield from _with_global_names(chunk, itertools.chain(model.named_parameters(), named_expert_biases(model)))
+    yield from global_named_parameters(chunk)
+    yield from global_named_biases(chunk)
 
 
-def named_expert_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, float32 [experts]) of each router of the chunk that has one."""
-    return ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(_EXPERT_BIAS))
+def global_named_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(global name, float32 [experts]) of each router of the chunk, wrapped or bare, that has one."""
+    buffers = unwrap_model(chunk).named_buffers()
+    yield from _with_global_names(chunk, ((name, buffer) for name, buffer in buffers if name.endswith(_EXPERT_BIAS)))
 
 
 def _with_global_names(
