@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -31,31 +30,6 @@ def export_worker(directory: Path, layouts: dict[str, list[str]]) -> dict[str, l
         results[name] = made
         run.end()
     return results
-
-
-def test_a_proof_is_told_which_weights_engines_have(monkeypatch):
-    """Those of the last push, whatever the rank has trained since."""
-    from slime.observability.timer import Timer
-    from slime.scheduling.device_turns import Holds
-    from slime.training import actor_rank
-
-    class Enough(Exception): ...
-
-    def expect_proof(args, rollout_id, data, weight_version):
-        raise Enough(rollout_id, weight_version)
-
-    nothing = SimpleNamespace(before_rollout=lambda rollout_id: None, after_push=lambda: None, settle=lambda: "chain")
-    rank = actor_rank.ActorRank.__new__(actor_rank.ActorRank)
-    vars(rank).update(
-        args=None, memory=SimpleNamespace(holds=Holds.ALL), state_schedule=nothing, weight_source=nothing, weight_version=3,
-        _idle_since=0.0, _fetch=lambda shards: {},
-    )  # fmt: skip
-    monkeypatch.setattr(actor_rank, "expect_proof", expect_proof)
-    rank.weights_pushed(7)
-    with pytest.raises(Enough) as told:
-        rank._train(2, [], (), [])
-    Timer().pop_seconds()
-    assert told.value.args == (2, 7)
 
 
 @pytest.mark.slow
