@@ -202,13 +202,16 @@ def _layer_bytes(layer: LayerParameters, size: WeightBytes, ranks: int, attentio
 
 def _cache_bytes_per_token(shape: ModelShape, setup: ServingSetup, stage: int) -> float:
     """Bytes of the keys and values of one token in the layers of one stage. Latent attention keeps its latent vector, on every
-    rank, and each indexer a key in FP8 with a float32 scale for 128 channels."""
+    rank, and each indexer a key in FP8 with a float32 scale for 128 channels. Beside an indexer a latent vector in FP8 has such
+    scales too, and its part with the position has 16 bits; SGLang's kernels `trtllm`, its choice on Blackwell, keep less."""
     layers = _layers_of(shape, setup, stage)
     count = sum(not shape.has_linear_attention(layer) for layer in layers) + setup.draft_layers
     if shape.mla is not None:
-        latent = count * (shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim) * setup.cache_bytes
+        rank, position = shape.mla.kv_lora_rank, shape.mla.qk_pos_emb_head_dim
         if shape.mla.indexer is None:
-            return latent
+            return count * (rank + position) * setup.cache_bytes
+        scaled = rank + rank // 128 * 4 + 2 * position
+        latent = count * (scaled if setup.cache_bytes == 1 else (rank + position) * setup.cache_bytes)
         choosing = sum(setup.hands_over or shape.has_indexer(layer) for layer in layers) + setup.draft_layers
         return latent + choosing * (shape.mla.indexer.head_dim + shape.mla.indexer.head_dim // 128 * 4)
     ranks = setup.tensor // setup.attention_data

@@ -89,8 +89,22 @@ def test_latent_and_linear_attention():
     sparse = dataclasses.replace(SHAPE, mla=dataclasses.replace(mla, indexer=indexer))
     for size, draft, hands_over, keys in ((2, 0, False, 2), (2, 1, False, 3), (1, 1, False, 3), (2, 1, True, 5)):
         setup = dataclasses.replace(SETUP, cache_bytes=size, draft_layers=draft, hands_over=hands_over)
-        expected = (4 + draft) * (128 + 16) * size + keys * (128 + 4)
-        assert serving_memory(sparse, setup).cache_bytes_per_token == expected
+        # In FP8 the latent vector has a scale for 128 channels, too, and the part with the position has 16 bits.
+        latent = 128 + 4 + 16 * 2 if size == 1 else (128 + 16) * size
+        assert serving_memory(sparse, setup).cache_bytes_per_token == (4 + draft) * latent + keys * (128 + 4)
+
+
+def test_sparse_attention_keeps_656_bytes_of_a_token_in_fp8():
+    """As SGLang's `calculate_mla_kv_cache_dim` counts them for DeepSeek-V3.2, beside 132 of an indexer's key."""
+    mla = MlaShape(1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
+    sparse = dataclasses.replace(mla, indexer=IndexerShape(64, 128, 2048, (True,) * 4))
+    setup = dataclasses.replace(SETUP, cache_bytes=1)
+    for found, expected in ((mla, 576), (sparse, 656 + 132)):
+        shape = dataclasses.replace(SHAPE, mla=found)
+        assert serving_memory(shape, setup).cache_bytes_per_token == 4 * expected
+
+
+def test_linear_attention_has_no_cache():
     linear = LinearAttentionShape(4, 32, 4, 32, 4, (True, True, True, False))
     assert serving_memory(dataclasses.replace(SHAPE, linear_attention=linear), SETUP).cache_bytes_per_token == 1024
 
