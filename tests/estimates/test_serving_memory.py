@@ -253,6 +253,22 @@ def test_what_is_left_out_counts_plain():
     assert (sizes.routed_experts, sizes.linear_attention) == (0.5625, 0.5625)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "model.language_model.layers.0.self_attn", "language_model.model.layers.0.self_attn",
+        "language_model.layers.0.self_attn", "model.language_model.layers.0.self_attn.o_proj",
+        "*language_model.layers.0.self_attn*",
+        "re:model\\.language_model\\.layers\\.0\\.self_attn.*", "re:.*language_model.*layers\\.0\\.self_attn.*",
+        "re:(?!.*visual).*\\.layers\\.0\\.self_attn.*",
+    ],
+)  # fmt: skip
+def test_names_in_the_text_part_of_a_model_that_takes_images(entry):
+    config = {"quant_method": "fp8", "modules_to_not_convert": ["model.visual.blocks.0.attn", entry]}
+    sizes = served_weight_bytes(SHAPE, 2.0, config, None)
+    assert (sizes.attention, sizes.dense_mlp) == ((2 + 3 * 1) / 4, 1.0)
+
+
 def test_names_with_layers_and_patterns():
     names = ["model.layers.0.linear_attn", "model.language_model.layers.2.mlp.experts", "mlp.shared_expert", "mlp.gate"]
     fp8 = {"quant_method": "fp8", "modules_to_not_convert": names}
