@@ -75,16 +75,16 @@ def parameters_with_bad_gradient(chunks: Iterable[torch.nn.Module]) -> list[str]
 
 
 def differing_weights(chunks: Iterable[torch.nn.Module]) -> dict[str, list[int]]:
-    """Global name → ranks, for the wrapped chunks' parameters that differ between ranks that should hold the same values: the
+    """Global name → ranks, for the wrapped chunks' weights that differ between ranks that should hold the same values: the
     ranks whose copy differs from the first one's. The result is the same on all ranks; collective over the world. Every weight
     is copied to the host.
     """
     from megatron.core import parallel_state
 
     digests = {True: {}, False: {}}
-    for name, parameter in (pair for chunk in chunks for pair in global_named_parameters(chunk)):
-        held = parameter.detach().cpu().contiguous().view(torch.uint8).numpy()
-        digests[getattr(parameter, "allreduce", True)][name] = hashlib.blake2b(held).hexdigest()
+    for name, weight in (pair for chunk in chunks for pair in global_named_weights(chunk)):
+        held = weight.detach().cpu().contiguous().view(torch.uint8).numpy()
+        digests[getattr(weight, "allreduce", True)][name] = hashlib.blake2b(held).hexdigest()
     groups = {
         True: parallel_state.get_data_parallel_group(with_context_parallel=True),
         False: parallel_state.get_expert_data_parallel_group(),
