@@ -149,6 +149,9 @@ class ActivationModel:
         # The projection is kept, since the values and the inputs of norms are views of it. PyTorch's kernel on CUDA copies the
         # values, so that without norms the projection is freed; but a recomputed kernel is called with the values once more.
         elements = query + gate + 2 * key
+        if shape.num_query_groups < tensor:
+            # Ranks that share a group gather the projections of all, and what a rank takes of them is a view of the whole.
+            elements = shape.query_width + gate * tensor + 2 * shape.key_width
         copies = self.kernels is Kernels.TORCH_CUDA and not self.recompute.drops("core_attn")
         if copies and shape.qk_norm is None:
             elements = gate

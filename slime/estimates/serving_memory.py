@@ -202,13 +202,16 @@ def _layer_bytes(layer: LayerParameters, size: WeightBytes, ranks: int, attentio
 
 def _cache_bytes_per_token(shape: ModelShape, setup: ServingSetup, stage: int) -> float:
     """Bytes of the keys and values of one token in the layers of one stage. Latent attention keeps its latent vector, on every
-    rank, and each indexer a key in FP8 with a float32 scale for 128 channels."""
+    rank, and each indexer a key in FP8 with a float32 scale for 128 channels. Beside an indexer a latent vector in FP8 has such
+    scales too, and its part with the position has 16 bits; SGLang's kernels `trtllm`, its choice on Blackwell, keep less."""
     layers = _layers_of(shape, setup, stage)
     count = sum(not shape.has_linear_attention(layer) for layer in layers) + setup.draft_layers
     if shape.mla is not None:
-        latent = count * (shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim) * setup.cache_bytes
+        rank, position = shape.mla.kv_lora_rank, shape.mla.qk_pos_emb_head_dim
         if shape.mla.indexer is None:
-            return latent
+            return count * (rank + position) * setup.cache_bytes
+        scaled = rank + rank // 128 * 4 + 2 * position
+        latent = count * (scaled if setup.cache_bytes == 1 else (rank + position) * setup.cache_bytes)
         choosing = sum(setup.hands_over or shape.has_indexer(layer) for layer in layers) + setup.draft_layers
         return latent + choosing * (shape.mla.indexer.head_dim + shape.mla.indexer.head_dim // 128 * 4)
     ranks = setup.tensor // setup.attention_data
@@ -274,7 +277,7 @@ def served_weight_bytes(shape: ModelShape, plain: float, config: Config | None, 
     sizes = {}
     for part, layers in _layers_by_part(shape).items():
         kept = sum(
-            any(_names(entry, f"model.layers.{layer}.{name}") for entry in left_out for name in _PROJECTIONS[part])
+            any(_names(entry, f"layers.{layer}.{name}") for entry in left_out for name in _PROJECTIONS[part])
             for layer in layers
         )
         share = kept / max(len(layers), 1)
@@ -365,17 +368,20 @@ def _left_out(config: Config) -> Iterator[str]:
     for key in _LEFT_OUT:
         entries = config.get(key)
         if isinstance(entries, list):
-            yield from (entry.replace("language_model.", "") for entry in entries if isinstance(entry, str))
+            yield from (entry for entry in entries if isinstance(entry, str))
 
 
 def _names(entry: str, module: str) -> bool:
-    """Whether an entry of a list of unquantised modules matches `module`. An entry is `re:` with a regular expression, a
-    pattern with `*`, or whole components of the name."""
+    """Whether an entry of a list of unquantised modules matches `module`, such as `layers.3.mlp.down_proj`. An entry is `re:`
+    with a regular expression, a pattern with `*`, or whole components of the name. Where it names a `language_model`, that is
+    the part of a model that also takes images, whose place depends on the version of transformers."""
+    in_part = ("model.language_model.", "language_model.model.")
+    modules = [prefix + module for prefix in (in_part if "language_model" in entry else ("model.",))]
     if entry.startswith("re:"):
         try:
-            return re.match(entry.removeprefix("re:"), module) is not None
+            return any(re.match(entry.removeprefix("re:"), name) for name in modules)
         except re.error:
             return False
     if "*" in entry:
-        return fnmatch.fnmatchcase(module, entry) or fnmatch.fnmatchcase(module, f"{entry}.*")
-    return f".{entry}." in f".{module}."
+        return any(fnmatch.fnmatchcase(name, pattern) for name in modules for pattern in (entry, f"{entry}.*"))
+    return any(f".{entry}." in f".{name}." for name in modules)

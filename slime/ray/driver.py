@@ -351,8 +351,15 @@ def _unhealthy(args: argparse.Namespace, metrics: dict[str, Any], rollout_id: in
         for name, (low, high) in between.items()
         if name in metrics and not low < metrics[name] < high
     ]
-    difference = metrics.get("train/train_rollout_logprob_abs_diff", 0)
-    if not difference <= limit:
+    # Of a step of the policy on what engines generated.
+    expected = args.loss_type == "policy_loss" and args.has_engines and "train/pg_loss" in metrics
+    difference = metrics.get("train/train_rollout_logprob_abs_diff", None if expected else 0)
+    if difference is None:
+        found.append(
+            "train/train_rollout_logprob_abs_diff is missing: samples have no log-probs of engines (--ci-test); a function "
+            "of --custom-generate-function-path has to return rollout_log_probs"
+        )
+    elif not difference <= limit:
         found.append(
             f"train/train_rollout_logprob_abs_diff is {difference:.6g}, above {limit} "
             "(--ci-train-rollout-logprob-abs-diff-threshold)"

@@ -386,7 +386,10 @@ class ActorRank(TrainRank):
             metrics = compute_advantages_and_returns(self.args, data, groups.token_group)
         if self.args.normalize_advantages:
             named = {f"train/{name}": value for name, value in self.backend.broadcast(metrics).items()}
-            logged.append(({**named, "train/step": rollout_id * self.args.num_steps_per_rollout}, "train/step"))
+            # At the rollout's last step: trackers that get every Nth step get that one, if N divides the steps of a rollout.
+            logged.append(
+                ({**named, "train/step": (rollout_id + 1) * self.args.num_steps_per_rollout - 1}, "train/step")
+            )
 
     def _tell_worst_tokens(self, rollout_id: int, data: RolloutData) -> None:
         """Log the tokens on which engine and trainer differ most; from one of the ranks that know all of them."""

@@ -297,10 +297,11 @@ def routed_experts_column(args: argparse.Namespace, samples: Sequence[Sample]) -
 
 
 def check_routed_experts(args: argparse.Namespace, batch: dict[str, Any]) -> None:
-    """Whether the column is there and can be replayed: shape, ids, and that every MoE layer was captured.
+    """Whether the column is there and can be replayed: shape, ids, that every MoE layer was captured, and that a token goes to
+    an expert once.
 
-    Rows behind the last trained token may lack: nothing depends on them, and no engine runs what a tool said at the end of an
-    answer through the model.
+    Rows behind the last trained token may lack or hold anything: nothing depends on them, and no engine runs what a tool said
+    at the end of an answer through the model.
 
     Args:
         batch: the train batch, before it is split.
@@ -331,6 +332,8 @@ def check_routed_experts(args: argparse.Namespace, batch: dict[str, Any]) -> Non
         captured = _captured_layers(experts[:, layers], args.num_experts, where)
         if args.moe_router_topk > 1:
             _require_captured(captured, layers, where)
+            needed = expected[0] - _untrained_at_end(batch["loss_masks"][position])
+            _require_distinct(experts[:needed, layers], layers, where)
         seen |= captured
     # With one expert per token, all of a short sample can have gone to expert 0.
     _require_captured(seen, layers, f"`{ROUTED_EXPERTS}` of every sample")
@@ -344,6 +347,23 @@ def _captured_layers(experts: np.ndarray, num_experts: int, where: str) -> np.nd
             f"{where} has the id {low if low < 0 else high}; --num-experts {num_experts} has 0 to {num_experts - 1}"
         )
     return experts.any(axis=(0, 2))
+
+
+def _untrained_at_end(loss_mask: Sequence[int]) -> int:
+    trained = np.flatnonzero(loss_mask)
+    return len(loss_mask) - 1 - int(trained[-1]) if len(trained) else len(loss_mask)
+
+
+def _require_distinct(experts: np.ndarray, layers: Sequence[int], where: str) -> None:
+    ordered = np.sort(experts, axis=-1)
+    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+    if repeated.any():
+        row, layer = np.argwhere(repeated)[0]
+        raise UserError(
+            f"{where} names an expert twice in row {row}, layer {layers[layer] + 1}: {experts[row, layer].tolist()}; a token "
+            "goes to different experts. A row of zeros is one that the engine did not capture, or that a function of yours "
+            "filled in"
+        )
 
 
 def _require_captured(captured: np.ndarray, layers: Sequence[int], where: str) -> None:

@@ -171,6 +171,8 @@ TEACHER = "--use-opd --opd-type megatron --opd-teacher-load {tmp}/model"
         ("--custom-tis-function-path m.f --loss-type sft_loss",
          "--custom-tis-function-path: no effect on the loss of --loss-type sft_loss"),
         ("--opsm-delta 0.1", "--opsm-delta: no effect without --use-opsm"),
+        ("--use-opsm", "--use-opsm: no effect with one step per rollout, where old log-probs are those of the trained weights, "
+         "without --use-rollout-logprobs"),
         ("--gamma 0.9", "--gamma: no effect with an estimator that discounts nothing (reinforce_plus_plus and ppo do)"),
         ("--discount-masked-tokens", "--discount-masked-tokens: no effect with an estimator that counts no time steps"),
         ("--lambd 0.9", "--lambd: no effect without --advantage-estimator ppo"),

@@ -105,6 +105,22 @@ def test_tensor_and_sequence_parallelism_divide_their_parts():
     assert cut.norms_and_residual == whole.norms_and_residual == 2 * both.norms_and_residual
 
 
+def test_ranks_that_share_a_query_group_keep_the_projection_of_all():
+    """8 heads of 64 and one group, on 2 ranks; in float32."""
+    query, key, projection = 512 / 2, 64, 512 + 2 * 64
+    shared = {"tensor": 2, "num_query_groups": 1}
+    for norm in ("head", None):
+        kept = model(CPU, 4, qk_norm=norm, **shared).layer(0).attention
+        assert kept == 4 * (projection + query + key + 2 * query + 4)
+    # PyTorch's kernel on CUDA copies the values, so that nothing keeps the projection.
+    assert model(CUDA, **shared).layer(0).attention == 2 * (query + key + query + key) + 4 * 4
+    gated = model(CPU, 4, **shared, attention_output_gate=True).layer(0).attention
+    assert gated - kept == 4 * (512 + 2 * query)
+    # Two ranks of two groups have one each.
+    divided = model(CPU, 4, tensor=2, num_query_groups=2).layer(0).attention
+    assert divided == 4 * (query + 2 * key + query + key + 2 * query + 4)
+
+
 def test_recomputation():
     none, full = model(), model(recompute=Recompute("full", "uniform", 1))
     kept = none.layer(0).kept

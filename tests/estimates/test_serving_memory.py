@@ -89,8 +89,22 @@ def test_latent_and_linear_attention():
     sparse = dataclasses.replace(SHAPE, mla=dataclasses.replace(mla, indexer=indexer))
     for size, draft, hands_over, keys in ((2, 0, False, 2), (2, 1, False, 3), (1, 1, False, 3), (2, 1, True, 5)):
         setup = dataclasses.replace(SETUP, cache_bytes=size, draft_layers=draft, hands_over=hands_over)
-        expected = (4 + draft) * (128 + 16) * size + keys * (128 + 4)
-        assert serving_memory(sparse, setup).cache_bytes_per_token == expected
+        # In FP8 the latent vector has a scale for 128 channels, too, and the part with the position has 16 bits.
+        latent = 128 + 4 + 16 * 2 if size == 1 else (128 + 16) * size
+        assert serving_memory(sparse, setup).cache_bytes_per_token == (4 + draft) * latent + keys * (128 + 4)
+
+
+def test_sparse_attention_keeps_656_bytes_of_a_token_in_fp8():
+    """As SGLang's `calculate_mla_kv_cache_dim` counts them for DeepSeek-V3.2, beside 132 of an indexer's key."""
+    mla = MlaShape(1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
+    sparse = dataclasses.replace(mla, indexer=IndexerShape(64, 128, 2048, (True,) * 4))
+    setup = dataclasses.replace(SETUP, cache_bytes=1)
+    for found, expected in ((mla, 576), (sparse, 656 + 132)):
+        shape = dataclasses.replace(SHAPE, mla=found)
+        assert serving_memory(shape, setup).cache_bytes_per_token == 4 * expected
+
+
+def test_linear_attention_has_no_cache():
     linear = LinearAttentionShape(4, 32, 4, 32, 4, (True, True, True, False))
     assert serving_memory(dataclasses.replace(SHAPE, linear_attention=linear), SETUP).cache_bytes_per_token == 1024
 
@@ -237,6 +251,22 @@ def test_what_is_left_out_counts_plain():
     sizes = served_weight_bytes(MIXED, 2.0, {**int4, "ignore": ignore}, None)
     assert (sizes.attention, sizes.dense_mlp, sizes.shared_experts) == (2.0, 2.0, 2.0)
     assert (sizes.routed_experts, sizes.linear_attention) == (0.5625, 0.5625)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "model.language_model.layers.0.self_attn", "language_model.model.layers.0.self_attn",
+        "language_model.layers.0.self_attn", "model.language_model.layers.0.self_attn.o_proj",
+        "*language_model.layers.0.self_attn*",
+        "re:model\\.language_model\\.layers\\.0\\.self_attn.*", "re:.*language_model.*layers\\.0\\.self_attn.*",
+        "re:(?!.*visual).*\\.layers\\.0\\.self_attn.*",
+    ],
+)  # fmt: skip
+def test_names_in_the_text_part_of_a_model_that_takes_images(entry):
+    config = {"quant_method": "fp8", "modules_to_not_convert": ["model.visual.blocks.0.attn", entry]}
+    sizes = served_weight_bytes(SHAPE, 2.0, config, None)
+    assert (sizes.attention, sizes.dense_mlp) == ((2 + 3 * 1) / 4, 1.0)
 
 
 def test_names_with_layers_and_patterns():

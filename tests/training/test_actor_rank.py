@@ -1,12 +1,12 @@
 """A training rank with several sets of weights: what it computes with each, and a resume that finds all of them again."""
 
 import json
-import math
+from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from slime.arguments.checkpoints import ACTOR, OLD_ACTOR
 from slime.utils.errors import UserError
 from tests.support.models.grpo_batch import make_samples
 from tests.support.models.tiny_families import TINY_FAMILIES
@@ -31,31 +31,6 @@ def export_worker(directory: Path, layouts: dict[str, list[str]]) -> dict[str, l
         results[name] = made
         run.end()
     return results
-
-
-def test_a_proof_is_told_which_weights_engines_have(monkeypatch):
-    """Those of the last push, whatever the rank has trained since."""
-    from slime.observability.timer import Timer
-    from slime.scheduling.device_turns import Holds
-    from slime.training import actor_rank
-
-    class Enough(Exception): ...
-
-    def expect_proof(args, rollout_id, data, weight_version):
-        raise Enough(rollout_id, weight_version)
-
-    nothing = SimpleNamespace(before_rollout=lambda rollout_id: None, after_push=lambda: None, settle=lambda: "chain")
-    rank = actor_rank.ActorRank.__new__(actor_rank.ActorRank)
-    vars(rank).update(
-        args=None, memory=SimpleNamespace(holds=Holds.ALL), state_schedule=nothing, weight_source=nothing, weight_version=3,
-        _idle_since=0.0, _fetch=lambda shards: {},
-    )  # fmt: skip
-    monkeypatch.setattr(actor_rank, "expect_proof", expect_proof)
-    rank.weights_pushed(7)
-    with pytest.raises(Enough) as told:
-        rank._train(2, [], (), [])
-    Timer().pop_seconds()
-    assert told.value.args == (2, 7)
 
 
 @pytest.mark.slow
@@ -226,12 +201,14 @@ def resume_worker(directory: Path) -> dict:
     columns = {}
     for rollout_id in range(5):
         columns[rollout_id] = run.train(rollout_id)
+        if rollout_id == 3:
+            kept = {state: same(log_probs_of(run, state), columns[3])["log_probs"] for state in (OLD_ACTOR, ACTOR)}
         if rollout_id == 2:
             run.actor.weight_version = 7
             run.save(2)
             rate = run.learning_rate()
     weights = run.weights()
-    results = {"changed_args": run.changed_args, "s12": refusals(run)}
+    results = {"changed_args": run.changed_args, "s12": refusals(run), "kept": kept}
     results["old"] = same(columns[3], columns[4])
     run.end()
 
@@ -256,6 +233,14 @@ def resume_worker(directory: Path) -> dict:
     return results
 
 
+def log_probs_of(run: Rank, state: str) -> dict:
+    """What the weights of a state give for the samples of every rollout."""
+    from slime.training.train_step import forward_log_probs
+
+    with run.actor.states(state):
+        return forward_log_probs(run.args, run.actor.backend, run._data(), with_entropy=False)
+
+
 def refusals(run) -> dict[str, str]:
     from slime.utils.errors import RunError
 
@@ -272,9 +257,9 @@ def refusals(run) -> dict[str, str]:
 def teacher_worker(directory: Path) -> dict:
     from slime.training.model_states import HostCopy
 
-    kl = ["--use-kl-loss", "--kl-loss-coef", "0.1", "--ref-load", str(directory / "actor")]
+    words = f"--use-kl-loss --kl-loss-coef 0.1 --use-rollout-entropy --ref-load {directory / 'actor'}".split()
     distillation = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": str(directory / "other")}
-    run = Rank(command_line(directory, *kl), **distillation, opd_teacher_ckpt_step=None, opd_kl_coef=1.0)
+    run = Rank(command_line(directory, *words), **distillation, opd_teacher_ckpt_step=None, opd_kl_coef=1.0)
     copies = []
     for way in ("fill", "put_into"):
         original = getattr(HostCopy, way)
@@ -318,7 +303,7 @@ def test_a_resume_finds_the_refreshed_reference_and_the_old_actor(ranks):
         for rollout_id, equal in results["resumed"].items():
             assert equal["ref_log_probs"], f"reference in rollout {rollout_id}"
             assert equal["log_probs"], f"old actor in rollout {rollout_id}"
-        assert results["weights"]
+        assert results["weights"] and results["kept"] == {OLD_ACTOR: True, ACTOR: False}
 
 
 def test_a12_loading_a_state_leaves_the_arguments_as_they_were(ranks):
@@ -366,23 +351,38 @@ def test_a_rank_tells_how_fast_its_phases_were_and_how_long_it_waited(ranks):
         assert told["perf/wait_time_ratio"] == pytest.approx(wait / (wait + busy)) and wait > 0
 
 
-def test_each_state_gives_its_own_log_probs_at_the_rollouts_temperature(directory, ranks):
+def distributions(directory: Path):
+    """(sample, log-probs [response, vocabulary] at the rollout's temperature) by transformers, of every sample."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for sample in make_samples(131):
+        with torch.no_grad():
+            logits = model(torch.tensor([sample.tokens])).logits[0, -sample.response_length - 1 : -1]
+        yield sample, (logits.double() / TEMPERATURE).log_softmax(-1)
+
+
+def test_each_state_gives_its_own_log_probs_at_the_rollouts_temperature(directory, ranks):
     columns = ranks[0][1]
     sources = {"ref_log_probs": "actor", "teacher_log_probs": "other", "log_probs": "actor"}
     for column, name in sources.items():
-        model = AutoModelForCausalLM.from_pretrained(directory / name, dtype=torch.float32)
-        for sample in make_samples(131):
-            logits = model(torch.tensor([sample.tokens])).logits[0].detach().double() / TEMPERATURE
-            row, length = columns["sample_indices"].index(sample.index), sample.response_length
-            for position in range(length):
-                at = len(sample.tokens) - length + position
-                scores = logits[at - 1].tolist()
-                largest = max(scores)
-                expected = scores[sample.tokens[at]] - largest - math.log(sum(math.exp(s - largest) for s in scores))
-                assert columns[column][row][position] == pytest.approx(expected, abs=2e-5), (column, sample.index)
+        for sample, log_probs in distributions(directory / name):
+            row, response = columns["sample_indices"].index(sample.index), sample.tokens[-sample.response_length :]
+            expected = [float(of_token[token]) for of_token, token in zip(log_probs, response, strict=True)]
+            assert columns[column][row] == pytest.approx(expected, abs=2e-5), (column, sample.index)
+
+
+def test_the_entropy_of_a_rollout_is_that_of_the_policy(directory, ranks):
+    sums, tokens = Counter(), Counter()
+    for sample, log_probs in distributions(directory / "actor"):
+        mask = log_probs.new_tensor(sample.loss_mask or [1] * sample.response_length)
+        sums[sample.rollout_id] -= float((log_probs.exp() * log_probs).sum(-1) @ mask)
+        tokens[sample.rollout_id] += float(mask.sum())
+    # An execution without a trained token counts with 0.
+    expected = sum(sums[execution] / max(tokens[execution], 1) for execution in tokens) / len(tokens)
+    for _, columns in ranks:
+        assert columns["told"]["rollout/entropy"] == pytest.approx(expected, abs=2e-5)
 
 
 def start_worker(directory: Path) -> list[dict[str, bool]]:

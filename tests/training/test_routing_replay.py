@@ -294,6 +294,24 @@ def test_a_layer_that_was_not_captured_is_refused():
         checked_batch([a_sample(0), sample])
 
 
+def test_a_row_that_repeats_an_expert_is_refused():
+    sample = a_sample(7)
+    sample.rollout_routed_experts[1, 1] = 0
+    with pytest.raises(UserError, match=r"sample 7 names an expert twice in row 1, layer 2: \[0, 0\]"):
+        checked_batch([a_sample(0), sample])
+
+
+@pytest.mark.parametrize("loss_mask", [[1, 1, 0, 0], [0, 0, 0, 0]])
+def test_rows_behind_the_last_trained_token_may_repeat_an_expert(loss_mask):
+    sample = a_sample(7, 6, response_length=4, loss_mask=loss_mask)
+    sample.rollout_routed_experts[3:] = 0
+    checked_batch([sample])
+    if any(loss_mask):
+        sample.rollout_routed_experts[2, 1] = 0
+        with pytest.raises(UserError, match="names an expert twice in row 2"):
+            checked_batch([sample])
+
+
 def test_one_expert_per_token_may_be_expert_0_for_a_whole_sample_and_not_for_all():
     args = SimpleNamespace(**{**vars(ARGS), "moe_router_topk": 1})
     zero, other = np.zeros((3, 3, 1), np.int32), np.ones((3, 3, 1), np.int32)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.observability.logging_utils import drain_outbox, log
+from slime.observability.timer import Timer
 from slime.scheduling.device_turns import Holds
 from slime.training import actor_rank, train_rank
 from slime.training.train_rank import TrainRank
@@ -120,6 +121,39 @@ def test_steps_that_nobody_would_look_at_end_a_test_run_before_they_are_taken(mo
     ):
         rank._train_steps(3, {"num_microbatches": [1] * 3}, logged)
     assert taken == [0, 1] and len(logged) == 2
+
+
+def test_what_whitening_tells_is_told_at_a_step_that_trackers_get(monkeypatch):
+    """Where they get every second step, of rollouts with two."""
+    monkeypatch.setattr(actor_rank, "compute_advantages_and_returns", lambda *arguments: {"whiten_empty": 1.0})
+    rank, logged = awake(actor_rank.ActorRank), []
+    rank.args = SimpleNamespace(normalize_advantages=True, num_steps_per_rollout=2)
+    groups = SimpleNamespace(is_last_stage=True, token_group=None)
+    rank.backend = SimpleNamespace(groups=groups, broadcast=lambda metrics: metrics)
+    rank._compute_advantages(3, {}, logged)
+    assert logged == [({"train/whiten_empty": 1.0, "train/step": 7}, "train/step")]
+
+
+def test_a_proof_is_told_which_weights_engines_have(monkeypatch):
+    """Those of the last push, whatever the rank has trained since."""
+
+    class Enough(Exception): ...
+
+    def expect_proof(args, rollout_id, data, weight_version):
+        raise Enough(rollout_id, weight_version)
+
+    nothing = SimpleNamespace(before_rollout=lambda rollout_id: None, after_push=lambda: None, settle=lambda: "chain")
+    rank = actor_rank.ActorRank.__new__(actor_rank.ActorRank)
+    vars(rank).update(
+        args=None, memory=SimpleNamespace(holds=Holds.ALL), state_schedule=nothing, weight_source=nothing, weight_version=3,
+        _idle_since=0.0, _fetch=lambda shards: {},
+    )  # fmt: skip
+    monkeypatch.setattr(actor_rank, "expect_proof", expect_proof)
+    rank.weights_pushed(7)
+    with pytest.raises(Enough) as told:
+        rank._train(2, [], (), [])
+    Timer().pop_seconds()
+    assert told.value.args == (2, 7)
 
 
 def test_what_functions_of_a_user_log_is_handed_over_in_order_and_once(monkeypatch):

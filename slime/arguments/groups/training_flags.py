@@ -31,11 +31,10 @@ RANKS = Caller.RANKS
 
 def _not_from_megatron(name: str) -> Idle:
     """Idle unless the path in `name` is a Megatron checkpoint: only these hold iterations to choose from."""
-
-    def when(args: argparse.Namespace) -> bool:
-        return vars(args)[name] is None or not is_megatron_checkpoint(vars(args)[name])
-
-    return Idle(when, f"without a Megatron checkpoint in --{name.replace('_', '-')}")
+    return Idle(
+        lambda args: vars(args)[name] is None or not is_megatron_checkpoint(vars(args)[name]),
+        f"without a Megatron checkpoint in --{name.replace('_', '-')}",
+    )
 
 
 def _starts_elsewhere(args: argparse.Namespace) -> bool:
@@ -45,13 +44,9 @@ def _starts_elsewhere(args: argparse.Namespace) -> bool:
     return not resumes and (hf_load or args.initial_megatron_checkpoint is not None or args.ref_load is not None)
 
 
-def _no_kl(args: argparse.Namespace) -> bool:
-    return not args.use_kl_loss and args.kl_coef == 0
-
-
 def _no_kl_by_oversight(args: argparse.Namespace) -> bool:
     # A script that types a weight of 0 switches the KL off on purpose, and may keep its other flags.
-    return _no_kl(args) and not ("kl_loss_coef" in args.typed_flags and args.kl_loss_coef == 0)
+    return _NO_KL.when(args) and not ("kl_loss_coef" in args.typed_flags and args.kl_loss_coef == 0)
 
 
 def _lacks(args: argparse.Namespace, fact: str, own: str = "custom_advantage_function_path") -> bool:
@@ -71,8 +66,8 @@ _NO_DELTA = Idle(lambda args: args.update_weight_mode != "delta", "without --upd
 _NEVER_SAVES = Idle(lambda args: args.save is None, "without --save")
 _DIRECTORY = "{--save}, the directory of checkpoints, such as {--save} outputs/checkpoints"
 _NO_KL_LOSS = Idle(lambda args: not args.use_kl_loss, "without --use-kl-loss")
-_NO_KL = Idle(_no_kl, "without --use-kl-loss or --kl-coef")
-_NO_KL_BY_OVERSIGHT = Idle(_no_kl_by_oversight, "without --use-kl-loss or --kl-coef")
+_NO_KL = Idle(lambda args: not args.use_kl_loss and args.kl_coef == 0, "without --use-kl-loss or --kl-coef")
+_NO_KL_BY_OVERSIGHT = Idle(_no_kl_by_oversight, _NO_KL.reason)
 _KL_ONLY_LOGGED = Idle(
     lambda args: _lacks(args, "counts_kl") and args.loss_type != "sft_loss",
     f"on the advantages of {names_of_estimators('counts_kl', without=True, joined_by='and')}: the KL is only logged",
@@ -95,6 +90,11 @@ _NO_CUSTOM_LOSS = Idle(lambda args: args.loss_type != "custom_loss", "without --
 _NO_MTP = Idle(lambda args: not args.enable_mtp_training, "without --enable-mtp-training")
 _NO_TIS = Idle(lambda a: not (a.use_tis or a.custom_tis_function_path), "without --use-tis", tells_default=True)
 _NO_OPSM = Idle(lambda args: not args.use_opsm, "without --use-opsm", tells_default=True)
+_NEVER_DRIFTS = Idle(
+    lambda a: a.loss_type == "policy_loss" and a.num_steps_per_rollout == 1
+    and not (a.use_rollout_logprobs or a.keep_old_actor or a.rollout_data_postprocess_path),
+    "with one step per rollout, where old log-probs are those of the trained weights, without --use-rollout-logprobs",
+)  # fmt: skip
 _NO_OPD = Idle(lambda args: not args.use_opd, "without --use-opd")
 _SKIPPED = Idle(lambda args: not args.compute_advantages_and_returns, "with --disable-compute-advantages-and-returns")
 _READ_BY_NOBODY = Idle(
@@ -290,7 +290,7 @@ OFF_POLICY = Group("off-policy corrections", (
     switch("--use-rollout-routing-replay", "as --use-routing-replay, with the experts that engines chose (arXiv 2510.11370)"),
     # Masks
     switch("--use-opsm", "mask sequences with negative advantage that drifted off-policy by more than --opsm-delta",
-        idle=_IMITATION),
+        idle=(_IMITATION, _NEVER_DRIFTS)),
     flag("--opsm-delta", float, 0.0001, "limit of --use-opsm: mean log-ratio per token", bounds=AT_LEAST_ZERO, idle=_NO_OPSM),
     switch("--true-on-policy-mode", "demand bitwise equal log-probs of engine and trainer: deterministic kernels on both "
         "sides, one optimizer step per rollout, a weight push after each; a difference above "

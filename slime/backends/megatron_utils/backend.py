@@ -128,7 +128,8 @@ class MegatronBackend:
     ) -> StepResult:
         from slime.backends.megatron_utils.indexer_loss import mean_divergence
         from slime.backends.megatron_utils.optimizer import gather_weights, update_weights
-        from slime.backends.megatron_utils.parameter_names import named_expert_biases, norm_of_weights
+        from slime.backends.megatron_utils.parameter_names import global_named_biases, norm_of_weights
+        from slime.backends.megatron_utils.parameter_selection import is_trained
         from slime.backends.megatron_utils.prediction_layers import PredictionStep, trains_prediction_layers
         from slime.backends.megatron_utils.routers import take_losses
         from slime.backends.megatron_utils.schedules import forward_backward, timed
@@ -138,7 +139,9 @@ class MegatronBackend:
             own = PredictionStep(self.args, self.model, batches.samples, denominator)
             prediction, during = own.loss, own.forward
         # Megatron moves the biases of experts when it reduces gradients, before anybody asks whether the step is accepted.
-        biases = [(bias, bias.clone()) for chunk in self.model for _, bias in named_expert_biases(chunk)]
+        # It moves frozen ones, too.
+        named_biases = [pair for chunk in self.model for pair in global_named_biases(chunk)]
+        biases = [(bias, bias.clone(), is_trained(self.args, name)) for name, bias in named_biases]
         with timed(self.args, self.model, self.optimizer, place):
             metrics = forward_backward(
                 self.args,
@@ -155,8 +158,8 @@ class MegatronBackend:
             update = update_weights(self.optimizer, accepts)
         if update.taken:
             self.scheduler.step(increment=rollouts)
-        else:
-            for bias, before in biases:
+        for bias, before, trained in biases:
+            if not (update.taken and trained):
                 bias.copy_(before)
         if self.args.overlap_param_gather and not (followed and self._looks_at_weights_in_layers_alone()):
             gather_weights(self.model)

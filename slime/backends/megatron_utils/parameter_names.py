@@ -8,7 +8,6 @@ of a tied embedding on the last stage has the embedding's name. Tensor-parallel 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -37,13 +36,14 @@ def global_named_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch
 
 def global_named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """`global_named_parameters`, then the biases by which routers choose experts: these are weights without gradients."""
-    model = unwrap_model(chunk)
-    yield from _with_global_names(chunk, itertools.chain(model.named_parameters(), named_expert_biases(model)))
+    yield from global_named_parameters(chunk)
+    yield from global_named_biases(chunk)
 
 
-def named_expert_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, float32 [experts]) of each router of the chunk that has one."""
-    return ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(_EXPERT_BIAS))
+def global_named_biases(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(global name, float32 [experts]) of each router of the chunk, wrapped or bare, that has one."""
+    buffers = unwrap_model(chunk).named_buffers()
+    yield from _with_global_names(chunk, ((name, buffer) for name, buffer in buffers if name.endswith(_EXPERT_BIAS)))
 
 
 def _with_global_names(
@@ -75,16 +75,16 @@ def parameters_with_bad_gradient(chunks: Iterable[torch.nn.Module]) -> list[str]
 
 
 def differing_weights(chunks: Iterable[torch.nn.Module]) -> dict[str, list[int]]:
-    """Global name → ranks, for the wrapped chunks' parameters that differ between ranks that should hold the same values: the
+    """Global name → ranks, for the wrapped chunks' weights that differ between ranks that should hold the same values: the
     ranks whose copy differs from the first one's. The result is the same on all ranks; collective over the world. Every weight
     is copied to the host.
     """
     from megatron.core import parallel_state
 
     digests = {True: {}, False: {}}
-    for name, parameter in (pair for chunk in chunks for pair in global_named_parameters(chunk)):
-        held = parameter.detach().cpu().contiguous().view(torch.uint8).numpy()
-        digests[getattr(parameter, "allreduce", True)][name] = hashlib.blake2b(held).hexdigest()
+    for name, weight in (pair for chunk in chunks for pair in global_named_weights(chunk)):
+        held = weight.detach().cpu().contiguous().view(torch.uint8).numpy()
+        digests[getattr(weight, "allreduce", True)][name] = hashlib.blake2b(held).hexdigest()
     groups = {
         True: parallel_state.get_data_parallel_group(with_context_parallel=True),
         False: parallel_state.get_expert_data_parallel_group(),

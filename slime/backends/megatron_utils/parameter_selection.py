@@ -2,7 +2,8 @@
 
 The regular expressions are searched in global names, so a list means the same in every parallel layout. Megatron's wrappers
 give a frozen parameter no gradient buffer and no optimizer state, so parameters are frozen before the model is wrapped. They
-stay in checkpoints and weight pushes. Two parts are frozen where nothing trains them: without `--dsa-indexer-loss-coeff` the
+stay in checkpoints and weight pushes. The biases by which routers choose experts have no gradients, and steps move them all: a
+step puts back those that are frozen. Two parts are frozen where nothing trains them: without `--dsa-indexer-loss-coeff` the
 indexer of sparse attention, and without `--enable-mtp-training` the layers for multi-token prediction.
 """
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from slime.arguments.flag import flag_of
-from slime.backends.megatron_utils.parameter_names import global_named_parameters
+from slime.backends.megatron_utils.parameter_names import global_named_parameters, global_named_weights
 from slime.backends.megatron_utils.prediction_layers import has_prediction_layers, trains_prediction_layers
 from slime.backends.megatron_utils.value_head import is_value_head
 from slime.training.metric_reduction import all_reduce_sum
@@ -42,17 +43,14 @@ def select_trained_parameters(args: argparse.Namespace, model: Sequence[torch.nn
     if not patterns:
         return
     parameters = [pair for chunk in model for pair in global_named_parameters(chunk)]
-    matched = [0] * len(patterns)
-    trained = 0
     for name, parameter in parameters:
-        hits = [re.search(pattern, name) is not None for _, pattern in patterns]
-        flags = [flag for (flag, _), hit in zip(patterns, hits, strict=True) if hit]
         # A value head is always trained: a new one has learnt nothing yet, and a critic is useless without it.
-        parameter.requires_grad_(is_value_head(parameter) or _is_trained(flags, patterns))
-        trained += parameter.requires_grad
-        matched = [count + hit for count, hit in zip(matched, hits, strict=True)]
+        parameter.requires_grad_(is_value_head(parameter) or is_trained(args, name))
+    trained = sum(parameter.requires_grad for _, parameter in parameters)
+    names = [name for chunk in model for name, _ in global_named_weights(chunk)]
+    matched = [sum(re.search(pattern, name) is not None for name in names) for _, pattern in patterns]
     *matched, trained, total = of_all_ranks([*matched, trained, len(parameters)])
-    _require_matches(patterns, matched, [name for name, _ in parameters])
+    _require_matches(patterns, matched, names)
     if not trained:
         raise UserError(
             f"{', '.join(sorted({flag for flag, _ in patterns}))}: all parameters are frozen; free some of them"
@@ -109,17 +107,19 @@ def as_flags(selection: Mapping[str, Sequence[str]]) -> str:
     return " ".join(words) or "no frozen parameters"
 
 
+def is_trained(args: argparse.Namespace, name: str) -> bool:
+    """Whether the flags let steps change the parameter, or the bias of a router, with this global name."""
+    patterns, only = _patterns(args), flag_of("only_train_params_name_list")
+    matching = [flag for flag, pattern in patterns if re.search(pattern, name)]
+    if any(flag != only for flag in matching):
+        return False
+    return only in matching or all(flag != only for flag, _ in patterns)
+
+
 def _patterns(args: argparse.Namespace) -> list[tuple[str, str]]:
     """(flag, regular expression) of all that is asked for."""
     selection = selection_of(args)
     return [(flag_of(name), expression) for name, expressions in selection.items() for expression in expressions]
-
-
-def _is_trained(flags_that_match: Sequence[str], patterns: Sequence[tuple[str, str]]) -> bool:
-    only = flag_of("only_train_params_name_list")
-    if any(flag != only for flag in flags_that_match):
-        return False
-    return only in flags_that_match or all(flag != only for flag, _ in patterns)
 
 
 def _require_matches(patterns: Sequence[tuple[str, str]], matched: Sequence[int], names: Sequence[str]) -> None:

@@ -223,7 +223,8 @@ def test_a_run_takes_the_estimator(tmp_path, estimator):
 @pytest.mark.parametrize(
     "words",
     [
-        "--use-tis --tis-clip 3 --tis-clip-low 0.5", "--use-tis --tis-threshold 3", "--use-opsm --opsm-delta 0.1",
+        "--use-tis --tis-clip 3 --tis-clip-low 0.5", "--use-tis --tis-threshold 3",
+        "--use-opsm --opsm-delta 0.1 --use-rollout-logprobs", "--use-opsm --num-steps-per-rollout 2",
         "--use-tis --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function",
         "--custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function --tis-clip 3",
         "--kl-coef 0.1 --ref-load {tmp}/model --advantage-estimator reinforce_plus_plus --gamma 0.9 "

@@ -308,6 +308,10 @@ def grid(layouts):
     ]
 
 
+# Matches no parameter, only the buffer of one router.
+FIRST_BIAS = r"layers\.0\.mlp\.router\.expert_bias$"
+
+
 def training_args(root, name, **changes):
     model, flags, _ = TRAINED[name]
     return layout_args(root / model, **{**flags, **changes})
@@ -321,6 +325,8 @@ def one_rank(models, selected):
     cases = {name: training_args(models[0], name) for name in TRAINED if name in rows}
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
         cases[name] = training_args(models[0], "losses and biases", **{name: 0.0})
+    for pattern in (r"\.router\.", FIRST_BIAS):
+        cases[pattern] = training_args(models[0], "losses and biases", freeze_params_name_list=[pattern])
     return run_distributed(train, 1, (cases,))[0]
 
 
@@ -337,6 +343,14 @@ def test_balancing_losses_and_biases_act(one_rank):
         assert abs(moves - moves.round()).max() < 1e-4 and 1 <= abs(moves).max() <= 3
         frozen = one_rank["moe_router_bias_update_rate"]
         assert (frozen["weights"][name] == frozen["loaded"][name]).all()
+
+
+@pytest.mark.parametrize(("pattern", "layers"), [(r"\.router\.", (0, 1)), (FIRST_BIAS, (0,))])
+def test_steps_do_not_move_frozen_biases(one_rank, pattern, layers):
+    run = one_rank[pattern]
+    for number in range(2):
+        name = f"model.layers.{number}.mlp.gate.e_score_correction_bias"
+        assert (run["weights"][name] == run["loaded"][name]).all() == (number in layers)
 
 
 PACKED = {
@@ -436,11 +450,11 @@ def test_four_ranks_train_as_one(one_rank, on_four_ranks, name, layout):
 def refuse_steps(args):
     """The biases of routers after a step that the guard has refused, and those before."""
     know_biases()
-    from slime.backends.megatron_utils.parameter_names import named_expert_biases
+    from slime.backends.megatron_utils.parameter_names import global_named_biases
     from tests.support.processes.layout_steps import LayoutRun
 
     run = LayoutRun(args)
-    biases = [bias for _, bias in named_expert_biases(run.model[0])]
+    biases = [bias for _, bias in global_named_biases(run.model[0])]
     before = [bias.clone() for bias in biases]
     run.prepare()
     with torch.no_grad():
