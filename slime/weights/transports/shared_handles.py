@@ -92,7 +92,7 @@ class SharedHandlesTransport(Transport):
         # Size of a buffer that is kept between pushes: on the host it is small, and slow to allocate; on a GPU training needs
         # it.
         self._kept_bytes = self._bucket_bytes if on_host else 0
-        # On a GPU a tensor larger than a bucket is not copied, since an engine on the same GPU can map its memory.
+        # On a GPU a tensor larger than a bucket needs no buffer, since an engine on the same GPU can map its memory.
         self._flattener = BucketFlattener(2, math.inf if on_host else self._bucket_bytes, SharedMemory())
         # The last bucket, which may be the only reference to the tensor whose bytes it has.
         self._last: FlatBucket | None = None
@@ -306,6 +306,14 @@ class SharedMemory(Memory):
         if buffer.device.type == "cpu":
             _, name, _ = buffer.untyped_storage()._share_filename_cpu_()
             (_DIRECTORY / name.decode().lstrip("/")).unlink(missing_ok=True)
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, in memory of at most twice its size.
+
+        An engine that dies with a handle of a GPU's memory keeps it from being freed for ever. A parameter lies in that of all
+        parameters; a tensor that was gathered may have rows of padding beside it, which are not worth a copy.
+        """
+        return tensor.clone() if tensor.untyped_storage().nbytes() > 2 * tensor.nbytes else tensor
 
 
 def handle_of(bucket: FlatBucket) -> str:
