@@ -65,6 +65,7 @@ class TrainingSetup:
         run, and have neither gradients nor optimizer state.
     log_probs_chunk: bytes of the float32 rows in which log-probs of 16-bit logits are computed at a time.
     push_bucket: bytes of one transfer bucket of the weight push; 0: nothing is pushed.
+    push_lends: engines map the memory of a tensor that is larger than a bucket; one of the model's own is copied for them.
     push_snapshot: the ranks that send keep a copy of the engines' weights, so that they can push only what changed.
     gloo: collectives run on CPU, by Gloo.
     host_copies: how many sets of weights are kept in host memory (the reference, and the set that is swapped out for it).
@@ -93,6 +94,7 @@ class TrainingSetup:
     predictions: int = 0
     log_probs_chunk: int = ACCELERATOR_CHUNK_BYTES
     push_bucket: int = 0
+    push_lends: bool = False
     push_snapshot: bool = False
     gloo: bool = False
     host_copies: int = 0
@@ -210,19 +212,23 @@ def push_buffers(shape: ModelShape, setup: TrainingSetup, stage: PipelineStage) 
     into a bucket; and beside them the largest gather, whose result may be larger than a bucket and is then sent as it is.
 
     If nothing is gathered, the tensors are the model's own, except for attention that is not latent: its queries, keys and
-    values are copied into another order.
+    values are copied into another order; and for an embedding and an output head that are copied to be lent.
     """
     counts, weight = count_parameters(shape, padded_vocabulary=True), setup.state.weight
     model = counts.total_with_mtp * weight
     bucket, buckets = min(setup.push_bucket, model), min(2 * setup.push_bucket, model)
     if bucket == 0:
         return 0
+    first, last = counts.embedding if stage.is_first else 0, counts.output_head if stage.is_last else 0
     if setup.layout.tensor == setup.layout.expert == 1:
         ordered = 0 if shape.mla is not None else sum(layer.attention for layer in counts.layers)
-        return round(buckets + bucket * ordered / counts.total)
-    # The embedding is gathered first, when there are no buckets yet; the output head last.
-    beside = max(_mlp_gather(shape, counts, setup), counts.output_head if stage.is_last else 0)
-    return max(buckets + bucket + beside * weight, counts.embedding * weight if stage.is_first else 0)
+        tensors = round(bucket * ordered / counts.total)
+        first, last = (size if setup.push_lends and size * weight > bucket else 0 for size in (first, last))
+        beside = last
+    else:
+        tensors, beside = bucket, max(_mlp_gather(shape, counts, setup), last)
+    # The embedding comes first, when there are no buckets yet; the output head last.
+    return max(buckets + tensors + beside * weight, first * weight)
 
 
 def received_buffers(shape: ModelShape, setup: TrainingSetup) -> int:

@@ -219,6 +219,7 @@ def training_setup(
         predictions=(args.mtp_num_layers or 0) if args.enable_mtp_training else 0,
         log_probs_chunk=ACCELERATOR_CHUNK_BYTES if on_gpus else ONE_THREAD_CHUNK_BYTES,
         push_bucket=args.update_weight_buffer_size if args.has_engines else 0,
+        push_lends=on_gpus and args.colocate and args.update_weight_transport == "nccl",
         push_snapshot=args.has_engines and args.update_weight_mode == "delta",
         gloo=not on_gpus,
         host_copies=len(host_copies(args)),

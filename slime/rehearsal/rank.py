@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from slime.rehearsal.actor import RehearsedRank
     from slime.rehearsal.recorder import Recorder
 
-# Packages of kernels that cannot run on fake tensors. Without them Megatron-Core uses torch's operations.
-_KERNELS = (
-    "transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda", "flash_attn",
-    "flash_attn_3", "grouped_gemm", "deep_ep",
-)  # fmt: skip
-
 
 def main(make: Callable[[Task, Recorder], RehearsedRank] | None = None) -> int:
     """Rehearse the rank of the task. `make`: a function that makes the rank, instead of the class of the task's role."""
@@ -51,8 +45,10 @@ def prepare(library: Path | None) -> None:
 
         load(library)
     os.environ["SLIME_ACCELERATOR"] = "rehearsal"
-    # A module that is None here cannot be imported.
-    sys.modules.update(dict.fromkeys(_KERNELS))
+    from slime.backends.megatron_utils.cpu_runtime import KERNEL_PACKAGES
+
+    # They cannot run on fake tensors. A module that is None here cannot be imported.
+    sys.modules.update(dict.fromkeys(KERNEL_PACKAGES))
 
 
 def answer(task: Task, make: Callable[[Task, Recorder], RehearsedRank] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pickle
 import sys
@@ -197,7 +198,9 @@ def planned(args: argparse.Namespace, layout: ParallelLayout, count: int) -> tup
     if args.role == CRITIC:
         args = planned_critic(args)
     shape = shape_of(args)
+    # A rehearsed push gives its tensors to nobody.
     setup = training_setup(args, layout, tokens_of_stream(args, layout), count)
+    setup = dataclasses.replace(setup, push_lends=False)
     # The rehearsal's data are only those of its own micro-batches, and the driver's are not tensors.
     memories = step_memory(args, layout, setup.stream_tokens, count)
     return tuple(

@@ -2,7 +2,7 @@
 
 Invariants:
 - A child runs in a process group of its own. `terminate` signals only that group, so processes that the child started end with
-  it, and nothing else does.
+  it, and nothing else does. It waits for the end of all of them.
 - A child's standard input is a pipe whose other end only the parent holds; forked copies of the parent, such as a plug-in's
   pool of processes, close theirs. When the parent ends, in whatever way (`kill -9` included), the pipe closes and a child that
   called `exit_when_parent_dies` ends its whole group. The kernel's parent-death signal is not used: it fires when the *thread*
@@ -32,6 +32,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import psutil
 
 from slime.utils.errors import RunError
 
@@ -84,6 +86,8 @@ class ChildProcess:
         self._env = None if env is None else dict(env)
         self._process: subprocess.Popen | None = None
         self._lifeline: int | None = None
+        # Processes of the group that were there when it was killed because its leader had ended.
+        self._left: list[psutil.Process] = []
         # An ended process can be reaped only once, by whichever of our threads asks first.
         self._collecting = threading.RLock()
 
@@ -138,11 +142,13 @@ class ChildProcess:
     def terminate(self, timeout: float = 10.0) -> int | None:
         """End the process and its group: SIGTERM, after `timeout` seconds SIGKILL. Harmless when it already ended.
 
-        A process that the kernel cannot end yet, because a device or a disk hangs, is not waited for.
+        When it returns all of them have ended. A process that the kernel does not let go, because a device or a disk hangs, is
+        waited for only so long, and once.
 
         Returns:
             The exit status; None if the process was never started, or has not ended.
         """
+        deadline = time.monotonic() + timeout + _KILLED_SECONDS
         steps = [(signal.SIGTERM, timeout)] if timeout > 0 else []
         for signal_number, seconds in (*steps, (signal.SIGKILL, _KILLED_SECONDS)):
             with self._collecting:
@@ -150,6 +156,9 @@ class ChildProcess:
                     break
                 self._signal_group(signal_number)
             self.wait(seconds)
+        while any(map(_lives, self._left)) and time.monotonic() < deadline:
+            time.sleep(_EXIT_POLL_SECONDS)
+        self._left = []
         return self.poll()
 
     def log_tail(self, lines: int = 30) -> str:
@@ -171,9 +180,30 @@ class ChildProcess:
     def _reap(self) -> None:
         # The ended leader is still a zombie, so its id cannot be that of another group yet.
         self._signal_group(signal.SIGKILL)
+        self._left = _members(self._process.pid)
         self._process.wait()
         close_lifeline(self._lifeline)
         self._lifeline = None
+
+
+def _members(group: int) -> list[psutil.Process]:
+    """The processes of a process group without its leader, which must not have been reaped yet."""
+    members = []
+    for pid in psutil.pids():
+        # Processes end meanwhile, and some may belong to others.
+        with contextlib.suppress(OSError, psutil.Error):
+            if pid != group and os.getpgid(pid) == group:
+                members.append(psutil.Process(pid))
+    return members
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether a process is still there. One that nobody has reaped yet is not, unless only its first thread has ended."""
+    try:
+        has_ended = process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1
+        return process.is_running() and not has_ended
+    except psutil.NoSuchProcess:
+        return False
 
 
 def environment_for_python() -> dict[str, str]:

@@ -4,6 +4,7 @@ outside our world (the engines). Only Megatron makes its parallel groups by itse
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import weakref
 from collections.abc import Iterator
@@ -115,20 +116,40 @@ def init_process_group(
 
     Joins with peers that call sglang's `init_custom_process_group` with `tcp://` and the address of `store`: both sides
     put the same key prefixes on the store, because both build the group with torch's `_new_process_group_helper`.
-    Blocks until all `world_size` ranks are there, at most `timeout`.
+    Blocks until all `world_size` ranks are there, at most `timeout`. With NCCL, a peer that dies breaks the group, and not this
+    process.
     """
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
-    group, _ = _new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        Backend(backend),
-        PrefixStore(group_name, store),
-        group_name=group_name,
-        backend_options=None,
-        timeout=timeout,
-    )
+    with _outliving_peers(backend):
+        group, _ = _new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            Backend(backend),
+            PrefixStore(group_name, store),
+            group_name=group_name,
+            backend_options=None,
+            timeout=timeout,
+        )
     # Lets torch.distributed translate ranks of this group, as it does for groups of its own making.
     _world.pg_group_ranks[group] = {index: index for index in range(world_size)}
     return group
+
+
+@contextlib.contextmanager
+def _outliving_peers(backend: str) -> Iterator[None]:
+    """NCCL's watchdog does not end this process because of a group that is made in the block, unless the user wants it to.
+
+    A group reads what its watchdog is to do when it is made. By default that ends the process if a peer dies; `CleanUpOnly`, 2,
+    aborts the communicator instead.
+    """
+    name, *older = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"
+    if backend != "nccl" or any(given in os.environ for given in (name, *older)):
+        yield
+        return
+    os.environ[name] = "2"
+    try:
+        yield
+    finally:
+        del os.environ[name]

@@ -154,6 +154,10 @@ class Memory:
     def release(self, buffer: torch.Tensor) -> None:
         """`buffer` is not needed any more."""
 
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, which is larger than a bucket, in the memory in which it travels: by default in its own."""
+        return tensor
+
 
 class BucketFlattener:
     """Flattens buckets into `count` buffers taken in turn, so that within a push nothing is allocated twice.
@@ -162,8 +166,8 @@ class BucketFlattener:
     the preparation of the next one.
 
     Args:
-        max_bytes: a larger tensor, which is a bucket of its own, is not copied. Its own memory is the bucket then, and must not
-            change while that travels.
+        max_bytes: a larger tensor, which is a bucket of its own, is not copied into a buffer. Its memory (`Memory.lend`) is the
+            bucket then, and must not change while that travels.
         memory: where the buffers come from.
     """
 
@@ -190,7 +194,7 @@ class BucketFlattener:
         size, first = sum(tensor.nbytes for _, tensor in ordered), ordered[0][1]
         is_copy = self._copies(len(ordered), size)
         if not is_copy:
-            buffer = first.detach().contiguous().flatten().view(torch.uint8)
+            buffer = self._memory.lend(first.detach().contiguous()).flatten().view(torch.uint8)
         else:
             buffer = self._next_buffer(size, first.device)
             start = 0

@@ -335,6 +335,19 @@ def test_moments_between_steps():
         assert push_buffers(shape, pushing, pushing.stages[0]) == round(taken)
 
 
+def test_the_models_own_embedding_and_head_are_copied_where_engines_map_them():
+    """If they are larger than a bucket; the first stage sends one and the last stage the other."""
+    shape = ModelShape(4, 512, 2048, 8, 8, 64, 1024, 10**5)
+    plain = setup(ParallelLayout(2, pipeline=2), 4, push_bucket=10**7)
+    lending, larger = (dataclasses.replace(plain, push_lends=True, push_bucket=size) for size in (10**7, 2 * 10**8))
+    vocabulary, (first, last) = count_parameters(shape, padded_vocabulary=True).embedding * 2, plain.stages
+    assert push_buffers(shape, lending, first) == vocabulary > push_buffers(shape, plain, first)
+    assert push_buffers(shape, lending, last) == vocabulary + push_buffers(shape, plain, last)
+    for stage in plain.stages:
+        alone = dataclasses.replace(larger, push_lends=False)
+        assert push_buffers(shape, larger, stage) == push_buffers(shape, alone, stage)
+
+
 def test_buckets_hold_gathered_tensors_of_any_stage():
     """8 experts of 8 ranks, on the second of two stages: a bucket takes what all ranks hold, not a share of one."""
     moe = MoeShape(8, 2, 1024, 0, False, False, (True,) * 4)

@@ -89,6 +89,29 @@ def test_a_member_that_never_comes_is_an_error():
         init_process_group("gloo", store, 2, 0, "lonely", timedelta(seconds=1))
 
 
+@pytest.mark.parametrize(
+    "backend, given, seen",
+    [("nccl", None, "2"), ("nccl", "1", "1"), ("gloo", None, None)],
+    ids=["nccl", "nccl, as the user says", "gloo"],
+)
+def test_a_peer_that_dies_does_not_take_this_process_with_it(monkeypatch, backend, given, seen):
+    """NCCL's watchdog would end it, here as in all groups of one world."""
+    name, found = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
+    monkeypatch.delenv("NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+
+    def helper(*arguments, **options):
+        found.append(os.environ.get(name))
+        return object(), None
+
+    monkeypatch.setattr("torch.distributed.distributed_c10d._new_process_group_helper", helper)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._pg_group_ranks", {})
+    init_process_group(backend, dist.HashStore(), 2, 0, "engines", TIMEOUT)
+    assert (found, os.environ.get(name)) == ([seen], given)
+
+
 def gloo_group_worker(backend):
     """A sum over the group, and what else there is to say of it; `backend` is what the default group is said to be."""
     dist.init_process_group("gloo")

@@ -6,11 +6,13 @@ megatron-core 0.16.1 assumes a CUDA device. `install()` lifts that assumption fr
 * `CONSTANT_LIFTS`: text constants inside megatron.core's code objects ("cuda" as a device, CUDA tensor type names);
 * `TORCH_CUDA_LIFTS`: what `torch.cuda` offers to megatron.core modules, whose global name `torch` is a view of torch;
 * `MODULE_LIFTS`: functions of single modules that are replaced as a whole;
+* `KERNEL_PACKAGES`: packages that this process cannot import;
 * `TENSOR_METHOD_LIFTS` and `OPTIMIZER_METHOD_LIFTS`: the exceptions, methods of `torch.Tensor` itself, and only methods that
   can do nothing but raise where there is no CUDA; and methods of optimizers, which do what they did.
 
-Every lift names the assumption it removes. A test takes each one away and sees the wheel fail without it, so a lift
-that a newer wheel no longer needs shows itself. Where the accelerator is not the CPU, `install()` does nothing.
+Every lift names the assumption it removes. A test takes each one away (but for packages, which need not be there) and sees
+the wheel fail without it, so a lift that a newer wheel no longer needs shows itself. Where the accelerator is not the CPU,
+`install()` does nothing.
 """
 
 from __future__ import annotations
@@ -170,6 +172,14 @@ MODULE_LIFTS: dict[str, Callable[[types.ModuleType], None]] = {
 }
 
 
+# Assumption: kernels of packages that are installed run on the device of this process, so they are taken wherever they are
+# found (optimizer/clip_grads.py, optimizer/__init__.py). With SLIME_ACCELERATOR=cpu the host of a GPU has them, too. Without
+# them Megatron-Core uses torch's operations.
+KERNEL_PACKAGES: tuple[str, ...] = (
+    "transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda", "flash_attn",
+    "flash_attn_3", "grouped_gemm", "deep_ep",
+)  # fmt: skip
+
 TENSOR_METHOD_LIFTS: dict[str, Callable[..., Any]] = {
     # Assumption: host tensors are moved to the device by `.cuda()` (checkpoint exchange between ranks, optimizer state).
     "cuda": lambda self, *args, **kwargs: self,
@@ -255,7 +265,8 @@ def install(without: frozenset[str] = frozenset()) -> None:
     """Make later imports of `megatron.core` work without CUDA; call it before the first one. Idempotent.
 
     Args:
-        without: names of lifts (of `lift_names()`) to leave out; for the tests that prove that each lift is needed.
+        without: names of lifts (of `lift_names()`, or a package) to leave out; for the tests that prove that each lift is
+            needed, or that have a package on a CPU.
 
     Raises:
         RuntimeError: megatron.core was imported before; its modules can no longer be adapted.
@@ -274,4 +285,6 @@ def install(without: frozenset[str] = frozenset()) -> None:
     for name in OPTIMIZER_METHOD_LIFTS:
         if f"torch.optim.Optimizer.{name}" not in without:
             setattr(torch.optim.Optimizer, name, getattr(torch.optim.Optimizer, name).__wrapped__)
+    # A module that is None here cannot be imported.
+    sys.modules.update({name: None for name in KERNEL_PACKAGES if name not in without})
     sys.meta_path.insert(0, _Finder(without))

@@ -120,7 +120,6 @@ _ENVIRONMENT = {
     # Two names of one setting; sglang 0.5.21 reads the latter.
     "SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true",
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
-    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true",
     "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "true",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
@@ -372,6 +371,10 @@ def compute_server_environment(
         threads: threads of a rank on CPU; not used with a GPU.
     """
     environment = {**_ENVIRONMENT, **environment_for_python()}
+    if arguments.values.get("enable_memory_saver"):
+        # Graphs give their memory back too. Inside them all-reduces then copy what they add up into a buffer first, which other
+        # engines are spared.
+        environment.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "true")
     if cache is not None:
         root = environment.setdefault("SGLANG_CACHE_DIR", str(cache))
         for name, part in _KERNEL_CACHES.items():

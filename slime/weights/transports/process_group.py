@@ -109,9 +109,9 @@ class ProcessGroupTransport(Transport):
         self._store, self._engines = create_store(host, timeout), list(engines)
         port = self._store.port
         world_size = 1 + sum(engine.num_gpus for engine in engines)
-        # NCCL's watchdog ends the process at the limit of the group. Our wait for a bucket, after which the communicator is
-        # aborted, begins when the next bucket is made, which may itself take as long as a collective. Gloo has no watchdog:
-        # its limit lets go of engines that hang in the broadcast.
+        # NCCL's watchdog breaks the group at its limit. Our wait for a bucket, after which we abort the communicator ourselves,
+        # begins when the next bucket is made, which may itself take as long as a collective. Gloo has no watchdog: its limit
+        # lets go of engines that hang in the broadcast.
         limit = timeout if backend == "gloo" else 2 * timeout + timedelta(seconds=self.giving_up_seconds)
         answers, offset = {}, 1
         for engine in engines:

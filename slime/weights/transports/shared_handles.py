@@ -27,12 +27,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime.arguments.sizes import layout_of
 from slime.utils.device import get_accelerator
 from slime.utils.errors import RunError
-from slime.weights.buckets import BucketFlattener, FlatBucket, Memory, contents_of
+from slime.weights.buckets import BucketFlattener, Contents, FlatBucket, Memory, contents_of
 from slime.weights.transports.transport import EnginesFailed, Receiver, Transport, naming_engines
 
 if TYPE_CHECKING:
@@ -62,6 +62,14 @@ def reads_own_device(args: Any, shares_host_memory: bool) -> bool:
     return several_nodes or not shares_host_memory
 
 
+class _Step(NamedTuple):
+    """What a rank tells the others of a bucket before it is filled. `contents`: from ranks that have it, for those of other
+    stages. `sends`: this rank will tell engines about it."""
+
+    contents: Contents | None = None
+    sends: bool = False
+
+
 class SharedHandlesTransport(Transport):
     """Training rank r is on device r of the run, where engines that share devices with the trainer are too."""
 
@@ -84,7 +92,7 @@ class SharedHandlesTransport(Transport):
         # Size of a buffer that is kept between pushes: on the host it is small, and slow to allocate; on a GPU training needs
         # it.
         self._kept_bytes = self._bucket_bytes if on_host else 0
-        # On a GPU a tensor larger than a bucket is not copied, since an engine on the same GPU can map its memory.
+        # On a GPU a tensor larger than a bucket needs no buffer, since an engine on the same GPU can map its memory.
         self._flattener = BucketFlattener(2, math.inf if on_host else self._bucket_bytes, SharedMemory())
         # The last bucket, which may be the only reference to the tensor whose bytes it has.
         self._last: FlatBucket | None = None
@@ -115,7 +123,7 @@ class SharedHandlesTransport(Transport):
     def send(self, bucket: NamedTensors) -> None:
         failed = self._failed_of(keep=1)
         # Even after a failure, because `_share` is collective.
-        handles = self._share(bucket)
+        handles = self._share(bucket, sends=not failed)
         if failed:
             raise EnginesFailed(failed, certain=True)
         answers = {}
@@ -134,7 +142,7 @@ class SharedHandlesTransport(Transport):
         if self._every_rank:
             # The source raises the error, if it still sends.
             with contextlib.suppress(RunError):
-                self._share(bucket)
+                self._share(bucket, sends=False)
 
     def relay_over(self, group: dist.ProcessGroup) -> None:
         self._places = group
@@ -143,13 +151,13 @@ class SharedHandlesTransport(Transport):
         import torch.distributed as dist
 
         giver = dist.get_global_rank(self._places, source)
-        while (contents := self._exchange(None)[giver]) is not None:
+        while (contents := (steps := self._exchange(_Step()))[giver].contents) is not None:
             with contextlib.suppress(RunError):
-                self._put(functools.partial(self._flattener.make_room, contents), source)
+                self._put(steps, functools.partial(self._flattener.make_room, contents), source)
 
     def end_walk(self) -> None:
         if self._places is not None:
-            self._exchange(None)
+            self._exchange(_Step())
 
     def finish(self) -> None:
         self._settle(keep=0)
@@ -170,23 +178,27 @@ class SharedHandlesTransport(Transport):
         first = self._first_device + engine.gpu_offset
         return range(first, first + engine.num_gpus)
 
-    def _share(self, bucket: NamedTensors) -> Handles:
-        """Put a bucket where engines can map it, together with all ranks that take part. Returns all handles.
+    def _share(self, bucket: NamedTensors, sends: bool) -> Handles:
+        """Put a bucket where engines can map it, together with all ranks that take part. Returns all handles, if one of these
+        ranks `sends` the bucket.
 
         Raises:
             RunError: one of them had no memory for it.
         """
         # The source comes here only when the engines have released the next buffer, on every rank.
-        self._exchange(None if self._places is None else contents_of(bucket))
-        return self._put(functools.partial(self._flattener.flatten, bucket), self._source)
+        steps = self._exchange(_Step(None if self._places is None else contents_of(bucket), sends))
+        return self._put(steps, functools.partial(self._flattener.flatten, bucket), self._source)
 
-    def _put(self, fill: Callable[[], FlatBucket], source: int) -> Handles:
+    def _put(self, steps: Sequence[_Step], fill: Callable[[], FlatBucket], source: int) -> Handles:
         """The part of `_share` after the next buffer is free. `fill` returns the bucket of `source`, or room to receive it."""
         import torch.distributed as dist
 
         # Frees a tensor that was larger than a bucket.
         self._last = None
-        # An engine that hangs may still have the older buffer mapped; then this bucket is not sent, and its bytes are not read.
+        # Memory of a GPU is freed only when engines have opened and closed every handle of it. So a bucket that they are not
+        # told about gets none.
+        if not any(step.sends for step in steps):
+            return {}
         self._last, error = _attempt(fill)
         if self._places is not None:
             # A broadcast begins only if all ranks have memory for it.
@@ -294,6 +306,14 @@ class SharedMemory(Memory):
         if buffer.device.type == "cpu":
             _, name, _ = buffer.untyped_storage()._share_filename_cpu_()
             (_DIRECTORY / name.decode().lstrip("/")).unlink(missing_ok=True)
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, in memory of at most twice its size.
+
+        An engine that dies with a handle of a GPU's memory keeps it from being freed for ever. A parameter lies in that of all
+        parameters; a tensor that was gathered may have rows of padding beside it, which are not worth a copy.
+        """
+        return tensor.clone() if tensor.untyped_storage().nbytes() > 2 * tensor.nbytes else tensor
 
 
 def handle_of(bucket: FlatBucket) -> str:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -215,6 +216,7 @@ def _try_each(hf_dir):
     return {
         "scenario": _error_in_fork(_scenario, hf_dir, []),
         "torch": _error_in_fork(_look_at_torch),
+        "kernels": _error_in_fork(_import_beside_kernels),
         "late": _error_in_fork(_install_too_late),
         "cuda": _error_in_fork(_install_with_cuda),
     }
@@ -305,6 +307,41 @@ def _look_at_torch():
 
 def test_only_megatron_sees_the_lifts(errors):
     assert errors["torch"] is None
+
+
+# What the optimizers of megatron.core take from packages of kernels.
+KERNELS = {
+    "transformer_engine": "__version__ = '2.9.0'",
+    "transformer_engine.pytorch.optimizers": "multi_tensor_applier = multi_tensor_l2norm = multi_tensor_scale = print\n"
+    "class FusedAdam: pass\nclass FusedSGD: pass",
+    "apex.multi_tensor_apply": "multi_tensor_applier = print",
+    "apex.optimizers": "class FusedAdam: pass\nclass FusedSGD: pass",
+    "amp_C": "multi_tensor_l2norm = multi_tensor_scale = print",
+}
+
+
+def _import_beside_kernels():
+    import torch
+
+    with tempfile.TemporaryDirectory() as directory:
+        for name, code in KERNELS.items():
+            place = Path(directory, *name.split("."), "__init__.py")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(code)
+        sys.path.insert(0, directory)
+        cpu_runtime.install()
+        import megatron.core.optimizer as optimizer
+        from megatron.core import utils
+        from megatron.core.optimizer import clip_grads
+
+    assert clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm
+    assert clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale
+    assert optimizer.USING_PYTORCH_OPTIMIZER and optimizer.Adam is torch.optim.AdamW
+
+
+def test_kernels_that_are_installed_are_not_used_on_a_cpu(errors):
+    """The host of a GPU has them, too."""
+    assert errors["kernels"] is None
 
 
 def _install_with_cuda():

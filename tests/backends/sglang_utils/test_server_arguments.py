@@ -263,7 +263,7 @@ def test_variables_of_every_server_that_the_user_has_not_set(monkeypatch):
     given = {
         "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true",
         "SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK": "true", "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
-        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true", "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "true",
+        "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "true",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
     }  # fmt: skip
     for name in given:
@@ -594,6 +594,6 @@ def test_texts_are_read_by_the_command_line_of_sglang(sglang):
 
 @pytest.mark.parametrize("sleeps, on_cpu, expected", [(True, False, True), (False, False, None), (True, True, None)])
 def test_a_server_whose_engine_sleeps_can_give_its_memory_back_where_that_is_possible(sleeps, on_cpu, expected):
-    args = make_args(offload_rollout=sleeps)
-    values = compute_server_arguments(args, 0, host="h", port=1, nccl_port=2, on_cpu=on_cpu).values
-    assert values.get("enable_memory_saver") == expected
+    arguments = compute(make_args(offload_rollout=sleeps), on_cpu=on_cpu)
+    of_graphs = compute_server_environment(arguments, on_cpu).get("SGLANG_MEMORY_SAVER_CUDA_GRAPH")
+    assert (arguments.values.get("enable_memory_saver"), of_graphs) == (expected, expected and "true")

@@ -144,7 +144,7 @@ def install() -> None:
     """
     if not (WHEEL / _PACKAGE).is_dir():
         raise FileNotFoundError(f"{WHEEL} has no {_PACKAGE}: bash scripts/install.sh puts it there")
-    cpu_runtime.install()
+    cpu_runtime.install(without=frozenset({_PACKAGE, "transformer_engine_torch"}))
     # The package's own switch for a build that has no shared objects yet.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
     if str(WHEEL) not in sys.path:

@@ -234,7 +234,7 @@ def test_room_for_a_large_tensor_is_given_back_before_that_for_the_next_is_made(
     import torch.distributed as dist
 
     from slime.weights.buckets import BucketFlattener, Memory
-    from slime.weights.transports.shared_handles import SharedHandlesTransport
+    from slime.weights.transports.shared_handles import SharedHandlesTransport, _Step
 
     rooms = []
 
@@ -249,9 +249,10 @@ def test_room_for_a_large_tensor_is_given_back_before_that_for_the_next_is_made(
     follower.relay_over("the ranks in its place")
     follower._flattener = BucketFlattener(2, max_bytes=1000, memory=OneRoom())
     # Of the source: what a bucket holds, that all have room, and at last that there is no further one.
-    large = (["large"], ["float32"], [[20, 20]])
-    told = iter([[large], [None], [large], [None], [None]])
-    monkeypatch.setattr(follower, "_exchange", lambda value: [value] if isinstance(value, tuple) else next(told))
+    large = _Step((["large"], ["float32"], [[20, 20]]), sends=True)
+    told = iter([[large], [None], [large], [None], [_Step()]])
+    of_rank = ({}, None)
+    monkeypatch.setattr(follower, "_exchange", lambda value: [value] if value == of_rank else next(told))
     monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
     monkeypatch.setattr(dist, "broadcast", lambda tensor, **options: None)
     follower.follow(0)

@@ -91,6 +91,21 @@ def test_a_reader_sees_every_tensor_of_a_bucket_in_its_dtype(memory, reader):
     flattener.release()
 
 
+def test_a_handle_is_not_one_of_much_more_memory_than_its_bucket_has(memory):
+    """An engine that dies with it keeps that memory from being freed, which for a parameter is the memory of all parameters."""
+    flattener, parameters, gathered = (
+        BucketFlattener(max_bytes=31, memory=memory),
+        torch.arange(17.0),
+        torch.arange(9.0),
+    )
+    for tensor, size in ((parameters[4:12], 32), (gathered[:8], 36)):
+        flat = flattener.flatten([("large", tensor)])
+        assert flat.single().equal(tensor) and not flat.is_copy
+        assert flat.buffer.untyped_storage().nbytes() == size
+    assert flat.buffer.data_ptr() == gathered.data_ptr(), "padding is not worth a copy"
+    flattener.release()
+
+
 def test_nothing_but_containers_and_tensors_stands_in_a_handle(memory):
     """SGLang refuses to unpickle anything else."""
     flattener = BucketFlattener(memory=memory)

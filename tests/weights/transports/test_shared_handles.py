@@ -213,8 +213,8 @@ class FakeGpu(Accelerator):
     shares_host_memory = False
 
 
-def push_of_two_ranks(memory_of_rank_1=True):
-    """Two ranks on devices that an engine has, too. What came of a push on this rank."""
+def push_of_two_ranks(memory_of_rank_1=True, trouble=None, num_buckets=3):
+    """Two ranks on devices that an engine has, too. What came of a push on this rank, and how many handles it made."""
     import torch.distributed as dist
 
     from slime.observability import waiting
@@ -234,12 +234,14 @@ def push_of_two_ranks(memory_of_rank_1=True):
             raise RunError("no memory on rank 1")
 
         shared_handles.SharedMemory.allocate = allocate
-    opened = []
-    engine = Engine(lambda handle: open_handle(handle, opened))
+    opened, made, handle_of = [], [], shared_handles.handle_of
+    shared_handles.handle_of = lambda bucket: made.append(bucket.names) or handle_of(bucket)
+    engine = Engine(lambda handle: open_handle(handle, opened), trouble)
     args = with_flags(world_size=2, rollout_num_gpus=2)
     assert transport_of(args) is ColocatedTransport and ColocatedTransport.takes_every_rank(args)
     transport = ColocatedTransport(args, 0, 1)
-    walk = WeightSource(lambda: iter(buckets_of([1.0, 2.0, 3.0])), transport, None, sends=rank == 0)
+    values = [float(number) for number in range(1, num_buckets + 1)]
+    walk = WeightSource(lambda: iter(buckets_of(values)), transport, None, sends=rank == 0)
     # Ray would hand over the same receivers.
     walk.connect(receivers_of(engine, num_gpus=2))
     try:
@@ -252,7 +254,7 @@ def push_of_two_ranks(memory_of_rank_1=True):
     held = [buffer is not None for buffer in transport._handles._flattener._buffers]
     walk.close()
     dist.destroy_process_group()
-    return os.getpid(), sent, engine.received, opened, held
+    return os.getpid(), sent, engine.received, opened, held, made
 
 
 def test_where_memory_is_of_a_device_each_engine_rank_has_it_of_the_rank_there():
@@ -261,6 +263,14 @@ def test_where_memory_is_of_a_device_each_engine_rank_has_it_of_the_rank_there()
     assert source[3] == 3 * [source[0], helper[0]]
     assert helper[1] is None and helper[3] == []
     assert source[4] == helper[4] == [False, False], "training has the memory again"
+
+
+def test_a_bucket_of_which_engines_do_not_hear_gets_no_handle():
+    """A GPU's memory is kept for whoever may still open a handle of it."""
+    ranks = run_distributed(push_of_two_ranks, 2, (True, "refuses", 4))
+    assert ranks[0][1].failed == {0: "the shape is another"} and len(ranks[0][2]) == 1
+    # The source hears of the second bucket before it sends the fourth.
+    assert [len(of_rank[5]) for of_rank in ranks] == [3, 3]
 
 
 def test_ranks_of_several_nodes_share_no_memory_of_the_host():
