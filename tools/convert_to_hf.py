@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from slime.arguments.derivation import settle_precision
 from slime.arguments.hf_config import read_hf_config
 from slime.utils.errors import UserError
+from slime.utils.filesystem import holding
 from tools.command_line import require_checkpoint, run_tool
 
 
@@ -40,7 +41,11 @@ def main(words: list[str] | None = None) -> None:
     from tools.conversion.hugging_face import differences
     from tools.conversion.torch_dist import is_left_out
 
-    rank = ActorRank(arguments_of_model(args.hf_checkpoint, flags), 0, 1, 0)
+    of_model = arguments_of_model(args.hf_checkpoint, flags)
+    for flag, path in (("--hf-checkpoint", args.hf_checkpoint), ("--load", of_model.load)):
+        if holding(args.output_dir, path):
+            raise UserError(f"--output-dir {args.output_dir} would overwrite {flag} {path}; give another directory")
+    rank = ActorRank(of_model, 0, 1, 0)
     rank.init(rank.rendezvous_address())
     rank.export_hf(str(args.output_dir))
     rank.dispose()

@@ -80,6 +80,14 @@ def iteration_directory(path: str | os.PathLike[str], iteration: int) -> Path:
     return Path(path) / f"iter_{iteration:07d}"
 
 
+def is_iteration_in(directory: str | os.PathLike[str] | None, path: str | os.PathLike[str] | None) -> bool:
+    """Whether `path` is an iteration's directory in that directory of checkpoints. Links are followed."""
+    if directory is None or path is None:
+        return False
+    one = Path(path).resolve()
+    return one.name.startswith("iter_") and one.parent == Path(directory).resolve()
+
+
 def sharded_backend(directory: Path) -> str | None:
     """The backend that has written an iteration's checkpoint, by its metadata; None if it is incomplete or damaged."""
     try:

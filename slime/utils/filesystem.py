@@ -124,11 +124,18 @@ def _exchange(one: Path, other: Path) -> bool:
 def overlapping(template: str | Path, directory: str | Path | None) -> bool:
     """Whether a directory that `template` names, with numbers in the place of its {fields}, may be `directory` (None: there is
     none), lie in it or hold it. Links are followed."""
-    if directory is None:
+    return directory is not None and (
+        Path(template).resolve().is_relative_to(Path(directory).resolve()) or holding(template, directory)
+    )
+
+
+def holding(template: str | Path | None, directory: str | Path | None) -> bool:
+    """Whether a directory that `template` names, with numbers in the place of its {fields}, may be `directory` or hold it; not
+    if either is None. Links are followed."""
+    if template is None or directory is None:
         return False
-    one, other = Path(template).resolve(), Path(directory).resolve()
-    numbered = re.sub(r"\\{.*?\\}", r"\\d+", re.escape(str(one)))
-    return one.is_relative_to(other) or re.match(rf"{numbered}(/|$)", str(other)) is not None
+    numbered = re.sub(r"\\{.*?\\}", r"\\d+", re.escape(str(Path(template).resolve())))
+    return re.match(rf"{numbered}(/|$)", str(Path(directory).resolve())) is not None
 
 
 def fsync_tree(directory: str | Path) -> None:

@@ -17,6 +17,7 @@ from slime.utils import filesystem as scratch
 from slime.utils.child_process import environment_for_python
 from slime.utils.filesystem import (
     existing_files,
+    holding,
     overlapping,
     publishing_directory,
     replace_directory,
@@ -401,3 +402,16 @@ def test_directories_that_overlap(tmp_path):
     ):
         assert overlapping(str(tmp_path / template), tmp_path / directory) is told, (template, directory)
     assert not overlapping(tmp_path, None)
+
+
+def test_directories_that_hold_others(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    for template, directory, told in (
+        ("model", "link", True),
+        ("model", "link/part", True),
+        ("model/part", "model", False),
+        ("out/{rollout_id}", "out/3/model", True),
+        ("out/{rollout_id}", "out", False),
+    ):
+        assert holding(str(tmp_path / template), tmp_path / directory) is told, (template, directory)
+    assert not holding(None, tmp_path) and not holding(tmp_path, None)

@@ -5,7 +5,6 @@ import argparse
 import importlib.util
 import logging
 import math
-import os
 import re
 from collections.abc import Iterator
 
@@ -16,6 +15,8 @@ from slime.arguments.derivation import FULLY_ASYNC, OWN, ROLLOUT_BUFFER
 from slime.arguments.flag import flag_of
 from slime.arguments.sizes import positions_of_model
 from slime.arguments.violations import Kind, Rule, Violation, broken, refused, refused_each, warned, where
+from slime.utils.checkpoint_directory import is_iteration_in
+from slime.utils.filesystem import holding
 from slime.utils.prompt_rows import SFT_FUNCTION
 from slime.utils.reward_types import REMOTE, bare_reward_type, is_reward_type, known_reward_types, lacks_checks
 
@@ -320,14 +321,14 @@ def fixed_models(args: argparse.Namespace) -> Iterator[Violation]:
     """Reference and teacher must be the same at every start of a run."""
     for state, name in ((REFERENCE, "ref_load"), (TEACHER, "opd_teacher_load")):
         path, step = vars(args)[name], name.replace("load", "ckpt_step")
-        known = state in other_model_states(args) and None not in (path, args.save)
-        if not known or os.path.realpath(path) != os.path.realpath(args.save):
-            continue
-        own = "{0=} is where {--save} puts checkpoints: "
-        if vars(args)[step] is None:
+        path = path if state in other_model_states(args) else None
+        if holding(args.save_hf, path):
+            yield broken(args, "{--save-hf=} would overwrite {0=}; give another directory", flag_of(name))
+        own, is_own = "{0=} is where {--save} puts checkpoints: ", holding(args.save, path) and holding(path, args.save)
+        if is_own and vars(args)[step] is None:
             own += "a later start would take the newest; give its iteration by {1}, or another {--save}"
             yield broken(args, own, flag_of(name), flag_of(step))
-        elif args.keep_last is not None:
+        elif args.keep_last is not None and (is_own or is_iteration_in(args.save, path)):
             own += "{--keep-last=} would delete what is read there; drop {--keep-last}, or give another {--save}"
             yield broken(args, own, flag_of(name))
 

@@ -22,11 +22,11 @@ from slime.arguments.paths import PLUG_INS_OF_SETS, WRITTEN, missing_plug_ins, p
 from slime.arguments.sizes import longest_sample, micro_batches_at_a_time, positions_of_model
 from slime.arguments.violations import Rule, Violation, about, broken, refused, refused_each, warned, where
 from slime.scheduling.dp_schedule import most_micro_batches
-from slime.utils.checkpoint_directory import POINTER, is_megatron_checkpoint, require_backend
+from slime.utils.checkpoint_directory import POINTER, is_iteration_in, is_megatron_checkpoint, require_backend
 from slime.utils.data_files import parse_data_path, path_without_slice
 from slime.utils.dataset import RowKeys, check_first_row
 from slime.utils.errors import UserError
-from slime.utils.filesystem import existing_files, existing_parent, overlapping, unwritable
+from slime.utils.filesystem import existing_files, existing_parent, holding, overlapping, unwritable
 from slime.utils.image_rows import media_keys_problem
 from slime.utils.plain_files import may_be_dump
 from slime.utils.prompt_rows import SFT_FUNCTION
@@ -352,9 +352,9 @@ CHECKPOINT_RULES: tuple[Rule, ...] = (
         "{--save-hf=} would overwrite {--hf-checkpoint}; give another directory"),
     refused(lambda args: _saves(args) and args.train_backend == "fsdp" and overlapping(f"{args.save}/iter", args.hf_checkpoint),
         "{--save=} lies in {--hf-checkpoint=}, and {--train-backend=} writes models there; give another directory"),
-    refused(lambda args: _saves(args) and args.keep_last is not None and args.hf_checkpoint is not None
-            and Path(args.hf_checkpoint).name.startswith("iter_")
-            and Path(args.hf_checkpoint).absolute().parent == Path(args.save).absolute(),
+    refused(lambda args: _saves(args) and holding(args.save_hf, args.save),
+        "{--save-hf=} holds {--save=}, and all of it is replaced at every save; give a directory beside or in {--save}"),
+    refused(lambda args: _saves(args) and args.keep_last is not None and is_iteration_in(args.save, args.hf_checkpoint),
         "{--keep-last=} would delete {--hf-checkpoint=}, one of the checkpoints in {--save}; copy that to another place"),
     warned(lambda args: _saves(args) and args.save_interval is None,
         "{--save=} without --save-interval: no checkpoint is written; give --save-interval N, which also writes one after the "
