@@ -281,6 +281,12 @@ def run_shape(values: dict[str, Any], path: Path) -> RunShape:
                 f"--from-run: {path} has --over-sampling-batch-size {values['over_sampling_batch_size']}, so part of what its "
                 "engines wrote is in no record; give a run that generates what it trains"
             )
+        if values["dynamic_sampling_filter_path"]:
+            raise ValueError(
+                f"--from-run: {path} has --dynamic-sampling-filter-path {values['dynamic_sampling_filter_path']}, and of the "
+                "groups that it dropped perf/rollout_time has the seconds, but no record has the lengths; give a run that "
+                "trains all that it generates"
+            )
         if values["use_critic"]:
             raise ValueError(
                 f"--from-run: {path} is of a run with a critic (--advantage-estimator ppo), whose phases are not replayed; "

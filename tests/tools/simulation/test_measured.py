@@ -28,6 +28,7 @@ ARGUMENTS = {
     "save_debug_rollout_data": None, "colocate": False, "async_buffer_size": 1, "update_weights_interval": 1,
     "max_weight_staleness": None, "use_critic": False, "prefill_num_servers": None, "rollout_num_engines": 2,
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout", "rollout_external_engine_infos": None,
+    "dynamic_sampling_filter_path": None,
 }  # fmt: skip
 
 
@@ -181,6 +182,7 @@ def test_a_run_without_dumps_is_read_from_its_statistics(tmp_path):
     [
         ({"has_trainer": False}, "without a trainer"),
         ({"over_sampling_batch_size": 8}, "--over-sampling-batch-size 8"),
+        ({"dynamic_sampling_filter_path": "my_filter.py:keep"}, "--dynamic-sampling-filter-path my_filter.py:keep"),
         ({"colocate": True}, "--colocate"),
         ({"asynchronous": ...}, "no argument 'asynchronous'"),
         ({"use_critic": True}, "--advantage-estimator ppo"),
