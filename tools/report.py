@@ -16,6 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slime.observability.trackers import AXES, steps_noted_beside
+
 REWARD_TAG = "rollout/raw_reward"
 CHECKPOINT_POINTER = "latest_checkpointed_iteration.txt"
 Curve = dict[int, float]
@@ -42,13 +46,13 @@ def _is_detail(name: str) -> bool:
     return name == "step" or "/" in name or any(detail in name for detail in details)
 
 
-def read_event_directory(directory: Path) -> dict[str, Curve]:
-    """All scalars of the event files directly in `directory`, as tag → step → value."""
+def read_events(path: Path) -> dict[str, Curve]:
+    """All scalars of an event file, or of those directly in a directory, as tag → step → value."""
     from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
     from tensorboard.util import tensor_util
 
     # Newer writers store a scalar as a tensor with one element. 0 keeps every event.
-    accumulator = EventAccumulator(str(directory), size_guidance={TENSORS: 0, "scalars": 0})
+    accumulator = EventAccumulator(str(path), size_guidance={TENSORS: 0, "scalars": 0})
     accumulator.Reload()
     curves: dict[str, Curve] = {}
     for tag in accumulator.Tags()["scalars"]:
@@ -62,7 +66,8 @@ def read_event_directory(directory: Path) -> dict[str, Curve]:
 def read_run(directory: Path) -> RunRecord:
     """Read the files in `directory`.
 
-    With `--wandb-always-use-train-step` event files count in optimizer steps; the steps of the record are rollouts again.
+    With `--wandb-always-use-train-step` event files count in optimizer steps; the steps of the record are rollouts again. The
+    note beside a file says how many steps a rollout is there, or else `args.json`.
 
     Raises:
         ValueError: no such directory, or no event file in it.
@@ -78,10 +83,13 @@ def read_run(directory: Path) -> RunRecord:
     record.event_directories = list(dict.fromkeys(path.parent for path in event_files))
     arguments = read_arguments(directory)[1]
     factor = arguments["num_steps_per_rollout"] if arguments.get("wandb_always_use_train_step") else 1
-    for event_directory in record.event_directories:
-        for tag, curve in read_event_directory(event_directory).items():
-            if not tag.startswith("train/"):
-                curve = {step // factor: value for step, value in curve.items()}
+    for path in event_files:
+        noted = steps_noted_beside(path) or {}
+        for tag, curve in read_events(path).items():
+            axis = AXES.get(tag.partition("/")[0], "rollout/step")
+            if axis != "train/step":
+                steps = noted.get(axis, factor)
+                curve = {step // steps: value for step, value in curve.items()}
             record.curves.setdefault(tag, {}).update(curve)
     for pointer in sorted(directory.rglob(CHECKPOINT_POINTER)):
         record.checkpoints[pointer.parent] = int(pointer.read_text())

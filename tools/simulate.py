@@ -106,6 +106,8 @@ def read_lengths(text: str) -> Draw:
         if drawn:
             return log_normal(*map(float, drawn.groups()))
         if re.fullmatch(r"\d+", text):
+            if int(text) < 1:
+                raise ValueError("expected 1 token or more")
             return resample(np.asarray([[int(text)]]))
     except ValueError as error:
         raise ValueError(f"--lengths {text}: {error}") from None

@@ -108,8 +108,8 @@ async def generate(
     When the step is wound down before the diff is graded, it is the sample itself, ABORTED and without a reward.
 
     Raises:
-        SampleFailed: a sandbox or an engine failed, the time of the whole was over, or there is nothing to train. The framework
-            marks the sample FAILED then: it is counted, and trains nothing.
+        SampleFailed: a sandbox or an engine failed, the diff cannot be applied, the time of the whole was over, or there is
+            nothing to train. The framework marks the sample FAILED then: it is counted, and trains nothing.
     """
     settings, task = Settings.from_environment(), Task.of(sample)
     endpoint = await asyncio.to_thread(Endpoint, args, settings)
@@ -174,7 +174,8 @@ async def work(
             prompt=task.issue,
         )
         diff = (
-            f"{GIT} add --all && {GIT} {DIFF} {commit} > {PATCH} && "
+            # A git that ended with its agent has left its lock.
+            f"rm -f .git/index.lock && {GIT} add --all && {GIT} {DIFF} {commit} > {PATCH} && "
             f"{{ [ $(wc -c < {PATCH}) -le {PATCH_BYTES} ] || {{ echo 'the diff is too large' >&2; exit 1; }}; }}"
         )
         if told := await failed_there(sandbox, task, diff):
@@ -202,13 +203,16 @@ async def failed_there(sandbox: Sandbox, task: Task, cmd: str) -> str:
 
 
 async def grade(args: Any, settings: Settings, task: Task, sample: Sample, patch: str) -> float:
-    """1 where the row's tests pass on the diff, in a sandbox that no agent has seen; 0 where they fail or do not end."""
+    """1 where the row's tests pass on the diff, in a sandbox that no agent has seen; 0 where they fail or do not end.
+
+    Raises:
+        SampleFailed: the diff cannot be applied, so that nobody knows what the agent's work is worth.
+    """
     async with booted(args, settings, sample, "grade") as sandbox:
         await set_up(sandbox, task)
         await sandbox.write_file(f"{task.workdir}/{PATCH}", patch)
         if told := await failed_there(sandbox, task, f"{GIT} apply --whitespace=nowarn {PATCH}"):
-            logger.warning("sample %s: the diff cannot be applied: %s", sample.index, told)
-            return 0.0
+            raise SampleFailed(f"the diff cannot be applied to what setting up the row makes: {told}", retryable=False)
         await make_way(sandbox, task)
         await write_files(sandbox, task.workdir, task.eval_files)
         status, _ = await exec_and_wait(
@@ -235,12 +239,12 @@ async def booted(args: Any, settings: Settings, sample: Sample, purpose: str) ->
 
 
 async def set_up(sandbox: Sandbox, task: Task) -> str:
-    """The commit that the repository is at. One that is none yet becomes one."""
+    """The commit of all that is there before the agent. What is no repository yet becomes one."""
     await write_files(sandbox, task.workdir, task.files)
     script = (
         f"mkdir -p {shlex.quote(task.workdir)} && cd -- {shlex.quote(task.workdir)} && {{ {task.setup_cmd}\n}} >&2 && "
-        f"{{ [ -e .git ] || {{ {GIT} init --quiet && {GIT} add --all && {GIT} commit --quiet --allow-empty -m start; }}; }} "
-        f"&& {GIT} rev-parse HEAD"
+        f"{{ [ -e .git ] || {GIT} init --quiet; }} && {GIT} add --all && "
+        f"{GIT} commit --quiet --no-gpg-sign --allow-empty -m start && {GIT} rev-parse HEAD"
     )
     _, commit, _ = await sandbox.exec(script, check=True, timeout=CALL_SECONDS)
     return commit.strip()

@@ -3,16 +3,18 @@
     <zoom>left,top,right,bottom</zoom>    a part of the figure, in percent of its width and height; it is shown larger
     \\boxed{…}                             an answer: the dialogue is over where it is right
 
-A turn that has both is an answer. Answers are graded by the reward of the run. Where there is a figure, the rules are told
-behind the prompt.
+A turn that has both is an answer. An answer is graded as the whole response is: by its row's reward, or else the run's. Where
+there is a figure, the rules are told behind the prompt.
 """
 
 import asyncio
+import copy
 import re
 from typing import Any
 
 from PIL import Image
 
+from slime.rollout.generation_call import current_call
 from slime.rollout.rm_hub import async_rm
 from slime.utils.processing_utils import images_of, process_vision_info
 from slime.utils.types import Sample
@@ -54,7 +56,7 @@ class Geo3kEnvironment:
     """Answers turns about the first figure of a problem; one without figures has nothing to look closer at."""
 
     def __init__(self, sample: Sample, args: Any) -> None:
-        self._args, self._label, self._sources = args, sample.label, images_of(sample)
+        self._args, self._sample, self._sources = args, sample, images_of(sample)
         self._looks = 0
 
     def reset(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -87,9 +89,11 @@ class Geo3kEnvironment:
         return enlarged(figure, part)
 
     async def _is_right(self, said: str) -> bool:
-        answer = Sample(response=said, label=self._label)
-        answer.reward = await async_rm(self._args, answer)
-        return answer.get_reward_value(self._args) > 0
+        args, answer, evaluation = self._args, copy.copy(self._sample), current_call().evaluation
+        answer.response = said
+        reward = await async_rm(args, answer, evaluation=evaluation)
+        key = args.eval_reward_key or args.reward_key if evaluation else args.reward_key
+        return (reward[key] if isinstance(reward, dict) else reward) > 0
 
 
 def build_env(sample: Sample, args: Any) -> Geo3kEnvironment:

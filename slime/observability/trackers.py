@@ -95,7 +95,7 @@ class TensorBoardTracker:
                         path,
                     )
                     continue
-                steps = _noted_beside(path) or self._steps_per_rollout
+                steps = steps_noted_beside(path) or self._steps_per_rollout
                 at = {axis: range(ids.start * steps[axis], ids.stop * steps[axis]) for axis, ids in lost.items()}
                 try:
                     _drop_values(path, at)
@@ -129,7 +129,7 @@ def _note_beside(event_file: Path) -> Path:
     return event_file.with_name(f".steps_per_rollout.{event_file.name.removeprefix(_EVENT_FILE)}.json")
 
 
-def _noted_beside(event_file: Path) -> dict[str, int] | None:
+def steps_noted_beside(event_file: Path) -> dict[str, int] | None:
     """The steps per rollout of an event file, by axis; None if there is no note, or, with a warning, if it cannot be read."""
     note = _note_beside(event_file)
     try:

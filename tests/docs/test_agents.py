@@ -52,17 +52,17 @@ def sample_of_a_run(tmp_path_factory):
     return create_data_source(args).get_samples(1)[0][0]
 
 
-def conversation(tmp_path, sample, *turns):
+def conversation(tmp_path, sample, *turns, arguments=()):
     generate = load_function("my_agent.py:generate", flag="--custom-generate-function-path")
+    (tmp_path / "checkpoint").mkdir()
     try:
-        return spoken(make_checkpoint(tmp_path / "checkpoint"), generate, sample, turns)
+        return spoken(make_checkpoint(tmp_path / "checkpoint"), generate, sample, turns, arguments)
     finally:
         for endpoint in [one for one in SingletonMeta._instances.values() if hasattr(one, "served")]:
             endpoint.served.stop()
 
 
 def test_an_agents_conversation_is_one_sample(tmp_path, sample_of_a_run):
-    (tmp_path / "checkpoint").mkdir()
     given, label = copy.deepcopy(sample_of_a_run), sample_of_a_run.label
     (sample,), requests = conversation(tmp_path, given, f"It is {label}<|im_end|>", f"Yes, {label}<|im_end|>")
     tokenizer = build_tokenizer()
@@ -73,6 +73,22 @@ def test_an_agents_conversation_is_one_sample(tmp_path, sample_of_a_run):
     assert sample.response.endswith(f"Yes, {label}<|im_end|>")
     assert (sample.reward, sample.rollout_id, sample.metadata["round_number"]) == (1.0, sample_of_a_run.index, 2)
     assert sample.status is Sample.Status.COMPLETED and len(sample.rollout_log_probs) == sample.response_length
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_a_conversation_that_branches_counts_once_in_an_evaluation(tmp_path, sample_of_a_run, evaluation):
+    # The second turn does not go on with the first one.
+    branching = AGENT.replace('messages.append({"role": "user"', 'messages = [{"role": "user"').replace(
+        "further})", "further}]"
+    )
+    assert branching.count("messages = [") == 2
+    (tmp_path / "my_agent.py").write_text(branching)
+    turns = ("It is 1<|im_end|>", f"No, {sample_of_a_run.label}<|im_end|>")
+    given = copy.deepcopy(sample_of_a_run)
+    result, _ = conversation(tmp_path, given, *turns, arguments=(evaluation,))
+    samples = [result] if evaluation else result
+    assert [sample.response for sample in samples] == list(turns[-1:] if evaluation else turns)
+    assert all(sample.reward == 1.0 for sample in samples)
 
 
 def test_the_command_is_accepted(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from tests.support.processes.plain_engine import KEY, PlainEngine
 from tests.support.processes.quickstart import COMMANDS, WEIGHT_COMMANDS, quickstart
 from tests.support.tables.metrics_page import unnamed
-from tools.report import read_event_directory
+from tools.report import read_events
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def assert_trained(output: str, run: Path, asynchronous: bool = False) -> None:
     assert len(differences) == 2 and len(re.findall(r"evaluation (?:before|after) rollout \d+: held_out", output)) == 2
     # Whoever generates ahead has tokens of older weights.
     assert differences[0] <= 1e-5 and (differences[1] <= 1e-5) == (not asynchronous)
-    assert unnamed(read_event_directory(run / "tensorboard")) == []
+    assert unnamed(read_events(run / "tensorboard")) == []
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.observability.trackers import TensorBoardTracker
 from tools.report import main, read_arguments, read_run
 
 TOOL = Path(__file__).parents[2] / "tools" / "report.py"
@@ -58,6 +59,24 @@ def test_steps_of_optimizers_are_told_as_rollouts(run_directory: Path, capsys) -
     assert "0.410 → 0.930 (before rollout 0 to after rollout 2)" in text
     assert "0.500 → 0.900 (rollout 0 to rollout 2)" in text
     assert read_run(directory).curves["train/loss"] == {11: 1.0}
+
+
+def test_each_event_file_counts_as_the_note_beside_it_says(tmp_path: Path) -> None:
+    """A run that went on with other steps per rollout; the steps of its last start would be wrong for the first."""
+    for steps, rollouts in ((1, (0, 1, 2)), (4, (2, 3))):
+        tracker = TensorBoardTracker(tmp_path, {"train/step": 4, "rollout/step": steps, "eval/step": steps})
+        for rollout_id in rollouts:
+            tracker.add_scalars({"rollout/raw_reward": steps + rollout_id / 8}, "rollout/step", rollout_id * steps)
+            tracker.add_scalars({"eval/held_out": rollout_id / 8}, "eval/step", (rollout_id + 1) * steps)
+            tracker.add_scalars({"train/loss": 1.0}, "train/step", rollout_id * 4)
+        tracker.close()
+    curves = read_run(tmp_path).curves
+    assert curves["rollout/raw_reward"] == {0: 1.0, 1: 1.125, 2: 4.25, 3: 4.375}
+    assert curves["eval/held_out"] == {1: 0.0, 2: 0.125, 3: 0.25, 4: 0.375}
+    assert list(curves["train/loss"]) == [0, 4, 8, 12]
+    values = {"wandb_always_use_train_step": {"value": True}, "num_steps_per_rollout": {"value": 2}}
+    (tmp_path / "args.json").write_text(json.dumps({"arguments": values}))
+    assert read_run(tmp_path).curves == curves
 
 
 def test_what_a_run_was_asked_for_stands_beside_its_checkpoints(run_directory: Path) -> None:

@@ -153,6 +153,7 @@ def test_phases_that_are_missing_are_named(phases, capsys):
         (["--max-running-requests", "0"], "--max-running-requests 0"),
         (["--lengths", "lognormal:0,1,5"], "--lengths lognormal:0,1,5"),
         (["--lengths", "lognormal:a,1,5"], "--lengths lognormal:a,1,5"),
+        (["--lengths", "0"], "--lengths 0: expected 1 token or more"),
         (["--lengths", "absent.txt"], "--lengths absent.txt: no such file"),
         (["--rollout-batch-size", "0"], "--rollout-batch-size 0"),
         (["--over-sampling-batch-size", "7"], "--over-sampling-batch-size 7: must be at least --rollout-batch-size 8"),

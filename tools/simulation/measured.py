@@ -230,8 +230,16 @@ def read_steps(directory: Path, keep: Callable[[int], bool], max_running_request
         else:
             names = ("mean", "median", "max")
             lengths = lengths_from_statistics(*(value(f"rollout/response_len/{n}", rollout_id) for n in names), shape)
-        total = value("rollout/total_lengths", rollout_id) * lengths.size
-        steps.append(Step(shape, lengths, total, seconds))
+        per_sample = value("rollout/total_lengths", rollout_id)
+        # The rate is that of all tokens which were trained.
+        samples = round(value("perf/actor_train_tok_per_s", rollout_id, 0.0) * seconds["train"] / per_sample)
+        if samples > lengths.size:
+            raise ValueError(
+                f"--from-run {directory}: rollout {rollout_id} trained {samples} samples, and a rollout has "
+                f"{shape.rollout_batch_size} prompts with {shape.n_samples_per_prompt} answers each: executions of several "
+                "samples (--custom-generate-function-path) are not replayed; give a run whose executions have one"
+            )
+        steps.append(Step(shape, lengths, per_sample * lengths.size, seconds))
     if not steps:
         raise ValueError(
             f"--from-run {directory}: {len(finished)} finished steps in its event files, none to read beside the first"
@@ -280,6 +288,12 @@ def run_shape(values: dict[str, Any], path: Path) -> RunShape:
             raise ValueError(
                 f"--from-run: {path} has --over-sampling-batch-size {values['over_sampling_batch_size']}, so part of what its "
                 "engines wrote is in no record; give a run that generates what it trains"
+            )
+        if values["dynamic_sampling_filter_path"]:
+            raise ValueError(
+                f"--from-run: {path} has --dynamic-sampling-filter-path {values['dynamic_sampling_filter_path']}, and of the "
+                "groups that it dropped perf/rollout_time has the seconds, but no record has the lengths; give a run that "
+                "trains all that it generates"
             )
         if values["use_critic"]:
             raise ValueError(

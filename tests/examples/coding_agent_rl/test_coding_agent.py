@@ -93,6 +93,7 @@ class Setting(Shell):
     cmd = f"cat > issue; {AGENT} < issue; rm issue; " + "; ".join(f"git config {words}" for words in SETTINGS)
 class Deceiving(Shell): cmd = f"cat > issue; {AGENT} < issue; rm test_f.py; mkdir test_f.py; touch test_f.py/x"
 class Large(Shell): cmd = f"cat > issue; {AGENT} < issue; yes 0123456789abcdef | head -c 3000000 > large"
+class Killed(Shell): cmd = f"cat > issue; {AGENT} < issue; rm issue; touch .git/index.lock"
 class Wrecking(Shell): cmd = f"cat > issue; {AGENT} < issue; rm -rf .git"
 class Slow(Shell): cmd = f"cat > issue; {AGENT} < issue; rm issue; sleep 1000"
 class Hanging(Shell): cmd = "sleep 1000"
@@ -128,9 +129,9 @@ def plug_ins(tmp_path):
     return load_function(f"{path}:unsteady", flag="agent_sandbox").__globals__, path
 
 
-def a_sample():
+def a_sample(**metadata):
     (row,) = [toy_task.problem((47, 38), FixedDraws())]
-    return Sample(index=3, rollout_id=3, prompt=row["prompt"], label=row["label"], metadata=row["metadata"])
+    return Sample(index=3, rollout_id=3, prompt=row["prompt"], label=row["label"], metadata=row["metadata"] | metadata)
 
 
 class FixedDraws:
@@ -150,10 +151,12 @@ AGENT_SETTINGS = {
 }
 
 
-def work_of(checkpoint, *said, function=generate, arguments=(), **changes):
+def work_of(checkpoint, *said, function=generate, arguments=(), setup_cmd="true", **changes):
     """(what `generate` returned for an agent whose model says this, the requests to the engine)."""
     turns = [f"{turn}<|im_end|>" for turn in said]
-    return spoken(checkpoint, function, a_sample(), turns, arguments, **{**AGENT_SETTINGS, **changes})
+    return spoken(
+        checkpoint, function, a_sample(setup_cmd=setup_cmd), turns, arguments, **{**AGENT_SETTINGS, **changes}
+    )
 
 
 def test_a_repair_that_passes_is_rewarded_and_what_the_model_said_is_trained(checkpoint):
@@ -192,7 +195,7 @@ def test_an_agent_that_wrecks_its_repository_has_repaired_nothing(checkpoint, pl
     assert sample.reward == 0.0 and sample.status is Sample.Status.COMPLETED
 
 
-@pytest.mark.parametrize(("harness", "reward"), [("Setting", 1.0), ("Deceiving", 1.0), ("Large", 0.0)])
+@pytest.mark.parametrize(("harness", "reward"), [("Setting", 1.0), ("Deceiving", 1.0), ("Killed", 1.0), ("Large", 0.0)])
 def test_what_an_agent_does_to_its_repository_is_no_failure_of_a_sandbox(
     checkpoint, plug_ins, monkeypatch, harness, reward
 ):
@@ -201,9 +204,24 @@ def test_what_an_agent_does_to_its_repository_is_no_failure_of_a_sandbox(
     assert sample.reward == reward and sample.status is Sample.Status.COMPLETED
 
 
-def test_a_diff_that_cannot_be_applied_has_repaired_nothing(checkpoint, plug_ins):
-    (sample,), _ = work_of(checkpoint, "<edit>x*47+38</edit>", "ok", agent_sandbox=f"{plug_ins[1]}:unapplied")
-    assert sample.reward == 0.0 and sample.status is Sample.Status.COMPLETED
+# What setting up leaves untracked and changed, with a repository of its own that wants signatures.
+DIRTY = (
+    "git init --quiet && echo first > tracked && git add f.py tracked && "
+    "git -c user.name=row -c user.email=row@localhost commit --quiet -m first && "
+    "echo second > tracked && echo built > untracked && git config commit.gpgsign true"
+)
+
+
+@pytest.mark.parametrize(("said", "reward", "made"), [("<edit>x*47+38</edit>", 1.0, 2), ("it is fine", 0.0, 1)])
+def test_a_diff_has_nothing_that_was_there_before_the_agent(checkpoint, plug_ins, said, reward, made):
+    module, path = plug_ins
+    (sample,), _ = work_of(checkpoint, said, "ok", setup_cmd=DIRTY, agent_sandbox=f"{path}:unsteady")
+    assert sample.reward == reward and sample.status is Sample.Status.COMPLETED and len(module["made"]) == made
+
+
+def test_a_diff_that_cannot_be_applied_is_no_wrong_answer(checkpoint, plug_ins):
+    with pytest.raises(SampleFailed, match="cannot be applied.*No valid patches"):
+        work_of(checkpoint, "<edit>x*47+38</edit>", "ok", agent_sandbox=f"{plug_ins[1]}:unapplied")
 
 
 def test_an_evaluation_has_one_sample(checkpoint):

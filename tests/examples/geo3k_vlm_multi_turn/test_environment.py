@@ -1,14 +1,13 @@
 """Dialogues with an environment, and the one about figures: what it answers, what the model is shown, and what is trained."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
-from examples.geo3k_vlm_multi_turn import env_geo3k
 from examples.geo3k_vlm_multi_turn.env_geo3k import NEITHER, NO_PART, RULES, WRONG, build_env, enlarged, part_of
 from examples.geo3k_vlm_multi_turn.geo3k_multi_turn import generate
+from slime.rollout.generation_call import GenerationCall
 from slime.utils.errors import UserError
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
@@ -168,10 +167,28 @@ def test_what_does_not_go_together_is_refused(checkpoint, changes, prompt, told)
         spoken(checkpoint, generate, Sample(index=0, prompt=prompt), ["x"], **changes)
 
 
-def test_a_reward_with_several_entries_says_whether_an_answer_is_right(monkeypatch):
-    async def graded(args, sample):
-        return {"score": -1.0 if "12" in sample.response else 1.0, "acc": 1}
+def test_an_answer_is_graded_as_its_row_is():
+    sample = seen(label="thirteen")
+    said = "thirteen \\boxed{12}"
+    assert stepped(sample, said)[1][0][1] is False
+    sample.metadata["rm_type"] = "f1"
+    assert stepped(sample, said)[1][0][1] is True
 
-    monkeypatch.setattr(env_geo3k, "async_rm", graded)
-    environment = build_env(seen(), SimpleNamespace(reward_key="score"))
-    assert [asyncio.run(environment.step(said))[1] for said in ("\\boxed{12}", "\\boxed{13}")] == [False, True]
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_a_reward_with_several_entries_says_whether_an_answer_is_right(tmp_path, evaluation):
+    (tmp_path / "rewards.py").write_text(
+        "async def graded(args, sample, evaluation):\n"
+        "    right = sample.prompt[0]['content'] == 'Find x.' and '13' in sample.response\n"
+        "    sample.metadata['graded'] = True\n"
+        "    return {'score': 1.0 if right != evaluation else -1.0, 'acc': 1.0 if right else 0.0}\n"
+    )
+    args, sample = make_args("none"), seen()
+    sample.custom_rm_path = f"{tmp_path}/rewards.py:graded"
+    args.reward_key, args.eval_reward_key = "score", "acc"
+    environment = build_env(sample, args)
+    with GenerationCall(evaluation=evaluation).under_way():
+        steps = [asyncio.run(environment.step(said)) for said in ("\\boxed{12}", "\\boxed{13}")]
+    assert [step[1] for step in steps] == [False, True]
+    # What a grader notes of a turn is no note of the whole answer.
+    assert sample.metadata == {} and sample.reward is None and sample.response == ""

@@ -28,6 +28,7 @@ ARGUMENTS = {
     "save_debug_rollout_data": None, "colocate": False, "async_buffer_size": 1, "update_weights_interval": 1,
     "max_weight_staleness": None, "use_critic": False, "prefill_num_servers": None, "rollout_num_engines": 2,
     "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout", "rollout_external_engine_infos": None,
+    "dynamic_sampling_filter_path": None,
 }  # fmt: skip
 
 
@@ -64,6 +65,7 @@ def write_run(directory: Path, arguments: dict, lengths: list[list[list[int]]], 
         statistics = {"mean": flat.mean(), "median": np.median(flat), "max": flat.max()}
         scalars += [(f"rollout/response_len/{name}", float(value), step) for name, value in statistics.items()]
         scalars.append(("rollout/total_lengths", total, step))
+        scalars.append(("perf/actor_train_tok_per_s", total * flat.size / seconds["actor_train"], step))
     write_events(directory / "tensorboard", [(tag, value, step * unit) for tag, value, step in scalars])
     record = {"arguments": {name: {"value": value, "origin": "default"} for name, value in arguments.items()}}
     (directory / "tensorboard" / "args.json").write_text(json.dumps(record))
@@ -181,6 +183,7 @@ def test_a_run_without_dumps_is_read_from_its_statistics(tmp_path):
     [
         ({"has_trainer": False}, "without a trainer"),
         ({"over_sampling_batch_size": 8}, "--over-sampling-batch-size 8"),
+        ({"dynamic_sampling_filter_path": "my_filter.py:keep"}, "--dynamic-sampling-filter-path my_filter.py:keep"),
         ({"colocate": True}, "--colocate"),
         ({"asynchronous": ...}, "no argument 'asynchronous'"),
         ({"use_critic": True}, "--advantage-estimator ppo"),
@@ -204,6 +207,14 @@ def test_a_run_that_does_not_tell_is_refused_by_name(changed, expected):
     values = {name: value for name, value in {**ARGUMENTS, **changed}.items() if value is not ...}
     with pytest.raises(ValueError, match=expected):
         run_shape(values, Path("args.json"))
+
+
+def test_executions_of_several_samples_are_not_replayed(tmp_path):
+    """Their dump says so by itself; without one, the tokens that were trained do."""
+    lengths = [[[4, 9, 8], [8, 2, 8], [3, 3, 8], [5, 6, 8]]] * 3
+    directory = write_run(tmp_path / "run", ARGUMENTS, lengths)
+    with pytest.raises(ValueError, match="rollout 1 trained 12 samples, and .* 4 prompts with 2 answers"):
+        read_steps(directory, lambda step: step > 0)
 
 
 def test_engines_of_somebody_else_are_as_large_as_they_say():
