@@ -205,6 +205,12 @@ def _load_with_optimizer(
                 f"the optimizer's float32 copies of the weights are made of the 16-bit weights in {directory}, since {reason}: "
                 "updates too small for 16 bits are lost",
             )
+        elif prefix_in(stored.shapes) is not None and not stored.has_float32_weights:
+            _tell(
+                level,
+                f"the float32 weights are made of the 16-bit ones in {directory}, not of its optimizer.s copies, which are "
+                "float32: updates too small for 16 bits are lost. --bf16 goes on with those copies",
+            )
 
 
 def _has_all_copies(args: argparse.Namespace, common: dict[str, Any], stored: Stored) -> bool:

@@ -286,7 +286,12 @@ def test_who_finds_nothing_in_float32_is_told(tmp_path, sources):
         "fine": (root / "model", known["hf"][0]),
     }
     cases = {name: (resumable_args(model, tmp_path / name, **ASKED), source) for name, (model, source) in cases.items()}
+    for name in ("copies", "float32"):
+        of_float32 = resumable_args(root / "model", tmp_path / f"wide {name}", no_load_optim=True)
+        cases[f"wide {name}"] = of_float32, known[f"{name}, resumed"][0]
     (told,) = run_distributed(begin_and_save, 1, (cases,))
+    (line,) = told["wide copies"]
+    assert "the float32 weights are made of the 16-bit ones" in line and not told["wide float32"]
     (line,) = told["hf"]
     assert "has no weights in float32" in line
     (line,) = told["megatron"]
