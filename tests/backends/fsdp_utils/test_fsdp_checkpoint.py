@@ -112,6 +112,8 @@ def worker(hf_dir, other, directory, size, bf16):
     resumed.backend.load_weights(WeightSource("hf", other))
     found["other"] = digest(tensor for _, tensor in resumed.backend.live_tensors())
     found["weights alone"] = weights_alone(args, directory)
+    found["other Adam"] = [own_adam(args, directory, kept) for kept in (False, True)]
+    found["bare"] = bare_save(changed(args, save=f"{directory}-bare"), start)
     found["moments"] = places_of_moments(args, directory)
     found["untrained"] = untrained_weight(changed(args, save=f"{directory}-untrained"), start)
     found["failed"] = failed_save(resumed, directory)
@@ -125,6 +127,23 @@ def weights_alone(args, directory):
     return [
         (len(run.backend.optimizer.state), run.backend.scheduler.num_steps, run.rollout) for run in (without, begun)
     ]
+
+
+def own_adam(args, directory, kept):
+    """The settings of Adam of a resume with other flags for them: its own, or those of the checkpoint."""
+    args = changed(args, adam_beta1=0.5, adam_eps=1e-3, use_checkpoint_opt_param_scheduler=kept)
+    run = Run(args, WeightSource("megatron", str(directory), resume=True))
+    return [(group["betas"], group["eps"]) for group in run.backend.optimizer.param_groups]
+
+
+def bare_save(args, start):
+    """Files of a checkpoint without optimizer and generators, and what a resume finds of Adam's states."""
+    run = Run(changed(args, no_save_optim=True, no_save_rng=True), start)
+    run.step()
+    run.save(2)
+    resumed = Run(changed(args, no_load_rng=True), WeightSource("megatron", args.save, resume=True))
+    files = {path.name for path in iteration_directory(args.save, 2).iterdir()}
+    return files, len(run.backend.optimizer.state) > 0, len(resumed.backend.optimizer.state)
 
 
 def places_of_moments(args, directory):
@@ -180,7 +199,12 @@ def failed_save(run, directory):
 def on_one_rank(hf_dir, directory, further):
     """The whole tensors of a checkpoint that more ranks wrote, with what the optimizer remembers. A run that begins from it as
     from a model leaves a checkpoint in `further`."""
+    import torch
+
     run = Run(arguments(hf_dir, directory, 1), WeightSource("megatron", str(directory), resume=True))
+    drawn = torch.rand(()).item()
+    Run(arguments(hf_dir, directory, 1), WeightSource("hf", hf_dir))
+    assert drawn == torch.rand(()).item(), "generators of other ranks are taken"
     whole = {name: tensor.clone().numpy() for name, tensor in run.backend.stage_tensors()()}
     model = str(iteration_directory(directory, 2))
     Run(arguments(model, further, 1), WeightSource("hf", model)).save(0, None, (), 1)
@@ -268,6 +292,22 @@ def test_parts_of_a_checkpoint_are_taken_alone(ranks):
     for rank in ranks:
         assert rank["weights alone"] == [(0, rank["saved"]["rollouts"], 2), (0, 0, -1)]
         assert rank["saved"]["rollouts"] > 0
+
+
+def test_adam_has_the_settings_of_the_flags_unless_those_of_the_checkpoint_are_asked_for(ranks):
+    for rank in ranks:
+        own, kept = rank["other Adam"]
+        assert set(own) == {((0.5, 0.98), 1e-3)} and set(kept) == {((0.9, 0.98), 1e-4)}
+
+
+def test_a_checkpoint_has_neither_optimizer_nor_generators_where_nobody_wants_them(ranks, saves):
+    whole = {path.name for path in iteration_directory(saves[len(ranks)], 2).iterdir()}
+    for rank in ranks:
+        files, trained, resumed = rank["bare"]
+        assert whole - files == {"optimizer", "states", "weight_version.json"} | {
+            f"rng_{number:05d}.safetensors" for number in range(len(ranks))
+        }
+        assert trained and resumed == 0
 
 
 def test_moments_that_are_kept_on_the_host_are_there_after_a_resume(ranks):
