@@ -227,7 +227,8 @@ def test_checkpoints_lie_where_they_should(finished_run):
     save = finished_run.checkpoints
     assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == "5"
     assert sorted(path.name for path in save.iterdir()) == [
-        ".checkpoints.lock", "args.json", "iter_0000002", "iter_0000005", "latest_checkpointed_iteration.txt", "rollout",
+        ".checkpoints.lock", "args.json", "iter_0000002", "iter_0000005", "latest_checkpointed_iteration.txt",
+        "latest_evaluation.txt", "rollout",
     ]  # fmt: skip
     for rollout_id in (2, 5):
         names = {path.name for path in (save / f"iter_{rollout_id:07d}").iterdir()}

@@ -28,6 +28,13 @@ def test_a_launch_script_trains_the_toy_model_and_knows_when_it_is_done(tmp_path
 
     again = run_toy(tmp_path, "--num-rollout", "2")
     assert again.returncode == 0 and "nothing left to do: 2 rollouts are done" in again.stdout
+    # As if the run had been killed within its last evaluation.
+    evaluated = tmp_path / "checkpoints/qwen3-4B-toy/latest_evaluation.txt"
+    assert evaluated.read_text() == "2"
+    evaluated.write_text("0")
+    made = run_toy(tmp_path, "--num-rollout", "2")
+    assert made.returncode == 0 and "the evaluation after rollout 1 was not finished, and is made now" in made.stdout
+    assert re.search(r"evaluation before rollout 2: \w+", made.stdout) and evaluated.read_text() == "2"
     refused = run_toy(tmp_path, "--num-rollout", "3", "--prompt-data", "/nowhere.jsonl")
     assert refused.returncode == 2
     assert (refused.stdout + refused.stderr).count("there is no file /nowhere.jsonl") == 1

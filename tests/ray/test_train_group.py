@@ -328,7 +328,7 @@ def test_what_ranks_logged_before_a_failure_reaches_the_trackers(make_group, mon
     monkeypatch.setattr(logging_utils, "_trackers", [tracker])
     checked = {"ci_test": False, "ci_save_grad_norm": None, "ci_load_grad_norm": None}
     checked |= {"num_steps_per_rollout": 1, "log_interval": 1}
-    args = argparse.Namespace(loss_type="policy_loss", initial_weights=None, **checked)
+    args = argparse.Namespace(loss_type="policy_loss", initial_weights=None, save=None, **checked)
     report = StepReport(args, StartedRun(None, group, RunLength(8), 0), RunProgress())
     try:
         group.create()
