@@ -157,7 +157,6 @@ def unread_flags(args: argparse.Namespace) -> Iterator[Violation]:
 
 
 _PROOF = "with {--true-on-policy-mode} samples must come from the weights that train on them"
-
 ROLLOUT_RULES: tuple[Rule, ...] = (
     refused(lambda args: not args.rollout_temperature > 0,
         "{--rollout-temperature=}: training needs a value above 0 (1.0 is usual); {--eval-temperature} may be 0"),
@@ -169,7 +168,7 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         "{0=}: give -1 for no cut, or at least 1"),
     refused(lambda args: "" in (args.rollout_stop or []),
         "{--rollout-stop}: an empty stop string would end every response at once; give text, or drop the flag"),
-    lengths, lengths_of_sets, summed_lengths,
+    lengths, lengths_of_sets, summed_lengths, unread_flags, staleness,
     refused(lambda args: args.asynchronous and (args.colocate or args.release_train or args.offload_rollout
             or args.offload_train and (not args.use_critic or not args.typed_flags.isdisjoint({"offload", "offload_train"}))),
         "{--colocate}, {--offload} and {--release-train}: train_async.py generates while it trains, so trainer and engines "
@@ -178,12 +177,13 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         "{--update-weights-interval=}: train.py pushes the weights after every rollout; use train_async.py, or give 1"),
     refused(lambda args: not args.asynchronous and args.rollout_function_path.startswith(FULLY_ASYNC),
         "{--rollout-function-path=} generates while the trainer works: use train_async.py"),
-    unread_flags,
-    refused(lambda args: args.rollout_function_path.startswith(ROLLOUT_BUFFER) and args.rollout_buffer_url is None,
-        "{--rollout-function-path=} takes its groups from a service: give {--rollout-buffer-url} http://127.0.0.1:8889"),
+    *where(lambda args: args.rollout_function_path.startswith(ROLLOUT_BUFFER),
+        refused(lambda args: args.rollout_buffer_url is None,
+            "{--rollout-function-path=} takes its groups from a service: give {--rollout-buffer-url} http://127.0.0.1:8889"),
+        refused(lambda args: args.use_rollout_routing_replay or args.rollout_top_k != -1,
+            "{--use-rollout-routing-replay}, {--rollout-top-p} and {--rollout-top-k} need what no buffer tells; drop it")),
     refused(lambda args: args.eval_interval is not None and args.eval_function_path.startswith((FULLY_ASYNC, ROLLOUT_BUFFER)),
         "{--eval-function-path=} does not evaluate: give {--eval-function-path} slime.rollout.sglang_rollout.generate_rollout"),
-    staleness,
     *where(lambda args: args.true_on_policy_mode,
         refused(lambda args: args.asynchronous, f"train_async.py trains on older samples: {_PROOF}; use train.py"),
         refused(lambda args: args.num_steps_per_rollout != 1,

@@ -93,6 +93,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--rm-url host:80", "--rm-url", WRONG),
         ("--rollout-buffer-url host:80", "--rollout-buffer-url", WRONG),
         (BUFFER, "--rollout-function-path --rollout-buffer-url", WRONG),
+        (f"{BUFFER} --rollout-buffer-url http://a:1 --rollout-top-p 0.9",
+         "--use-rollout-routing-replay --rollout-top-p --rollout-top-k", WRONG),
         *((f"{BUFFER} --rollout-buffer-url http://a:1 {words}", f"{words.split()[0]} --rollout-function-path", WRONG)
           for words in ("--over-sampling-batch-size 8", "--keep-surplus-groups", "--partial-rollout", "--group-rm",
                         "--rollout-all-samples-process-path f.py:seen", "--rollout-sample-hook-path f.py:hook",
