@@ -141,5 +141,6 @@ def test_the_buffer_and_partial_work_survive_the_kill(survived):
 
 def test_an_evaluation_ends_without_the_prompt_that_nobody_answers(survived):
     left = survived.process.scalars("eval/held_out-unfinished_prompts")
-    assert left in ({}, {6: 1.0}, {0: 1.0, 6: 1.0}), left
+    # That at the end of the first epoch, which the kill cut off, is made up for.
+    assert left in ({}, {3: 1.0, 6: 1.0}, {0: 1.0, 3: 1.0, 6: 1.0}), left
     assert bool(left) == ("--eval-config" in survived.process.flags)
