@@ -16,7 +16,7 @@ import tqdm
 from slime.arguments import parse_args
 from slime.backends.sglang_utils import server_arguments
 from slime.plan import make_plan
-from slime.plan.before_start import check_before_start, nothing_left
+from slime.plan.before_start import check_before_start
 from slime.ray import cluster
 from slime.ray.session import main
 from slime.utils.errors import UserError
@@ -225,38 +225,6 @@ def test_supervised_fine_tuning_needs_messages(tmp_path):
     assert lines[0].startswith(f"{path}:2: the prompt is text, and supervised fine-tuning needs a list of messages")
 
 
-@pytest.mark.parametrize(("pointer", "words", "left"), [
-    ("3", "", None), ("4", "", 5), ("4", "--num-rollout 6", None), ("4", "--num-rollout 0", None), ("4", "--ckpt-step 1", None),
-    ("4", "--finetune", None), ("4", "--start-rollout-id 2", None),
-])  # fmt: skip
-def test_a_finished_run_has_nothing_left(tmp_path, pointer, words, left):
-    checkpoint = tmp_path / "checkpoint"
-    (checkpoint / "iter_0000001").mkdir(parents=True)
-    (checkpoint / "latest_checkpointed_iteration.txt").write_text(pointer)
-    args = parse(tmp_path, "--num-rollout", "5", "--load", str(checkpoint), *words.split())
-    if left is None:
-        assert nothing_left(args) is None
-    else:
-        assert nothing_left(args) == (
-            f"nothing left to do: {left} rollouts are done in --load {checkpoint}, --num-rollout is 5; a larger --num-rollout "
-            "goes on from there"
-        )
-
-
-@pytest.mark.parametrize(("evaluated", "words", "is_left"), [
-    ("4", "--eval-interval 2", True), ("5", "--eval-interval 2", False), ("4", "", False),
-    ("4", "--eval-interval 2 --num-rollout 4", False),
-])  # fmt: skip
-def test_an_evaluation_that_was_cut_off_is_left(tmp_path, evaluated, words, is_left):
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    (checkpoint / "latest_checkpointed_iteration.txt").write_text("4")
-    (checkpoint / "latest_evaluation.txt").write_text(evaluated)
-    held_out = ["--eval-prompt-data", "held_out", write(tmp_path / "held_out.jsonl", PLAIN_PROMPTS)]
-    args = parse(tmp_path, "--num-rollout", "5", "--load", str(checkpoint), *held_out, *words.split())
-    assert (nothing_left(args) is None) is is_left
-
-
 @pytest.mark.parametrize(("name", "words", "told"), [
     ("iter_0000007", "", "does not exist, although {checkpoint}/latest_checkpointed_iteration.txt names it; name a whole one"),
     ("iter_0000001", "--ckpt-step 1", "is no whole checkpoint; ask for another step, or start elsewhere"),
@@ -270,11 +238,6 @@ def test_a_checkpoint_that_is_not_whole_is_told(tmp_path, name, words, told):
     assert line.startswith(f"{checkpoint}/{name} {told.format(checkpoint=checkpoint)}")
     write_iteration(checkpoint, int(name.removeprefix("iter_")))
     check_before_start(parse(tmp_path, *words))
-
-
-def test_a_start_behind_the_end_is_said(tmp_path):
-    line = "nothing left to do: --start-rollout-id 10 is not below --num-rollout 4"
-    assert nothing_left(parse(tmp_path, "--start-rollout-id", "10")) == line
 
 
 def test_the_driver_ends_before_ray_with_a_status_for_each_case(tmp_path, capsys, monkeypatch):
