@@ -424,6 +424,11 @@ def test_requests_of_an_actor_that_is_killed_go_out_from_here(cluster, caplog):
     assert "its 3 requests in flight go out again" in told and told.startswith("client 0 of --use-distributed-post on")
 
 
+def all_threads_are_stopped(pid):
+    threads = psutil.Process(pid).threads()
+    return all(psutil.Process(thread.id).status() == psutil.STATUS_STOPPED for thread in threads)
+
+
 def test_an_actor_that_hangs_is_ended_and_its_requests_go_out_from_here(cluster, caplog, monkeypatch):
     monkeypatch.setattr(request_actors, "_ASK_EVERY_SECONDS", 0.2)
     monkeypatch.setattr(request_actors, "_SILENT_SECONDS", 4.0)
@@ -434,6 +439,8 @@ def test_an_actor_that_hangs_is_ended_and_its_requests_go_out_from_here(cluster,
             senders.append(sender(request, pids))
             if senders[-1] == pids[0]:
                 os.kill(pids[0], signal.SIGSTOP)
+                # The signal reaches threads one by one, and one of them could still pass the answer on.
+                await until(lambda: all_threads_are_stopped(pids[0]))
             return web.json_response({})
 
         init_http_client(make_args(http_max_retries=1, http_request_timeout=SECONDS))
