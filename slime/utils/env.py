@@ -332,8 +332,14 @@ _OF_A_CALL = re.compile(
     "SLIME_|SWE_|ADAPTER_|OPEN_TRAINING_|WANDB_|TENSORBOARD_DIR$|PYTORCH_(CUDA_)?ALLOC_CONF$|TEACHER_PORT$"
 )
 # Variables of one machine or one process, and texts in which keys may stand.
-_NOT_HANDED_ON = re.compile("SLIME_(HOST_IP|SESSION|START_COMMAND|BENCH_RUN)$")
+_NOT_HANDED_ON = re.compile("SLIME_(HOST_IP|SESSION|START_COMMAND|BENCH_RUN)$|WANDB_(SERVICE$|_)")
 _MAY_HOLD_KEYS = re.compile("_EXTRA_(ARGS|ENVS)$")
+
+
+def is_handed_on(name: str) -> bool:
+    """Whether a launch script hands the variable `name` on to the job that it submits, if its value is no secret."""
+    is_read = name.startswith(_OF_LIBRARIES) or _OF_A_CALL.match(name) is not None
+    return is_read and not _NOT_HANDED_ON.match(name)
 
 
 def write_environment_of_call() -> None:
@@ -341,7 +347,7 @@ def write_environment_of_call() -> None:
     before has another environment: each variable as NAME=VALUE, or, if its value may be a secret, as NAME alone, followed by a
     null byte."""
     for name, value in sorted(os.environ.items()):
-        if not (name.startswith(_OF_LIBRARIES) or _OF_A_CALL.match(name)) or _NOT_HANDED_ON.match(name) or not value:
+        if not value or not is_handed_on(name):
             continue
         is_secret = (_SECRET.search(name) or _MAY_HOLD_KEYS.search(name)) is not None
         print(name if is_secret else f"{name}={value}", end="\0")

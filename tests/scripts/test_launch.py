@@ -224,6 +224,7 @@ def test_a_cluster_that_runs_gets_what_the_run_reads_of_this_shell(stub) -> None
         "CUDA_VISIBLE_DEVICES": "0",
         "SLIME_SESSION": "x",
         "SWE_BOOT_CONCURRENCY": "",
+        "WANDB_SERVICE": "socket of a process",
     }
     variables = {**stub, **handed_on, **secrets, **others, "RAY_ADDRESS": "http://198.51.100.1:8265"}
     result = bash(f"bash {ONE_NODE}", **variables)

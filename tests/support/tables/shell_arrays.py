@@ -5,6 +5,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from slime.utils.env import is_handed_on
+
 ROOT = Path(__file__).parents[3]
 
 # Variables that scripts read: they are unset unless a test sets them, whatever the caller's environment has.
@@ -15,13 +17,14 @@ READ_BY_SCRIPTS = (
     "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "CLUSTER_DIR", "NUM_GPUS", "DRY_RUN",
     "PRINT_COMMAND", "RAY_PORT", "DASHBOARD_PORT", "DASHBOARD_HOST", "RAY_TEMP_DIR", "RAY_TMPDIR", "SLIME_HOST_IP",
     "SLIME_ACCELERATOR", "NCCL_NVLS_ENABLE", "TRAIN_SCRIPT", "CUDA_VISIBLE_DEVICES", "MODEL", "TOY_DIR",
-    "RAY_JOB_CONFIG_JSON_ENV_VAR", "KEEP_MESSAGES", "EVAL_CONFIG", "OMP_NUM_THREADS",
+    "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_JOB_STOP_WAIT_TIME_S", "SLIME_START_COMMAND",
+    "KEEP_MESSAGES", "EVAL_CONFIG", "OMP_NUM_THREADS",
 )  # fmt: skip
 
 
 def script_environment(**variables: str) -> dict[str, str]:
-    """The caller's environment without the variables that scripts read, plus `variables`."""
-    kept = {name: value for name, value in os.environ.items() if name not in READ_BY_SCRIPTS}
+    """The caller's environment without the variables that scripts read or hand on, plus `variables`."""
+    kept = {name: value for name, value in os.environ.items() if name not in READ_BY_SCRIPTS and not is_handed_on(name)}
     return {**kept, **variables}
 
 
