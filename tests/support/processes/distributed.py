@@ -13,6 +13,7 @@ server has Transformer Engine beside them (`preloaded_engine.py`), and with "spa
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.util
 import inspect
 import multiprocessing
@@ -183,6 +184,7 @@ def _run(call: bytes, result_file: Path, log: Path, env: Mapping[str, str], star
     with log.open("wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    faulthandler.enable()  # A rank that dies in native code says where each of its threads was.
     os.environ.clear()
     os.environ.update(env)
     os.chdir(REPOSITORY)

@@ -71,6 +71,15 @@ def test_a_failing_rank_ends_all_and_shows_its_traceback():
     assert "not finished" not in str(error.value), "nobody waits for the other"
 
 
+def _abort():
+    os.abort()
+
+
+def test_a_rank_that_dies_in_native_code_shows_where_it_was():
+    with pytest.raises(DistributedFailure, match=r"exit status -6(?s:.*)Fatal Python error: Aborted(?s:.*) in _abort"):
+        run_distributed(_abort, 1)
+
+
 def _announce_then_hang(directory):
     (directory / os.environ["RANK"]).write_text(str(os.getpid()))
     time.sleep(600)
