@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.config_files.serving_config import served_groups, served_models
+from slime.arguments.config_files.serving_config import arguments_of_group, served_groups, served_models
 from slime.arguments.sizes import layout_of, plans_for_gpus
 from slime.estimates.layout import ParallelLayout
 from slime.estimates.serving_memory import (
@@ -226,7 +226,9 @@ def serving_setup(
 
 def weight_bytes(args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None) -> WeightBytes:
     """Bytes of one element of a served weight by part, as --hf-checkpoint is quantised."""
-    return served_weight_bytes(shape, _plain_bytes(args), *_quantised_as(args, hf_config))
+    group = _group_of_trained_model(args)
+    engine = args if group is None else arguments_of_group(args, group)
+    return served_weight_bytes(shape, _plain_bytes(engine), *_quantised_as(engine, hf_config))
 
 
 def unknown_format(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> str | None:

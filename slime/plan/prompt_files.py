@@ -31,6 +31,7 @@ from slime.utils.processing_utils import (
     load_tokenizer,
     no_chat_template,
     no_processor,
+    unheard_end_of_turn,
 )
 from slime.utils.prompt_rows import SFT_FUNCTION, PromptRow, RowKeys, RowReader, prompt_lengths, prompt_limit
 from slime.utils.reward_types import compares_as_text, lacks_label, needs_label
@@ -128,6 +129,8 @@ def _token_problems(args: argparse.Namespace, groups: list[list[_Scanned]], seco
         rows = read_hf_config(args.hf_checkpoint).get("vocab_size")
     except UserError as error:
         return [str(error)]
+    if args.has_engines and args.apply_chat_template and (unheard := unheard_end_of_turn(args, tokenizer)):
+        logger.warning(unheard)
     deadline, problems = time.monotonic() + seconds, []
     for group in asked:
         problems += _problems_of_tokens(args, group, tokenizer, rows, deadline)

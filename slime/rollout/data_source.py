@@ -174,6 +174,8 @@ class RolloutDataSource(DataSource):
         self._order: tuple[int, Sequence[int]] | None = None  # (epoch, positions)
         # Taken now: if the file changes while the run goes on, a saved state must still name the data that were used.
         self._fingerprint = dataset_fingerprint(dataset)
+        if isinstance(dataset, Dataset):
+            self._epoch_order()
 
     def __len__(self) -> int:
         return 0 if self.dataset is None else len(self.dataset)
@@ -263,6 +265,8 @@ class RolloutDataSource(DataSource):
         self.sample_group_index = state["sample_group_index"]
         self.sample_index = state["sample_index"]
         self.metadata = copy.deepcopy(state["metadata"])
+        if isinstance(self.dataset, Dataset):
+            self._epoch_order()
 
     def save(self, rollout_id: int, state: dict[str, Any] | None = None) -> None:
         """Publish `state` (default: the state now) as the one after rollout `rollout_id`, below `args.save`."""
@@ -330,6 +334,8 @@ class RolloutDataSource(DataSource):
                 self.sample_offset = 0
             order, offset = self._epoch_order(), self.sample_offset
             self.sample_offset += 1
+            if isinstance(self.dataset, Dataset):
+                return _as_sample(self.dataset[offset])
             if not isinstance(self.dataset, StreamedDataset):
                 return _as_sample(self.dataset[int(order[offset])])
             sample = self.dataset.in_order(order, offset)
@@ -342,11 +348,15 @@ class RolloutDataSource(DataSource):
         )
 
     def _epoch_order(self) -> Sequence[int]:
+        """The positions of the epoch's samples in the data set. A `Dataset` is put into that order too, for subclasses that
+        read its `samples` themselves."""
         if self._order is None or self._order[0] != self.epoch_id:
             of_files = isinstance(self.dataset, Dataset | StreamedDataset)
             parts = self.dataset.parts if of_files else [Part(len(self.dataset), 1.0)]
             positions = epoch_order(parts, self._shuffle["seed"], self.epoch_id, self._shuffle["enabled"])
             self._order = (self.epoch_id, positions)
+        if isinstance(self.dataset, Dataset):
+            self.dataset.put_in_order(self._order[1])
         return self._order[1]
 
     def _make_group(self, prompt: Sample) -> Group:

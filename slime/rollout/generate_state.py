@@ -38,6 +38,7 @@ from slime.utils.processing_utils import (
     render_chat,
     require_chat_template,
     sees_images,
+    unheard_end_of_turn,
 )
 from slime.utils.sample_fields import held, read_only, token_array
 from slime.utils.types import Sample
@@ -128,7 +129,10 @@ class GenerateState(metaclass=SingletonMeta):
     @cached_property
     def encoder_tokenizer(self) -> Any:
         """The tokenizer that encodes prompts and texts, used by one thread at a time."""
-        return self._load_tokenizer()
+        tokenizer = self._load_tokenizer()
+        if self.args.apply_chat_template and (unheard := unheard_end_of_turn(self.args, tokenizer)):
+            self.warn_once(unheard)
+        return tokenizer
 
     def _load_tokenizer(self) -> Any:
         return load_tokenizer(self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code)

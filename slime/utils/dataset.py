@@ -127,6 +127,7 @@ class Dataset:
             )
         self.parts = _parts(self.paths, map(len, kept), flag)
         self.samples = self.origin_samples
+        self._order: Sequence[int] = range(len(self.samples))
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -136,8 +137,14 @@ class Dataset:
 
     def shuffle(self, epoch: int) -> None:
         """Put the samples into the order of `epoch`, which does not depend on their order now."""
-        order = epoch_order(self.parts, self.seed, epoch, shuffled=True)
-        self.samples = [self.origin_samples[index] for index in order]
+        self.put_in_order(epoch_order(self.parts, self.seed, epoch, shuffled=True))
+
+    def put_in_order(self, order: Sequence[int]) -> None:
+        """Let `samples` be those at these positions of the files. Where they are so already, `samples` stays as it is, also if
+        somebody has changed it since."""
+        if order is not self._order and not (isinstance(order, range) and isinstance(self._order, range)):
+            self.samples = [self.origin_samples[index] for index in order]
+        self._order = order
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """Per file `path, slice, size, sha256`, read from disk by the first call."""

@@ -159,6 +159,63 @@ def without_end_mark(response: str) -> str:
     return response[: -len(mark[0])] if mark else response
 
 
+# Words of a dialogue that no template changes.
+_ASKED, _SAID = "question", "probe answer"
+# Tokens of these texts end an answer in SGLang 0.5.21 wherever a tokenizer has added them.
+_ENDS_OF_ENGINES = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+
+
+def unheard_end_of_turn(args: Any, tokenizer: Any) -> str | None:
+    """The warning that engines do not end an answer where the chat template ends a turn of the model, as with base models that
+    name another token in their config; None if they do, or if the template shows no token that ends a turn."""
+    ends = _ends_of_turns(tokenizer, args.apply_chat_template_kwargs or {})
+    stops = _stop_tokens(args.hf_checkpoint, tokenizer) | set(args.rollout_stop_token_ids or ())
+    strings = args.rollout_stop or ()
+    strings = [strings] if isinstance(strings, str) else strings
+    if not ends or stops & ends.keys() or any(string in text for string in strings for text in ends.values()):
+        return None
+    token, text = next(iter(ends.items()))
+    known = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in sorted(stops)) or "no token"
+    return (
+        f"the chat template of --hf-checkpoint {args.hf_checkpoint} ends a turn of the model with {text} ({token}), and "
+        f"engines end an answer at {known} alone: a model that ends its turns so goes on to --rollout-max-response-len; for "
+        f"such a model give --rollout-stop-token-ids {token}"
+    )
+
+
+def _ends_of_turns(tokenizer: Any, template_kwargs: dict[str, Any]) -> dict[int, str]:
+    """The special tokens, by id, that follow the model's words in a dialogue: before a further question, and at the end."""
+    added, ends = tokenizer.get_added_vocab(), {}
+    dialogue = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]
+    for messages in ([*dialogue, dialogue[0]], dialogue):
+        try:
+            text = render_chat(tokenizer, messages, None, template_kwargs, add_generation_prompt=False)
+        except Exception:
+            return {}  # The template refuses such a dialogue. It raises whatever its author chose, and says nothing of ends.
+        _, said, behind = text.rpartition(_SAID)
+        found = [(behind.find(special), special) for special in added if said and special in behind]
+        if found:
+            # Of two that begin at the same place the longer one is the token.
+            _, special = min(found, key=lambda place: (place[0], -len(place[1])))
+            ends.setdefault(added[special], special)
+    return ends
+
+
+def _stop_tokens(directory: str, tokenizer: Any) -> set[int]:
+    """Ids of the tokens at which an engine of this checkpoint ends every answer."""
+    added, stops = tokenizer.get_added_vocab(), {tokenizer.eos_token_id}
+    stops |= {added.get(text) for text in _ENDS_OF_ENGINES}
+    for name in ("config.json", "generation_config.json"):
+        try:
+            config = json.loads(Path(directory, name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # Not every checkpoint has both; what cannot be read is told where it is needed.
+        for part in (config, config.get("text_config") or {}):
+            ids = part.get("eos_token_id")
+            stops |= set(ids) if isinstance(ids, list) else {ids}
+    return stops - {None}
+
+
 def load_processor(path: str, trust_remote_code: bool = False, **kwargs: Any) -> Any | None:
     """The processor of a model with images in the directory `path`; None if it has none. Never asks the network.
 

@@ -168,6 +168,17 @@ def test_caches_leave_engines_with_roles_and_those_that_keep_them_on_the_host():
     assert [setup(planned(TWO_NODES, *flags)).hands_over for flags in words] == [False, True, True]
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4.0), ("bfloat16", 2.0)])
+def test_the_dtype_of_a_group_is_that_of_its_weights(tmp_path, dtype, size):
+    path = tmp_path / "serving.yaml"
+    group = f"{{num_gpus: 8, num_gpus_per_engine: 8, overrides: {{dtype: {dtype}}}}}"
+    path.write_text(f"sglang:\n  - name: actor\n    server_groups: [{group}]\n")
+    words = ["--rollout-num-gpus", "8", "--sglang-config", str(path)]
+    assert setup(planned(SMALL, *words)).weight_bytes == WeightBytes.everywhere(size)
+    # The file's word for a group is nearer than the flag.
+    assert setup(planned(SMALL, *words, "--sglang-dtype", "float32")).weight_bytes == WeightBytes.everywhere(size)
+
+
 SERVING = """
 sglang:
   - name: actor

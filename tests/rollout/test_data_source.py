@@ -38,6 +38,29 @@ def forked():
         yield
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_samples_that_a_subclass_reads_itself_are_those_of_the_epoch_also_after_a_resume(make_args, shuffle):
+    args = make_args(rollout_shuffle=shuffle)
+    source, drawn = RolloutDataSource(args), RolloutDataSource(args)
+    for _ in range(2):
+        in_order = [sample.prompt for sample in source.dataset.samples]
+        assert in_order == [group[0].prompt for group in drawn.get_samples(len(drawn))]
+        source.get_samples(len(source) + 1)
+        source.sample_offset = 0
+    resumed = RolloutDataSource(args)
+    resumed.load_state_dict(source.state_dict())
+    assert resumed.epoch_id == 2 and [sample.prompt for sample in resumed.dataset.samples] == [
+        sample.prompt for sample in source.dataset.samples
+    ]
+
+
+def test_what_a_subclass_leaves_out_of_the_samples_stays_out_of_the_epoch(make_args):
+    source = RolloutDataSource(make_args(rollout_shuffle=True))
+    source.dataset.samples = source.dataset.samples[:3]
+    kept = [sample.prompt for sample in source.dataset.samples]
+    assert [group[0].prompt for group in source.get_samples(3)] == kept and source.epoch_id == 0
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_images_of_rows_by_the_flag(make_args, tmp_path, streaming):
     checkpoint = make_seeing_checkpoint(tmp_path / "seeing")

@@ -19,10 +19,12 @@ from slime.utils.processing_utils import (
     load_tokenizer,
     process_vision_info,
     render_chat,
+    unheard_end_of_turn,
     without_end_mark,
 )
 from slime.utils.types import Sample
-from tests.support.models.tokenizer import build_tokenizer, save_tokenizer
+from tests.support.models.rollout_args import make_args
+from tests.support.models.tokenizer import CHATML_TEMPLATE, build_tokenizer, save_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,51 @@ def test_the_token_that_ended_a_turn_is_cut_off_a_text_once(mark):
         assert without_end_mark(text + mark) == text
         if mark:
             assert without_end_mark(text + mark + mark) == text + mark
+
+
+# A template in which the next turn's mark ends a turn, as those of GLM; one without special tokens; one that refuses dialogues.
+OPEN_TURNS = "{%- for message in messages %}{{ '<|im_start|>' + message.role + message.content }}{% endfor -%}"
+PLAIN_WORDS = "{%- for message in messages %}{{ message.role + ': ' + message.content + '. ' }}{% endfor -%}"
+REFUSING = "{%- if messages[1] %}{{ raise_exception('one question') }}{% endif %}{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("files", "template", "flags", "end"),
+    [
+        ({}, CHATML_TEMPLATE, {}, "<|im_end|>"),
+        ({"config.json": {"eos_token_id": 264}, "generation_config.json": {}}, CHATML_TEMPLATE, {}, "<|im_end|>"),
+        ({}, OPEN_TURNS, {}, "<|im_start|>"),
+        ({}, PLAIN_WORDS, {}, None),
+        ({}, REFUSING, {}, None),
+        ({}, CHATML_TEMPLATE, {"rollout_stop_token_ids": [266]}, None),
+        ({}, CHATML_TEMPLATE, {"rollout_stop": ["###", "<|im_end|>"]}, None),
+        ({}, CHATML_TEMPLATE, {"rollout_stop": "im_end"}, None),
+        ({"config.json": {"eos_token_id": 266}}, CHATML_TEMPLATE, {}, None),
+        ({"config.json": {"text_config": {"eos_token_id": [264, 266]}}}, CHATML_TEMPLATE, {}, None),
+        ({"generation_config.json": {"eos_token_id": [264, 266]}}, CHATML_TEMPLATE, {}, None),
+    ],
+)
+def test_a_turn_that_ends_where_engines_do_not_is_told(tmp_path, files, template, flags, end):
+    tokenizer = build_tokenizer(template)
+    tokenizer.eos_token = "<|endoftext|>"
+    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [264, 265, 266]
+    for name, config in files.items():
+        (tmp_path / name).write_text(json.dumps(config))
+    args = make_args(str(tmp_path), **flags)
+    told = unheard_end_of_turn(args, tokenizer)
+    if end is None:
+        assert told is None
+    else:
+        token = tokenizer.convert_tokens_to_ids(end)
+        assert (
+            f"ends a turn of the model with {end} ({token}), and engines end an answer at <|endoftext|> (264) alone"
+            in told
+        )
+        assert told.endswith(f"give --rollout-stop-token-ids {token}")
+
+
+def test_a_tokenizer_whose_last_token_ends_its_turns_is_heard(tmp_path):
+    assert unheard_end_of_turn(make_args(str(tmp_path)), build_tokenizer()) is None
 
 
 def test_a_tokenizer_directory_gives_the_same_ids_also_beside_a_model_config(tmp_path):

@@ -293,7 +293,10 @@ def _write_distcp(
     """Write the pieces of the unit's parameters as one file; returns the file and where each piece lies in it."""
     # Without checksums: the file system has its own, and nobody reads these.
     torch.serialization.set_crc32_options(False)
-    opened, written = open_checkpoint(source, torch.bfloat16), []
+    # Training turns quantised weights into numbers of 16 bits; the config says of which kind.
+    config = text_config_of(read_config(source))
+    dtype = torch.float16 if (config.get("dtype") or config.get("torch_dtype")) == "float16" else torch.bfloat16
+    opened, written = open_checkpoint(source, dtype), []
     path = _iteration(draft) / f"__{unit.index}_0.distcp"
     path.parent.mkdir(exist_ok=True)
     with open(path, "wb") as file:
@@ -302,8 +305,7 @@ def _write_distcp(
             tensors = [opened.tensor(hf_name) for hf_name in hf_names]
             parts = rule.layout.parts(tensors, sizes)
             if not all(isinstance(tensor, StoredTensor) for tensor in tensors):
-                # Training turns quantised weights into 16-bit numbers.
-                parts = [part.bfloat16() for part in parts]
+                parts = [part.to(dtype) for part in parts]
             elif len({part.dtype for part in parts}) > 1:
                 parts = [joined(parts)]
             parameter, numel = parameters[name], sum(part.numel() for part in parts)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime.utils.errors import UserError
+from slime.weights.quantised_checkpoint import open_checkpoint
 from tests.support.models.tiny_families import TINY_FAMILIES
 from tests.support.models.tiny_model import tiny_args, write_tiny_mimo, write_tiny_mixture, write_tiny_model
 from tests.support.processes.distributed import run_distributed
@@ -65,6 +66,27 @@ def test_there_and_back_is_bitwise(directories, tmp_path, name):
     assert back.keys() == stored.keys()
     assert all(back[key].dtype == tensor.dtype and back[key].equal(tensor) for key, tensor in stored.items())
     assert (tmp_path / "back" / "config.json").exists()
+
+
+def _quantised(root):
+    for dtype in ("float16", "bfloat16"):
+        config_file = root / "fp8" / "config.json"
+        config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "dtype": dtype}))
+        convert_hf_to_torch_dist(root / "fp8", root / f"{dtype}-dist", [], **OPTIONS)
+
+
+def test_quantised_weights_become_the_16_bits_of_the_config(directories, tmp_path):
+    convert_hf_to_fp8.main(["--model-dir", str(directories / "qwen3"), "--save-dir", str(tmp_path / "fp8")])
+    run_distributed(_quantised, 1, (tmp_path,))
+    name = "model.layers.0.mlp.down_proj.weight"
+    exact = open_checkpoint(tmp_path / "fp8").tensor(name)[:]
+    for dtype in (torch.float16, torch.bfloat16):
+        short = str(dtype).removeprefix("torch.")
+        convert_torch_dist_to_hf(tmp_path / f"{short}-dist", tmp_path / short, directories / "qwen3", **HF_OPTIONS)
+        back = {}
+        for path in (tmp_path / short).glob("*.safetensors"):
+            back |= load_file(path)
+        assert back[name].equal(exact.to(dtype)) and not back[name].float().equal(exact)
 
 
 def _families(root):
