@@ -8,7 +8,7 @@ import pytest
 from slime.plan.before_start import check_before_start
 from slime.utils.errors import UserError
 from tests.support.models.args import parse, write_config, write_stand_ins
-from tests.support.models.tokenizer import CHATML_TEMPLATE, save_tokenizer
+from tests.support.models.tokenizer import CHATML_TEMPLATE, build_tokenizer, save_tokenizer
 
 REFUSING = "{{ raise_exception('no system role') if messages[0].role == 'system' }}" + CHATML_TEMPLATE
 
@@ -150,6 +150,20 @@ def test_a_chat_that_the_template_refuses_is_told_by_a_check(tmp_path, told, wor
     [line] = told(f"{words} --check", template=REFUSING)
     assert line.startswith(f"{tmp_path}/rows.jsonl:2: the chat template refused") and "no system role" in line
     assert told(f"{words} --check --allow-bad-rows", template=REFUSING) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "is_told"), [("--apply-chat-template", True), ("--rollout-max-prompt-len 500", False)]
+)
+def test_a_turn_that_ends_where_engines_do_not_stop_is_told_by_a_check(
+    tmp_path, told, caplog, monkeypatch, words, is_told
+):
+    write(tmp_path / "rows.jsonl", {"prompt": [{"role": "user", "content": "b"}]})
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    monkeypatch.setattr("tests.plan.test_prompt_files.save_tokenizer", lambda path, _: tokenizer.save_pretrained(path))
+    assert told(f"{words} --check") == []
+    assert ("give --rollout-stop-token-ids 266" in caplog.text) is is_told
 
 
 @pytest.mark.parametrize(("size", "problem"), [(300, []), (200, ["its tokenizer makes token 259 of a prompt in"])])

@@ -12,6 +12,7 @@ from slime.utils.errors import UserError
 from slime.utils.misc import SingletonMeta
 from tests.support.models.rollout_args import CountingDataSource, make_args
 from tests.support.models.rollout_steps import plugin, run_step
+from tests.support.models.tokenizer import build_tokenizer
 
 
 def test_the_step_reports_what_it_waits_for(server, checkpoint, monkeypatch):
@@ -60,6 +61,18 @@ def test_prompts_of_a_step_are_tokenised_once_in_their_order_while_the_first_are
     assert [text for text, _ in encoded] == [f"question {number}" for number in range(40)]
     assert {name.rpartition("_")[0] for _, name in encoded} == {"slime-tokenize"}
     assert all(len(sample.tokens) > sample.response_length for sample in samples)
+
+
+@pytest.mark.parametrize("applies", [True, False])
+def test_a_chat_template_that_ends_turns_where_engines_do_not_stop_is_told_of_once(tmp_path, caplog, applies):
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(tmp_path)
+    SingletonMeta.clear_instances()
+    state = GenerateState(make_args(str(tmp_path), apply_chat_template=applies))
+    for text in ("hello", "hell"):
+        state.encode_text(text, add_special_tokens=False)
+    assert caplog.text.count("give --rollout-stop-token-ids 266") == applies
 
 
 @pytest.mark.parametrize("which", ["data source", "filter"])
