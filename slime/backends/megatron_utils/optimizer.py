@@ -24,6 +24,7 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.megatron_utils.adam import MAIN, MOMENTS, Adam, HostShare, PrecisionAwareAdam, as_megatrons_adam
@@ -164,7 +165,7 @@ def update_weights(optimizer: ChainedOptimizer, accepts: Callable[[float, bool],
         accepts: asked with the gradient norm and whether the loss scale of float16 overflowed (the scale is then lowered
             already, and no update taken, whatever the answer); must answer the same on all ranks.
     """
-    overflowed = optimizer.prepare_grads()
+    overflowed = _prepare_gradients(optimizer)
     grad_norm = float(optimizer.get_grad_norm())
     if not accepts(grad_norm, overflowed) or overflowed:
         return Update(taken=False, grad_norm=grad_norm)
@@ -176,6 +177,22 @@ def update_weights(optimizer: ChainedOptimizer, accepts: Callable[[float, bool],
                 clip_grad_by_total_norm_fp32(parameters, limit, grad_norm, decoupled)
     zeros = float(optimizer.count_zeros()) if optimizer.config.log_num_zeros_in_grad else None
     return Update(optimizer.step_with_ready_grads(), grad_norm, zeros)
+
+
+def _prepare_gradients(optimizer: ChainedOptimizer) -> bool:
+    """Divide the gradients by the loss scale; returns whether any overflowed.
+
+    The loss has one scale, that of the first part. Megatron gives each part one of its own, which follows the overflows of that
+    part alone: once they differ, gradients of the others are divided by another scale than the loss was multiplied by. So an
+    overflow of one part counts for all of them.
+    """
+    scalers = scalers_of(optimizer)
+    before = [scaler.state_dict() for scaler in scalers]
+    overflowed = optimizer.prepare_grads()
+    for scaler, state in zip(scalers, before, strict=True):
+        scaler.load_state_dict(state)
+        scaler.update(overflowed)
+    return overflowed
 
 
 def gather_behind_layers(chunk: DistributedDataParallel, *, together: bool) -> None:
@@ -279,11 +296,17 @@ def _state_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
 @contextlib.contextmanager
 def kept_loss_scales(optimizer: MegatronOptimizer) -> Iterator[None]:
     """After the block the loss scales of float16 are those from before it, whatever gradients occur in it."""
-    parts = [part for part in parts_of(optimizer) if getattr(part, "grad_scaler", None)]
-    states = [part.grad_scaler.state_dict() for part in parts]
+    scalers = scalers_of(optimizer)
+    states = [scaler.state_dict() for scaler in scalers]
     yield
-    for part, state in zip(parts, states, strict=True):
-        part.grad_scaler.load_state_dict(state)
+    for scaler, state in zip(scalers, states, strict=True):
+        scaler.load_state_dict(state)
+
+
+def scalers_of(optimizer: MegatronOptimizer) -> list[MegatronGradScaler]:
+    """What holds the loss scale of float16, for each part of the optimizer, also for one that trains nothing."""
+    scalers = (getattr(part, "grad_scaler", None) for part in parts_of(optimizer))
+    return [scaler for scaler in scalers if scaler is not None]
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:

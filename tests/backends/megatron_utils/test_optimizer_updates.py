@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support.models.tiny_model import tiny_args, write_tiny_model
+from tests.support.models.tiny_model import tiny_args, write_tiny_mixture, write_tiny_model
 from tests.support.processes.distributed import run_distributed
 
 VOCABULARY = 131
@@ -75,6 +75,15 @@ class Trainer:
 
         params = [param for group in self.inner().param_groups for param in group["params"]]
         return [main_parameter(self.inner(), param).clone() for param in params]
+
+    def scales(self) -> list[float]:
+        """The loss scale of each part of the optimizer."""
+        return [float(part.grad_scaler.scale) for part in self.optimizer.chained_optimizers]
+
+    def gradients(self) -> list:
+        """What the optimizer has of the gradients, without the loss scale."""
+        parts = [part.optimizer for part in self.optimizer.chained_optimizers]
+        return [param.grad.clone() for inner in parts for group in inner.param_groups for param in group["params"]]
 
     def moments(self) -> float:
         """Largest absolute entry of all moments, and the step counts."""
@@ -157,6 +166,26 @@ def refused_worker(cases) -> dict:
     overflow = fp16.update()
     lowered = float(fp16.optimizer.get_loss_scale()) < scale
     results["overflow"] = (overflow, same(weights, fp16.weights()), lowered)
+    return results
+
+
+def mixture_worker(directory) -> dict:
+    """With float16 and experts, per kind of the parameter whose gradient overflows: whether the update was taken, the loss
+    scales after it, and whether the next gradients are those of a run that began with the lower scale."""
+    flags = {**OPTIMIZER, "fp16": True, "loss_scale_window": 1000.0, "hysteresis": 1}
+    lower = Trainer(tiny_args(directory, **flags, initial_loss_scale=2.0**9))
+    lower.backward()
+    lower.update(lambda norm, overflowed: False)
+    results = {}
+    for kind in ("dense", "expert"):
+        trainer = Trainer(tiny_args(directory, **flags, initial_loss_scale=2.0**10))
+        trainer.backward()
+        named = [p for name, p in trainer.chunks[0].named_parameters() if (".experts." in name) == (kind == "expert")]
+        named[-1].main_grad.view(-1)[0] = math.inf
+        taken, scales = trainer.update().taken, trainer.scales()
+        trainer.backward()
+        trainer.update(lambda norm, overflowed: False)
+        results[kind] = (taken, scales, trainer.scales(), same(trainer.gradients(), lower.gradients()))
     return results
 
 
@@ -269,6 +298,12 @@ def ranks(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     write_tiny_model(directory)
     return run_distributed(worker, 2, (str(directory),), timeout=240)
+
+
+def test_an_overflow_of_one_part_lowers_the_loss_scale_of_all(tmp_path):
+    write_tiny_mixture(tmp_path, "qwen3_moe", vocab_size=128)
+    (found,) = run_distributed(mixture_worker, 1, (str(tmp_path),), timeout=120)
+    assert found == dict.fromkeys(("dense", "expert"), (False, [2.0**9] * 2, [2.0**9] * 2, True))
 
 
 def test_reset_forgets_moments_and_steps_and_keeps_the_float32_copies(ranks):

@@ -28,7 +28,7 @@ from slime.backends.megatron_utils.checkpoint.gathered_state import (
     require_owned,
 )
 from slime.backends.megatron_utils.checkpoint.stored import Stored
-from slime.backends.megatron_utils.optimizer import parts_of
+from slime.backends.megatron_utils.optimizer import parts_of, scalers_of
 from slime.backends.megatron_utils.stateless_adam import StatelessAdam
 from slime.utils.errors import UserError
 
@@ -75,14 +75,16 @@ def is_stateless(optimizer: MegatronOptimizer) -> bool:
 
 def loss_scales(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
     """The state of float16's loss scale, for each part of the optimizer, as plain values."""
-    states = [scaler.state_dict() for scaler in _scalers(optimizer)]
+    states = [scaler.state_dict() for scaler in scalers_of(optimizer)]
     return [{name: _plain(value) for name, value in state.items()} for state in states]
 
 
 def put_loss_scales(optimizer: MegatronOptimizer, states: Sequence[dict[str, Any]]) -> None:
-    """Restore the loss scales of `loss_scales`; a constant scale stays that of this run."""
-    for scaler, state in zip(_scalers(optimizer), states, strict=False):
-        if state and state.keys() == scaler.state_dict().keys():
+    """Restore the loss scale of `loss_scales`, for all parts the same; a constant scale stays that of this run."""
+    # In old checkpoints parts may have had different ones. The smallest one overflows in none.
+    state = min((state for state in states if state), key=lambda state: state["scale"], default=None)
+    for scaler in scalers_of(optimizer) if state is not None else ():
+        if state.keys() == scaler.state_dict().keys():
             scaler.load_state_dict({**state, "scale": torch.tensor([state["scale"]], dtype=torch.float32)})
 
 
@@ -250,11 +252,6 @@ def _remembers(part: MegatronOptimizer) -> bool:
 def trained_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """The optimizers of dense and of expert parameters, without those that have no trained parameter on any rank."""
     return [part for part in parts_of(optimizer) if part.optimizer is not None]
-
-
-def _scalers(optimizer: MegatronOptimizer) -> list[Any]:
-    scalers = (getattr(part, "grad_scaler", None) for part in trained_parts(optimizer))
-    return [scaler for scaler in scalers if scaler is not None]
 
 
 def _plain(value: Any) -> Any:
