@@ -500,6 +500,9 @@ class ExternalEngine(SGLangEngine):
         """As of every engine."""
         self._changing = True
         super().update_weights_from_disk(path, weight_version)
+        # The server answers when its first rank has loaded. This question, about no tensor (each has "" in its name), is
+        # answered by all ranks: until then the files have to stay.
+        self._call("POST", "/weights_checker", {"action": "checksum", "skip_tensor_list": [""]})
         self._changing = False
 
     def reset_weights(self) -> None:

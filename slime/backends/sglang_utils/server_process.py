@@ -124,7 +124,7 @@ def _serve(values: dict[str, Any], typed: list[str], cause_path: Path) -> None:
     _end_when_a_worker_dies(cause_path, values["node_rank"])
     if (values.get("dp_size") or 1) > 1:
         _care_for_every_group(values["node_rank"])
-    if max(values.get(size) or 1 for size in ("dp_size", "pp_size")) > 1:
+    if max(values.get(size) or 1 for size in ("tp_size", "dp_size", "pp_size")) > 1:
         # Imported under its full name, since spawned processes cannot find it in `__main__`.
         run = importlib.import_module("slime.backends.sglang_utils.server_process").run_scheduler
         http_server.launch_server = functools.partial(http_server.launch_server, run_scheduler_process_func=run)
@@ -337,8 +337,28 @@ class StepsOfStages:
 
 
 def answer_of_all(answers: Sequence[Any]) -> Any:
-    """The one answer to a request that every stage has answered: the first that failed, else the first."""
+    """The one answer to a request that every rank or stage has answered: the first that failed, else the first."""
     return next((answer for answer in answers if not answer.success), answers[0])
+
+
+def answer_for_all_ranks(updater: type) -> None:
+    """sglang 0.5.21 answers when the first rank of a stage has loaded weights from disk, and with what came of it there. So
+    their files might go while another rank still reads them; and one that cannot read them would serve the old ones in silence.
+    Here the ranks of a stage wait for each other, and any that failed is told.
+
+    Args:
+        updater: sglang's `SchedulerWeightUpdaterManager`.
+    """
+    import torch.distributed as dist
+
+    load = updater.update_weights_from_disk
+
+    def load_together(self: Any, request: Any) -> Any:
+        answers: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
+        dist.all_gather_object(answers, load(self, request), group=self.tp_cpu_group)
+        return answer_of_all(answers)
+
+    updater.update_weights_from_disk = load_together
 
 
 def _go_through_steps_together(is_first: bool, is_last: bool) -> None:
@@ -454,10 +474,11 @@ def _be_ranks_of_one_engine(stage: int, tp_size: int) -> None:
 def run_scheduler(
     server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, pp_rank: int, group: int | None, *further: Any
 ) -> None:
-    """Run a rank of an engine with groups of attention or pipeline stages, in its process. `group`: its group of attention, or
-    None."""
+    """Run a rank of an engine of several ranks, in its process. `group`: its group of attention, or None."""
     from sglang.srt.managers import scheduler
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
+    answer_for_all_ranks(SchedulerWeightUpdaterManager)
     if group is not None:
         _be_a_group(server_args, group)
     if server_args.pp_size > 1:

@@ -21,6 +21,7 @@ from tests.backends.sglang_utils.test_cpu_runtime import source_of
 from tests.support.models.tiny_checkpoint import make_tiny_checkpoint
 from tests.support.processes.distributed import run_distributed
 from tests.support.processes.patched_rank import registered, rows_of_experts
+from tests.support.processes.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,37 @@ def function_of(module, name):
 )
 def test_sglang_still_does_so_on_each_stage(module, name, assumption):
     assert assumption in function_of(module, name)
+
+
+def test_ranks_of_a_stage_still_answer_alone_where_they_load_from_disk():
+    load = function_of(UPDATER, "update_weights_from_disk")
+    assert "tp_cpu_group" not in load and "success=success" in load
+    assert "group=self.tp_cpu_group" in function_of(UPDATER, "update_weights_from_tensor")
+
+
+def _load_on_two_ranks(go):
+    """The first rank's answer to a request that the second carries out later, and fails; and to one that both carry out."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+
+    class Updater:
+        tp_cpu_group = dist.group.WORLD
+
+        def update_weights_from_disk(self, request):
+            if dist.get_rank() == 1 and request == "bad":
+                wait_until(go.exists, 60)
+                return SimpleNamespace(success=False, message="unreadable")
+            if request == "bad":
+                go.touch()
+            return SimpleNamespace(success=True, message=f"loaded by {dist.get_rank()}")
+
+    server_process.answer_for_all_ranks(Updater)
+    return [Updater().update_weights_from_disk(request).message for request in ("bad", "good")]
+
+
+def test_weights_from_disk_are_loaded_when_all_ranks_have_loaded_them(tmp_path):
+    assert run_distributed(_load_on_two_ranks, 2, (tmp_path / "go",)) == [["unreadable", "loaded by 0"]] * 2
 
 
 def test_a_stage_still_hands_requests_on_when_it_has_carried_them_out_and_does_not_pause():
