@@ -171,7 +171,7 @@ class RolloutDataSource(DataSource):
         self.sample_index = 0
         self.metadata: dict[str, Any] = {}
         self._shuffle = {"enabled": bool(args.rollout_shuffle), "seed": args.rollout_seed}
-        self._order: tuple[int, Sequence[int]] | None = None  # (epoch, positions)
+        self._order: tuple[int, Any, Sequence[int]] | None = None  # (epoch, data set, positions)
         # Taken now: if the file changes while the run goes on, a saved state must still name the data that were used.
         self._fingerprint = dataset_fingerprint(dataset)
         if isinstance(dataset, Dataset):
@@ -334,8 +334,8 @@ class RolloutDataSource(DataSource):
                 self.sample_offset = 0
             order, offset = self._epoch_order(), self.sample_offset
             self.sample_offset += 1
-            if isinstance(self.dataset, Dataset):
-                return _as_sample(self.dataset[offset])
+            if isinstance(self.dataset, Dataset) and not isinstance(order, range):
+                return _as_sample(self.dataset.row(int(order[offset])))
             if not isinstance(self.dataset, StreamedDataset):
                 return _as_sample(self.dataset[int(order[offset])])
             sample = self.dataset.in_order(order, offset)
@@ -350,14 +350,15 @@ class RolloutDataSource(DataSource):
     def _epoch_order(self) -> Sequence[int]:
         """The positions of the epoch's samples in the data set. A `Dataset` is put into that order too, for subclasses that
         read its `samples` themselves."""
-        if self._order is None or self._order[0] != self.epoch_id:
+        # A subclass may have another data set than it was made with.
+        if self._order is None or self._order[0] != self.epoch_id or self._order[1] is not self.dataset:
             of_files = isinstance(self.dataset, Dataset | StreamedDataset)
             parts = self.dataset.parts if of_files else [Part(len(self.dataset), 1.0)]
             positions = epoch_order(parts, self._shuffle["seed"], self.epoch_id, self._shuffle["enabled"])
-            self._order = (self.epoch_id, positions)
-        if isinstance(self.dataset, Dataset):
-            self.dataset.put_in_order(self._order[1])
-        return self._order[1]
+            if isinstance(self.dataset, Dataset) and not isinstance(positions, range):
+                self.dataset.put_in_order(positions)
+            self._order = self.epoch_id, self.dataset, positions
+        return self._order[2]
 
     def _make_group(self, prompt: Sample) -> Group:
         # Rows of files hold nothing but containers and immutable values, which `own_copy` copies fast. A user's own data set

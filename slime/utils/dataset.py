@@ -127,7 +127,7 @@ class Dataset:
             )
         self.parts = _parts(self.paths, map(len, kept), flag)
         self.samples = self.origin_samples
-        self._order: Sequence[int] = range(len(self.samples))
+        self._arranged = self.samples
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -140,11 +140,21 @@ class Dataset:
         self.put_in_order(epoch_order(self.parts, self.seed, epoch, shuffled=True))
 
     def put_in_order(self, order: Sequence[int]) -> None:
-        """Let `samples` be those at these positions of the files. Where they are so already, `samples` stays as it is, also if
-        somebody has changed it since."""
-        if order is not self._order and not (isinstance(order, range) and isinstance(self._order, range)):
-            self.samples = [self.origin_samples[index] for index in order]
-        self._order = order
+        """Let `samples` be those at these positions of the files."""
+        self.samples = self._arranged = [self.origin_samples[index] for index in order]
+
+    def row(self, position: int) -> Sample:
+        """The sample at this position of the files.
+
+        Raises:
+            UserError: somebody has put other `samples` there, which the next epoch would not have.
+        """
+        if self.samples is not self._arranged:
+            raise UserError(
+                "--data-source-path: the `samples` of the data set were replaced, and each epoch is shuffled from all rows; "
+                "let `self.dataset` be a list of the samples that are wanted"
+            )
+        return self.origin_samples[position]
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """Per file `path, slice, size, sha256`, read from disk by the first call."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -45,7 +46,7 @@ def test_samples_that_a_subclass_reads_itself_are_those_of_the_epoch_also_after_
     for _ in range(2):
         in_order = [sample.prompt for sample in source.dataset.samples]
         assert in_order == [group[0].prompt for group in drawn.get_samples(len(drawn))]
-        source.get_samples(len(source) + 1)
+        source.get_samples(len(source) + 1)  # into the next epoch
         source.sample_offset = 0
     resumed = RolloutDataSource(args)
     resumed.load_state_dict(source.state_dict())
@@ -54,11 +55,40 @@ def test_samples_that_a_subclass_reads_itself_are_those_of_the_epoch_also_after_
     ]
 
 
-def test_what_a_subclass_leaves_out_of_the_samples_stays_out_of_the_epoch(make_args):
-    source = RolloutDataSource(make_args(rollout_shuffle=True))
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("kind", ["list", "set"])
+def test_another_data_set_of_a_subclass_is_drawn_from_also_after_a_resume(make_args, tmp_path, shuffle, kind):
+    (tmp_path / "others.jsonl").write_text("".join(f'{{"prompt": "other {i}", "label": "1"}}\n' for i in range(30)))
+
+    class Other(RolloutDataSource):
+        def __init__(self, args):
+            super().__init__(args)
+            others = {**vars(args), "prompt_data": str(tmp_path / "others.jsonl")}
+            self.dataset = build_dataset(SimpleNamespace(**others))
+            if kind == "list":
+                self.dataset = [sample for sample in self.dataset if not sample.prompt.endswith("9")]
+
+    args = make_args(rollout_shuffle=shuffle)
+    source = Other(args)
+    epochs = [sorted(group[0].prompt for group in source.get_samples(len(source))) for _ in range(2)]
+    assert epochs[0] == epochs[1] and len(set(epochs[0])) == (27 if kind == "list" else 30)
+    resumed = Other(args)
+    state = source.state_dict()
+    resumed.load_state_dict({**state, "fingerprint": resumed.state_dict()["fingerprint"]})
+    drawn, again = ([group[0].prompt for group in one.get_samples(40)] for one in (source, resumed))
+    assert drawn == again
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_samples_that_a_subclass_replaced_are_refused_where_the_next_epoch_would_have_all(make_args, shuffle):
+    source = RolloutDataSource(make_args(rollout_shuffle=shuffle))
     source.dataset.samples = source.dataset.samples[:3]
-    kept = [sample.prompt for sample in source.dataset.samples]
-    assert [group[0].prompt for group in source.get_samples(3)] == kept and source.epoch_id == 0
+    if shuffle:
+        with pytest.raises(UserError, match="let `self.dataset` be a list"):
+            source.get_samples(1)
+    else:
+        kept = [sample.prompt for sample in source.dataset.samples]
+        assert [group[0].prompt for group in source.get_samples(6)] == kept * 2
 
 
 @pytest.mark.parametrize("streaming", [False, True])
