@@ -43,13 +43,14 @@ def timeline(samples: Iterable[Any]) -> dict[str, Any]:
         trace = vars(sample).get("trace")
         if not trace or not trace["events"]:
             continue
-        row = rows.setdefault(
-            trace["trace_id"], {"samples": [], "group": sample.group_index, "events": trace["events"]}
-        )
+        row = rows.setdefault(trace["trace_id"], {"samples": [], "group": sample.group_index, "events": {}})
         row["samples"].append(position if sample.index is None else sample.index)
+        # A copy of a sample has records of its own from the moment at which it was made.
+        for record in trace["events"]:
+            row["events"].setdefault(record.get("span_id") or (record["name"], record["time"]), record)
     if not rows:
         raise UserError("no sample of the dump has a trace: rollout functions of this framework record them")
-    records = [record for row in rows.values() for record in row["events"]]
+    records = [record for row in rows.values() for record in row["events"].values()]
     times = [record[name] for record in records for name in ("start", "end", "time") if record.get(name) is not None]
     first, last = min(times), max(times)
     ordered = sorted(rows.values(), key=lambda row: (row["group"] is None, row["group"] or 0, min(row["samples"])))
@@ -57,7 +58,7 @@ def timeline(samples: Iterable[Any]) -> dict[str, Any]:
 
 
 def _row(row: dict[str, Any], first: float, last: float) -> dict[str, Any]:
-    spans = [dict(record) for record in row["events"] if record["kind"] == "span"]
+    spans = [dict(record) for record in row["events"].values() if record["kind"] == "span"]
     for span in spans:
         if span["end"] is None:
             span["end"], span["status"] = last, "unfinished"
@@ -72,7 +73,7 @@ def _row(row: dict[str, Any], first: float, last: float) -> dict[str, Any]:
     events = [
         {"name": record["name"], "time": record["time"] - first, "attrs": record["attrs"],
          "lane": lanes.get(record["parent_id"], 0)}
-        for record in row["events"] if record["kind"] == "event"
+        for record in row["events"].values() if record["kind"] == "event"
     ]  # fmt: skip
     return {
         "samples": row["samples"], "group": row["group"], "lanes": max(lanes.values(), default=0) + 1, "spans": drawn,

@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from slime.utils.finite_number import as_float
 from slime.utils.misc import SingletonMeta
 
 
@@ -75,11 +76,12 @@ _FILTER_PREFIX = "rollout/dynamic_filter/drop_"
 def rollout_line(rollout_id: int, num_rollout: int, metrics: dict[str, Any]) -> str:
     """The console line of a finished rollout step, from all of its metrics. It begins with the rollout's id, under which
     everything about it is logged, and with how many rollouts are done."""
-    parts = [f"{label} {fmt.format(metrics[name])}" for name, label, fmt in _COLUMNS if name in metrics]
-    filtered = sum(value for name, value in metrics.items() if name.startswith(_FILTER_PREFIX))
-    counts = [*((metrics.get(name), label) for name, label in _COUNTS), (filtered, "filtered groups")]
+    numbers = _numbers(metrics)
+    parts = [f"{label} {fmt.format(numbers[name])}" for name, label, fmt in _COLUMNS if name in numbers]
+    filtered = sum(value for name, value in numbers.items() if name.startswith(_FILTER_PREFIX))
+    counts = [*((numbers.get(name), label) for name, label in _COUNTS), (filtered, "filtered groups")]
     parts += [f"{label} {count:.0f}" for count, label in counts if count]
-    phases = [f"{label} {metrics[name]:.1f}" for name, label in _PHASES if name in metrics]
+    phases = [f"{label} {numbers[name]:.1f}" for name, label in _PHASES if name in numbers]
     return f"rollout {rollout_id} ({rollout_id + 1}/{num_rollout}) | {' | '.join(parts)} | seconds: {', '.join(phases)}"
 
 
@@ -105,9 +107,14 @@ def evaluation_name(rollout_id: int, *, before: bool = False) -> str:
 
 def evaluation_line(name: str, metrics: dict[str, Any]) -> str:
     """The console line of the evaluation `name`: the mean reward of every data set."""
-    means = {name: value for name, value in metrics.items() if name.count("/") == 1 and not _is_detail(name)}
+    means = {name: value for name, value in _numbers(metrics).items() if name.count("/") == 1 and not _is_detail(name)}
     shown = ", ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in means.items())
     return f"{name}: {shown}"
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers. Users' functions may add others, for trackers or readers of their own."""
+    return {name: number for name, value in metrics.items() if (number := as_float(value)) is not None}
 
 
 def _is_detail(name: str) -> bool:

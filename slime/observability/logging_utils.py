@@ -24,6 +24,7 @@ from slime.observability.run_record import plain_arguments
 from slime.observability.trackers import TensorBoardTracker, WandbTracker
 from slime.utils import env
 from slime.utils.errors import RunError
+from slime.utils.finite_number import as_float
 
 # Libraries that log too much. Their errors still pass.
 _CHATTY = (
@@ -122,8 +123,12 @@ def tracking_directory(args: argparse.Namespace) -> Path:
             number += 1
 
 
-def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> None:
-    """Open the trackers. Called once, by the driver. A W&B run goes on under `args.wandb_run_id`; None: a new one begins.
+def init_tracking(args: argparse.Namespace, directory: Path | None = None, *, again: bool = False) -> None:
+    """Open the trackers. Called by the driver, at each start. A W&B run goes on under `args.wandb_run_id`; None: a new one
+    begins.
+
+    `again`: a part of the run failed, and it starts once more. A tracker that cannot be opened then gives a warning, as one
+    does that fails under way.
 
     Raises:
         UserError: a tracker's package is missing, or W&B refuses its settings.
@@ -136,18 +141,31 @@ def init_tracking(args: argparse.Namespace, directory: Path | None = None) -> No
     _train_interval = args.tensorboard_log_interval
     by_axis = {"train/step": args.num_steps_per_rollout, **dict.fromkeys(_ROLLOUT_AXES, _steps_per_rollout)}
     if args.use_tensorboard:
-        try:
-            _trackers.append(TensorBoardTracker(directory, by_axis))
-        except OSError as error:
-            raise RunError(
-                f"no event file can be written in {directory} ({error}); make room there, give the run another directory "
-                "(--tensorboard-dir), or give --no-use-tensorboard"
-            ) from error
-        logger.info("TensorBoard event files: %s", os.fspath(directory))
+        with _left_out(again, "TensorBoard"):
+            try:
+                _trackers.append(TensorBoardTracker(directory, by_axis))
+            except OSError as error:
+                raise RunError(
+                    f"no event file can be written in {directory} ({error}); make room there, give the run another directory "
+                    "(--tensorboard-dir), or give --no-use-tensorboard"
+                ) from error
+            logger.info("TensorBoard event files: %s", os.fspath(directory))
     if args.use_wandb:
-        tracker = WandbTracker(args, directory, plain_arguments(args), by_axis)
-        _trackers.append(tracker)
-        logger.info("W&B run %s: files in %s", tracker.run_id, os.fspath(tracker.directory / "wandb"))
+        with _left_out(again, "W&B"):
+            tracker = WandbTracker(args, directory, plain_arguments(args), by_axis)
+            _trackers.append(tracker)
+            logger.info("W&B run %s: files in %s", tracker.run_id, os.fspath(tracker.directory / "wandb"))
+
+
+@contextlib.contextmanager
+def _left_out(may_fail: bool, name: str) -> Iterator[None]:
+    """In the block a tracker is opened; one that may fail then gives a warning."""
+    try:
+        yield
+    except Exception as error:
+        if not may_fail:
+            raise
+        logging.getLogger(__name__).warning("%s gets no metrics any more; the run goes on without it: %s", name, error)
 
 
 def forget_lost_steps(
@@ -177,6 +195,7 @@ def forget_lost_steps(
 
 def finish_tracking(*, failed: bool = False) -> None:
     """Flush and close the trackers; `failed` says how the run went. A tracker that cannot be closed gives a warning."""
+    write_to_trackers([])
     while _trackers or _failed_trackers:
         tracker = (_trackers or _failed_trackers).pop()
         try:
@@ -188,17 +207,19 @@ def finish_tracking(*, failed: bool = False) -> None:
 def log(args: argparse.Namespace, metrics: dict[str, Any], step_key: str) -> None:
     """Report `metrics`, which hold their step under `step_key` (for example `rollout/step`).
 
-    The trackers do not get values that are no finite numbers.
+    Numbers count as they are now: a tensor may change afterwards. The trackers do not get values that are no finite numbers.
 
     Raises:
         ValueError: there is no number under `step_key`.
     """
-    if not _is_number(metrics.get(step_key)):
+    if not _is_finite(metrics.get(step_key)):
         step = f"no step under {step_key!r}" if step_key not in metrics else f"{step_key!r}: {metrics[step_key]!r}"
         raise ValueError(f"metrics to log have {step}; give the number of the rollout or step there, such as 3")
     own = _collected.get()
     target = own if any(own is each for each in tuple(_collecting)) else _outbox
-    target.append((dict(metrics), step_key))
+    numbers = {name: as_float(value) for name, value in metrics.items()}
+    # What is no number stays as it is, for the checks of those who read all metrics.
+    target.append(({name: metrics[name] if one is None else one for name, one in numbers.items()}, step_key))
 
 
 @contextlib.contextmanager
@@ -221,6 +242,16 @@ def drain_outbox() -> list[LoggedMetrics]:
     return drained
 
 
+def logged_beside(logged: list[LoggedMetrics], others: list[LoggedMetrics]) -> list[LoggedMetrics]:
+    """Those of the `others` metrics whose names `logged` does not have at their step."""
+    known = {(name, key, metrics[key]) for metrics, key in logged for name in metrics}
+    beside = [
+        ({name: value for name, value in metrics.items() if (name, key, metrics[key]) not in known}, metrics[key], key)
+        for metrics, key in others
+    ]
+    return [({**new, key: step}, key) for new, step, key in beside if new]
+
+
 def logged_pairs(logged: Any, rank_name: str, actor_cls: type | str) -> list[LoggedMetrics]:
     """`logged` as a list of (metrics, step key). It is what `train` of a rank returned, whose class may be a user's own.
 
@@ -240,16 +271,14 @@ def logged_pairs(logged: Any, rank_name: str, actor_cls: type | str) -> list[Log
 
 
 def write_to_trackers(logged: list[LoggedMetrics]) -> None:
-    """Driver only: give metrics that came back from actors to the trackers.
+    """Driver only: give metrics that came back from actors to the trackers, and those that were logged in the driver.
 
     A tracker that fails, say because its disk is full, does not end the run: it gives a warning, and gets no more metrics.
     """
-    if not _trackers:
-        return
-    for metrics, step_key in logged:
+    for metrics, step_key in [*drain_outbox(), *logged]:
         if step_key == "train/step" and (int(metrics[step_key]) + 1) % _train_interval:
             continue
-        numbers = {name: float(value) for name, value in metrics.items() if _is_number(value) and name != step_key}
+        numbers = {name: float(value) for name, value in metrics.items() if _is_finite(value) and name != step_key}
         step = int(metrics[step_key]) * (_steps_per_rollout if step_key in _ROLLOUT_AXES else 1)
         for tracker in tuple(_trackers):
             try:
@@ -263,8 +292,6 @@ def write_to_trackers(logged: list[LoggedMetrics]) -> None:
                 )  # fmt: skip
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        return not isinstance(value, str) and math.isfinite(float(value))
-    except (TypeError, ValueError):
-        return False
+def _is_finite(value: Any) -> bool:
+    number = as_float(value)
+    return number is not None and math.isfinite(number)

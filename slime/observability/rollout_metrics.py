@@ -107,7 +107,7 @@ def compute_rollout_perf_metrics(args: Any, samples: Sequence[Sample], rollout_t
     outside = [sample.non_generation_time for sample in samples]
     for prefix, lengths in (
         ("", [sample.response_length for sample in samples]),
-        ("effective_", [sample.effective_response_length for sample in samples]),
+        ("effective_", [0 if sample.remove_sample else sample.effective_response_length for sample in samples]),
     ):
         if args.rollout_num_gpus:
             metrics[f"perf/{prefix}tokens_per_gpu_per_sec"] = sum(lengths) / rollout_time / args.rollout_num_gpus

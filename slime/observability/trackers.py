@@ -16,6 +16,7 @@ import secrets
 import socket
 import string
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ DEFAULT_PROJECT = "slime"
 _SUFFIX_LENGTH = 6
 _INIT_SECONDS = 90.0
 _FINISH_SECONDS = 120.0
+_HANG_SECONDS = 10.0
 _LETTERS = string.ascii_lowercase + string.digits
 # Metrics without a step of their own belong to the rollout that they were logged with.
 AXES = {"train": "train/step", "eval": "eval/step", "rollout": "rollout/step", "perf": "rollout/step",
@@ -287,9 +289,11 @@ class WandbTracker:
     def close(self, *, failed: bool = False) -> None:
         """Upload what is left, and mark the run as finished or failed. If the upload takes too long the files stay."""
         ending = threading.Thread(target=self._run.finish, args=(1 if failed else 0,), daemon=True, name="wandb finish")
+        started = time.monotonic()
         ending.start()
-        ending.join(_FINISH_SECONDS)
-        if ending.is_alive():
+        # W&B gives up by itself at that time. Its process may hang, too.
+        ending.join(_FINISH_SECONDS + _HANG_SECONDS)
+        if time.monotonic() - started >= _FINISH_SECONDS:
             logger.warning(
                 "W&B did not take the rest of the run within %d s; `wandb sync` sends what lies in %s",
                 _FINISH_SECONDS, self.directory / "wandb",
@@ -315,6 +319,9 @@ def _settings(wandb: Any, args: argparse.Namespace) -> Any:
         silent=True,
         x_disable_meta=True,
     )
+    if "finish_timeout" in type(settings).model_fields:  # Older versions do not have it.
+        # It also holds at the exit of the process, which would wait for the upload without an end.
+        settings.finish_timeout = _FINISH_SECONDS
     if args.wandb_host is not None:
         settings.base_url = args.wandb_host
     if args.wandb_key is not None:

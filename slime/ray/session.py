@@ -373,7 +373,7 @@ def _session(args: argparse.Namespace, before: argparse.Namespace | None) -> Ite
             # Ray replaces our SIGTERM handler by its own when it starts, so ours is set once more.
             with ray_cluster(args) as args_of_cluster, _sigterm_as_interrupt():
                 # These may differ from `args`: some values follow from the devices of the cluster, now that it is joined.
-                init_tracking(args_of_cluster, directory)
+                init_tracking(args_of_cluster, directory, again=before is not None)
                 logger.info("%s", effective_configuration(args_of_cluster))
                 logger.debug("%s", derived_configuration(args_of_cluster))
                 # A directory with checkpoints also tells how they were made.

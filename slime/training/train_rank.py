@@ -18,7 +18,13 @@ from typing import Any
 import torch.distributed as dist
 
 from slime.arguments.paths import LOADED_BY_RANKS, load_plug_ins
-from slime.observability.logging_utils import LoggedMetrics, collected_metrics, configure_logger, drain_outbox
+from slime.observability.logging_utils import (
+    LoggedMetrics,
+    collected_metrics,
+    configure_logger,
+    drain_outbox,
+    logged_beside,
+)
 from slime.observability.timer import PeakMemory, Timer, phase
 from slime.plan.longest_batch import Lengths, ProbedMemory
 from slime.scheduling.device_turns import Holds
@@ -230,6 +236,9 @@ class TrainRank:
             yield self._not_handed_over
         # A user's own threads have no context, so what they log belongs to no work. It leaves with the next work that ends.
         self._not_handed_over += drain_outbox()
+        # The driver takes what rank 0 logs, and some of a user's functions are called on the last pipeline stage alone.
+        of_last_stage = self.backend.broadcast(self._not_handed_over)
+        self._not_handed_over += logged_beside(self._not_handed_over, of_last_stage)
         self._not_handed_over = []
 
     def _train_steps(self, rollout_id: int, data: RolloutData, logged: list[LoggedMetrics]) -> None:

@@ -206,6 +206,11 @@ def _build(args: Any, entry: dict[str, Any], defaults: Mapping[str, Any]) -> Eva
     missing = [key for key in ("name", "path") if not entry.get(key)]
     if missing:
         raise UserError(f"evaluation set {entry.get('name') or 'without a name'}: {' and '.join(missing)} missing")
+    if "/" in str(entry["name"]) or entry["name"] == "step":
+        raise UserError(
+            f"evaluation set {entry['name']}: its mean reward would be eval/{entry['name']}, which is read as the axis or as a "
+            "detail of another set; give a name without /, and not step"
+        )
     given = {**defaults, **entry}
     values = dict(given)
     for name, flags in _FLAGS.items():

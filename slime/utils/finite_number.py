@@ -1,4 +1,4 @@
-"""Which values of users' functions, such as rewards, count as numbers."""
+"""Which values of users' functions, such as rewards and metrics, count as numbers."""
 
 import math
 import numbers
@@ -21,3 +21,11 @@ def finite_number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def as_float(value: Any) -> float | None:
+    """`value` as a float, also one that is not finite, and that of an array of one element; None if it is none, as a text."""
+    try:
+        return None if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
+        return None

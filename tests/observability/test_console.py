@@ -46,6 +46,16 @@ def test_line_of_an_evaluation_shows_the_sets_only():
     assert evaluation_line(evaluation_name(0, before=True), metrics) == "evaluation before rollout 0: math 0.5000"
 
 
+def test_lines_leave_out_what_users_log_that_is_no_number():
+    metrics = {"eval/math": 0.5, "eval/table": [1], "eval/best": "x", "eval/none": None, "eval/step": 7}
+    assert evaluation_line("evaluation", metrics) == "evaluation: math 0.5000"
+    metrics = {
+        "rollout/raw_reward": "high", "train/loss": float("nan"), "rollout/failed_samples": None,
+        "rollout/dynamic_filter/drop_x": "3", "perf/step_time": 3.0,
+    }  # fmt: skip
+    assert rollout_line(0, 1, metrics) == "rollout 0 (1/1) | loss nan | seconds: step 3.0"
+
+
 def test_snapshot_follows_the_task():
     progress = Progress()
     assert progress.snapshot() is None

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from slime.observability import logging_utils, trackers
 from slime.observability.logging_utils import (
@@ -24,10 +25,11 @@ from slime.observability.logging_utils import (
     forget_lost_steps,
     init_tracking,
     log,
+    logged_beside,
     tracking_directory,
     write_to_trackers,
 )
-from slime.utils.errors import RunError
+from slime.utils.errors import RunError, UserError
 
 
 def read_events(directory):
@@ -45,6 +47,27 @@ def test_outbox_hands_metrics_over_once():
     log(None, {"rollout/x": 1, "rollout/step": 4}, "rollout/step")
     assert drain_outbox() == [({"rollout/x": 1, "rollout/step": 4}, "rollout/step")]
     assert drain_outbox() == []
+
+
+def test_numbers_are_those_of_the_moment_in_which_they_are_logged():
+    running, several = torch.tensor(1.0), torch.ones(2)
+    log(None, {"mine/x": running, "mine/several": several, "mine/text": "a", "rollout/step": 0}, "rollout/step")
+    running.add_(1)
+    [(metrics, _)] = drain_outbox()
+    assert metrics == {"mine/x": 1.0, "mine/several": several, "mine/text": "a", "rollout/step": 0}
+    assert type(metrics["mine/x"]) is float
+
+
+def test_metrics_of_another_stage_are_those_that_this_one_does_not_have():
+    own = [({"train/loss": 1.0, "train/step": 3}, "train/step"), ({"mine/x": 1.0, "mine/step": 3}, "mine/step")]
+    others = [
+        ({"train/loss": 1.0, "mine/y": 2.0, "train/step": 3}, "train/step"), ({"mine/x": 1.0, "mine/step": 3}, "mine/step"),
+        ({"mine/x": 4.0, "mine/step": 4}, "mine/step"),
+    ]  # fmt: skip
+    assert logged_beside(own, others) == [
+        ({"mine/y": 2.0, "train/step": 3}, "train/step"), ({"mine/x": 4.0, "mine/step": 4}, "mine/step"),
+    ]  # fmt: skip
+    assert logged_beside(own, own) == []
 
 
 @pytest.mark.parametrize("metrics", [{"mine/x": 1}, {"mine/x": 1, "rollout/step": None}])
@@ -96,10 +119,19 @@ def test_numbers_reach_the_event_file(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path))
     flags = {**TENSORBOARD, "wandb_always_use_train_step": False, "tensorboard_dir": None}
     init_tracking(SimpleNamespace(**flags, num_steps_per_rollout=1))
-    metrics = {"a/x": 0.5, "a/text": "no", "a/nan": float("nan"), "a/step": 7}
+    metrics = {
+        "a/x": 0.5,
+        "a/text": "no",
+        "a/nan": float("nan"),
+        "a/several": torch.ones(2),
+        "a/huge": 10**400,
+        "a/step": 7,
+    }
+    log(None, {"a/y": 1, "a/step": 6}, "a/step")  # in the driver itself
     write_to_trackers([(metrics, "a/step")])
+    log(None, {"a/y": 2, "a/step": 8}, "a/step")
     finish_tracking()
-    assert read_events(tmp_path) == {"a/x": [(7, pytest.approx(0.5))]}
+    assert read_events(tmp_path) == {"a/x": [(7, pytest.approx(0.5))], "a/y": [(6, 1.0), (8, 2.0)]}
 
 
 @contextlib.contextmanager
@@ -122,6 +154,30 @@ def test_a_start_that_finds_no_room_for_an_event_file_says_so(tmp_path, room):
         init_tracking(SimpleNamespace(**flags), tmp_path)
     assert str(tmp_path) in str(told.value) and "--tensorboard-dir" in str(told.value)
     assert logging_utils._trackers == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_restart_goes_on_without_a_tracker_that_cannot_be_opened(tmp_path, monkeypatch, caplog):
+    import wandb
+
+    def unreachable(**settings):
+        raise wandb.errors.CommError("no route")
+
+    monkeypatch.setattr("wandb.init", unreachable)
+    flags = {
+        **TENSORBOARD, "use_wandb": True, "wandb_always_use_train_step": False, "wandb_dir": None, "wandb_key": None,
+        "wandb_host": None, "wandb_team": None, "wandb_group": None, "wandb_project": None, "wandb_mode": "online",
+        "wandb_run_id": None, "wandb_random_suffix": False, "tb_experiment_name": None, "num_steps_per_rollout": 1,
+        "typed_flags": set(),
+    }  # fmt: skip
+    with pytest.raises(UserError, match="--use-wandb: no route"):
+        init_tracking(SimpleNamespace(**flags), tmp_path / "first")
+    finish_tracking()
+    init_tracking(SimpleNamespace(**flags), tmp_path / "again", again=True)
+    write_to_trackers([({"a/x": 0.5, "a/step": 7}, "a/step")])
+    finish_tracking()
+    assert read_events(tmp_path / "again") == {"a/x": [(7, 0.5)]}
+    assert "W&B gets no metrics any more; the run goes on without it: --use-wandb: no route" in caplog.text
 
 
 def test_a_resumed_start_on_a_full_disk_goes_on_with_what_its_predecessor_told(tmp_path, monkeypatch, caplog):

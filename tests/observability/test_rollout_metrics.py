@@ -260,6 +260,10 @@ def test_perf_metrics():
         Sample(response_length=30, loss_mask=[1] * 10 + [0] * 20, non_generation_time=1.0),
         Sample(response_length=10),
     ]
+    removed = compute_rollout_perf_metrics(
+        ARGS, [*samples, Sample(response_length=8, remove_sample=True)], rollout_time=2.0
+    )
+    assert removed["perf/tokens_per_gpu_per_sec"] == 12.0 and removed["perf/effective_tokens_per_gpu_per_sec"] == 5.0
     metrics = compute_rollout_perf_metrics(ARGS, samples, rollout_time=2.0)
     assert metrics["perf/rollout_time"] == 2.0
     assert metrics["perf/tokens_per_gpu_per_sec"] == 10.0

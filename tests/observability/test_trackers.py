@@ -4,10 +4,12 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import wandb
 
 from slime.observability import trackers
 from slime.observability.trackers import WandbTracker, run_name
@@ -112,6 +114,18 @@ def test_everything_over_optimizer_steps(tmp_path):
 )
 def test_names(changes, name):
     assert run_name(argparse.Namespace(**{**FLAGS, **changes})) == name
+
+
+def test_an_upload_that_does_not_end_holds_up_no_exit(tmp_path, monkeypatch, caplog):
+    """W&B's own hook at the exit of the process waits as long as this setting says, 0: without an end."""
+    assert trackers._settings(wandb, argparse.Namespace(**FLAGS)).finish_timeout == 120.0
+    monkeypatch.setattr(trackers, "_FINISH_SECONDS", 0.1)
+    monkeypatch.setattr(trackers, "_HANG_SECONDS", 0.1)
+    tracker, ends = WandbTracker.__new__(WandbTracker), threading.Event()
+    tracker._run, tracker.directory = SimpleNamespace(finish=lambda exit_code: ends.wait(60)), tmp_path
+    tracker.close()
+    ends.set()
+    assert "W&B did not take the rest of the run" in caplog.text
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

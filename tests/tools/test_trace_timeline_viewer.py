@@ -59,6 +59,17 @@ def test_rows_follow_groups_and_lanes_keep_what_is_at_once_apart():
     assert (other["samples"], drawn(other)) == ([5], [("whole", 1.0, 10.0, 0, "unfinished")])
 
 
+def test_the_row_of_copies_has_what_each_of_them_met():
+    whole = span("whole", 100.0, 110.0, "a")
+    at_once = {"kind": "event", "name": "asked", "parent_id": "a", "attempt": 0, "time": 101.0, "attrs": {}}
+    own = [
+        sample(index, 0, "shared", whole, at_once, span(f"request {index}", 101.0, 105.0, f"r{index}", "a"))
+        for index in (0, 1)
+    ]
+    (row,) = timeline(own)["rows"]
+    assert [name for name, *_ in drawn(row)] == ["whole", "request 0", "request 1"] and len(row["events"]) == 1
+
+
 def test_a_dump_without_traces_is_refused(tmp_path):
     with pytest.raises(UserError, match="no sample of the dump has a trace"):
         timeline([SimpleNamespace(index=0, group_index=0)])

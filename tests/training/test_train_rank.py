@@ -47,7 +47,7 @@ def make_rank() -> TrainRank:
         num_steps_per_rollout=2, reset_optimizer_states=False, use_pytorch_profiler=False, record_memory_history=False,
         ci_test=False, ci_save_grad_norm=None, ci_load_grad_norm=None, rollout_data_transport="object-store",
     )  # fmt: skip
-    rank.rank, rank.backend = 0, None
+    rank.rank, rank.backend = 0, SimpleNamespace(broadcast=lambda value: value)
     rank._not_handed_over = []
     drain_outbox()
     return rank
@@ -175,6 +175,18 @@ def test_what_functions_of_a_user_log_is_handed_over_in_order_and_once(monkeypat
     assert rank.take_logged() == [], "what was handed over is not told again"
 
 
+def test_what_functions_log_on_the_last_stage_alone_is_handed_over_by_the_first(monkeypatch):
+    of_last_stage = [({"train/loss": 0.5, "mine/x": 2.0, "train/step": 6}, "train/step")]
+    monkeypatch.setattr(train_rank, "train_one_step", lambda *arguments, **options: {"loss": 0.5})
+    rank = make_rank()
+    rank.backend.broadcast = lambda own: of_last_stage
+    with rank._collected() as logged:
+        rank._train_steps(3, {"num_microbatches": [1]}, logged)
+    assert logged == [
+        ({"train/loss": 0.5, "train/step": 6}, "train/step"), ({"mine/x": 2.0, "train/step": 6}, "train/step")
+    ]  # fmt: skip
+
+
 def make_critic(monkeypatch, failing) -> train_rank.CriticRank:
     """A critic in which functions of a user's log in both passes, the one of `failing` then fails."""
 
@@ -188,7 +200,8 @@ def make_critic(monkeypatch, failing) -> train_rank.CriticRank:
     monkeypatch.setattr(train_rank, "train_one_step", lambda *arguments, **options: note("train"))
     rank = awake(train_rank.CriticRank)
     rank.args = SimpleNamespace(num_steps_per_rollout=1, reset_optimizer_states=False)
-    rank.rank, rank.backend = 0, SimpleNamespace(groups=SimpleNamespace(is_last_stage=False))
+    groups = SimpleNamespace(is_last_stage=False)
+    rank.rank, rank.backend = 0, SimpleNamespace(groups=groups, broadcast=lambda value: value)
     rank._not_handed_over = []
     rank._fetch = lambda shards: {"num_microbatches": [1]}
     drain_outbox()

@@ -141,6 +141,8 @@ def test_unknown_keys_are_named():
     ("entries", "message"),
     [
         ([{"name": "a"}], "path missing"),
+        ([{"name": "math/500", "path": "p"}], "evaluation set math/500: .* give a name without /"),
+        ([{"name": "step", "path": "p"}], "evaluation set step: .* and not step"),
         ([{"name": "a", "path": "p"}, {"name": "a", "path": "q"}], "repeated: a"),
         (
             [{"name": "a", "path": "p", "n_samples_per_eval_prompt": 0}],
