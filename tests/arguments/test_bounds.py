@@ -168,6 +168,10 @@ TEACHER = "--use-opd --opd-type megatron --opd-teacher-load {tmp}/model"
          "--check-weight-update-equal: no effect without a push"),
         ("--opd-kl-coef 0.5", "--opd-kl-coef: no effect without --use-opd"),
         ("--tis-clip 3", "--tis-clip: no effect without --use-tis"),
+        *((f"{words} --loss-type sft_loss", f"{words.split()[0]}: no effect on the loss of --loss-type sft_loss")
+          for words in ("--eps-clip 0.1", "--eps-clip-high 0.1", "--custom-pg-loss-reducer-function-path m.f")),
+        ("--eps-clip-c 3 --advantage-estimator cispo --loss-type sft_loss",
+         "--eps-clip-c: no effect on the loss of --loss-type sft_loss"),
         ("--custom-tis-function-path m.f --loss-type sft_loss",
          "--custom-tis-function-path: no effect on the loss of --loss-type sft_loss"),
         ("--opsm-delta 0.1", "--opsm-delta: no effect without --use-opsm"),

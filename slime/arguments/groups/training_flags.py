@@ -235,11 +235,11 @@ ALGORITHM = Group("algorithm", (
     off("--disable-compute-advantages-and-returns", "compute_advantages_and_returns",
         "skip advantages (supervised fine-tuning, own losses)"),
     plug_in("--custom-advantage-function-path", RANKS, "replaces the advantage estimator", idle=(_IMITATION, _SKIPPED)),
-    plug_in("--custom-pg-loss-reducer-function-path", RANKS, "own reduction of the policy-gradient term, and of no other"),
+    plug_in("--custom-pg-loss-reducer-function-path", RANKS, "own reduction of the policy-gradient term", idle=_IMITATION),
     # Clipping
-    flag("--eps-clip", float, 0.2, "the probability ratio may fall by this", bounds=AT_LEAST_ZERO),
-    flag("--eps-clip-high", float, None, "the ratio may rise by this; unset: --eps-clip", bounds=AT_LEAST_ZERO),
-    flag("--eps-clip-c", float, None, "dual-clip bound, above 1 (arXiv 1912.09729); unset: off", idle=_ONE_SIDE),
+    flag("--eps-clip", float, 0.2, "the probability ratio may fall by this", bounds=AT_LEAST_ZERO, idle=_IMITATION),
+    flag("--eps-clip-high", float, None, "the ratio may rise so far; unset: --eps-clip", bounds=AT_LEAST_ZERO, idle=_IMITATION),
+    flag("--eps-clip-c", float, None, "dual-clip bound, above 1 (arXiv 1912.09729); unset: off", idle=(_IMITATION, _ONE_SIDE)),
     flag("--value-clip", float, 0.2, "the critic's value may move this far from its old value", bounds=AT_LEAST_ZERO,
         idle=_NO_CRITIC),
     # KL and entropy
