@@ -293,11 +293,13 @@ _ALONE = (
     "UpdateWeightFromDiskReqInput", "EndWeightUpdateReqInput", "CheckWeightsReqInput", "ReleaseMemoryOccupationReqInput",
     "ResumeMemoryOccupationReqInput",
 )  # fmt: skip
-# Methods that carry these out, and answer whether they succeeded.
+# Methods that carry these out. All but the last answer whether they succeeded.
 _CARRIED_OUT_BY_ALL = (
     "init_weights_update_group", "destroy_weights_update_group", "begin_weight_update", "update_weights_from_distributed",
-    "update_weights_from_tensor", "update_weights_from_disk", "end_weight_update",
+    "update_weights_from_tensor", "update_weights_from_disk", "end_weight_update", "release_memory_occupation",
 )  # fmt: skip
+# Those of them after which the ranks of a stage do not wait for each other.
+_CARRIED_OUT_ALONE = ("update_weights_from_disk", "release_memory_occupation")
 # A mark behind the requests of a step: no stage begins a batch in this step.
 _BEGIN_NOTHING = "begin nothing"
 
@@ -338,12 +340,14 @@ class StepsOfStages:
 
 def answer_of_all(answers: Sequence[Any]) -> Any:
     """The one answer to a request that every rank or stage has answered: the first that failed, else the first."""
-    return next((answer for answer in answers if not answer.success), answers[0])
+    return next((answer for answer in answers if not getattr(answer, "success", True)), answers[0])
 
 
 def answer_for_all_ranks(updater: type) -> None:
-    """sglang 0.5.21 answers when the first rank of a stage has loaded weights from disk, and with what came of it there. So
-    their files might go while another rank still reads them; and one that cannot read them would serve the old ones in silence.
+    """sglang 0.5.21 answers when the first rank of a stage has loaded weights from disk, or has given its memory back, and with
+    what came of it there. So the files might go while another rank still reads them; one that cannot read them would serve the
+    old weights in silence; and a trainer might take memory that is not free yet.
+
     Here the ranks of a stage wait for each other, and any that failed is told.
 
     Args:
@@ -351,14 +355,16 @@ def answer_for_all_ranks(updater: type) -> None:
     """
     import torch.distributed as dist
 
-    load = updater.update_weights_from_disk
+    def carried_out_together(carry_out: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def carry_out_and_wait(self: Any, request: Any) -> Any:
+            answers: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
+            dist.all_gather_object(answers, carry_out(self, request), group=self.tp_cpu_group)
+            return answer_of_all(answers)
 
-    def load_together(self: Any, request: Any) -> Any:
-        answers: list[Any] = [None] * dist.get_world_size(self.tp_cpu_group)
-        dist.all_gather_object(answers, load(self, request), group=self.tp_cpu_group)
-        return answer_of_all(answers)
+        return carry_out_and_wait
 
-    updater.update_weights_from_disk = load_together
+    for name in _CARRIED_OUT_ALONE:
+        setattr(updater, name, carried_out_together(getattr(updater, name)))
 
 
 def _go_through_steps_together(is_first: bool, is_last: bool) -> None:

@@ -91,17 +91,20 @@ def test_sglang_still_does_so_on_each_stage(module, name, assumption):
     assert assumption in function_of(module, name)
 
 
-def test_ranks_of_a_stage_still_answer_alone_where_they_load_from_disk():
-    load = function_of(UPDATER, "update_weights_from_disk")
+def test_ranks_of_a_stage_still_answer_alone_where_they_load_from_disk_or_give_memory_back():
+    load, release = (function_of(UPDATER, name) for name in server_process._CARRIED_OUT_ALONE)
     assert "tp_cpu_group" not in load and "success=success" in load
+    # They wait for each other before that, and not after it.
+    assert release.index("self.tp_cpu_group") < release.index("pause(GPU_MEMORY_TYPE_WEIGHTS)")
     assert "group=self.tp_cpu_group" in function_of(UPDATER, "update_weights_from_tensor")
 
 
-def _load_on_two_ranks(go):
-    """The first rank's answer to a request that the second carries out later, and fails; and to one that both carry out."""
+def _carry_out_on_two_ranks(go):
+    """The answers of the first rank to requests, of which the second carries the first one out later, and fails."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
+    carried_out = []
 
     class Updater:
         tp_cpu_group = dist.group.WORLD
@@ -114,12 +117,19 @@ def _load_on_two_ranks(go):
                 go.touch()
             return SimpleNamespace(success=True, message=f"loaded by {dist.get_rank()}")
 
+        def release_memory_occupation(self, request):
+            carried_out.append(request)
+            return SimpleNamespace(message="free")
+
     server_process.answer_for_all_ranks(Updater)
-    return [Updater().update_weights_from_disk(request).message for request in ("bad", "good")]
+    updater = Updater()
+    answers = [updater.update_weights_from_disk(request).message for request in ("bad", "good")]
+    return answers, updater.release_memory_occupation("all").message, carried_out
 
 
-def test_weights_from_disk_are_loaded_when_all_ranks_have_loaded_them(tmp_path):
-    assert run_distributed(_load_on_two_ranks, 2, (tmp_path / "go",)) == [["unreadable", "loaded by 0"]] * 2
+def test_weights_are_loaded_and_memory_is_free_when_all_ranks_are_done(tmp_path):
+    expected = ["unreadable", "loaded by 0"], "free", ["all"]
+    assert run_distributed(_carry_out_on_two_ranks, 2, (tmp_path / "go",)) == [expected] * 2
 
 
 def test_a_stage_still_hands_requests_on_when_it_has_carried_them_out_and_does_not_pause():
@@ -135,7 +145,8 @@ def test_a_stage_still_hands_requests_on_when_it_has_carried_them_out_and_does_n
 def test_what_is_carried_out_by_all_stages_is_there_and_answers_whether_it_went_well():
     updater, requests = source_of(UPDATER), source_of("sglang.srt.managers.io_struct")
     for name in server_process._CARRIED_OUT_BY_ALL:
-        assert "ReqOutput(" in function_of(UPDATER, name) and "success=" in function_of(UPDATER, name)
+        assert "ReqOutput(" in function_of(UPDATER, name)
+        assert ("success=" in function_of(UPDATER, name)) is (name != "release_memory_occupation")
     assert "class SchedulerWeightUpdaterManager:" in updater
     assert all(f"class {name}(" in requests for name in server_process._ALONE)
 
