@@ -259,7 +259,10 @@ def test_graded_attempts_begin_anew_where_the_run_grades_otherwise(caplog):
     origin = [Sample(index=0, prompt="p"), Sample(index=1, prompt="q")]
     graded = Sample(index=0, status=Status.COMPLETED, response="a", response_length=1, reward=1.0)
     saved = groups_from_plain(groups_to_plain([as_partial_group(ARGS, origin, [graded, partial_sample(2, 3)], 4)]))
-    for flag, value in (("rm_type", "f1"), ("custom_rm_path", "own.py:reward"), ("reward_key", "score")):
+    for flag, value in (
+        ("rm_type", "f1"), ("custom_rm_path", "own.py:reward"), ("rm_url", "http://other:1"), ("reward_key", "score"),
+        ("group_rm", True),
+    ):  # fmt: skip
         caplog.clear()
         args = SimpleNamespace(**{**vars(ARGS), flag: value})
         ((begun, continued),) = begin_anew_where_sampled_otherwise(args, saved, 5)
