@@ -134,7 +134,8 @@ class GenerateFunction:
 
 
 def _take_over(origin: Sample, sample: Sample) -> None:
-    """Give `sample`, which a function made for `origin`, what it lacks of the prompt's: numbers, text, label and metadata."""
+    """Give `sample`, which a function made for `origin`, what it lacks of the prompt's: numbers, text, images, label and
+    metadata."""
     if sample is origin:
         return
     prompt = own_copy(origin)
@@ -142,6 +143,9 @@ def _take_over(origin: Sample, sample: Sample) -> None:
         value = getattr(sample, name)
         if value is None or (name in ("prompt", "metadata") and not value):
             setattr(sample, name, getattr(prompt, name))
+    if not sample.multimodal_inputs and sample.prompt == prompt.prompt:
+        # The text stands for these images; a context of its own has others, or none.
+        sample.multimodal_inputs = prompt.multimodal_inputs
 
 
 def _own_parameters(sampling_params: dict[str, Any]) -> dict[str, Any]:

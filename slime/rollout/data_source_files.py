@@ -1,9 +1,9 @@
 """A data source's state in plain values, and the directory that holds it.
 
 The directory has `state.json`, and `arrays.safetensors` if there are arrays. There is no pickle in it, so nothing but plain
-values and numpy arrays can be read back. Tuples, dicts with keys that are no strings, and arrays are written as objects whose
-keys start with `__`; arrays take the narrowest type that holds their values exactly. The directory appears whole or not at all.
-Rollouts behind the state may have drawn groups ahead: these lie in a directory of their own in it, in the same form.
+values and numpy arrays can be read back. What JSON does not have (`slime.utils.plain_files`) and arrays are written as objects
+whose keys start with `__`; arrays take the narrowest type that holds their values exactly. The directory appears whole or not
+at all. Rollouts behind the state may have drawn groups ahead: these lie in a directory of their own in it, in the same form.
 
 Also here: which methods a data source must have, be it ours or a user's, and errors of these that name flag and class.
 """

@@ -89,7 +89,8 @@ def build_payload(state: GenerateState, sample: Sample, sampling_params: dict[st
     given = {name: value for name, value in sampling_params.items() if value is not None}
     params = within_budget(given, budget, generated=sample.response_length)
     payload = {"input_ids": token_ids, "sampling_params": params, "return_logprob": True}
-    if state.args.use_rollout_routing_replay:
+    # Nobody replays an evaluation, whose experts would fill gigabytes until it is over.
+    if state.args.use_rollout_routing_replay and not current_call().evaluation:
         experts = sample.rollout_routed_experts
         payload |= {"return_routed_experts": True, "routed_experts_start_len": 0 if experts is None else len(experts)}
     if asks_kept_sets(state.args):

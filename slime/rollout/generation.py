@@ -290,8 +290,7 @@ async def _generate_and_rm_once(
                     check_kept_sets(args, attempt)
                     await _look_again(args, attempt)
             mask_finished_earlier(args, attempt)
-            if evaluation or not args.group_rm:
-                await _grade_or_fail(args, attempt, evaluation)
+            await _grade_entry(args, attempt, evaluation)
         if entry is not attempt:
             span.include(carry_trace(attempt, entry))
     return entry
@@ -331,6 +330,12 @@ async def grade(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
         rewards = await batched_async_rm(args, ungraded, evaluation=evaluation)
     for sample, reward in zip(ungraded, rewards, strict=True):
         sample.reward = reward
+
+
+async def _grade_entry(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
+    """Grade an entry of a group. With `--group-rm`, which is about training, all of a group are graded at once instead."""
+    if evaluation or not args.group_rm:
+        await _grade_or_fail(args, entry, evaluation)
 
 
 async def _grade_or_fail(args: Any, entry: Sample | list[Any], evaluation: bool) -> None:
@@ -421,6 +426,7 @@ async def _already_finished(
                 mask_finished_earlier(args, sample)
     except SampleFailed:
         return await generate_and_rm(args, prompt_of(entry), sampling_params, evaluation)
+    await _grade_entry(args, attempt, evaluation)
     return attempt
 
 
@@ -482,8 +488,7 @@ async def _hook_and_grade(args: Any, entry: Sample | list[Any], evaluation: bool
     if args.rollout_sample_hook_path:
         rollout_id = current_call().rollout_id
         entry = await apply_rollout_sample_hooks(args, entry, rollout_id=rollout_id, evaluation=evaluation)
-    if evaluation or not args.group_rm:
-        await _grade_or_fail(args, entry, evaluation)
+    await _grade_entry(args, entry, evaluation)
     return entry
 
 

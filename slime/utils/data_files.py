@@ -15,7 +15,10 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
+from uuid import UUID
 
 from slime.utils.errors import UserError
 from slime.utils.misc import without_repetition
@@ -223,14 +226,40 @@ def parquet_errors(path: str) -> Iterator[None]:
 
     try:
         yield
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, ValueError) as error:  # a ValueError: Python has no such time
         raise UserError(f"{path}: no readable parquet file ({error})") from error
 
 
 def _watched_rows(table: Any, watch: RowWatch) -> Iterator[tuple[int, dict[str, Any]]]:
     number = 0
     for batch in table.iter_batches(batch_size=1024):
-        for row in batch.to_pylist():
+        for row in plain_rows(batch):
             yield number, row
             number += 1
             watch()
+
+
+# Arrow's types whose values become other objects than those of JSON. A field may have such a name, which only costs time.
+_NOT_IN_JSON = re.compile(r"decimal|date|time|duration|uuid|map<")
+
+
+def plain_rows(table: Any) -> list[dict[str, Any]]:
+    """The rows of an Arrow table or batch, in the types of JSON and bytes.
+
+    A decimal is a number where one holds it exactly, else text, as dates and times are (ISO 8601).
+    """
+    rows = table.to_pylist()
+    return _in_json(rows) if _NOT_IN_JSON.search(str(table.schema.types)) else rows
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _in_json(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_json(inner) for inner in value]
+    if isinstance(value, Decimal):
+        number = int(value) if value == int(value) else float(value)
+        return number if Decimal(str(number)) == value else str(value)
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return str(value) if isinstance(value, timedelta | UUID) else value

@@ -1,12 +1,13 @@
 """Files of plain values and tensors that are read without running any code: dumps, and the values of a data source's state.
 
 A dump whose name ends in `.pt` is a file of torch, and loads with `weights_only=True`. Any other dump is JSON, with its tensors
-in `{path}.safetensors` beside it. In JSON, an object with a key that starts with `__` stands for a tuple, a dict with keys that
-are not strings, or a value that is not plain.
+in `{path}.safetensors` beside it. In JSON, an object with a key that starts with `__` stands for a tuple, for bytes, for a dict
+with keys that are not strings, or for a value that is not plain.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import zipfile
@@ -35,6 +36,8 @@ def encode_plain(value: Any, where: str, encode_other: Callable[[Any, str], Any]
         if set(map(type, value)).issubset(_SCALARS):
             return value
         return [encode_plain(entry, f"{where}[{index}]", encode_other) for index, entry in enumerate(value)]
+    if type(value) is bytes:
+        return {"__bytes__": base64.b64encode(value).decode()}
     if type(value) is tuple:
         return {"__tuple__": encode_plain(list(value), where, encode_other)}
     if type(value) is dict:
@@ -55,6 +58,8 @@ def decode_plain(value: Any, decode_other: Callable[[dict[str, Any]], Any]) -> A
         return [decode_plain(entry, decode_other) for entry in value]
     if not isinstance(value, dict):
         return value
+    if "__bytes__" in value:
+        return base64.b64decode(value["__bytes__"])
     if "__tuple__" in value:
         return tuple(decode_plain(value["__tuple__"], decode_other))
     if "__items__" in value:

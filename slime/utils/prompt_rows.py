@@ -154,12 +154,14 @@ class RowReader:
 def _without_filled_fields(row: dict[str, Any], keys: RowKeys) -> dict[str, Any]:
     """`row` with messages and tools as a file of lines would have them: a chat template would show the parameters of other
     rows' tools, or take a part of a message for an image. What `content` says may be null."""
-    messages, tools = row.get(keys.prompt), row.get(keys.tools)
+    messages, tools, metadata = row.get(keys.prompt), row.get(keys.tools), row.get(keys.metadata)
     own: dict[str | None, Any] = {}
     if isinstance(messages, list):
         own[keys.prompt] = [_without_nulls(message, kept="content") for message in messages]
     if isinstance(tools, list):
         own[keys.tools] = _without_nulls(tools)
+    if isinstance(metadata, dict) and isinstance(metadata.get("tools"), list):
+        own[keys.metadata] = {**metadata, "tools": _without_nulls(metadata["tools"])}
     return {**row, **own}
 
 

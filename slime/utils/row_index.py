@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from slime.utils.data_files import DataFile, parquet_errors, parse_data_path, parse_row
+from slime.utils.data_files import DataFile, parquet_errors, parse_data_path, parse_row, plain_rows
 from slime.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,9 @@ class _RowGroups:
     def read(self, position: int) -> dict[str, Any]:
         number = self._selected[position]
         group = int(np.searchsorted(self._group_starts, number, side="right")) - 1
-        return self._group(group).slice(number - int(self._group_starts[group]), 1).to_pylist()[0]
+        row = self._group(group).slice(number - int(self._group_starts[group]), 1)
+        with parquet_errors(self._file.path):
+            return plain_rows(row)[0]
 
     def _group(self, number: int) -> Any:
         with self._reading, parquet_errors(self._file.path):

@@ -148,11 +148,11 @@ def test_a_test_run_that_is_to_outlive_an_engine_kills_one_and_waits_for_the_nex
     manager = RolloutManager(parse(tmp_path, *words))
     ended = NotEnded(lambda: events.append("looked in vain"))
     manager._serving = SimpleNamespace(engines=engines, generating=contextlib.nullcontext, ended=ended)
-    manager._pipeline = SimpleNamespace(generate=lambda rollout_id, trained_as: events.append(rollout_id))
+    manager._pipeline = SimpleNamespace(generate=lambda *told: events.append(told))
     for rollout_id in range(4):
-        asyncio.run(manager.generate(rollout_id))
+        asyncio.run(manager.generate(rollout_id, trained_as=7))
     fault = [("killed", 0), *["looked in vain"] * 3]
-    assert events == [event for number in range(4) for event in (*(fault if number == killed_at else ()), number)]
+    assert events == [event for number in range(4) for event in (*(fault if number == killed_at else ()), (number, 7))]
 
 
 @pytest.mark.parametrize("ended", [True, False])

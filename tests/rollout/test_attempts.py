@@ -118,6 +118,17 @@ def test_partial_groups_keep_the_first_rollout_and_restart_unfinished_fan_outs()
     assert (returned[3].index, returned[3].status, returned[3].tokens) == (3, Status.PENDING, [])
 
 
+@pytest.mark.parametrize("group_rm", [False, True])
+def test_what_finished_ungraded_is_graded_where_its_group_goes_on(server, checkpoint, group_rm):
+    """It waited for its siblings with --group-rm, which the resumed run may do without."""
+    args = make_args(checkpoint, server.port, rm_type="f1", group_rm=group_rm)
+    values = {"prompt": "p", "label": "6", "response": "6", "status": Status.COMPLETED}
+    first, *pair = (Sample(index=index, tokens=[1, 2], response_length=1, **values) for index in (0, 1, 1))
+    single, several = run(generate_and_rm_group(args, [first, pair], params(args)))
+    assert (single.reward, [sample.reward for sample in several]) == (1.0, [1.0, 1.0])
+    assert not server.requests
+
+
 def test_failed_entries_of_a_returned_group_are_the_prompts_that_were_handed_out():
     origin = [Sample(index=i, prompt=f"p{i}", label="l") for i in range(3)]
     # A function may return samples of its own, which know nothing of the prompt.
@@ -248,7 +259,10 @@ def test_graded_attempts_begin_anew_where_the_run_grades_otherwise(caplog):
     origin = [Sample(index=0, prompt="p"), Sample(index=1, prompt="q")]
     graded = Sample(index=0, status=Status.COMPLETED, response="a", response_length=1, reward=1.0)
     saved = groups_from_plain(groups_to_plain([as_partial_group(ARGS, origin, [graded, partial_sample(2, 3)], 4)]))
-    for flag, value in (("rm_type", "f1"), ("custom_rm_path", "own.py:reward"), ("reward_key", "score")):
+    for flag, value in (
+        ("rm_type", "f1"), ("custom_rm_path", "own.py:reward"), ("rm_url", "http://other:1"), ("reward_key", "score"),
+        ("group_rm", True),
+    ):  # fmt: skip
         caplog.clear()
         args = SimpleNamespace(**{**vars(ARGS), flag: value})
         ((begun, continued),) = begin_anew_where_sampled_otherwise(args, saved, 5)

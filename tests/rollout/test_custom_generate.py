@@ -13,6 +13,7 @@ from slime.rollout.generate_state import GenerateState
 from slime.rollout.generation import generate_and_rm, generate_and_rm_group
 from slime.rollout.generation_call import GenerationCall
 from slime.rollout.rm_hub import async_rm
+from slime.training.rollout_batch import build_train_batch
 from slime.utils.errors import UserError
 from slime.utils.sample_fields import held
 from slime.utils.types import Sample
@@ -271,6 +272,26 @@ def fn(args, sample, sampling_params):
         assert (sample.index, sample.group_index, sample.prompt, sample.label) == (0, 5, "p", "6")
         assert sample.reward == 1.0 and sample.metadata == {"rm_type": "f1"} and sample.metadata is not prompt.metadata
         assert sample.train_metadata == {"d": 2} and sample.train_metadata is not prompt.train_metadata
+
+
+@pytest.mark.parametrize(
+    "given", ["", "prompt=sample.prompt", "prompt='another'", "multimodal_inputs={'images': ['b']}"]
+)
+def test_a_new_sample_is_trained_with_the_images_of_its_prompt(checkpoint, make_plugin, given):
+    source = f"""
+def fn(args, sample, sampling_params):
+    status = Sample.Status.COMPLETED
+    return Sample(tokens=[1, 2], response_length=1, response="6", status=status, reward=1.0, {given})
+"""
+    args = make_args(checkpoint, custom_generate_function_path=make_plugin(source))
+    prompt = Sample(index=7, prompt="<image>?", multimodal_inputs={"images": ["a"]})
+    made = asyncio.run(generate_and_rm(args, prompt, {}))
+    if "another" in given:
+        assert made.multimodal_inputs is None
+        return
+    assert made.multimodal_inputs == {"images": ["b" if "'b'" in given else "a"]}
+    with pytest.raises(UserError, match=r"1 of 1 samples have images and no `multimodal_train_inputs`"):
+        build_train_batch([made], [1.0], [1.0])
 
 
 @pytest.mark.parametrize("reward", ["float('nan')", "'1.0'", "{'a': 1.0}", "[1.0]"])

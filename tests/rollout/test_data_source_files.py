@@ -1,11 +1,21 @@
 """Custom data sources: what is asked of them, and what their states may hold."""
 
 import resource
+from datetime import date
+from decimal import Decimal
 
 import numpy as np
 import pytest
 
-from slime.rollout.data_source_files import check_methods, prompts_per_epoch, read_state, write_state
+from slime.rollout.data_source_files import (
+    check_methods,
+    groups_from_plain,
+    groups_to_plain,
+    prompts_per_epoch,
+    read_state,
+    write_state,
+)
+from slime.utils.dataset import Dataset
 from slime.utils.errors import RunError, UserError
 from tests.support.models.data_sources import Flat, make_args
 
@@ -62,6 +72,22 @@ def test_a_full_disk_is_told_with_the_directory_and_its_room(tmp_path, large):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert read_state(place) == {"position": 7} and list(place.parent.iterdir()) == [place]
+
+
+def test_rows_of_a_table_come_back_as_they_were_drawn(tmp_path):
+    """A table has decimals, dates and bytes, and JSON has not."""
+    from pyarrow import Table, parquet
+
+    rows = [
+        {"prompt": "a", "label": Decimal("1.50"), "metadata": {"day": date(2024, 5, 1), "raw": b"\xff"}},
+        {"prompt": "b", "label": Decimal("2.50"), "metadata": {"day": date(2024, 5, 2), "raw": b""}},
+    ]
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "rows.parquet")
+    groups = [[sample] for sample in Dataset(str(tmp_path / "rows.parquet"), None).samples]
+    write_state(tmp_path / "state", {"buffer": groups_to_plain(groups)})
+    found = groups_from_plain(read_state(tmp_path / "state")["buffer"])
+    assert found == groups
+    assert [(sample.label, sample.metadata["day"]) for (sample,) in found] == [(1.5, "2024-05-01"), (2.5, "2024-05-02")]
 
 
 def test_arrays_come_back_with_shape_type_and_values(tmp_path):

@@ -19,6 +19,7 @@ from slime.rollout.engine_request import (
 )
 from slime.rollout.failures import SampleFailed
 from slime.rollout.generate_state import GenerateState, rollout_sampling_params
+from slime.rollout.generation_call import GenerationCall
 from slime.utils import http_utils
 from slime.utils.errors import UserError
 from slime.utils.http_utils import HttpError, close_http_client
@@ -62,6 +63,19 @@ def test_a_request_has_what_the_flags_say(tmp_path):
     assert request["sampling_params"] == {
         **own, "max_new_tokens": 3, "no_stop_trim": True, "spaces_between_special_tokens": False
     }  # fmt: skip
+    SingletonMeta.clear_instances()
+
+
+def test_evaluations_do_not_ask_for_experts(tmp_path):
+    SingletonMeta.clear_instances()
+    state = GenerateState(make_args(make_checkpoint(tmp_path), use_rollout_routing_replay=True))
+
+    def request(evaluation):
+        with GenerationCall(evaluation=evaluation).under_way(), GenerationCall().under_way():
+            return build_payload(state, Sample(tokens=[65]), {}, 3)
+
+    experts = {"return_routed_experts": True, "routed_experts_start_len": 0}
+    assert request(False) == {**request(True), **experts} and "return_routed_experts" not in request(True)
     SingletonMeta.clear_instances()
 
 

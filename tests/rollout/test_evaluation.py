@@ -255,6 +255,15 @@ def test_the_context_limit_of_evaluation_is_its_own(server, checkpoint, tmp_path
         run(args)
 
 
+def test_prompts_over_the_limit_of_evaluation_are_left_out(server, checkpoint, tmp_path):
+    (tmp_path / "long.jsonl").write_text('{"prompt": "abc", "label": "1"}\n{"prompt": "abcde", "label": "2"}\n')
+    args = make_args(checkpoint, server.port)
+    args.eval_datasets = build_eval_dataset_configs(args, [{"name": "long", "path": str(tmp_path / "long.jsonl")}], {})
+    for limit, labels in ((None, ["1", "2"]), (3, ["1"])):
+        args.eval_max_prompt_len = limit
+        assert [sample.label for sample in run(args).data["long"]["samples"]] == labels
+
+
 def test_bad_rows_are_left_out_on_request(server, checkpoint, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "p", "label": "1"}\n{"prompt": \n')
     args = make_args(checkpoint, server.port)

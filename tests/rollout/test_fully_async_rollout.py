@@ -18,6 +18,7 @@ from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import close_http_client
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
+from tests.support.models.data_sources import Flat
 from tests.support.models.rollout_args import CountingDataSource, make_args
 from tests.support.models.rollout_steps import group_numbers, plugin, prompt_number
 from tests.support.processes.waiting import until
@@ -105,6 +106,17 @@ def test_groups_are_ordered_by_their_index_and_packed(server, checkpoint):
             assert all(
                 sample.status is Status.COMPLETED and sample.reward is not None for sample in leaves(output.samples)
             )
+
+    asyncio.run(main())
+
+
+def test_groups_of_plain_prompts_are_numbered_on_from_draw_to_draw(server, checkpoint):
+    """The pool is one group, so that each is drawn by itself."""
+    args = make_args(checkpoint, server.port, sglang_server_concurrency=2, rollout_batch_size=3)
+
+    async def main():
+        async with worker_of(args, Flat(["a prompt"])) as worker:
+            assert group_numbers((await rollout(worker, 0)).samples) == [0, 1, 2]
 
     asyncio.run(main())
 

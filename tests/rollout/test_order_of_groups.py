@@ -1,8 +1,9 @@
 """Groups are handed out, shown and given back in the order of their indices, whatever order they were drawn in.
 
-And a hook is shown all that finished.
+And a hook is shown all that finished. A group in place of another has a number of its own.
 """
 
+from tests.support.models.data_sources import Flat
 from tests.support.models.rollout_args import CountingDataSource, make_args
 from tests.support.models.rollout_steps import group_numbers, plugin, prompt_number, run_step
 
@@ -31,6 +32,18 @@ def test_what_goes_back(server, checkpoint):
     source = Backwards(2)
     run_step(args, source)
     assert group_numbers(source.returned) == [0, 1, 2]
+
+
+def test_a_group_in_place_of_a_dropped_one_has_a_number_of_its_own(server, checkpoint, tmp_path):
+    """Plain prompts have no numbers, and get those that follow from what was drawn before."""
+    path = plugin(
+        tmp_path,
+        "def fn(args, group):\n    args.judged.append(group[0].group_index)\n    return len(args.judged) > 1\n",
+    )
+    args = make_args(checkpoint, server.port, dynamic_sampling_filter_path=path)
+    args.judged = []
+    kept = group_numbers(run_step(args, Flat(["one", "two"])).samples)
+    assert sorted(args.judged) == [0, 1, 2] and kept == sorted(args.judged[1:])
 
 
 def test_a_hook_is_shown_what_was_dropped_and_what_was_too_many(server, checkpoint, tmp_path):

@@ -1,12 +1,14 @@
-"""The age of samples, by hand."""
+"""The age of samples, and how many groups may wait for it, by hand."""
 
 from types import SimpleNamespace
 
 import pytest
 
+from slime.rollout.fully_async_rollout import AsyncRolloutWorker
 from slime.rollout.staleness import hold_to_bound, is_too_old, oldest_version
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
+from tests.support.models.rollout_args import make_args
 
 
 def sample(*versions: str, index: int = 0, spans: tuple = ()) -> Sample:
@@ -40,6 +42,18 @@ def test_the_oldest_token_counts_of_all_leaves():
 def test_the_bound(limit, version, trained_as, too_old):
     assert is_too_old(bound(limit), [sample(), sample(version)], trained_as) is too_old
     assert is_too_old(bound(0), [sample()], 5) is False, "prompts have no age"
+
+
+@pytest.mark.parametrize(("limit", "buffer"), [(3, 1), (4, 3)])
+def test_no_more_groups_are_begun_than_can_still_be_trained(fresh_singletons, checkpoint, limit, buffer):
+    """A push follows every second rollout. The rollouts in front may be one push old, or two with the larger buffer, so two
+    pushes are left for waiting: behind up to four rollouts. With its own that are five, of two groups each."""
+    bounds = {"max_weight_staleness": limit, "async_buffer_size": buffer, "update_weights_interval": 2}
+    worker = AsyncRolloutWorker(make_args(checkpoint, sglang_server_concurrency=64, **bounds), None)
+    assert worker._room() == 10
+    worker.in_flight, worker._taken = dict.fromkeys(range(3)), 2
+    worker.queue.append(([], []))
+    assert worker._room() == 10 - 3 - 2 - 1
 
 
 def test_samples_over_the_bound_train_nothing_and_the_others_are_measured():

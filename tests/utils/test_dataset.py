@@ -136,18 +136,20 @@ def test_messages_and_tools_of_parquet_have_no_fields_of_other_rows(write_rows, 
         {"prompt": [{"role": "user", "content": "b"}, {"role": "assistant", "content": None, "tool_calls": [call]}],
          "tools": [tool("calculate", "expression"), tool("weather", "city")], "metadata": {"m": 2}},
     ]  # fmt: skip
+    of_metadata = [{"prompt": row["prompt"], "metadata": {"tools": row["tools"]}} for row in rows]
     in_parts = [{"prompt": [{"role": "user", "content": [part]}]} for part in parts]
 
     def samples(path: str) -> list[Sample]:
         data = streamed(path, tokenizer) if is_streamed else Dataset(path, tokenizer)
         return [data[position] for position in range(len(data))]
 
-    for name, written in (("tools", rows), ("parts", in_parts)):
+    for name, written in (("tools", rows), ("own", of_metadata), ("parts", in_parts)):
         path = str(tmp_path / f"{name}.parquet")
         parquet.write_table(pyarrow.Table.from_pylist(written), path)
         found, expected = samples(path), samples(write_rows(written))
         assert [sample.prompt for sample in found] == [sample.prompt for sample in expected]
-        assert [sample.metadata.get("tools") for sample in found] == [row.get("tools") for row in written]
+        tools = [{**row.get("metadata", {}), **row}.get("tools") for row in written]
+        assert [sample.metadata.get("tools") for sample in found] == tools
     # Of a user's own objects no field goes: a function may look for it.
     assert [sample.metadata.get("n", "none") for sample in samples(str(tmp_path / "tools.parquet"))] == [1, None]
 

@@ -14,6 +14,7 @@ from slime.utils.run_values import SharedArguments
 VALUES = {
     "a tuple": (1, ("x", [2.5, None])),
     "a tuple in a list": [(1,), True],
+    "bytes": [b"\xff\x00a", {"__bytes__": b""}],
     "keys that are no strings": {1: "a", (2, 3): {None: False}},
     "keys like ours": {"__tuple__": [1], "plain": {"__items__": 0}},
     "long lists": [list(range(1000)), ["é"] * 3],

@@ -2,6 +2,8 @@
 
 import json
 import os
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 
 import pytest
 
@@ -48,6 +50,37 @@ def test_rows_of_parquet_are_those_of_the_reader(tmp_path, slice_text):
     path = str(tmp_path / "data.parquet")
     parquet.write_table(Table.from_pylist([{"prompt": str(i), "n": i} for i in range(8)]), path, row_group_size=3)
     assert all_of(path + slice_text) == list(iterate_rows(path + slice_text))
+
+
+def test_values_of_parquet_that_json_has_not_are_numbers_and_text(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    def written(**columns):
+        parquet.write_table(pyarrow.table(columns), path)
+        read = [row for _, row in iterate_rows(path)]
+        assert [row for _, row in all_of(path)] == read
+        return read
+
+    path = str(tmp_path / "data.parquet")
+    prices = ["85.00", "2.50", "0.1", "12345678901234567890.12", None]
+    moment = datetime(2024, 5, 1, 2, 3, 4, 5, UTC)
+    inner = {"day": date(2024, 5, 1), "at": moment, "in": [moment.time()], "after": timedelta(1, 2), "bytes": b"\xff"}
+    decimals = pyarrow.array([price and Decimal(price) for price in prices], pyarrow.decimal128(22, 2))
+    count = pyarrow.array([[("left", Decimal(7))]] * 5, pyarrow.map_(pyarrow.string(), pyarrow.decimal128(38, 0)))
+    found = written(label=decimals, metadata=[inner] * 5, count=count)
+    assert [repr(row["label"]) for row in found] == ["85", "2.5", "0.1", "'12345678901234567890.12'", "None"]
+    assert found[0]["metadata"] == {
+        "day": "2024-05-01", "at": "2024-05-01T02:03:04.000005+00:00", "in": ["02:03:04.000005"],
+        "after": "1 day, 0:00:02", "bytes": b"\xff",
+    }  # fmt: skip
+    assert found[0]["count"] == [["left", 7]]
+    # Of nanoseconds only pandas has objects.
+    moments = pyarrow.array([1], pyarrow.timestamp("ns"))
+    parquet.write_table(pyarrow.table({"at": moments}), path)
+    for read in (all_of, lambda path: list(iterate_rows(path))):
+        with pytest.raises(UserError, match="data.parquet: no readable parquet file .*Nanosecond.*Install pandas"):
+            read(path)
 
 
 def test_only_some_row_groups_are_held(tmp_path, monkeypatch):
