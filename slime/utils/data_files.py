@@ -226,6 +226,8 @@ def parquet_errors(path: str) -> Iterator[None]:
 
     try:
         yield
+    except UserError:
+        raise
     except (ArrowException, OSError, ValueError) as error:  # a ValueError: Python has no such time
         raise UserError(f"{path}: no readable parquet file ({error})") from error
 
