@@ -1,4 +1,4 @@
-"""What a rank reports about its optimizer steps, and how long it waits for others; without a model."""
+"""What a rank does around its optimizer steps and reports of them, and how long it waits for others; without a model."""
 
 import collections
 import contextlib
@@ -14,6 +14,7 @@ from slime.observability.logging_utils import drain_outbox, log
 from slime.observability.timer import Timer
 from slime.scheduling.device_turns import Holds
 from slime.training import actor_rank, train_rank
+from slime.training.model_states import ModelStates
 from slime.training.train_rank import TrainRank
 from slime.utils.device import Accelerator
 from slime.utils.errors import RunError
@@ -121,6 +122,37 @@ def test_steps_that_nobody_would_look_at_end_a_test_run_before_they_are_taken(mo
     ):
         rank._train_steps(3, {"num_microbatches": [1] * 3}, logged)
     assert taken == [0, 1] and len(logged) == 2
+
+
+def preparing_actor(monkeypatch, **flags) -> actor_rank.ActorRank:
+    """An actor that needs no log-probs before its steps."""
+    monkeypatch.setattr(actor_rank, "needs_log_prob_pass", lambda args, steps: False)
+    rank = awake(actor_rank.ActorRank)
+    rank.states = ModelStates(list)
+    rank.args = SimpleNamespace(**{
+        "compute_advantages_and_returns": False, "use_critic": False, "loss_type": "policy_loss",
+        "rollout_data_postprocess_path": None, "get_mismatch_metrics": False, **flags,
+    })  # fmt: skip
+    return rank
+
+
+@pytest.mark.parametrize(
+    "asked, critic, loss, times",
+    [
+        (True, False, "policy_loss", 1),
+        (False, False, "policy_loss", 0),
+        (True, False, "custom_loss", 1),
+        (True, False, "sft_loss", 0),
+        # The critic learns their returns.
+        (True, True, "sft_loss", 1),
+    ],
+)
+def test_advantages_are_computed_where_somebody_learns_from_them(monkeypatch, asked, critic, loss, times):
+    rank = preparing_actor(monkeypatch, compute_advantages_and_returns=asked, use_critic=critic, loss_type=loss)
+    data, logged, computed = {"num_microbatches": [1]}, [], []
+    rank._compute_advantages = lambda *given: computed.append(given)
+    rank._prepare(3, data, logged)
+    assert computed == [(3, data, logged)] * times
 
 
 def test_what_whitening_tells_is_told_at_a_step_that_trackers_get(monkeypatch):
