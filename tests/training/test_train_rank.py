@@ -15,6 +15,7 @@ from slime.observability.timer import Timer
 from slime.scheduling.device_turns import Holds
 from slime.training import actor_rank, train_rank
 from slime.training.model_states import ModelStates
+from slime.training.rollout_data import RolloutData
 from slime.training.train_rank import TrainRank
 from slime.utils.device import Accelerator
 from slime.utils.errors import RunError
@@ -153,6 +154,28 @@ def test_advantages_are_computed_where_somebody_learns_from_them(monkeypatch, as
     rank._compute_advantages = lambda *given: computed.append(given)
     rank._prepare(3, data, logged)
     assert computed == [(3, data, logged)] * times
+
+
+def leaves_data_alone(args, rollout_id, rollout_data): ...
+
+
+def test_edited_masks_are_counted_by_ranks_that_together_have_each_sample_once(monkeypatch):
+    """Those of a context-parallel group have the same samples. In both models."""
+    counted = []
+    groups = SimpleNamespace(
+        sample_group="samples", token_group="tokens", host_token_group="tokens", is_last_stage=False
+    )
+    for module in (actor_rank, train_rank):
+        monkeypatch.setattr(module, "refresh_mask_sums", lambda data, group, *before: counted.append(group) or True)
+    monkeypatch.setattr(train_rank, "fetch_column", lambda *arguments: [])
+    actor = preparing_actor(monkeypatch, rollout_data_postprocess_path=f"{__file__}:leaves_data_alone")
+    actor.backend = SimpleNamespace(groups=groups)
+    assert actor._prepare(3, RolloutData({"num_microbatches": [1], "loss_masks": [], "response_lengths": []}), [])
+    critic = make_critic(monkeypatch, failing=None)
+    critic.args.http_control_timeout, critic.backend.groups = 1.0, groups
+    critic.values(3, [])
+    critic.train(3, [SimpleNamespace(boxes={"loss_masks": None})])
+    assert counted == ["samples", "samples"]
 
 
 def test_what_whitening_tells_is_told_at_a_step_that_trackers_get(monkeypatch):
