@@ -125,6 +125,18 @@ def test_steps_that_nobody_would_look_at_end_a_test_run_before_they_are_taken(mo
     assert taken == [0, 1] and len(logged) == 2
 
 
+@pytest.mark.parametrize("asked, behind", [(True, ["reset"]), (False, [])])
+def test_an_optimizer_forgets_behind_all_steps_of_a_rollout(monkeypatch, asked, behind):
+    """Not between them."""
+    events, rank = [], make_rank()
+    monkeypatch.setattr(train_rank, "train_one_step", lambda *arguments, **options: events.append(arguments[4]) or {})
+    rank.args.reset_optimizer_states = asked
+    rank.backend = SimpleNamespace(reset_optimizer=lambda: events.append("reset"))
+    for rollout_id in (3, 4):
+        rank._train_steps(rollout_id, {"num_microbatches": [1] * 2}, [])
+    assert events == [0, 1, *behind] * 2
+
+
 def preparing_actor(monkeypatch, **flags) -> actor_rank.ActorRank:
     """An actor that needs no log-probs before its steps."""
     monkeypatch.setattr(actor_rank, "needs_log_prob_pass", lambda args, steps: False)
