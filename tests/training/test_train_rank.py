@@ -223,6 +223,19 @@ def test_a_proof_is_told_which_weights_engines_have(monkeypatch):
     assert told.value.args == (2, 7)
 
 
+def test_ranks_go_on_with_the_weights_that_ranks_before_them_pushed():
+    """Their version, which checkpoints and proofs tell, and the chain of their files."""
+    rank, told = actor_rank.ActorRank.__new__(actor_rank.ActorRank), []
+    rank.weight_version = 1
+
+    def open_weight_push():
+        rank.weight_source = SimpleNamespace(continue_from=lambda *given: told.append(given))
+
+    rank.open_weight_push = open_weight_push
+    rank.continue_weight_pushes(2, "chain")
+    assert rank.weight_version == 2 and told == [(2, "chain")]
+
+
 def test_what_functions_of_a_user_log_is_handed_over_in_order_and_once(monkeypatch):
     """In their own thread too, which has no context: its metrics leave with the work that ends next."""
 
