@@ -23,6 +23,7 @@ from slime.utils.ports import interface_of
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 from slime.weights.source import WeightSource
 from slime.weights.transports import EnginesFailed, Transport, transport_of
+from tests.support.models.tiny_shape import TINY_SHAPE
 from tests.support.processes.distributed import run_distributed
 
 
@@ -188,6 +189,27 @@ def test_edited_masks_are_counted_by_ranks_that_together_have_each_sample_once(m
     critic.values(3, [])
     critic.train(3, [SimpleNamespace(boxes={"loss_masks": None})])
     assert counted == ["samples", "samples"]
+
+
+def test_what_ranks_of_a_context_parallel_group_share_is_counted_once(monkeypatch, caplog):
+    """Of four ranks in two such groups. Each knows of its own tokens alone by how much they differ."""
+    caplog.set_level("INFO")
+    rank = awake(actor_rank.ActorRank)
+    groups = SimpleNamespace(
+        sample_group="two ranks", token_group="four ranks", host_token_group="four ranks", data_rank=0,
+        speaks_for_its_samples=True, cp=SimpleNamespace(size=2),
+    )  # fmt: skip
+    ranks = {"two ranks": 2, "four ranks": 4}
+    monkeypatch.setattr(actor_rank, "all_reduce_sum", lambda of_rank, group: of_rank * ranks[group])
+    monkeypatch.setattr(actor_rank.dist, "get_world_size", ranks.__getitem__)
+    monkeypatch.setattr(actor_rank, "worst_token_lines", lambda data, decode, group: [f"those of {group}"])
+    rank.args, rank.world_size, rank.backend = SimpleNamespace(**TINY_SHAPE), 4, SimpleNamespace(groups=groups)
+    rank.tokenizer = SimpleNamespace(decode=None)
+    data = {"total_lengths": [4, 10]}
+    assert rank._tokens_of_all_ranks(data) == 2 * 14
+    assert rank._tflops(data) == pytest.approx((70656 + 180480) / 2 / 1e12)
+    rank._tell_worst_tokens(3, data)
+    assert caplog.messages == ["rollout 3, tokens with the largest mismatch:\n  those of four ranks"]
 
 
 def test_what_whitening_tells_is_told_at_a_step_that_trackers_get(monkeypatch):
