@@ -89,3 +89,15 @@ def test_keep_last_deletes_what_belongs_to_older_ones(args, tmp_path):
     assert kept == {
         POINTER, "iter_0000002", "iter_0000002/metadata.json", "rollout", "rollout/global_dataset_state_dict_2", "hf_2",
     }  # fmt: skip
+
+
+def test_keep_last_leaves_newer_ones_of_another_course_alone(args):
+    """A run that went back to an older checkpoint neither deletes those behind it nor counts them."""
+    args.keep_last = 1
+    newer = iteration_directory(args.save, 9)
+    newer.mkdir()
+    (newer / "metadata.json").write_text("9")
+    write(args.save, 1)
+    publish_checkpoint(args, 1)
+    assert newest(args) == 1
+    assert sorted(path.name for path in newer.parent.glob("iter_*")) == ["iter_0000001", newer.name]

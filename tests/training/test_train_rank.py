@@ -1,4 +1,4 @@
-"""What a rank reports about its optimizer steps, and how long it waits for others; without a model."""
+"""What a rank does around its optimizer steps and reports of them, and how long it waits for others; without a model."""
 
 import collections
 import contextlib
@@ -14,6 +14,8 @@ from slime.observability.logging_utils import drain_outbox, log
 from slime.observability.timer import Timer
 from slime.scheduling.device_turns import Holds
 from slime.training import actor_rank, train_rank
+from slime.training.model_states import ModelStates
+from slime.training.rollout_data import RolloutData
 from slime.training.train_rank import TrainRank
 from slime.utils.device import Accelerator
 from slime.utils.errors import RunError
@@ -21,6 +23,7 @@ from slime.utils.ports import interface_of
 from slime.utils.weight_transports import WEIGHT_TRANSPORTS
 from slime.weights.source import WeightSource
 from slime.weights.transports import EnginesFailed, Transport, transport_of
+from tests.support.models.tiny_shape import TINY_SHAPE
 from tests.support.processes.distributed import run_distributed
 
 
@@ -123,6 +126,92 @@ def test_steps_that_nobody_would_look_at_end_a_test_run_before_they_are_taken(mo
     assert taken == [0, 1] and len(logged) == 2
 
 
+@pytest.mark.parametrize("asked, behind", [(True, ["reset"]), (False, [])])
+def test_an_optimizer_forgets_behind_all_steps_of_a_rollout(monkeypatch, asked, behind):
+    """Not between them."""
+    events, rank = [], make_rank()
+    monkeypatch.setattr(train_rank, "train_one_step", lambda *arguments, **options: events.append(arguments[4]) or {})
+    rank.args.reset_optimizer_states = asked
+    rank.backend = SimpleNamespace(reset_optimizer=lambda: events.append("reset"))
+    for rollout_id in (3, 4):
+        rank._train_steps(rollout_id, {"num_microbatches": [1] * 2}, [])
+    assert events == [0, 1, *behind] * 2
+
+
+def preparing_actor(monkeypatch, **flags) -> actor_rank.ActorRank:
+    """An actor that needs no log-probs before its steps."""
+    monkeypatch.setattr(actor_rank, "needs_log_prob_pass", lambda args, steps: False)
+    rank = awake(actor_rank.ActorRank)
+    rank.states = ModelStates(list)
+    rank.args = SimpleNamespace(**{
+        "compute_advantages_and_returns": False, "use_critic": False, "loss_type": "policy_loss",
+        "rollout_data_postprocess_path": None, "get_mismatch_metrics": False, **flags,
+    })  # fmt: skip
+    return rank
+
+
+@pytest.mark.parametrize(
+    "asked, critic, loss, times",
+    [
+        (True, False, "policy_loss", 1),
+        (False, False, "policy_loss", 0),
+        (True, False, "custom_loss", 1),
+        (True, False, "sft_loss", 0),
+        # The critic learns their returns.
+        (True, True, "sft_loss", 1),
+    ],
+)
+def test_advantages_are_computed_where_somebody_learns_from_them(monkeypatch, asked, critic, loss, times):
+    rank = preparing_actor(monkeypatch, compute_advantages_and_returns=asked, use_critic=critic, loss_type=loss)
+    data, logged, computed = {"num_microbatches": [1]}, [], []
+    rank._compute_advantages = lambda *given: computed.append(given)
+    rank._prepare(3, data, logged)
+    assert computed == [(3, data, logged)] * times
+
+
+def leaves_data_alone(args, rollout_id, rollout_data): ...
+
+
+def test_edited_masks_are_counted_by_ranks_that_together_have_each_sample_once(monkeypatch):
+    """Those of a context-parallel group have the same samples. In both models."""
+    counted = []
+    groups = SimpleNamespace(
+        sample_group="samples", token_group="tokens", host_token_group="tokens", is_last_stage=False
+    )
+    for module in (actor_rank, train_rank):
+        monkeypatch.setattr(module, "refresh_mask_sums", lambda data, group, *before: counted.append(group) or True)
+    monkeypatch.setattr(train_rank, "fetch_column", lambda *arguments: [])
+    actor = preparing_actor(monkeypatch, rollout_data_postprocess_path=f"{__file__}:leaves_data_alone")
+    actor.backend = SimpleNamespace(groups=groups)
+    assert actor._prepare(3, RolloutData({"num_microbatches": [1], "loss_masks": [], "response_lengths": []}), [])
+    critic = make_critic(monkeypatch, failing=None)
+    critic.args.http_control_timeout, critic.backend.groups = 1.0, groups
+    critic.values(3, [])
+    critic.train(3, [SimpleNamespace(boxes={"loss_masks": None})])
+    assert counted == ["samples", "samples"]
+
+
+def test_what_ranks_of_a_context_parallel_group_share_is_counted_once(monkeypatch, caplog):
+    """Of four ranks in two such groups. Each knows of its own tokens alone by how much they differ."""
+    caplog.set_level("INFO")
+    rank = awake(actor_rank.ActorRank)
+    groups = SimpleNamespace(
+        sample_group="two ranks", token_group="four ranks", host_token_group="four ranks", data_rank=0,
+        speaks_for_its_samples=True, cp=SimpleNamespace(size=2),
+    )  # fmt: skip
+    ranks = {"two ranks": 2, "four ranks": 4}
+    monkeypatch.setattr(actor_rank, "all_reduce_sum", lambda of_rank, group: of_rank * ranks[group])
+    monkeypatch.setattr(actor_rank.dist, "get_world_size", ranks.__getitem__)
+    monkeypatch.setattr(actor_rank, "worst_token_lines", lambda data, decode, group: [f"those of {group}"])
+    rank.args, rank.world_size, rank.backend = SimpleNamespace(**TINY_SHAPE), 4, SimpleNamespace(groups=groups)
+    rank.tokenizer = SimpleNamespace(decode=None)
+    data = {"total_lengths": [4, 10]}
+    assert rank._tokens_of_all_ranks(data) == 2 * 14
+    assert rank._tflops(data) == pytest.approx((70656 + 180480) / 2 / 1e12)
+    rank._tell_worst_tokens(3, data)
+    assert caplog.messages == ["rollout 3, tokens with the largest mismatch:\n  those of four ranks"]
+
+
 def test_what_whitening_tells_is_told_at_a_step_that_trackers_get(monkeypatch):
     """Where they get every second step, of rollouts with two."""
     monkeypatch.setattr(actor_rank, "compute_advantages_and_returns", lambda *arguments: {"whiten_empty": 1.0})
@@ -154,6 +243,19 @@ def test_a_proof_is_told_which_weights_engines_have(monkeypatch):
         rank._train(2, [], (), [])
     Timer().pop_seconds()
     assert told.value.args == (2, 7)
+
+
+def test_ranks_go_on_with_the_weights_that_ranks_before_them_pushed():
+    """Their version, which checkpoints and proofs tell, and the chain of their files."""
+    rank, told = actor_rank.ActorRank.__new__(actor_rank.ActorRank), []
+    rank.weight_version = 1
+
+    def open_weight_push():
+        rank.weight_source = SimpleNamespace(continue_from=lambda *given: told.append(given))
+
+    rank.open_weight_push = open_weight_push
+    rank.continue_weight_pushes(2, "chain")
+    assert rank.weight_version == 2 and told == [(2, "chain")]
 
 
 def test_what_functions_of_a_user_log_is_handed_over_in_order_and_once(monkeypatch):

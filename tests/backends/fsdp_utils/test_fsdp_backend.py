@@ -142,7 +142,8 @@ def pushed(args):
 
 
 def trained(args):
-    """Metrics and weights of two steps that change these, and what the weights may differ by."""
+    """Metrics and weights of two steps that change these, and what the weights may differ by; and what is there before and
+    after the optimizer forgets its history."""
     import torch
 
     from slime.training.advantages import compute_advantages_and_returns
@@ -157,8 +158,15 @@ def trained(args):
         metrics.append(train_one_step(args, backend, data, 0, 0))
         entries = torch.cat([p.grad.full_tensor().flatten() for p in backend.model.parameters()])
         gradients.append(float(entries.abs().mean()))
-    weights = {name: tensor.clone().numpy() for name, tensor in backend.stage_tensors()()}
-    return {"metrics": metrics, "weights": weights, "bound": bound_of_weights(args, gradients, TRAINED_TOKENS)}
+
+    def state():
+        weights = {name: tensor.clone().numpy() for name, tensor in backend.stage_tensors()()}
+        return weights, [group["lr"] for group in backend.optimizer.param_groups], len(backend.optimizer.state)
+
+    before = state()
+    backend.reset_optimizer()
+    bound = bound_of_weights(args, gradients, TRAINED_TOKENS)
+    return {"metrics": metrics, "weights": before[0], "bound": bound, "before reset": before, "reset": state()}
 
 
 def scheduled(args):
@@ -309,6 +317,15 @@ def test_two_ranks_train_the_weights_of_one(hf_dir, one_rank, two_ranks, sharing
     start = load_file(f"{hf_dir}/model.safetensors")
     moved = {name: float(np.abs(weight - start[name]).max()) for name, weight in expected["weights"].items()}
     assert min(moved.values()) > 1e-4
+
+
+def test_an_optimizer_that_forgets_its_history_leaves_weights_and_learning_rate(one_rank, two_ranks):
+    import numpy as np
+
+    for rank in (one_rank, *two_ranks):
+        (weights, rates, states), (kept, kept_rates, left) = rank["trained"]["before reset"], rank["trained"]["reset"]
+        assert states > 10 and left == 0 and kept_rates == rates and rates[0] > 0
+        assert kept.keys() == weights.keys() and all(np.array_equal(kept[name], weights[name]) for name in weights)
 
 
 def test_learning_rate_and_weight_decay_follow_their_curves(one_rank, two_ranks):

@@ -218,27 +218,42 @@ def test_the_norm_of_all_weights_counts_each_once(root):
             assert told == pytest.approx(expected, rel=1e-6)
 
 
-def throughputs(args):
-    """What a step tells, the time that it took at most, the lengths of this rank's samples, and the number of ranks."""
-    run = LayoutRun(args)
-    run.prepare()
-    start = time.perf_counter()
-    told = run.step()
-    lengths = [len(tokens) for tokens in run.data["tokens"]]
-    return told.get("tflops_per_gpu"), time.perf_counter() - start, lengths, told.get("world_size")
+def throughputs(cases):
+    """By case what a step tells that takes 1.5 s on the first rank and 2.5 s on the second, and the lengths of this rank's
+    samples."""
+    import torch.distributed as dist
+
+    from slime.training import train_step
+
+    found = {}
+    for name, args in cases.items():
+        run = LayoutRun(args)
+        run.prepare()
+        clock = iter([0.0, 1.5 + dist.get_rank()])
+        train_step.time = SimpleNamespace(perf_counter=lambda clock=clock: next(clock))
+        told = run.step()
+        lengths = [len(tokens) for tokens in run.data["tokens"]]
+        found[name] = told.get("tflops_per_gpu"), told.get("world_size"), lengths
+    return found
 
 
-def test_operations_per_second_are_those_of_all_samples_over_all_ranks(root, monkeypatch):
+def test_operations_per_second_are_those_of_all_samples_over_all_ranks(root):
     from slime.models.shape_of_flags import calculate_fwd_flops
 
-    assert run_distributed(throughputs, 1, (layout_args(root / "tied"),))[0][::3] == (None, None)
-    args = layout_args(root / "tied", log_throughput=True, log_world_size_to_tensorboard=True, **DATA)
-    ranks = run_distributed(throughputs, 2, (args,))
-    assert ranks[0][0] == ranks[1][0] and [rank[3] for rank in ranks] == [2.0, 2.0]
-    flops = 3 * calculate_fwd_flops([length for rank in ranks for length in rank[2]], args)
-    # The time of the step itself is a part of the time around it.
-    whole = sum(rank[1] for rank in ranks)
-    assert 0.5 * ranks[0][0] <= flops / whole / 1e12 <= ranks[0][0]
+    flags = {"log_throughput": True, "log_world_size_to_tensorboard": True}
+    cases = {
+        name: layout_args(root / "tied", **flags, **sizes) for name, sizes in {"data": DATA, "context": CONTEXT}.items()
+    }
+    ranks = run_distributed(throughputs, 2, ({**cases, "unasked": layout_args(root / "tied", **DATA)},))
+    # Of a context-parallel group each rank has all of them.
+    (*_, lengths), (*_, same) = (rank["context"] for rank in ranks)
+    assert lengths == same and sorted(lengths) == sorted(length for rank in ranks for length in rank["data"][2])
+    # A backward pass is two more.
+    expected = 3 * calculate_fwd_flops(lengths, cases["data"]) / (1.5 + 2.5) / 1e12
+    for rank in ranks:
+        assert rank["unasked"][:2] == (None, None)
+        for name in cases:
+            assert rank[name][:2] == (pytest.approx(expected), 2.0), name
 
 
 TIMERS = {

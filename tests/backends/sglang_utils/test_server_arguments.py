@@ -246,16 +246,17 @@ def test_contradicting_tensor_parallel_size_names_both_flags():
 
 
 def test_environment_of_a_cpu_server(monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setenv("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "true")
-    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    of_trainer = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "backend:native"}
+    of_user = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "true", "http_proxy": "http://proxy:3128"}
+    others = {"OMP_NUM_THREADS": "16", "NO_PROXY": "intranet", "no_proxy": "intranet"}
+    for name, value in {**of_trainer, **of_user, **others}.items():
+        monkeypatch.setenv(name, value)
     environment = compute_server_environment(compute(make_args()), on_cpu=True)
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
-    assert environment["OMP_NUM_THREADS"] == "1"
-    assert environment["HF_HUB_OFFLINE"] == "1"
-    assert environment["TORCHDYNAMO_DISABLE"] == "1"
-    assert environment["SGLANG_JIT_DEEPGEMM_PRECOMPILE"] == "true"
-    assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
+    expected = {
+        **of_user, "OMP_NUM_THREADS": "1", "NO_PROXY": "*", "no_proxy": "*", "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    }  # fmt: skip
+    assert expected.items() <= environment.items() and not of_trainer.keys() & environment.keys()
     assert len(environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
 
 

@@ -204,6 +204,15 @@ def test_a_whole_publication_ends_what_came_before(run, tmp_path):
     run.assert_on(late)
 
 
+def test_weights_that_change_in_place_are_compared_with_what_engines_have(run):
+    """As an optimizer changes them: what a publication of all tensors remembers of them is in other memory."""
+    run.push(1, whole=True)
+    for version in (2, 3):
+        run.weights["a"].view(-1)[5] += 1
+        assert 1 <= run.push(version).changed_bytes <= 2
+        run.assert_on()
+
+
 def test_everything_is_kept_where_asked_for(run):
     run.args.update_weight_disk_keep_files = True
     run.push(1)

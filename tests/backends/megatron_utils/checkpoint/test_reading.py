@@ -119,7 +119,8 @@ def test_strictness_decides_whether_a_model_may_lack_weights_of_the_checkpoint(h
 
 
 def flags_worker(args) -> dict:
-    """Saves and loads on two ranks that hold the same weights, with the flags about how that is done."""
+    """Saves and loads on two ranks that hold the same weights, with the flags about how that is done; and a load of damaged
+    generators by a run that does not want them."""
     results = {}
     ways = {
         "default": {},
@@ -132,6 +133,10 @@ def flags_worker(args) -> dict:
     for name, flags in ways.items():
         case = SimpleNamespace(**{**vars(args), "save": f"{args.save}_{name}", **flags})
         results[name] = (*train_and_save(case), resume(case, WeightSource("megatron", case.save, resume=True)))
+    case = SimpleNamespace(**{**vars(args), "save": f"{args.save}_alone", "no_load_rng": True})
+    generators = Path(case.save, f"iter_0000003/rng_{torch.distributed.get_rank():05d}.safetensors")
+    generators.write_bytes(generators.read_bytes()[:10])
+    results["damaged"] = *results["alone"][:2], resume(case, WeightSource("megatron", case.save, resume=True))
     return results
 
 
@@ -142,7 +147,9 @@ def test_flags_of_writing_and_reading(hf_dir, tmp_path):
             assert iteration == 3
             assert_same(loaded, at_checkpoint)
             assert_same(stepped, after)
-            assert (loaded["random"] == at_checkpoint["random"]) == (name != "other"), name
+            assert (loaded["random"] == at_checkpoint["random"]) == (name not in ("other", "damaged")), name
+        # Generators that a run does not load begin where --seed has them, as where none were saved.
+        assert results["damaged"][2][1]["random"] == results["other"][2][1]["random"]
     written = {
         name: [path.stat().st_size for path in sorted((tmp_path / f"save_{name}/iter_0000003").glob("*.distcp"))]
         for name in ("default", "alone")
