@@ -74,6 +74,7 @@ class ServingMemory:
     states: the pool of states of linear attention.
     reserve: left free beside weights and cache, for activations, graphs and communication.
     cache_bytes_per_token: bytes on this GPU for one token.
+    group_tokens: tokens in the cache of one group of data-parallel attention, which has the whole of each of its requests.
     cache_tokens: tokens in the caches of all groups of the engine; 0: the weights do not fit.
     stage: the number of that stage.
     stage_totals: bytes of one GPU of each stage.
@@ -84,6 +85,7 @@ class ServingMemory:
     states: int
     reserve: int
     cache_bytes_per_token: float
+    group_tokens: int
     cache_tokens: int
     stage: int
     stage_totals: tuple[int, ...]
@@ -128,6 +130,7 @@ def serving_memory(shape: ModelShape, setup: ServingSetup) -> ServingMemory:
         states=states[stage],
         reserve=reserve,
         cache_bytes_per_token=per_token,
+        group_tokens=tokens,
         cache_tokens=tokens * setup.attention_data,
         stage=stage,
         stage_totals=totals,

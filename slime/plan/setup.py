@@ -172,6 +172,21 @@ def planned_sample(args: argparse.Namespace) -> int | None:
     return longest_sample(args) or args.seq_length
 
 
+def longest_request(args: argparse.Namespace) -> int | None:
+    """Tokens of the longest sample that engines are asked for, by a rollout or an evaluation, as `longest_sample` counts."""
+    lengths = [longest_sample(args)]
+    context, prompt = args.eval_max_context_len, args.eval_max_prompt_len
+    for dataset in args.eval_datasets if args.eval_interval is not None else ():
+        of_set = argparse.Namespace(
+            rollout_max_context_len=context,
+            # A prompt that nothing else limits may fill the context but for one token.
+            rollout_max_prompt_len=context - 1 if prompt is None and context is not None else prompt,
+            rollout_max_response_len=dataset.max_response_len,
+        )
+        lengths.append(longest_sample(of_set))
+    return max((length for length in lengths if length is not None), default=None)
+
+
 def tokens_of_stream(args: argparse.Namespace, layout: ParallelLayout) -> int | None:
     """Tokens of one full micro-batch on one rank, padding included; None if no flag determines it."""
     if args.use_dynamic_batch_size:

@@ -45,7 +45,7 @@ def test_data_parallel_attention_keeps_caches_of_their_own():
     setup = dataclasses.replace(SETUP, tensor=4, attention_data=2)
     memory = serving_memory(SHAPE, setup)
     assert memory.cache_bytes_per_token == 2048
-    assert memory.cache_tokens == 2 * ((GIB // 2 - memory.weights) // 2048)
+    assert memory.cache_tokens == 2 * memory.group_tokens == 2 * ((GIB // 2 - memory.weights) // 2048)
     with pytest.raises(UserError, match="--sglang-dp-size 3 does not divide the engine's tensor-parallel size 4"):
         serving_memory(SHAPE, dataclasses.replace(setup, attention_data=3))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.estimates.serving_memory import WeightBytes
-from slime.plan import make_plan
+from slime.plan import make_plan, require_memory_of_machine
 from slime.plan.placement import serving_setup
 from slime.plan.setup import shape_of
 from slime.plan.text import placement_lines, render
@@ -93,6 +93,53 @@ def test_every_group_of_a_file_is_warned_of_by_its_line(tmp_path):
     (warning,) = [warning for warning in plan.warnings if "KV cache" in warning]
     assert warning.startswith(f"{path}:6: the weights of an engine take ")
     assert "on each of its 1 GPUs" in warning and "raise num_gpus_per_engine or" in warning
+
+
+GROUPS = ("--sglang-enable-dp-attention", "--sglang-dp-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "holder", "room"),
+    [
+        # A request is of one group, whose cache of 8193 tokens leaves two of them free.
+        ((*GROUPS, "--sglang-max-total-tokens", "8193"), "a data-parallel group of an engine", 8191),
+        (("--sglang-max-total-tokens", "8193"), "an engine", 8191),
+        ((*GROUPS, "--sglang-max-total-tokens", "8194"), None, None),
+    ],
+)
+def test_a_cache_without_room_for_the_longest_sample_is_warned_of(words, holder, room):
+    """Which has 1024 + 7168 tokens."""
+    told = [warning for warning in make_plan(planned(SMALL, *words)).warnings if "KV cache" in warning]
+    assert told == [
+        f"the KV cache of {holder} has room for samples of {room} tokens, and the longest may have 8192: its answer would be "
+        "cut short; raise --sglang-max-total-tokens or --rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
+    ] * (room is not None)
+
+
+def test_a_cache_is_too_small_for_an_evaluation_too(tmp_path):
+    words = ["--eval-interval", "5", "--eval-prompt-data", "aime", str(tmp_path), "--sglang-max-total-tokens", "9000"]
+    enough, more = (
+        make_plan(planned(SMALL, *words, "--eval-max-response-len", length)).warnings for length in ("8998", "8999")
+    )
+    assert not any("KV cache" in warning for warning in enough)
+    assert any("room for samples of 8998 tokens, and the longest may have 8999" in warning for warning in more)
+
+
+def test_on_a_cpu_the_tokens_of_a_cache_are_known(monkeypatch, caplog):
+    """So that a run is told of it too, when it starts."""
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    short = SMALL.replace("--dry-run-gpu-memory-gib 80", "").replace("7168", "31743")
+    args = planned(short)
+    warning = (
+        "the KV cache of an engine has room for samples of 32766 tokens, and the longest may have 32767: its answer would be "
+        "cut short; raise --sglang-max-total-tokens"
+    )
+    assert warning in make_plan(args).warnings
+    monkeypatch.setattr("slime.plan.memory.machine_memory", lambda: 1 << 50)
+    require_memory_of_machine(args)
+    assert warning in caplog.messages
+    raised = planned(short, "--sglang-max-total-tokens", "32769")
+    assert not any("KV cache" in warning for warning in make_plan(raised).warnings)
 
 
 def test_256_gpus_take_one_block_and_a_line_for_each_pipeline_stage():

@@ -11,6 +11,7 @@ from slime.plan.setup import (
     delta_rule_has_kernels,
     host_copies,
     kernels_of,
+    longest_request,
     parallel_layout,
     planned_sample,
     prompt_is_limited,
@@ -155,3 +156,23 @@ def test_longest_sample(flags, longest, limited):
     args = lengths(*flags)
     assert longest_sample(args) == longest and prompt_is_limited(args) is limited
     assert planned_sample(args) == (longest or 4096)
+
+
+@pytest.mark.parametrize(
+    ("context", "prompt", "responses", "longest"),
+    [
+        (None, None, [7168, None], 8192),
+        (None, None, [10000, 2000], 10000),
+        (None, 1000, [2000, 10000], 11000),
+        (9000, None, [2000, 100], 9000),
+        (9000, 1000, [7500], 8500),
+        (4096, None, [2000], 8192),
+    ],
+)
+def test_the_longest_request_may_be_that_of_an_evaluation(context, prompt, responses, longest):
+    args = lengths(None, 1024, 7168)
+    args.eval_datasets = [Namespace(max_response_len=length) for length in responses]
+    args.eval_max_context_len, args.eval_max_prompt_len, args.eval_interval = context, prompt, 5
+    assert longest_request(args) == longest
+    args.eval_interval = None
+    assert longest_request(args) == 8192
