@@ -156,12 +156,10 @@ class RankMemory:
     def saving_beyond(self, *, one_memory: bool) -> int:
         """By how many bytes a save raises a rank's peak in host memory; a mean over the ranks of the stage.
 
-        Its host memory is fullest when it sleeps; if host and device have `one_memory`, at its peak. A rank that does not train
-        on while it saves has no activations then, and a save may take their room.
+        If host and device have `one_memory`, a rank that does not train on while it saves has no activations then, and a save
+        may take their room. Otherwise nothing makes room: the host memory in which a rank sleeps is kept while it is awake.
         """
-        room = self.total - self.persistent if one_memory else self.host_asleep
-        if self.saves_in_background:
-            room = 0
+        room = self.total - self.persistent if one_memory and not self.saves_in_background else 0
         return -(-sum(max(0, saving - room) for saving in self.stage_savings) // len(self.stage_savings))
 
     def loading_beyond(self, *, one_memory: bool) -> int:
