@@ -249,8 +249,9 @@ def training_setup(
 
 
 def trainer_sleeps(args: argparse.Namespace) -> bool:
-    """Whether the ranks move their state to the host while engines work. One that ends meanwhile has it in a checkpoint."""
-    return sleeping_sides(args).trainer and not args.release_train
+    """Whether the ranks move their state to host memory while engines work. On CPU it goes into a file, and that of a trainer
+    that ends meanwhile is in a checkpoint."""
+    return plans_for_gpus(args) and sleeping_sides(args).trainer and not args.release_train
 
 
 def _loads_float32(args: argparse.Namespace) -> bool:
