@@ -157,6 +157,8 @@ def _gpu(gpu: int, layout: ParallelLayout | None, engine: tuple[int, int, str | 
 ASSUMED_STATIC_FRACTION = 0.85
 # What SGLang takes for --sglang-mamba-full-memory-ratio.
 _STATES_TO_CACHE = 0.9
+# Values of --sglang-moe-a2a-backend with which ranks divide shared experts; otherwise each has them whole.
+_DIVIDES_SHARED_EXPERTS = ("none", "ascend_tp")
 # Tokens in the cache of an engine on CPU, unless a flag says otherwise.
 CPU_CACHE_TOKENS = 32768
 _CACHE_BYTES = {"auto": None, "bfloat16": 2.0, "bf16": 2.0, "float32": 4.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0}
@@ -221,6 +223,9 @@ def serving_setup(
         draft_layers=1 if field("speculative_algorithm") else 0,
         hands_over=bool(field("enable_hierarchical_cache")) or (group is not None and group.worker_type != "regular"),
         state_ratio=0.0 if counts_states else _STATES_TO_CACHE if ratio is None else ratio,
+        shared_whole=(field("moe_a2a_backend") or "none") not in _DIVIDES_SHARED_EXPERTS,
+        dense_whole=shape.moe is not None and field("moe_dense_tp_size") == 1,
+        redundant_experts=field("ep_num_redundant_experts") or 0,
     )
 
 

@@ -210,6 +210,22 @@ def test_engine_sizes_and_data_parallel_attention():
     assert not setup(planned(TWO_NODES, "--sglang-enable-dp-lm-head")).sharded_head
 
 
+def test_what_flags_of_experts_say_of_the_ranks_of_an_engine():
+    def flags(command, *words):
+        found = setup(planned(command, *words))
+        return found.shared_whole, found.dense_whole, found.redundant_experts
+
+    assert flags(TWO_NODES) == (False, False, 0)
+    assert flags(TWO_NODES, "--sglang-moe-a2a-backend", "deepep", "--sglang-ep-num-redundant-experts", "16") == (
+        True,
+        False,
+        16,
+    )
+    assert flags(TWO_NODES, "--sglang-moe-a2a-backend", "none", "--sglang-moe-dense-tp-size", "1") == (False, True, 0)
+    # Models without experts do not read it.
+    assert flags(SMALL, "--sglang-moe-dense-tp-size", "1") == (False, False, 0)
+
+
 def test_caches_leave_engines_with_roles_and_those_that_keep_them_on_the_host():
     words = [[], ["--prefill-num-servers", "1"], ["--sglang-enable-hierarchical-cache"]]
     assert [setup(planned(TWO_NODES, *flags)).hands_over for flags in words] == [False, True, True]
