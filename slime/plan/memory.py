@@ -52,6 +52,7 @@ from slime.plan.setup import (
     longest_request,
     padded_stream,
     prompt_is_limited,
+    recomputing_all,
     shape_of,
     tokens_of_stream,
     training_setup,
@@ -432,7 +433,7 @@ def _keeps_whole_main_parameters(args: argparse.Namespace) -> bool:
 def _activations(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
     flags = []
     if setup.recompute.granularity != "full":
-        flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+        flags.append(recomputing_all(args))
     if setup.layout.tensor > 1 and not setup.layout.sequence_parallel:
         flags.append("--sequence-parallel")
     return [*flags, *_tokens(args), "--context-parallel-size"]

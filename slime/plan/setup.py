@@ -162,6 +162,12 @@ def recompute_of(args: argparse.Namespace) -> Recompute:
     )
 
 
+def recomputing_all(args: argparse.Namespace) -> str:
+    """The flags that recompute every layer, in words."""
+    instead = " without --moe-layer-recompute" if args.moe_layer_recompute else ""
+    return f"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1{instead}"
+
+
 def prompt_is_limited(args: argparse.Namespace) -> bool:
     """Whether `longest_sample` counts the prompt."""
     return args.rollout_max_context_len is not None or args.rollout_max_prompt_len is not None

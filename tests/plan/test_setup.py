@@ -120,6 +120,10 @@ def test_kernels_and_recomputation(monkeypatch):
     full = recompute_of(planned(TWO_NODES))
     assert (full.granularity, full.method, full.num_layers) == ("full", "uniform", 1)
     assert recompute_of(planned(SMALL, "--recompute-activations")).drops("core_attn")
+    full_flags = " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    for words in (["--moe-layer-recompute"], ["--moe-layer-recompute", "--gradient-checkpointing"]):
+        selective = recompute_of(planned(TWO_NODES.replace(full_flags, ""), *words))
+        assert selective.drops("core_attn") and selective.drops("moe") and not selective.drops("mlp")
 
 
 def test_a_typed_backend_or_its_package_here_decides_who_computes_the_delta_rule(monkeypatch):
