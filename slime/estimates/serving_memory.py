@@ -300,16 +300,22 @@ def served_weight_bytes(shape: ModelShape, plain: float, config: Config | None, 
     found = quantisation_of(config, method)
     if found is None:
         return WeightBytes.everywhere(plain)
+    shares = quantised_shares(shape, config)
+    sizes = {part: (1 - share) * plain + share * found.bytes_per_weight for part, share in shares.items()}
+    return WeightBytes(**sizes, rest=plain)
+
+
+def quantised_shares(shape: ModelShape, config: Config | None) -> dict[str, float]:
+    """Part of a layer -> the share of the layers in which a quantised checkpoint does not leave it as it is."""
     left_out = tuple(_left_out(config or {}))
-    sizes = {}
+    shares = {}
     for part, layers in _layers_by_part(shape).items():
         kept = sum(
             any(_names(entry, f"layers.{layer}.{name}") for entry in left_out for name in _PROJECTIONS[part])
             for layer in layers
         )
-        share = kept / max(len(layers), 1)
-        sizes[part] = share * plain + (1 - share) * found.bytes_per_weight
-    return WeightBytes(**sizes, rest=plain)
+        shares[part] = 1 - kept / max(len(layers), 1)
+    return shares
 
 
 def quantisation_of(config: Config | None, method: str | None) -> Quantisation | None:

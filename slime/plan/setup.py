@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from slime.arguments.checkpoints import OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER, other_model_states
 from slime.arguments.config_files.role_config import CRITIC
+from slime.arguments.hf_config import read_hf_config
 from slime.arguments.megatron.values import pipeline_stages
 from slime.arguments.sizes import longest_sample, plans_for_gpus
 from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout
+from slime.estimates.serving_memory import quantised_shares
 from slime.estimates.shape import ModelShape
 from slime.estimates.training_memory import (
     ACCELERATOR_CHUNK_BYTES,
@@ -22,6 +24,8 @@ from slime.estimates.training_memory import (
 from slime.models.qwen import DELTA_RULE_PACKAGES
 from slime.models.shape_of_flags import SHAPE_FLAGS, model_shape_from_args, padded_vocabulary
 from slime.plan.placement import sleeping_sides, trains
+from slime.utils import env
+from slime.utils.errors import UserError
 
 # Memory that a rank takes before its first tensor: context of the CUDA driver, workspaces of cuBLAS, buffers of NCCL.
 CUDA_OVERHEAD_BYTES = 2 * 2**30
@@ -248,10 +252,27 @@ def training_setup(
         saves=args.save is not None and trains(args),
         loads_float32=_loads_float32(args),
         fp8=args.fp8 is not None,
+        rounded=rounded_parts(args),
         saves_in_background=args.async_save,
         shares_saves=args.ckpt_fully_parallel_save,
         overhead=CUDA_OVERHEAD_BYTES if on_gpus else 0,
     )
+
+
+def rounded_parts(args: argparse.Namespace) -> dict[str, float]:
+    """Part of a layer -> the share of its weights that layers round to INT4 (`OPEN_TRAINING_INT4_FAKE_QAT_FLAG`), which is what
+    --hf-checkpoint packs. A critic, which no engine serves, rounds none.
+
+    Args:
+        args: flags in which the model's shape is known.
+    """
+    if env.int4_training_group_size() is None or args.role == CRITIC:
+        return {}
+    try:
+        config = read_hf_config(args.hf_checkpoint).get("quantization_config")
+    except UserError:
+        return {}
+    return quantised_shares(shape_of(args), config) if config else {}
 
 
 def trainer_sleeps(args: argparse.Namespace) -> bool:

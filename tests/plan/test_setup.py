@@ -16,9 +16,11 @@ from slime.plan.setup import (
     planned_sample,
     prompt_is_limited,
     recompute_of,
+    rounded_parts,
     shape_of,
     state_bytes,
     tokens_of_stream,
+    training_setup,
 )
 from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
@@ -124,6 +126,33 @@ def test_kernels_and_recomputation(monkeypatch):
     for words in (["--moe-layer-recompute"], ["--moe-layer-recompute", "--gradient-checkpointing"]):
         selective = recompute_of(planned(TWO_NODES.replace(full_flags, ""), *words))
         assert selective.drops("core_attn") and selective.drops("moe") and not selective.drops("mlp")
+
+
+def test_int4_training_rounds_what_is_packed_in_the_checkpoint(monkeypatch):
+    args = planned(TWO_NODES)
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["re:.*self_attn.*"]}
+    monkeypatch.setattr("slime.plan.setup.read_hf_config", lambda path: {"quantization_config": config})
+    assert rounded_parts(args) == {}
+    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
+    monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", "32")
+    found = rounded_parts(args)
+    assert found == {
+        "attention": 0.0,
+        "linear_attention": 1.0,
+        "dense_mlp": 1.0,
+        "shared_experts": 1.0,
+        "routed_experts": 1.0,
+    }
+    setup = training_setup(args, parallel_layout(args), 1024, None)
+    assert setup.rounded == found
+    # No engine serves a critic.
+    assert rounded_parts(Namespace(**{**vars(args), "role": "critic"})) == {}
+
+
+def test_a_checkpoint_that_cannot_be_read_has_nothing_that_is_rounded(monkeypatch):
+    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
+    monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", "32")
+    assert rounded_parts(planned(TWO_NODES)) == {}
 
 
 def test_a_typed_backend_or_its_package_here_decides_who_computes_the_delta_rule(monkeypatch):
