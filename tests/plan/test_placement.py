@@ -210,6 +210,26 @@ def test_engine_sizes_and_data_parallel_attention():
     assert not setup(planned(TWO_NODES, "--sglang-enable-dp-lm-head")).sharded_head
 
 
+def test_engines_compute_in_16_bits_where_nothing_says_otherwise(monkeypatch):
+    """On GPUs, beside a trainer in float32 too, as SGLang's `auto` means. A push brings the trainer's dtype."""
+
+    def sizes(params_dtype, *words):
+        args = planned(SMALL, *words)
+        args.params_dtype_name = params_dtype
+        return setup(args).weight_bytes.rest, make_plan(args).sync.bytes / 4_022_468_096
+
+    assert sizes("float32") == sizes("float32", "--sglang-dtype", "auto") == (2.0, 4)
+    assert sizes("float32", "--sglang-dtype", "float32") == (4.0, 4)
+    assert sizes("bfloat16") == sizes("bfloat16", "--sglang-dtype", "half") == (2.0, 2)
+    assert sizes("bfloat16", "--sglang-dtype", "float") == (4.0, 2)
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    cpu = planned(SMALL.replace("--dry-run-gpu-memory-gib 80", ""))
+    assert serving_setup(cpu, shape_of(cpu), None, None).weight_bytes.rest == 4.0
+    # A typed one replaces what a run has them start with.
+    cpu.sglang_dtype = "auto"
+    assert serving_setup(cpu, shape_of(cpu), None, None).weight_bytes.rest == 2.0
+
+
 def test_what_flags_of_experts_say_of_the_ranks_of_an_engine():
     def flags(command, *words):
         found = setup(planned(command, *words))
