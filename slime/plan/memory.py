@@ -310,9 +310,10 @@ def _frozen_model(args: argparse.Namespace) -> tuple[ModelShape, dict[str, Any]]
 def cache_warnings(
     args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None, gpu_memory: int | None
 ) -> Iterator[str]:
-    """A warning for each group of engines whose caches are too small for the run. Arguments as in `plan_memory`.
+    """A warning for each group of engines whose weights or longest samples have no room.
 
     Args:
+        shape, hf_config: of --hf-checkpoint, the config None if it is not known.
         gpu_memory: bytes of one GPU; None on CPU.
     """
     for where, of_group, frozen in _groups(args):

@@ -266,7 +266,7 @@ def rounded_parts(args: argparse.Namespace) -> dict[str, float]:
     Args:
         args: flags in which the model's shape is known.
     """
-    if env.int4_training_group_size() is None or args.role == CRITIC:
+    if env.int4_training_group_size() is None or args.role == CRITIC or args.hf_checkpoint is None:
         return {}
     try:
         config = read_hf_config(args.hf_checkpoint).get("quantization_config")
