@@ -160,8 +160,7 @@ def _unset_values(args: argparse.Namespace) -> None:
     args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     args.balance_data = args.balance_data or args.balance_by_flops
     args.use_routing_replay = args.use_routing_replay or args.use_rollout_routing_replay
-    if args.n_samples_per_prompt == 1:
-        args.grpo_std_normalization = False
+    args.grpo_std_normalization &= args.n_samples_per_prompt != 1
     if args.rollout_top_p != 1 and args.rollout_top_k == -1:
         # An engine reports sets only of a limited top-k, and must have room to report tokens that tie at the cut.
         args.rollout_top_k = max(1, min(2048, (args.sglang_sampling_mask_max_tokens or TOLD_TOKENS) // 2))
@@ -216,7 +215,8 @@ def resolve_aliases(args: argparse.Namespace) -> list[Violation]:
     args.dry_run = args.dry_run or args.rehearse or args.dry_run_json is not None
     if args.use_gated_attention:
         _type(args, "attention_output_gate", True)
-    recomputation = {"recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_activations"}
+    recomputation = {"recompute_granularity", "recompute_method", "recompute_num_layers"}
+    recomputation |= {"recompute_activations", "moe_layer_recompute"}
     megatron_recomputes = args.gradient_checkpointing and args.train_backend == "megatron"
     if megatron_recomputes and args.typed_flags.isdisjoint(recomputation):
         args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1

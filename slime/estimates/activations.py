@@ -297,7 +297,7 @@ def kept_of_chunks(model: ActivationModel, chunks: Iterable[Sequence[int]]) -> f
     """
     kept = 0.0
     for chunk in chunks:
-        units = _recomputed_units(model.recompute, chunk)
+        units = recomputed_units(model.recompute, chunk)
         again = {index for unit in units for index in unit}
         kept += len(units) * model.layer_input + model.kept([index for index in chunk if index not in again])
         kept += sum(model.shared_choice(index) for index in chunk if index in again)
@@ -311,14 +311,14 @@ def backward_working_set(model: ActivationModel, chunks: Iterable[Sequence[int]]
     if not found:
         return 0.0
     gradients = max(layer.backward for layer in found)
-    units = [unit for chunk in chunks for unit in _recomputed_units(model.recompute, chunk)]
+    units = [unit for chunk in chunks for unit in recomputed_units(model.recompute, chunk)]
     if not units:
         # The layer has freed at least one hidden state by then.
         return gradients - model.hidden
     return max(model.kept(unit) for unit in units) + gradients
 
 
-def _recomputed_units(recompute: Recompute, chunk: Sequence[int]) -> list[Sequence[int]]:
+def recomputed_units(recompute: Recompute, chunk: Sequence[int]) -> list[Sequence[int]]:
     """Runs of layers of one model chunk of which only the input is kept."""
     if recompute.granularity != "full":
         return []

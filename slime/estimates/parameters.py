@@ -239,7 +239,7 @@ def rank_parameters(
     # A layout may name a stage for layers of multi-token prediction although the model has none, because it is a critic.
     has_norm = stage.predicts if shape.mtp_num_layers else stage.is_last
     layers += [prediction.layer for prediction in mtp]
-    per_layer = [_of_layer(layer, layout) for layer in layers]
+    per_layer = [layer_of_rank(layer, layout) for layer in layers]
     vocabulary = counts.embedding // layout.tensor
     if shape.value_head:
         output = counts.output_head
@@ -260,7 +260,8 @@ def rank_parameters(
     )
 
 
-def _of_layer(layer: LayerParameters, layout: ParallelLayout) -> LayerParameters:
+def layer_of_rank(layer: LayerParameters, layout: ParallelLayout) -> LayerParameters:
+    """The part of a layer that one rank has."""
     return LayerParameters(
         attention=layer.attention // layout.tensor,
         attention_replicated=layer.attention_replicated,

@@ -51,6 +51,8 @@ class ServingSetup:
     hands_over: caches leave the engine, for others or for the host. Then SGLang has room for an indexer's key in every layer.
     state_ratio: size of the pool of states of linear attention by that of the cache; 0: another number tells its size, which
         does not count.
+    shared_whole, dense_whole: every rank has shared experts, or dense MLPs, whole.
+    redundant_experts: copies of routed experts, in each layer that has any.
     """
 
     tensor: int
@@ -65,6 +67,9 @@ class ServingSetup:
     draft_layers: int = 0
     hands_over: bool = False
     state_ratio: float = 0.0
+    shared_whole: bool = False
+    dense_whole: bool = False
+    redundant_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class ServingMemory:
     states: the pool of states of linear attention.
     reserve: left free beside weights and cache, for activations, graphs and communication.
     cache_bytes_per_token: bytes on this GPU for one token.
+    group_tokens: tokens in the cache of one group of data-parallel attention, which has the whole of each of its requests.
     cache_tokens: tokens in the caches of all groups of the engine; 0: the weights do not fit.
     stage: the number of that stage.
     stage_totals: bytes of one GPU of each stage.
@@ -84,6 +90,7 @@ class ServingMemory:
     states: int
     reserve: int
     cache_bytes_per_token: float
+    group_tokens: int
     cache_tokens: int
     stage: int
     stage_totals: tuple[int, ...]
@@ -128,6 +135,7 @@ def serving_memory(shape: ModelShape, setup: ServingSetup) -> ServingMemory:
         states=states[stage],
         reserve=reserve,
         cache_bytes_per_token=per_token,
+        group_tokens=tokens,
         cache_tokens=tokens * setup.attention_data,
         stage=stage,
         stage_totals=totals,
@@ -150,7 +158,7 @@ def require_whole_groups(tensor: int, attention_data: int) -> None:
 def served_bytes(shape: ModelShape, weight_bytes: WeightBytes) -> int:
     """Bytes of all weights of a model as an engine receives them."""
     counts = count_parameters(shape)
-    layers = sum(_layer_bytes(layer, weight_bytes, 1, 1) for layer in counts.layers)
+    layers = sum(_layer_bytes(layer, weight_bytes, _Ranks()) for layer in counts.layers)
     return round(layers + (counts.embedding + counts.output_head + counts.final_norm) * weight_bytes.rest)
 
 
@@ -169,15 +177,23 @@ def _layers_of(shape: ModelShape, setup: ServingSetup, stage: int) -> range:
 def _weights(shape: ModelShape, setup: ServingSetup, stage: int) -> int:
     """Bytes of the weights of a rank of `stage`: the first stage has the embedding, the last one final norm and output head."""
     counts = count_parameters(replace(shape, mtp_num_layers=setup.draft_layers))
-    attention_ranks = setup.tensor // setup.attention_data
+    attention_ranks, experts = (
+        setup.tensor // setup.attention_data,
+        shape.moe.num_experts if shape.moe is not None else 1,
+    )
+    ranks = _Ranks(
+        attention_ranks,
+        dense_mlp=1 if setup.dense_whole else setup.tensor,
+        shared_experts=1 if setup.shared_whole else setup.tensor,
+        routed_experts=setup.tensor * experts / (experts + setup.redundant_experts),
+    )
     layers = sum(
-        _layer_bytes(counts.layers[layer], setup.weight_bytes, setup.tensor, attention_ranks)
-        for layer in _layers_of(shape, setup, stage)
+        _layer_bytes(counts.layers[layer], setup.weight_bytes, ranks) for layer in _layers_of(shape, setup, stage)
     )
     # The projection of a layer that drafts is whole on each rank, and not quantised.
     layers += sum(
         (draft.projection + draft.norms) * setup.weight_bytes.rest
-        + _layer_bytes(draft.layer, setup.weight_bytes, setup.tensor, attention_ranks)
+        + _layer_bytes(draft.layer, setup.weight_bytes, ranks)
         for draft in counts.mtp
     )
     vocabulary = 0.0
@@ -191,12 +207,23 @@ def _weights(shape: ModelShape, setup: ServingSetup, stage: int) -> int:
     return round(layers + vocabulary * setup.weight_bytes.rest)
 
 
-def _layer_bytes(layer: LayerParameters, size: WeightBytes, ranks: int, attention_ranks: int) -> float:
+@dataclass(frozen=True)
+class _Ranks:
+    """How many ranks divide each part of a layer; fewer than there are for experts of which there are copies."""
+
+    attention: int = 1
+    dense_mlp: int = 1
+    shared_experts: int = 1
+    routed_experts: float = 1.0
+
+
+def _layer_bytes(layer: LayerParameters, size: WeightBytes, ranks: _Ranks) -> float:
     whole = layer.attention_replicated + layer.latent_projections + layer.indexer
-    attention = (layer.attention / attention_ranks + whole) * size.attention
-    linear = layer.linear_attention / attention_ranks * size.linear_attention
-    experts = layer.shared_experts * size.shared_experts + layer.routed_experts * size.routed_experts
-    mlp = (layer.dense_mlp * size.dense_mlp + experts) / ranks
+    attention = (layer.attention / ranks.attention + whole) * size.attention
+    linear = layer.linear_attention / ranks.attention * size.linear_attention
+    dense, shared = layer.dense_mlp / ranks.dense_mlp, layer.shared_experts / ranks.shared_experts
+    routed = layer.routed_experts / ranks.routed_experts * size.routed_experts
+    mlp = dense * size.dense_mlp + shared * size.shared_experts + routed
     return attention + linear + mlp + (layer.router + layer.norms) * size.rest
 
 
@@ -273,16 +300,22 @@ def served_weight_bytes(shape: ModelShape, plain: float, config: Config | None, 
     found = quantisation_of(config, method)
     if found is None:
         return WeightBytes.everywhere(plain)
+    shares = quantised_shares(shape, config)
+    sizes = {part: (1 - share) * plain + share * found.bytes_per_weight for part, share in shares.items()}
+    return WeightBytes(**sizes, rest=plain)
+
+
+def quantised_shares(shape: ModelShape, config: Config | None) -> dict[str, float]:
+    """Part of a layer -> the share of the layers in which a quantised checkpoint does not leave it as it is."""
     left_out = tuple(_left_out(config or {}))
-    sizes = {}
+    shares = {}
     for part, layers in _layers_by_part(shape).items():
         kept = sum(
             any(_names(entry, f"layers.{layer}.{name}") for entry in left_out for name in _PROJECTIONS[part])
             for layer in layers
         )
-        share = kept / max(len(layers), 1)
-        sizes[part] = share * plain + (1 - share) * found.bytes_per_weight
-    return WeightBytes(**sizes, rest=plain)
+        shares[part] = 1 - kept / max(len(layers), 1)
+    return shares
 
 
 def quantisation_of(config: Config | None, method: str | None) -> Quantisation | None:

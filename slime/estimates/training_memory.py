@@ -10,11 +10,19 @@ The peak is the largest of the moments below, and `RankMemory` shows the parts a
 - "weight push": tensors are gathered into transfer buckets.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
-from slime.estimates.activations import ActivationModel, Kernels, Recompute, backward_working_set, kept_of_chunks
+from slime.estimates.activations import (
+    ActivationModel,
+    Kernels,
+    Recompute,
+    backward_working_set,
+    kept_of_chunks,
+    recomputed_units,
+)
 from slime.estimates.layout import ParallelLayout, PipelineStage, RankPlace, chunks_in_flight
-from slime.estimates.parameters import ParameterCounts, RankParameters, count_parameters, rank_parameters
+from slime.estimates.parameters import ParameterCounts, RankParameters, count_parameters, layer_of_rank, rank_parameters
 from slime.estimates.shape import ModelShape
 
 # Log-probs are computed in chunks of so many bytes of float32 rows; the trainer uses these numbers, and the plan counts with
@@ -73,6 +81,7 @@ class TrainingSetup:
     saves: checkpoints are written.
     loads_float32: weights of 16 bits come out of a checkpoint in float32, by way of the host.
     fp8: layers multiply in FP8, with copies of their weights.
+    rounded: part of a layer -> the share of its weights of which each pass has rounded copies, from forward to backward.
     trains: steps are taken; else the rank only pushes its weights, and `state` has no optimizer.
     saves_in_background: the rank trains, or sleeps, while its checkpoint is written.
     shares_saves: replicas each write a share of the weights that they all hold; else the first of them writes all.
@@ -103,6 +112,7 @@ class TrainingSetup:
     saves: bool = False
     loads_float32: bool = False
     fp8: bool = False
+    rounded: Mapping[str, float] = field(default_factory=dict)
     saves_in_background: bool = False
     shares_saves: bool = True
     overhead: int = 0
@@ -156,12 +166,10 @@ class RankMemory:
     def saving_beyond(self, *, one_memory: bool) -> int:
         """By how many bytes a save raises a rank's peak in host memory; a mean over the ranks of the stage.
 
-        Its host memory is fullest when it sleeps; if host and device have `one_memory`, at its peak. A rank that does not train
-        on while it saves has no activations then, and a save may take their room.
+        If host and device have `one_memory`, a rank that does not train on while it saves has no activations then, and a save
+        may take their room. Otherwise nothing makes room: the host memory in which a rank sleeps is kept while it is awake.
         """
-        room = self.total - self.persistent if one_memory else self.host_asleep
-        if self.saves_in_background:
-            room = 0
+        room = self.total - self.persistent if one_memory and not self.saves_in_background else 0
         return -(-sum(max(0, saving - room) for saving in self.stage_savings) // len(self.stage_savings))
 
     def loading_beyond(self, *, one_memory: bool) -> int:
@@ -268,7 +276,7 @@ def _stage_memory(shape: ModelShape, counts: ParameterCounts, setup: TrainingSet
     # Forward passes multiply with a copy of one byte per number, backward passes with its transpose.
     in_fp8 = 2 * (held.attention + held.dense_mlp + held.shared_experts + held.routed_experts) if setup.fp8 else 0
     moments = [
-        *_computing(shape, setup, stage, replace(base, buffers=borrowed + in_fp8)),
+        *_computing(shape, counts, setup, stage, replace(base, buffers=borrowed + in_fp8)),
         replace(base, moment="optimizer step", buffers=update + borrowed),
         push,
     ]
@@ -381,7 +389,7 @@ def _optimizer_bytes(trained: RankParameters, setup: TrainingSetup) -> float:
 
 
 def _computing(
-    shape: ModelShape, setup: TrainingSetup, stage: PipelineStage, base: RankMemory
+    shape: ModelShape, counts: ParameterCounts, setup: TrainingSetup, stage: PipelineStage, base: RankMemory
 ) -> tuple[RankMemory, RankMemory]:
     """The moments "loss" (on other stages than the last: the end of the forward pass) and "backward".
 
@@ -404,6 +412,7 @@ def _computing(
     kept = kept_of_chunks(model, chunks) * (in_flight - whole)
     if whole:
         kept += sum(model.kept(chunk) for chunk in chunks) * whole
+    copies, again = _rounded_copies(counts, setup, chunks, in_flight - whole, whole)
     head, width = 0.0, shape.hidden_size / (setup.layout.tensor if setup.layout.sequence_parallel else 1)
     if stage.is_last:
         # The final norm keeps its input, and its output for the head. A value head takes it in float32.
@@ -418,9 +427,44 @@ def _computing(
     gathered = model.bytes * shape.hidden_size if setup.layout.sequence_parallel and setup.layout.tensor > 1 else 0
     base = replace(base, buffers=base.buffers + round(tokens * gathered))
     logits = _logits(shape, setup) if stage.is_last and not shape.value_head else 0
-    loss = replace(base, moment="loss", activations=round(tokens * (kept + head)), logits=logits)
+    loss = replace(base, moment="loss", activations=round(tokens * (kept + head) + copies), logits=logits)
     working = backward_working_set(model, chunks)
-    return loss, replace(base, moment="backward", activations=round(tokens * (kept + working)))
+    backward = round(tokens * (kept + working) + copies + again)
+    return loss, replace(base, moment="backward", activations=backward)
+
+
+# The modules of `Recompute` that hold a part of a layer.
+_HOLD = {"dense_mlp": ("mlp",), "shared_experts": ("shared_experts", "moe"), "routed_experts": ("moe",)}
+
+
+def _rounded_copies(
+    counts: ParameterCounts, setup: TrainingSetup, chunks: Sequence[Sequence[int]], passes: float, whole: float
+) -> tuple[float, float]:
+    """Bytes of rounded copies of weights: (that all passes in flight keep, that are made again at once in a backward pass).
+
+    Args:
+        whole: passes that are kept without recomputation, beside the other `passes`.
+    """
+    if not setup.rounded:
+        return 0.0, 0.0
+    layers = {index: counts.layers[index] if index >= 0 else counts.mtp[0].layer for chunk in chunks for index in chunk}
+    of_rank = {index: layer_of_rank(layer, setup.layout) for index, layer in layers.items()}
+
+    def size(indices: Sequence[int], parts: Iterable[str]) -> float:
+        elements = sum(getattr(of_rank[index], part) * setup.rounded[part] for index in indices for part in parts)
+        return elements * setup.state.weight
+
+    dropped = [part for part in setup.rounded if any(map(setup.recompute.drops, _HOLD.get(part, ())))]
+    kept_parts = [part for part in setup.rounded if part not in dropped]
+    kept = of_whole = again = 0.0
+    for chunk in chunks:
+        units = recomputed_units(setup.recompute, chunk)
+        kept_layers = [index for index in chunk if all(index not in unit for unit in units)]
+        kept += size(kept_layers, kept_parts)
+        of_whole += size(chunk, setup.rounded)
+        made_again = [size(unit, setup.rounded) for unit in units] + [size([index], dropped) for index in kept_layers]
+        again = max([again, *made_again])
+    return kept * passes + of_whole * whole, again
 
 
 def _logits(shape: ModelShape, setup: TrainingSetup) -> int:

@@ -8,6 +8,7 @@ which the driver calls, prints the text and writes the JSON if asked for. What w
 import argparse
 import dataclasses
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from slime.plan.batch import plan_batch, plan_overlap, plan_parameters
 from slime.plan.before_start import late_evaluations, other_dtypes, pushes_without_a_taker
 from slime.plan.memory import (
     HostShare,
+    cache_warnings,
     host_memory_problem,
     host_shares,
     machine_memory,
@@ -37,6 +39,8 @@ from slime.plan.text import custom_values, plan_values, render
 from slime.utils.device import gpus_on_this_machine
 from slime.utils.errors import UserError
 from slime.utils.filesystem import write_json_atomically
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Plan", "make_plan", "plan_as_json", "render", "require_memory_of_machine", "show_plan"]
 
@@ -92,7 +96,8 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
 
 
 def require_memory_of_machine(args: argparse.Namespace) -> None:
-    """Refuse a run on this machine alone whose processes need more memory than it has; on GPUs, warn of it.
+    """Refuse a run on this machine alone whose processes need more memory than it has; on GPUs, warn of it. Warn of engines
+    whose caches have no room for a sample.
 
     Raises:
         UserError: the memory is not enough (the message has both numbers and a way out), or the plan cannot be made.
@@ -103,6 +108,8 @@ def require_memory_of_machine(args: argparse.Namespace) -> None:
     memory = None
     if shape is not None:
         memory, _, _ = plan_memory(args, shape, layout, plan_batch(args, layout).micro_batches, hf_config)
+        for warning in cache_warnings(args, shape, hf_config, memory.gpu_memory):
+            logger.warning("%s", warning)
     on_gpus = plans_for_gpus(args)
     require_host_memory(_host_shares(args, memory, layout, on_gpus=on_gpus), on_gpus=on_gpus)
 

@@ -20,7 +20,14 @@ from slime.estimates.layout import ParallelLayout
 from slime.estimates.training_memory import worst_rank
 from slime.plan.batch import plan_batch
 from slime.plan.critic_memory import planned_critic
-from slime.plan.setup import parallel_layout, planned_sample, prompt_is_limited, shape_of, step_memory
+from slime.plan.setup import (
+    parallel_layout,
+    planned_sample,
+    prompt_is_limited,
+    recomputing_all,
+    shape_of,
+    step_memory,
+)
 from slime.plan.structure import GIB
 
 # A micro-batch as (tokens of the sample, response tokens among them) per sample.
@@ -180,7 +187,7 @@ def out_of_memory(
         more += ["--fsdp-cpu-offload"] * (not args.fsdp_cpu_offload)
     else:
         if args.recompute_granularity != "full":
-            more.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+            more.append(recomputing_all(args))
         more += [
             "a larger --tensor-model-parallel-size",
             *["--optimizer-cpu-offload"] * (not args.optimizer_cpu_offload),

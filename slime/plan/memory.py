@@ -49,8 +49,10 @@ from slime.plan.placement import (
 from slime.plan.setup import (
     CUDA_OVERHEAD_BYTES,
     host_copies,
+    longest_request,
     padded_stream,
     prompt_is_limited,
+    recomputing_all,
     shape_of,
     tokens_of_stream,
     training_setup,
@@ -95,12 +97,7 @@ def plan_memory(
         buffers = max(push_buffers(shape, setup, stage) for stage in setup.stages) + received_buffers(shape, setup)
     phases = _phases(args, worst, critic, buffers, served, gpu_memory)
     warnings = [_too_large(phase, gpu_memory) for phase in phases if phase.fits is False]
-    for where, of_group, frozen in _groups(args):
-        found = _frozen_model(of_group) if frozen else (shape, hf_config)
-        served_by_group = served if not where else None if found is None else _serving(of_group, *found, gpu_memory)[0]
-        of_engines = _cache_warnings(of_group, served_by_group, gpu_memory)
-        name = "num_gpus_per_engine" if where else "--rollout-num-gpus-per-engine"
-        warnings += [where + warning.replace("--rollout-num-gpus-per-engine", name) for warning in of_engines]
+    warnings += cache_warnings(args, shape, hf_config, gpu_memory)
     if setup is not None and setup.trains:
         warnings += _over_long(args, shape, setup, worst_rank(memories))
     notes = (reason,) if reason is not None else tuple(_training_notes(args) if training is not None else ())
@@ -310,22 +307,48 @@ def _frozen_model(args: argparse.Namespace) -> tuple[ModelShape, dict[str, Any]]
     return None if shape is None else (shape, config)
 
 
-def _cache_warnings(args: argparse.Namespace, served: ServingMemory | None, gpu_memory: int | None) -> list[str]:
-    if served is None or gpu_memory is None:
-        return []
-    gpus = args.rollout_num_gpus_per_engine
+def cache_warnings(
+    args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None, gpu_memory: int | None
+) -> Iterator[str]:
+    """A warning for each group of engines whose weights or longest samples have no room.
+
+    Args:
+        shape, hf_config: of --hf-checkpoint, the config None if it is not known.
+        gpu_memory: bytes of one GPU; None on CPU.
+    """
+    for where, of_group, frozen in _groups(args):
+        found = _frozen_model(of_group) if frozen else (shape, hf_config)
+        served = _serving(of_group, *found, gpu_memory)[0] if found is not None else None
+        if served is not None:
+            name = "num_gpus_per_engine" if where else "--rollout-num-gpus-per-engine"
+            for warning in _of_cache(of_group, served, gpu_memory):
+                yield where + warning.replace("--rollout-num-gpus-per-engine", name)
+
+
+def _of_cache(args: argparse.Namespace, served: ServingMemory, gpu_memory: int | None) -> Iterator[str]:
+    ways_out = ["--sglang-max-total-tokens"] if gpu_memory is None or args.sglang_max_total_tokens is not None else []
+    ways_out += ["--rollout-num-gpus-per-engine", "--sglang-mem-fraction-static"] if gpu_memory is not None else []
     if served.cache_tokens == 0:
-        return [
-            f"the weights of an engine take {served.weights / GIB:.1f} GiB on each of its {gpus} GPUs and leave nothing "
-            "for the KV cache; raise --rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
-        ]
-    longest = longest_sample(args)
-    if longest is not None and served.cache_tokens < longest:
-        return [
-            f"the KV cache of an engine holds {served.cache_tokens} tokens, less than one sample of {longest}; raise "
-            "--rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
-        ]
-    return []
+        yield (
+            f"the weights of an engine take {served.weights / GIB:.1f} GiB on each of its "
+            f"{args.rollout_num_gpus_per_engine} GPUs and leave nothing for the KV cache; raise {' or '.join(ways_out[-2:])}"
+        )
+        return
+    holder = "an engine" if served.cache_tokens == served.group_tokens else "a data-parallel group of an engine"
+    short = short_cache(args, served.group_tokens)
+    if short is not None:
+        yield f"the KV cache of {holder} {short}; raise {' or '.join(ways_out)}"
+
+
+def short_cache(args: argparse.Namespace, tokens: int) -> str | None:
+    """Words for a cache of so many tokens if it has no room for the longest sample of a rollout or an evaluation; else None.
+
+    SGLang 0.5.21 leaves two tokens of the cache free, and without a word lets an answer end where the others are used up.
+    """
+    longest, room = longest_request(args), tokens - 2
+    if longest is None or longest <= room:
+        return None
+    return f"has room for samples of {room} tokens, and the longest may have {longest}: its answer would be cut short"
 
 
 def _over_long(args: argparse.Namespace, shape: ModelShape, setup: TrainingSetup, worst: RankMemory) -> Iterator[str]:
@@ -411,7 +434,7 @@ def _keeps_whole_main_parameters(args: argparse.Namespace) -> bool:
 def _activations(args: argparse.Namespace, setup: TrainingSetup) -> list[str]:
     flags = []
     if setup.recompute.granularity != "full":
-        flags.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+        flags.append(recomputing_all(args))
     if setup.layout.tensor > 1 and not setup.layout.sequence_parallel:
         flags.append("--sequence-parallel")
     return [*flags, *_tokens(args), "--context-parallel-size"]

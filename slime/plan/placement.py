@@ -157,10 +157,13 @@ def _gpu(gpu: int, layout: ParallelLayout | None, engine: tuple[int, int, str | 
 ASSUMED_STATIC_FRACTION = 0.85
 # What SGLang takes for --sglang-mamba-full-memory-ratio.
 _STATES_TO_CACHE = 0.9
+# Values of --sglang-moe-a2a-backend with which ranks divide shared experts; otherwise each has them whole.
+_DIVIDES_SHARED_EXPERTS = ("none", "ascend_tp")
 # Tokens in the cache of an engine on CPU, unless a flag says otherwise.
 CPU_CACHE_TOKENS = 32768
 _CACHE_BYTES = {"auto": None, "bfloat16": 2.0, "bf16": 2.0, "float32": 4.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0}
-_WEIGHT_BYTES = {"auto": None, "bfloat16": 2.0, "half": 2.0, "float16": 2.0, "float": 4.0, "float32": 4.0}
+# By --sglang-dtype; see `dtype_of_engine`.
+_WEIGHT_BYTES = {"auto": 2.0, "bfloat16": 2.0, "half": 2.0, "float16": 2.0, "float": 4.0, "float32": 4.0}
 
 
 def starts_engines(args: argparse.Namespace) -> bool:
@@ -221,14 +224,27 @@ def serving_setup(
         draft_layers=1 if field("speculative_algorithm") else 0,
         hands_over=bool(field("enable_hierarchical_cache")) or (group is not None and group.worker_type != "regular"),
         state_ratio=0.0 if counts_states else _STATES_TO_CACHE if ratio is None else ratio,
+        shared_whole=(field("moe_a2a_backend") or "none") not in _DIVIDES_SHARED_EXPERTS,
+        dense_whole=shape.moe is not None and field("moe_dense_tp_size") == 1,
+        redundant_experts=field("ep_num_redundant_experts") or 0,
     )
 
 
-def weight_bytes(args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None) -> WeightBytes:
-    """Bytes of one element of a served weight by part, as --hf-checkpoint is quantised."""
+def weight_bytes(
+    args: argparse.Namespace, shape: ModelShape, hf_config: dict[str, Any] | None, *, pushed: bool = False
+) -> WeightBytes:
+    """Bytes of one element of a weight by part, as --hf-checkpoint is quantised.
+
+    Args:
+        pushed: as a push brings it: what is not quantised is in the trainer's dtype. Otherwise in that of the engines.
+    """
     group = _group_of_trained_model(args)
     engine = args if group is None else arguments_of_group(args, group)
-    return served_weight_bytes(shape, _plain_bytes(engine), *_quantised_as(engine, hf_config))
+    if pushed:
+        plain = 4.0 if args.params_dtype_name == "float32" else 2.0
+    else:
+        plain = _WEIGHT_BYTES[engine.sglang_dtype or ("auto" if plans_for_gpus(args) else "float32")]
+    return served_weight_bytes(shape, plain, *_quantised_as(engine, hf_config))
 
 
 def unknown_format(args: argparse.Namespace, hf_config: dict[str, Any] | None) -> str | None:
@@ -240,16 +256,6 @@ def _quantised_as(
     args: argparse.Namespace, hf_config: dict[str, Any] | None
 ) -> tuple[dict[str, Any] | None, str | None]:
     return (hf_config or {}).get("quantization_config"), args.sglang_quantization
-
-
-def _plain_bytes(args: argparse.Namespace) -> float:
-    """Bytes of one element of a served weight that is not quantised."""
-    named = _WEIGHT_BYTES.get(args.sglang_dtype or "auto")
-    if named is not None:
-        return named
-    if not plans_for_gpus(args):
-        return 4.0
-    return 4.0 if args.has_trainer and args.params_dtype_name == "float32" else 2.0
 
 
 def dtype_of_engine(named: str, hf_config: dict[str, Any]) -> str:
@@ -275,7 +281,7 @@ def plan_sync(
     """The weight sync: every engine receives every weight once, and its link is the bottleneck. None: nothing is pushed."""
     if layout is None or not (args.rollout_external_engine_addrs or starts_engines(args)):
         return None
-    sizes = weight_bytes(args, shape, hf_config)
+    sizes = weight_bytes(args, shape, hf_config, pushed=True)
     total, of_experts = served_bytes(shape, sizes), served_expert_bytes(shape, sizes)
     gbps, bucket = args.dry_run_link_gbps, args.update_weight_buffer_size
     transport, buckets = _transport(args), -(-total // bucket)

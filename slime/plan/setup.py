@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from slime.arguments.checkpoints import OLD_ACTOR, REFERENCE, ROLLOUT_ACTOR, TEACHER, other_model_states
 from slime.arguments.config_files.role_config import CRITIC
+from slime.arguments.hf_config import read_hf_config
 from slime.arguments.megatron.values import pipeline_stages
 from slime.arguments.sizes import longest_sample, plans_for_gpus
 from slime.estimates.activations import Kernels, Recompute
 from slime.estimates.layout import ParallelLayout
+from slime.estimates.serving_memory import quantised_shares
 from slime.estimates.shape import ModelShape
 from slime.estimates.training_memory import (
     ACCELERATOR_CHUNK_BYTES,
@@ -22,6 +24,8 @@ from slime.estimates.training_memory import (
 from slime.models.qwen import DELTA_RULE_PACKAGES
 from slime.models.shape_of_flags import SHAPE_FLAGS, model_shape_from_args, padded_vocabulary
 from slime.plan.placement import sleeping_sides, trains
+from slime.utils import env
+from slime.utils.errors import UserError
 
 # Memory that a rank takes before its first tensor: context of the CUDA driver, workspaces of cuBLAS, buffers of NCCL.
 CUDA_OVERHEAD_BYTES = 2 * 2**30
@@ -162,6 +166,12 @@ def recompute_of(args: argparse.Namespace) -> Recompute:
     )
 
 
+def recomputing_all(args: argparse.Namespace) -> str:
+    """The flags that recompute every layer, in words."""
+    instead = " without --moe-layer-recompute" if args.moe_layer_recompute else ""
+    return f"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1{instead}"
+
+
 def prompt_is_limited(args: argparse.Namespace) -> bool:
     """Whether `longest_sample` counts the prompt."""
     return args.rollout_max_context_len is not None or args.rollout_max_prompt_len is not None
@@ -170,6 +180,21 @@ def prompt_is_limited(args: argparse.Namespace) -> bool:
 def planned_sample(args: argparse.Namespace) -> int | None:
     """`longest_sample`, or if no flag limits it the length that is assumed (`--seq-length`)."""
     return longest_sample(args) or args.seq_length
+
+
+def longest_request(args: argparse.Namespace) -> int | None:
+    """Tokens of the longest sample that engines are asked for, by a rollout or an evaluation, as `longest_sample` counts."""
+    lengths = [longest_sample(args)]
+    context, prompt = args.eval_max_context_len, args.eval_max_prompt_len
+    for dataset in args.eval_datasets if args.eval_interval is not None else ():
+        of_set = argparse.Namespace(
+            rollout_max_context_len=context,
+            # A prompt that nothing else limits may fill the context but for one token.
+            rollout_max_prompt_len=context - 1 if prompt is None and context is not None else prompt,
+            rollout_max_response_len=dataset.max_response_len,
+        )
+        lengths.append(longest_sample(of_set))
+    return max((length for length in lengths if length is not None), default=None)
 
 
 def tokens_of_stream(args: argparse.Namespace, layout: ParallelLayout) -> int | None:
@@ -227,15 +252,33 @@ def training_setup(
         saves=args.save is not None and trains(args),
         loads_float32=_loads_float32(args),
         fp8=args.fp8 is not None,
+        rounded=rounded_parts(args),
         saves_in_background=args.async_save,
         shares_saves=args.ckpt_fully_parallel_save,
         overhead=CUDA_OVERHEAD_BYTES if on_gpus else 0,
     )
 
 
+def rounded_parts(args: argparse.Namespace) -> dict[str, float]:
+    """Part of a layer -> the share of its weights that layers round to INT4 (`OPEN_TRAINING_INT4_FAKE_QAT_FLAG`), which is what
+    --hf-checkpoint packs. A critic, which no engine serves, rounds none.
+
+    Args:
+        args: flags in which the model's shape is known.
+    """
+    if env.int4_training_group_size() is None or args.role == CRITIC or args.hf_checkpoint is None:
+        return {}
+    try:
+        config = read_hf_config(args.hf_checkpoint).get("quantization_config")
+    except UserError:
+        return {}
+    return quantised_shares(shape_of(args), config) if config else {}
+
+
 def trainer_sleeps(args: argparse.Namespace) -> bool:
-    """Whether the ranks move their state to the host while engines work. One that ends meanwhile has it in a checkpoint."""
-    return sleeping_sides(args).trainer and not args.release_train
+    """Whether the ranks move their state to host memory while engines work. On CPU it goes into a file, and that of a trainer
+    that ends meanwhile is in a checkpoint."""
+    return plans_for_gpus(args) and sleeping_sides(args).trainer and not args.release_train
 
 
 def _loads_float32(args: argparse.Namespace) -> bool:

@@ -45,7 +45,7 @@ def test_data_parallel_attention_keeps_caches_of_their_own():
     setup = dataclasses.replace(SETUP, tensor=4, attention_data=2)
     memory = serving_memory(SHAPE, setup)
     assert memory.cache_bytes_per_token == 2048
-    assert memory.cache_tokens == 2 * ((GIB // 2 - memory.weights) // 2048)
+    assert memory.cache_tokens == 2 * memory.group_tokens == 2 * ((GIB // 2 - memory.weights) // 2048)
     with pytest.raises(UserError, match="--sglang-dp-size 3 does not divide the engine's tensor-parallel size 4"):
         serving_memory(SHAPE, dataclasses.replace(setup, attention_data=3))
 
@@ -187,6 +187,31 @@ def test_weights_that_do_not_fit_leave_no_cache_and_cpu_engines_take_a_fixed_one
 
 
 MOE = MoeShape(8, 2, 64, 64, False, False, (False, True, True, True))
+
+
+@pytest.mark.parametrize(
+    ("flags", "more"),
+    [
+        # A dense MLP has three matrices of 512 x 1536, and each of three layers a shared expert with three of 512 x 64. Of both
+        # a rank of four has the other three quarters too.
+        ({"dense_whole": True}, 3 * 512 * 1536 * 3 // 4),
+        ({"shared_whole": True}, 3 * 3 * 512 * 64 * 3 // 4),
+        # A rank has two experts of eight in each layer, of twelve one more.
+        ({"redundant_experts": 4}, 3 * 3 * 512 * 64),
+        ({"redundant_experts": 4, "dense_whole": True}, 3 * 3 * 512 * 64 + 3 * 512 * 1536 * 3 // 4),
+    ],
+)
+def test_what_ranks_do_not_divide_and_what_they_have_on_top(flags, more):
+    shape = dataclasses.replace(SHAPE, moe=MOE)
+    setup = dataclasses.replace(SETUP, tensor=4)
+    divided, found = serving_memory(shape, setup), serving_memory(shape, dataclasses.replace(setup, **flags))
+    assert found.weights - divided.weights == 2 * more
+    # On one rank everything is whole in any case, and all engines get the same.
+    if "redundant_experts" not in flags:
+        one = dataclasses.replace(SETUP, **flags)
+        assert serving_memory(shape, one).weights == serving_memory(shape, SETUP).weights == served_bytes(shape, PLAIN)
+
+
 LINEAR = LinearAttentionShape(4, 32, 4, 32, 4, (True, True, True, False))
 MIXED = ModelShape(4, 512, 1536, 8, 4, 64, 1000, 1000, moe=MOE, linear_attention=LINEAR)
 

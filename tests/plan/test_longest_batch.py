@@ -5,6 +5,7 @@ import torch
 
 from slime.arguments.config_files.role_config import critic_args
 from slime.estimates.training_memory import worst_rank
+from slime.plan import make_plan
 from slime.plan.critic_memory import planned_critic
 from slime.plan.longest_batch import (
     ProbedMemory,
@@ -24,6 +25,7 @@ FEW = SMALL.replace("--rollout-batch-size 32 --n-samples-per-prompt 8 --num-step
     "--rollout-batch-size 2 --n-samples-per-prompt 2 --num-steps-per-rollout 1")  # fmt: skip
 WITHOUT_SHARDS = SMALL.replace("--tensor-model-parallel-size 2 --sequence-parallel", "")
 LONGEST = (8192, 8191)
+FULL = " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
 def longest(command, *words, **changed):
@@ -153,6 +155,16 @@ def test_an_error_names_the_flags_that_help(words, lower, give):
     assert f"Lower {lower}; or give a larger --context-parallel-size" in message and give in message
     assert "79.00 GiB at the peak" in message and message.endswith("--no-memory-probe (Tried to allocate 5 GiB.)")
     assert ("--recompute-granularity" in message) == ("--gradient-checkpointing" not in words)
+
+
+def test_flags_that_help_do_not_contradict_those_of_the_run():
+    experts = TWO_NODES.replace(FULL, "")
+    for words, more in (((), ""), (("--moe-layer-recompute",), " without --moe-layer-recompute")):
+        args = planned(experts, *words)
+        message = out_of_memory(args, "actor rank 0", longest_micro_batches(args), "much", torch.OutOfMemoryError())
+        assert f"{FULL.strip()}{more}, a larger --tensor-model-parallel-size" in message
+        parts = make_plan(args).memory.training.parts
+        assert any(f"{FULL.strip()}{more}, --max-tokens-per-gpu" in (part.lower or "") for part in parts)
 
 
 def test_an_error_names_flags_of_static_micro_batches_and_of_fsdp():

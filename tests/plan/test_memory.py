@@ -182,6 +182,18 @@ def test_tensors_are_on_top_of_the_processes(on_cpu):
     assert memory.serving.total > 16e9
 
 
+def test_on_a_cpu_a_trainer_that_sleeps_takes_no_memory_for_it(on_cpu):
+    """Nor does its critic: the bytes go into a file."""
+    runs = [cpu_arguments(4, "--colocate", *words) for words in ((), ("--no-offload-train",), PPO)]
+    memories = [make_plan(args).memory for args in runs]
+    assert [memory.training.host for memory in memories] == [0, 0, 0]
+    asleep, awake, _ = (
+        host_shares(args, memory, 4, [EnginePart(0, 4, 1)], on_gpus=False)
+        for args, memory in zip(runs, memories, strict=True)
+    )
+    assert [args.offload_train for args in runs] == [True, False, True] and asleep == awake
+
+
 def test_pipeline_stages_are_added_up_and_not_taken_at_the_largest(on_cpu):
     words = ["--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "1"]
     args = planned(SMALL.replace(" --sequence-parallel", ""), *words)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.estimates.serving_memory import WeightBytes
-from slime.plan import make_plan
+from slime.plan import make_plan, require_memory_of_machine
 from slime.plan.placement import serving_setup
 from slime.plan.setup import shape_of
 from slime.plan.text import placement_lines, render
@@ -95,6 +95,53 @@ def test_every_group_of_a_file_is_warned_of_by_its_line(tmp_path):
     assert "on each of its 1 GPUs" in warning and "raise num_gpus_per_engine or" in warning
 
 
+GROUPS = ("--sglang-enable-dp-attention", "--sglang-dp-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "holder", "room"),
+    [
+        # A request is of one group, whose cache of 8193 tokens leaves two of them free.
+        ((*GROUPS, "--sglang-max-total-tokens", "8193"), "a data-parallel group of an engine", 8191),
+        (("--sglang-max-total-tokens", "8193"), "an engine", 8191),
+        ((*GROUPS, "--sglang-max-total-tokens", "8194"), None, None),
+    ],
+)
+def test_a_cache_without_room_for_the_longest_sample_is_warned_of(words, holder, room):
+    """Which has 1024 + 7168 tokens."""
+    told = [warning for warning in make_plan(planned(SMALL, *words)).warnings if "KV cache" in warning]
+    assert told == [
+        f"the KV cache of {holder} has room for samples of {room} tokens, and the longest may have 8192: its answer would be "
+        "cut short; raise --sglang-max-total-tokens or --rollout-num-gpus-per-engine or --sglang-mem-fraction-static"
+    ] * (room is not None)
+
+
+def test_a_cache_is_too_small_for_an_evaluation_too(tmp_path):
+    words = ["--eval-interval", "5", "--eval-prompt-data", "aime", str(tmp_path), "--sglang-max-total-tokens", "9000"]
+    enough, more = (
+        make_plan(planned(SMALL, *words, "--eval-max-response-len", length)).warnings for length in ("8998", "8999")
+    )
+    assert not any("KV cache" in warning for warning in enough)
+    assert any("room for samples of 8998 tokens, and the longest may have 8999" in warning for warning in more)
+
+
+def test_on_a_cpu_the_tokens_of_a_cache_are_known(monkeypatch, caplog):
+    """So that a run is told of it too, when it starts."""
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    short = SMALL.replace("--dry-run-gpu-memory-gib 80", "").replace("7168", "31743")
+    args = planned(short)
+    warning = (
+        "the KV cache of an engine has room for samples of 32766 tokens, and the longest may have 32767: its answer would be "
+        "cut short; raise --sglang-max-total-tokens"
+    )
+    assert warning in make_plan(args).warnings
+    monkeypatch.setattr("slime.plan.memory.machine_memory", lambda: 1 << 50)
+    require_memory_of_machine(args)
+    assert warning in caplog.messages
+    raised = planned(short, "--sglang-max-total-tokens", "32769")
+    assert not any("KV cache" in warning for warning in make_plan(raised).warnings)
+
+
 def test_256_gpus_take_one_block_and_a_line_for_each_pipeline_stage():
     plan = make_plan(planned(TWO_NODES, "--actor-num-nodes", "32"))
     lines = placement_lines(plan.placement, plan.layout)
@@ -161,6 +208,42 @@ def test_engine_sizes_and_data_parallel_attention():
     two_stages = setup(planned(TWO_NODES, "--sglang-pp-size", "2"))
     assert (two_stages.tensor, two_stages.pipeline) == (4, 2)
     assert not setup(planned(TWO_NODES, "--sglang-enable-dp-lm-head")).sharded_head
+
+
+def test_engines_compute_in_16_bits_where_nothing_says_otherwise(monkeypatch):
+    """On GPUs, beside a trainer in float32 too, as SGLang's `auto` means. A push brings the trainer's dtype."""
+
+    def sizes(params_dtype, *words):
+        args = planned(SMALL, *words)
+        args.params_dtype_name = params_dtype
+        return setup(args).weight_bytes.rest, make_plan(args).sync.bytes / 4_022_468_096
+
+    assert sizes("float32") == sizes("float32", "--sglang-dtype", "auto") == (2.0, 4)
+    assert sizes("float32", "--sglang-dtype", "float32") == (4.0, 4)
+    assert sizes("bfloat16") == sizes("bfloat16", "--sglang-dtype", "half") == (2.0, 2)
+    assert sizes("bfloat16", "--sglang-dtype", "float") == (4.0, 2)
+    monkeypatch.setenv("SLIME_ACCELERATOR", "cpu")
+    cpu = planned(SMALL.replace("--dry-run-gpu-memory-gib 80", ""))
+    assert serving_setup(cpu, shape_of(cpu), None, None).weight_bytes.rest == 4.0
+    # A typed one replaces what a run has them start with.
+    cpu.sglang_dtype = "auto"
+    assert serving_setup(cpu, shape_of(cpu), None, None).weight_bytes.rest == 2.0
+
+
+def test_what_flags_of_experts_say_of_the_ranks_of_an_engine():
+    def flags(command, *words):
+        found = setup(planned(command, *words))
+        return found.shared_whole, found.dense_whole, found.redundant_experts
+
+    assert flags(TWO_NODES) == (False, False, 0)
+    assert flags(TWO_NODES, "--sglang-moe-a2a-backend", "deepep", "--sglang-ep-num-redundant-experts", "16") == (
+        True,
+        False,
+        16,
+    )
+    assert flags(TWO_NODES, "--sglang-moe-a2a-backend", "none", "--sglang-moe-dense-tp-size", "1") == (False, True, 0)
+    # Models without experts do not read it.
+    assert flags(SMALL, "--sglang-moe-dense-tp-size", "1") == (False, False, 0)
 
 
 def test_caches_leave_engines_with_roles_and_those_that_keep_them_on_the_host():

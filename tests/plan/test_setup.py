@@ -11,13 +11,16 @@ from slime.plan.setup import (
     delta_rule_has_kernels,
     host_copies,
     kernels_of,
+    longest_request,
     parallel_layout,
     planned_sample,
     prompt_is_limited,
     recompute_of,
+    rounded_parts,
     shape_of,
     state_bytes,
     tokens_of_stream,
+    training_setup,
 )
 from tests.support.tables.plans import SMALL, TWO_NODES, planned
 
@@ -119,6 +122,38 @@ def test_kernels_and_recomputation(monkeypatch):
     full = recompute_of(planned(TWO_NODES))
     assert (full.granularity, full.method, full.num_layers) == ("full", "uniform", 1)
     assert recompute_of(planned(SMALL, "--recompute-activations")).drops("core_attn")
+    full_flags = " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    for words in (["--moe-layer-recompute"], ["--moe-layer-recompute", "--gradient-checkpointing"]):
+        selective = recompute_of(planned(TWO_NODES.replace(full_flags, ""), *words))
+        assert selective.drops("core_attn") and selective.drops("moe") and not selective.drops("mlp")
+
+
+def test_int4_training_rounds_what_is_packed_in_the_checkpoint(monkeypatch):
+    args = planned(TWO_NODES)
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["re:.*self_attn.*"]}
+    monkeypatch.setattr("slime.plan.setup.read_hf_config", lambda path: {"quantization_config": config})
+    assert rounded_parts(args) == {}
+    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
+    monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", "32")
+    found = rounded_parts(args)
+    assert found == {
+        "attention": 0.0,
+        "linear_attention": 1.0,
+        "dense_mlp": 1.0,
+        "shared_experts": 1.0,
+        "routed_experts": 1.0,
+    }
+    setup = training_setup(args, parallel_layout(args), 1024, None)
+    assert setup.rounded == found
+    # No engine serves a critic.
+    assert rounded_parts(Namespace(**{**vars(args), "role": "critic"})) == {}
+
+
+def test_a_checkpoint_that_cannot_be_read_has_nothing_that_is_rounded(monkeypatch):
+    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
+    monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", "32")
+    args = planned(TWO_NODES)
+    assert rounded_parts(args) == rounded_parts(Namespace(**{**vars(args), "hf_checkpoint": None})) == {}
 
 
 def test_a_typed_backend_or_its_package_here_decides_who_computes_the_delta_rule(monkeypatch):
@@ -155,3 +190,23 @@ def test_longest_sample(flags, longest, limited):
     args = lengths(*flags)
     assert longest_sample(args) == longest and prompt_is_limited(args) is limited
     assert planned_sample(args) == (longest or 4096)
+
+
+@pytest.mark.parametrize(
+    ("context", "prompt", "responses", "longest"),
+    [
+        (None, None, [7168, None], 8192),
+        (None, None, [10000, 2000], 10000),
+        (None, 1000, [2000, 10000], 11000),
+        (9000, None, [2000, 100], 9000),
+        (9000, 1000, [7500], 8500),
+        (4096, None, [2000], 8192),
+    ],
+)
+def test_the_longest_request_may_be_that_of_an_evaluation(context, prompt, responses, longest):
+    args = lengths(None, 1024, 7168)
+    args.eval_datasets = [Namespace(max_response_len=length) for length in responses]
+    args.eval_max_context_len, args.eval_max_prompt_len, args.eval_interval = context, prompt, 5
+    assert longest_request(args) == longest
+    args.eval_interval = None
+    assert longest_request(args) == 8192

@@ -11,8 +11,10 @@ from slime.estimates.layout import PipelineStage, parts_of_layout, split_as_laid
 
 def derive_megatron_values(args: argparse.Namespace) -> argparse.Namespace:
     """Fill the values that the user left open, in place. Returns `args`."""
-    if args.recompute_activations and args.recompute_granularity is None:
+    if (args.recompute_activations or args.moe_layer_recompute) and args.recompute_granularity is None:
         args.recompute_granularity = "selective"
+    if args.moe_layer_recompute:
+        args.recompute_modules = list(dict.fromkeys([*(args.recompute_modules or ["core_attn"]), "moe"]))
     args.use_megatron_fsdp = args.use_megatron_fsdp or args.use_custom_fsdp
     if args.cuda_graph_impl == "none" and (args.enable_cuda_graph or args.external_cuda_graph):
         args.cuda_graph_impl = "local" if args.enable_cuda_graph else "transformer_engine"
@@ -21,8 +23,7 @@ def derive_megatron_values(args: argparse.Namespace) -> argparse.Namespace:
         args.rope_scaling_factor = args.rotary_scaling_factor
     if args.use_rotary_position_embeddings and "position_embedding_type" not in args.typed_flags:
         args.position_embedding_type = "rope"
-    if args.max_position_embeddings is None:
-        args.max_position_embeddings = args.seq_length
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":
         # The allgather dispatcher cannot handle micro-batches of different lengths.
         args.moe_token_dispatcher_type = "alltoall"

@@ -45,8 +45,7 @@ def model_shape(args: argparse.Namespace) -> Iterator[Violation]:
 
 def parallel_sizes(args: argparse.Namespace) -> Iterator[Violation]:
     """Checks the sizes of experts and optimizers. Tensor, pipeline and context sizes are checked where they are derived."""
-    experts = args.num_experts
-    ep, pp = args.expert_model_parallel_size, args.pipeline_model_parallel_size
+    experts, ep, pp = args.num_experts, args.expert_model_parallel_size, args.pipeline_model_parallel_size
     etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     dense, of_expert = (args.world_size // (pp * ranks) for ranks in (args.tensor_model_parallel_size, etp * ep))
     alike = math.gcd(dense, of_expert)
@@ -146,8 +145,8 @@ _ENGINE_FLAGS, _OF_ENGINE = ("fp8", "attention_backend"), ("e4m3", "hybrid", "fu
 _ON_WEIGHTS = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
 
 MEMORY_AND_PRECISION_RULES: tuple[Rule, ...] = (
-    refused(lambda args: args.recompute_activations and args.recompute_granularity == "full",
-        "{--recompute-activations} means {--recompute-granularity} selective, not full; drop one of them"),
+    refused_each(("recompute_activations", "moe_layer_recompute"), lambda args, on: on and args.recompute_granularity == "full",
+        "{0} means {--recompute-granularity} selective, not full; drop one of them"),
     full_recomputation,
     refused(lambda args: args.num_microbatches_with_partial_activation_checkpoints is not None and (args.use_routing_replay
             or args.recompute_granularity != "full" or args.pipeline_model_parallel_size == 1),
@@ -213,7 +212,7 @@ def overlapped_experts(args: argparse.Namespace) -> Iterator[Violation]:
         (not (args.bf16 or args.fp16), "needs {--bf16} or {--fp16}; give one of them, or drop the former"),
         (args.pipeline_model_parallel_size > 1 and (args.virtual_pipeline_model_parallel_size or 1) == 1,
          "with {--pipeline-model-parallel-size=} needs virtual stages; give {--num-virtual-stages-per-pipeline-rank} 2"),
-        (args.moe_layer_recompute or not in_parts, "takes layers in parts: drop it, or {--recompute-granularity} full, "
+        (not in_parts, "takes layers in parts: drop it, or {--recompute-granularity} full, "
          "{--moe-layer-recompute} and the moe of {--recompute-modules}; selective recomputation of other modules goes with it"),
         (args.moe_shared_expert_overlap, "and {--moe-shared-expert-overlap} fill the same time; drop one of them"),
         (args.enable_mtp_training, "takes no layers of {--enable-mtp-training}, in packed streams; drop one of them"),

@@ -30,6 +30,7 @@ from slime.arguments.server_flags import NOT_YET, ONE_MODEL, REFUSED
 from slime.arguments.surface import version_of
 from slime.backends.sglang_utils.server_arguments import typed_fields
 from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+from slime.plan.memory import short_cache
 from slime.plan.placement import dtype_of_engine
 from slime.utils.errors import RunError, UserError
 from slime.utils.ports import normalize_external_engine_addr, refuses_connections
@@ -76,6 +77,7 @@ class ExternalEngineInfo:
     load_format: how it reads checkpoints; one that loads what is pushed as files may change it.
     dtype: the one that it was started with; auto: as the config of its model says.
     context_length: the one that it was started with; None: that of its model.
+    cache_tokens: how many tokens its cache of keys and values holds.
     """
 
     url: str
@@ -93,6 +95,7 @@ class ExternalEngineInfo:
     load_format: str | None = field(default=None, compare=False)
     dtype: str = "auto"
     context_length: int | None = None
+    cache_tokens: int | None = field(default=None, compare=False)
 
 
 def with_external_engines(args: argparse.Namespace) -> argparse.Namespace:
@@ -111,6 +114,13 @@ def with_external_engines(args: argparse.Namespace) -> argparse.Namespace:
         logger.info("engine %s of %d GPUs, SGLang %s%s", info.url, info.num_gpus, info.version, held)
         if held and not args.has_trainer:
             logger.warning("%s: nothing is pushed in this run, so it serves the weights of an earlier one", info.url)
+        short = short_cache(args, info.cache_tokens) if info.cache_tokens else None
+        if short is not None:
+            logger.warning(
+                "%s: its KV cache %s; start it with a larger --max-total-tokens or --mem-fraction-static",
+                info.url,
+                short,
+            )
         found = dtype_of_engine(info.dtype, config)
         if args.has_trainer and found != args.params_dtype_name:
             logger.warning(
@@ -226,6 +236,7 @@ def describe_engine(url: str, told: dict[str, Any]) -> ExternalEngineInfo:
         load_format=told.get("load_format"),
         dtype=told.get("dtype") or "auto",
         context_length=told.get("context_length"),
+        cache_tokens=told.get("max_total_num_tokens"),
     )
 
 

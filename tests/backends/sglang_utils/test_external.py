@@ -104,7 +104,8 @@ def make_args(model, *addresses, typed=(), **flags):
         "rollout_num_gpus_per_engine": 1, "http_control_timeout": 10.0, "engine_load_timeout": 10.0,
         "update_weights_in_flight": False, "rollout_top_p": 1.0, "rollout_top_k": -1, "router_prefill_policy": None,
         "router_decode_policy": None, "sglang_context_length": None, "rollout_max_context_len": None,
-        "eval_max_context_len": None, "eval_interval": None,
+        "eval_max_context_len": None, "eval_interval": None, "rollout_max_prompt_len": 1024, "rollout_max_response_len": 7168,
+        "eval_max_prompt_len": None, "eval_datasets": [],
     }  # fmt: skip
     return SimpleNamespace(**{**values, **flags})
 
@@ -159,6 +160,16 @@ def test_an_engine_in_another_dtype_than_the_trainer_is_warned_of(start, model, 
     told = [record.message for record in caplog.records if " computes in " in record.message]
     assert len(told) == (computes is not None) and all(
         f"in {computes}, and the trainer in bfloat16" in text for text in told
+    )
+
+
+def test_an_engine_without_room_for_the_longest_sample_is_warned_of(start, model, caplog):
+    small, enough = start(model, max_total_num_tokens=8193), start(model, max_total_num_tokens=8194)
+    with_external_engines(make_args(model, small.address, enough.address))
+    (told,) = [record.message for record in caplog.records if "KV cache" in record.message]
+    assert told == (
+        f"http://{small.address}: its KV cache has room for samples of 8191 tokens, and the longest may have 8192: its answer "
+        "would be cut short; start it with a larger --max-total-tokens or --mem-fraction-static"
     )
 
 

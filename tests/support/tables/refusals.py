@@ -367,6 +367,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--recompute-num-layers", OUT_OF_BOUNDS),
         ("--recompute-activations --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
          "--recompute-activations --recompute-granularity", WRONG),
+        ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-layer-recompute --recompute-granularity full "
+         "--recompute-method uniform --recompute-num-layers 1", "--moe-layer-recompute --recompute-granularity", WRONG),
         ("--distribute-saved-activations --sequence-parallel", "--distribute-saved-activations --sequence-parallel", WRONG),
         ("--bf16 --fp16", "--bf16 --fp16", WRONG),
         ("--fp8-format hybrid --fp4-format e2m1", "--fp8-format --fp4-format", WRONG),
