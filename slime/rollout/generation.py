@@ -63,6 +63,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     if payload is not None:
         answer = await ask_engine(args, sample, payload)
         _compare_prompts(args, sample, payload, answer)
+        _warn_of_a_short_cache(args, payload, answer["meta_info"])
         append_engine_output(args, sample, answer)
     return sample
 
@@ -139,6 +140,18 @@ def _compare_prompts(args: Any, sample: Sample, payload: dict[str, Any], answer:
         )
 
 
+def _warn_of_a_short_cache(args: Any, payload: dict[str, Any], meta_info: dict[str, Any]) -> None:
+    """Warn once if an engine ended an answer by its length before the one that was asked for: SGLang 0.5.21 silently lowers
+    that to what its cache has room for."""
+    told, asked = meta_info.get("completion_tokens"), payload["sampling_params"]["max_new_tokens"]
+    if finish_type(meta_info) == "length" and told is not None and told < asked:
+        GenerateState(args).warn_once(
+            f"an engine cut an answer off after {told} of {asked} tokens: its KV cache has no room for a longer sample. Such "
+            "answers count as truncated; raise --sglang-mem-fraction-static, --sglang-max-total-tokens or "
+            "--rollout-num-gpus-per-engine, or lower --rollout-max-response-len"
+        )
+
+
 class _Stream:
     """Appends to a sample what each answer of a stream adds to the one before."""
 
@@ -158,6 +171,7 @@ class _Stream:
             _compare_prompts(self._args, self._sample, self._payload, output)
         meta_info = dict(output["meta_info"])
         self._unfinished = None if meta_info.get("finish_reason") else meta_info
+        _warn_of_a_short_cache(self._args, self._payload, meta_info)
         for name in self._PER_TOKEN:
             if meta_info.get(name) is not None:
                 meta_info[name] = meta_info[name][self._tokens :]

@@ -6,8 +6,9 @@ import pytest
 
 from slime.rollout.dialogue import dialogue
 from slime.rollout.generate_state import GenerateState
-from slime.rollout.generation import generate, generate_and_rm
+from slime.rollout.generation import generate, generate_and_rm, generate_streaming
 from slime.rollout.on_policy_distillation import reward_func
+from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.models.rollout_args import CONTEXT_LENGTH, make_args
 from tests.support.models.rollout_steps import params, run
@@ -119,3 +120,16 @@ def test_a_minimum_is_one_of_all_turns_of_a_dialogue(server, checkpoint):
     wanted = {**params(args), "min_new_tokens": 3}
     run(dialogue(args, Sample(index=0, tokens=[1] * 5), wanted, lambda turn: "." * 20))
     assert least_and_most(server) == [(3, 24), (0, 1)]
+
+
+@pytest.mark.parametrize("function", [generate, generate_streaming])
+@pytest.mark.parametrize(("cache_tokens", "is_told"), [(28, False), (27, True)])
+def test_an_answer_that_an_engine_has_no_room_for_is_told(server, checkpoint, caplog, function, cache_tokens, is_told):
+    """SGLang ends it as one that is as long as was asked for."""
+    args = make_args(checkpoint, server.port, rollout_max_response_len=8)
+    SingletonMeta.clear_instances()
+    server.cache_tokens, server.answer = cache_tokens, lambda payload: [5] * 100
+    for _ in range(2):
+        sample = run(function(args, begun(20), params(args)))
+        assert sample.status is Status.TRUNCATED
+    assert caplog.text.count("an engine cut an answer off after 5 of 6 tokens") == is_told

@@ -39,6 +39,7 @@ class FakeGenerateServer:
         self.refuse: Callable[[dict[str, Any]], str | None] = lambda payload: None  # text of a refusal
         self.refusal_status = 400
         self.context_length = CONTEXT_LENGTH
+        self.cache_tokens = 2**30  # an answer is cut off where its sample has no room in them
         self.reserved = 0
         self.matched: Callable[[dict[str, Any]], Any] = lambda payload: None  # the stop id or text that ended an answer
         self.break_after: Callable[[dict[str, Any]], int | None] = lambda payload: None
@@ -154,7 +155,8 @@ class FakeGenerateServer:
         finally:
             self.in_flight -= 1
         ids = self.answer(payload)
-        budget = min(payload["sampling_params"]["max_new_tokens"], self.context_length - _length(payload) - 2)
+        room = min(self.context_length, self.cache_tokens) - 2
+        budget = min(payload["sampling_params"]["max_new_tokens"], room - _length(payload))
         reason = "abort" if aborted else "length" if len(ids) >= budget else "stop"
         ids = ids[:1] if aborted else ids[:budget]
         if payload.get("stream"):
