@@ -28,6 +28,10 @@ _FRACTION = re.compile(r"\\frac\s*\{\s*-?(\d+)\s*\}\s*\{\s*-?(\d+)\s*\}|(?<![\w.
 _RATIO = re.compile(r"(?<![\w.})^!])(\d+)\s*:\s*(\d+)(?![\d.!^])")
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
 _WORD = re.compile(r"[^\W\d_]{4}|\b(?:no|yes|and)\b|\d_", re.IGNORECASE)
+# The library would make products of these words.
+_CAPITALS = re.compile(r"[A-Z](?:\s*[A-Z])*")
+_LETTERS = re.compile(r"[A-Za-z](?:\s*[A-Za-z])*")
+_ANGLE = re.compile(r"\\angle\s*([A-Z])\s*([A-Z])\s*([A-Z])")
 # The left side of an equation that only names a value: x, x_1, f(x), P(A), (x, y).
 _NAME = re.compile(r"\s*(?:(?:\\angle )?\\?[a-zA-Z]+(?:_\{?\w\}?)?'*\s*(?:\([a-zA-Z, ]*\))?|\([a-zA-Z, ]+\))\s*")
 
@@ -96,13 +100,18 @@ def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
 
     Intervals and tuples need the same brackets; lists and sets are equal in any order. A fraction of whole numbers must
     be reduced, and an exponent holds no power of a number. Where both name a unit, it must be the same; where one of
-    them is a percentage or an angle in degrees, its value counts too: `50\%` is 50 and 0.5.
+    them is a percentage or an angle in degrees, its value counts too: `50\%` is 50 and 0.5. Capital letters alone are a
+    word: `HTH` is not `HHT`, though `ab` is `ba`.
     """
     (given, given_unit), (truth, truth_unit) = split_unit(given_answer), split_unit(ground_truth)
     if not given or not truth or _units_differ(given_unit, truth_unit):
         return False
     if _is_text(given) or _is_text(truth):
         return _as_text(given) == _as_text(truth)
+    is_wrapped = any(re.match(r"\s*\\(?:text|mbox)", answer) for answer in (given_answer, ground_truth))
+    spelled = [_spelled(text, is_wrapped) for text in (given, truth)]
+    if None not in spelled:
+        return spelled[0] == spelled[1]
     if not _is_admissible(given, truth):
         return False
     if given_unit == truth_unit:
@@ -149,6 +158,22 @@ def _as_text(answer: str) -> str:
     text = normalize_answer(answer)
     choice = _CHOICE.fullmatch(text)
     return (choice[1] if choice else text).lower()
+
+
+def _spelled(answer: str, is_wrapped: bool) -> frozenset[str] | None:
+    r"""What letters spell, whose order counts: `HTH`, the elements of `HH, HT`, an angle; None for a formula.
+
+    Letters in lower case are a product, as in `xyz`. Where one of both answers is wrapped (`\text{cat}`), they are a word too,
+    and case does not count.
+    """
+    angle = _ANGLE.fullmatch(answer)
+    if angle:
+        return frozenset({"∠" + min("".join(angle.groups()), "".join(reversed(angle.groups())))})
+    elements = [element.strip() for element in re.sub(r"^\\\{|\\\}$", "", answer).split(",")]
+    if not all((_LETTERS if is_wrapped else _CAPITALS).fullmatch(element) for element in elements):
+        return None
+    words = [re.sub(r"\s", "", element) for element in elements]
+    return frozenset(word.lower() if is_wrapped else word for word in words)
 
 
 def _is_admissible(given: str, truth: str) -> bool:
