@@ -32,8 +32,11 @@ _WORD = re.compile(r"[^\W\d_]{4}|\b(?:no|yes|and)\b|\d_", re.IGNORECASE)
 _CAPITALS = re.compile(r"[A-Z](?:\s*[A-Z])*")
 _LETTERS = re.compile(r"[A-Za-z](?:\s*[A-Za-z])*")
 _ANGLE = re.compile(r"\\angle\s*([A-Z])\s*([A-Z])\s*([A-Z])")
-# The left side of an equation that only names a value: x, x_1, f(x), P(A), (x, y).
-_NAME = re.compile(r"\s*(?:(?:\\angle )?\\?[a-zA-Z]+(?:_\{?\w\}?)?'*\s*(?:\([a-zA-Z, ]*\))?|\([a-zA-Z, ]+\))\s*")
+# The left side of an equation that only names a value: x, x_1, f(x), f(-3), P(A), (x, y); but x(x+1) and \ln(3) have values.
+_NAME = re.compile(
+    r"\s*(?:(?:\\angle )?\\?[a-zA-Z]+(?:_\{?\w\}?)?'*\s*(?:\([a-zA-Z, ]*\))?"
+    r"|[a-zA-Z](?:_\{?\w\}?)?'*\s*\([-+\d./, ]+\)|\([a-zA-Z, ]+\))\s*"
+)
 
 
 def last_boxed_only_string(text: str) -> str | None:
