@@ -31,6 +31,8 @@ _TRAILING_UNIT = re.compile(
 )
 # Letters that may stand in an upright or bold face at the end of a formula without being a unit.
 _UPRIGHT_LETTERS = ("i", "j", "k", "e", "d", "T")
+# What no unit has: numbers other than exponents, and words that say more than what the number counts.
+_NO_UNIT = re.compile(r"(?<![a-zA-Z^])(?<!\^-)\d|\b(?:to|or|if|not|maybe|is)\b", re.IGNORECASE)
 _SYMBOLS = str.maketrans({
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
@@ -112,11 +114,11 @@ def _tidy(answer: str) -> str:
 
 
 def _names_a_unit(ending: str, text: str) -> bool:
-    r"""Whether the end of `text` is a unit: `\text{ cm}` is, `\text{(B)}` and the degrees of `\cos 60^\circ` are not."""
+    r"""Whether the end of `text` is a unit: `\text{ cm}`, but not `\text{ to 10}`, `\text{(B)}`, the ° of `\cos 60^\circ`."""
     wrapped = _INNER_WRAPPER.search(ending)
     if wrapped:
         word = wrapped[1].strip()
-        return word not in _UPRIGHT_LETTERS and bool(re.match(r"[a-zA-Z%°]", word))
+        return word not in _UPRIGHT_LETTERS and bool(re.match(r"[a-zA-Z%°]", word)) and not _NO_UNIT.search(word)
     return not (re.search(_DEGREE, ending) and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])", text))
 
 

@@ -118,6 +118,10 @@ VERDICTS = [
     (r"\boxed{50\%}", "0.5", True),
     (r"\boxed{(-\infty, 3)}", r"(-\infty,3)", True),
     (r"\boxed{5}", r"the answer is \boxed{5}", True),
+    (r"\boxed{5\text{ m/s^2}}", "5", True),
+    (r"\boxed{5\text{ m s^-2}}", "5", True),
+    (r"\boxed{5\text{ m2}}", r"5\text{ m}^2", True),
+    (r"\boxed{5\text{ tons of oil}}", "5", True),
     (r"\boxed{no}", "on", False),
     # Capital letters spell something, and so does what is wrapped as a text.
     (r"\boxed{XI}", "IX", False),
@@ -206,6 +210,10 @@ NEAR_MISSES = [
     ("3i^2", "3i"), ("6:30", "3:15"), ("12_5", "12_6"), (r"50\%", "0.05"), (r"30^\circ", r"30\pi"), ("180", r"\pi"),
     (r"4\pi\text{ cm}^2", r"4\pi\text{ cm}^3"), (r"1\text{ h }30\text{ min}", r"1\text{ h }20\text{ min}"),
     (r"\text{(A) 5}", "B"), (r"3+2\mathrm{i}", "3"),
+    # What is said beside it.
+    (r"5 \text{ if positive, 6 otherwise}", "5"), (r"5\text{ if }", "5"), (r"5\text{ to 10}", "5"), (r"5\text{ maybe 6}", "5"),
+    (r"5 \text{ is wrong}", "5"), (r"5\text{ or more}", "5"), (r"5\text{ Not 6}", "5"), (r"5\text{ cm, else 6}", "5"),
+    (r"5\text{ cm}^2\text{ to 6}", "5"), ("5", r"5\text{ to 10}"), (r"5\text{ hours 20 minutes}", "5"),
     # Logarithms and powers.
     (r"\ln 100", "2"), (r"\log x", r"\ln x"), ("3x^{2}", "(3x)^2"), ("1/x+1", r"\frac{1}{x+1}"),
 ]  # fmt: skip
