@@ -31,8 +31,18 @@ _TRAILING_UNIT = re.compile(
 )
 # Letters that may stand in an upright or bold face at the end of a formula without being a unit.
 _UPRIGHT_LETTERS = ("i", "j", "k", "e", "d", "T")
-# What no unit has: numbers other than exponents, and words that say more than what the number counts.
-_NO_UNIT = re.compile(r"(?<![a-zA-Z^])(?<!\^-)\d|\b(?:to|or|if|not|maybe|is)\b", re.IGNORECASE)
+_MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MAGNITUDE = "|".join(_MAGNITUDES)
+# A decimal number and its magnitude, whose words may begin a wrapper: `5\text{ million dollars}`.
+_WITH_MAGNITUDE = re.compile(
+    rf"(?<![\w.,/^{{])(?P<whole>\d{{1,3}}(?:[, ]\d{{3}})+|\d+|(?=\.\d))(?:\.(?P<decimals>\d+))?"
+    rf"\s*(?P<opening>\\(?:{_WRAPPERS})\{{)?(?P<names>(?:\s*\b(?:{_MAGNITUDE})\b){{1,3}})(?P<closing>\s*\}})?",
+    re.IGNORECASE,
+)
+# What no unit has: numbers other than exponents, magnitudes, and words that say more than what the number counts.
+_NO_UNIT = re.compile(
+    rf"(?<![a-zA-Z^])(?<!\^-)\d|\b(?:to|or|if|not|maybe|is|(?:{_MAGNITUDE})(?:s|ths?)?)\b", re.IGNORECASE
+)
 _SYMBOLS = str.maketrans({
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
@@ -45,8 +55,11 @@ _MAX_CHARACTERS = 2000
 
 @functools.lru_cache(maxsize=1024)
 def split_unit(answer: str) -> tuple[str, str]:
-    r"""(tidy LaTeX, unit): `25\text{ square meters}` gives `25` and `m2`, `\$3` gives `3` and `$`; often no unit."""
-    text = _tidy(answer)
+    r"""(tidy LaTeX, unit): `25\text{ square meters}` gives `25` and `m2`, `\$3` gives `3` and `$`; often no unit.
+
+    A magnitude is part of the number: `5\text{ million dollars}` gives `5000000` and `$`.
+    """
+    text = _WITH_MAGNITUDE.sub(_written_out, _tidy(answer))
     whole = _WHOLE_WRAPPER.match(text)
     if whole:
         text = whole[1].strip()
@@ -91,6 +104,15 @@ def _exact_decimal(match: re.Match[str]) -> str:
         numerator, denominator = int(whole + digits), 10 ** len(digits)
     fraction = rf"\frac{{{numerator}}}{{{denominator}}}"
     return f"{power}{{{fraction}}}" if power else fraction
+
+
+def _written_out(match: re.Match[str]) -> str:
+    r"""`2.5\text{ million}` → `2500000`."""
+    zeros = sum(_MAGNITUDES[name] for name in match["names"].lower().split())
+    digits = (match["decimals"] or "").ljust(zeros, "0")
+    whole = (re.sub("[, ]", "", match["whole"]) + digits[:zeros]).lstrip("0") or "0"
+    wrapper = "" if match["opening"] and match["closing"] else match["opening"] or match["closing"] or ""
+    return whole + ("." + digits[zeros:] if digits[zeros:] else "") + wrapper
 
 
 def _tidy(answer: str) -> str:

@@ -122,6 +122,14 @@ VERDICTS = [
     (r"\boxed{5\text{ m s^-2}}", "5", True),
     (r"\boxed{5\text{ m2}}", r"5\text{ m}^2", True),
     (r"\boxed{5\text{ tons of oil}}", "5", True),
+    (r"\boxed{5\text{ million}}", "5000000", True),
+    (r"\boxed{5 \text{ Million dollars}}", r"\$5,000,000", True),
+    (r"\boxed{\$2.5 million}", "2500000", True),
+    (r"\boxed{\text{1,200 thousand}}", r"1.2\text{ million}", True),
+    (r"\boxed{.25\,\mathrm{billion}\text{ people}}", "250000000", True),
+    (r"\boxed{1.2345\text{ hundred}}", "123.45", True),
+    (r"\boxed{3\text{ hundred thousand}}", "300000", True),
+    (r"\boxed{(2, 3\text{ million})}", "(2,3000000)", True),
     (r"\boxed{no}", "on", False),
     # Capital letters spell something, and so does what is wrapped as a text.
     (r"\boxed{XI}", "IX", False),
@@ -214,6 +222,11 @@ NEAR_MISSES = [
     (r"5 \text{ if positive, 6 otherwise}", "5"), (r"5\text{ if }", "5"), (r"5\text{ to 10}", "5"), (r"5\text{ maybe 6}", "5"),
     (r"5 \text{ is wrong}", "5"), (r"5\text{ or more}", "5"), (r"5\text{ Not 6}", "5"), (r"5\text{ cm, else 6}", "5"),
     (r"5\text{ cm}^2\text{ to 6}", "5"), ("5", r"5\text{ to 10}"), (r"5\text{ hours 20 minutes}", "5"),
+    # A magnitude is part of the number.
+    (r"5\text{ million}", "5"), ("5", r"5\text{ million}"), (r"\$5\text{ million}", r"\$5"), (r"5\text{ millions}", "5"),
+    (r"5\text{ million dollars}", r"\$5"), (r"5\text{ thousand}", "50000"), (r"5\text{ thousandths}", "5000"),
+    (r"5\text{ thousandths}", "5"), (r"\frac{1}{2}\text{ million}", r"\frac{1}{2}"), ("1/2 million", "0.5"),
+    (r"10^6\text{ million}", "1000000"), ("2,3 million", "23000000"), (r"5\text{ million to 6 million}", "5000000"),
     # Logarithms and powers.
     (r"\ln 100", "2"), (r"\log x", r"\ln x"), ("3x^{2}", "(3x)^2"), ("1/x+1", r"\frac{1}{x+1}"),
 ]  # fmt: skip
