@@ -21,14 +21,17 @@ _SPACING = re.compile(
     r"(?<!\\)\\[!,;:> ]|\\(?:quad|qquad|left|right|displaystyle|limits|big[lr]?|Big[lr]?)(?![a-zA-Z])|~"
 )
 _DEGREE = r"\^\s*\{?\s*\\circ\s*\}?|°"
-_WHOLE_WRAPPER = re.compile(rf"^\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}$")
+_WHOLE_WRAPPER = re.compile(rf"^\\(?:{_WRAPPERS}|boldsymbol)\s*\{{([^{{}}]*)\}}$")
 _INNER_WRAPPER = re.compile(rf"\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}")
 _LEADING_UNIT = re.compile(r"^([-+]?)\s*(\\?\$|[€£¥₹])\s*(?=\S)")
+# Behind a comma stands another element of a list.
 _TRAILING_UNIT = re.compile(
-    rf"(?<=\S)\s*(?:\\(?:{_WRAPPERS})\s*\{{[^{{}}]*\}}{_EXPONENT}|\\?%|{_DEGREE}|\\\$|[€£¥₹]"
-    rf"|(?<=[\d}})])\s*(?:(?:{_PLAIN_UNITS})s?\b\.?{_EXPONENT}\s*)+)$",
+    rf"(?<=[^\s,])\s*(?:\\(?:{_WRAPPERS})\s*\{{[^{{}}]*\}}{_EXPONENT}|\\?%|{_DEGREE}|\\\$|[€£¥₹]"
+    rf"|(?<=[\d}})])\s*(?:(?:{_PLAIN_UNITS})s?\b\.?{_EXPONENT}\s*)+|(?<=:\d\d)\s*[ap]\.?m\b\.?)$",
     re.IGNORECASE,
 )
+# A time names them like units, but they are part of its value.
+HALVES_OF_DAY = {"am", "pm"}
 # Letters that may stand in an upright or bold face at the end of a formula without being a unit.
 _UPRIGHT_LETTERS = ("i", "j", "k", "e", "d", "T")
 _MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -79,7 +82,10 @@ def split_unit(answer: str) -> tuple[str, str]:
 
 def normalize_answer(answer: str) -> str:
     """The normal form of `answer` as text, without spaces. Idempotent on plain numbers and words."""
-    text = re.sub(_DEGREE, "", _strip_variable(split_unit(answer)[0]))
+    value, unit = split_unit(answer)
+    if ":" in value and unit in HALVES_OF_DAY:
+        value += unit
+    text = re.sub(_DEGREE, "", _strip_variable(value))
     text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
     text = re.sub(r"_\{(\w)\}", r"_\1", text)
     return _simple_fraction(_without_spaces(text))

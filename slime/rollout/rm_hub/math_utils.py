@@ -12,7 +12,7 @@ from collections.abc import Collection
 from fractions import Fraction
 
 from slime.rollout.rm_hub import worker_pool
-from slime.rollout.rm_hub.answer_normalization import exact_latex, normalize_answer, split_unit
+from slime.rollout.rm_hub.answer_normalization import HALVES_OF_DAY, exact_latex, normalize_answer, split_unit
 
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox) ([^\s$]+)")
 _OPENED_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -102,13 +102,18 @@ def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
     r"""Whether both are equal as mathematics. Blocks up to 5 s where the library is needed.
 
     Intervals and tuples need the same brackets; lists and sets are equal in any order. A fraction of whole numbers must
-    be reduced, and an exponent holds no power of a number. Where both name a unit, it must be the same; where one of
-    them is a percentage or an angle in degrees, its value counts too: `50\%` is 50 and 0.5. Capital letters alone are a
-    word: `HTH` is not `HHT`, though `ab` is `ba`.
+    be reduced, and an exponent holds no power of a number. Where both name a unit, it must be the same, and a time needs
+    the half of the day that the label names. Where one of them is a percentage or an angle in degrees, its value counts
+    too: `50\%` is 50 and 0.5. Capital letters alone are a word: `HTH` is not `HHT`, though `ab` is `ba`.
     """
     (given, given_unit), (truth, truth_unit) = split_unit(given_answer), split_unit(ground_truth)
     if not given or not truth or _units_differ(given_unit, truth_unit):
         return False
+    if ":" in truth and HALVES_OF_DAY & {given_unit, truth_unit}:
+        return given == truth and truth_unit in (given_unit, "")
+    if re.fullmatch(r"\d{1,3}(?:, \d{3})+", truth) and re.fullmatch(r"\d{1,3}(?:,\d{3})+", given_answer.strip()):
+        # Where the label is a list, this is one whose commas look like those between thousands.
+        given = given_answer.replace(",", ", ")
     if _is_text(given) or _is_text(truth):
         return _as_text(given) == _as_text(truth)
     is_wrapped = any(re.match(r"\s*\\(?:text|mbox)", answer) for answer in (given_answer, ground_truth))
@@ -159,7 +164,7 @@ def _is_text(answer: str) -> bool:
 
 def _as_text(answer: str) -> str:
     text = normalize_answer(answer)
-    choice = _CHOICE.fullmatch(text)
+    choice = _CHOICE.fullmatch(text.upper())
     return (choice[1] if choice else text).lower()
 
 

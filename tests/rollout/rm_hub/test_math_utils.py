@@ -130,6 +130,15 @@ VERDICTS = [
     (r"\boxed{1.2345\text{ hundred}}", "123.45", True),
     (r"\boxed{3\text{ hundred thousand}}", "300000", True),
     (r"\boxed{(2, 3\text{ million})}", "(2,3000000)", True),
+    (r"\boxed{10:30 PM}", r"10:30 \text{ p.m.}", True),
+    (r"\boxed{10:30 a.m.}", "10:30AM", True),
+    (r"\boxed{3:31 \text{ PM}}", "3:31", True),
+    (r"\boxed{5\text{ pm}}", "5", True),
+    (r"\boxed{\boldsymbol{5}}", "5", True),
+    (r"\boxed{\text{(a)}}", "A", True),
+    (r"\boxed{(a)}", r"\text{(A)}", True),
+    (r"\boxed{\text{B} and \text{C}}", "B,C", True),
+    (r"\boxed{\text{C}, \text{B}}", r"\text{B and C}", True),
     (r"\boxed{no}", "on", False),
     # Capital letters spell something, and so does what is wrapped as a text.
     (r"\boxed{XI}", "IX", False),
@@ -176,6 +185,8 @@ SYMBOLIC = [
     (r"1\frac{2}{4}", r"\frac{3}{2}", False),
     ("(1, 2, 3)", "(1,2)", False),
     ("x>=3", r"x\ge 3", True),
+    ("120,240", "120, 240", True),
+    ("240,120", "120, 240", True),
     ("f(3)=5", "5", True),
     ("f(-2) = 7", "7", True),
     ("5", "f_1(2, 3)=5", True),
@@ -227,6 +238,13 @@ NEAR_MISSES = [
     (r"5\text{ million dollars}", r"\$5"), (r"5\text{ thousand}", "50000"), (r"5\text{ thousandths}", "5000"),
     (r"5\text{ thousandths}", "5"), (r"\frac{1}{2}\text{ million}", r"\frac{1}{2}"), ("1/2 million", "0.5"),
     (r"10^6\text{ million}", "1000000"), ("2,3 million", "23000000"), (r"5\text{ million to 6 million}", "5000000"),
+    # Times of day, faces, choices and lists.
+    ("10:30", "10:30 PM"), ("3:31", r"3:31\text{ PM}"), ("10:30 PM", "22:30"), ("10:30 AM", r"10:30\text{ PM}"),
+    ("10:30 a.m.", "10:30 PM"), ("10:31 PM", r"10:30\text{ PM}"), ("5 pm", "5"),
+    (r"5\boldsymbol{x}", "5"), (r"\boldsymbol{6}", "5"), (r"\text{(b)}", "A"), ("(b)", "(A)"), ("(a,b)", "A"),
+    (r"\text{B}, \text{C}", "B"), (r"\text{B} and \text{D}", "B,C"), ("B", r"\text{B}, \text{C}"),
+    ("B, 5", r"\text{B}, \text{C}"), ("120240", "120, 240"), ("120, 240", "120,240"), ("120, 240", "120240"),
+    ("120,241", "120, 240"), ("120,240", "120, 240, 360"),
     # Logarithms and powers.
     (r"\ln 100", "2"), (r"\log x", r"\ln x"), ("3x^{2}", "(3x)^2"), ("1/x+1", r"\frac{1}{x+1}"),
 ]  # fmt: skip

@@ -58,6 +58,9 @@ def test_exact_words_and_normalisation_of_f1(prediction, truth, score):
         ("Answer: 42 " + "x" * 300, "42", -1.0),
         ("ANSWER: \\boxed{1,234}", "1234", 1.0),
         ("The result is 42", "42", -1.0),
+        ("Answer: 10:30 PM", r"10:30\text{ p.m.}", 1.0),
+        ("Answer: 10:30 AM", "10:30 PM", -1.0),
+        (r"Answer: 10:30\text{ AM}", r"10:30\text{ PM}", -1.0),
     ],
 )
 def test_dapo_scores(response, label, score):
