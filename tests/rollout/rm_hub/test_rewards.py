@@ -227,6 +227,15 @@ def test_a_number_is_compared_as_it_is_written_out(label):
     assert grade("dapo", "Answer: 100000000000000000000000", 1e23)["acc"]
 
 
+@pytest.mark.parametrize("label", [3.0, np.float32(3), Decimal("3.00"), 3])
+def test_a_whole_number_is_compared_without_a_point(label):
+    assert (
+        grade("f1", "3", label) == grade("math", r"\boxed{3}", label) == grade("dapo", "Answer: 3.0", label)["acc"] == 1
+    )
+    assert grade("f1", "30", label) == grade("f1", "300", label) == grade("math", r"\boxed{30}", label) == 0
+    assert grade("f1", "30", label * 10) == grade("f1", "3.5", 3.5) == 1
+
+
 def test_labels_of_tables_are_numbers_and_texts():
     for label in (np.int64(5), np.float32(5), np.str_("5"), Decimal("5.0")):
         assert grade("math", r"\boxed{5}", label) == 1
