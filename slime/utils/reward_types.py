@@ -55,9 +55,11 @@ def compares_as_text(label: Any) -> bool:
 
 def text_of_label(label: Any) -> str:
     """The text that a response is compared with. Numbers are written out: rewards that compare texts would not take 1e-05 for
-    0.00001."""
+    0.00001, nor 3.0, as a column of numbers has it in which some are missing, for 3."""
     if isinstance(label, numbers.Real | Decimal) and not isinstance(label, numbers.Rational) and math.isfinite(label):
-        return format(Decimal(str(label)), "f")
+        number = Decimal(str(label))
+        whole = number.to_integral_value()
+        return format(whole if whole == number else number, "f")
     return str(label)
 
 

@@ -21,16 +21,31 @@ _SPACING = re.compile(
     r"(?<!\\)\\[!,;:> ]|\\(?:quad|qquad|left|right|displaystyle|limits|big[lr]?|Big[lr]?)(?![a-zA-Z])|~"
 )
 _DEGREE = r"\^\s*\{?\s*\\circ\s*\}?|°"
-_WHOLE_WRAPPER = re.compile(rf"^\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}$")
+_WHOLE_WRAPPER = re.compile(rf"^\\(?:{_WRAPPERS}|boldsymbol)\s*\{{([^{{}}]*)\}}$")
 _INNER_WRAPPER = re.compile(rf"\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}")
 _LEADING_UNIT = re.compile(r"^([-+]?)\s*(\\?\$|[€£¥₹])\s*(?=\S)")
+# Behind a comma stands another element of a list.
 _TRAILING_UNIT = re.compile(
-    rf"(?<=\S)\s*(?:\\(?:{_WRAPPERS})\s*\{{[^{{}}]*\}}{_EXPONENT}|\\?%|{_DEGREE}|\\\$|[€£¥₹]"
-    rf"|(?<=[\d}})])\s*(?:(?:{_PLAIN_UNITS})s?\b\.?{_EXPONENT}\s*)+)$",
+    rf"(?<=[^\s,])\s*(?:\\(?:{_WRAPPERS})\s*\{{[^{{}}]*\}}{_EXPONENT}|\\?%|{_DEGREE}|\\\$|[€£¥₹]"
+    rf"|(?<=[\d}})])\s*(?:(?:{_PLAIN_UNITS})s?\b\.?{_EXPONENT}\s*)+|(?<=:\d\d)\s*[ap]\.?m\b\.?)$",
     re.IGNORECASE,
 )
+# A time names them like units, but they are part of its value.
+HALVES_OF_DAY = {"am", "pm"}
 # Letters that may stand in an upright or bold face at the end of a formula without being a unit.
 _UPRIGHT_LETTERS = ("i", "j", "k", "e", "d", "T")
+_MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MAGNITUDE = "|".join(_MAGNITUDES)
+# A decimal number and its magnitude, whose words may begin a wrapper: `5\text{ million dollars}`.
+_WITH_MAGNITUDE = re.compile(
+    rf"(?<![\w.,/^{{])(?P<whole>\d{{1,3}}(?:[, ]\d{{3}})+|\d+|(?=\.\d))(?:\.(?P<decimals>\d+))?"
+    rf"\s*(?P<opening>\\(?:{_WRAPPERS})\{{)?(?P<names>(?:\s*\b(?:{_MAGNITUDE})\b){{1,3}})(?P<closing>\s*\}})?",
+    re.IGNORECASE,
+)
+# What no unit has: numbers other than exponents, magnitudes, and words that say more than what the number counts.
+_NO_UNIT = re.compile(
+    rf"(?<![a-zA-Z^])(?<!\^-)\d|\b(?:to|or|if|not|maybe|is|(?:{_MAGNITUDE})(?:s|ths?)?)\b", re.IGNORECASE
+)
 _SYMBOLS = str.maketrans({
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
@@ -43,8 +58,11 @@ _MAX_CHARACTERS = 2000
 
 @functools.lru_cache(maxsize=1024)
 def split_unit(answer: str) -> tuple[str, str]:
-    r"""(tidy LaTeX, unit): `25\text{ square meters}` gives `25` and `m2`, `\$3` gives `3` and `$`; often no unit."""
-    text = _tidy(answer)
+    r"""(tidy LaTeX, unit): `25\text{ square meters}` gives `25` and `m2`, `\$3` gives `3` and `$`; often no unit.
+
+    A magnitude is part of the number: `5\text{ million dollars}` gives `5000000` and `$`.
+    """
+    text = _WITH_MAGNITUDE.sub(_written_out, _tidy(answer))
     whole = _WHOLE_WRAPPER.match(text)
     if whole:
         text = whole[1].strip()
@@ -64,7 +82,10 @@ def split_unit(answer: str) -> tuple[str, str]:
 
 def normalize_answer(answer: str) -> str:
     """The normal form of `answer` as text, without spaces. Idempotent on plain numbers and words."""
-    text = re.sub(_DEGREE, "", _strip_variable(split_unit(answer)[0]))
+    value, unit = split_unit(answer)
+    if ":" in value and unit in HALVES_OF_DAY:
+        value += unit
+    text = re.sub(_DEGREE, "", _strip_variable(value))
     text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
     text = re.sub(r"_\{(\w)\}", r"_\1", text)
     return _simple_fraction(_without_spaces(text))
@@ -91,6 +112,15 @@ def _exact_decimal(match: re.Match[str]) -> str:
     return f"{power}{{{fraction}}}" if power else fraction
 
 
+def _written_out(match: re.Match[str]) -> str:
+    r"""`2.5\text{ million}` → `2500000`."""
+    zeros = sum(_MAGNITUDES[name] for name in match["names"].lower().split())
+    digits = (match["decimals"] or "").ljust(zeros, "0")
+    whole = (re.sub("[, ]", "", match["whole"]) + digits[:zeros]).lstrip("0") or "0"
+    wrapper = "" if match["opening"] and match["closing"] else match["opening"] or match["closing"] or ""
+    return whole + ("." + digits[zeros:] if digits[zeros:] else "") + wrapper
+
+
 def _tidy(answer: str) -> str:
     text = answer.strip()[:_MAX_CHARACTERS].replace("\n", " ").rstrip(".").strip().translate(_SYMBOLS)
     # A doubled backslash separates the rows of a matrix; elsewhere it is an escaped single one.
@@ -112,11 +142,11 @@ def _tidy(answer: str) -> str:
 
 
 def _names_a_unit(ending: str, text: str) -> bool:
-    r"""Whether the end of `text` is a unit: `\text{ cm}` is, `\text{(B)}` and the degrees of `\cos 60^\circ` are not."""
+    r"""Whether the end of `text` is a unit: `\text{ cm}`, but not `\text{ to 10}`, `\text{(B)}`, the ° of `\cos 60^\circ`."""
     wrapped = _INNER_WRAPPER.search(ending)
     if wrapped:
         word = wrapped[1].strip()
-        return word not in _UPRIGHT_LETTERS and bool(re.match(r"[a-zA-Z%°]", word))
+        return word not in _UPRIGHT_LETTERS and bool(re.match(r"[a-zA-Z%°]", word)) and not _NO_UNIT.search(word)
     return not (re.search(_DEGREE, ending) and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])", text))
 
 

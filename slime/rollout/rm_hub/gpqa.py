@@ -1,9 +1,9 @@
 """Multiple choice, as in GPQA (arXiv 2311.12022): which letter a response settles on, against the right one.
 
 A statement ("the answer is C", "option C", "C is correct", a box) counts more than a letter that stands alone; among several of
-a kind the last one with a valid letter decides. Letters are whole words in upper case; marked ones, `(c)`, `**c**`,
-`\\boxed{c}`, may be lower case. A letter that is negated or called wrong does not count. A response without any letter may name
-a choice by its text.
+a kind the last one with a valid letter decides. "The answer is" states one letter, and those of the explanation behind it stand
+alone. Letters are whole words in upper case; marked ones, `(c)`, `**c**`, `\\boxed{c}`, may be lower case. A letter that is
+negated or called wrong does not count. A response without any letter may name a choice by its text.
 """
 
 import re
@@ -26,10 +26,25 @@ _MARKED = (
 )
 _LETTER = re.compile(_MARKED + r"|(?<![\w'’\\])(?P<plain>[A-Z])(?!['’]?\w)")
 # What leads to a letter, at the end of the text before it. Fillers may stand between: "is definitely", "must therefore be".
-# Behind a colon, or a heading, the letter may stand on a line of its own.
-_LEAD = re.compile(r"\b(?:answer|option|choice)s?\b(?P<between>[^.!?\n]{0,60}(?::[\s*_]{0,12})?)$", re.IGNORECASE)
+# Behind a colon, or a heading, the letter may stand on a line of its own. "B is the answer because" leads to no other letter.
+_LEAD = re.compile(
+    r"\b(?:answer|option|choice)s?\b(?!,?\s+(?:because|since|whereas|while)\b)(?P<between>[^.!?\n]{0,60}(?::[\s*_]{0,12})?)$",
+    re.IGNORECASE,
+)
 _HEADING = re.compile(r"\n\s{0,3}(?:#{1,6}|\*\*)[^\n]{0,40}\banswer[*_ ]{0,4}\n[\s*_]{0,12}$", re.IGNORECASE)
 _FILLERS = 4
+# What leads to a letter that only says which answer is meant: "the answer to part A is B", "the choice between C and D: D".
+_ASIDE = re.compile(
+    r"\b(?:to|for|of|in|on|at|by|with|from|about|between|when|if|given)\s+(?:(?!(?:is|are|be|was)\b)\w+\s+){0,2}\W{0,3}$",
+    re.IGNORECASE,
+)
+# What leads on from one letter to the next: "A or B", "A, no, B", "A — wait, it's B".
+_LEADS_ON = re.compile(
+    r"[\s)}*\]]{0,9}(?:[,;(–—-]\s{0,3})?(?:or\s{1,3}|(?<=[,;(–—\s-])(?:or\s{1,3})?"
+    r"(?:(?:no|wait|actually|rather|sorry|correction|i\s{1,3}mean|make\s{1,3}that)\b[\s,:–—-]{1,5}){1,3}"
+    r"(?:it(?:['’]s|\s{1,3}is)\s{1,3})?)[\s(*\[]{0,4}",
+    re.IGNORECASE,
+)
 _VERDICT = re.compile(
     r"\s+(?:is|seems|looks|must be|would be|should be)\s+(?:[a-z]+\s+){0,2}?(?:the\s+)?(?:correct|right|true|best)\b"
 )
@@ -128,16 +143,19 @@ def _correct_letter(named: Any, label: Any, valid: Sequence[str], choices: Seque
 
 def _settled_letter(text: str, valid: Sequence[str]) -> str | None:
     stated = standing = None
-    for letter, is_statement in _letters(text):
-        if letter in valid:
-            stated, standing = (letter if is_statement else stated), letter
+    for letter, is_statement in _letters(text, valid):
+        stated, standing = (letter if is_statement else stated), letter
     return stated or standing
 
 
-def _letters(text: str) -> Iterator[tuple[str, bool]]:
-    """(letter, whether it is stated to be the answer), in their order."""
+def _letters(text: str, valid: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """(valid letter, whether it is stated to be the answer), in their order."""
+    # Where the last letter ends that something leads to: that lead ends there too.
+    led_until = 0
     for match in _LETTER.finditer(text):
         letter = match[match.lastgroup]
+        if letter.upper() not in valid:
+            continue
         after = text[match.end() : match.end() + 60]
         if (
             match.lastgroup == "plain"
@@ -146,14 +164,19 @@ def _letters(text: str) -> Iterator[tuple[str, bool]]:
             and not _AFTER_A_LETTER.match(after)
         ):
             continue
-        lead = _LEAD.search(text, max(0, match.start() - 80), match.start())
+        lead = _LEAD.search(text, max(led_until, match.start() - 80), match.start())
         between = _WORD.findall(lead["between"]) if lead else []
         before = lead["between"] if between else _clause_before(text, match.start())
         if _ends_negated(before) or _REJECTION.match(after):
             continue
-        is_led = lead is not None and len(between) <= _FILLERS
-        # A line break stands for the beginning of the text, which may be a heading as well.
-        is_led |= _HEADING.search("\n" + text[max(0, match.start() - 80) : match.start()]) is not None
+        is_led = (
+            (lead is not None and len(between) <= _FILLERS)
+            # A line break stands for the beginning of the text, which may be a heading as well.
+            or _HEADING.search("\n" + text[max(0, match.start() - 80) : match.start()]) is not None
+            or (led_until > 0 and _LEADS_ON.fullmatch(text, led_until, match.start()) is not None)
+        )
+        if is_led and not (lead and _ASIDE.search(lead["between"])):
+            led_until = match.end()
         is_boxed = match.lastgroup in ("boxed", "boxed_with_text")
         yield letter.upper(), is_boxed or is_led or _VERDICT.match(after) is not None
 

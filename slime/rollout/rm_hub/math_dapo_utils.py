@@ -24,14 +24,12 @@ def remove_boxed(text: str) -> str:
 
 
 def normalize_final_answer(answer: str) -> str:
-    """The normal form of a final answer: the text after the last equals sign, without box, markup, units and commas."""
+    """The normal form of a final answer: what follows its last equals sign, without box, markup, unit, commas of thousands."""
     boxed = last_boxed_only_string(answer)
     if boxed is not None and boxed.startswith("\\boxed{"):
         answer = remove_boxed(boxed)
     answer = re.sub(r"\*\*|`", "", answer.rpartition("=")[2] or answer)
-    normalized = normalize_answer(re.sub(r"^(?:the|an?)\s+", "", answer.strip(), flags=re.IGNORECASE))
-    without_commas = normalized.replace(",", "")
-    return without_commas if re.fullmatch(r"-?\d+(?:\.\d+)?", without_commas) else normalized
+    return normalize_answer(re.sub(r"^(?:the|an?)\s+", "", answer.strip(), flags=re.IGNORECASE))
 
 
 def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:

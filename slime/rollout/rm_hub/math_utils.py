@@ -12,7 +12,7 @@ from collections.abc import Collection
 from fractions import Fraction
 
 from slime.rollout.rm_hub import worker_pool
-from slime.rollout.rm_hub.answer_normalization import exact_latex, normalize_answer, split_unit
+from slime.rollout.rm_hub.answer_normalization import HALVES_OF_DAY, exact_latex, normalize_answer, split_unit
 
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox) ([^\s$]+)")
 _OPENED_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -28,8 +28,15 @@ _FRACTION = re.compile(r"\\frac\s*\{\s*-?(\d+)\s*\}\s*\{\s*-?(\d+)\s*\}|(?<![\w.
 _RATIO = re.compile(r"(?<![\w.})^!])(\d+)\s*:\s*(\d+)(?![\d.!^])")
 _CHOICE = re.compile(r"\(?([A-Z])\)?")
 _WORD = re.compile(r"[^\W\d_]{4}|\b(?:no|yes|and)\b|\d_", re.IGNORECASE)
-# The left side of an equation that only names a value: x, x_1, f(x), P(A), (x, y).
-_NAME = re.compile(r"\s*(?:(?:\\angle )?\\?[a-zA-Z]+(?:_\{?\w\}?)?'*\s*(?:\([a-zA-Z, ]*\))?|\([a-zA-Z, ]+\))\s*")
+# The library would make products of these words.
+_CAPITALS = re.compile(r"[A-Z](?:\s*[A-Z])*")
+_LETTERS = re.compile(r"[A-Za-z](?:\s*[A-Za-z])*")
+_ANGLE = re.compile(r"\\angle\s*([A-Z])\s*([A-Z])\s*([A-Z])")
+# The left side of an equation that only names a value: x, x_1, f(x), f(-3), P(A), (x, y); but x(x+1) and \ln(3) have values.
+_NAME = re.compile(
+    r"\s*(?:(?:\\angle )?\\?[a-zA-Z]+(?:_\{?\w\}?)?'*\s*(?:\([a-zA-Z, ]*\))?"
+    r"|[a-zA-Z](?:_\{?\w\}?)?'*\s*\([-+\d./, ]+\)|\([a-zA-Z, ]+\))\s*"
+)
 
 
 def last_boxed_only_string(text: str) -> str | None:
@@ -95,14 +102,24 @@ def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
     r"""Whether both are equal as mathematics. Blocks up to 5 s where the library is needed.
 
     Intervals and tuples need the same brackets; lists and sets are equal in any order. A fraction of whole numbers must
-    be reduced, and an exponent holds no power of a number. Where both name a unit, it must be the same; where one of
-    them is a percentage or an angle in degrees, its value counts too: `50\%` is 50 and 0.5.
+    be reduced, and an exponent holds no power of a number. Where both name a unit, it must be the same, and a time needs
+    the half of the day that the label names. Where one of them is a percentage or an angle in degrees, its value counts
+    too: `50\%` is 50 and 0.5. Capital letters alone are a word: `HTH` is not `HHT`, though `ab` is `ba`.
     """
     (given, given_unit), (truth, truth_unit) = split_unit(given_answer), split_unit(ground_truth)
     if not given or not truth or _units_differ(given_unit, truth_unit):
         return False
+    if ":" in truth and HALVES_OF_DAY & {given_unit, truth_unit}:
+        return given == truth and truth_unit in (given_unit, "")
+    if re.fullmatch(r"\d{1,3}(?:, \d{3})+", truth) and re.fullmatch(r"\d{1,3}(?:,\d{3})+", given_answer.strip()):
+        # Where the label is a list, this is one whose commas look like those between thousands.
+        given = given_answer.replace(",", ", ")
     if _is_text(given) or _is_text(truth):
         return _as_text(given) == _as_text(truth)
+    is_wrapped = any(re.match(r"\s*\\(?:text|mbox)", answer) for answer in (given_answer, ground_truth))
+    spelled = [_spelled(text, is_wrapped) for text in (given, truth)]
+    if None not in spelled:
+        return spelled[0] == spelled[1]
     if not _is_admissible(given, truth):
         return False
     if given_unit == truth_unit:
@@ -147,8 +164,24 @@ def _is_text(answer: str) -> bool:
 
 def _as_text(answer: str) -> str:
     text = normalize_answer(answer)
-    choice = _CHOICE.fullmatch(text)
+    choice = _CHOICE.fullmatch(text.upper())
     return (choice[1] if choice else text).lower()
+
+
+def _spelled(answer: str, is_wrapped: bool) -> frozenset[str] | None:
+    r"""What letters spell, whose order counts: `HTH`, the elements of `HH, HT`, an angle; None for a formula.
+
+    Letters in lower case are a product, as in `xyz`. Where one of both answers is wrapped (`\text{cat}`), they are a word too,
+    and case does not count.
+    """
+    angle = _ANGLE.fullmatch(answer)
+    if angle:
+        return frozenset({"∠" + min("".join(angle.groups()), "".join(reversed(angle.groups())))})
+    elements = [element.strip() for element in re.sub(r"^\\\{|\\\}$", "", answer).split(",")]
+    if not all((_LETTERS if is_wrapped else _CAPITALS).fullmatch(element) for element in elements):
+        return None
+    words = [re.sub(r"\s", "", element) for element in elements]
+    return frozenset(word.lower() if is_wrapped else word for word in words)
 
 
 def _is_admissible(given: str, truth: str) -> bool:

@@ -118,7 +118,41 @@ VERDICTS = [
     (r"\boxed{50\%}", "0.5", True),
     (r"\boxed{(-\infty, 3)}", r"(-\infty,3)", True),
     (r"\boxed{5}", r"the answer is \boxed{5}", True),
+    (r"\boxed{5\text{ m/s^2}}", "5", True),
+    (r"\boxed{5\text{ m s^-2}}", "5", True),
+    (r"\boxed{5\text{ m2}}", r"5\text{ m}^2", True),
+    (r"\boxed{5\text{ tons of oil}}", "5", True),
+    (r"\boxed{5\text{ million}}", "5000000", True),
+    (r"\boxed{5 \text{ Million dollars}}", r"\$5,000,000", True),
+    (r"\boxed{\$2.5 million}", "2500000", True),
+    (r"\boxed{\text{1,200 thousand}}", r"1.2\text{ million}", True),
+    (r"\boxed{.25\,\mathrm{billion}\text{ people}}", "250000000", True),
+    (r"\boxed{1.2345\text{ hundred}}", "123.45", True),
+    (r"\boxed{3\text{ hundred thousand}}", "300000", True),
+    (r"\boxed{(2, 3\text{ million})}", "(2,3000000)", True),
+    (r"\boxed{10:30 PM}", r"10:30 \text{ p.m.}", True),
+    (r"\boxed{10:30 a.m.}", "10:30AM", True),
+    (r"\boxed{3:31 \text{ PM}}", "3:31", True),
+    (r"\boxed{5\text{ pm}}", "5", True),
+    (r"\boxed{\boldsymbol{5}}", "5", True),
+    (r"\boxed{\text{(a)}}", "A", True),
+    (r"\boxed{(a)}", r"\text{(A)}", True),
+    (r"\boxed{\text{B} and \text{C}}", "B,C", True),
+    (r"\boxed{\text{C}, \text{B}}", r"\text{B and C}", True),
     (r"\boxed{no}", "on", False),
+    # Capital letters spell something, and so does what is wrapped as a text.
+    (r"\boxed{XI}", "IX", False),
+    (r"\boxed{HTH}", "HHT", False),
+    (r"\boxed{H T H}", "HTH", True),
+    (r"\boxed{HH, HT}", "HH, HT, TH", False),
+    (r"\boxed{HT, HH}", r"\{HH, HT\}", True),
+    (r"\boxed{FT}", r"\text{TF}", False),
+    (r"\boxed{\text{BAC}}", "ABC", False),
+    (r"\boxed{\text{act}}", r"\text{cat}", False),
+    (r"\boxed{\text{Cat}}", "cat", True),
+    (r"\boxed{\angle BAC}", r"\angle ABC", False),
+    (r"\boxed{\angle CBA}", r"\angle ABC", True),
+    (r"\boxed{ABC}", r"\angle ABC", False),
     ("5", "5", False),
     (r"\boxed{}", "5", False),
     (r"\boxed{5}", "", False),
@@ -138,6 +172,11 @@ SYMBOLIC = [
     (r"\sqrt{8}", r"2\sqrt{2}", True),
     ("x^2+2x+2", "(x+1)^2", False),
     ("ab", "ba", True),
+    # Letters in lower case are a product, and capital letters beside something else.
+    ("zyx", "xyz", True),
+    ("2BA", "2AB", True),
+    (r"B\cdot A", "AB", True),
+    (r"ab\text{ cm}^2", "ba", True),
     # An expression may stand for a whole number, unless a fraction in it is not reduced.
     ("2+3", "5", True),
     (r"2^{10}", "1024", True),
@@ -146,6 +185,12 @@ SYMBOLIC = [
     (r"1\frac{2}{4}", r"\frac{3}{2}", False),
     ("(1, 2, 3)", "(1,2)", False),
     ("x>=3", r"x\ge 3", True),
+    ("120,240", "120, 240", True),
+    ("240,120", "120, 240", True),
+    ("f(3)=5", "5", True),
+    ("f(-2) = 7", "7", True),
+    ("5", "f_1(2, 3)=5", True),
+    (r"f(1/2)=\sqrt{8}", r"2\sqrt{2}", True),
 ]
 
 
@@ -173,6 +218,8 @@ NEAR_MISSES = [
     ("2(3)", "5"), ("2{3}", "5"), ("(2)(3)", "5"), (r"2\binom{3}{2}", "5"),
     # An equation has the value of its last side only when it names a value.
     ("5=6", "6"), ("2x+1=7", "7"), ("x=5", "x+1=5"), ("x=1, y=2", "x=2, y=1"),
+    ("f(3)=6", "5"), ("f(3)", "3"), ("f(3)=6", "2"), ("f(2)=4, x=1", "2, 1"), ("f(3)+1=5", "5"), ("2f(3)=5", "5"),
+    ("x(x+1)=6", "6"), ("(3)=6", "6"), ("2(3)=5", "5"), (r"\ln(3)=5", "5"), ("gcd(4,6)=5", "5"),
     # Equal to many digits is not equal.
     ("0.3333333333333333333333", "1/3"), ("3.14159265358979", r"\pi"), (r"\sqrt{2}+10^{-20}", r"\sqrt{2}"),
     # Kinds of collections.
@@ -182,6 +229,22 @@ NEAR_MISSES = [
     ("3i^2", "3i"), ("6:30", "3:15"), ("12_5", "12_6"), (r"50\%", "0.05"), (r"30^\circ", r"30\pi"), ("180", r"\pi"),
     (r"4\pi\text{ cm}^2", r"4\pi\text{ cm}^3"), (r"1\text{ h }30\text{ min}", r"1\text{ h }20\text{ min}"),
     (r"\text{(A) 5}", "B"), (r"3+2\mathrm{i}", "3"),
+    # What is said beside it.
+    (r"5 \text{ if positive, 6 otherwise}", "5"), (r"5\text{ if }", "5"), (r"5\text{ to 10}", "5"), (r"5\text{ maybe 6}", "5"),
+    (r"5 \text{ is wrong}", "5"), (r"5\text{ or more}", "5"), (r"5\text{ Not 6}", "5"), (r"5\text{ cm, else 6}", "5"),
+    (r"5\text{ cm}^2\text{ to 6}", "5"), ("5", r"5\text{ to 10}"), (r"5\text{ hours 20 minutes}", "5"),
+    # A magnitude is part of the number.
+    (r"5\text{ million}", "5"), ("5", r"5\text{ million}"), (r"\$5\text{ million}", r"\$5"), (r"5\text{ millions}", "5"),
+    (r"5\text{ million dollars}", r"\$5"), (r"5\text{ thousand}", "50000"), (r"5\text{ thousandths}", "5000"),
+    (r"5\text{ thousandths}", "5"), (r"\frac{1}{2}\text{ million}", r"\frac{1}{2}"), ("1/2 million", "0.5"),
+    (r"10^6\text{ million}", "1000000"), ("2,3 million", "23000000"), (r"5\text{ million to 6 million}", "5000000"),
+    # Times of day, faces, choices and lists.
+    ("10:30", "10:30 PM"), ("3:31", r"3:31\text{ PM}"), ("10:30 PM", "22:30"), ("10:30 AM", r"10:30\text{ PM}"),
+    ("10:30 a.m.", "10:30 PM"), ("10:31 PM", r"10:30\text{ PM}"), ("5 pm", "5"),
+    (r"5\boldsymbol{x}", "5"), (r"\boldsymbol{6}", "5"), (r"\text{(b)}", "A"), ("(b)", "(A)"), ("(a,b)", "A"),
+    (r"\text{B}, \text{C}", "B"), (r"\text{B} and \text{D}", "B,C"), ("B", r"\text{B}, \text{C}"),
+    ("B, 5", r"\text{B}, \text{C}"), ("120240", "120, 240"), ("120, 240", "120,240"), ("120, 240", "120240"),
+    ("120,241", "120, 240"), ("120,240", "120, 240, 360"),
     # Logarithms and powers.
     (r"\ln 100", "2"), (r"\log x", r"\ln x"), ("3x^{2}", "(3x)^2"), ("1/x+1", r"\frac{1}{x+1}"),
 ]  # fmt: skip

@@ -58,6 +58,18 @@ def test_exact_words_and_normalisation_of_f1(prediction, truth, score):
         ("Answer: 42 " + "x" * 300, "42", -1.0),
         ("ANSWER: \\boxed{1,234}", "1234", 1.0),
         ("The result is 42", "42", -1.0),
+        # A comma between thousands is no part of a number, and every other one makes a list.
+        ("Answer: -1,234,567.5", "-1234567.5", 1.0),
+        ("Answer: 1234", "$1,234$", 1.0),
+        ("Answer: 1, 2", "1,2", 1.0),
+        ("Answer: 1,2", "12", -1.0),
+        ("Answer: 12", "1, 2", -1.0),
+        ("Answer: 12,34", "1234", -1.0),
+        ("Answer: 1234,567", "1234567", -1.0),
+        ("Answer: 120,240", "120,240", 1.0),
+        ("Answer: 10:30 PM", r"10:30\text{ p.m.}", 1.0),
+        ("Answer: 10:30 AM", "10:30 PM", -1.0),
+        (r"Answer: 10:30\text{ AM}", r"10:30\text{ PM}", -1.0),
     ],
 )
 def test_dapo_scores(response, label, score):
@@ -213,6 +225,15 @@ def test_a_number_is_compared_as_it_is_written_out(label):
     assert grade("math", r"\boxed{0.00001}", label) == grade("f1", "0.00001", label) == 1
     assert grade("math", r"\boxed{0.0001}", label) == 0
     assert grade("dapo", "Answer: 100000000000000000000000", 1e23)["acc"]
+
+
+@pytest.mark.parametrize("label", [3.0, np.float32(3), Decimal("3.00"), 3])
+def test_a_whole_number_is_compared_without_a_point(label):
+    assert (
+        grade("f1", "3", label) == grade("math", r"\boxed{3}", label) == grade("dapo", "Answer: 3.0", label)["acc"] == 1
+    )
+    assert grade("f1", "30", label) == grade("f1", "300", label) == grade("math", r"\boxed{30}", label) == 0
+    assert grade("f1", "30", label * 10) == grade("f1", "3.5", 3.5) == 1
 
 
 def test_labels_of_tables_are_numbers_and_texts():
