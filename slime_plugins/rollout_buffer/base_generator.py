@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import copy
 import itertools
 import logging
 import time
@@ -87,6 +88,8 @@ class BaseGenerator(abc.ABC):
     @abc.abstractmethod
     async def trajectory(self, row: dict[str, Any]) -> dict[str, Any]:
         """The fields of an item, without ids, for `row`, which has `prompt`, `label` and the other fields of its line.
+
+        `row` is a copy of the trajectory's own, which may be changed.
 
         They are best made by `item`. If it raises, or takes longer than the service's `--trajectory-timeout`, the error is
         logged and the trajectory is sent without a reward, so that its group is dropped. The generator itself ends only if
@@ -240,7 +243,7 @@ class BaseGenerator(abc.ABC):
         limit = self.data.get("trajectory_timeout")
         try:
             async with asyncio.timeout(limit) as timeout:
-                fields = await self.trajectory(row)
+                fields = await self.trajectory(copy.deepcopy(row))
             self._failed_instances.clear()
         except Exception as error:
             if self._is_without_engines(error):

@@ -127,6 +127,26 @@ def test_bad_rows_are_left_out_where_the_run_allows_them(checkpoint, engine, tmp
     assert "rows.jsonl:3 is left out: there is no prompt (--input-key) among question" in caplog.text
 
 
+def test_a_trajectory_that_changes_its_row_changes_no_other(checkpoint, engine, tmp_path):
+    """Neither one of its group nor one of a later pass."""
+
+    class GoesOn(FirstOfMany):
+        async def trajectory(self, row):
+            seen = list(row["prompt"])
+            row["prompt"].append({"role": "assistant", "content": "because"})
+            return {"messages": row["prompt"], "reward": 1.0, "prompt": seen}
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": [{"role": "user", "content": "why?"}]}\n')
+    made = generator(
+        checkpoint, engine, GoesOn, input_files=[str(file)], num_repeat_per_sample=2, num_process=2, most=4
+    )
+    with pytest.raises(UserError, match="enough"):
+        made.run()
+    assert {item["instance_id"] for item in made.sent} == {"0-0", "1-0"}
+    assert [item["prompt"] for item in made.sent] == [[{"role": "user", "content": "why?"}]] * 4
+
+
 @pytest.mark.parametrize("label", [None, "", {"ground_truth": "7"}, ["7"]])
 def test_a_label_that_no_answer_equals_is_told(checkpoint, engine, label):
     made = generator(checkpoint, engine, MathGenerator)
