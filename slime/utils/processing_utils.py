@@ -168,7 +168,7 @@ _ENDS_OF_ENGINES = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_en
 def unheard_end_of_turn(args: Any, tokenizer: Any) -> str | None:
     """The warning that engines do not end an answer where the chat template ends a turn of the model, as with base models that
     name another token in their config; None if they do, or if the template shows no token that ends a turn."""
-    ends = _ends_of_turns(tokenizer, args.apply_chat_template_kwargs or {})
+    ends = ends_of_turns(tokenizer, args.apply_chat_template_kwargs or {})
     stops = _stop_tokens(args.hf_checkpoint, tokenizer) | set(args.rollout_stop_token_ids or ())
     strings = args.rollout_stop or ()
     strings = [strings] if isinstance(strings, str) else strings
@@ -183,7 +183,7 @@ def unheard_end_of_turn(args: Any, tokenizer: Any) -> str | None:
     )
 
 
-def _ends_of_turns(tokenizer: Any, template_kwargs: dict[str, Any]) -> dict[int, str]:
+def ends_of_turns(tokenizer: Any, template_kwargs: dict[str, Any]) -> dict[int, str]:
     """The special tokens, by id, that follow the model's words in a dialogue: before a further question, and at the end."""
     added, ends = tokenizer.get_added_vocab(), {}
     dialogue = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]

@@ -26,7 +26,7 @@ from slime.agent.adapters.asking import CLIENT_CLOSED_REQUEST, Chat, Engine, Ref
 from slime.agent.adapters.parsing import THINK, ModelOutput, named_schema, parse_model_output, prepare_parsers
 from slime.agent.trajectory import FORK_THRESHOLD_TOKENS, Message, TrajectoryManager, TurnRecord
 from slime.utils.http_utils import HttpError, noted_request_ids
-from slime.utils.processing_utils import render_chat, require_chat_template
+from slime.utils.processing_utils import ends_of_turns, render_chat, require_chat_template
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,8 @@ class BaseAdapter(abc.ABC):
         self._parsers = (tool_parser, reasoning_parser)
         self._max_turns = max_turns_per_sid
         self._debug_callback = debug_callback
-        self._template_kwargs = chat_template_kwargs
+        self._template_kwargs = chat_template_kwargs or {}
+        self._template_ends = ends_of_turns(tokenizer, self._template_kwargs)
         self._sessions: dict[str, Session] = {}
         # Guards the sessions, and is notified when a turn ends.
         self._changed = threading.Condition()
@@ -378,7 +379,10 @@ class BaseAdapter(abc.ABC):
         if said:
             last, last_turn = said[-1]
             held = [*last_turn.prompt_ids, *last_turn.output_ids]
-            held_text = self._decode(held)
+            # What the prompt's text must begin with. A token by which a model ended a turn, and which the template writes
+            # behind none (`<|endoftext|>`), stays in the ids, and the template's own follows it.
+            bare = self._without_other_ends(held, [turn for _, turn in said])
+            held_texts = [self._decode(held), *([self._decode(bare)] if len(bare) < len(held) else [])]
             own = {place: {"role": "assistant", "content": self._spoken(turn)} for place, turn in said}
             # Clients write calls in another way than the model did, and leave reasoning out. So the model's own texts are put
             # into the messages: first all of them; then only the last one, since the prompt of that turn may have been rendered
@@ -387,8 +391,9 @@ class BaseAdapter(abc.ABC):
                 messages = [replaced.get(place, message) for place, message in enumerate(chat.messages)]
                 with contextlib.suppress(Refusal):
                     text = self._rendered(messages, chat)
-                    if text.startswith(held_text):
-                        return held + self._encode(text[len(held_text) :]), text
+                    for held_text in held_texts:
+                        if text.startswith(held_text):
+                            return held + self._encode(text[len(held_text) :]), text
         text = self._rendered(chat.messages, chat)
         return self._encode(text), text
 
@@ -408,10 +413,20 @@ class BaseAdapter(abc.ABC):
 
     def _spoken(self, turn: TurnRecord) -> str:
         """The text of an answer, without the special token that ends a turn."""
-        ids, marks = list(turn.output_ids), (matched_by(turn), *self.tokenizer.all_special_ids)
-        if turn.finish_reason == "stop" and ids and ids[-1] in marks:
-            del ids[-1]
-        return self._decode(ids)
+        return self._decode(turn.output_ids[:-1] if self._ends_by_a_mark(turn) else turn.output_ids)
+
+    def _ends_by_a_mark(self, turn: TurnRecord) -> bool:
+        marks = (matched_by(turn), *self.tokenizer.all_special_ids)
+        return turn.finish_reason == "stop" and bool(turn.output_ids) and turn.output_ids[-1] in marks
+
+    def _without_other_ends(self, held: list[int], turns: list[TurnRecord]) -> list[int]:
+        """`held` without the tokens that ended these turns in it and that the chat template writes behind no turn."""
+        places = set()
+        for turn in turns:
+            if self._template_ends and self._ends_by_a_mark(turn) and turn.output_ids[-1] not in self._template_ends:
+                ids = [*turn.prompt_ids, *turn.output_ids]
+                places |= {len(ids) - 1} if held[: len(ids)] == ids else set()
+        return [token for place, token in enumerate(held) if place not in places]
 
 
 @contextlib.contextmanager

@@ -121,6 +121,25 @@ def test_the_last_answer_goes_in_as_it_was_written_where_an_earlier_one_was_not_
     assert prompts[1] == prompts[0] + f"4{END}" + REPLIED and prompts[2] == prompts[1] + f"so {call}{END}" + REPLIED
 
 
+def test_turns_that_end_with_another_token_than_the_template_writes_are_trained():
+    """As base models end theirs. The token stays behind the model's words, and the template's own follows it."""
+    says = [f"hello there{end}" for end in ("<|endoftext|>", END, "<|endoftext|>", END)]
+    with talking(*says) as agent:
+        encode, decode = agent.adapter.tokenizer.encode, agent.adapter.tokenizer.decode
+        agent.engine.matched = lambda payload: encode(says[len(agent.engine.requests) - 1])[-1]
+        messages = [USER]
+        for _ in says:
+            reply = agent.ask({"messages": messages}).json()["choices"][0]["message"]
+            assert reply["content"] == "hello there"
+            messages = [*messages, reply, REPLY]
+        (sample,) = agent.finish()
+    other, own = f"hello there<|endoftext|>{END}{REPLIED}", f"hello there{END}{REPLIED}"
+    assert decode(ids_of(agent)[3]) == FIRST_PROMPT + other + own + other
+    response = sample.tokens[-sample.response_length :]
+    assert [token for token, mask in zip(response, sample.loss_mask, strict=True) if mask] == encode("".join(says))
+    assert not agent.adapter.trajectories.counts
+
+
 def test_a_template_that_takes_calls_as_clients_send_them_only():
     """It writes what the model wrote, whose ids are kept."""
     written = "'<tool_call>' + (message.tool_calls[0].function | tojson) + '</tool_call>'"
