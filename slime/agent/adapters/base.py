@@ -42,6 +42,7 @@ class Session:
     Attributes:
         noted_ids: the ids of all open requests of the rollout call that the agent works for.
         failure: why the last turn failed, if that was not the agent's fault.
+        template_kwargs: arguments of the chat template, beside those of the adapter and above them.
     """
 
     sid: str
@@ -51,6 +52,7 @@ class Session:
     is_open: bool = True
     aborted: bool = False
     failure: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     running: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
 
     def cancel(self) -> None:
@@ -154,19 +156,26 @@ class BaseAdapter(abc.ABC):
     # -- sessions ------------------------------------------------------------------------------------------------------
 
     def open_session(
-        self, sid: str, sampling_defaults: dict[str, Any] | None = None, max_context_tokens: int | None = None
+        self,
+        sid: str,
+        sampling_defaults: dict[str, Any] | None = None,
+        max_context_tokens: int | None = None,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Accept requests that name the session `sid`; clients do so by their key.
 
         Args:
             sampling_defaults: sampling parameters of `/generate`; without `max_new_tokens` an answer has at most 4096.
             max_context_tokens: limit of a prompt and its answer together; None: the engine's limit.
+            chat_template_kwargs: passed to the template, beside the adapter's and above them.
 
         Raises:
             ValueError: there is such a session already, or the name is empty.
         """
         noted = noted_request_ids()
         session = Session(sid, dict(sampling_defaults or {}), max_context_tokens, set() if noted is None else noted)
+        session.template_kwargs = dict(chat_template_kwargs or {})
         with self._changed:
             if not sid or sid in self._sessions:
                 raise ValueError(f"session {sid!r} has no name, or is there already: finish or drop that one first")
@@ -375,7 +384,8 @@ class BaseAdapter(abc.ABC):
     def _prompt(self, sid: str, chat: Chat, routed: list[Message]) -> tuple[list[int], str]:
         """(ids, text) of the prompt. Up to the model's last turn the ids are the recorded ones, if the template writes their
         text."""
-        said = self.trajectories.recorded_turns(sid, routed)
+        session, said = self._sessions.get(sid), self.trajectories.recorded_turns(sid, routed)
+        template_kwargs = self._template_kwargs | ({} if session is None else session.template_kwargs)
         if said:
             last, last_turn = said[-1]
             held = [*last_turn.prompt_ids, *last_turn.output_ids]
@@ -390,16 +400,16 @@ class BaseAdapter(abc.ABC):
             for replaced in (own, {last: own[last]}, {}):
                 messages = [replaced.get(place, message) for place, message in enumerate(chat.messages)]
                 with contextlib.suppress(Refusal):
-                    text = self._rendered(messages, chat)
+                    text = self._rendered(messages, chat, template_kwargs)
                     for held_text in held_texts:
                         if text.startswith(held_text):
                             return held + self._encode(text[len(held_text) :]), text
-        text = self._rendered(chat.messages, chat)
+        text = self._rendered(chat.messages, chat, template_kwargs)
         return self._encode(text), text
 
-    def _rendered(self, messages: list[Message], chat: Chat) -> str:
+    def _rendered(self, messages: list[Message], chat: Chat, template_kwargs: dict[str, Any]) -> str:
         try:
-            text = render_chat(self.tokenizer, messages, chat.tools, self._template_kwargs)
+            text = render_chat(self.tokenizer, messages, chat.tools, template_kwargs)
             # Clients that cut texts by units of UTF-16 leave lone surrogates, which cannot be tokenised.
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         except (jinja2.TemplateError, LookupError, TypeError, ValueError) as error:

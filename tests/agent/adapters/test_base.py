@@ -163,6 +163,18 @@ def test_a_template_that_takes_calls_as_clients_send_them_only():
     assert after[: len(before) + len(spelt)] == before + spelt and len(samples) == 1
 
 
+def test_prompts_are_rendered_by_the_arguments_of_the_adapter_and_of_a_session():
+    template = CHATML_TEMPLATE + "{{ first }}{{ second }}"
+    options = {"template": template, "chat_template_kwargs": {"first": "run ", "second": "run"}}
+    with talking(f"a{END}", f"b{END}", f"c{END}", **options) as agent:
+        agent.adapter.open_session("own", chat_template_kwargs={"second": "own"})
+        converse(agent)
+        agent.ask({"messages": [USER]}, key="own")
+        prompts = agent.prompts()
+    assert [prompt.endswith("assistant\nrun run") for prompt in prompts] == [True, True, False]
+    assert prompts[2] == FIRST_PROMPT + "run own"
+
+
 def test_a_template_that_opens_the_reasoning():
     opening = CHATML_TEMPLATE.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
     assert opening != CHATML_TEMPLATE
