@@ -33,6 +33,7 @@ from slime.utils.epoch_order import Part, epoch_order
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError, post, post_control
 from slime.utils.processing_utils import load_tokenizer, render_chat, without_end_mark
+from slime.utils.sample_fields import first_not_finite
 
 logger = logging.getLogger("generator")
 
@@ -121,7 +122,7 @@ class BaseGenerator(abc.ABC):
         Raises:
             UserError: the chat fills the context, so that no token is left for an answer.
             HttpError: the engine refuses, or stays away.
-            RunError: the answer was interrupted again and again.
+            RunError: the answer was interrupted again and again, or lacks a finite log-prob for each of its tokens.
         """
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         text = render_chat(self.tokenizer, messages, template_kwargs=self.data.get("apply_chat_template_kwargs"))
@@ -139,6 +140,12 @@ class BaseGenerator(abc.ABC):
                 await asyncio.sleep(_WAIT_S)
                 continue
             sampled = [(entry[1], entry[0]) for entry in meta_info.get("output_token_logprobs") or ()]
+            log_probs = [log_prob for _, log_prob in sampled]
+            wrong, counted = first_not_finite(log_probs), meta_info.get("completion_tokens")
+            if wrong is not None:
+                raise RunError(f"{url}: the engine gave token {wrong} of an answer the log-prob {log_probs[wrong]}")
+            if counted not in (None, len(sampled)):
+                raise RunError(f"{url}: the engine counts {counted} tokens, and tells the log-probs of {len(sampled)}")
             # A chat template ends turns itself.
             text = without_end_mark(answer["text"])
             # An answer that pushes of weights went through has parts of several versions.
@@ -148,7 +155,7 @@ class BaseGenerator(abc.ABC):
                 text,
                 ids,
                 [token for token, _ in sampled],
-                [log_prob for _, log_prob in sampled],
+                log_probs,
                 reason == "length",
                 [str(version) for version in spans or [meta_info.get("weight_version")] if version is not None],
             )

@@ -199,6 +199,28 @@ def test_an_answer_that_went_through_a_push_has_the_versions_of_all_its_parts(ch
     assert made.item(awaited(made.chat("why?")), 1.0)["extra_info"]["weight_versions"] == versions
 
 
+@pytest.mark.parametrize(
+    ("log_probs", "error"),
+    [
+        ([-0.5, None], "token 1 of an answer the log-prob None"),
+        ([float("nan"), -0.5], "token 0 of an answer the log-prob nan"),
+        ([-0.5], "counts 2 tokens, and tells the log-probs of 1"),
+        ([], "counts 2 tokens, and tells the log-probs of 0"),
+    ],
+)
+def test_an_answer_without_a_log_prob_for_each_token_fails_its_trajectory(checkpoint, engine, log_probs, error):
+    made = generator(checkpoint, engine)
+
+    async def answered(*_):
+        entries = [[log_prob, 70 + place, None] for place, log_prob in enumerate(log_probs)]
+        told = {"output_token_logprobs": entries, "completion_tokens": 2, "finish_reason": {"type": "stop"}}
+        return {"text": "FG", "meta_info": told}
+
+    made._answered = answered
+    awaited(made._make_item("0-0", ROW))
+    assert made.sent[0]["reward"] is None and error in made.sent[0]["extra_info"]["error"]
+
+
 @pytest.mark.parametrize("status", [429, 503])
 def test_engines_that_come_back_are_waited_for(checkpoint, engine, status):
     """Longer than the attempts of one request last."""
