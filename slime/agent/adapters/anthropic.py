@@ -48,7 +48,7 @@ class AnthropicAdapter(BaseAdapter):
         messages = [{"role": "system", "content": system}] if system else []
         for message in _without_system_messages(body["messages"]):
             messages += _translated(message["role"], message["content"])
-        tools = [tool for tool in body.get("tools") or [] if "input_schema" in tool]
+        tools = self.offered(body.get("tools") or [], lambda tool: "input_schema" in tool)
         return Chat(
             messages=messages,
             tools=[

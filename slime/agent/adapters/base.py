@@ -109,6 +109,7 @@ class BaseAdapter(abc.ABC):
         self._template_kwargs = chat_template_kwargs or {}
         self._template_ends = ends_of_turns(tokenizer, self._template_kwargs)
         self._sessions: dict[str, Session] = {}
+        self._warned: set[Any] = set()
         # Guards the sessions, and is notified when a turn ends.
         self._changed = threading.Condition()
 
@@ -148,6 +149,17 @@ class BaseAdapter(abc.ABC):
     @abc.abstractmethod
     async def _respond(self, request: web.Request, body: dict[str, Any], reply: dict[str, Any]) -> web.StreamResponse:
         """Write the whole reply, or the events of a stream that are equal to it."""
+
+    def offered(self, tools: list[dict[str, Any]], are_known: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+        """Those of a request's tools that the model can be offered. Of the others is warned, once for each type."""
+        known = [tool for tool in tools if are_known(tool)]
+        for kind in sorted({str(tool.get("type"))[:40] for tool in tools if tool not in known}):
+            self._warn_once(
+                ("tools", kind),
+                f"tools of the type {kind} are left out of requests: the model can be offered functions with a schema only, so "
+                "the agent does without them; have it bring a function of its own",
+            )
+        return known
 
     def _error(self, status: int, message: str) -> dict[str, Any]:
         """The body of an answer that refuses a request, in the form of the protocol if it has one."""
@@ -437,6 +449,11 @@ class BaseAdapter(abc.ABC):
                 ids = [*turn.prompt_ids, *turn.output_ids]
                 places |= {len(ids) - 1} if held[: len(ids)] == ids else set()
         return [token for place, token in enumerate(held) if place not in places]
+
+    def _warn_once(self, subject: Any, message: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            logger.warning(message)
 
 
 @contextlib.contextmanager

@@ -262,6 +262,21 @@ def test_g1_the_sampling_of_clients_is_ignored_and_that_is_told_once(caplog):
     assert payload["sampling_params"] == ALWAYS | heeded | {"max_new_tokens": 4096}
 
 
+def test_what_a_request_asks_for_in_vain_is_told_once(caplog):
+    asked = {
+        "chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "high", "thinking": {"type": "enabled"},
+        "min_tokens": 2, "stop_token_ids": [5], "ignore_eos": True, "logprobs": True, "functions": [TOOL["function"]],
+    }  # fmt: skip
+    with caplog.at_level(logging.WARNING), talking(f"a{END}", f"b{END}", f"c{END}") as agent:
+        agent.ask({"messages": [USER], "logprobs": False, "ignore_eos": False})
+        assert "of requests is ignored" not in caplog.text
+        for _ in range(2):
+            agent.ask({"messages": [USER], **asked})
+        params = [payload["sampling_params"] for payload in agent.engine.requests]
+    assert params == [ALWAYS | {"max_new_tokens": 4096}] * 3
+    assert [caplog.text.count(f"{name} of requests is ignored") for name in asked] == [1] * len(asked)
+
+
 @pytest.mark.parametrize(("own", "asked", "limit"), [(None, 9000, 4096), (100, 50, 50), (100, 200, 100)])
 def test_a_request_may_only_lower_the_limit(own, asked, limit):
     with talking(f"a{END}", defaults={"max_new_tokens": own}) as agent:

@@ -25,6 +25,14 @@ def translated(**body):
         return agent.adapter._translate(body)
 
 
+def test_tools_that_cannot_be_offered_are_told_once_for_each_type(caplog):
+    others = [{"type": "custom", "name": "patch"}, {"type": "custom", "name": "other"}, {"type": "web_search"}]
+    with talking() as agent:
+        for _ in range(2):
+            assert agent.adapter._translate({"messages": [USER], "tools": [*others, *TOOLS]}).tools == TOOLS
+    assert [caplog.text.count(f"tools of the type {kind} are left out") for kind in ("custom", "web_search")] == [1, 1]
+
+
 def test_messages_become_those_of_a_template():
     call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
