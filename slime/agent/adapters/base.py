@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from slime.agent.adapters.asking import CLIENT_CLOSED_REQUEST, Chat, Engine, Ref
 from slime.agent.adapters.parsing import THINK, ModelOutput, named_schema, parse_model_output, prepare_parsers
 from slime.agent.trajectory import FORK_THRESHOLD_TOKENS, Message, TrajectoryManager, TurnRecord
 from slime.utils.http_utils import HttpError, noted_request_ids
-from slime.utils.processing_utils import ends_of_turns, render_chat, require_chat_template
+from slime.utils.processing_utils import ends_of_turns, render_chat, require_chat_template, unheard_end
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class BaseAdapter(abc.ABC):
         self._template_ends = ends_of_turns(tokenizer, self._template_kwargs)
         self._sessions: dict[str, Session] = {}
         self._warned: set[Any] = set()
+        self._looked_at_ends = False
         # Guards the sessions, and is notified when a turn ends.
         self._changed = threading.Condition()
 
@@ -188,10 +190,22 @@ class BaseAdapter(abc.ABC):
         noted = noted_request_ids()
         session = Session(sid, dict(sampling_defaults or {}), max_context_tokens, set() if noted is None else noted)
         session.template_kwargs = dict(chat_template_kwargs or {})
+        if not self._looked_at_ends:
+            self._looked_at_ends = True
+            self._look_at_ends(session.sampling_defaults)
         with self._changed:
             if not sid or sid in self._sessions:
                 raise ValueError(f"session {sid!r} has no name, or is there already: finish or drop that one first")
             self._sessions[sid] = session
+
+    def _look_at_ends(self, sampling_defaults: dict[str, Any]) -> None:
+        """Warn if engines do not end answers where the chat template ends turns."""
+        checkpoint = getattr(self.tokenizer, "name_or_path", "")
+        if not os.path.isdir(checkpoint):
+            return  # Where engines end answers is told by the files of a checkpoint.
+        stops = sampling_defaults.get("stop"), sampling_defaults.get("stop_token_ids")
+        if unheard := unheard_end(self.tokenizer, checkpoint, self._template_ends, *stops):
+            logger.warning(unheard)
 
     async def shutdown_session(self, sid: str, wait_timeout: float = 5.0) -> None:
         """Refuse new turns (503), and wait for those under way; after `wait_timeout` seconds they are ended.

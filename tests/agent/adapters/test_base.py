@@ -15,6 +15,7 @@ from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.trajectory import TurnRecord
 from slime.utils.errors import UserError
 from slime.utils.http_utils import noting_request_ids
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 from tests.support.models.tokenizer import CHATML_TEMPLATE, build_tokenizer
 from tests.support.processes.agent_endpoint import END, endpoint
@@ -395,6 +396,19 @@ def test_an_adapter_that_cannot_work_is_refused_at_once():
         OpenAIAdapter(build_tokenizer(None), "http://127.0.0.1:1")
     with pytest.raises(UserError, match="tool_parser 'quen'"):
         OpenAIAdapter(build_tokenizer(), "http://127.0.0.1:1", tool_parser="quen")
+
+
+@pytest.mark.parametrize(
+    ("defaults", "is_told"), [({}, True), ({"stop_token_ids": [266]}, False), ({"stop": END}, False)]
+)
+def test_a_template_that_ends_turns_where_engines_do_not_stop_is_told_of_once(tmp_path, caplog, defaults, is_told):
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(tmp_path)
+    adapter = OpenAIAdapter(load_tokenizer(str(tmp_path)), "http://127.0.0.1:1")
+    for sid in "ab":
+        adapter.open_session(sid, defaults)
+    assert caplog.text.count("give --rollout-stop-token-ids 266") == is_told
 
 
 def test_health_models_and_bodies_of_many_megabytes():
