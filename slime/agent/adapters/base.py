@@ -393,7 +393,14 @@ class BaseAdapter(abc.ABC):
         text = text.removesuffix(matched) if isinstance(matched, str) else text
         # Some templates open the reasoning in the prompt.
         opening = THINK if prompt.rstrip().endswith(THINK) else ""
-        return parse_model_output(opening + text, chat.tools, *self._parsers)
+        output = parse_model_output(opening + text, chat.tools, *self._parsers)
+        if self._parsers[0] == "kimi_k2":
+            # Its template writes the ids of calls and results, and the model knows such as count a conversation's calls.
+            first = sum(len(message.get("tool_calls") or ()) for message in chat.messages)
+            ids = [f"functions.{use.name}:{number}" for number, use in enumerate(output.tool_uses, first)]
+            uses = [dataclasses.replace(use, id=own) for use, own in zip(output.tool_uses, ids, strict=True)]
+            output = output._replace(tool_uses=uses)
+        return output
 
     # -- its prompt ----------------------------------------------------------------------------------------------------
 

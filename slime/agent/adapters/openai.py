@@ -52,7 +52,7 @@ class OpenAIAdapter(BaseAdapter):
         if output.tool_uses:
             message["tool_calls"] = [
                 {
-                    "id": f"call_{use.id}",
+                    "id": use.id or f"call_{uuid.uuid4().hex[:24]}",
                     "type": "function",
                     "function": {"name": use.name, "arguments": json.dumps(use.arguments)},
                 }
