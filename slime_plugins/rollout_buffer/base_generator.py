@@ -28,7 +28,7 @@ from typing import Any
 from slime.utils import env
 from slime.utils.async_utils import run
 from slime.utils.data_files import iterate_rows, parse_data_path, raise_bad_row
-from slime.utils.engine_protocol import within_budget
+from slime.utils.engine_protocol import of_another_distribution, within_budget
 from slime.utils.epoch_order import Part, epoch_order
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError, post, post_control
@@ -84,6 +84,8 @@ class BaseGenerator(abc.ABC):
         self.data = data
         # The instances of the trajectories that failed since the last one that succeeded.
         self._failed_instances: list[str] = []
+        # What was warned of; "" is nothing.
+        self._told = {""}
         self.tokenizer = load_tokenizer(data["tokenizer_path"], trust_remote_code=bool(data.get("trust_remote_code")))
 
     @abc.abstractmethod
@@ -113,7 +115,7 @@ class BaseGenerator(abc.ABC):
             raise first from None
 
     async def chat(self, prompt: str | list[dict[str, Any]], **sampling_params: Any) -> Turn:
-        """The engine's answer to a chat, or to one message of a user, sampled as the run samples.
+        """The engine's answer to a chat, or to one message of a user, sampled as the run samples, or with `sampling_params`.
 
         A push of weights only pauses the answer; if an engine gives it up for another reason, it is begun anew. With
         `--use-fault-tolerance` it waits for engines that are away, up to `--http-request-timeout`. The answer has no more
@@ -129,6 +131,15 @@ class BaseGenerator(abc.ABC):
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         params = {**self.data["sampling_params"], **sampling_params}
         self._limit_to_context(params, len(ids))
+        others = ", ".join(of_another_distribution(sampling_params, self.data["sampling_params"]))
+        if others not in self._told:
+            self._told.add(others)
+            logger.warning(
+                "chat is asked with %s, and the trainer computes log-probs by the sampling of the run (--rollout-temperature, "
+                "--rollout-top-p, --rollout-top-k): such answers count as the policy's, and are not; give the flags these "
+                "values, or leave them out here",
+                others,
+            )
         payload = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
         headers = _bearer(self.data.get("remote_engine_api_key"))
         url = f"{self.data['remote_engine_url']}/generate"

@@ -167,6 +167,20 @@ def test_an_answer_has_no_more_tokens_than_the_context_leaves(checkpoint, engine
     assert len(engine.requests) == 3
 
 
+def test_an_answer_that_is_sampled_otherwise_than_is_trained_is_told_of_once(checkpoint, engine, caplog):
+    made = generator(checkpoint, engine, sampling_params={"temperature": 0.8, "max_new_tokens": 60})
+
+    async def chat_with(*all_params):
+        for params in all_params:
+            await made.chat("why?", **params)
+
+    awaited(chat_with({}, {"temperature": 0.8, "top_p": 1.0}, {"max_new_tokens": 3, "stop": ["x"]}))
+    assert "chat is asked with" not in caplog.text
+    awaited(chat_with(*[{"temperature": 0.3}] * 2, {"temperature": 0.8, "min_p": 0.1}))
+    counts = [caplog.text.count(f"chat is asked with {other}, and") for other in ("temperature 0.3", "min_p 0.1")]
+    assert counts == [1, 1]
+
+
 def test_a_chat_goes_on_without_the_mark_that_ends_a_turn(checkpoint, engine):
     """The text of an engine has it, and the chat template writes it once more."""
     engine.text_of = lambda tokens: "It is 4<|im_end|>"
