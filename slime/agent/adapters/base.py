@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -324,7 +325,8 @@ class BaseAdapter(abc.ABC):
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def guarded(self, handler: Handler) -> Handler:
-        """`handler`, whose refusals are answered in the protocol, and counted in `trajectories.counts` as `refused_STATUS`."""
+        """`handler`, whose refusals are answered in the protocol, and counted in `trajectories.counts` as `refused_STATUS`. The
+        first of each kind is logged as a warning."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
@@ -336,7 +338,11 @@ class BaseAdapter(abc.ABC):
             except ConnectionResetError:
                 refusal = Refusal(CLIENT_CLOSED_REQUEST, "the client is gone")
             self.trajectories.counts[f"refused_{refusal.status}"] += 1
-            logger.debug("a request was refused: %d, %s", refusal.status, refusal)
+            # What stands behind may be told of one request alone.
+            reason = re.split("[:(]", str(refusal), maxsplit=1)[0]
+            told = f"a request of an agent was refused with status {refusal.status}: {refusal}"
+            self._warn_once((refusal.status, reason), f"{told}; `trajectories.counts` of the adapter has how often")
+            logger.debug(told)
             return web.json_response(self._error(refusal.status, str(refusal)), status=refusal.status)
 
         return handle
@@ -360,6 +366,9 @@ class BaseAdapter(abc.ABC):
             response = await self._respond(request, body, reply)
             if is_gone(request) or self._sessions.get(session.sid) is not session:
                 self.trajectories.counts["not_delivered"] += 1
+                self._warn_once(
+                    "not_delivered", "an agent or its session went away while it was answered; the turn is lost"
+                )
                 return response
             message = {"role": "assistant", "content": output.text, "tool_calls": calls_of(output)}
             self.trajectories.record_turn(
