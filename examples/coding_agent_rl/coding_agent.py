@@ -89,6 +89,7 @@ class Endpoint(metaclass=SingletonMeta):
             reasoning_parser=args.agent_reasoning_parser,
             max_turns_per_sid=args.max_turns,
             fork_threshold_tokens=settings.fork_threshold_tokens,
+            chat_template_kwargs=args.apply_chat_template_kwargs,
         )
         self.served = run_app_in_thread(
             self.adapter.app,
@@ -164,7 +165,13 @@ async def work(
         if args.agent_installs_cli:
             await harness.install_cli(sandbox)
         commit = await set_up(sandbox, task)
-        endpoint.adapter.open_session(session, sampling_params, GenerateState(args).context_length(args))
+        endpoint.adapter.open_session(
+            session,
+            sampling_params,
+            GenerateState(args).context_length(args),
+            # An evaluation set may have its own.
+            chat_template_kwargs=sample.apply_chat_template_kwargs,
+        )
         status = await harness.run(
             sandbox,
             workdir=task.workdir,

@@ -115,8 +115,10 @@ class TrajectoryManager:
     """Records the turns of sessions, and makes samples of them. Its methods may be called from any thread.
 
     Attributes:
-        counts: how many drafts did not become samples, by reason (`nothing_to_train`, `no_response`), and how many samples
-            were `cut`.
+        counts: how many drafts did not become samples, by reason (`nothing_to_train`, `no_response`), how many samples were
+            `cut`, and how many began (`forks`) because a prompt did not go on with the one before; how many turns are not
+            trained because a prompt has other tokens in their place (`masked_turns`), or because the client has replaced their
+            messages (`rewritten_turns`).
     """
 
     def __init__(self, fork_threshold_tokens: int = FORK_THRESHOLD_TOKENS) -> None:
@@ -167,6 +169,7 @@ class TrajectoryManager:
             if is_short and rest and rest[0].get("role") == "assistant":
                 node = leaves[0]
                 node.message, node.is_trained = dict(rest.pop(0)), False
+                self.counts["rewritten_turns"] += 1
             for message in rest:
                 node = node.add(message)
             session.turns.append(node.add(response_message, turn=turn, metadata=dict(metadata or {})))
@@ -195,12 +198,13 @@ class TrajectoryManager:
         with self._lock:
             session = self._sessions.pop(sid, None) or _Session()
         drafts: list[_Draft] = []
+        samples, trained, counts = [], set(), Counter()
         for chain in session.chains():
             first_of_chain = len(drafts)
             for node in chain:
                 if len(drafts) == first_of_chain or not drafts[-1].goes_on(node, self._threshold):
+                    counts["forks"] += len(drafts) > first_of_chain
                     drafts.append(_Draft(node))
-        samples, trained, counts = [], set(), Counter()
         for draft in drafts:
             if 0 < max_sample_tokens <= len(draft.prompt_ids) or len(draft.tokens) == len(draft.prompt_ids):
                 counts["no_response"] += 1
@@ -216,6 +220,10 @@ class TrajectoryManager:
             sample.metadata |= extra_metadata or {}
             sample.metadata["truncated"] = sample.truncated
             samples.append(sample)
+        replaced = {node for draft in drafts for node in draft.replaced if node.is_trained}
+        counts["masked_turns"] = len(replaced - trained)
+        # Without what did not happen.
+        counts = +counts
         if counts:
             logger.info("%d samples of %d turns; %s", len(samples), len(session.turns), dict(counts))
         with self._lock:
@@ -235,6 +243,8 @@ class _Draft:
         self.prompt_ids = list(node.turn.prompt_ids)
         self.tokens = list(self.prompt_ids)
         self.turns: list[_Node] = []
+        # Those of the turns whose output a later prompt has otherwise.
+        self.replaced: list[_Node] = []
         # (ids, the node whose output they are; None for context).
         self.stretches: list[tuple[list[int], _Node | None]] = []
         self._append([], node)
@@ -253,7 +263,8 @@ class _Draft:
         if prompt[: len(self.tokens)] == self.tokens:
             self._append(prompt[len(self.tokens) :], node)
         elif prompt[:start] == self.tokens[:start] and len(turn.output_ids) < threshold:
-            del self.stretches[-1], self.tokens[start:]
+            self.replaced.append(self.stretches.pop()[1])
+            del self.tokens[start:]
             self._append(prompt[start:], node)
         else:
             return False

@@ -84,7 +84,9 @@ async def ask(args: Any, sample: Sample, messages: list[dict[str, Any]], samplin
     down, and TRUNCATED by a length limit, as any other answer.
     """
     answer = new_attempt(prompt_of(sample))
-    answer.prompt, answer.tokens, answer.session_id = messages, [], unique_hex()
+    # The caller may go on with the list, and the answer keeps what was asked.
+    answer.prompt = [dict(message) for message in messages]
+    answer.tokens, answer.session_id = [], unique_hex()
     # The context has the images that stand in its messages, and no others.
     answer.multimodal_inputs = None
     return await generate(args, answer, sampling_params)

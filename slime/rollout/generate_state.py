@@ -80,6 +80,7 @@ class GenerateState(metaclass=SingletonMeta):
         # The array, read-only, that was last found to have ids of the vocabulary alone: siblings share that of their prompt.
         self.checked_ids: np.ndarray | None = None
         self._warned: set[str] = set()
+        self._looked_at_ends = False
         # One thread is enough. It has a tokenizer of its own, because fast tokenizers refuse to be used by two threads at once,
         # and users use `tokenizer`.
         self._encoding = threading.Lock()
@@ -130,9 +131,16 @@ class GenerateState(metaclass=SingletonMeta):
     def encoder_tokenizer(self) -> Any:
         """The tokenizer that encodes prompts and texts, used by one thread at a time."""
         tokenizer = self._load_tokenizer()
-        if self.args.apply_chat_template and (unheard := unheard_end_of_turn(self.args, tokenizer)):
-            self.warn_once(unheard)
+        if self.args.apply_chat_template:
+            self._look_at_ends(tokenizer)
         return tokenizer
+
+    def _look_at_ends(self, tokenizer: Any) -> None:
+        """Warn if engines do not end answers where the chat template ends turns; in the first call alone."""
+        if not self._looked_at_ends:
+            self._looked_at_ends = True
+            if unheard := unheard_end_of_turn(self.args, tokenizer):
+                self.warn_once(unheard)
 
     def _load_tokenizer(self) -> Any:
         return load_tokenizer(self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code)
@@ -258,6 +266,7 @@ class GenerateState(metaclass=SingletonMeta):
             rendered = getattr(sample, "prompt_is_rendered", self.args.apply_chat_template)
             return sample.prompt, bool(rendered), None, {}
         require_chat_template(self.encoder_tokenizer, f"the prompt of sample {sample.index} is a list of messages")
+        self._look_at_ends(self.encoder_tokenizer)
         template_kwargs = self.args.apply_chat_template_kwargs or {}
         return (
             sample.prompt,

@@ -36,10 +36,11 @@ from slime.rollout.engine_request import (
     token_budget,
 )
 from slime.rollout.failures import SampleFailed, failing_alone, mark_failed
-from slime.rollout.generate_state import GenerateState, deterministic_inference
+from slime.rollout.generate_state import GenerateState, deterministic_inference, rollout_sampling_params
 from slime.rollout.generation_call import current_call
 from slime.rollout.rm_hub.grading import async_rm, batched_async_rm
 from slime.training.rollout_batch import takes_images
+from slime.utils.engine_protocol import of_another_distribution
 from slime.utils.errors import RunError, UserError
 from slime.utils.processing_utils import sees_images
 from slime.utils.sample_fields import STATUS_OF_FINISH_REASON, finish_type, first_not_finite, held
@@ -108,18 +109,9 @@ async def _next_request(args: Any, sample: Sample, sampling_params: dict[str, An
     return payload if images is None else payload | images.request(sample)
 
 
-# Sampling parameters that say from which distribution a token is drawn.
-_OF_A_DISTRIBUTION = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
-
-
 def _warn_of_another_distribution(args: Any, sampling_params: dict[str, Any]) -> None:
     """Warn once if a function samples what is to be trained from another distribution than the trainer's log-probs are of."""
-    trained = (args.rollout_temperature, args.rollout_top_p, args.rollout_top_k, 0, 1, 0, 0)
-    given = zip(_OF_A_DISTRIBUTION, map(sampling_params.get, _OF_A_DISTRIBUTION), trained, strict=True)
-    others = [f"{name} {value}" for name, value, own in given if value != own and value is not None]
-    if others:
+    if others := of_another_distribution(sampling_params, rollout_sampling_params(args)):
         GenerateState(args).warn_once(
             f"a function samples with {', '.join(others)}, and the trainer computes log-probs by the flags "
             f"(--rollout-temperature {args.rollout_temperature}, --rollout-top-p {args.rollout_top_p}, --rollout-top-k "

@@ -50,8 +50,8 @@ def build_train_batch(samples: Sequence[Sample], raw_rewards: Sequence[float], r
         rewards: reward per sample after it.
 
     Raises:
-        UserError: of the samples that train, some have an optional per-token field and others have none; or one has images,
-            and nothing that a processor made of them.
+        UserError: of the samples that train, some have an optional per-token field and others have none; or one of its numbers
+            at a trained token is not finite; or a sample has images, and nothing that a processor made of them.
     """
     packed = [_pack(sample) for sample in samples]
     response_lengths = np.array([p.response_length for p in packed], dtype=np.int64)
@@ -233,11 +233,7 @@ def _require_fitting_rows(sample: dict[str, Any], where: str) -> None:
                 f"{where} `{name}` has {len(sample[name])} entries, expected {length}: `response_lengths` is {response}"
             )
         if name in _OF_TOKENS:
-            wrong = first_not_finite(np.where(sample["loss_masks"] != 0, sample[name], 0.0))
-            if wrong is not None:
-                raise UserError(
-                    f"{where} `{name}` is {sample[name][wrong]} at response token {wrong}, which is trained"
-                )
+            _require_finite(sample[name], sample["loss_masks"], f"{where} `{name}`")
     offsets = sample.get("rollout_top_p_token_offsets")
     kept = len(sample.get("rollout_top_p_token_ids", ()))
     if offsets is not None and offsets[-1] != kept:
@@ -246,6 +242,15 @@ def _require_fitting_rows(sample: dict[str, Any], where: str) -> None:
         )
     if offsets is not None and (offsets[0] != 0 or (np.diff(offsets) < 0).any()):
         raise UserError(f"{where} `rollout_top_p_token_offsets` must ascend from 0")
+
+
+def _require_finite(row: np.ndarray, mask: np.ndarray, where: str) -> None:
+    """Raise UserError if one of `row`'s numbers at a trained token is not finite; `where` names the sample and its field."""
+    wrong = first_not_finite(row)
+    if wrong is not None and not mask[wrong]:
+        wrong = first_not_finite(np.where(mask != 0, row, 0.0))
+    if wrong is not None:
+        raise UserError(f"{where} is {row[wrong]} at response token {wrong}, which is trained")
 
 
 def correction_flag(args: argparse.Namespace) -> str | None:
@@ -412,7 +417,7 @@ def _optional_rows(
     sets), which nobody reads.
 
     Raises:
-        UserError: some of the samples that train have a row and others have none.
+        UserError: some of the samples that train have a row and others have none, or a number at a trained token is not finite.
     """
     # If no sample trains anything, the column may still be reported.
     counts = trained if any(trained) else [s.response_length > 0 for s in samples]
@@ -426,6 +431,10 @@ def _optional_rows(
             "the function that sets it, of generation or of rewards, must do so for all samples of a step that train, or "
             "for none"
         )
+    if field in _OF_TOKENS:
+        for sample, row, mask in zip(samples, rows, masks, strict=True):
+            if row is not None:
+                _require_finite(row, mask, f"sample {sample.index}: `{field}`")
     return [_neutral_row(field, len(mask)) if row is None else row for row, mask in zip(rows, masks, strict=True)]
 
 

@@ -44,6 +44,23 @@ def within_budget(sampling_params: Mapping[str, Any], budget: int, generated: in
     return params
 
 
+# Sampling parameters that say from which distribution a token is drawn, and what each is where a request does not have it.
+_OF_A_DISTRIBUTION = {
+    "temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0,
+    "frequency_penalty": 0,
+}  # fmt: skip
+
+
+def of_another_distribution(given: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """`NAME VALUE` of each of the sampling parameters `given` by which tokens are drawn from another distribution than by
+    `own`. What is not given, or None, is taken to be as in `own`."""
+    return [
+        f"{name} {given[name]}"
+        for name, neutral in _OF_A_DISTRIBUTION.items()
+        if given.get(name) is not None and given[name] != own.get(name, neutral)
+    ]
+
+
 def num_prompts(payload: Mapping[str, Any]) -> int | None:
     """The number of prompts in a request; None if it has one prompt that is not in a list."""
     for name, levels in _LEVELS_OF_A_PROMPT.items():

@@ -166,24 +166,40 @@ _ENDS_OF_ENGINES = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_en
 
 
 def unheard_end_of_turn(args: Any, tokenizer: Any) -> str | None:
+    """`unheard_end` for the prompts and answers of a run."""
+    ends = ends_of_turns(tokenizer, args.apply_chat_template_kwargs or {})
+    return unheard_end(tokenizer, args.hf_checkpoint, ends, args.rollout_stop, args.rollout_stop_token_ids)
+
+
+def unheard_end(
+    tokenizer: Any,
+    checkpoint: str,
+    ends: dict[int, str],
+    stop: str | list[str] | None,
+    stop_token_ids: list[int] | None,
+) -> str | None:
     """The warning that engines do not end an answer where the chat template ends a turn of the model, as with base models that
-    name another token in their config; None if they do, or if the template shows no token that ends a turn."""
-    ends = _ends_of_turns(tokenizer, args.apply_chat_template_kwargs or {})
-    stops = _stop_tokens(args.hf_checkpoint, tokenizer) | set(args.rollout_stop_token_ids or ())
-    strings = args.rollout_stop or ()
-    strings = [strings] if isinstance(strings, str) else strings
+    name another token in their config; None if they do, or if the template shows no token that ends a turn.
+
+    Args:
+        checkpoint: the directory whose configuration engines read.
+        ends: those of the template (`ends_of_turns`).
+        stop, stop_token_ids: what else ends an answer.
+    """
+    stops = _stop_tokens(checkpoint, tokenizer) | set(stop_token_ids or ())
+    strings = [stop] if isinstance(stop, str) else stop or ()
     if not ends or stops & ends.keys() or any(string in text for string in strings for text in ends.values()):
         return None
     token, text = next(iter(ends.items()))
     known = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in sorted(stops)) or "no token"
     return (
-        f"the chat template of --hf-checkpoint {args.hf_checkpoint} ends a turn of the model with {text} ({token}), and "
+        f"the chat template of --hf-checkpoint {checkpoint} ends a turn of the model with {text} ({token}), and "
         f"engines end an answer at {known} alone: a model that ends its turns so goes on to --rollout-max-response-len; for "
         f"such a model give --rollout-stop-token-ids {token}"
     )
 
 
-def _ends_of_turns(tokenizer: Any, template_kwargs: dict[str, Any]) -> dict[int, str]:
+def ends_of_turns(tokenizer: Any, template_kwargs: dict[str, Any]) -> dict[int, str]:
     """The special tokens, by id, that follow the model's words in a dialogue: before a further question, and at the end."""
     added, ends = tokenizer.get_added_vocab(), {}
     dialogue = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import copy
 import itertools
 import logging
 import time
@@ -27,11 +28,12 @@ from typing import Any
 from slime.utils import env
 from slime.utils.async_utils import run
 from slime.utils.data_files import iterate_rows, parse_data_path, raise_bad_row
-from slime.utils.engine_protocol import within_budget
+from slime.utils.engine_protocol import of_another_distribution, within_budget
 from slime.utils.epoch_order import Part, epoch_order
 from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError, post, post_control
 from slime.utils.processing_utils import load_tokenizer, render_chat, without_end_mark
+from slime.utils.sample_fields import first_not_finite
 
 logger = logging.getLogger("generator")
 
@@ -82,11 +84,15 @@ class BaseGenerator(abc.ABC):
         self.data = data
         # The instances of the trajectories that failed since the last one that succeeded.
         self._failed_instances: list[str] = []
+        # What was warned of; "" is nothing.
+        self._told = {""}
         self.tokenizer = load_tokenizer(data["tokenizer_path"], trust_remote_code=bool(data.get("trust_remote_code")))
 
     @abc.abstractmethod
     async def trajectory(self, row: dict[str, Any]) -> dict[str, Any]:
         """The fields of an item, without ids, for `row`, which has `prompt`, `label` and the other fields of its line.
+
+        `row` is a copy of the trajectory's own, which may be changed.
 
         They are best made by `item`. If it raises, or takes longer than the service's `--trajectory-timeout`, the error is
         logged and the trajectory is sent without a reward, so that its group is dropped. The generator itself ends only if
@@ -109,7 +115,7 @@ class BaseGenerator(abc.ABC):
             raise first from None
 
     async def chat(self, prompt: str | list[dict[str, Any]], **sampling_params: Any) -> Turn:
-        """The engine's answer to a chat, or to one message of a user, sampled as the run samples.
+        """The engine's answer to a chat, or to one message of a user, sampled as the run samples, or with `sampling_params`.
 
         A push of weights only pauses the answer; if an engine gives it up for another reason, it is begun anew. With
         `--use-fault-tolerance` it waits for engines that are away, up to `--http-request-timeout`. The answer has no more
@@ -118,13 +124,22 @@ class BaseGenerator(abc.ABC):
         Raises:
             UserError: the chat fills the context, so that no token is left for an answer.
             HttpError: the engine refuses, or stays away.
-            RunError: the answer was interrupted again and again.
+            RunError: the answer was interrupted again and again, or lacks a finite log-prob for each of its tokens.
         """
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         text = render_chat(self.tokenizer, messages, template_kwargs=self.data.get("apply_chat_template_kwargs"))
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         params = {**self.data["sampling_params"], **sampling_params}
         self._limit_to_context(params, len(ids))
+        others = ", ".join(of_another_distribution(sampling_params, self.data["sampling_params"]))
+        if others not in self._told:
+            self._told.add(others)
+            logger.warning(
+                "chat is asked with %s, and the trainer computes log-probs by the sampling of the run (--rollout-temperature, "
+                "--rollout-top-p, --rollout-top-k): such answers count as the policy's, and are not; give the flags these "
+                "values, or leave them out here",
+                others,
+            )
         payload = {"input_ids": ids, "sampling_params": params, "return_logprob": True}
         headers = _bearer(self.data.get("remote_engine_api_key"))
         url = f"{self.data['remote_engine_url']}/generate"
@@ -136,6 +151,12 @@ class BaseGenerator(abc.ABC):
                 await asyncio.sleep(_WAIT_S)
                 continue
             sampled = [(entry[1], entry[0]) for entry in meta_info.get("output_token_logprobs") or ()]
+            log_probs = [log_prob for _, log_prob in sampled]
+            wrong, counted = first_not_finite(log_probs), meta_info.get("completion_tokens")
+            if wrong is not None:
+                raise RunError(f"{url}: the engine gave token {wrong} of an answer the log-prob {log_probs[wrong]}")
+            if counted not in (None, len(sampled)):
+                raise RunError(f"{url}: the engine counts {counted} tokens, and tells the log-probs of {len(sampled)}")
             # A chat template ends turns itself.
             text = without_end_mark(answer["text"])
             # An answer that pushes of weights went through has parts of several versions.
@@ -145,7 +166,7 @@ class BaseGenerator(abc.ABC):
                 text,
                 ids,
                 [token for token, _ in sampled],
-                [log_prob for _, log_prob in sampled],
+                log_probs,
                 reason == "length",
                 [str(version) for version in spans or [meta_info.get("weight_version")] if version is not None],
             )
@@ -240,7 +261,7 @@ class BaseGenerator(abc.ABC):
         limit = self.data.get("trajectory_timeout")
         try:
             async with asyncio.timeout(limit) as timeout:
-                fields = await self.trajectory(row)
+                fields = await self.trajectory(copy.deepcopy(row))
             self._failed_instances.clear()
         except Exception as error:
             if self._is_without_engines(error):

@@ -6,10 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from slime.rollout.failures import mark_failed
 from slime.rollout.sft_rollout import fill_sample, mask_generator
 from slime.training.rollout_batch import correction_flag
 from slime.utils.errors import UserError
+from slime.utils.sample_fields import first_not_finite
 from slime.utils.types import Sample
 from slime_plugins.rollout_buffer.items import Item, ItemError, checked_item
 
@@ -107,6 +110,14 @@ def _take_tokens(sample: Sample, item: Item) -> None:
     sample.status = Sample.Status.COMPLETED
     try:
         sample.validate_lengths()
+        if sample.rollout_log_probs is not None:
+            # None becomes NaN, too. Those of other tokens do not matter: nobody reads them.
+            log_probs = np.where(np.asarray(mask) != 0, np.asarray(sample.rollout_log_probs, np.float64), 0.0)
+            if (wrong := first_not_finite(log_probs)) is not None:
+                given = sample.rollout_log_probs[wrong]
+                raise ValueError(
+                    f"rollout_log_probs[{wrong}] is {given}, and its token is trained; expected a finite number"
+                )
     except (TypeError, ValueError) as error:
         raise UserError(f"--rollout-buffer-url: item {item['uid']}: {error}") from error
 

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from slime.agent.adapters.asking import READ_TIMEOUT_S
 from slime.agent.harness import (
     BaseHarness,
     ClaudeCodeHarness,
@@ -135,6 +136,7 @@ def test_claude_code_reaches_the_adapter_by_its_session(programs):
     assert noted["argv"] == ["--print", "--dangerously-skip-permissions", "--model", "slime-actor"]
     assert json.loads(files["./.claude.json"])["hasCompletedOnboarding"] is True
     assert {"ANTHROPIC_SMALL_FAST_MODEL": "slime-actor", "DISABLE_AUTOUPDATER": "1"}.items() <= noted["env"].items()
+    assert int(noted["env"]["API_TIMEOUT_MS"]) > 1000 * READ_TIMEOUT_S
 
 
 def test_codex_reaches_the_adapter_by_its_configuration(programs):
@@ -144,7 +146,9 @@ def test_codex_reaches_the_adapter_by_its_configuration(programs):
     words = ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-"]
     assert noted["argv"] == words
     config = tomllib.loads(files["./.codex/config.toml"])
-    assert config["model"] == "slime-actor" and config["model_providers"]["slime"]["wire_api"] == "chat"
+    provider = config["model_providers"]["slime"]
+    assert config["model"] == "slime-actor" and provider["wire_api"] == "chat"
+    assert provider["stream_idle_timeout_ms"] > 1000 * READ_TIMEOUT_S
     assert "session-7" not in files["./.codex/config.toml"]
 
 

@@ -93,6 +93,26 @@ def test_a_prompt_that_is_shorter_than_what_is_held():
     assert len(samples_of(two_turns([1, 2]))) == 2
 
 
+@pytest.mark.parametrize(
+    ("prompt", "counts"),
+    [([1, 2, 3, 10, 11, 4], {}), ([1, 2, 3, 10, 99, 4], {"masked_turns": 1}), ([1, 9, 4], {"forks": 1})],
+)
+def test_turns_that_are_not_trained_and_samples_that_begin_anew_are_counted(prompt, counts):
+    manager = two_turns(prompt)
+    samples_of(manager)
+    assert manager.counts == counts
+
+
+def test_a_turn_that_another_path_trains_does_not_count_as_masked():
+    before = [USER, said("a")]
+    manager = recorded(
+        (turn([1], [10]), [USER], said("a")),
+        (turn([1, 19, 2], [20]), [*before, TOOL], said("b")),
+        (turn([1, 10, 3], [30]), [*before, OTHER], said("c")),
+    )
+    assert [sample.loss_mask for sample in samples_of(manager)] == [[0, 0, 1], [1, 0, 1]] and not manager.counts
+
+
 def test_three_turns_of_which_the_middle_one_is_rewritten():
     manager = recorded(
         (turn([1], [10]), [USER], said("a")),
@@ -263,7 +283,7 @@ def test_what_leaves_nothing_to_train_is_dropped_and_counted():
     )
     (sample,) = samples_of(manager, max_sample_tokens=4)
     assert sample.tokens == [8, 61]
-    assert manager.counts == {"no_response": 2, "nothing_to_train": 1}
+    assert manager.counts == {"no_response": 2, "nothing_to_train": 1, "rewritten_turns": 1, "forks": 1}
 
 
 def test_a_session_is_consumed():

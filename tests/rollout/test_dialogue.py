@@ -1,6 +1,7 @@
 """Dialogues of the model with an environment: which tokens they consist of, who is trained on what, and how they end."""
 
 import asyncio
+import copy
 import shutil
 import threading
 import time
@@ -203,6 +204,11 @@ def test_an_answer_of_another_context_is_a_sample_of_its_own(checkpoint):
     assert (answer.index, answer.group_index, answer.label) == (3, 1, "x")
     answer.metadata["kept"].append(2)
     assert sample.to_dict() == before
+    # Nor does the answer change when the caller goes on with the messages.
+    asked_with = copy.deepcopy(other)
+    other[-1]["content"] = "something else"
+    other.append({"role": "assistant", "content": answer.response})
+    assert answer.prompt == asked_with
 
 
 def test_answers_of_several_contexts_are_asked_for_at_once_and_come_in_their_order(checkpoint):

@@ -10,6 +10,7 @@ from slime.rollout.base_types import leaves
 from slime.rollout.generate_state import GenerateState
 from slime.utils.errors import UserError
 from slime.utils.misc import SingletonMeta
+from slime.utils.types import Sample
 from tests.support.models.rollout_args import CountingDataSource, make_args
 from tests.support.models.rollout_steps import plugin, run_step
 from tests.support.models.tokenizer import build_tokenizer
@@ -73,6 +74,10 @@ def test_a_chat_template_that_ends_turns_where_engines_do_not_stop_is_told_of_on
     for text in ("hello", "hell"):
         state.encode_text(text, add_special_tokens=False)
     assert caplog.text.count("give --rollout-stop-token-ids 266") == applies
+    # Lists of messages are rendered in any case.
+    for text in ("hello", "hell"):
+        state.prompt_ids(Sample(index=0, prompt=[{"role": "user", "content": text}]))
+    assert caplog.text.count("give --rollout-stop-token-ids 266") == 1
 
 
 @pytest.mark.parametrize("which", ["data source", "filter"])

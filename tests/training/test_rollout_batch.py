@@ -1,3 +1,4 @@
+import math
 import re
 import sys
 from types import SimpleNamespace
@@ -251,6 +252,19 @@ def test_a_sample_that_trains_must_have_what_the_others_have(field):
     removed = sample(6, **lacking, remove_sample=True)
     with pytest.raises(UserError, match=rf"1 of 3 samples have no `{field}` \(sample indices \[5\]\)"):
         build([sample(4, **COMPLETE), sample(5, loss_mask=[0, 0, 1], **lacking), removed])
+
+
+@pytest.mark.parametrize("field", ["rollout_log_probs", "teacher_log_probs"])
+@pytest.mark.parametrize("number", [math.nan, -math.inf])
+def test_what_belongs_to_a_trained_token_is_a_finite_number(field, number):
+    whole, holed = {field: [-1.0, -2.0, -3.0]}, {field: [-1.0, number, -3.0]}
+    with pytest.raises(UserError, match=rf"sample 5: `{field}` is {number} at response token 1, which is trained"):
+        build([sample(4, **whole), sample(5, **holed)])
+    with pytest.raises(UserError, match=rf"sample 5: `{field}` is {number} at response token 2, which is trained"):
+        build([sample(5, loss_mask=[1, 0, 1], **{field: [-1.0, number, number]})])
+    # Those of other tokens do not matter: nobody reads them.
+    batch = build([sample(4, loss_mask=[1, 0, 1], **holed), sample(5, remove_sample=True, **holed), sample(6, **whole)])
+    assert len(batch[field]) == 3
 
 
 def test_what_no_trained_sample_has_is_no_column():

@@ -48,7 +48,7 @@ class AnthropicAdapter(BaseAdapter):
         messages = [{"role": "system", "content": system}] if system else []
         for message in _without_system_messages(body["messages"]):
             messages += _translated(message["role"], message["content"])
-        tools = [tool for tool in body.get("tools") or [] if "input_schema" in tool]
+        tools = self.offered(body.get("tools") or [], lambda tool: "input_schema" in tool)
         return Chat(
             messages=messages,
             tools=[
@@ -73,7 +73,8 @@ class AnthropicAdapter(BaseAdapter):
         if output.text or not output.tool_uses:
             content.append({"type": "text", "text": output.text})
         for use in output.tool_uses:
-            content.append({"type": "tool_use", "id": f"toolu_{use.id}", "name": use.name, "input": use.arguments})
+            call_id = use.id or f"toolu_{uuid.uuid4().hex[:24]}"
+            content.append({"type": "tool_use", "id": call_id, "name": use.name, "input": use.arguments})
         stop_reason = "max_tokens" if turn.finish_reason == "length" else "end_turn"
         return {
             "id": f"msg_{uuid.uuid4().hex}",

@@ -27,11 +27,24 @@ _LOOK_S = 0.2
 # Special tokens and stop texts stay in the answer, since the model wrote them.
 _ALWAYS = {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
 _CLIENT_SAMPLING = ("temperature", "top_p", "top_k")
-# These, too, would change the distribution that is sampled from; they are always ignored.
-_NEVER_HEEDED = (
-    "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias", "seed", "response_format",
-    "tool_choice",
+_OF_SAMPLING = (
+    *_CLIENT_SAMPLING, "frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "logit_bias", "seed",
+    "response_format", "tool_choice",
 )  # fmt: skip
+# Fields of requests that may be asked for in vain → why.
+_IGNORED = {
+    **dict.fromkeys(_OF_SAMPLING, "what is trained is what is sampled"),
+    **dict.fromkeys(
+        ("min_tokens", "stop_token_ids", "ignore_eos"),
+        "beside stop texts and a limit, its session says where an answer ends",
+    ),
+    **dict.fromkeys(
+        ("chat_template_kwargs", "reasoning_effort", "thinking"),
+        "prompts are rendered by chat_template_kwargs of the adapter",
+    ),
+    **dict.fromkeys(("logprobs", "top_logprobs"), "agents are told texts alone"),
+    "functions": "tools are read from `tools`",
+}
 
 
 class Refusal(Exception):
@@ -95,11 +108,12 @@ class Engine:
         """The sampling parameters of a turn: a session's `defaults`, overridden by what is heeded of the request's `body`."""
         params = {name: value for name, value in defaults.items() if value is not None}
         params |= {name: body[name] for name in self._heeded if body.get(name) is not None}
-        for name in (*_CLIENT_SAMPLING, *_NEVER_HEEDED):
-            if body.get(name) is not None and name not in self._heeded and name not in self._warned:
+        for name, why in _IGNORED.items():
+            is_asked = body.get(name) is not None and body[name] is not False
+            if is_asked and name not in self._heeded and name not in self._warned:
                 self._warned.add(name)
                 way_out = " (allow_client_sampling=True heeds it)" if name in _CLIENT_SAMPLING else ""
-                logger.warning("%s of requests is ignored: what is trained is what is sampled%s", name, way_out)
+                logger.warning("%s of requests is ignored: %s%s", name, why, way_out)
         limit = params.get("max_new_tokens", MAX_NEW_TOKENS)
         limit = limit if chat.max_new_tokens is None else min(limit, chat.max_new_tokens)
         stop = params.pop("stop", None) or []

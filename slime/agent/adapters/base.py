@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
+import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ from slime.agent.adapters.asking import CLIENT_CLOSED_REQUEST, Chat, Engine, Ref
 from slime.agent.adapters.parsing import THINK, ModelOutput, named_schema, parse_model_output, prepare_parsers
 from slime.agent.trajectory import FORK_THRESHOLD_TOKENS, Message, TrajectoryManager, TurnRecord
 from slime.utils.http_utils import HttpError, noted_request_ids
-from slime.utils.processing_utils import render_chat, require_chat_template
+from slime.utils.processing_utils import ends_of_turns, render_chat, require_chat_template, unheard_end
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class Session:
     Attributes:
         noted_ids: the ids of all open requests of the rollout call that the agent works for.
         failure: why the last turn failed, if that was not the agent's fault.
+        template_kwargs: arguments of the chat template, beside those of the adapter and above them.
     """
 
     sid: str
@@ -51,6 +54,7 @@ class Session:
     is_open: bool = True
     aborted: bool = False
     failure: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     running: dict[asyncio.Task[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
 
     def cancel(self) -> None:
@@ -104,8 +108,11 @@ class BaseAdapter(abc.ABC):
         self._parsers = (tool_parser, reasoning_parser)
         self._max_turns = max_turns_per_sid
         self._debug_callback = debug_callback
-        self._template_kwargs = chat_template_kwargs
+        self._template_kwargs = chat_template_kwargs or {}
+        self._template_ends = ends_of_turns(tokenizer, self._template_kwargs)
         self._sessions: dict[str, Session] = {}
+        self._warned: set[Any] = set()
+        self._looked_at_ends = False
         # Guards the sessions, and is notified when a turn ends.
         self._changed = threading.Condition()
 
@@ -146,6 +153,17 @@ class BaseAdapter(abc.ABC):
     async def _respond(self, request: web.Request, body: dict[str, Any], reply: dict[str, Any]) -> web.StreamResponse:
         """Write the whole reply, or the events of a stream that are equal to it."""
 
+    def offered(self, tools: list[dict[str, Any]], are_known: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+        """Those of a request's tools that the model can be offered. Of the others is warned, once for each type."""
+        known = [tool for tool in tools if are_known(tool)]
+        for kind in sorted({str(tool.get("type"))[:40] for tool in tools if tool not in known}):
+            self._warn_once(
+                ("tools", kind),
+                f"tools of the type {kind} are left out of requests: the model can be offered functions with a schema only, so "
+                "the agent does without them; have it bring a function of its own",
+            )
+        return known
+
     def _error(self, status: int, message: str) -> dict[str, Any]:
         """The body of an answer that refuses a request, in the form of the protocol if it has one."""
         return {"error": {"code": status, "message": message}}
@@ -153,23 +171,42 @@ class BaseAdapter(abc.ABC):
     # -- sessions ------------------------------------------------------------------------------------------------------
 
     def open_session(
-        self, sid: str, sampling_defaults: dict[str, Any] | None = None, max_context_tokens: int | None = None
+        self,
+        sid: str,
+        sampling_defaults: dict[str, Any] | None = None,
+        max_context_tokens: int | None = None,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Accept requests that name the session `sid`; clients do so by their key.
 
         Args:
             sampling_defaults: sampling parameters of `/generate`; without `max_new_tokens` an answer has at most 4096.
             max_context_tokens: limit of a prompt and its answer together; None: the engine's limit.
+            chat_template_kwargs: passed to the template, beside the adapter's and above them.
 
         Raises:
             ValueError: there is such a session already, or the name is empty.
         """
         noted = noted_request_ids()
         session = Session(sid, dict(sampling_defaults or {}), max_context_tokens, set() if noted is None else noted)
+        session.template_kwargs = dict(chat_template_kwargs or {})
+        if not self._looked_at_ends:
+            self._looked_at_ends = True
+            self._look_at_ends(session.sampling_defaults)
         with self._changed:
             if not sid or sid in self._sessions:
                 raise ValueError(f"session {sid!r} has no name, or is there already: finish or drop that one first")
             self._sessions[sid] = session
+
+    def _look_at_ends(self, sampling_defaults: dict[str, Any]) -> None:
+        """Warn if engines do not end answers where the chat template ends turns."""
+        checkpoint = getattr(self.tokenizer, "name_or_path", "")
+        if not os.path.isdir(checkpoint):
+            return  # Where engines end answers is told by the files of a checkpoint.
+        stops = sampling_defaults.get("stop"), sampling_defaults.get("stop_token_ids")
+        if unheard := unheard_end(self.tokenizer, checkpoint, self._template_ends, *stops):
+            logger.warning(unheard)
 
     async def shutdown_session(self, sid: str, wait_timeout: float = 5.0) -> None:
         """Refuse new turns (503), and wait for those under way; after `wait_timeout` seconds they are ended.
@@ -288,7 +325,8 @@ class BaseAdapter(abc.ABC):
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def guarded(self, handler: Handler) -> Handler:
-        """`handler`, whose refusals are answered in the protocol, and counted in `trajectories.counts` as `refused_STATUS`."""
+        """`handler`, whose refusals are answered in the protocol, and counted in `trajectories.counts` as `refused_STATUS`. The
+        first of each kind is logged as a warning."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
@@ -300,7 +338,11 @@ class BaseAdapter(abc.ABC):
             except ConnectionResetError:
                 refusal = Refusal(CLIENT_CLOSED_REQUEST, "the client is gone")
             self.trajectories.counts[f"refused_{refusal.status}"] += 1
-            logger.debug("a request was refused: %d, %s", refusal.status, refusal)
+            # What stands behind may be told of one request alone.
+            reason = re.split("[:(]", str(refusal), maxsplit=1)[0]
+            told = f"a request of an agent was refused with status {refusal.status}: {refusal}"
+            self._warn_once((refusal.status, reason), f"{told}; `trajectories.counts` of the adapter has how often")
+            logger.debug(told)
             return web.json_response(self._error(refusal.status, str(refusal)), status=refusal.status)
 
         return handle
@@ -324,6 +366,9 @@ class BaseAdapter(abc.ABC):
             response = await self._respond(request, body, reply)
             if is_gone(request) or self._sessions.get(session.sid) is not session:
                 self.trajectories.counts["not_delivered"] += 1
+                self._warn_once(
+                    "not_delivered", "an agent or its session went away while it was answered; the turn is lost"
+                )
                 return response
             message = {"role": "assistant", "content": output.text, "tool_calls": calls_of(output)}
             self.trajectories.record_turn(
@@ -357,7 +402,14 @@ class BaseAdapter(abc.ABC):
         text = text.removesuffix(matched) if isinstance(matched, str) else text
         # Some templates open the reasoning in the prompt.
         opening = THINK if prompt.rstrip().endswith(THINK) else ""
-        return parse_model_output(opening + text, chat.tools, *self._parsers)
+        output = parse_model_output(opening + text, chat.tools, *self._parsers)
+        if self._parsers[0] == "kimi_k2":
+            # Its template writes the ids of calls and results, and the model knows such as count a conversation's calls.
+            first = sum(len(message.get("tool_calls") or ()) for message in chat.messages)
+            ids = [f"functions.{use.name}:{number}" for number, use in enumerate(output.tool_uses, first)]
+            uses = [dataclasses.replace(use, id=own) for use, own in zip(output.tool_uses, ids, strict=True)]
+            output = output._replace(tool_uses=uses)
+        return output
 
     # -- its prompt ----------------------------------------------------------------------------------------------------
 
@@ -374,11 +426,15 @@ class BaseAdapter(abc.ABC):
     def _prompt(self, sid: str, chat: Chat, routed: list[Message]) -> tuple[list[int], str]:
         """(ids, text) of the prompt. Up to the model's last turn the ids are the recorded ones, if the template writes their
         text."""
-        said = self.trajectories.recorded_turns(sid, routed)
+        session, said = self._sessions.get(sid), self.trajectories.recorded_turns(sid, routed)
+        template_kwargs = self._template_kwargs | ({} if session is None else session.template_kwargs)
         if said:
             last, last_turn = said[-1]
             held = [*last_turn.prompt_ids, *last_turn.output_ids]
-            held_text = self._decode(held)
+            # What the prompt's text must begin with. A token by which a model ended a turn, and which the template writes
+            # behind none (`<|endoftext|>`), stays in the ids, and the template's own follows it.
+            bare = self._without_other_ends(held, [turn for _, turn in said])
+            held_texts = [self._decode(held), *([self._decode(bare)] if len(bare) < len(held) else [])]
             own = {place: {"role": "assistant", "content": self._spoken(turn)} for place, turn in said}
             # Clients write calls in another way than the model did, and leave reasoning out. So the model's own texts are put
             # into the messages: first all of them; then only the last one, since the prompt of that turn may have been rendered
@@ -386,15 +442,16 @@ class BaseAdapter(abc.ABC):
             for replaced in (own, {last: own[last]}, {}):
                 messages = [replaced.get(place, message) for place, message in enumerate(chat.messages)]
                 with contextlib.suppress(Refusal):
-                    text = self._rendered(messages, chat)
-                    if text.startswith(held_text):
-                        return held + self._encode(text[len(held_text) :]), text
-        text = self._rendered(chat.messages, chat)
+                    text = self._rendered(messages, chat, template_kwargs)
+                    for held_text in held_texts:
+                        if text.startswith(held_text):
+                            return held + self._encode(text[len(held_text) :]), text
+        text = self._rendered(chat.messages, chat, template_kwargs)
         return self._encode(text), text
 
-    def _rendered(self, messages: list[Message], chat: Chat) -> str:
+    def _rendered(self, messages: list[Message], chat: Chat, template_kwargs: dict[str, Any]) -> str:
         try:
-            text = render_chat(self.tokenizer, messages, chat.tools, self._template_kwargs)
+            text = render_chat(self.tokenizer, messages, chat.tools, template_kwargs)
             # Clients that cut texts by units of UTF-16 leave lone surrogates, which cannot be tokenised.
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         except (jinja2.TemplateError, LookupError, TypeError, ValueError) as error:
@@ -408,10 +465,25 @@ class BaseAdapter(abc.ABC):
 
     def _spoken(self, turn: TurnRecord) -> str:
         """The text of an answer, without the special token that ends a turn."""
-        ids, marks = list(turn.output_ids), (matched_by(turn), *self.tokenizer.all_special_ids)
-        if turn.finish_reason == "stop" and ids and ids[-1] in marks:
-            del ids[-1]
-        return self._decode(ids)
+        return self._decode(turn.output_ids[:-1] if self._ends_by_a_mark(turn) else turn.output_ids)
+
+    def _ends_by_a_mark(self, turn: TurnRecord) -> bool:
+        marks = (matched_by(turn), *self.tokenizer.all_special_ids)
+        return turn.finish_reason == "stop" and bool(turn.output_ids) and turn.output_ids[-1] in marks
+
+    def _without_other_ends(self, held: list[int], turns: list[TurnRecord]) -> list[int]:
+        """`held` without the tokens that ended these turns in it and that the chat template writes behind no turn."""
+        places = set()
+        for turn in turns:
+            if self._template_ends and self._ends_by_a_mark(turn) and turn.output_ids[-1] not in self._template_ends:
+                ids = [*turn.prompt_ids, *turn.output_ids]
+                places |= {len(ids) - 1} if held[: len(ids)] == ids else set()
+        return [token for place, token in enumerate(held) if place not in places]
+
+    def _warn_once(self, subject: Any, message: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            logger.warning(message)
 
 
 @contextlib.contextmanager

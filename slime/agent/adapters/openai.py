@@ -38,7 +38,7 @@ class OpenAIAdapter(BaseAdapter):
         stop = body.get("stop") or []
         return Chat(
             messages=[_translated(message) for message in body["messages"]],
-            tools=[tool for tool in body.get("tools") or [] if tool.get("type") == "function"],
+            tools=self.offered(body.get("tools") or [], lambda tool: tool.get("type") == "function"),
             max_new_tokens=next((int(body[name]) for name in _LIMITS if body.get(name) is not None), None),
             stop=[stop] if isinstance(stop, str) else list(stop),
         )
@@ -52,7 +52,7 @@ class OpenAIAdapter(BaseAdapter):
         if output.tool_uses:
             message["tool_calls"] = [
                 {
-                    "id": f"call_{use.id}",
+                    "id": use.id or f"call_{uuid.uuid4().hex[:24]}",
                     "type": "function",
                     "function": {"name": use.name, "arguments": json.dumps(use.arguments)},
                 }

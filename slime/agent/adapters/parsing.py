@@ -15,7 +15,6 @@ import os
 import re
 import runpy
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -39,11 +38,11 @@ _OPENING = ("bot_token", "tool_call_start_token")
 
 @dataclass(frozen=True)
 class ToolUse:
-    """A call of a tool by the model. The model gives no id, so one is made here."""
+    """A call of a tool by the model; `id` where the format of its calls has ids, "" for any."""
 
     name: str
     arguments: dict[str, Any]
-    id: str = field(default_factory=lambda: uuid.uuid4().hex[:24], compare=False)
+    id: str = field(default="", compare=False)
 
 
 class ModelOutput(NamedTuple):

@@ -15,6 +15,7 @@ import logging
 import shlex
 from pathlib import Path
 
+from slime.agent.adapters.asking import READ_TIMEOUT_S
 from slime.agent.harness.base import AGENT_USER, BaseHarness, HarnessContext, ensure_agent_user, home_of, run_agent
 from slime.agent.sandbox_base import Sandbox
 from slime.utils import env as variables
@@ -31,6 +32,8 @@ CLAUDE_CODE_PACKAGE = "@anthropic-ai/claude-code"
 # Later versions speak only the Responses API, whereas adapters serve chat completions.
 CODEX_PACKAGE = "@openai/codex@0.80.0"
 _NODE_URL = "https://nodejs.org/dist/latest-v22.x"
+# An agent that gave a slow engine up would ask again from the start; so the adapter gives up first.
+_CLIENT_TIMEOUT_MS = round(1000 * (READ_TIMEOUT_S + 60))
 _INSTALL_SECONDS = 600.0
 _NPM_WAIT_SECONDS = 5.0
 
@@ -116,6 +119,7 @@ class ClaudeCodeHarness(BaseHarness):
             "ANTHROPIC_BASE_URL": ctx.adapter_url,
             "ANTHROPIC_AUTH_TOKEN": ctx.session_id,
             **models,
+            "API_TIMEOUT_MS": str(_CLIENT_TIMEOUT_MS),
             # Requests to its own services fail in most sandboxes, and updates would change what is measured.
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
@@ -138,6 +142,7 @@ name = "slime"
 base_url = {url}
 env_key = "SLIME_SESSION"
 wire_api = "chat"
+stream_idle_timeout_ms = {timeout}
 """
 
 
@@ -154,7 +159,9 @@ class CodexHarness(BaseHarness):
     async def write_config(self, sb: Sandbox, ctx: HarnessContext) -> None:
         """Write a configuration with the adapter as provider of models."""
         # A JSON string is a TOML string, too.
-        content = _CODEX_CONFIG.format(model=json.dumps(ctx.model_label), url=json.dumps(f"{ctx.adapter_url}/v1"))
+        content = _CODEX_CONFIG.format(
+            model=json.dumps(ctx.model_label), url=json.dumps(f"{ctx.adapter_url}/v1"), timeout=_CLIENT_TIMEOUT_MS
+        )
         await sb.write_file(f"{await home_of(sb, self.user)}/.codex/config.toml", content, user=self.user)
 
     async def launch_and_wait(self, sb: Sandbox, ctx: HarnessContext, prompt: str, time_budget_sec: float) -> int:

@@ -32,7 +32,7 @@ def text(content):
     return {"type": "text", "text": content}
 
 
-def test_messages_become_those_of_a_template():
+def test_messages_become_those_of_a_template(caplog):
     assistant = [
         {"type": "thinking", "thinking": "hm", "signature": "x"},
         text("so"),
@@ -53,6 +53,7 @@ def test_messages_become_those_of_a_template():
     ]
     function = {"name": "add", "description": "sums", "parameters": SCHEMA}
     assert chat.tools == [{"type": "function", "function": function}]
+    assert caplog.text.count("tools of the type web_search_20250305 are left out") == 1
     assert (chat.max_new_tokens, chat.stop) == (9, ["###"])
 
 

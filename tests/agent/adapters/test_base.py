@@ -15,6 +15,7 @@ from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.agent.trajectory import TurnRecord
 from slime.utils.errors import UserError
 from slime.utils.http_utils import noting_request_ids
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 from tests.support.models.tokenizer import CHATML_TEMPLATE, build_tokenizer
 from tests.support.processes.agent_endpoint import END, endpoint
@@ -121,6 +122,25 @@ def test_the_last_answer_goes_in_as_it_was_written_where_an_earlier_one_was_not_
     assert prompts[1] == prompts[0] + f"4{END}" + REPLIED and prompts[2] == prompts[1] + f"so {call}{END}" + REPLIED
 
 
+def test_turns_that_end_with_another_token_than_the_template_writes_are_trained():
+    """As base models end theirs. The token stays behind the model's words, and the template's own follows it."""
+    says = [f"hello there{end}" for end in ("<|endoftext|>", END, "<|endoftext|>", END)]
+    with talking(*says) as agent:
+        encode, decode = agent.adapter.tokenizer.encode, agent.adapter.tokenizer.decode
+        agent.engine.matched = lambda payload: encode(says[len(agent.engine.requests) - 1])[-1]
+        messages = [USER]
+        for _ in says:
+            reply = agent.ask({"messages": messages}).json()["choices"][0]["message"]
+            assert reply["content"] == "hello there"
+            messages = [*messages, reply, REPLY]
+        (sample,) = agent.finish()
+    other, own = f"hello there<|endoftext|>{END}{REPLIED}", f"hello there{END}{REPLIED}"
+    assert decode(ids_of(agent)[3]) == FIRST_PROMPT + other + own + other
+    response = sample.tokens[-sample.response_length :]
+    assert [token for token, mask in zip(response, sample.loss_mask, strict=True) if mask] == encode("".join(says))
+    assert not agent.adapter.trajectories.counts
+
+
 def test_a_template_that_takes_calls_as_clients_send_them_only():
     """It writes what the model wrote, whose ids are kept."""
     written = "'<tool_call>' + (message.tool_calls[0].function | tojson) + '</tool_call>'"
@@ -142,6 +162,18 @@ def test_a_template_that_takes_calls_as_clients_send_them_only():
         assert again.status_code == 200, again.text
         (before, after), samples = ids_of(agent), agent.finish()
     assert after[: len(before) + len(spelt)] == before + spelt and len(samples) == 1
+
+
+def test_prompts_are_rendered_by_the_arguments_of_the_adapter_and_of_a_session():
+    template = CHATML_TEMPLATE + "{{ first }}{{ second }}"
+    options = {"template": template, "chat_template_kwargs": {"first": "run ", "second": "run"}}
+    with talking(f"a{END}", f"b{END}", f"c{END}", **options) as agent:
+        agent.adapter.open_session("own", chat_template_kwargs={"second": "own"})
+        converse(agent)
+        agent.ask({"messages": [USER]}, key="own")
+        prompts = agent.prompts()
+    assert [prompt.endswith("assistant\nrun run") for prompt in prompts] == [True, True, False]
+    assert prompts[2] == FIRST_PROMPT + "run own"
 
 
 def test_a_template_that_opens_the_reasoning():
@@ -229,6 +261,21 @@ def test_g1_the_sampling_of_clients_is_ignored_and_that_is_told_once(caplog):
         (payload,) = agent.engine.requests
     heeded = {"temperature": 0.1, "top_p": 0.2, "top_k": 3}
     assert payload["sampling_params"] == ALWAYS | heeded | {"max_new_tokens": 4096}
+
+
+def test_what_a_request_asks_for_in_vain_is_told_once(caplog):
+    asked = {
+        "chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "high", "thinking": {"type": "enabled"},
+        "min_tokens": 2, "stop_token_ids": [5], "ignore_eos": True, "logprobs": True, "functions": [TOOL["function"]],
+    }  # fmt: skip
+    with caplog.at_level(logging.WARNING), talking(f"a{END}", f"b{END}", f"c{END}") as agent:
+        agent.ask({"messages": [USER], "logprobs": False, "ignore_eos": False})
+        assert "of requests is ignored" not in caplog.text
+        for _ in range(2):
+            agent.ask({"messages": [USER], **asked})
+        params = [payload["sampling_params"] for payload in agent.engine.requests]
+    assert params == [ALWAYS | {"max_new_tokens": 4096}] * 3
+    assert [caplog.text.count(f"{name} of requests is ignored") for name in asked] == [1] * len(asked)
 
 
 @pytest.mark.parametrize(("own", "asked", "limit"), [(None, 9000, 4096), (100, 50, 50), (100, 200, 100)])
@@ -349,6 +396,19 @@ def test_an_adapter_that_cannot_work_is_refused_at_once():
         OpenAIAdapter(build_tokenizer(None), "http://127.0.0.1:1")
     with pytest.raises(UserError, match="tool_parser 'quen'"):
         OpenAIAdapter(build_tokenizer(), "http://127.0.0.1:1", tool_parser="quen")
+
+
+@pytest.mark.parametrize(
+    ("defaults", "is_told"), [({}, True), ({"stop_token_ids": [266]}, False), ({"stop": END}, False)]
+)
+def test_a_template_that_ends_turns_where_engines_do_not_stop_is_told_of_once(tmp_path, caplog, defaults, is_told):
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(tmp_path)
+    adapter = OpenAIAdapter(load_tokenizer(str(tmp_path)), "http://127.0.0.1:1")
+    for sid in "ab":
+        adapter.open_session(sid, defaults)
+    assert caplog.text.count("give --rollout-stop-token-ids 266") == is_told
 
 
 def test_health_models_and_bodies_of_many_megabytes():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from slime.agent.adapters import OpenAIAdapter
+from slime.agent.adapters import OpenAIAdapter, parsing
 from slime.agent.adapters.openai import _events
 from tests.support.processes.agent_endpoint import END, endpoint, events_of
 from tests.support.processes.waiting import wait_until
@@ -23,6 +23,27 @@ def talking(*says, **options):
 def translated(**body):
     with talking() as agent:
         return agent.adapter._translate(body)
+
+
+def test_calls_of_a_model_whose_format_has_ids_get_such(monkeypatch):
+    """They count the calls of a conversation, over all tools."""
+    monkeypatch.setattr(parsing, "_parsers_of_sglang", lambda: None)
+    with talking(f"{CALL}{CALL}{END}", f"{CALL}{END}", f"{CALL}{END}", tool_parser="kimi_k2") as agent:
+        messages, ids = [USER], []
+        for _ in range(2):
+            said = agent.ask({"messages": messages, "tools": TOOLS}).json()["choices"][0]["message"]
+            ids.append([call["id"] for call in said["tool_calls"]])
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in said["tool_calls"]]
+            messages = [*messages, said, *results]
+        assert ids == [["functions.add:0", "functions.add:1"], ["functions.add:2"]]
+
+
+def test_tools_that_cannot_be_offered_are_told_once_for_each_type(caplog):
+    others = [{"type": "custom", "name": "patch"}, {"type": "custom", "name": "other"}, {"type": "web_search"}]
+    with talking() as agent:
+        for _ in range(2):
+            assert agent.adapter._translate({"messages": [USER], "tools": [*others, *TOOLS]}).tools == TOOLS
+    assert [caplog.text.count(f"tools of the type {kind} are left out") for kind in ("custom", "web_search")] == [1, 1]
 
 
 def test_messages_become_those_of_a_template():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import threading
 
 import pytest
@@ -239,7 +240,23 @@ def test_a_turn_of_a_session_that_is_dropped_meanwhile_is_ended_and_leaves_nothi
         assert agent.finish() == []
 
 
-def test_a_turn_whose_session_ends_while_its_reply_is_written_is_not_recorded():
+def test_the_first_refusal_of_each_kind_is_told(caplog):
+    reasons = {
+        "502: the turn was not answered by an engine": {"messages": [USER]},
+        "400: n is 2": {"messages": [USER], "n": 2},
+        "400: the request cannot be read": {},
+    }
+    with caplog.at_level(logging.WARNING), talking() as agent:
+        for number in range(2):
+            # The engine's own words are others each time.
+            agent.engine.refuse = lambda payload, number=number: f"request {number} is too long"
+            for body in reasons.values():
+                agent.ask(body)
+        assert agent.adapter.trajectories.counts == {"refused_502": 2, "refused_400": 4}
+    assert [caplog.text.count(f"a request of an agent was refused with status {one}") for one in reasons] == [1, 1, 1]
+
+
+def test_a_turn_whose_session_ends_while_its_reply_is_written_is_not_recorded(caplog):
     with talking(f"a{END}") as agent:
         respond = agent.adapter._respond
 
@@ -251,6 +268,7 @@ def test_a_turn_whose_session_ends_while_its_reply_is_written_is_not_recorded():
         agent.adapter._respond = dropped_meanwhile
         assert agent.ask({"messages": [USER]}).status_code == 200
         wait_until(lambda: agent.adapter.trajectories.counts == {"not_delivered": 1}, 20)
+        wait_until(lambda: "the turn is lost" in caplog.text)
         assert not agent.adapter.trajectories.has_session("s")
 
 

@@ -76,6 +76,14 @@ class Failing(OpenAIAdapter):
 class Inconsistent(OpenAIAdapter):
     async def finish_session(self, sid, **options): raise ValueError("a turn has 2 log-probs for 3 output ids")
 
+class Noting(OpenAIAdapter):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        made.append(options["chat_template_kwargs"])
+    def open_session(self, *args, **options):
+        super().open_session(*args, **options)
+        made.append(options["chat_template_kwargs"])
+
 class Shell(BaseHarness):
     '''Runs a shell command; it asks no model.'''
     name, cmd = "shell", "true"
@@ -157,6 +165,16 @@ def work_of(checkpoint, *said, function=generate, arguments=(), setup_cmd="true"
     return spoken(
         checkpoint, function, a_sample(setup_cmd=setup_cmd), turns, arguments, **{**AGENT_SETTINGS, **changes}
     )
+
+
+def test_agents_are_asked_by_the_template_arguments_of_the_run_and_of_the_evaluation_set(checkpoint, plug_ins):
+    module, path = plug_ins
+    of_run, of_set = {"enable_thinking": True}, {"enable_thinking": False}
+    sample = a_sample()
+    sample.apply_chat_template_kwargs = of_set
+    changes = {"apply_chat_template_kwargs": of_run, "agent_adapter": f"{path}:Noting"}
+    spoken(checkpoint, generate, sample, ["it is fine<|im_end|>"], (True,), **{**AGENT_SETTINGS, **changes})
+    assert module["made"] == [of_run, of_set]
 
 
 def test_a_repair_that_passes_is_rewarded_and_what_the_model_said_is_trained(checkpoint):

@@ -127,6 +127,26 @@ def test_bad_rows_are_left_out_where_the_run_allows_them(checkpoint, engine, tmp
     assert "rows.jsonl:3 is left out: there is no prompt (--input-key) among question" in caplog.text
 
 
+def test_a_trajectory_that_changes_its_row_changes_no_other(checkpoint, engine, tmp_path):
+    """Neither one of its group nor one of a later pass."""
+
+    class GoesOn(FirstOfMany):
+        async def trajectory(self, row):
+            seen = list(row["prompt"])
+            row["prompt"].append({"role": "assistant", "content": "because"})
+            return {"messages": row["prompt"], "reward": 1.0, "prompt": seen}
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": [{"role": "user", "content": "why?"}]}\n')
+    made = generator(
+        checkpoint, engine, GoesOn, input_files=[str(file)], num_repeat_per_sample=2, num_process=2, most=4
+    )
+    with pytest.raises(UserError, match="enough"):
+        made.run()
+    assert {item["instance_id"] for item in made.sent} == {"0-0", "1-0"}
+    assert [item["prompt"] for item in made.sent] == [[{"role": "user", "content": "why?"}]] * 4
+
+
 @pytest.mark.parametrize("label", [None, "", {"ground_truth": "7"}, ["7"]])
 def test_a_label_that_no_answer_equals_is_told(checkpoint, engine, label):
     made = generator(checkpoint, engine, MathGenerator)
@@ -145,6 +165,20 @@ def test_an_answer_has_no_more_tokens_than_the_context_leaves(checkpoint, engine
     with pytest.raises(UserError, match="with its answer it may have 64 .*no answer is possible"):
         awaited(made.chat("why? " * 100))
     assert len(engine.requests) == 3
+
+
+def test_an_answer_that_is_sampled_otherwise_than_is_trained_is_told_of_once(checkpoint, engine, caplog):
+    made = generator(checkpoint, engine, sampling_params={"temperature": 0.8, "max_new_tokens": 60})
+
+    async def chat_with(*all_params):
+        for params in all_params:
+            await made.chat("why?", **params)
+
+    awaited(chat_with({}, {"temperature": 0.8, "top_p": 1.0}, {"max_new_tokens": 3, "stop": ["x"]}))
+    assert "chat is asked with" not in caplog.text
+    awaited(chat_with(*[{"temperature": 0.3}] * 2, {"temperature": 0.8, "min_p": 0.1}))
+    counts = [caplog.text.count(f"chat is asked with {other}, and") for other in ("temperature 0.3", "min_p 0.1")]
+    assert counts == [1, 1]
 
 
 def test_a_chat_goes_on_without_the_mark_that_ends_a_turn(checkpoint, engine):
@@ -177,6 +211,28 @@ def test_an_answer_that_went_through_a_push_has_the_versions_of_all_its_parts(ch
 
     made._answered = answered
     assert made.item(awaited(made.chat("why?")), 1.0)["extra_info"]["weight_versions"] == versions
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "error"),
+    [
+        ([-0.5, None], "token 1 of an answer the log-prob None"),
+        ([float("nan"), -0.5], "token 0 of an answer the log-prob nan"),
+        ([-0.5], "counts 2 tokens, and tells the log-probs of 1"),
+        ([], "counts 2 tokens, and tells the log-probs of 0"),
+    ],
+)
+def test_an_answer_without_a_log_prob_for_each_token_fails_its_trajectory(checkpoint, engine, log_probs, error):
+    made = generator(checkpoint, engine)
+
+    async def answered(*_):
+        entries = [[log_prob, 70 + place, None] for place, log_prob in enumerate(log_probs)]
+        told = {"output_token_logprobs": entries, "completion_tokens": 2, "finish_reason": {"type": "stop"}}
+        return {"text": "FG", "meta_info": told}
+
+    made._answered = answered
+    awaited(made._make_item("0-0", ROW))
+    assert made.sent[0]["reward"] is None and error in made.sent[0]["extra_info"]["error"]
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -59,3 +59,12 @@ def test_tokens_without_log_probs_are_refused_where_those_are_needed(args):
     with pytest.raises(UserError, match="item a.0 has tokens and no rollout_log_probs, which --use-tis needs"):
         made(needing, **own)
     assert made(needing, **TOKENS)[0].rollout_log_probs == TOKENS["rollout_log_probs"]
+
+
+@pytest.mark.parametrize("log_prob", [None, float("nan"), float("-inf")])
+def test_a_log_prob_of_a_trained_token_that_is_no_number_is_refused(args, log_prob):
+    first, second, third = TOKENS["rollout_log_probs"]
+    with pytest.raises(UserError, match=r"item a.0: rollout_log_probs\[2\] is \S+, and its token is trained"):
+        made(args, **{**TOKENS, "rollout_log_probs": [first, second, log_prob]})
+    # The second token is not trained.
+    assert made(args, **{**TOKENS, "rollout_log_probs": [first, log_prob, third]})[0].loss_mask == [1, 0, 1]
