@@ -29,7 +29,7 @@ from slime.utils.errors import RunError, UserError
 from slime.utils.http_utils import HttpError, post_generate, post_generate_stream
 from slime.utils.misc import SingletonMeta
 from slime.utils.ports import engine_urls, host_for_url
-from slime.utils.sample_fields import KEPT_IDS, held, token_array
+from slime.utils.sample_fields import KEPT_IDS, finish_type, held, token_array
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -286,7 +286,12 @@ def _take_log_probs_among_kept(meta_info: dict[str, Any]) -> None:
     beside their sets."""
     entries, log_probs = meta_info.get("output_token_logprobs"), meta_info.get("output_token_sampling_logprobs")
     if log_probs is None:
-        if entries is not None and len(entries) and not _tells_patched(meta_info):
+        if entries is None or not len(entries) or _tells_patched(meta_info):
+            return
+        if finish_type(meta_info) == "abort":
+            # It had been put back to wait for room in the cache, and SGLang tells no sets of such: they are drawn again.
+            meta_info["output_token_logprobs"] = []
+        else:
             raise UserError(
                 "--rollout-top-p, --rollout-top-k: the engine does not tell which tokens it kept (return_sampling_mask), which "
                 "the trainer's log-probs need; take SGLang 0.5.21 or later, or give --rollout-top-p 1 --rollout-top-k -1"

@@ -419,6 +419,23 @@ def test_of_several_prompts_each_answer_has_what_their_request_says(monkeypatch)
         assert answer["meta_info"]["routed_experts_start_len"] == 0
 
 
+def test_tokens_of_an_answer_that_was_aborted_while_it_waited_are_drawn_again_where_their_sets_are_missing(monkeypatch):
+    """SGLang tells none of a request that it had put back for want of room in the cache."""
+    SingletonMeta.clear_instances()
+    told = {"output_token_logprobs": [[-1.0, 7, None]], "completion_tokens": 1, "finish_reason": {"type": "abort"}}
+
+    async def post_generate(url, request, **options):
+        return {"text": "a", "meta_info": dict(told)}
+
+    monkeypatch.setattr(engine_request, "post_generate", post_generate)
+    monkeypatch.setattr(engine_request, "list_engine_urls", lambda *_: asyncio.sleep(0, ["http://e"]))
+    asked = make_args(""), Sample(index=0), payload(return_sampling_mask=True)
+    assert len(asyncio.run(ask_engine(*asked))["meta_info"]["output_token_logprobs"]) == 0
+    told["finish_reason"] = {"type": "length"}
+    with pytest.raises(UserError, match="does not tell which tokens it kept"):
+        asyncio.run(ask_engine(*asked))
+
+
 @pytest.mark.parametrize("told", [[], [-0.25], [-0.25, 0.0, 0.0]])
 def test_an_answer_with_more_or_fewer_log_probs_among_kept_tokens_fails_its_sample_alone(monkeypatch, told):
     SingletonMeta.clear_instances()

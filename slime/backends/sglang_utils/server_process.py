@@ -298,8 +298,11 @@ _CARRIED_OUT_BY_ALL = (
     "init_weights_update_group", "destroy_weights_update_group", "begin_weight_update", "update_weights_from_distributed",
     "update_weights_from_tensor", "update_weights_from_disk", "end_weight_update", "release_memory_occupation",
 )  # fmt: skip
-# Those of them after which the ranks of a stage do not wait for each other.
-_CARRIED_OUT_ALONE = ("update_weights_from_disk", "release_memory_occupation")
+# Those of them that ranks of a stage may fail, or end later, without a word.
+_CARRIED_OUT_ALONE = (
+    "init_weights_update_group", "update_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_disk",
+    "release_memory_occupation",
+)  # fmt: skip
 # A mark behind the requests of a step: no stage begins a batch in this step.
 _BEGIN_NOTHING = "begin nothing"
 
@@ -344,9 +347,9 @@ def answer_of_all(answers: Sequence[Any]) -> Any:
 
 
 def answer_for_all_ranks(updater: type) -> None:
-    """sglang 0.5.21 answers when the first rank of a stage has loaded weights from disk, or has given its memory back, and with
-    what came of it there. So the files might go while another rank still reads them; one that cannot read them would serve the
-    old weights in silence; and a trainer might take memory that is not free yet.
+    """sglang 0.5.21 answers when the first rank of a stage is done, and with what came of it there. So the files of weights, or
+    the buffers that devices read them from, might change while another rank still reads; one that could not load would serve
+    the old weights in silence; and a trainer might take memory that is not free yet.
 
     Here the ranks of a stage wait for each other, and any that failed is told.
 
