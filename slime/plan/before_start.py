@@ -52,7 +52,8 @@ def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECO
     Raises:
         UserError: one message with everything that would end the run later.
     """
-    dtypes = other_dtypes(args, read_hf_config(args.hf_checkpoint))
+    # A run without engines may have no config.
+    dtypes = other_dtypes(args, read_hf_config(args.hf_checkpoint) if args.has_engines else {})
     for warning in (*late_evaluations(args), *dtypes, *pushes_without_a_taker(args)):
         logger.warning("%s", warning)
     problems = [

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slime.arguments import parse_args
 from slime.plan import make_plan
 from slime.plan.before_start import check_before_start, other_dtypes, pushes_without_a_taker, sizes_against_config
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import places_of_checkpoint
-from tests.support.models.args import parse, write_config, write_iteration, write_stand_ins
+from tests.support.models.args import command_line, parse, write_config, write_iteration, write_stand_ins
 from tests.support.models.tiny_families import TINY_FAMILIES
 
 
@@ -260,3 +261,12 @@ def test_a_checkpoint_that_engines_with_gpus_load_but_once_is_warned_of(tmp_path
     args = SimpleNamespace(on_gpus=on_gpus, has_trainer=has_trainer, has_engines=True, hf_checkpoint=str(tmp_path))
     found = list(pushes_without_a_taker(args))
     assert len(found) == warned and all("lm_head.weight_packed: on GPUs" in message for message in found)
+
+
+def test_a_run_that_only_trains_starts_without_a_hugging_face_directory(tmp_path):
+    torch.save({"samples": []}, tmp_path / "0.pt")
+    shape = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 300 --swiglu"
+    shape += " --disable-bias-linear --normalization RMSNorm --model-name qwen3"
+    start = f"--random-init --load-debug-rollout-data {tmp_path}/{{rollout_id}}.pt"
+    words = command_line(tmp_path)
+    check_before_start(parse_args(argv=[*words[words.index("--prompt-data") :], *shape.split(), *start.split()]))
