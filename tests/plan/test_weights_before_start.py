@@ -270,3 +270,32 @@ def test_a_run_that_only_trains_starts_without_a_hugging_face_directory(tmp_path
     start = f"--random-init --load-debug-rollout-data {tmp_path}/{{rollout_id}}.pt"
     words = command_line(tmp_path)
     check_before_start(parse_args(argv=[*words[words.index("--prompt-data") :], *shape.split(), *start.split()]))
+
+
+def tokenizer_file(directory: Path, vocabulary: object, **added: int) -> None:
+    rows = [{"content": token, "id": number} for token, number in added.items()]
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": rows}))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "differs"),
+    [
+        ({"a": 0, "b": 1}, {"end": 2}, False),
+        ([["a", -1.0], ["b", -2.0]], {"end": 2, "pad": 3}, False),
+        ({"a": 1, "b": 0}, {"end": 2}, True),
+        ({"a": 0, "b": 1}, {}, True),
+        (None, {}, False),
+    ],
+)
+def test_a_critic_of_another_tokenizer_is_warned_of(tmp_path, caplog, vocabulary, added, differs):
+    """Another size of its vocabulary alone, which rows that pad it make, is no sign of one."""
+    critic = write_stand_ins(write_config(tmp_path / "critic", vocab_size=320))
+    (tmp_path / "roles.yaml").write_text(f"critic: {{hf_checkpoint: {critic}}}")
+    words = ("--advantage-estimator", "ppo", "--megatron-config-path", f"{tmp_path}/roles.yaml")
+    args = parse(tmp_path, *words)
+    tokenizer_file(write_stand_ins(tmp_path / "model"), {"a": 0, "b": 1}, end=2)
+    tokenizer_file(critic, vocabulary, **added)
+    check_before_start(args)
+    for found in ([record.message for record in caplog.records], make_plan(args).warnings):
+        about = [message for message in found if "another tokenizer" in message]
+        assert len(about) == differs and all(f"{tmp_path}/roles.yaml:1: role critic" in message for message in about)
