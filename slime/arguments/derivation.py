@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 # The package of our own rollout and evaluation functions, which return as many rollouts as are asked for, and data sources.
 OWN = "slime.rollout."
+# Our function that generates answers, asks for their rewards, and evaluates.
+GRADING_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout"
 ROLLOUT_BUFFER = "slime_plugins.rollout_buffer"
 _SPLIT_OF_STAGES = frozenset({

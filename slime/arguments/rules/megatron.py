@@ -290,10 +290,8 @@ def settled_values(args: argparse.Namespace) -> Iterator[Violation]:
 
 def idle_flags(args: argparse.Namespace) -> Iterator[Violation]:
     for group in ACTS_WITH:
-        for name in group.idle(args):
-            yield broken(
-                args, f"{{0=}} has nothing to act on without {group.needs}; give that, or drop it", flag_of(name)
-            )
+        template = f"{{0=}} has nothing to act on without {group.needs}; give that, or drop it"
+        yield from (broken(args, template, flag_of(name)) for name in group.idle(args))
 
 
 def extra_flags(args: argparse.Namespace) -> Iterator[Violation]:

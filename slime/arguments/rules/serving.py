@@ -96,7 +96,7 @@ def of_groups(rule: Rule, *, frozen: bool = True) -> Rule:
 
 def attention_heads(args: argparse.Namespace) -> Iterator[Violation]:
     """Tensor-parallel ranks of an engine must divide the heads evenly, or hold each key-value head on equally many ranks."""
-    found, latent, _ = _heads(args)
+    found, latent = _heads(args)
     size = tensor_parallel_size(args) // max(1, attention_groups(args))
     if found is None or size < 1 or _fits(*found, size):
         return
@@ -118,19 +118,15 @@ def _fits(heads: int, groups: int, size: int) -> bool:
     return heads % size == 0 and (groups % size == 0 or size % groups == 0)
 
 
-def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool, bool]:
-    """Returns ((attention heads, key-value heads) or None if unknown, latent attention?, no experts?) of the engines' model."""
+def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool]:
+    """Returns ((attention heads, key-value heads) or None if unknown, latent attention?) of the engines' model."""
     config = _config(args)
     heads = config.get("num_attention_heads")
     # Latent attention has no key-value heads to divide.
     latent = bool(config.get("kv_lora_rank"))
     groups = heads if latent else config.get("num_key_value_heads") or heads
     known = all(type(count) is int and count > 0 for count in (heads, groups))
-    return (
-        ((heads, groups) if known else None),
-        latent,
-        bool(config) and not any(config.get(name) for name in NUM_EXPERTS),
-    )
+    return (heads, groups) if known else None, latent
 
 
 def _config(args: argparse.Namespace) -> Config:
@@ -344,7 +340,8 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     refused(lambda args: args.sglang_config is not None and args.sglang_tp_size is not None,
         "{--sglang-tp-size=}: in {--sglang-config} each group has a size of its own; drop it"),
     of_groups(groups_of_attention),
-    of_groups(refused(lambda args: attention_groups(args) > 1 and _heads(args)[0] and _heads(args)[2],
+    of_groups(refused(lambda args: attention_groups(args) > 1 and _heads(args)[0]
+            and not any(map(_config(args).get, NUM_EXPERTS)),
         "{--sglang-enable-dp-attention}: the model has no experts that the groups could share, and SGLang computes most such "
         "models wrongly then; drop it, and give a smaller {--rollout-num-gpus-per-engine} for more engines")),
     of_groups(refused(lambda args: (args.sglang_dp_size or 1) != attention_groups(args),
