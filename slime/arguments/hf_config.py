@@ -7,6 +7,7 @@ Invariant: after `apply_hf_config` every flag that the config knows agrees with 
 """
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -198,6 +199,13 @@ def read_hf_config(checkpoint: str | Path, flag: str = "--hf-checkpoint") -> Con
     if not isinstance(config, dict):
         raise UserError(f"{path}: it holds no JSON object; give a Hugging Face checkpoint directory")
     return text_config_of(config)
+
+
+def readable_config(args: argparse.Namespace) -> Config:
+    """The config of `--hf-checkpoint`; empty without one, and if it cannot be read, which is reported elsewhere."""
+    with contextlib.suppress(UserError):
+        return read_hf_config(args.hf_checkpoint) if args.hf_checkpoint is not None else {}
+    return {}
 
 
 def no_directory(flag: str, path: str | Path) -> str:

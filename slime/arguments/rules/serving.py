@@ -14,7 +14,7 @@ from dataclasses import replace
 from slime.arguments.config_files.serving_config import FLAG, arguments_of_group, served_groups, served_models
 from slime.arguments.flag import flag_of
 from slime.arguments.groups import OF_ROLES
-from slime.arguments.hf_config import Config, read_hf_config
+from slime.arguments.hf_config import readable_config
 from slime.arguments.server_flags import (
     NO_SHARE,
     ONE_MODEL,
@@ -120,7 +120,7 @@ def _fits(heads: int, groups: int, size: int) -> bool:
 
 def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool]:
     """Returns ((attention heads, key-value heads) or None if unknown, latent attention?) of the engines' model."""
-    config = _config(args)
+    config = readable_config(args)
     heads = config.get("num_attention_heads")
     # Latent attention has no key-value heads to divide.
     latent = bool(config.get("kv_lora_rank"))
@@ -129,16 +129,9 @@ def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool]:
     return (heads, groups) if known else None, latent
 
 
-def _config(args: argparse.Namespace) -> Config:
-    """The config of the model that the engines load; empty if it cannot be read, which is reported elsewhere."""
-    with contextlib.suppress(UserError):
-        return read_hf_config(args.hf_checkpoint) if args.hf_checkpoint is not None else {}
-    return {}
-
-
 def drafts(args: argparse.Namespace) -> Iterator[Violation]:
     """SGLang makes a draft model from one layer for multi-token prediction, so the engines' model must have exactly one."""
-    config = _config(args)
+    config = readable_config(args)
     if args.sglang_speculative_algorithm is None or not config:
         return
     family = FAMILIES.get(config.get("model_type"))
@@ -314,7 +307,7 @@ def external_addresses(args: argparse.Namespace) -> Iterator[Violation]:
 SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     models, one_topology, of_groups(engine_sizes), of_groups(attention_heads), of_groups(drafts),
     of_groups(lambda args: (broken(args, "{--sglang-pp-size=}: {problem}", problem=problem)
-        for problem in undivided_by_engines(_config(args), args.sglang_pp_size or 1))),
+        for problem in undivided_by_engines(readable_config(args), args.sglang_pp_size or 1))),
     of_groups(refused_each(_DRAFTED, lambda args, value: value is not None and args.sglang_speculative_algorithm is None,
         "{0=} has no effect without {--sglang-speculative-algorithm}; drop it, or add that with EAGLE")),
     of_groups(refused(
@@ -341,7 +334,7 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
         "{--sglang-tp-size=}: in {--sglang-config} each group has a size of its own; drop it"),
     of_groups(groups_of_attention),
     of_groups(refused(lambda args: attention_groups(args) > 1 and _heads(args)[0]
-            and not any(map(_config(args).get, NUM_EXPERTS)),
+            and not any(map(readable_config(args).get, NUM_EXPERTS)),
         "{--sglang-enable-dp-attention}: the model has no experts that the groups could share, and SGLang computes most such "
         "models wrongly then; drop it, and give a smaller {--rollout-num-gpus-per-engine} for more engines")),
     of_groups(refused(lambda args: (args.sglang_dp_size or 1) != attention_groups(args),

@@ -262,14 +262,23 @@ def test_layouts_that_are_taken(layout):
     assert not [*pipeline_layout(default_args(**sizes, pipeline_model_parallel_layout=layout))]
 
 
+FOUR_LAYERS = "--hf-checkpoint {tmp}/four --pipeline-model-parallel-size 2"
+
+
 @pytest.mark.parametrize(
     ("words", "virtual"),
     [
         ("--pipeline-model-parallel-size 2", None),
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 1", None),
+        (f"{FOUR_LAYERS} --virtual-pipeline-model-parallel-size 2", 2),
+        (f"{FOUR_LAYERS} --virtual-pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+        (f"{FOUR_LAYERS} --virtual-pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2),
+        (f"{FOUR_LAYERS} --virtual-pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL", 2),
     ],
 )
 def test_pipelines_are_accepted(tmp_path, words, virtual):
+    write_config(tmp_path / "four", num_hidden_layers=4)
+    words = words.format(tmp=tmp_path)
     args = parse(tmp_path, "--actor-num-gpus-per-node", "2", *words.split())
     assert args.pipeline_model_parallel_size == 2
     assert args.virtual_pipeline_model_parallel_size == virtual

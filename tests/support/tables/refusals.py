@@ -340,6 +340,12 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--decoder-last-pipeline-num-layers --num-layers-per-virtual-pipeline-stage "
          "--num-virtual-stages-per-pipeline-rank --account-for-embedding-in-pipeline-split "
          "--account-for-loss-in-pipeline-split", WRONG),
+        *((f"--num-layers 16 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 {given} {other}",
+           f"{given.split()[0]} {other.split()[0]}", WRONG) for given, other in (
+            ("--virtual-pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 4"),
+            ("--virtual-pipeline-model-parallel-size 2", "--num-layers-per-virtual-pipeline-stage 2"),
+            ("--virtual-pipeline-model-parallel-size 4", "--pipeline-model-parallel-layout Et*4|t*4|t*4|t*4L"),
+            ("--virtual-pipeline-model-parallel-size 1", "--num-virtual-stages-per-pipeline-rank 2"))),
         ("--num-layers-per-virtual-pipeline-stage 1",
          "--num-layers-per-virtual-pipeline-stage --pipeline-model-parallel-size", WRONG),
         ("--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
