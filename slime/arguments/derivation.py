@@ -119,7 +119,7 @@ def settle_precision(args: argparse.Namespace, *, on_gpus: bool | None) -> None:
         args.bf16 = on_gpus is not False
     args.params_dtype_name = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     in_float32 = args.bf16 and not args.grad_reduce_in_bf16 and args.main_grads_dtype == "fp32"
-    if in_float32 or "accumulate_allreduce_grads_in_fp32" not in args.typed_flags:
+    if "accumulate_allreduce_grads_in_fp32" not in args.typed_flags:
         args.accumulate_allreduce_grads_in_fp32 = in_float32
 
 

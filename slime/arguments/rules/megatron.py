@@ -163,7 +163,7 @@ MEMORY_AND_PRECISION_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.fp8 and args.data_pad_size_multiplier
             % {"mxfp8": 32, "blockwise": 128 if args.sequence_parallel else 16}.get(args.fp8_recipe, 16),
         "{--data-pad-size-multiplier=} with {--fp8-format=} {--fp8-recipe=}: products take more rows at a time; give 128"),
-    refused(lambda args: args.grad_reduce_in_bf16 and "accumulate_allreduce_grads_in_fp32" in args.typed_flags,
+    refused(lambda args: args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32,
         "{--grad-reduce-in-bf16} and {--accumulate-allreduce-grads-in-fp32} contradict each other; drop one"),
     refused(lambda args: args.ddp_num_buckets is not None and args.ddp_bucket_size is not None,
         "{--ddp-num-buckets=} and {--ddp-bucket-size=} say the same in two ways; drop one"),
