@@ -339,7 +339,7 @@ def critic_weights(args: argparse.Namespace) -> WeightSource:
     is_first_launch = load is not None and overrides.get("save") == load and not is_hf_checkpoint(load)
     if load is not None and (is_megatron_checkpoint(load) or not is_first_launch):
         return _started(args, load, overrides)
-    if "hf_checkpoint" in overrides:
+    if overrides.get("hf_checkpoint") is not None:
         return checkpoint_source(overrides["hf_checkpoint"], None, _key(args, "hf_checkpoint"))
     # The actor decides whether the critic resumes; here only the weights are meant.
     return WeightSource(actor.kind, actor.path, actor.step)

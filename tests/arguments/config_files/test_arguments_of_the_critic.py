@@ -335,6 +335,17 @@ def test_the_shape_of_another_model_is_that_of_its_config(tmp_path):
         parse(tmp_path, *PPO, "--num-layers", "2", *roles(tmp_path, f"hf_checkpoint: {other}"))
 
 
+def test_a_critic_without_a_hugging_face_directory_says_its_shape_itself(tmp_path):
+    with pytest.raises(UserError, match="roles.yaml:1: role critic: the model's shape is not known"):
+        parse(tmp_path, *PPO, *roles(tmp_path, "hf_checkpoint: null"))
+    shape = (
+        "num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, vocab_size: 300, swiglu: true"
+    )
+    shape += ", disable_bias_linear: true, normalization: RMSNorm, model_name: qwen3"
+    found = source(tmp_path, *roles(tmp_path, f"hf_checkpoint: null, {shape}"))
+    assert found == WeightSource("hf", str(tmp_path / "model"))
+
+
 @pytest.mark.parametrize("path", ["/nowhere", "{tmp}"])
 def test_what_is_no_checkpoint_is_refused(tmp_path, path):
     with pytest.raises(UserError, match="role critic: load"):
