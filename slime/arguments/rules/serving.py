@@ -214,13 +214,8 @@ def router_settings(args: argparse.Namespace) -> Iterator[Violation]:
     names = ("router_", "sglang_router_request_timeout_secs")
     typed = [name for name in vars(args) if name.startswith(names) and name in args.typed_flags]
     if args.sglang_router_ip is not None:
-        for name in typed:
-            if name not in _OF_ANY_ROUTER:
-                template = (
-                    "{0} has no effect on the router of {--sglang-router-ip=}, which was started with settings of its own; "
-                    "drop it"
-                )
-                yield broken(args, template, flag_of(name))
+        template = "{0} has no effect on the router of {--sglang-router-ip=}, which has settings of its own; drop it"
+        yield from (broken(args, template, flag_of(name)) for name in typed if name not in _OF_ANY_ROUTER)
         return
     for prefix, switch, what in _SWITCHED_OFF:
         idle = [flag_of(name) for name in typed if name.startswith(prefix)]

@@ -320,6 +320,17 @@ def test_a_run_that_branches_off_another_takes_the_critic_that_it_is_told(tmp_pa
         assert found == WeightSource("megatron", str(taken), 5, resume=True), overrides
 
 
+def test_a_step_without_a_checkpoint_to_take_it_from_is_warned_of(tmp_path, caplog):
+    told = f"{tmp_path}/roles.yaml, role critic: ckpt_step: no effect without a Megatron checkpoint in `load`"
+    own, other = checkpoint(tmp_path / "own", 3, 5), write_config(tmp_path / "other")
+    assert source(tmp_path, *roles(tmp_path, f"ckpt_step: 3, load: {own}, finetune: true")).step == 3
+    assert told not in caplog.text
+    for overrides in ("ckpt_step: 3", f"ckpt_step: 3, load: {other}"):
+        caplog.clear()
+        assert source(tmp_path, *roles(tmp_path, overrides)).kind == "hf"
+        assert told in caplog.text, overrides
+
+
 def test_weights_of_another_model(tmp_path):
     other = write_config(tmp_path / "other")
     assert source(tmp_path, *roles(tmp_path, f"hf_checkpoint: {other}")) == WeightSource("hf", str(other))
