@@ -166,9 +166,12 @@ def _unset_values(args: argparse.Namespace) -> None:
         args.grpo_std_normalization = False
     if args.rollout_top_p != 1 and args.rollout_top_k == -1:
         # An engine reports sets only of a limited top-k, and must have room to report tokens that tie at the cut.
-        args.rollout_top_k = max(1, min(2048, (args.sglang_sampling_mask_max_tokens or TOLD_TOKENS) // 2))
+        args.rollout_top_k = max(1, min(TOLD_TOKENS, args.sglang_sampling_mask_max_tokens or TOLD_TOKENS) // 2)
         args.origins["rollout_top_k"] = Origin.DERIVED  # also where the -1 was typed
         args.eval_top_k = -1 if args.eval_top_k is None else args.eval_top_k
+        if args.has_engines and args.rollout_top_k < TOLD_TOKENS // 2:
+            line = "--sglang-sampling-mask-max-tokens %d cuts --rollout-top-k to %d; give %d, or --rollout-top-k"
+            logger.warning(line, args.sglang_sampling_mask_max_tokens, args.rollout_top_k, TOLD_TOKENS)
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
     args.update_weights_in_flight |= args.rollout_function_path.startswith((FULLY_ASYNC, ROLLOUT_BUFFER))

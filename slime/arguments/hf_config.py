@@ -78,9 +78,8 @@ def _differences(args: argparse.Namespace, derived: ModelArgs) -> list[Violation
     title = f"hf_validate_args failed: the flags and {args.hf_checkpoint}/config.json differ ({hint})"
     rows.insert(0, ("flag", "typed or default", "config.json"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    lines = ["  " + "  ".join(row).rstrip() for row in padded]
     flags = ("--hf-checkpoint", "--model-args-from-hf", *(flag for flag, _, _ in rows[1:]))
     return [Violation(flags, "\n".join([title, *lines]))]
 
