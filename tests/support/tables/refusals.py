@@ -426,6 +426,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-input-jitter-eps 1.5", "--moe-input-jitter-eps", OUT_OF_BOUNDS),
         ("--hidden-dropout 0.1", "--hidden-dropout --loss-type", WRONG),
         ("--dsa-indexer-loss-coeff -0.1", "--dsa-indexer-loss-coeff", OUT_OF_BOUNDS),
+        *((words, f"{words.split()[0]} --experimental-attention-variant --spec", WRONG)
+          for words in ("--dsa-indexer-layers 1 0", "--dsa-indexer-rope-interleave")),
         ("--dsa-indexer-loss-coeff 0.1", "--dsa-indexer-loss-coeff --dsa-indexer-topk --spec", WRONG),
         ("--dsa-indexer-use-sparse-loss", "--dsa-indexer-use-sparse-loss --dsa-indexer-loss-coeff", WRONG),
         ("--dsa-indexer-topk 4 --spec slime_plugins.models.glm5.glm5 get_glm5_spec --freeze-indexer --dsa-indexer-loss-coeff 1",
