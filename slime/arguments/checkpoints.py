@@ -75,9 +75,8 @@ def source_of_reference(args: argparse.Namespace) -> WeightSource:
 
 def source_of_teacher(args: argparse.Namespace) -> WeightSource:
     """`--opd-teacher-load` as a source; raises as `checkpoint_source`."""
-    return checkpoint_source(
-        args.opd_teacher_load, args.opd_teacher_ckpt_step, "--opd-teacher-load", "--opd-teacher-ckpt-step"
-    )
+    step = args.opd_teacher_ckpt_step
+    return checkpoint_source(args.opd_teacher_load, step, "--opd-teacher-load", "--opd-teacher-ckpt-step")
 
 
 def checkpoint_source(directory: str, step: int | None, flag: str, step_flag: str | None = None) -> WeightSource:

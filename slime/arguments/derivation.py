@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 # The package of our own rollout and evaluation functions, which return as many rollouts as are asked for, and data sources.
 OWN = "slime.rollout."
+# Our function that generates answers, asks for their rewards, and evaluates.
+GRADING_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 FULLY_ASYNC = "slime.rollout.fully_async_rollout"
 ROLLOUT_BUFFER = "slime_plugins.rollout_buffer"
 _SPLIT_OF_STAGES = frozenset({
@@ -117,7 +119,7 @@ def settle_precision(args: argparse.Namespace, *, on_gpus: bool | None) -> None:
         args.bf16 = on_gpus is not False
     args.params_dtype_name = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     in_float32 = args.bf16 and not args.grad_reduce_in_bf16 and args.main_grads_dtype == "fp32"
-    if in_float32 or "accumulate_allreduce_grads_in_fp32" not in args.typed_flags:
+    if "accumulate_allreduce_grads_in_fp32" not in args.typed_flags:
         args.accumulate_allreduce_grads_in_fp32 = in_float32
 
 
@@ -163,9 +165,12 @@ def _unset_values(args: argparse.Namespace) -> None:
     args.grpo_std_normalization &= args.n_samples_per_prompt != 1
     if args.rollout_top_p != 1 and args.rollout_top_k == -1:
         # An engine reports sets only of a limited top-k, and must have room to report tokens that tie at the cut.
-        args.rollout_top_k = max(1, min(2048, (args.sglang_sampling_mask_max_tokens or TOLD_TOKENS) // 2))
+        args.rollout_top_k = max(1, min(TOLD_TOKENS, args.sglang_sampling_mask_max_tokens or TOLD_TOKENS) // 2)
         args.origins["rollout_top_k"] = Origin.DERIVED  # also where the -1 was typed
         args.eval_top_k = -1 if args.eval_top_k is None else args.eval_top_k
+        if args.has_engines and args.rollout_top_k < TOLD_TOKENS // 2:
+            line = "--sglang-sampling-mask-max-tokens %d cuts --rollout-top-k to %d; give %d, or --rollout-top-k"
+            logger.warning(line, args.sglang_sampling_mask_max_tokens, args.rollout_top_k, TOLD_TOKENS)
     args.eval_reward_key = args.eval_reward_key or args.reward_key
     args.eval_function_path = args.eval_function_path or args.rollout_function_path
     args.update_weights_in_flight |= args.rollout_function_path.startswith((FULLY_ASYNC, ROLLOUT_BUFFER))

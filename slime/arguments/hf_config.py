@@ -7,6 +7,7 @@ Invariant: after `apply_hf_config` every flag that the config knows agrees with 
 """
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -77,9 +78,8 @@ def _differences(args: argparse.Namespace, derived: ModelArgs) -> list[Violation
     title = f"hf_validate_args failed: the flags and {args.hf_checkpoint}/config.json differ ({hint})"
     rows.insert(0, ("flag", "typed or default", "config.json"))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    lines = ["  " + "  ".join(row).rstrip() for row in padded]
     flags = ("--hf-checkpoint", "--model-args-from-hf", *(flag for flag, _, _ in rows[1:]))
     return [Violation(flags, "\n".join([title, *lines]))]
 
@@ -198,6 +198,13 @@ def read_hf_config(checkpoint: str | Path, flag: str = "--hf-checkpoint") -> Con
     if not isinstance(config, dict):
         raise UserError(f"{path}: it holds no JSON object; give a Hugging Face checkpoint directory")
     return text_config_of(config)
+
+
+def readable_config(args: argparse.Namespace) -> Config:
+    """The config of `--hf-checkpoint`; empty without one, and if it cannot be read, which is reported elsewhere."""
+    with contextlib.suppress(UserError):
+        return read_hf_config(args.hf_checkpoint) if args.hf_checkpoint is not None else {}
+    return {}
 
 
 def no_directory(flag: str, path: str | Path) -> str:

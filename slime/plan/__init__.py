@@ -21,7 +21,7 @@ from slime.estimates.layout import ParallelLayout
 from slime.estimates.shape import ModelShape
 from slime.models.families import model_args_from_hf
 from slime.plan.batch import plan_batch, plan_overlap, plan_parameters
-from slime.plan.before_start import late_evaluations, other_dtypes, pushes_without_a_taker
+from slime.plan.before_start import late_evaluations, other_dtypes, other_tokenizers, pushes_without_a_taker
 from slime.plan.memory import (
     HostShare,
     cache_warnings,
@@ -74,6 +74,7 @@ def make_plan(args: argparse.Namespace, parser: argparse.ArgumentParser | None =
     if memory is None or memory.training is None:
         warnings += tuple(_over_long(batch, layout))
     warnings += (*late_evaluations(args), *other_dtypes(args, hf_config or {}), *pushes_without_a_taker(args))
+    warnings += tuple(other_tokenizers(args))
     placement = plan_placement(args, layout, engine_parts(args, layout_of(args).first_rollout_gpu))
     warnings += tuple(spread_engines(placement))
     return Plan(

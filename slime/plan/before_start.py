@@ -5,6 +5,7 @@ minutes that weights take to load. Of weights only headers, metadata and sizes o
 """
 
 import argparse
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,8 +53,9 @@ def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECO
     Raises:
         UserError: one message with everything that would end the run later.
     """
-    dtypes = other_dtypes(args, read_hf_config(args.hf_checkpoint))
-    for warning in (*late_evaluations(args), *dtypes, *pushes_without_a_taker(args)):
+    # A run without engines may have no config.
+    dtypes = other_dtypes(args, read_hf_config(args.hf_checkpoint) if args.has_engines else {})
+    for warning in (*late_evaluations(args), *dtypes, *pushes_without_a_taker(args), *other_tokenizers(args)):
         logger.warning("%s", warning)
     problems = [
         *_checkpoint_problems(args),
@@ -108,6 +110,34 @@ def pushes_without_a_taker(args: argparse.Namespace) -> Iterator[str]:
             "checkpoint. Convert it with --strategy block (convert_hf_to_fp8.py), or leave all but experts alone "
             "(--ignore-rules of convert_hf_to_int4_direct.py)"
         )
+
+
+def other_tokenizers(args: argparse.Namespace) -> Iterator[str]:
+    """A warning if the critic is another model, to which the ids of the run's tokens mean something else."""
+    directory = critic_args(args).hf_checkpoint if args.has_trainer and args.use_critic else None
+    if directory is None or args.hf_checkpoint in (None, directory):
+        return
+    here, there = _token_ids(args.hf_checkpoint), _token_ids(directory)
+    differing = [token for token, number in here.items() if there.get(token) != number] if there else []
+    if differing:
+        place = place_in(args.megatron_config_path, CRITIC, "hf_checkpoint")
+        yield (
+            f"{place}: role critic: hf_checkpoint {directory} has another tokenizer than --hf-checkpoint {args.hf_checkpoint}: "
+            f"{len(differing)} of its {len(here)} tokens have other ids there, or none ({differing[0]!r} is one), and the "
+            "critic would value other texts than the actor writes; give it a model with the same tokenizer"
+        )
+
+
+def _token_ids(directory: str) -> dict[str, int]:
+    """The tokens in tokenizer.json of a Hugging Face directory; none where it is missing or says them in another way."""
+    try:
+        content = json.loads((Path(directory) / "tokenizer.json").read_text(encoding="utf-8"))
+        listed = content["model"]["vocab"]
+        # Pieces with scores are numbered in their order.
+        known = listed if isinstance(listed, dict) else {piece: number for number, (piece, _) in enumerate(listed)}
+        return known | {added["content"]: added["id"] for added in content.get("added_tokens", ())}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
 
 
 def nothing_left(args: argparse.Namespace) -> str | None:

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import ipaddress
+import math
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -299,11 +300,14 @@ def sort_bundles(devices: list[tuple[str, int]]) -> list[int]:
 def group_sizes(args: argparse.Namespace, layout: GpuRanges) -> list[tuple[str, int]]:
     """Which ranks and engines have to lie on one node, in the order of the run's GPUs: (name, size).
 
-    The ranks of a tensor-parallel group do, since they exchange activations in every layer. Engines on the GPUs of training
-    ranks lie where these lie. One engine may have the last of the ranks' GPUs and some behind them: then all of it lies on the
-    node of these ranks.
+    The ranks of a tensor-parallel group do, of the actor's and of the critic's, since they exchange activations in every
+    layer. Engines on the GPUs of training ranks lie where these lie. One engine may have the last of the ranks' GPUs and some
+    behind them: then all of it lies on the node of these ranks.
     """
     tensor = args.tensor_model_parallel_size
+    if has_critic(args):
+        # The critic has the same ranks. Where neither size divides the other, groups of both overlap in a chain.
+        tensor = math.lcm(tensor, critic_args(args).tensor_model_parallel_size)
     sizes = [(f"the tensor-parallel group of rank {first}", tensor) for first in range(0, layout.actor_gpus, tensor)]
     first = layout.first_rollout_gpu
     for name, size in engine_sizes(args, layout):

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from slime.algorithms.estimators import estimator
+from slime.arguments.config_files.role_config import critic_args
 from slime.rollout.generate_state import samples_among_some
 from slime.rollout.user_functions import call_for_step, naming_makers
 from slime.training.keep_set import OFFSETS
@@ -42,7 +43,7 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
     Raises:
         UserError: a reward is missing or no finite number; a plug-in raised, did not return, or returned something unusable;
             the experts to replay, or the sets that sampling kept, are missing or impossible; samples have images, which the
-            model does not take; or a token is none of the model's.
+            model does not take; or a token is none of the model's, or none of the critic's.
     """
     path = args.custom_convert_samples_to_train_data_path
     if path is not None:
@@ -58,7 +59,7 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
         if args.true_on_policy_mode:
             batch["weight_version_spans"] = [list(sample.weight_version_spans) for sample in samples]
     refuse_images(args, batch)
-    _require_tokens_of_model(args, batch)
+    _require_tokens_of_models(args, batch)
     if args.use_rollout_routing_replay:
         check_routed_experts(args, batch)
     if args.loss_type != "sft_loss" and samples_among_some(args):
@@ -66,19 +67,23 @@ def convert_samples_to_train_batch(args: argparse.Namespace, samples: Sequence[S
     return batch
 
 
-def _require_tokens_of_model(args: argparse.Namespace, batch: TrainBatch) -> None:
-    """Raise UserError if a token is none of the model's. One of another tokenizer would train a row that pads the embedding or,
-    where ranks share the vocabulary, be zeros; else it ends the ranks."""
+def _require_tokens_of_models(args: argparse.Namespace, batch: TrainBatch) -> None:
+    """Raise UserError if a token is none of the model's, or none of the critic's, which reads the same ones. One of another
+    tokenizer would train a row that pads the embedding or, where ranks share the vocabulary, be zeros; else it ends the ranks.
+    """
     if args.vocab_size is None:
         return
+    size = args.vocab_size
+    model = "model (--vocab-size, or config.json of --hf-checkpoint); make tokens with its tokenizer"
+    if args.use_critic and (of_critic := critic_args(args).vocab_size) < size:
+        size, place = of_critic, f"{args.megatron_config_path}, role critic: vocab_size or hf_checkpoint"
+        model = f"critic ({place}); give it one that has the tokens of --hf-checkpoint"
     for index, tokens in zip(batch["sample_indices"], batch["tokens"], strict=True):
         # Those below zero are large numbers without their sign.
-        if np.maximum.reduce(tokens.astype(np.int64, copy=False).view(np.uint64), initial=0) >= args.vocab_size:
-            [position, *_] = np.flatnonzero((tokens < 0) | (tokens >= args.vocab_size))
-            raise UserError(
-                f"sample {index}: token id {tokens[position]} at position {position} is none of the {args.vocab_size} tokens "
-                "of the model (--vocab-size, or config.json of --hf-checkpoint); make tokens with its tokenizer"
-            )
+        if np.maximum.reduce(tokens.astype(np.int64, copy=False).view(np.uint64), initial=0) >= size:
+            [position, *_] = np.flatnonzero((tokens < 0) | (tokens >= size))
+            found = f"sample {index}: token id {tokens[position]} at position {position}"
+            raise UserError(f"{found} is none of the {size} tokens of the {model}")
 
 
 def _require_kept_sets(batch: TrainBatch) -> None:

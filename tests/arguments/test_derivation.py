@@ -71,6 +71,16 @@ def test_a_nucleus_is_told_of_a_limited_top_k(tmp_path):
     assert parse(tmp_path, *fewer, "9000").rollout_top_k == 2048
 
 
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [("256", True), ("4096", False), ("256 --rollout-top-k 64", False), ("256 --debug-train-only", False)],
+)
+def test_a_nucleus_that_engines_have_little_room_for_is_warned_of(tmp_path, caplog, words, warned):
+    parse(tmp_path, "--rollout-top-p", "0.9", "--sglang-sampling-mask-max-tokens", *words.split())
+    told = "--sglang-sampling-mask-max-tokens 256 cuts --rollout-top-k to 128; give 4096, or --rollout-top-k"
+    assert [record.message for record in caplog.records].count(told) == warned
+
+
 def test_values_that_default_to_another_flags(tmp_path):
     args = parse(tmp_path, "--reward-key", "score", "--eps-clip", "0.1", "--rollout-function-path", "tests.f")
     assert (args.eval_reward_key, args.eps_clip_high, args.eval_function_path) == ("score", 0.1, "tests.f")

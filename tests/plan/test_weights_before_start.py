@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slime.arguments import parse_args
 from slime.plan import make_plan
 from slime.plan.before_start import check_before_start, other_dtypes, pushes_without_a_taker, sizes_against_config
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import places_of_checkpoint
-from tests.support.models.args import parse, write_config, write_iteration, write_stand_ins
+from tests.support.models.args import command_line, parse, write_config, write_iteration, write_stand_ins
 from tests.support.models.tiny_families import TINY_FAMILIES
 
 
@@ -260,3 +261,41 @@ def test_a_checkpoint_that_engines_with_gpus_load_but_once_is_warned_of(tmp_path
     args = SimpleNamespace(on_gpus=on_gpus, has_trainer=has_trainer, has_engines=True, hf_checkpoint=str(tmp_path))
     found = list(pushes_without_a_taker(args))
     assert len(found) == warned and all("lm_head.weight_packed: on GPUs" in message for message in found)
+
+
+def test_a_run_that_only_trains_starts_without_a_hugging_face_directory(tmp_path):
+    torch.save({"samples": []}, tmp_path / "0.pt")
+    shape = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --vocab-size 300 --swiglu"
+    shape += " --disable-bias-linear --normalization RMSNorm --model-name qwen3"
+    start = f"--random-init --load-debug-rollout-data {tmp_path}/{{rollout_id}}.pt"
+    words = command_line(tmp_path)
+    check_before_start(parse_args(argv=[*words[words.index("--prompt-data") :], *shape.split(), *start.split()]))
+
+
+def tokenizer_file(directory: Path, vocabulary: object, **added: int) -> None:
+    rows = [{"content": token, "id": number} for token, number in added.items()]
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": rows}))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "differs"),
+    [
+        ({"a": 0, "b": 1}, {"end": 2}, False),
+        ([["a", -1.0], ["b", -2.0]], {"end": 2, "pad": 3}, False),
+        ({"a": 1, "b": 0}, {"end": 2}, True),
+        ({"a": 0, "b": 1}, {}, True),
+        (None, {}, False),
+    ],
+)
+def test_a_critic_of_another_tokenizer_is_warned_of(tmp_path, caplog, vocabulary, added, differs):
+    """Another size of its vocabulary alone, which rows that pad it make, is no sign of one."""
+    critic = write_stand_ins(write_config(tmp_path / "critic", vocab_size=320))
+    (tmp_path / "roles.yaml").write_text(f"critic: {{hf_checkpoint: {critic}}}")
+    words = ("--advantage-estimator", "ppo", "--megatron-config-path", f"{tmp_path}/roles.yaml")
+    args = parse(tmp_path, *words)
+    tokenizer_file(write_stand_ins(tmp_path / "model"), {"a": 0, "b": 1}, end=2)
+    tokenizer_file(critic, vocabulary, **added)
+    check_before_start(args)
+    for found in ([record.message for record in caplog.records], make_plan(args).warnings):
+        about = [message for message in found if "another tokenizer" in message]
+        assert len(about) == differs and all(f"{tmp_path}/roles.yaml:1: role critic" in message for message in about)

@@ -13,11 +13,12 @@ from slime.ray.driver import RunLength
 from slime.ray.placement_group import arrange_bundles, check_engines_fit, engine_sizes, group_sizes, sort_bundles
 from slime.utils import bundles as bundles_module
 from slime.utils.errors import UserError
+from tests.support.models.args import parse, write_config
 
 RUN = {
     "has_trainer": True, "has_engines": True, "rollout_external": False, "colocate": False, "sglang_config": None,
     "prefill_num_servers": None, "hf_checkpoint": "/model", "rollout_num_gpus_per_engine": 1,
-    "tensor_model_parallel_size": 1, "num_gpus_per_node": 8,
+    "tensor_model_parallel_size": 1, "num_gpus_per_node": 8, "use_critic": False,
 }  # fmt: skip
 
 
@@ -118,6 +119,21 @@ def test_groups_of_a_run_are_those_of_tensor_parallelism_and_engines():
     ]
     args.rollout_num_gpus, args.rollout_num_gpus_per_engine, args.num_gpus_per_node = 8, 8, 4
     assert group_sizes(args, plan_cluster(args).layout) == [*ranks, ("engine 0", 4)]
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "sizes"), [(2, 4, [4] * 3), (4, 2, [4] * 3), (4, 3, [12]), (2, 2, [2] * 6)]
+)
+def test_the_ranks_of_a_critic_lie_together_too(tmp_path, actor, critic, sizes):
+    """Both models have the same ranks, so what either has in one group is on one node."""
+    (tmp_path / "roles.yaml").write_text(f"critic: {{tensor_model_parallel_size: {critic}}}")
+    words = f"--advantage-estimator ppo --actor-num-gpus-per-node 12 --tensor-model-parallel-size {actor} --dry-run"
+    words += f" --megatron-config-path {tmp_path}/roles.yaml --rollout-batch-size 12"
+    write_config(tmp_path / "twelve", num_attention_heads=12, num_key_value_heads=12, intermediate_size=192)
+    args = parse(tmp_path, *words.split(), "--hf-checkpoint", str(tmp_path / "twelve"))
+    groups = group_sizes(args, plan_cluster(args).layout)
+    assert [size for _, size in groups] == [*sizes, 1]
+    assert groups[0][0] == "the tensor-parallel group of rank 0"
 
 
 def test_engines_of_a_file_have_sizes_of_their_own(tmp_path):

@@ -11,7 +11,7 @@ from slime.arguments.groups.training_flags import ALGORITHM
 from slime.rollout.train_data import convert_samples_to_train_batch, post_process_rewards
 from slime.utils.errors import UserError
 from slime.utils.types import Sample
-from tests.support.models.args import parse
+from tests.support.models.args import parse, write_config
 
 
 def make(rewards, groups, **fields):
@@ -29,7 +29,7 @@ def objective(**changes):
         "advantage_estimator": "grpo", "loss_type": "policy_loss", "use_rollout_routing_replay": False,
         "rewards_normalization": True, "grpo_std_normalization": True, "n_samples_per_prompt": 2,
         "rollout_top_p": 1.0, "rollout_top_k": -1, "http_request_timeout": 60.0,
-        "true_on_policy_mode": False, "vocab_size": None, **changes,
+        "true_on_policy_mode": False, "vocab_size": None, "use_critic": False, **changes,
     }  # fmt: skip
     return SimpleNamespace(**values)
 
@@ -71,6 +71,20 @@ def test_a_token_that_the_model_does_not_have_is_refused_by_sample_and_position(
         convert_samples_to_train_batch(objective(vocab_size=10, **changes), samples)
     samples[1].tokens = [0, 9, 9]
     assert convert_samples_to_train_batch(objective(vocab_size=10, **changes), samples)
+
+
+@pytest.mark.parametrize(("vocabulary", "of"), [(200, "critic"), (400, "model")])
+def test_a_token_that_the_critic_does_not_have_is_refused_too(tmp_path, vocabulary, of):
+    other = write_config(tmp_path / "other", vocab_size=vocabulary)
+    (tmp_path / "roles.yaml").write_text(f"critic: {{hf_checkpoint: {other}}}")
+    words = ("--advantage-estimator", "ppo", "--megatron-config-path", f"{tmp_path}/roles.yaml")
+    args, samples, size = parse(tmp_path, *words), make([1.0, 0.0], [0, 0]), min(300, vocabulary)
+    samples[0].tokens = [0, size - 1, 5]
+    assert convert_samples_to_train_batch(args, samples)
+    samples[1].tokens = [0, 5, size]
+    wrong = f"sample 1: token id {size} at position 2 is none of the {size} tokens of the {of} "
+    with pytest.raises(UserError, match=re.escape(wrong)):
+        convert_samples_to_train_batch(args, samples)
 
 
 def test_a_proof_is_told_which_weights_made_a_token():

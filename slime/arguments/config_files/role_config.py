@@ -54,6 +54,8 @@ CRITIC_DEFAULTS: dict[str, Any] = {
     "untie_embeddings_and_output_weights": True,
     "disable_param_buffer_cpu_backup": False,
 }
+# Those of them that go into advantages and returns, which the actor's ranks make.
+_UNREAD = ("kl_coef", "use_opd", "custom_advantage_function_path")
 
 # What a critic may have for itself: titles of groups of flags, and further flags. All others are the run's. How a model is
 # trained each has apart; of the network and of its batches the critic has what the actor has, unless it overrides that itself.
@@ -148,10 +150,13 @@ def load_role_configs(
                 violations.append(f"{overrides.where(values.pop(dest)[0])}: a role cannot name another file")
         if role == CRITIC:
             own = attributes_of(parser, *_TRAINING) | attributes_of(parser, *_NETWORK)
-            for dest in [dest for dest in values if dest not in own]:
-                key, _ = values.pop(dest)
-                reason = "is the same for actor and critic; give it on the command line"
-                violations.append(f"{overrides.where(key)}: {key} {reason}")
+            for dest, (key, value) in list(values.items()):
+                place = f"{overrides.where(key)}: {key}"
+                if dest not in own:
+                    violations.append(f"{place} is the same for actor and critic; give it on the command line")
+                    del values[dest]
+                elif dest in _UNREAD and value:
+                    logger.warning("%s has no effect on the critic: the actor's ranks make its returns; drop it", place)
         # The processes that use a role's paths do not run where the command was typed.
         flags = {dest: absolute(value) if dest in PATHS and value else value for dest, (_, value) in values.items()}
         roles[role] = {**flags, **custom}
@@ -335,11 +340,13 @@ def critic_weights(args: argparse.Namespace) -> WeightSource:
     load, resumed = overrides.get("load"), _resumed(args) if actor.resume else None
     if resumed is not None:
         return resumed
+    if "ckpt_step" in overrides and (load is None or not is_megatron_checkpoint(load)):
+        logger.warning("%s: no effect without a Megatron checkpoint in `load`", _key(args, "ckpt_step"))
     # Its own directory of checkpoints, which holds none yet, is where it is to resume from later.
     is_first_launch = load is not None and overrides.get("save") == load and not is_hf_checkpoint(load)
     if load is not None and (is_megatron_checkpoint(load) or not is_first_launch):
         return _started(args, load, overrides)
-    if "hf_checkpoint" in overrides:
+    if overrides.get("hf_checkpoint") is not None:
         return checkpoint_source(overrides["hf_checkpoint"], None, _key(args, "hf_checkpoint"))
     # The actor decides whether the critic resumes; here only the weights are meant.
     return WeightSource(actor.kind, actor.path, actor.step)

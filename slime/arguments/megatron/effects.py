@@ -177,7 +177,7 @@ ACTS_WITH: tuple[ActsWith, ...] = (
     ActsWith("{--use-rope-scaling}", _given("use_rope_scaling"), ("rope_scaling_factor",)),
     ActsWith("{--experimental-attention-variant} dsa or a {--spec} with such layers",
              lambda args: args.experimental_attention_variant == "dsa" or bool(args.spec),
-             ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")),
+             tuple(f"dsa_indexer_{name}" for name in ("n_heads", "head_dim", "topk", "layers", "rope_interleave"))),
     ActsWith("{--dsa-indexer-topk} and a {--spec} with sparse attention", lambda args: args.dsa_indexer_topk and args.spec,
              ("dsa_indexer_loss_coeff",)),
     ActsWith("{--dsa-indexer-loss-coeff}", _given("dsa_indexer_loss_coeff"), ("dsa_indexer_use_sparse_loss",)),

@@ -28,26 +28,24 @@ def derive_megatron_values(args: argparse.Namespace) -> argparse.Namespace:
         # The allgather dispatcher cannot handle micro-batches of different lengths.
         args.moe_token_dispatcher_type = "alltoall"
     args.rope_type = args.rope_type or ("yarn" if args.multi_latent_attention else "rope")
-    derive_virtual_stages(args)
-    return args
-
-
-def derive_virtual_stages(args: argparse.Namespace) -> None:
-    """Fill the number of model chunks per rank from the flags that describe it in another way."""
-    stages = args.pipeline_model_parallel_size
-    if args.virtual_pipeline_model_parallel_size is None and stages > 1 and args.num_layers:
-        args.virtual_pipeline_model_parallel_size = _virtual_stages_per_rank(args, stages)
+    if args.virtual_pipeline_model_parallel_size is None:
+        args.virtual_pipeline_model_parallel_size = virtual_stages_per_rank(args)
     if args.virtual_pipeline_model_parallel_size == 1:
         # Megatron takes any number here, even 1, for an interleaved pipeline.
         args.virtual_pipeline_model_parallel_size = None
+    return args
 
 
-def _virtual_stages_per_rank(args: argparse.Namespace, stages: int) -> int | None:
+def virtual_stages_per_rank(args: argparse.Namespace) -> int | None:
+    """The number of model chunks per rank, from the flags that describe it in another way; None without any of these, and if
+    the layers cannot be split so, which a rule refuses."""
+    stages = args.pipeline_model_parallel_size
+    if stages == 1 or not args.num_layers:
+        return None
     if args.pipeline_model_parallel_layout is not None:
         return max(1, len(parts_of_layout(args.pipeline_model_parallel_layout)) // stages)
     if args.num_virtual_stages_per_pipeline_rank is not None:
         return args.num_virtual_stages_per_pipeline_rank
-    # A rule refuses any other number.
     layers, per_chunk = args.num_layers + counted_as_layers(args), args.num_layers_per_virtual_pipeline_stage
     return layers // stages // per_chunk if per_chunk and layers % (stages * per_chunk) == 0 else None
 

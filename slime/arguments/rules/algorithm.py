@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from slime.algorithms.estimators import estimator, names_of_estimators
 from slime.arguments.checkpoints import REFERENCE, TEACHER, other_model_states
 from slime.arguments.config_files.eval_file import places_in
-from slime.arguments.derivation import FULLY_ASYNC, OWN, ROLLOUT_BUFFER
+from slime.arguments.derivation import FULLY_ASYNC, GRADING_FUNCTION, OWN, ROLLOUT_BUFFER
 from slime.arguments.flag import flag_of
 from slime.arguments.sizes import positions_of_model
 from slime.arguments.violations import Kind, Rule, Violation, broken, refused, refused_each, warned, where
@@ -130,12 +130,13 @@ _OF_STEPS = ("over_sampling_batch_size", "keep_surplus_groups", "rollout_all_sam
 # Evaluation by the usual function reads these, too.
 _OF_SAMPLES = ("custom_generate_function_path", "custom_rm_path", "rollout_sample_hook_path")
 _OF_GENERATION = (*_OF_STEPS, *_OF_SAMPLES, "partial_rollout", "group_rm")
+_REPLAYED = f"{OWN}forge_load"
 # Our rollout functions, by the beginning of their paths -> (why they do not read some flags, which these are).
 _UNREAD = {
     FULLY_ASYNC: ("its rollouts take finished groups in turn", _OF_STEPS),
     ROLLOUT_BUFFER: ("its groups come generated and graded", (*_OF_GENERATION, "buffer_filter_path")),
     SFT_FUNCTION: ("it only takes chats", (*_OF_GENERATION, "dynamic_sampling_filter_path")),
-    f"{OWN}forge_load": ("it replays a dump", (*_OF_GENERATION, "dynamic_sampling_filter_path", "buffer_filter_path")),
+    _REPLAYED: ("it replays a dump", (*_OF_GENERATION, "dynamic_sampling_filter_path", "buffer_filter_path")),
 }
 
 
@@ -182,8 +183,13 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
             "{--rollout-function-path=} takes its groups from a service: give {--rollout-buffer-url} http://127.0.0.1:8889"),
         refused(lambda args: args.use_rollout_routing_replay or args.rollout_top_k != -1,
             "{--use-rollout-routing-replay}, {--rollout-top-p} and {--rollout-top-k} need what no buffer tells; drop it")),
-    refused(lambda args: args.eval_interval is not None and args.eval_function_path.startswith((FULLY_ASYNC, ROLLOUT_BUFFER)),
-        "{--eval-function-path=} does not evaluate: give {--eval-function-path} slime.rollout.sglang_rollout.generate_rollout"),
+    *where(lambda args: args.eval_interval is not None and args.has_engines,
+        refused(lambda args: args.eval_function_path.startswith((FULLY_ASYNC, ROLLOUT_BUFFER, SFT_FUNCTION)),
+            f"{{--eval-function-path=}} does not evaluate: give {{--eval-function-path}} {GRADING_FUNCTION}"),
+        refused(lambda args: args.eval_function_path.startswith(_REPLAYED)
+                and "{rollout_id}" not in (args.load_forge_rollout_data or ""),
+            "{--eval-function-path=} takes an evaluation from a dump of its own: give {{rollout_id}} in the path of "
+            f"{{--load-forge-rollout-data}}, or {{--eval-function-path}} {GRADING_FUNCTION}")),
     *where(lambda args: args.true_on_policy_mode,
         refused(lambda args: args.asynchronous, f"train_async.py trains on older samples: {_PROOF}; use train.py"),
         refused(lambda args: args.num_steps_per_rollout != 1,

@@ -14,7 +14,7 @@ from typing import Literal
 from slime.arguments.checkpoints import source_of_reference, source_of_teacher
 from slime.arguments.config_files.eval_file import places_in
 from slime.arguments.config_files.role_config import DIRECTORY, critic_args, critic_weights
-from slime.arguments.derivation import FULLY_ASYNC, OWN, source_of_actor
+from slime.arguments.derivation import FULLY_ASYNC, GRADING_FUNCTION, OWN, source_of_actor
 from slime.arguments.flag import flag_of
 from slime.arguments.groups import OWN_FLAGS
 from slime.arguments.hf_config import no_directory
@@ -35,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 # The flags that say where weights come from. If one of them has a wrong value by itself, only that is reported.
 _SOURCES = ("--load", "--ref-load", "--initial-megatron-checkpoint", "--hf-checkpoint", "--random-init", "--ckpt-step")
-
-# Our function that asks for rewards.
-_GRADING_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class OwnFile:
 def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
     """All data files that our own code reads. Plug-ins may read their files in any way, so these are left out."""
     if args.prompt_data and args.data_source_path.startswith(OWN):
-        kinds = {SFT_FUNCTION: "messages", _GRADING_FUNCTION: "renderable"}
+        kinds = {SFT_FUNCTION: "messages", GRADING_FUNCTION: "renderable"}
         own_way = args.custom_generate_function_path is not None
         fields = (args.input_key, args.label_key, args.tool_key, args.metadata_key)
         for path in [args.prompt_data] if isinstance(args.prompt_data, str) else args.prompt_data:
@@ -95,7 +92,7 @@ def own_files(args: argparse.Namespace) -> Iterator[OwnFile]:
                 RowKeys(*fields, flags, images=(dataset.multimodal_keys or {}).get("image")),
                 reward=None if own else _built_in_reward(args, args.eval_function_path, rm_type),
                 in_template=bool(dataset.apply_chat_template),
-                prompts="any" if generate or args.eval_function_path != _GRADING_FUNCTION else "renderable",
+                prompts="any" if generate or args.eval_function_path != GRADING_FUNCTION else "renderable",
             )
 
 
@@ -118,7 +115,7 @@ def _key_of_set(args: argparse.Namespace, in_file: str | None, key: str) -> str:
 
 def _built_in_reward(args: argparse.Namespace, function: str, rm_type: str | None = None) -> str | None:
     own = (args.custom_rm_path, args.custom_generate_function_path)
-    is_ours = args.has_engines and function == _GRADING_FUNCTION and not any(own)
+    is_ours = args.has_engines and function == GRADING_FUNCTION and not any(own)
     return rm_type or args.rm_type or "" if is_ours else None
 
 
@@ -195,7 +192,7 @@ def micro_batches(args: argparse.Namespace) -> Iterator[Violation]:
 def _may_fan_out(args: argparse.Namespace) -> bool:
     """Whether one rollout may become several samples, as functions and dumps of the user's can do."""
     names = ("custom_generate_function_path", "custom_convert_samples_to_train_data_path", "load_debug_rollout_data")
-    own = args.rollout_function_path.startswith((_GRADING_FUNCTION, SFT_FUNCTION, FULLY_ASYNC))
+    own = args.rollout_function_path.startswith((GRADING_FUNCTION, SFT_FUNCTION, FULLY_ASYNC))
     return not (own and args.data_source_path.startswith(OWN)) or any(vars(args)[name] for name in names)
 
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 from slime.arguments.flag import flag_of
 from slime.arguments.groups import OWN_FLAGS
-from slime.arguments.hf_config import read_hf_config, takes_shape_of_config
+from slime.arguments.hf_config import readable_config, takes_shape_of_config
 from slime.arguments.megatron.effects import ACTS_WITH, FIXED
 from slime.arguments.megatron.names import HISTORICAL
-from slime.arguments.megatron.values import counted_as_layers, pipeline_stages
+from slime.arguments.megatron.values import counted_as_layers, pipeline_stages, virtual_stages_per_rank
 from slime.arguments.sizes import train_iterations
 from slime.arguments.surface import load_surface
 from slime.arguments.violations import Rule, Violation, about, broken, divisors, hint, refused, refused_each, where
@@ -68,13 +68,12 @@ def parallel_sizes(args: argparse.Namespace) -> Iterator[Violation]:
     # With one optimizer instance Megatron compares these numbers in floating point, so the same expression stands here.
     averages = args.ddp_average_in_collective and args.num_distributed_optimizer_instances == 1 and dense and of_expert
     if averages and of_expert / dense / of_expert != 1 / dense:
-        yield broken(
-            args,
+        template = (
             "{--ddp-average-in-collective} with {--num-experts=}: Megatron requires that {of_expert} / {dense} / {of_expert} "
             "(numbers of ranks that hold an expert, and that hold other weights) is 1 / {dense} to the last bit, and it is "
-            "not; drop the flag: it only changes the rounding of a step",
-            of_expert=of_expert, dense=dense,
-        )  # fmt: skip
+            "not; drop the flag: it only changes the rounding of a step"
+        )
+        yield broken(args, template, of_expert=of_expert, dense=dense)
 
 
 def tensor_parallel(args: argparse.Namespace) -> Iterator[Violation]:
@@ -163,7 +162,7 @@ MEMORY_AND_PRECISION_RULES: tuple[Rule, ...] = (
     refused(lambda args: args.fp8 and args.data_pad_size_multiplier
             % {"mxfp8": 32, "blockwise": 128 if args.sequence_parallel else 16}.get(args.fp8_recipe, 16),
         "{--data-pad-size-multiplier=} with {--fp8-format=} {--fp8-recipe=}: products take more rows at a time; give 128"),
-    refused(lambda args: args.grad_reduce_in_bf16 and "accumulate_allreduce_grads_in_fp32" in args.typed_flags,
+    refused(lambda args: args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32,
         "{--grad-reduce-in-bf16} and {--accumulate-allreduce-grads-in-fp32} contradict each other; drop one"),
     refused(lambda args: args.ddp_num_buckets is not None and args.ddp_bucket_size is not None,
         "{--ddp-num-buckets=} and {--ddp-bucket-size=} say the same in two ways; drop one"),
@@ -264,20 +263,12 @@ EXPERT_RULES: tuple[Rule, ...] = where(lambda args: args.num_experts,
 
 def gathered_context(args: argparse.Namespace) -> Iterator[Violation]:
     """`--allgather-cp` is written for models with sparse attention."""
-    size = args.context_parallel_size
-    if not args.allgather_cp or size == 1 or args.hf_checkpoint is None:
-        return
-    try:
-        names = read_hf_config(args.hf_checkpoint).get("architectures") or []
-    except UserError:
-        return  # reported where the config is read for the shape
-    if not set(names) & set(_GATHERED_CONTEXT_MODELS):
-        yield broken(
-            args,
-            "{--allgather-cp} with {--context-parallel-size=} works for {models} only, not for {names}; drop {--allgather-cp}",
-            models=" and ".join(_GATHERED_CONTEXT_MODELS),
-            names=", ".join(names) or "this model",
-        )
+    config = readable_config(args) if args.allgather_cp and args.context_parallel_size > 1 else {}
+    names = config.get("architectures") or []
+    if config and not set(names) & set(_GATHERED_CONTEXT_MODELS):
+        template = "{--allgather-cp} with {--context-parallel-size=} works for {models} only, not for {names}; "
+        models, names = " and ".join(_GATHERED_CONTEXT_MODELS), ", ".join(names) or "this model"
+        yield broken(args, template + "drop {--allgather-cp}", models=models, names=names)
 
 
 def settled_values(args: argparse.Namespace) -> Iterator[Violation]:
@@ -289,10 +280,8 @@ def settled_values(args: argparse.Namespace) -> Iterator[Violation]:
 
 def idle_flags(args: argparse.Namespace) -> Iterator[Violation]:
     for group in ACTS_WITH:
-        for name in group.idle(args):
-            yield broken(
-                args, f"{{0=}} has nothing to act on without {group.needs}; give that, or drop it", flag_of(name)
-            )
+        template = f"{{0=}} has nothing to act on without {group.needs}; give that, or drop it"
+        yield from (broken(args, template, flag_of(name)) for name in group.idle(args))
 
 
 def extra_flags(args: argparse.Namespace) -> Iterator[Violation]:
@@ -357,6 +346,16 @@ def _layers_per_virtual_stage(args: argparse.Namespace, layers: int) -> Iterator
         )
         fitting = hint("--num-layers-per-virtual-pipeline-stage", divisors(layers // stages))
         yield broken(args, template, layers=layers // stages, hint=fitting)
+
+
+def chunks_per_rank(args: argparse.Namespace) -> Iterator[Violation]:
+    """A number of chunks that is typed beside another description of it must be the same."""
+    given, meant = args.virtual_pipeline_model_parallel_size or 1, virtual_stages_per_rank(args)
+    if "virtual_pipeline_model_parallel_size" in args.typed_flags and meant not in (None, given):
+        template = "{--virtual-pipeline-model-parallel-size} {given} contradicts {0=}, which means {meant}; drop one"
+        names = ("pipeline_model_parallel_layout", *reversed(_VIRTUAL_STAGES))
+        other = next(flag_of(name) for name in names if vars(args)[name] is not None)
+        yield broken(args, template, other, given=given, meant=meant)
 
 
 INTERLEAVING_RULES: tuple[Rule, ...] = where(
@@ -477,7 +476,7 @@ MEGATRON_RULES: tuple[Rule, ...] = where(lambda args: args.has_trainer,
         "{0=} with {--pipeline-model-parallel-size=}: one stage holds all layers; drop it, or give a pipeline size above 1"),
     refused(lambda args: args.spec is not None and len(args.spec) not in (1, 2),
         "{--spec=}: give the module and the function as two words, or as one path with a dot between them"),
-    pipeline_split, virtual_stages, *INTERLEAVING_RULES,
+    pipeline_split, virtual_stages, chunks_per_rank, *INTERLEAVING_RULES,
     refused_each(_SPLIT_OTHERWISE, lambda args, value: value and _has_layout(args),
         "{0} and {--pipeline-model-parallel-layout} both split the layers; drop one of them"),
     pipeline_layout, *MEMORY_AND_PRECISION_RULES, *SCHEDULE_RULES, *EXPERT_RULES, gathered_context,

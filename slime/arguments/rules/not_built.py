@@ -62,11 +62,8 @@ def layers(args: argparse.Namespace) -> Iterator[Violation]:
     }
     lacking = [flag for flag, given in built.items() if not given]
     if lacking:
-        yield broken(
-            args,
-            f"only models with gated SiLU, RMSNorm and no linear biases are built: give {' '.join(lacking)}, or "
-            "{--model-args-from-hf} with {--hf-checkpoint}",
-        )
+        template = f"only models with gated SiLU, RMSNorm and no linear biases are built: give {' '.join(lacking)}, or "
+        yield broken(args, template + "{--model-args-from-hf} with {--hf-checkpoint}")
 
 
 def built_family(args: argparse.Namespace) -> Iterator[Violation]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from slime.arguments.config_files.serving_config import FLAG, arguments_of_group, served_groups, served_models
 from slime.arguments.flag import flag_of
 from slime.arguments.groups import OF_ROLES
-from slime.arguments.hf_config import Config, read_hf_config
+from slime.arguments.hf_config import readable_config
 from slime.arguments.server_flags import (
     NO_SHARE,
     ONE_MODEL,
@@ -96,7 +96,7 @@ def of_groups(rule: Rule, *, frozen: bool = True) -> Rule:
 
 def attention_heads(args: argparse.Namespace) -> Iterator[Violation]:
     """Tensor-parallel ranks of an engine must divide the heads evenly, or hold each key-value head on equally many ranks."""
-    found, latent, _ = _heads(args)
+    found, latent = _heads(args)
     size = tensor_parallel_size(args) // max(1, attention_groups(args))
     if found is None or size < 1 or _fits(*found, size):
         return
@@ -118,31 +118,20 @@ def _fits(heads: int, groups: int, size: int) -> bool:
     return heads % size == 0 and (groups % size == 0 or size % groups == 0)
 
 
-def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool, bool]:
-    """Returns ((attention heads, key-value heads) or None if unknown, latent attention?, no experts?) of the engines' model."""
-    config = _config(args)
+def _heads(args: argparse.Namespace) -> tuple[tuple[int, int] | None, bool]:
+    """Returns ((attention heads, key-value heads) or None if unknown, latent attention?) of the engines' model."""
+    config = readable_config(args)
     heads = config.get("num_attention_heads")
     # Latent attention has no key-value heads to divide.
     latent = bool(config.get("kv_lora_rank"))
     groups = heads if latent else config.get("num_key_value_heads") or heads
     known = all(type(count) is int and count > 0 for count in (heads, groups))
-    return (
-        ((heads, groups) if known else None),
-        latent,
-        bool(config) and not any(config.get(name) for name in NUM_EXPERTS),
-    )
-
-
-def _config(args: argparse.Namespace) -> Config:
-    """The config of the model that the engines load; empty if it cannot be read, which is reported elsewhere."""
-    with contextlib.suppress(UserError):
-        return read_hf_config(args.hf_checkpoint) if args.hf_checkpoint is not None else {}
-    return {}
+    return (heads, groups) if known else None, latent
 
 
 def drafts(args: argparse.Namespace) -> Iterator[Violation]:
     """SGLang makes a draft model from one layer for multi-token prediction, so the engines' model must have exactly one."""
-    config = _config(args)
+    config = readable_config(args)
     if args.sglang_speculative_algorithm is None or not config:
         return
     family = FAMILIES.get(config.get("model_type"))
@@ -225,13 +214,8 @@ def router_settings(args: argparse.Namespace) -> Iterator[Violation]:
     names = ("router_", "sglang_router_request_timeout_secs")
     typed = [name for name in vars(args) if name.startswith(names) and name in args.typed_flags]
     if args.sglang_router_ip is not None:
-        for name in typed:
-            if name not in _OF_ANY_ROUTER:
-                template = (
-                    "{0} has no effect on the router of {--sglang-router-ip=}, which was started with settings of its own; "
-                    "drop it"
-                )
-                yield broken(args, template, flag_of(name))
+        template = "{0} has no effect on the router of {--sglang-router-ip=}, which has settings of its own; drop it"
+        yield from (broken(args, template, flag_of(name)) for name in typed if name not in _OF_ANY_ROUTER)
         return
     for prefix, switch, what in _SWITCHED_OFF:
         idle = [flag_of(name) for name in typed if name.startswith(prefix)]
@@ -318,7 +302,7 @@ def external_addresses(args: argparse.Namespace) -> Iterator[Violation]:
 SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     models, one_topology, of_groups(engine_sizes), of_groups(attention_heads), of_groups(drafts),
     of_groups(lambda args: (broken(args, "{--sglang-pp-size=}: {problem}", problem=problem)
-        for problem in undivided_by_engines(_config(args), args.sglang_pp_size or 1))),
+        for problem in undivided_by_engines(readable_config(args), args.sglang_pp_size or 1))),
     of_groups(refused_each(_DRAFTED, lambda args, value: value is not None and args.sglang_speculative_algorithm is None,
         "{0=} has no effect without {--sglang-speculative-algorithm}; drop it, or add that with EAGLE")),
     of_groups(refused(
@@ -344,7 +328,8 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     refused(lambda args: args.sglang_config is not None and args.sglang_tp_size is not None,
         "{--sglang-tp-size=}: in {--sglang-config} each group has a size of its own; drop it"),
     of_groups(groups_of_attention),
-    of_groups(refused(lambda args: attention_groups(args) > 1 and _heads(args)[0] and _heads(args)[2],
+    of_groups(refused(lambda args: attention_groups(args) > 1 and _heads(args)[0]
+            and not any(map(readable_config(args).get, NUM_EXPERTS)),
         "{--sglang-enable-dp-attention}: the model has no experts that the groups could share, and SGLang computes most such "
         "models wrongly then; drop it, and give a smaller {--rollout-num-gpus-per-engine} for more engines")),
     of_groups(refused(lambda args: (args.sglang_dp_size or 1) != attention_groups(args),

@@ -320,6 +320,17 @@ def test_a_run_that_branches_off_another_takes_the_critic_that_it_is_told(tmp_pa
         assert found == WeightSource("megatron", str(taken), 5, resume=True), overrides
 
 
+def test_a_step_without_a_checkpoint_to_take_it_from_is_warned_of(tmp_path, caplog):
+    told = f"{tmp_path}/roles.yaml, role critic: ckpt_step: no effect without a Megatron checkpoint in `load`"
+    own, other = checkpoint(tmp_path / "own", 3, 5), write_config(tmp_path / "other")
+    assert source(tmp_path, *roles(tmp_path, f"ckpt_step: 3, load: {own}, finetune: true")).step == 3
+    assert told not in caplog.text
+    for overrides in ("ckpt_step: 3", f"ckpt_step: 3, load: {other}"):
+        caplog.clear()
+        assert source(tmp_path, *roles(tmp_path, overrides)).kind == "hf"
+        assert told in caplog.text, overrides
+
+
 def test_weights_of_another_model(tmp_path):
     other = write_config(tmp_path / "other")
     assert source(tmp_path, *roles(tmp_path, f"hf_checkpoint: {other}")) == WeightSource("hf", str(other))
@@ -333,6 +344,17 @@ def test_the_shape_of_another_model_is_that_of_its_config(tmp_path):
     assert (args.rotary_base, args.num_layers, critic.rotary_base, critic.num_layers) == (10000, 2, 500000, 3)
     with pytest.raises(UserError, match="roles.yaml:1: role critic: hf_validate_args failed(.|\n)*--num-layers +2 +3"):
         parse(tmp_path, *PPO, "--num-layers", "2", *roles(tmp_path, f"hf_checkpoint: {other}"))
+
+
+def test_a_critic_without_a_hugging_face_directory_says_its_shape_itself(tmp_path):
+    with pytest.raises(UserError, match="roles.yaml:1: role critic: the model's shape is not known"):
+        parse(tmp_path, *PPO, *roles(tmp_path, "hf_checkpoint: null"))
+    shape = (
+        "num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, vocab_size: 300, swiglu: true"
+    )
+    shape += ", disable_bias_linear: true, normalization: RMSNorm, model_name: qwen3"
+    found = source(tmp_path, *roles(tmp_path, f"hf_checkpoint: null, {shape}"))
+    assert found == WeightSource("hf", str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "{tmp}"])

@@ -122,6 +122,25 @@ def test_sizes_below_the_overrides_have_no_effect_either(tmp_path, caplog, text)
     assert "roles.yaml:1: num" in caplog.text and "has no effect" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("line", "warned"),
+    [
+        ("kl_coef: 0.1", True),
+        ("use-opd: true", True),
+        ("custom_advantage_function_path: a.f", True),
+        ("kl_coef: 0", False),
+        ("use_opd: false", False),
+    ],
+)
+def test_what_makes_advantages_has_no_effect_on_a_critic(tmp_path, caplog, line, warned):
+    apply(tmp_path, f"megatron:\n  - {{role: critic, overrides: {{{line}}}}}\n")
+    told = f"roles.yaml:2: {line.split(':')[0]} has no effect on the critic: the actor's ranks make its returns"
+    assert (told in caplog.text) == warned
+    caplog.clear()
+    apply(tmp_path, f"megatron:\n  - {{role: actor, overrides: {{{line}}}}}\n")
+    assert "has no effect on" not in caplog.text
+
+
 def test_a_critic_without_ppo_is_warned_about(tmp_path, caplog):
     apply(tmp_path, "megatron: [{role: actor}]\n", "--advantage-estimator", "grpo")
     apply(tmp_path, "megatron: [{role: critic}]\n")

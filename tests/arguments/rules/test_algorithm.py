@@ -10,6 +10,7 @@ from slime.arguments.derivation import settle_trackers
 from slime.arguments.rules.algorithm import TRACKER_RULES
 from slime.utils import reward_types
 from slime.utils.errors import UserError
+from slime.utils.prompt_rows import SFT_FUNCTION
 from tests.support.models.args import command_line, parse, write_config, write_rows
 from tests.support.tables.rules import assert_violation, refusal, violations
 
@@ -59,6 +60,37 @@ def test_generation_that_never_stops_needs_its_loop_and_somebody_who_evaluates(t
     path = "slime_plugins.rollout_buffer.rollout.generate_rollout"
     words = f"--rollout-function-path {path} --rollout-buffer-url http://127.0.0.1:1"
     assert asynchronous(tmp_path, words).update_weights_in_flight is True
+
+
+EVALUATED = "--eval-interval 2 --eval-prompt-data a {tmp}/prompts.jsonl"
+FINE_TUNED = f"--rollout-function-path {SFT_FUNCTION} --loss-type sft_loss"
+REPLAYED = "--rollout-function-path slime.rollout.forge_load.generate_rollout"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (FINE_TUNED,
+         f"--eval-function-path {SFT_FUNCTION} does not evaluate: give --eval-function-path "
+         "slime.rollout.sglang_rollout.generate_rollout"),
+        (f"{REPLAYED} --load-forge-rollout-data {{tmp}}/dump.pt",
+         "--eval-function-path slime.rollout.forge_load.generate_rollout takes an evaluation from a dump of its own: give "
+         "{{rollout_id}} in the path of --load-forge-rollout-data, or --eval-function-path "
+         "slime.rollout.sglang_rollout.generate_rollout"),
+    ],
+)  # fmt: skip
+def test_what_cannot_evaluate_is_not_asked_to(tmp_path, words, message):
+    words = f"{words} {EVALUATED}"
+    assert_violation(tmp_path, words, message)
+    typed = words.format(tmp=tmp_path).split()
+    parse(tmp_path, *typed, "--eval-function-path", "slime.rollout.sglang_rollout.generate_rollout")
+    # Without engines nothing is evaluated.
+    parse(tmp_path, *typed, "--debug-train-only")
+
+
+def test_dumps_of_evaluations_have_a_place_of_their_own(tmp_path):
+    words = f"{REPLAYED} {EVALUATED} --load-forge-rollout-data".format(tmp=tmp_path).split()
+    parse(tmp_path, *words, f"{tmp_path}/{{rollout_id}}.pt")
 
 
 def test_a_dict_of_a_reward_has_an_entry_that_counts(tmp_path):

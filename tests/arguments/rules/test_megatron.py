@@ -9,6 +9,7 @@ from slime.arguments import parse_args
 from slime.arguments.derivation import settle_precision
 from slime.arguments.megatron.effects import ACTS_WITH, FIXED
 from slime.arguments.megatron.values import derive_megatron_values
+from slime.arguments.origins import Origin
 from slime.arguments.rules.megatron import pipeline_layout
 from slime.arguments.violations import Kind, broken
 from slime.models.fsdp import FLASH_ATTENTION
@@ -180,6 +181,7 @@ def _changed(args, name, value):
         ({"moe_layer_recompute": True, "recompute_granularity": "full"}, {"recompute_granularity": "full"}),
         ({"bf16": True}, {"accumulate_allreduce_grads_in_fp32": True}),
         ({"bf16": True, "grad_reduce_in_bf16": True}, {"accumulate_allreduce_grads_in_fp32": False}),
+        ({"bf16": True, "accumulate_allreduce_grads_in_fp32": False}, {"accumulate_allreduce_grads_in_fp32": False}),
         ({"use_rope_scaling": True, "rotary_scaling_factor": 32.0}, {"rope_scaling_factor": 32.0}),
         ({"use_rope_scaling": True, "rope_scaling_factor": 16.0}, {"rope_scaling_factor": 16.0}),
         ({"multi_latent_attention": True, "rope_type": None}, {"rope_type": "yarn"}),
@@ -201,6 +203,14 @@ def test_values_that_follow(tmp_path, typed, expected):
     settle_precision(args, on_gpus=False)
     assert derive_megatron_values(args) is args
     assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("beside", ["", "grad_reduce_in_bf16: true\n"])
+def test_a_file_may_say_that_gradients_are_not_added_up_in_float32(tmp_path, beside):
+    (tmp_path / "own.yaml").write_text(f"bf16: true\naccumulate_allreduce_grads_in_fp32: false\n{beside}")
+    args = parse(tmp_path, "--custom-config-path", str(tmp_path / "own.yaml"))
+    assert not args.accumulate_allreduce_grads_in_fp32
+    assert args.origins["accumulate_allreduce_grads_in_fp32"] is Origin.YAML
 
 
 def test_sizes_give_the_data_parallel_size(tmp_path):
@@ -265,14 +275,23 @@ def test_layouts_that_are_taken(layout):
     assert not [*pipeline_layout(default_args(**sizes, pipeline_model_parallel_layout=layout))]
 
 
+FOUR_LAYERS = "--hf-checkpoint {tmp}/four --pipeline-model-parallel-size 2"
+
+
 @pytest.mark.parametrize(
     ("words", "virtual"),
     [
         ("--pipeline-model-parallel-size 2", None),
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 1", None),
+        (f"{FOUR_LAYERS} --virtual-pipeline-model-parallel-size 2", 2),
+        (f"{FOUR_LAYERS} --virtual-pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+        (f"{FOUR_LAYERS} --virtual-pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2),
+        (f"{FOUR_LAYERS} --virtual-pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL", 2),
     ],
 )
 def test_pipelines_are_accepted(tmp_path, words, virtual):
+    write_config(tmp_path / "four", num_hidden_layers=4)
+    words = words.format(tmp=tmp_path)
     args = parse(tmp_path, "--actor-num-gpus-per-node", "2", *words.split())
     assert args.pipeline_model_parallel_size == 2
     assert args.virtual_pipeline_model_parallel_size == virtual

@@ -29,6 +29,7 @@ def make_args(checkpoint: str, port: int = 1, **overrides: Any) -> SimpleNamespa
         **dict.fromkeys(flag for flags in eval_config._FLAGS.values() for flag in flags),
         "hf_checkpoint": checkpoint,
         "vocab_size": VOCAB_SIZE,
+        "use_critic": False,
         "trust_remote_code": False,
         "sglang_router_ip": "127.0.0.1",
         "sglang_router_port": port,

@@ -340,6 +340,12 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
          "--decoder-last-pipeline-num-layers --num-layers-per-virtual-pipeline-stage "
          "--num-virtual-stages-per-pipeline-rank --account-for-embedding-in-pipeline-split "
          "--account-for-loss-in-pipeline-split", WRONG),
+        *((f"--num-layers 16 --actor-num-gpus-per-node 2 --pipeline-model-parallel-size 2 {given} {other}",
+           f"{given.split()[0]} {other.split()[0]}", WRONG) for given, other in (
+            ("--virtual-pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 4"),
+            ("--virtual-pipeline-model-parallel-size 2", "--num-layers-per-virtual-pipeline-stage 2"),
+            ("--virtual-pipeline-model-parallel-size 4", "--pipeline-model-parallel-layout Et*4|t*4|t*4|t*4L"),
+            ("--virtual-pipeline-model-parallel-size 1", "--num-virtual-stages-per-pipeline-rank 2"))),
         ("--num-layers-per-virtual-pipeline-stage 1",
          "--num-layers-per-virtual-pipeline-stage --pipeline-model-parallel-size", WRONG),
         ("--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
@@ -422,6 +428,8 @@ REFUSALS: dict[str, tuple[tuple[str, str, Kind], ...]] = {
         ("--num-experts 8 --moe-ffn-hidden-size 64 --moe-input-jitter-eps 1.5", "--moe-input-jitter-eps", OUT_OF_BOUNDS),
         ("--hidden-dropout 0.1", "--hidden-dropout --loss-type", WRONG),
         ("--dsa-indexer-loss-coeff -0.1", "--dsa-indexer-loss-coeff", OUT_OF_BOUNDS),
+        *((words, f"{words.split()[0]} --experimental-attention-variant --spec", WRONG)
+          for words in ("--dsa-indexer-layers 1 0", "--dsa-indexer-rope-interleave")),
         ("--dsa-indexer-loss-coeff 0.1", "--dsa-indexer-loss-coeff --dsa-indexer-topk --spec", WRONG),
         ("--dsa-indexer-use-sparse-loss", "--dsa-indexer-use-sparse-loss --dsa-indexer-loss-coeff", WRONG),
         ("--dsa-indexer-topk 4 --spec slime_plugins.models.glm5.glm5 get_glm5_spec --freeze-indexer --dsa-indexer-loss-coeff 1",
