@@ -11,7 +11,7 @@ import pytest
 from slime.arguments import parse_args
 from slime.plan import make_plan, render
 from slime.utils.plugin_loader import load_function
-from tests.support.tables.launch_table import Launch, write_configs
+from tests.support.tables.launch_table import Launch, value_of, write_configs
 from tests.support.tables.shell_arrays import bash
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -62,3 +62,10 @@ def test_it_makes_a_plan_and_its_functions_are_there(name, tmp_path, monkeypatch
     assert [phase.name for phase in plan.memory.phases if phase.fits is False] == []
     own = [word for word in words if word.startswith(str(EXAMPLES)) and ".py:" in word]
     assert all(callable(load_function(word)) for word in own)
+
+
+@pytest.mark.parametrize("example", ["fully_async", "delta_weight_sync"])
+def test_answers_of_a_model_without_thoughts_are_graded_by_their_last_box(example):
+    words = shlex.split(bash(f"bash {SCRIPTS[f'{example}/run-glm4-9B.sh']}", PRINT_COMMAND="1").stdout)
+    assert value_of(words, "--hf-checkpoint").endswith("/GLM-4-9B-0414")
+    assert value_of(words, "--rm-type") == "math"
