@@ -28,6 +28,7 @@ from slime.arguments.hf_config import differing_flags, read_hf_config
 from slime.models.families import FAMILIES, model_args_from_hf
 from slime.plan.placement import dtype_of_engine
 from slime.plan.prompt_files import SCAN_SECONDS, files_of_the_run, prompt_problems
+from slime.utils import env
 from slime.utils.checkpoint_directory import (
     FSDP2,
     POINTER,
@@ -41,7 +42,7 @@ from slime.utils.checkpoint_directory import (
 from slime.utils.errors import UserError
 from slime.utils.processing_utils import lacks_tokenizer
 from slime.weights.hf_reader import Place, places_of_checkpoint
-from slime.weights.quantisers import loaded_once_on_gpus
+from slime.weights.quantisers import loaded_once_on_gpus, settings_for_int4
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECO
     problems = [
         *_checkpoint_problems(args),
         *_model_problems(args),
+        *_int4_problems(args),
         *_stop_token_problems(args),
         *prompt_problems(args, scan_seconds),
     ]
@@ -306,6 +308,17 @@ def sizes_against_config(directory: Path, places: Mapping[str, Place]) -> Iterat
             f"{place.path}: {name} is {list(place.shape)}, and by config.json beside it {expected}{others}; get weights and "
             "config of the same model"
         )
+
+
+def _int4_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Why ranks cannot train for engines in INT4, which variables of the environment ask for."""
+    if args.has_trainer and args.train_backend == "megatron" and args.hf_checkpoint is not None:
+        try:
+            group_size = env.int4_training_group_size()
+            if group_size is not None:
+                settings_for_int4(args.hf_checkpoint, group_size)
+        except UserError as error:
+            yield str(error)
 
 
 def _stop_token_problems(args: argparse.Namespace) -> Iterator[str]:

@@ -18,10 +18,10 @@ from tests.support.models.args import parse, write_config, write_iteration, writ
 from tests.support.models.tiny_families import TINY_FAMILIES
 
 
-def told(directory: Path, *words: str) -> list[str]:
-    """The problems of a run whose `--hf-checkpoint` is whole."""
+def told(directory: Path, *words: str, **config: object) -> list[str]:
+    """The problems of a run whose `--hf-checkpoint` is whole; `config`: entries of its config that arguments do not show."""
     args = parse(directory, *words)
-    write_stand_ins(directory / "model")
+    write_stand_ins(write_config(directory / "model", **config))
     try:
         check_before_start(args)
     except UserError as error:
@@ -260,3 +260,27 @@ def test_a_checkpoint_that_engines_with_gpus_load_but_once_is_warned_of(tmp_path
     args = SimpleNamespace(on_gpus=on_gpus, has_trainer=has_trainer, has_engines=True, hf_checkpoint=str(tmp_path))
     found = list(pushes_without_a_taker(args))
     assert len(found) == warned and all("lm_head.weight_packed: on GPUs" in message for message in found)
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "problem"),
+    [
+        ("32", "", None),
+        (
+            "128",
+            "",
+            "OPEN_TRAINING_INT4_GROUP_SIZE=128: --hf-checkpoint {model} has 4 bits and groups of 32, and is not ",
+        ),
+        ("128", "--debug-rollout-only", None),
+        ("", "", "OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1 needs OPEN_TRAINING_INT4_GROUP_SIZE, "),
+    ],
+)
+def test_training_for_int4_in_groups_of_another_size_is_told(tmp_path, monkeypatch, given, words, problem):
+    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
+    monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", given)
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    settings["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    lines = told(tmp_path, *words.split(), quantization_config=settings)
+    start = () if problem is None else (problem.format(model=tmp_path / "model"),)
+    assert len(lines) == len(start) and all(map(str.startswith, lines, start)), lines
