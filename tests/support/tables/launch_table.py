@@ -91,7 +91,8 @@ NOTES = {
     f"--over-sampling-batch-size=256 {_FILTER} {_EAGLE}",
     "run-glm5-744B-A40B": f"--prefill-num-servers=1 {_EAGLE}",
     "run-glm5.2-744B-A40B": "--use-tis",
-    "run-deepseek-r1": f"--over-sampling-batch-size=256 {_FILTER} {_EAGLE}",
+    "run-deepseek-r1": f"--over-sampling-batch-size=256 {_FILTER} {_EAGLE} --sglang-moe-dense-tp-size=1 "
+    "--sglang-moe-a2a-backend=deepep",
     "run-kimi-k2-Instruct": f"--rm-type=math {_OWN_CODE}",
     "run-kimi-k2-Thinking": f"--rm-type=math --use-tis {_OWN_CODE}",
     "run-moonlight-16B-A3B": f"--rm-type=math {_OWN_CODE}",
@@ -144,7 +145,7 @@ def value_of(words: list[str], flag: str) -> str | None:
     return following[0] if following and not following[0].startswith("--") else ""
 
 
-def write_configs(words: list[str], row: Launch, **changed: int) -> None:
+def write_configs(words: list[str], row: Launch, **changed: object) -> None:
     """Write the published config, with `changed` entries and nothing else, into the directories that a run's words name."""
     for flag in ("--hf-checkpoint", "--ref-load"):
         directory = Path(value_of(words, flag))
