@@ -430,6 +430,16 @@ def test_scripts_add_to_the_environment(stub) -> None:
     assert added == {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "OPEN_TRAINING_INT4_GROUP_SIZE": "32"}
 
 
+def test_the_toy_model_is_not_trained_for_engines_in_int4(stub, tmp_path: Path) -> None:
+    """It is no INT4 checkpoint, which would be refused."""
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "task.json").touch()
+    script = ROOT / "scripts" / "low_precision" / "run-qwen3-30B-A3B-int4.sh"
+    toy = {"MODEL": "toy", "NUM_GPUS": "2", "TOY_DIR": str(tmp_path / "toy")}
+    assert bash(f"bash {script}", RAY_ADDRESS="http://h:1", **toy, **stub).returncode == 0
+    assert not [name for name in runtime_env(stub) if name.startswith("OPEN_")]
+
+
 def test_json_of_the_environment_is_escaped() -> None:
     library = f"set -euo pipefail; source {ROOT}/scripts/lib/launch.sh"
     result = bash(f"{library}; RUNTIME_ENV=([A]=$'q\"b\\\\s\\nn' [B]=); runtime_env_json")
