@@ -110,7 +110,7 @@ def pushes_without_a_taker(args: argparse.Namespace) -> Iterator[str]:
             f"--hf-checkpoint {args.hf_checkpoint}: {name}: on GPUs SGLang 0.5.21 takes pushes of packed weights for experts "
             "alone, and of FP8 weights with scales of blocks alone; the first push is likely to end engines with this "
             "checkpoint. Convert it with --strategy block (convert_hf_to_fp8.py), or leave all but experts alone "
-            "(--ignore-rules of convert_hf_to_int4_direct.py)"
+            "(--ignore-rules of convert_hf_to_int4_direct.py and convert_hf_to_int4.py)"
         )
 
 
