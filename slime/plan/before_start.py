@@ -342,7 +342,8 @@ def divided_blocks(args: argparse.Namespace, directory: str, places: Mapping[str
             width, whole = places[name].shape[1], has_experts and engine.sglang_moe_dense_tp_size == 1
             way_out = "--sglang-moe-dense-tp-size 1" if has_experts else ""
             if is_shared:
-                whole, way_out = engine.sglang_moe_a2a_backend not in (None, "none"), "--sglang-moe-a2a-backend deepep"
+                exchanged = engine.sglang_moe_a2a_backend not in (None, "none")
+                whole, way_out = exchanged or env.engines_keep_shared_experts_whole(), "--sglang-moe-a2a-backend deepep"
             fitting = [size for size in range(1, ranks) if ranks % size == 0 and width % (size * columns) == 0]
             if whole or width % (ranks * columns) == 0 or not fitting:
                 continue

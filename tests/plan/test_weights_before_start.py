@@ -309,7 +309,7 @@ EXPERT = "model.layers.1.mlp.experts.0.down_proj.weight"
         ((DENSE, SHARED, EXPERT), {"rollout_external": True}, {}),
     ],
 )
-def test_blocks_of_fp8_that_the_ranks_of_an_engine_would_divide_are_told(tmp_path, names, changed, found):
+def test_blocks_of_fp8_that_the_ranks_of_an_engine_would_divide_are_told(tmp_path, monkeypatch, names, changed, found):
     """Engines of four GPUs, blocks of 64 columns."""
     args = parse(tmp_path, "--debug-rollout-only", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "4")
     vars(args).update(changed)
@@ -325,6 +325,9 @@ def test_blocks_of_fp8_that_the_ranks_of_an_engine_would_divide_are_told(tmp_pat
         assert f"{name} has {width} columns" in line and f"--rollout-num-gpus-per-engine {fitting}" in line
         assert ("--sglang-moe-dense-tp-size 1" in line) is (name == DENSE and EXPERT in names)
         assert ("--sglang-moe-a2a-backend deepep" in line) is (name == SHARED)
+    monkeypatch.setenv("SGLANG_SHARED_EXPERT_TP1", "true")
+    left = list(divided_blocks(args, str(directory), places_of_checkpoint(directory)))
+    assert left == [line for line in lines if "shared_experts" not in line]
     # A layer without scales is kept in 16 bits, and may be divided anywhere.
     write_headers(directory / "model.safetensors", shapes)
     assert list(divided_blocks(args, str(directory), places_of_checkpoint(directory))) == []
