@@ -43,6 +43,8 @@ GRPO_ARGS=("${CLIPPED_GRPO_ARGS[@]}")
 
 OPTIMIZER_ARGS=("${ADAM_ARGS[@]}" "${CPU_OPTIMIZER_ARGS[@]}")
 
+# 64 ranks cannot share dense layers and shared experts of FP8 in whole blocks. Each has them whole, which for the experts needs
+# DeepEP.
 SGLANG_ARGS=(
   --rollout-num-gpus-per-engine 64
   --sglang-mem-fraction-static 0.7
@@ -50,6 +52,8 @@ SGLANG_ARGS=(
   --sglang-dp-size 8
   --sglang-enable-dp-lm-head
   --sglang-ep-size 64
+  --sglang-moe-dense-tp-size 1
+  --sglang-moe-a2a-backend deepep
   "${EAGLE_ARGS[@]}"
 )
 

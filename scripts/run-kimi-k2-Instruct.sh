@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# GRPO on math problems: Kimi-K2-Instruct on 32 nodes. The published weights are FP8, 62 GiB on each of an engine's 16 GPUs:
-# with GPUs of 80 GB add --rollout-num-gpus-per-engine 32.
+# GRPO on math problems: Kimi-K2-Instruct on 32 nodes. The published weights are FP8, 62 GiB on each of an engine's 16 GPUs. With
+# GPUs of 80 GB add
+#   --rollout-num-gpus-per-engine 32 --sglang-ep-size 32 --sglang-moe-dense-tp-size 1 --sglang-moe-a2a-backend deepep
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib/launch.sh"
 
@@ -51,6 +52,7 @@ SGLANG_ARGS=(
   --sglang-ep-size 16
 )
 
-MISC_ARGS=("${PRECISION_ARGS[@]}")
+# The tokenizer of this model is code that lies beside the checkpoint.
+MISC_ARGS=("${PRECISION_ARGS[@]}" --trust-remote-code)
 
 launch "$@"

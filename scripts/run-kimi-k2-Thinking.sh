@@ -53,6 +53,7 @@ SGLANG_ARGS=(
   --sglang-ep-size 16
 )
 
-MISC_ARGS=("${PRECISION_ARGS[@]}")
+# The tokenizer of this model is code that lies beside the checkpoint.
+MISC_ARGS=("${PRECISION_ARGS[@]}" --trust-remote-code)
 
 launch "$@"

@@ -48,9 +48,11 @@ SGLANG_ARGS=(
   "${EAGLE_ARGS[@]}"
 )
 
+# The config of this model is code that lies beside the checkpoint.
 MISC_ARGS=(
   "${PRECISION_ARGS[@]}"
   "${MTP_TRAINING_ARGS[@]}"
+  --trust-remote-code
 )
 
 launch "$@"

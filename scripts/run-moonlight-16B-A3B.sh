@@ -48,6 +48,7 @@ SGLANG_ARGS=(
   --sglang-ep-size 8
 )
 
-MISC_ARGS=("${PRECISION_ARGS[@]}")
+# The tokenizer of this model is code that lies beside the checkpoint.
+MISC_ARGS=("${PRECISION_ARGS[@]}" --trust-remote-code)
 
 launch "$@"

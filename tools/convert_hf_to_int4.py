@@ -4,9 +4,9 @@
     python tools/convert_hf_to_int4.py --input-dir MODEL --output-dir MODEL-INT4 --data-dir SAMPLES
 
 --data-dir has .jsonl or .parquet files. Their first rows, in the order of file names, are the samples: a row has `text`, or
-`messages` for the chat template. Matrices of attention and of dense and expert layers are quantised, except those of latent
-attention that engines take apart or join with others; norms, embeddings, head and routers are copied. An expert that very few
-tokens reach is rounded to nearest.
+`messages` for the chat template. Matrices of attention and of dense and expert layers are quantised, except those that
+--ignore-rules names and those of latent attention that engines take apart or join with others; norms, embeddings, head and
+routers are copied. An expert that very few tokens reach is rounded to nearest.
 
 The tool needs memory for one decoder layer, the hidden states of all samples, and up to 4 GiB more. An interrupted conversion
 goes on with the layer at which it stopped when the same command runs again.
@@ -38,6 +38,10 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument(
         "--quant-group-size", type=int, default=32,
         help="columns that share a scale; a matrix of other columns is copied (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ignore-rules", nargs="*", default=(), metavar="RULE",
+        help="modules to leave alone: a name, its end after a dot, or a pattern after re:, such as re:.*self_attn",
     )  # fmt: skip
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that lies in --input-dir")
     parser.add_argument("-f", "--force", action="store_true", help="replace the target if it exists")

@@ -12,7 +12,9 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
 export RUN_NAME="${RUN_NAME:-delta_weight_sync-glm4-9B}"
 PUSHES_DIR="${PUSHES_DIR:-${CHECKPOINTS_DIR:-${BASE_DIR:-$HOME/slime}/checkpoints}/$RUN_NAME/pushes}"
+# This model closes no thoughts, behind which the script's own reward looks.
 exec bash "$ROOT/scripts/run-glm4-9B.sh" \
+  --rm-type math \
   --update-weight-transport disk \
   --update-weight-mode delta \
   --update-weight-disk-dir "$PUSHES_DIR" \

@@ -21,8 +21,16 @@ CHOICE = re.compile(r"\\boxed\{\s*(\d+)\s*\}")
 
 
 def listed(answers: list[Sample]) -> str:
-    """Solutions one below the other, numbered from 1, without what was thought before them."""
-    texts = [without_end_mark(answer.response).rpartition("</think>")[2].strip() for answer in answers]
+    """Solutions one below the other, numbered from 1, without what was thought before them.
+
+    An answer that ended before its thoughts did, or that was cut off without any, is shown as none: several of these would
+    fill the context of the next role.
+    """
+    texts = []
+    for answer in answers:
+        _, thought, solution = without_end_mark(answer.response).rpartition("</think>")
+        is_cut = answer.status is Sample.Status.TRUNCATED or solution.lstrip().startswith("<think>")
+        texts.append("no answer" if is_cut and not thought else solution.strip())
     return "\n".join(f"{number}: {text}" for number, text in enumerate(texts, 1))
 
 

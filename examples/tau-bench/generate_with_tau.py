@@ -4,8 +4,9 @@
 --custom-config-path examples/tau-bench/tau.yaml
 --max-turns 30
 
-A prompt is a task: `metadata["task_index"]`. What the model is shown, the rules of the shop, its tools and what the customer
-says, comes from the environment. So does its reward: 1 where the conversation has left the data base as the task asks.
+A prompt is a task: `env`, `task_split` and `task_index` of its metadata. What the model is shown, the rules of the shop, its
+tools and what the customer says, comes from the environment. So does its reward: 1 where the conversation has left the data
+base as its task asks.
 """
 
 import importlib
@@ -25,7 +26,7 @@ from slime.utils.types import Sample
 # What `tau` of --custom-config-path may say otherwise.
 TAU_CONFIGS: dict[str, Any] = {
     "env": "retail",  # or airline
-    "task_split": "train",
+    "task_split": "train",  # of rows that name none
     "user_strategy": "llm",
     "user_model": "gpt-4o",
     "user_provider": "openai",
@@ -101,12 +102,22 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """The conversation of a task, graded; FAILED where the environment is, with the reason in `metadata["fail_reason"]`.
 
     A conversation that did not come to its end, in `--max-turns` turns or within the length limits, is worth nothing.
+
+    Raises:
+        UserError: the package is not installed, the row is a task of another environment than the run's, or the sample has an
+            answer already.
     """
     config, types = settings(args), library("tau_bench.types")
+    of_row = sample.metadata.get("env", config.env)
+    if of_row != config.env:
+        raise UserError(
+            f"examples/tau-bench: a row is a task of {of_row}, and `tau` of --custom-config-path plays {config.env}; set "
+            "env there, or give rows that write_tasks.py wrote for it"
+        )
     if sample.response_length:
         raise UserError("examples/tau-bench: an environment cannot be gone on with; drop --partial-rollout")
     try:
-        environment, start = await begin(config, int(sample.metadata["task_index"]))
+        environment, start = await begin(config, sample.metadata)
         sample.prompt = [
             {"role": "system", "content": environment.wiki},
             {"role": "user", "content": start.observation},
@@ -134,13 +145,16 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     return sample
 
 
-async def begin(config: SimpleNamespace, task_index: int) -> tuple[Any, Any]:
+async def begin(config: SimpleNamespace, task: dict[str, Any]) -> tuple[Any, Any]:
     """An environment of its own for a task, and what the customer says first.
+
+    Args:
+        task: the metadata of a row. Held-out tasks are of another split than those of training, whose numbers they share.
 
     Raises:
         EnvironmentFailed: there is no such task, or the customer's model does not answer.
     """
-    get_env = library("tau_bench.envs").get_env
+    get_env, task_index = library("tau_bench.envs").get_env, int(task["task_index"])
 
     def make() -> tuple[Any, Any]:
         environment = get_env(
@@ -148,7 +162,7 @@ async def begin(config: SimpleNamespace, task_index: int) -> tuple[Any, Any]:
             user_strategy=config.user_strategy,
             user_model=config.user_model,
             user_provider=config.user_provider,
-            task_split=config.task_split,
+            task_split=task.get("task_split", config.task_split),
             task_index=task_index,
         )
         return environment, environment.reset(task_index=task_index)

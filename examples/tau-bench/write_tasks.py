@@ -1,4 +1,4 @@
-"""Write the tasks of τ-bench as prompts of a run: a line for each, with its number.
+"""Write the tasks of τ-bench as prompts of a run: a line for each, with its environment, split and number.
 
 python examples/tau-bench/write_tasks.py --env retail --task-split train --output tasks.jsonl
 """
@@ -25,8 +25,10 @@ def main(argv: list[str] | None = None) -> None:
     get_env = load_function(f"{HERE}/generate_with_tau.py:library")("tau_bench.envs").get_env
     # A customer whom a person plays asks no service.
     environment = get_env(given.env, user_strategy="human", user_model="", task_split=given.task_split, task_index=0)
+    of_all = {"env": given.env, "task_split": given.task_split}
     rows = [
-        {"prompt": f"{given.env} {index}", "metadata": {"task_index": index}} for index in range(len(environment.tasks))
+        {"prompt": f"{given.env} {index}", "metadata": {**of_all, "task_index": index}}
+        for index in range(len(environment.tasks))
     ]
     given.output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows)} tasks written to {given.output}")

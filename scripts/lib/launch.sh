@@ -82,13 +82,19 @@ build_command() {
   COMMAND+=("$@")
 }
 
+# Exports RUNTIME_ENV for a check, but for what this shell has: that is handed on to the run, and wins there.
+export_for_check() {
+  local name
+  for name in "${!RUNTIME_ENV[@]}"; do export "$name=${!name:-${RUNTIME_ENV[$name]}}"; done
+}
+
 # Asks the run itself, without Ray, whether something stands in its way. Sets NEEDED_GPUS; ends the script with status 2
 # where something does, and with 0 where nothing is left to do.
 check_run() {
   local result status=0
   CHECK_MESSAGES="$(mktemp "${TMPDIR:-/tmp}/slime-check-XXXXXX")" # `end_run` removes it
   # On a cluster that is there, this machine's own GPUs and memory do not matter.
-  result="$(RAY_ADDRESS="$CLUSTER_ADDRESS" "${COMMAND[@]}" --check 2>"$CHECK_MESSAGES")" || status=$?
+  result="$(export_for_check && RAY_ADDRESS="$CLUSTER_ADDRESS" "${COMMAND[@]}" --check 2>"$CHECK_MESSAGES")" || status=$?
   # What it told beside a success, the run tells again.
   if ((status)); then
     cat "$CHECK_MESSAGES" >&2
@@ -286,18 +292,28 @@ submit() {
 }
 
 # Runs in place of this script, which is a job of a Ray cluster already: whoever stops that job stops the run with it. All
-# processes of the run get RUNTIME_ENV beside what the job was given. Arguments: those of the user.
+# processes of the run get RUNTIME_ENV beside what the job was given, which wins as what a shell hands on does elsewhere.
+# Arguments: those of the user.
 become_run() {
+  local name given names='
+import json, os
+job = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])
+print(*(job.get("runtime_env") or {}).get("env_vars", {}))'
   # shellcheck disable=SC2016 # Python reads it
-  local name merge='
+  local merge='
 import json, os, sys
 job = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])
 env = job.setdefault("runtime_env", {})
 env["env_vars"] = {**env.get("env_vars", {}), **json.loads(sys.argv[1])["env_vars"]}
 print(json.dumps(job))'
+  settle_environment # the command that starts the run again has it
+  given="$("$PYTHON" -c "$names")"
+  for name in $given ${HANDED_ON[@]+"${HANDED_ON[@]%%=*}"}; do
+    # PYTHONPATH has both.
+    if [[ "$name" != PYTHONPATH && -n "${RUNTIME_ENV[$name]:-}" ]]; then RUNTIME_ENV[$name]="${!name}"; fi
+  done
   RAY_JOB_CONFIG_JSON_ENV_VAR="$("$PYTHON" -c "$merge" "$(runtime_env_json)")"
   export RAY_JOB_CONFIG_JSON_ENV_VAR
-  settle_environment # the command that starts the run again has it
   for name in "${!RUNTIME_ENV[@]}"; do export "$name=${RUNTIME_ENV[$name]}"; done
   SLIME_START_COMMAND="$(start_command "$@")" exec "${COMMAND[@]}"
 }
@@ -333,6 +349,7 @@ launch() {
     find_cluster
     require_nodes
     if [[ -n "$CLUSTER_ADDRESS" ]]; then export RAY_ADDRESS="$CLUSTER_ADDRESS"; fi
+    export_for_check
     exec "${COMMAND[@]}"
   else
     local nvlink="${NCCL_NVLS_ENABLE:-$(nvlink_present)}"

@@ -33,7 +33,6 @@ SFT_DATA="${SFT_DATA:-$DATA_DIR/openhermes2_5/openhermes2_5.parquet}"
 MATH_DATA_ARGS=(
   --prompt-data "$PROMPT_DATA"
   --input-key prompt
-  --label-key label
   --rollout-shuffle
   --balance-data
   --num-rollout 3000

@@ -54,6 +54,7 @@ use_toy_model() {
   if [[ " ${PERF_ARGS[*]} " == *" --train-backend fsdp "* ]]; then backend=(--train-backend fsdp); fi
   MODEL_ARGS=(--model-args-from-hf)
   MISC_ARGS=()
+  unset 'RUNTIME_ENV[OPEN_TRAINING_INT4_FAKE_QAT_FLAG]' 'RUNTIME_ENV[OPEN_TRAINING_INT4_GROUP_SIZE]'
   drop_flags OPTIMIZER_ARGS --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer
   # Weights that were never trained earn no reward: nothing would be learned, and a filter would wait for one forever.
   drop_flags ROLLOUT_ARGS --rm-type --dynamic-sampling-filter-path --over-sampling-batch-size --rollout-batch-size --n-samples-per-prompt \

@@ -5,7 +5,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib/launch.sh"
 
 NUM_NODES=8
-# Training rounds the weights of experts as the engines' INT4 format does, in groups of so many.
+# Training rounds the weights of experts as the engines' INT4 format does, in groups of so many. The page
+# docs/en/advanced/low-precision.md has the command that makes such a checkpoint.
 RUNTIME_ENV[OPEN_TRAINING_INT4_FAKE_QAT_FLAG]=1
 RUNTIME_ENV[OPEN_TRAINING_INT4_GROUP_SIZE]=128
 checkpoint_paths Qwen3-235B-A22B-INT4 Qwen3-235B-A22B

@@ -7,6 +7,7 @@ minutes that weights take to load. Of weights only headers, metadata and sizes o
 import argparse
 import json
 import logging
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,9 +27,11 @@ from slime.arguments.config_files.role_config import CRITIC, critic_args, place_
 from slime.arguments.config_files.serving_config import arguments_of_group, served_groups, served_models
 from slime.arguments.flag import attribute_of, flag_of
 from slime.arguments.hf_config import differing_flags, read_hf_config
+from slime.arguments.server_flags import tensor_parallel_size
 from slime.models.families import FAMILIES, model_args_from_hf
 from slime.plan.placement import dtype_of_engine
 from slime.plan.prompt_files import SCAN_SECONDS, files_of_the_run, prompt_problems
+from slime.utils import env
 from slime.utils.checkpoint_directory import (
     FSDP2,
     POINTER,
@@ -42,7 +45,7 @@ from slime.utils.checkpoint_directory import (
 from slime.utils.errors import UserError
 from slime.utils.processing_utils import lacks_tokenizer
 from slime.weights.hf_reader import Place, places_of_checkpoint
-from slime.weights.quantisers import loaded_once_on_gpus
+from slime.weights.quantisers import loaded_once_on_gpus, quantisation_settings, settings_for_int4
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,7 @@ def check_before_start(args: argparse.Namespace, scan_seconds: float = SCAN_SECO
     problems = [
         *_checkpoint_problems(args),
         *_model_problems(args),
+        *_int4_problems(args),
         *_stop_token_problems(args),
         *prompt_problems(args, scan_seconds),
     ]
@@ -108,7 +112,7 @@ def pushes_without_a_taker(args: argparse.Namespace) -> Iterator[str]:
             f"--hf-checkpoint {args.hf_checkpoint}: {name}: on GPUs SGLang 0.5.21 takes pushes of packed weights for experts "
             "alone, and of FP8 weights with scales of blocks alone; the first push is likely to end engines with this "
             "checkpoint. Convert it with --strategy block (convert_hf_to_fp8.py), or leave all but experts alone "
-            "(--ignore-rules of convert_hf_to_int4_direct.py)"
+            "(--ignore-rules of convert_hf_to_int4_direct.py and convert_hf_to_int4.py)"
         )
 
 
@@ -270,6 +274,7 @@ def _model_problems(args: argparse.Namespace) -> Iterator[str]:
             yield str(error)
         else:
             yield from sizes_against_config(Path(directory), places)
+            yield from divided_blocks(args, directory, places)
     without: dict[tuple[str, str], list[str]] = {}
     for load in loads:
         if load.files and not any(any(Path(load.directory).glob(pattern)) for pattern in load.files):
@@ -336,6 +341,61 @@ def sizes_against_config(directory: Path, places: Mapping[str, Place]) -> Iterat
             f"{place.path}: {name} is {list(place.shape)}, and by config.json beside it {expected}{others}; get weights and "
             "config of the same model"
         )
+
+
+# Of the layers that SGLang divides among all tensor-parallel ranks of an engine: dense ones, and experts that see every token.
+_DIVIDED = re.compile(r".*\.mlp\.(shared_experts?\.)?down_proj\.weight")
+
+
+def divided_blocks(args: argparse.Namespace, directory: str, places: Mapping[str, Place]) -> Iterator[str]:
+    """The first dense layer and the first shared expert of an FP8 checkpoint whose blocks would lie on two ranks of an engine.
+
+    SGLang 0.5.21 refuses such a layer when it builds the model.
+
+    Args:
+        directory: the checkpoint, as flags and serving files name it; `places`: its tensors.
+    """
+    block = (quantisation_settings(Path(directory)) or {}).get("weight_block_size")
+    if not block or not args.has_engines or args.rollout_external:
+        return
+    columns, divided = math.lcm(*block), {}
+    for match in filter(None, map(_DIVIDED.fullmatch, places)):
+        if f"{match.string}_scale_inv" in places:
+            divided.setdefault(bool(match[1]), match.string)
+    has_experts = any(".experts." in name for name in places)
+    for group in served_groups(args):
+        engine = arguments_of_group(args, group)
+        if engine.hf_checkpoint != directory or not group.num_engines:
+            continue
+        ranks, stages = tensor_parallel_size(engine), engine.sglang_pp_size or 1
+        for is_shared, name in divided.items():
+            width, whole = places[name].shape[1], has_experts and engine.sglang_moe_dense_tp_size == 1
+            way_out = "--sglang-moe-dense-tp-size 1" if has_experts else ""
+            if is_shared:
+                exchanged = engine.sglang_moe_a2a_backend not in (None, "none")
+                whole, way_out = exchanged or env.engines_keep_shared_experts_whole(), "--sglang-moe-a2a-backend deepep"
+            fitting = [size for size in range(1, ranks) if ranks % size == 0 and width % (size * columns) == 0]
+            if whole or width % (ranks * columns) == 0 or not fitting:
+                continue
+            place, size = ("", "--rollout-num-gpus-per-engine")
+            if group.where:
+                place, size = f"{group.where}: ", "num_gpus_per_engine"
+            yield (
+                f"{place}{size} {group.num_gpus_per_engine}: {name} has {width} columns in {directory}, in FP8 blocks of "
+                f"{columns}, and {ranks} tensor-parallel ranks cannot share it in whole blocks; give {size} "
+                f"{fitting[-1] * stages}{way_out and f', or {way_out}, with which each rank has such layers whole'}"
+            )
+
+
+def _int4_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Why ranks cannot train for engines in INT4, which variables of the environment ask for."""
+    if args.has_trainer and args.train_backend == "megatron" and args.hf_checkpoint is not None:
+        try:
+            group_size = env.int4_training_group_size()
+            if group_size is not None:
+                settings_for_int4(args.hf_checkpoint, group_size)
+        except UserError as error:
+            yield str(error)
 
 
 def _stop_token_problems(args: argparse.Namespace) -> Iterator[str]:

@@ -210,6 +210,11 @@ def int4_training_group_size() -> int | None:
     return int(size)
 
 
+def engines_keep_shared_experts_whole() -> bool:
+    """`SGLANG_SHARED_EXPERT_TP1`: each rank of an engine has the experts that see every token whole."""
+    return os.environ.get("SGLANG_SHARED_EXPERT_TP1", "").lower() in ("true", "1", "yes", "y")
+
+
 def reward_service_key() -> str | None:
     """`SLIME_RM_API_KEY`, else the text of the file `SLIME_RM_API_KEY_FILE`: the token for the service at `--rm-url`.
 

@@ -477,6 +477,24 @@ _USUAL_VALUES = {
 }  # fmt: skip
 
 
+def settings_for_int4(directory: str | Path, group_size: int) -> Mapping[str, Any]:
+    """The `quantization_config` of a checkpoint for whose engines weights are trained as they are rounded to INT4.
+
+    Raises:
+        UserError: it is no INT4 checkpoint with groups of `group_size`, or has several kinds of groups.
+    """
+    settings = quantisation_settings(Path(directory)) or {}
+    weights = _packing_scheme(directory, settings)["weights"] if settings.get("format") == "pack-quantized" else {}
+    found = (weights.get("num_bits"), weights.get("group_size"))
+    if found != (4, group_size):
+        what = f"has {found[0]} bits and groups of {found[1]}, and is not" if weights else "is not"
+        raise UserError(
+            f"OPEN_TRAINING_INT4_GROUP_SIZE={group_size}: --hf-checkpoint {directory} {what} an INT4 checkpoint with groups of "
+            f"{group_size}; name the one that engines serve, or leave OPEN_TRAINING_INT4_FAKE_QAT_FLAG out"
+        )
+    return settings
+
+
 def int4_scheme(where: str | Path, settings: Mapping[str, Any]) -> Any:
     """The `QuantizationScheme` of a `pack-quantized` checkpoint.
 

@@ -12,17 +12,23 @@ from safetensors.torch import save_file
 
 from slime.arguments import parse_args
 from slime.plan import make_plan
-from slime.plan.before_start import check_before_start, other_dtypes, pushes_without_a_taker, sizes_against_config
+from slime.plan.before_start import (
+    check_before_start,
+    divided_blocks,
+    other_dtypes,
+    pushes_without_a_taker,
+    sizes_against_config,
+)
 from slime.utils.errors import UserError
 from slime.weights.hf_reader import places_of_checkpoint
 from tests.support.models.args import command_line, parse, write_config, write_iteration, write_stand_ins
 from tests.support.models.tiny_families import TINY_FAMILIES
 
 
-def told(directory: Path, *words: str) -> list[str]:
-    """The problems of a run whose `--hf-checkpoint` is whole."""
+def told(directory: Path, *words: str, **config: object) -> list[str]:
+    """The problems of a run whose `--hf-checkpoint` is whole; `config`: entries of its config that arguments do not show."""
     args = parse(directory, *words)
-    write_stand_ins(directory / "model")
+    write_stand_ins(write_config(directory / "model", **config))
     try:
         check_before_start(args)
     except UserError as error:
@@ -299,3 +305,68 @@ def test_a_critic_of_another_tokenizer_is_warned_of(tmp_path, caplog, vocabulary
     for found in ([record.message for record in caplog.records], make_plan(args).warnings):
         about = [message for message in found if "another tokenizer" in message]
         assert len(about) == differs and all(f"{tmp_path}/roles.yaml:1: role critic" in message for message in about)
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "problem"),
+    [
+        ("32", "", None),
+        (
+            "128",
+            "",
+            "OPEN_TRAINING_INT4_GROUP_SIZE=128: --hf-checkpoint {model} has 4 bits and groups of 32, and is not ",
+        ),
+        ("128", "--debug-rollout-only", None),
+        ("", "", "OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1 needs OPEN_TRAINING_INT4_GROUP_SIZE, "),
+    ],
+)
+def test_training_for_int4_in_groups_of_another_size_is_told(tmp_path, monkeypatch, given, words, problem):
+    monkeypatch.setenv("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "1")
+    monkeypatch.setenv("OPEN_TRAINING_INT4_GROUP_SIZE", given)
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    settings["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    lines = told(tmp_path, *words.split(), quantization_config=settings)
+    start = () if problem is None else (problem.format(model=tmp_path / "model"),)
+    assert len(lines) == len(start) and all(map(str.startswith, lines, start)), lines
+
+
+DENSE, SHARED = "model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.shared_experts.down_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.0.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("names", "changed", "found"),
+    [
+        ((DENSE, SHARED, EXPERT), {}, {DENSE: (128, 2), SHARED: (64, 1)}),
+        ((DENSE, SHARED, EXPERT), {"sglang_moe_dense_tp_size": 1, "sglang_moe_a2a_backend": "deepep"}, {}),
+        ((DENSE, SHARED, EXPERT), {"sglang_moe_dense_tp_size": 1, "sglang_moe_a2a_backend": "none"}, {SHARED: (64, 1)}),
+        # Without experts all layers are divided, whatever that flag says.
+        ((DENSE,), {"sglang_moe_dense_tp_size": 1}, {DENSE: (128, 2)}),
+        ((EXPERT,), {}, {}),
+        ((DENSE, SHARED), {"sglang_pp_size": 4}, {}),
+        ((DENSE, SHARED, EXPERT), {"rollout_external": True}, {}),
+    ],
+)
+def test_blocks_of_fp8_that_the_ranks_of_an_engine_would_divide_are_told(tmp_path, monkeypatch, names, changed, found):
+    """Engines of four GPUs, blocks of 64 columns."""
+    args = parse(tmp_path, "--debug-rollout-only", "--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "4")
+    vars(args).update(changed)
+    settings = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    directory = write_config(tmp_path / "model", quantization_config=settings)
+    widths = {DENSE: 128, SHARED: 64, EXPERT: 64}
+    shapes = {name: (64, widths[name]) for name in names}
+    scales = {f"{name}_scale_inv": (1, widths[name] // 64) for name in names}
+    write_headers(directory / "model.safetensors", {**shapes, **scales})
+    lines = list(divided_blocks(args, str(directory), places_of_checkpoint(directory)))
+    assert len(lines) == len(found)
+    for line, (name, (width, fitting)) in zip(lines, found.items(), strict=True):
+        assert f"{name} has {width} columns" in line and f"--rollout-num-gpus-per-engine {fitting}" in line
+        assert ("--sglang-moe-dense-tp-size 1" in line) is (name == DENSE and EXPERT in names)
+        assert ("--sglang-moe-a2a-backend deepep" in line) is (name == SHARED)
+    monkeypatch.setenv("SGLANG_SHARED_EXPERT_TP1", "true")
+    left = list(divided_blocks(args, str(directory), places_of_checkpoint(directory)))
+    assert left == [line for line in lines if "shared_experts" not in line]
+    # A layer without scales is kept in 16 bits, and may be divided anywhere.
+    write_headers(directory / "model.safetensors", shapes)
+    assert list(divided_blocks(args, str(directory), places_of_checkpoint(directory))) == []

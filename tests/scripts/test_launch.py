@@ -172,6 +172,38 @@ def test_a_script_that_is_a_job_itself_becomes_the_run(stub, tmp_path: Path) -> 
     assert variables["RAY_ADDRESS"] == ray_says["RAY_ADDRESS"]
 
 
+def test_what_a_job_was_given_wins_over_what_its_script_sets(stub, tmp_path: Path) -> None:
+    """As what the shell hands on does where a script submits. What else the machine has of that name does not."""
+    program = tmp_path / "run.py"
+    program.write_text("import json, os; print(json.dumps(dict(os.environ)))")
+    of_job = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "PYTHONPATH": "/mine"}
+    of_shell = {**of_job, "NCCL_ALGO": "Tree", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    config = json.dumps({"runtime_env": {"env_vars": of_job}})
+    variables = {**stub, "PYTHON": sys.executable, "TRAIN_SCRIPT": str(program), "RAY_JOB_CONFIG_JSON_ENV_VAR": config}
+    script = ROOT / "scripts" / "run-qwen2.5-0.5B-reproducibility.sh"
+    result = bash(f"bash {script}", **variables, **of_shell)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    expected = {
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Tree", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": f"{ROOT}:/mine",
+    }  # fmt: skip
+    assert expected.items() <= found.items()
+    of_processes = json.loads(found["RAY_JOB_CONFIG_JSON_ENV_VAR"])["runtime_env"]["env_vars"]
+    assert expected.items() <= of_processes.items()
+
+
+@pytest.mark.parametrize(("given", "size"), [({}, "128"), ({"OPEN_TRAINING_INT4_GROUP_SIZE": "32"}, "32")])
+def test_a_check_sees_the_variables_of_the_script(stub, tmp_path: Path, given: dict[str, str], size: str) -> None:
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "groups of $OPEN_TRAINING_INT4_GROUP_SIZE" >&2; exit 2\n')
+    program.chmod(0o755)
+    script = ROOT / "scripts" / "low_precision" / "run-qwen3-30B-A3B-int4.sh"
+    for words in ("", "--check"):
+        result = bash(f"bash {script} {words}", NUM_GPUS="8", **{**stub, "PYTHON": str(program)}, **given)
+        assert result.returncode == 2 and result.stderr.startswith(f"groups of {size}\n"), result.stderr
+
+
 @pytest.mark.parametrize("words", ["", "--check"])
 def test_a_run_of_many_nodes_starts_no_head_of_its_own(stub, words: str) -> None:
     """Nor is this machine asked whether it could hold the run."""
@@ -428,6 +460,16 @@ def test_scripts_add_to_the_environment(stub) -> None:
     assert bash(f"bash {script}", RAY_ADDRESS="http://h:1", **stub).returncode == 0
     added = {name: value for name, value in runtime_env(stub).items() if name.startswith("OPEN_")}
     assert added == {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "OPEN_TRAINING_INT4_GROUP_SIZE": "32"}
+
+
+def test_the_toy_model_is_not_trained_for_engines_in_int4(stub, tmp_path: Path) -> None:
+    """It is no INT4 checkpoint, which would be refused."""
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "task.json").touch()
+    script = ROOT / "scripts" / "low_precision" / "run-qwen3-30B-A3B-int4.sh"
+    toy = {"MODEL": "toy", "NUM_GPUS": "2", "TOY_DIR": str(tmp_path / "toy")}
+    assert bash(f"bash {script}", RAY_ADDRESS="http://h:1", **toy, **stub).returncode == 0
+    assert not [name for name in runtime_env(stub) if name.startswith("OPEN_")]
 
 
 def test_json_of_the_environment_is_escaped() -> None:

@@ -14,7 +14,8 @@ import pytest
 from slime.arguments import parse_args
 from slime.arguments.sizes import layout_of
 from slime.plan import make_plan, render
-from slime.plan.before_start import check_before_start
+from slime.plan.before_start import check_before_start, divided_blocks
+from slime.weights.hf_reader import Place
 from tests.support.tables.launch_table import SCRIPTS, SCRIPTS_DIR, launches, value_of, write_configs
 from tests.support.tables.model_scripts import script_flags
 from tests.support.tables.shell_arrays import ROOT, bash, script_environment
@@ -99,6 +100,26 @@ def test_dry_run_makes_a_plan(name: str, commands, monkeypatch: pytest.MonkeyPat
     assert not [note for note in args.plan_notes if "not built" in note]
     # FSDP's trainer is not estimated: nothing is said of it.
     assert [phase.name for phase in plan.memory.phases if phase.fits is False] == TOO_LARGE_FOR_80_GIB.get(name, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("run-deepseek-r1", ""), ("run-kimi-k2-Instruct", ""), ("run-kimi-k2-Instruct", "of its head")]
+)
+def test_engines_of_published_fp8_checkpoints_hold_whole_blocks(name, words, commands, monkeypatch) -> None:
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
+    if words:
+        words = re.search(r"GPUs of 80 GB add\n((?:#   .*\n)+)", SCRIPTS[name].read_text())[1].replace("#", "")
+    command, settings = [*commands[name], *words.split()], {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    write_configs(command, TABLE[name], quantization_config=settings)
+    args = parse_args(argv=[*command, "--dry-run"])
+    places = {}
+    for layer, width in (("0.mlp", 18432), ("3.mlp.shared_experts", 2048), ("3.mlp.experts.0", 2048)):
+        weight = f"model.layers.{layer}.down_proj.weight"
+        places |= {weight: Place(Path(), 0, 0, "F8_E4M3", (7168, width)), f"{weight}_scale_inv": None}
+    assert list(divided_blocks(args, args.hf_checkpoint, places)) == []
+    args.sglang_moe_dense_tp_size = args.sglang_moe_a2a_backend = None
+    # 144 and 16 blocks.
+    assert len(list(divided_blocks(args, args.hf_checkpoint, places))) == 2 * (args.rollout_num_gpus_per_engine > 16)
 
 
 @pytest.mark.parametrize("arguments, variables", [(["--dry-run"], {}), ([], {"DRY_RUN": "1"})])

@@ -66,7 +66,8 @@ OPTIONS = {
         "--model-dir! --save-dir! --strategy=block --block-size=[128,128] --max-workers=2 --scale-fmt=float",
     "convert_hf_to_int4.py":
         "--input-dir! --output-dir! --data-dir! --quant-type=W4A16 --num-calibration-samples=256 "
-        "--max-sequence-length=2048 --dampening-frac=0.01 --quant-group-size=32 --trust-remote-code",
+        "--max-sequence-length=2048 --dampening-frac=0.01 --quant-group-size=32 --ignore-rules "
+        "--trust-remote-code",
     "convert_hf_to_int4_direct.py":
         "--model-dir! --save-dir! --group-size=32 --is-symmetric=true --ignore-rules --max-workers=2",
     "convert_k2_thinking_int4_to_bf16.py": "--model-dir! --output-dir --files --config-path --overwrite",

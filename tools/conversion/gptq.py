@@ -254,7 +254,7 @@ def calibrate_checkpoint(source: Path, target: Path, data: Path, options: argpar
     if quantisation_settings(source) is not None:
         raise UserError(f"{source} is quantised already: make a plain one of it first (tools/fp8_cast_bf16.py)")
     places, size = places_of(source, places_of_matrices), options.quant_group_size
-    chosen, left = quantised_matrices(places, NEVER_PACKED, size)
+    chosen, left = quantised_matrices(places, (*NEVER_PACKED, *options.ignore_rules), size)
     recipe = integer_recipe(options.bits, size, True)
     config = {**read_config(source), "quantization_config": {**recipe.settings, recipe.ignored: left}}
     model = LayeredModel(source, options.trust_remote_code, get_accelerator().device())

@@ -346,7 +346,7 @@ MEANINGS: dict[str, str] = {
     "attention_softmax_in_fp32": "compute the softmax of attention in float32, as the kernels do in any case",
     "masked_softmax_fusion": "mask and softmax in one kernel, where attention is not fused as a whole",
     "gradient_accumulation_fusion": "add weight gradients into their buffer inside the matrix product; on where Transformer "
-    "Engine and the extension fused_weight_gradient_mlp_cuda of Apex are installed",
+    "Engine and the extension fused_weight_gradient_mlp_cuda of Apex are installed, but not in INT4 training",
     "deterministic_mode": "only kernels that give the same bits again; slower",
     # Optimizer
     "optimizer": "which optimizer updates the weights; sgd has the decay of weights in its momentum",

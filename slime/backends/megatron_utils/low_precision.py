@@ -47,6 +47,7 @@ from slime.weights.quantisers import (
     quantisation_settings,
     quantise_fp8_blocks,
     rounded_as_int4,
+    settings_for_int4,
 )
 
 logger = logging.getLogger(__name__)
@@ -69,15 +70,7 @@ def round_weights_to_int4(args: Any, chunks: Sequence[torch.nn.Module]) -> None:
             "leave one of them out"
         )
     directory = Path(args.hf_checkpoint)
-    settings = quantisation_settings(directory) or {}
-    scheme = int4_scheme(directory, settings) if settings.get("format") == "pack-quantized" else None
-    found = None if scheme is None else (scheme.weights.num_bits, scheme.weights.group_size)
-    if found != (4, group_size):
-        what = "is not" if found is None else f"has {found[0]} bits and groups of {found[1]}, and is not"
-        raise UserError(
-            f"OPEN_TRAINING_INT4_GROUP_SIZE={group_size}: --hf-checkpoint {directory} {what} an INT4 checkpoint with groups of "
-            f"{group_size}; name the one that engines serve, or leave OPEN_TRAINING_INT4_FAKE_QAT_FLAG out"
-        )
+    scheme = int4_scheme(directory, settings_for_int4(directory, group_size))
     family, stored, count = family_of_run(args), SafetensorsDirectory(directory).names(), 0
     for chunk in chunks:
         places = {

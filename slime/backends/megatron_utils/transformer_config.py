@@ -17,6 +17,7 @@ from slime.backends.megatron_utils.config_fields import fields_from_args, params
 from slime.backends.megatron_utils.initialize import has_contiguous_context
 from slime.backends.megatron_utils.layer_spec import transformer_engine_available
 from slime.estimates.layout import parts_of_layout
+from slime.utils import env
 from slime.utils.device import get_accelerator
 from slime.utils.errors import UserError
 
@@ -174,14 +175,14 @@ def _layer_implementation_fields(args: Any) -> dict[str, Any]:
             )
         if args.attention_backend == "flash":
             _require_flash_attention()
-        fused = args.gradient_accumulation_fusion
-        if fused and not _imports(_FUSED_GRADIENTS):
-            if "gradient_accumulation_fusion" in args.typed_flags:
-                raise UserError(
-                    f"--gradient-accumulation-fusion needs the module {_FUSED_GRADIENTS} of Apex, which does not import here; "
-                    "install Apex with its CUDA extensions, or leave the flag out"
-                )
-            fused = False
+        fused, typed = args.gradient_accumulation_fusion, "gradient_accumulation_fusion" in args.typed_flags
+        if fused and typed and not _imports(_FUSED_GRADIENTS):
+            raise UserError(
+                f"--gradient-accumulation-fusion needs the module {_FUSED_GRADIENTS} of Apex, which does not import here; "
+                "install Apex with its CUDA extensions, or leave the flag out"
+            )
+        # The kernel adds into the gradient buffer of the weight that was multiplied, and one that was rounded has none.
+        fused = fused and (typed or _imports(_FUSED_GRADIENTS) and env.int4_training_group_size() is None)
         return {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": fused}
     of_engine = {"--fp8-format": args.fp8, "--attention-backend": args.attention_backend == "fused" and "fused"}
     for flag, value in of_engine.items():

@@ -351,10 +351,7 @@ def answer_for_all_ranks(updater: type) -> None:
     the buffers that devices read them from, might change while another rank still reads; one that could not load would serve
     the old weights in silence; and a trainer might take memory that is not free yet.
 
-    Here the ranks of a stage wait for each other, and any that failed is told.
-
-    Args:
-        updater: sglang's `SchedulerWeightUpdaterManager`.
+    Here the ranks of a stage wait for each other, and any that failed is told. `updater`: `SchedulerWeightUpdaterManager`.
     """
     import torch.distributed as dist
 

@@ -1,5 +1,6 @@
 """The model that flags describe. Its logits and gradients, by family: `test_every_family.py`."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -146,7 +147,8 @@ def test_configuration_follows_the_flags(tmp_path):
 
 
 def _fusion_beside_transformer_engine(directory):
-    """What the accumulation of weight gradients is with Transformer Engine: without Apex, typed, with Apex."""
+    """What the accumulation of weight gradients is with Transformer Engine: without Apex, typed, with Apex; and with Apex in
+    INT4 training, typed and not."""
     from slime.backends.megatron_utils import cpu_runtime
 
     cpu_runtime.install()
@@ -161,6 +163,9 @@ def _fusion_beside_transformer_engine(directory):
     found.append(_refusal_of(transformer_config._layer_implementation_fields, args))
     sys.modules["fused_weight_gradient_mlp_cuda"] = SimpleNamespace()
     found.append(transformer_config._layer_implementation_fields(args))
+    os.environ.update(OPEN_TRAINING_INT4_FAKE_QAT_FLAG="1", OPEN_TRAINING_INT4_GROUP_SIZE="32")
+    for args.typed_flags in ({"gradient_accumulation_fusion"}, set()):
+        found.append(transformer_config._layer_implementation_fields(args)["gradient_accumulation_fusion"])
     return found
 
 
@@ -238,10 +243,12 @@ def _refusal_of(function, args):
 def test_weight_gradients_are_fused_where_the_extension_of_apex_imports(tmp_path):
     """Megatron's output layer asks for it beside Transformer Engine, too, and raises without it."""
     write_tiny_model(tmp_path)
-    ((without, refusal, with_apex),) = run_distributed(_fusion_beside_transformer_engine, 1, (str(tmp_path),))
+    ((without, refusal, with_apex, *in_int4),) = run_distributed(_fusion_beside_transformer_engine, 1, (str(tmp_path),))
     assert without == {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": False}
     assert "--gradient-accumulation-fusion" in refusal and "fused_weight_gradient_mlp_cuda" in refusal
     assert with_apex == {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": True}
+    # Rounded weights refuse it, and it has to be the user who asked for it.
+    assert in_int4 == [True, False]
 
 
 def test_latent_attention_takes_context_in_one_piece_beside_transformer_engine(tmp_path):

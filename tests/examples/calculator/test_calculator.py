@@ -5,8 +5,10 @@ import re
 import pytest
 
 from examples.calculator import toy_task
-from examples.calculator.calculator import reply
+from examples.calculator.calculator import generate, reply
+from slime.utils.types import Sample
 from tests.support.models.toy_rows import toy_rows
+from tests.support.processes.spoken import spoken
 
 
 @pytest.mark.parametrize(
@@ -18,14 +20,36 @@ from tests.support.models.toy_rows import toy_rows
         ("<calc>9**9</calc>", "error"),
         ("<calc>" + "9" * 13 + "*1</calc>", "error"),
         ("<calc>import os", "error"),
+        ("<think>A calculation will do: <calc>47*38</calc>", "1786"),
+        ("<think>Not <calc>1+1</calc>.</think>\n\n<calc>2+2</calc>", "4"),
+        ("Not \\boxed{3}: <calc>2+2</calc>", "4"),
     ],
 )
 def test_the_last_calculation_is_answered(said, result):
     assert reply(said) == {"role": "tool", "content": result}
 
 
-def test_nothing_asked_nothing_replied():
-    assert reply("\\boxed{1792}<|im_end|>") is None
+@pytest.mark.parametrize(
+    "said",
+    [
+        "\\boxed{1792}<|im_end|>",
+        "<think>Or <calc>47*38</calc>? I know it.</think>\n\nIt is 1786.<|im_end|>",
+        "<think>What does <calc> do?</think>\\boxed{1792}<|im_end|>",
+        "<calc>47*38</calc> is 1786, so \\boxed{1792}<|im_end|>",
+    ],
+)
+def test_nothing_asked_nothing_replied(said):
+    assert reply(said) is None
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_a_turn_ends_behind_its_call_and_the_result_is_not_trained(checkpoint):
+    said = ["<calc>47*38</calc>", "\\boxed{1786}"]
+    sample = Sample(index=0, prompt=[{"role": "user", "content": "47*38?"}])
+    answer, requests = spoken(checkpoint, generate, sample, said, rollout_stop=["STOP"])
+    assert [request["sampling_params"]["stop"] for request in requests] == [["STOP", "</calc>"]] * 2
+    assert "1786" in answer.response.removeprefix(said[0]).removesuffix(said[1])
+    assert sum(answer.loss_mask) == sum(map(len, said))
 
 
 @pytest.fixture(scope="module")

@@ -133,6 +133,18 @@ def test_solutions_are_listed_without_thoughts():
     assert listed(answers) == "1: a\n2: b"
 
 
+def test_an_answer_that_ended_before_a_solution_is_shown_as_none():
+    cut = Sample.Status.TRUNCATED
+    answers = [
+        Sample(response="<think>hm, hm", status=cut),
+        # The chat template has opened the thoughts of this one, if it has any.
+        Sample(response="hm, hm", status=cut),
+        Sample(response="<think>hm<|im_end|>", status=Sample.Status.COMPLETED),
+        Sample(response="<think>hm</think> \\boxed{5} because", status=cut),
+    ]
+    assert listed(answers) == "1: no answer\n2: no answer\n3: no answer\n4: \\boxed{5} because"
+
+
 def test_the_mean_reward_of_each_role_is_logged(monkeypatch):
     logged = []
     monkeypatch.setattr(multi_agent, "log", lambda args, metrics, key: logged.append(metrics))

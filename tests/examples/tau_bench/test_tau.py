@@ -87,8 +87,8 @@ def tau(monkeypatch):
     return found
 
 
-def played(checkpoint, *turns, **changes):
-    sample = Sample(index=0, prompt="retail 2", metadata={"task_index": 2})
+def played(checkpoint, *turns, metadata=None, **changes):
+    sample = Sample(index=0, prompt="retail 2", metadata=metadata or {"task_index": 2})
     answer, requests = spoken(checkpoint, generate, sample, turns, **{"rollout_max_response_len": 2000, **changes})
     return answer, requests
 
@@ -191,6 +191,15 @@ def test_settings_of_the_run_win(checkpoint, tau):
         settings(SimpleNamespace(tau={"usermodel": "mine"}))
 
 
+@pytest.mark.usefixtures("fresh_state")
+def test_a_row_says_of_which_part_its_task_is(checkpoint, tau):
+    row = {"task_index": 2, "env": "retail", "task_split": "dev"}
+    played(checkpoint, "Goodbye.", metadata=row, tau={"task_split": "train"})
+    assert tau.made[0].options["task_split"] == "dev"
+    with pytest.raises(UserError, match="a row is a task of retail, and `tau` of --custom-config-path plays airline"):
+        played(checkpoint, "Goodbye.", metadata=row, tau={"env": "airline"})
+
+
 @pytest.mark.usefixtures("tau")
 def test_a_conversation_that_was_interrupted_is_refused(checkpoint):
     sample = Sample(
@@ -206,7 +215,9 @@ def test_a_missing_package_is_named():
 
 
 def test_tasks_become_rows(tau, tmp_path):
-    load("main", "write_tasks")(["--env", "airline", "--output", str(tmp_path / "tasks.jsonl")])
+    words = ["--env", "airline", "--task-split", "test", "--output", str(tmp_path / "tasks.jsonl")]
+    load("main", "write_tasks")(words)
     rows = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
-    assert rows == [{"prompt": f"airline {index}", "metadata": {"task_index": index}} for index in range(3)]
-    assert tau.made[0].options["name"] == "airline"
+    task = {"env": "airline", "task_split": "test"}
+    assert rows == [{"prompt": f"airline {index}", "metadata": {**task, "task_index": index}} for index in range(3)]
+    assert (tau.made[0].options["name"], tau.made[0].options["task_split"]) == ("airline", "test")

@@ -69,6 +69,8 @@ _SFT = (
 )
 _FP8 = "--fp8-format=e4m3 --fp8-recipe=blockwise --use-tis"
 _INT4 = "--rollout-temperature=0.8 --use-tis"
+# The tokenizers of Moonlight and Kimi K2, and the config of MiMo, are code beside the checkpoint.
+_OWN_CODE = "--trust-remote-code"
 
 # The settings of a script that differ from the shared ones.
 NOTES = {
@@ -89,12 +91,13 @@ NOTES = {
     f"--over-sampling-batch-size=256 {_FILTER} {_EAGLE}",
     "run-glm5-744B-A40B": f"--prefill-num-servers=1 {_EAGLE}",
     "run-glm5.2-744B-A40B": "--use-tis",
-    "run-deepseek-r1": f"--over-sampling-batch-size=256 {_FILTER} {_EAGLE}",
-    "run-kimi-k2-Instruct": "--rm-type=math",
-    "run-kimi-k2-Thinking": "--rm-type=math --use-tis",
-    "run-moonlight-16B-A3B": "--rm-type=math",
+    "run-deepseek-r1": f"--over-sampling-batch-size=256 {_FILTER} {_EAGLE} --sglang-moe-dense-tp-size=1 "
+    "--sglang-moe-a2a-backend=deepep",
+    "run-kimi-k2-Instruct": f"--rm-type=math {_OWN_CODE}",
+    "run-kimi-k2-Thinking": f"--rm-type=math --use-tis {_OWN_CODE}",
+    "run-moonlight-16B-A3B": f"--rm-type=math {_OWN_CODE}",
     "run-minimax-m2": _FILTER,
-    "run-mimo-7B-rl-eagle": f"{_EAGLE} {_MTP}",
+    "run-mimo-7B-rl-eagle": f"{_EAGLE} {_MTP} {_OWN_CODE}",
     "run-qwen2.5-0.5B-reproducibility": "--deterministic-mode --sglang-enable-deterministic-inference --rm-type=math",
     "run-qwen2.5-0.5B-gb10-smoke": "--num-rollout=1",
     "run-qwen3-4B-base-sft": _SFT,
@@ -104,8 +107,8 @@ NOTES = {
     "low_precision/run-qwen3-30b-a3b-fp8": f"{_FP8} {_CPU_OPTIMIZER}",
     "low_precision/run-qwen3-30B-A3B-int4": _INT4,
     "low_precision/run-qwen3-235B-A22B-int4": _INT4,
-    "low_precision/run-moonlight-16B-A3B-int4": _INT4,
-    "low_precision/run-kimi-k2-Thinking-int4": f"{_INT4} --sglang-enable-dp-attention --sglang-dp-size=2",
+    "low_precision/run-moonlight-16B-A3B-int4": f"{_INT4} {_OWN_CODE}",
+    "low_precision/run-kimi-k2-Thinking-int4": f"{_INT4} --sglang-enable-dp-attention --sglang-dp-size=2 {_OWN_CODE}",
 }
 
 _COLUMNS = (
@@ -142,7 +145,7 @@ def value_of(words: list[str], flag: str) -> str | None:
     return following[0] if following and not following[0].startswith("--") else ""
 
 
-def write_configs(words: list[str], row: Launch, **changed: int) -> None:
+def write_configs(words: list[str], row: Launch, **changed: object) -> None:
     """Write the published config, with `changed` entries and nothing else, into the directories that a run's words name."""
     for flag in ("--hf-checkpoint", "--ref-load"):
         directory = Path(value_of(words, flag))

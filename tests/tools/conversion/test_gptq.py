@@ -230,6 +230,15 @@ def test_matrices_of_latent_attention_that_engines_do_not_take_packed_stay_as_th
     assert set(ignored) >= {name.removesuffix(".weight") for name in left}
 
 
+def test_modules_of_the_user_are_left_alone(tmp_path):
+    write_tiny_model(tmp_path / "dense", layers=1, **SIZES)
+    build_tokenizer().save_pretrained(tmp_path / "dense")
+    write_samples(tmp_path / "data", 2)
+    found = tensors_of(convert(tmp_path, "dense", "--ignore-rules", "re:.*self_attn", "gate_proj"))
+    packed = {name.removesuffix("_packed") for name in found if name.endswith("_packed")}
+    assert packed == {f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "down")}
+
+
 def test_a_rendered_conversation_gets_no_second_first_token(tmp_path):
     """As of the tokenizers of Llama and GLM, which put a token in front of every text, and whose templates write it too."""
     tokenizer = build_tokenizer("{{ '<|endoftext|>' }}{% for message in messages %}{{ message.content }}{% endfor %}")
