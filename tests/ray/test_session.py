@@ -579,7 +579,7 @@ def test_the_record_of_a_run_is_about_the_devices_of_its_cluster(run, tmp_path, 
 
     monkeypatch.setattr("slime.ray.cluster.ray_cluster", on_gpus)
     told = []
-    monkeypatch.setattr(session, "init_tracking", lambda args, directory: told.append(args.params_dtype_name))
+    monkeypatch.setattr(session, "init_tracking", lambda args, directory, again: told.append(args.params_dtype_name))
     status, lines = run(lambda args, progress: None)
     assert status == 0 and [line for line in lines if "parameters in bfloat16" in line]
     record = json.loads(next(tmp_path.rglob("args.json")).read_text())

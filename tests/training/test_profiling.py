@@ -207,7 +207,7 @@ def test_a_critic_has_a_trace_of_each_of_its_calls(tmp_path, monkeypatch):
     rank = train_rank.CriticRank.__new__(train_rank.CriticRank)
     rank.memory = SimpleNamespace(holds=Holds.ALL)
     rank.args = make_args(tmp_path, role="critic", num_steps_per_rollout=1, reset_optimizer_states=False)
-    rank.rank, rank.backend = 0, SimpleNamespace(groups=SimpleNamespace(is_last_stage=False))
+    rank.rank, rank.backend = 0, SimpleNamespace(groups=SimpleNamespace(is_last_stage=False), broadcast=lambda own: own)
     rank._fetch = lambda shards: {"num_microbatches": [1]}
     rank._records = records_of(rank.args, 0)
     rank.values(1, [])
