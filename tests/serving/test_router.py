@@ -1,4 +1,5 @@
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import http.server
@@ -24,8 +25,10 @@ from slime.serving.router import EnginesLacking, RouterHandle, Worker
 from slime.serving.router_process import OUR_DEFAULTS, compute_router_fields
 from slime.utils.errors import RunError, UserError
 from slime.utils.filesystem import make_scratch_directory
+from slime.utils.http_utils import close_http_client, init_http_client, post
 from slime.utils.ports import reserve_port
 from tests.support.processes.fake_generate_server import FakeGenerateServer
+from tests.support.processes.http_server import forget_everything, make_args
 from tests.support.processes.waiting import wait_until
 
 BEARER = {"Authorization": "Bearer s3cret"}
@@ -189,6 +192,33 @@ def test_a_router_of_engines_with_roles_asks_one_of_each(tmp_path, policy):
             told = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
             assert [given[name] for name in told] == [also_given[name] for name in told]
             assert (given["bootstrap_host"], given["bootstrap_port"]) == ("127.0.0.1", 15002)
+        finally:
+            router.shutdown()
+
+
+def test_a_router_that_hashes_spreads_what_belongs_to_no_session(tmp_path, monkeypatch):
+    """All requests of a run bear the same token, which it hashes for lack of a key."""
+    forget_everything(monkeypatch)
+    request = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
+    args = SimpleNamespace(router_policy="consistent_hashing", router_api_key="s3cret", router_log_level="warn")
+
+    async def ask(url, keys):
+        for key in keys:
+            await post(f"{url}/generate", request, headers=key and {"X-SMG-Routing-Key": key})
+        await close_http_client()
+
+    with FakeGenerateServer() as first, FakeGenerateServer() as second:
+        router = start_router(args, tmp_path)
+        try:
+            router.wait_ready(60)
+            router.add_workers([Worker(first.url), Worker(second.url)], 60)
+            address = {"sglang_router_ip": router.ip, "sglang_router_port": router.port}
+            init_http_client(make_args(router_api_key="s3cret", **address))
+            asyncio.run(ask(router.url, [None] * 40))
+            assert len(first.requests) > 0 < len(second.requests)
+            first.requests.clear(), second.requests.clear()
+            asyncio.run(ask(router.url, ["session"] * 5))
+            assert sorted(len(server.requests) for server in (first, second)) == [0, 5]
         finally:
             router.shutdown()
 
