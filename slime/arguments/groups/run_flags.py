@@ -351,7 +351,7 @@ SERVING = Group("SGLang engines and router", (
         "request. A router of --sglang-router-ip keeps its own limit; --http-request-timeout is the limit of our client",
         bounds=AT_LEAST_ONE),
     flag("--router-policy --sglang-router-policy --sglang-router-strategy", str, None, "how the router chooses the engine of a "
-        "request; unset: its own default, cache_aware. consistent_hashing: by its session. power_of_two needs two engines",
+        "request; unset: its own default, cache_aware. consistent_hashing: by its session. power_of_two is refused",
         "cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing"),
     flag("--router-api-key", str, None, "key that router and engines ask for; unset: one is generated for the run. Give that "
         "of the router of --sglang-router-ip if it has one. Never logged", metavar="KEY"),

@@ -192,18 +192,6 @@ def one_topology(args: argparse.Namespace) -> Iterator[Violation]:
         yield broken(args, template, engines=engines, numbers=numbers.get(engines, f"1 to {engines - 1}"))
 
 
-def engines_to_compare(args: argparse.Namespace) -> Iterator[Violation]:
-    """Our router with `power_of_two` compares two engines (of each role, if there are roles) and does not start with fewer."""
-    ours = served_models(args)[args.sglang_router_ip is not None :]
-    for name, role in (("router_policy", ""), ("router_prefill_policy", "prefill"), ("router_decode_policy", "decode")):
-        groups = [[group for group in model.groups if role in ("", group.worker_type)] for model in ours]
-        counts = [sum(group.num_engines for group in own) for own in groups if own or not role]
-        counts = [len(args.rollout_external_engine_addrs)] * len(ours) if args.rollout_external else counts
-        if vars(args)[name] == "power_of_two" and min(counts, default=2) < 2:
-            template = "{0=}: a router compares two engines then, and would have {fewest}; give more, or {0} random"
-            yield broken(args, template, flag_of(name), fewest=min(counts))
-
-
 def has_roles(args: argparse.Namespace) -> bool:
     """Whether engines of the run prefill and decode for each other."""
     return any(group.worker_type == "prefill" for group in served_groups(args))
@@ -364,13 +352,16 @@ SERVING_RULES: tuple[Rule, ...] = where(lambda args: args.has_engines,
     of_groups(refused(lambda args: args.rollout_top_k > (args.sglang_sampling_mask_max_tokens or TOLD_TOKENS),
         f"{{--rollout-top-k=}}: an engine reports at most {{--sglang-sampling-mask-max-tokens}} kept tokens ({TOLD_TOKENS} by "
         "default), and refuses to sample from more; give fewer")),
-    router_settings, engines_to_compare,
+    router_settings,
+    refused_each(("router_policy", "router_prefill_policy", "router_decode_policy"),
+        lambda args, value: value == "power_of_two",
+        "{0=}: the router asks engines for their loads at /get_load, which they do not have, and so would choose at random; "
+        "give round_robin, cache_aware or consistent_hashing"),
     refused(lambda args: args.router_dp_aware and all(attention_groups(arguments_of_group(args, group)) == 1
             for group in served_groups(args)),
         "{--router-dp-aware}: no engine has groups to choose among; drop it, or add {--sglang-enable-dp-attention}"),
-    refused(lambda args: args.router_dp_aware and (has_roles(args) or args.router_policy == "power_of_two"),
-        "{--router-dp-aware} beside engines that only prefill or decode, or with {--router-policy} power_of_two: the router "
-        "would keep dead engines; drop one"),
+    refused(lambda args: args.router_dp_aware and has_roles(args),
+        "{--router-dp-aware} beside engines that only prefill or decode: the router would keep dead engines; drop one"),
     refused_each(("router_prefill_policy", "router_decode_policy", *OF_ROLES),
         lambda args, value: value not in (None, False) and not (has_roles(args) or args.rollout_external),
         "{0=} has no effect: no engine only prefills or decodes; give {--prefill-num-servers}, or drop it"),
